@@ -1,0 +1,96 @@
+"""What every backend offers: the routed experts of one layer, forward and backward.
+
+The CUDA kernel and the reference in plain torch both implement :class:`Backend`; the autograd
+function, the adapters and the tests know nothing else of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from flashmoe_megatron.config import MoEConfig
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The local experts' weights, wherever they live; read anew at each call.
+
+    Attributes:
+        fc1: One ``[fc1_rows, hidden]`` tensor per local expert, gate rows first if gated.
+        fc2: One ``[hidden, intermediate]`` tensor per local expert.
+        transposed: The tensors are ``[hidden, fc1_rows]`` and ``[intermediate, hidden]`` instead
+            (the legacy GroupedMLP of Megatron-Core 0.16).
+    """
+
+    fc1: tuple[torch.Tensor, ...]
+    fc2: tuple[torch.Tensor, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class WeightGrad:
+    """Where the gradient of one weight goes.
+
+    Attributes:
+        buffer: Same shape and layout as the weight; float32 or bfloat16 (or the weight's dtype).
+        accumulate: Add to what the buffer holds (Megatron's ``main_grad``) or overwrite it.
+    """
+
+    buffer: torch.Tensor
+    accumulate: bool
+
+
+class Backend(Protocol):
+    """Routed experts of one layer on one expert-parallel group.
+
+    Both calls are collective over the group: every rank makes the same calls in the same order,
+    also with no tokens.
+    """
+
+    config: MoEConfig
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        weights: ExpertWeights,
+        *,
+        training: bool,
+    ) -> tuple[torch.Tensor, Any]:
+        """Applies the routed experts.
+
+        Args:
+            x: ``[num_tokens, hidden]``, contiguous.
+            probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``; scales the activation of
+                each selected expert before fc2.
+            routing_map: ``[num_tokens, num_experts]`` bool; which experts each token selects.
+            weights: The local experts.
+            training: Whether a backward will follow; what it needs is returned as ``saved``.
+
+        Returns:
+            The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an
+            opaque ``saved`` (``None`` unless ``training``).
+        """
+        ...
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        saved: Any,
+        weights: ExpertWeights,
+        grad_fc1: Sequence[WeightGrad],
+        grad_fc2: Sequence[WeightGrad],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes all gradients of one forward.
+
+        Weight gradients are plain sums over all tokens received from all ranks, written or added
+        to their buffers, also (as zeros) for experts without tokens.
+
+        Returns:
+            Gradients of ``x`` (``[num_tokens, hidden]``) and of ``probs``
+            (``[num_tokens, num_experts]``, zero where not selected), in their inputs' dtypes.
+        """
+        ...

@@ -1,0 +1,32 @@
+"""Every error this package raises on purpose.
+
+Each message names what was got and what was wanted, so that it can be acted on without a debugger.
+"""
+
+
+class FlashMoEError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class ConfigError(FlashMoEError, ValueError):
+    """A setting cannot be honoured; the message names the setting and the way out."""
+
+
+class ShapeError(FlashMoEError, ValueError):
+    """A tensor's shape, dtype, device, stride or alignment is not what the layer was built for."""
+
+
+class RoutingError(FlashMoEError, ValueError):
+    """The routing is not usable: too many experts for a token, or NaN among its probabilities."""
+
+
+class HeapError(FlashMoEError, MemoryError):
+    """The symmetric heap does not fit; the message says how many bytes were asked for."""
+
+
+class DeviceError(FlashMoEError, RuntimeError):
+    """The GPU or the compiled library cannot run the kernel."""
+
+
+class PeerTimeoutError(FlashMoEError, TimeoutError):
+    """A peer did not answer in time; the message names the rank, the peer and what was awaited."""

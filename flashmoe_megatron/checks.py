@@ -1,0 +1,112 @@
+"""Refuses tensors that a layer was not built for, before any kernel or collective sees them.
+
+Only what the host knows without waiting for a GPU is read: shapes, dtypes, devices, strides and
+addresses. The values of the routing are the backends' business.
+"""
+
+import torch
+
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ShapeError
+
+ALIGNMENT_BYTES = 16
+"""Every row that a TMA descriptor or a 16-byte load touches starts at a multiple of it."""
+
+TOKEN_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tokens(
+    config: MoEConfig, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+) -> None:
+    """Checks the tokens of one call and their routing against the layer's shape.
+
+    Args:
+        config: The layer's shape.
+        x: ``[num_tokens, hidden]`` bfloat16, float32 or float64, contiguous.
+        probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``, contiguous.
+        routing_map: ``[num_tokens, num_experts]`` bool, contiguous.
+
+    Raises:
+        ShapeError: One of them differs; the message names the tensor, the got and the wanted.
+    """
+    if x.dim() != 2 or x.shape[1] != config.hidden:
+        raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, {config.hidden}]")
+    if x.dtype not in TOKEN_DTYPES:
+        raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
+    num_tokens = x.shape[0]
+    if num_tokens > config.max_tokens:
+        raise ShapeError(
+            f"x has {num_tokens} tokens, the layer was built for at most "
+            f"max_tokens={config.max_tokens} per rank"
+        )
+    wanted = (num_tokens, config.num_experts)
+    for name, tensor, dtypes in (
+        ("probs", probs, (torch.float32, x.dtype)),
+        ("routing_map", routing_map, (torch.bool,)),
+    ):
+        if tuple(tensor.shape) != wanted:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, wanted {list(wanted)}")
+        if tensor.dtype not in dtypes:
+            raise ShapeError(f"{name} is {tensor.dtype}, wanted {_names(dtypes)}")
+        _check_placement(name, tensor, x.device)
+    _check_placement("x", x, x.device)
+
+
+def check_weights(config: MoEConfig, x: torch.Tensor, weights: ExpertWeights) -> None:
+    """Checks the local experts' weights against the layer's shape and the tokens.
+
+    Args:
+        config: The layer's shape.
+        x: The tokens; weights share their dtype and device.
+        weights: The local experts, ``config.num_local_experts`` of each kind.
+
+    Raises:
+        ShapeError: A weight is missing or differs; the message names it.
+    """
+    shapes = {
+        "fc1": (config.fc1_rows, config.hidden),
+        "fc2": (config.hidden, config.intermediate),
+    }
+    for name, tensors in (("fc1", weights.fc1), ("fc2", weights.fc2)):
+        if len(tensors) != config.num_local_experts:
+            raise ShapeError(
+                f"{len(tensors)} {name} weights, wanted one for each of the "
+                f"{config.num_local_experts} local experts"
+            )
+        wanted = shapes[name][::-1] if weights.transposed else shapes[name]
+        for local_expert, weight in enumerate(tensors):
+            label = f"{name} of local expert {local_expert}"
+            if tuple(weight.shape) != wanted:
+                raise ShapeError(f"{label} has shape {tuple(weight.shape)}, wanted {list(wanted)}")
+            if weight.dtype != x.dtype:
+                raise ShapeError(f"{label} is {weight.dtype}, wanted the dtype of x, {x.dtype}")
+            if weight.device != x.device:
+                raise ShapeError(f"{label} is on {weight.device}, wanted {x.device}, as x")
+            if not weight.is_contiguous() and not _rows_are_contiguous(weight):
+                raise ShapeError(
+                    f"{label} has strides {weight.stride()}, wanted rows of consecutive elements"
+                )
+
+
+def _check_placement(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ShapeError(f"{name} is on {tensor.device}, wanted {device}, as x")
+    if not tensor.is_contiguous():
+        raise ShapeError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, wanted "
+            "contiguous rows; call .contiguous()"
+        )
+    if tensor.numel() and name == "x" and tensor.data_ptr() % ALIGNMENT_BYTES:
+        raise ShapeError(
+            f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of "
+            f"{ALIGNMENT_BYTES}, wanted {ALIGNMENT_BYTES}-byte alignment; call .clone()"
+        )
+
+
+def _rows_are_contiguous(weight: torch.Tensor) -> bool:
+    return weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1]
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(dict.fromkeys(str(dtype) for dtype in dtypes))

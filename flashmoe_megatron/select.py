@@ -1,0 +1,114 @@
+"""Chooses the backend of a layer, and makes sure that all ranks mean the same layer."""
+
+import dataclasses
+import functools
+import logging
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError, DeviceError
+from flashmoe_megatron.reference_backend import ReferenceBackend
+
+logger = logging.getLogger("flashmoe_megatron")
+
+BackendKind = Literal["auto", "kernel", "reference"]
+_KINDS = ("auto", "kernel", "reference")
+HOPPER = (9, 0)
+
+
+def select_backend(
+    config: MoEConfig,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    *,
+    kind: BackendKind = "auto",
+    **kernel_options: Any,
+) -> Backend:
+    """Makes the backend of one layer, or of all layers of one shape.
+
+    Collective over the group. The kernel is never replaced by the reference because it failed: if
+    it cannot be loaded or run, its error is raised.
+
+    Args:
+        config: The layer's shape.
+        group: The expert-parallel group, ``None`` for one rank.
+        device: Where the layer's tensors live.
+        kind: "kernel", "reference", or "auto": the kernel on a Hopper GPU (compute capability
+            9.0), else the reference. The choice of "auto" is logged once per process.
+        **kernel_options: Passed to ``KernelBackend``; they have no meaning for the reference.
+
+    Returns:
+        The backend.
+
+    Raises:
+        ConfigError: ``kind`` is unknown, or the ranks disagree on ``config`` or ``kind``.
+        DeviceError: ``kind`` is "kernel" and the device is not a Hopper GPU.
+    """
+    if kind not in _KINDS:
+        raise ConfigError(f"backend {kind!r}: wanted one of {', '.join(_KINDS)}")
+    device = torch.device(device)
+    is_hopper, found = _describe(device)
+    if kind == "kernel" and not is_hopper:
+        raise DeviceError(
+            f"the kernel needs a Hopper GPU (compute capability 9.0), found {found}; "
+            "choose the backend 'reference' or 'auto'"
+        )
+    chosen = ("kernel" if is_hopper else "reference") if kind == "auto" else kind
+    check_ranks_agree(group, {**dataclasses.asdict(config), "backend": chosen})
+    if kind == "auto":
+        _announce(chosen, found)
+    if chosen == "reference":
+        return ReferenceBackend(config, group)
+    from flashmoe_megatron.runtime import KernelBackend  # noqa: PLC0415 - only a GPU needs it
+
+    backend: Backend = KernelBackend(config, group, device, **kernel_options)
+    return backend
+
+
+def check_ranks_agree(group: dist.ProcessGroup | None, settings: dict[str, Any]) -> None:
+    """Refuses settings that are not the same on every rank. Collective over the group.
+
+    Args:
+        group: The ranks to compare, ``None`` for one rank.
+        settings: Names and values, any picklable.
+
+    Raises:
+        ConfigError: On every rank, naming the first setting that differs and each rank's value.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, settings, group=group)
+    for name in settings:
+        values = [other.get(name) for other in everyone]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ConfigError(f"the ranks disagree on {name}: {listed}; wanted one value")
+
+
+def _describe(device: torch.device) -> tuple[bool, str]:
+    """Whether a device is a Hopper GPU, and its name for a message."""
+    if device.type != "cuda":
+        return False, f"the device '{device}'"
+    if not torch.cuda.is_available():
+        return False, "no usable CUDA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    return capability == HOPPER, f"{name} (compute capability {capability[0]}.{capability[1]})"
+
+
+@functools.cache
+def _announce(chosen: str, found: str) -> None:
+    """Logs the choice once per process, on rank 0 alone."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    if chosen == "kernel":
+        logger.info("MoE backend: the fused kernel, on %s", found)
+    else:
+        logger.warning(
+            "MoE backend: the reference in plain torch, because %s is not a Hopper GPU", found
+        )

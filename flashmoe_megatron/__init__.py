@@ -1,0 +1,92 @@
+"""Distributed mixture-of-experts in one persistent GPU kernel.
+
+The public names; each is imported when it is first used, so that importing the package costs
+nothing and needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from flashmoe_megatron._version import __version__
+
+if TYPE_CHECKING:
+    from flashmoe_megatron.autograd import moe_apply
+    from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
+    from flashmoe_megatron.config import Activation, MoEConfig, align_capacity
+    from flashmoe_megatron.errors import (
+        ConfigError,
+        DeviceError,
+        FlashMoEError,
+        HeapError,
+        PeerTimeoutError,
+        RoutingError,
+        ShapeError,
+    )
+    from flashmoe_megatron.layer import FlashMoELayer, moe_forward
+    from flashmoe_megatron.planner import (
+        dispatch_volume,
+        expert_capacity,
+        plan_buffer_rows,
+        plan_capacity,
+    )
+    from flashmoe_megatron.reference import moe_reference
+    from flashmoe_megatron.reference_backend import ReferenceBackend, TrafficCounters
+    from flashmoe_megatron.select import select_backend
+
+__all__ = [
+    "Activation",
+    "Backend",
+    "ConfigError",
+    "DeviceError",
+    "ExpertWeights",
+    "FlashMoEError",
+    "FlashMoELayer",
+    "HeapError",
+    "MoEConfig",
+    "PeerTimeoutError",
+    "ReferenceBackend",
+    "RoutingError",
+    "ShapeError",
+    "TrafficCounters",
+    "WeightGrad",
+    "__version__",
+    "align_capacity",
+    "dispatch_volume",
+    "expert_capacity",
+    "moe_apply",
+    "moe_forward",
+    "moe_reference",
+    "plan_buffer_rows",
+    "plan_capacity",
+    "select_backend",
+]
+
+_HOME = {
+    name: module
+    for module, names in {
+        "autograd": ("moe_apply",),
+        "backend": ("Backend", "ExpertWeights", "WeightGrad"),
+        "config": ("Activation", "MoEConfig", "align_capacity"),
+        "errors": (
+            "ConfigError",
+            "DeviceError",
+            "FlashMoEError",
+            "HeapError",
+            "PeerTimeoutError",
+            "RoutingError",
+            "ShapeError",
+        ),
+        "layer": ("FlashMoELayer", "moe_forward"),
+        "planner": ("dispatch_volume", "expert_capacity", "plan_buffer_rows", "plan_capacity"),
+        "reference": ("moe_reference",),
+        "reference_backend": ("ReferenceBackend", "TrafficCounters"),
+        "select": ("select_backend",),
+    }.items()
+    for name in names
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'flashmoe_megatron' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"flashmoe_megatron.{_HOME[name]}"), name)

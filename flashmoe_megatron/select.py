@@ -63,7 +63,7 @@ def select_backend(
         _announce(chosen, found)
     if chosen == "reference":
         return ReferenceBackend(config, group)
-    from flashmoe_megatron.runtime import KernelBackend  # noqa: PLC0415 - only a GPU needs it
+    from flashmoe_megatron.runtime import KernelBackend
 
     backend: Backend = KernelBackend(config, group, device, **kernel_options)
     return backend

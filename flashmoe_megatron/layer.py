@@ -1,0 +1,267 @@
+"""The layer from plain PyTorch: token choices in, mixed tokens out."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError, RoutingError, ShapeError
+from flashmoe_megatron.select import BackendKind, select_backend
+
+
+def moe_forward(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weight: torch.Tensor,
+    weights: ExpertWeights,
+    *,
+    backend: Backend,
+    check_routing: bool = True,
+) -> torch.Tensor:
+    """Applies the routed experts to every token. Collective over the backend's group.
+
+    Args:
+        x: ``[num_tokens, hidden]``, contiguous, 16-byte aligned.
+        topk_idx: ``[num_tokens, topk]`` int32 or int64 global expert ids, distinct for each token;
+            ``-1`` skips the choice.
+        topk_weight: ``[num_tokens, topk]`` float32 or ``x.dtype``; scales each expert's activation.
+        weights: The local experts.
+        backend: From :func:`~flashmoe_megatron.select.select_backend`.
+        check_routing: Look at the values of the routing first, which makes the host wait for a GPU.
+
+    Returns:
+        ``[num_tokens, hidden]`` in ``x.dtype``, differentiable in ``x``, ``topk_weight`` and the
+        weights.
+
+    Raises:
+        ShapeError: A tensor is not what the backend was built for.
+        RoutingError: An expert id is out of range or given twice for a token, or a weight is NaN.
+    """
+    if x.dim() != 2:
+        raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
+    probs, routing_map = _routing_from_topk(
+        backend.config, x, topk_idx, topk_weight, check_routing=check_routing
+    )
+    return moe_apply(backend, x, probs, routing_map, weights)
+
+
+class FlashMoELayer(nn.Module):
+    """A mixture-of-experts layer whose experts are spread over a process group.
+
+    Expert ``e`` lives on rank ``e // config.num_local_experts``. Construction and every call are
+    collective over the group. Gradients of experts are plain sums over the tokens of all ranks;
+    averaging them over data-parallel replicas is the caller's part, as is the router's gradient.
+
+    Attributes:
+        config: The layer's shape.
+        backend: What computes it; may be given to further layers of the same shape.
+        fc1: The local experts' ``[fc1_rows, hidden]`` parameters.
+        fc2: Their ``[hidden, intermediate]`` parameters.
+        router: ``nn.Linear(hidden, num_experts)`` without bias, or ``None``.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: BackendKind | Backend = "auto",
+        router: bool = False,
+        check_routing: bool = True,
+        **kernel_options: Any,
+    ) -> None:
+        """Makes the local experts and their backend.
+
+        Args:
+            config: The layer's shape.
+            group: The expert-parallel group, ``None`` for one rank.
+            device: Where the layer lives; by default the current GPU, or the CPU without one.
+            dtype: Of tokens and parameters.
+            backend: Which to choose, or another layer's, of an equal ``config``.
+            router: Own a router, so that :meth:`forward` can be called with tokens alone.
+            check_routing: See :func:`moe_forward`.
+            **kernel_options: See :func:`~flashmoe_megatron.select.select_backend`.
+
+        Raises:
+            ConfigError: The group does not fit ``config``, or ranks disagree on it.
+            DeviceError: The kernel was asked for and the device cannot run it.
+        """
+        super().__init__()
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if isinstance(backend, str):
+            backend = select_backend(config, group, device, kind=backend, **kernel_options)
+        elif backend.config != config:
+            raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")
+        self.config = config
+        self.backend = backend
+        self.check_routing = check_routing
+        self._rank = 0 if group is None else dist.get_rank(group)
+        experts = range(config.num_local_experts)
+        shape1 = (config.fc1_rows, config.hidden)
+        shape2 = (config.hidden, config.intermediate)
+        self.fc1 = nn.ParameterList(
+            [torch.empty(shape1, device=device, dtype=dtype) for _ in experts]
+        )
+        self.fc2 = nn.ParameterList(
+            [torch.empty(shape2, device=device, dtype=dtype) for _ in experts]
+        )
+        self.router = (
+            nn.Linear(config.hidden, config.num_experts, bias=False, device=device, dtype=dtype)
+            if router
+            else None
+        )
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws router and experts as ``nn.Linear`` does, uniform within ``1 / sqrt(fan_in)``.
+
+        Every rank draws all experts and keeps its own: one seed gives one model, whatever the
+        number of ranks.
+        """
+        if self.router is not None:
+            _draw(self.router.weight)
+        first = self._rank * self.config.num_local_experts
+        for expert in range(self.config.num_experts):
+            local_expert = expert - first
+            is_local = 0 <= local_expert < self.config.num_local_experts
+            for parameters in (self.fc1, self.fc2):
+                target = parameters[local_expert if is_local else 0]
+                _draw(target if is_local else torch.empty_like(target))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Routes if no choice is given, and applies the experts.
+
+        Args:
+            x: ``[..., hidden]``, contiguous, 16-byte aligned; any number of tokens up to
+                ``config.max_tokens``, also none, also a different number on each rank.
+            topk_idx: As in :func:`moe_forward`, with one row per token of ``x`` in order; ``None``
+                for the own router's choice.
+            topk_weight: As in :func:`moe_forward`.
+
+        Returns:
+            Like ``x``.
+
+        Raises:
+            ConfigError: Only one of the two choices is given, or none without a router.
+            ShapeError: A tensor is not what the layer was built for.
+            RoutingError: As in :func:`moe_forward`.
+        """
+        if x.dim() < 2 or x.shape[-1] != self.config.hidden:
+            raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [..., {self.config.hidden}]")
+        if not x.is_contiguous():
+            raise ShapeError(
+                f"x has shape {tuple(x.shape)} and strides {x.stride()}, wanted contiguous rows; "
+                "call .contiguous()"
+            )
+        tokens = x.view(-1, self.config.hidden)
+        if (topk_idx is None) != (topk_weight is None):
+            raise ConfigError("topk_idx and topk_weight: give both or none")
+        if topk_idx is None or topk_weight is None:
+            topk_idx, topk_weight = self.route(tokens)
+        weights = ExpertWeights(fc1=tuple(self.fc1), fc2=tuple(self.fc2))
+        out = moe_forward(
+            tokens,
+            topk_idx,
+            topk_weight,
+            weights,
+            backend=self.backend,
+            check_routing=self.check_routing,
+        )
+        return out.view(x.shape)
+
+    def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chooses each token's experts: softmax over its ``topk`` largest logits, in float32.
+
+        Args:
+            tokens: ``[num_tokens, hidden]``.
+
+        Returns:
+            Expert ids ``[num_tokens, topk]`` int64 and weights ``[num_tokens, topk]`` float32.
+
+        Raises:
+            ConfigError: The layer has no router.
+        """
+        if self.router is None:
+            raise ConfigError(
+                "the layer has no router: give topk_idx and topk_weight, or build it with "
+                "router=True"
+            )
+        logits = nn.functional.linear(tokens.float(), self.router.weight.float())
+        top = logits.topk(self.config.topk, dim=1)
+        return top.indices, top.values.softmax(dim=1)
+
+
+def _draw(weight: torch.Tensor) -> None:
+    bound = 1 / math.sqrt(weight.shape[1])
+    nn.init.uniform_(weight, -bound, bound)
+
+
+def _routing_from_topk(
+    config: MoEConfig,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weight: torch.Tensor,
+    *,
+    check_routing: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Spreads a token's choices over the experts: ``probs`` and ``routing_map``."""
+    wanted = f"[{x.shape[0]}, topk] with topk <= {config.topk}"
+    for name, tensor, dtypes in (
+        ("topk_idx", topk_idx, (torch.int32, torch.int64)),
+        ("topk_weight", topk_weight, (torch.float32, x.dtype)),
+    ):
+        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape[1] > config.topk:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, wanted {wanted}")
+        if tensor.dtype not in dtypes:
+            raise ShapeError(f"{name} is {tensor.dtype}, wanted {dtypes[0]} or {dtypes[1]}")
+        if tensor.device != x.device:
+            raise ShapeError(f"{name} is on {tensor.device}, wanted {x.device}, as x")
+    if topk_idx.shape != topk_weight.shape:
+        raise ShapeError(
+            f"topk_weight has shape {tuple(topk_weight.shape)}, wanted {tuple(topk_idx.shape)}, "
+            "as topk_idx"
+        )
+    if check_routing:
+        _check_choices(config, topk_idx, topk_weight)
+    chosen = topk_idx >= 0
+    # A skipped choice adds zero to expert 0, which changes neither its weight nor its gradient.
+    target = topk_idx.clamp(min=0).long()
+    shape = (x.shape[0], config.num_experts)
+    weight = torch.where(chosen, topk_weight, torch.zeros_like(topk_weight))
+    probs = weight.new_zeros(shape).scatter_add(1, target, weight)
+    times_chosen = target.new_zeros(shape).scatter_add(1, target, chosen.long())
+    if check_routing and (times_chosen > 1).any():
+        token, expert = (times_chosen > 1).nonzero()[0].tolist()
+        raise RoutingError(
+            f"topk_idx[{token}] names expert {expert} {int(times_chosen[token, expert])} times, "
+            "wanted distinct experts"
+        )
+    return probs, times_chosen > 0
+
+
+def _check_choices(config: MoEConfig, topk_idx: torch.Tensor, topk_weight: torch.Tensor) -> None:
+    outside = (topk_idx < -1) | (topk_idx >= config.num_experts)
+    if outside.any():
+        token, choice = outside.nonzero()[0].tolist()
+        raise RoutingError(
+            f"topk_idx[{token}, {choice}] is {int(topk_idx[token, choice])}, wanted an expert id "
+            f"of 0 to {config.num_experts - 1}, or -1 to skip"
+        )
+    nan = topk_weight.isnan() & (topk_idx >= 0)
+    if nan.any():
+        token, choice = nan.nonzero()[0].tolist()
+        raise RoutingError(f"topk_weight[{token}, {choice}] is NaN, wanted a number")

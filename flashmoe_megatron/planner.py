@@ -1,0 +1,212 @@
+"""Sizes that can be known before training: capacities, buffer rows, bytes on the links.
+
+Pure arithmetic on a layer's shape; needs neither torch nor a GPU.
+"""
+
+import math
+from dataclasses import dataclass
+
+from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
+from flashmoe_megatron.errors import ConfigError
+
+
+def expert_capacity(
+    num_tokens: int,
+    topk: int,
+    num_experts: int,
+    capacity_factor: float,
+    *,
+    min_capacity: int = 0,
+) -> int:
+    """Tokens that one rank may send to one expert, as Megatron's router computes it.
+
+    The router drops what exceeds this number; alignment never changes it. Example: 4096 tokens,
+    top-2 of 64 experts and a factor of 1.25 give 160.
+
+    Args:
+        num_tokens: Tokens of one rank and call.
+        topk: Experts that each token selects.
+        num_experts: Experts of the whole group.
+        capacity_factor: Capacity relative to a perfect balance.
+        min_capacity: Lower bound.
+
+    Returns:
+        ``ceil(num_tokens * topk / num_experts * capacity_factor)``, at least ``min_capacity``.
+
+    Raises:
+        ConfigError: An argument is negative or ``num_experts`` or ``capacity_factor`` is not
+            positive.
+    """
+    for name, value in (("num_tokens", num_tokens), ("topk", topk), ("min_capacity", min_capacity)):
+        if value < 0:
+            raise ConfigError(f"{name}={value}: must not be negative")
+    if num_experts < 1:
+        raise ConfigError(f"num_experts={num_experts}: must be at least 1")
+    if not 0 < capacity_factor < math.inf:
+        raise ConfigError(f"capacity_factor={capacity_factor}: must be positive and finite")
+    # The order of operations is Megatron's, so that a product that rounds gives the same ceiling.
+    return max(math.ceil((num_tokens * topk / num_experts) * capacity_factor), min_capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityPlan:
+    """What a capacity becomes in a receiver's buffer.
+
+    Every expert has one segment of rows, filled by all ranks without gaps between them. Only the
+    segment as a whole is aligned, so the padding is at most one tile less a row per expert, exists
+    only in the receiver's memory and is never sent.
+
+    Attributes:
+        capacity: Rows that one rank may send to one expert, as the router enforces it.
+        aligned_capacity: ``capacity`` rounded up to whole tiles, the segment of an expert that is
+            served by one rank alone (section 3.2.1 of the paper).
+        expert_rows: Most rows that one expert receives, ``num_ranks * capacity``.
+        aligned_expert_rows: Rows of the segment that holds them.
+        tile: Rows of a tile.
+    """
+
+    capacity: int
+    aligned_capacity: int
+    expert_rows: int
+    aligned_expert_rows: int
+    tile: int
+
+    @property
+    def pad_rows(self) -> int:
+        """Rows of a full segment that only align it."""
+        return self.aligned_expert_rows - self.expert_rows
+
+
+def plan_capacity(
+    num_tokens: int,
+    topk: int,
+    num_experts: int,
+    capacity_factor: float,
+    *,
+    num_ranks: int = 1,
+    min_capacity: int = 0,
+    tile: int = TILE_M,
+) -> CapacityPlan:
+    """Answers, before training, what capacity a factor gives and how it is aligned.
+
+    Args:
+        num_tokens: Tokens of one rank and call.
+        topk: Experts that each token selects.
+        num_experts: Experts of the whole group.
+        capacity_factor: Capacity relative to a perfect balance.
+        num_ranks: Ranks of the expert-parallel group.
+        min_capacity: Lower bound of the capacity.
+        tile: Rows of a tile.
+
+    Returns:
+        The capacity per expert, unaligned and aligned.
+
+    Raises:
+        ConfigError: An argument is out of range.
+    """
+    if num_ranks < 1:
+        raise ConfigError(f"num_ranks={num_ranks}: must be at least 1")
+    if tile < 1:
+        raise ConfigError(f"tile={tile}: must be at least 1")
+    capacity = expert_capacity(
+        num_tokens, topk, num_experts, capacity_factor, min_capacity=min_capacity
+    )
+    return CapacityPlan(
+        capacity=capacity,
+        aligned_capacity=align_capacity(capacity, tile),
+        expert_rows=num_ranks * capacity,
+        aligned_expert_rows=align_capacity(num_ranks * capacity, tile),
+        tile=tile,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferRows:
+    """Rows of one rank's receive buffer.
+
+    Attributes:
+        worst_case: No routing needs more, padding included; a multiple of the tile.
+        expected: Mean under uniform random routing, padding included as half a tile per expert.
+    """
+
+    worst_case: int
+    expected: int
+
+
+def plan_buffer_rows(config: MoEConfig, *, capacity: int | None = None) -> BufferRows:
+    """Bounds the rows that one rank can receive in one call.
+
+    Args:
+        config: The layer's shape; every rank has ``config.max_tokens`` tokens.
+        capacity: Rows that one rank may send to one expert; ``None`` if nothing is dropped.
+
+    Returns:
+        The worst case and the expectation.
+
+    Raises:
+        ConfigError: ``capacity`` is negative.
+    """
+    if capacity is not None and capacity < 0:
+        raise ConfigError(f"capacity={capacity}: must not be negative")
+    num_experts = config.num_local_experts
+    tokens = config.num_ranks * config.max_tokens
+    # A token's experts are distinct, so at most num_local_experts of its routes come here.
+    rows = tokens * min(config.topk, num_experts)
+    expected = config.max_tokens * config.topk
+    if capacity is not None:
+        rows = min(rows, config.num_ranks * capacity * num_experts)
+        expected = min(expected, rows)
+    most_padding = min(num_experts, rows) * (TILE_M - 1)
+    return BufferRows(
+        worst_case=(rows + most_padding) // TILE_M * TILE_M,
+        expected=expected + min(num_experts, expected) * (TILE_M // 2),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchVolume:
+    """Bytes that one rank hands to the exchange in one direction of one layer.
+
+    Attributes:
+        padded_bytes: What padding to capacity sends: every expert's capacity, filled or not.
+        payload_bytes: What is sent here: the selected rows alone.
+    """
+
+    padded_bytes: int
+    payload_bytes: int
+
+    @property
+    def saved_ratio(self) -> float:
+        """Share of the padded volume that is not sent; 0 if there is none."""
+        if self.padded_bytes == 0:
+            return 0.0
+        return 1.0 - self.payload_bytes / self.padded_bytes
+
+
+def dispatch_volume(
+    *, num_routes: int, num_experts: int, capacity: int, hidden: int, element_bytes: int = 2
+) -> DispatchVolume:
+    """Compares the actual volume of a dispatch with that of padding to capacity.
+
+    Args:
+        num_routes: Rows that the rank's tokens really have, after dropping.
+        num_experts: Experts of the whole group.
+        capacity: Rows per rank and expert that padding fills up.
+        hidden: Elements of a row.
+        element_bytes: Bytes of an element.
+
+    Returns:
+        Both volumes, including the share for the rank's own experts.
+
+    Raises:
+        ConfigError: ``num_routes`` exceeds what the capacities admit, or is negative.
+    """
+    if not 0 <= num_routes <= num_experts * capacity:
+        raise ConfigError(
+            f"num_routes={num_routes}: must be 0 to num_experts * capacity = "
+            f"{num_experts * capacity}"
+        )
+    row_bytes = hidden * element_bytes
+    return DispatchVolume(
+        padded_bytes=num_experts * capacity * row_bytes, payload_bytes=num_routes * row_bytes
+    )

@@ -1,0 +1,160 @@
+"""The oracle: what the layer means, in the fewest lines, and how far a result may be from it.
+
+Written to be obviously right and slow. It knows all experts, has no ranks, buffers or padding, and
+leaves its gradients to autograd; it shares no code with any backend.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from flashmoe_megatron.config import Activation
+
+_FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: lambda z: F.gelu(z, approximate="tanh"),
+    Activation.RELU: F.relu,
+    Activation.SQUARED_RELU: lambda z: F.relu(z).square(),
+}
+
+
+def moe_reference(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    fc1: Sequence[torch.Tensor],
+    fc2: Sequence[torch.Tensor],
+    *,
+    activation: Activation,
+    gated: bool,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Applies all experts in one process and one precision, differentiable by autograd.
+
+    Args:
+        x: ``[num_tokens, hidden]``, the tokens of all ranks or of one.
+        probs: ``[num_tokens, num_experts]``, multiplied with the activation before fc2.
+        routing_map: ``[num_tokens, num_experts]`` bool.
+        fc1: ``[2F, H]`` (gate rows first) or ``[F, H]`` of every expert of the group.
+        fc2: ``[H, F]`` of every expert of the group.
+        activation: Applied to fc1's output, or to its gate half.
+        gated: Whether fc1 has a gate.
+        dtype: Everything is computed in it, without intermediate rounding.
+
+    Returns:
+        ``[num_tokens, hidden]`` in ``dtype``.
+    """
+    function = _FUNCTIONS[activation]
+    out = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    for expert in range(len(fc1)):
+        tokens = routing_map[:, expert].nonzero().squeeze(1)
+        projected = x[tokens].to(dtype) @ fc1[expert].to(dtype).t()
+        if gated:
+            gate, up = projected.chunk(2, dim=1)
+            activated = function(gate) * up
+        else:
+            activated = function(projected)
+        weighted = activated * probs[tokens, expert].to(dtype).unsqueeze(1)
+        out = out.index_add(0, tokens, weighted @ fc2[expert].to(dtype).t())
+    return out
+
+
+class MismatchError(AssertionError):
+    """A result is not what the oracle says; the message names the first wrong coordinate."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a result is from the oracle's.
+
+    Attributes:
+        rel_l2: ``||got - want|| / ||want||`` over the whole tensor.
+        worst_row: The largest such ratio of a row (last dimension), relative to the larger of the
+            row's norm and the root mean square of all rows' norms. A row that was not written or
+            went to a wrong place shows here even if the whole hides it.
+    """
+
+    rel_l2: float
+    worst_row: float
+
+
+ROW_FACTOR = 8.0
+"""A row may be this many times as far off as the whole: rows differ in length and rounding luck."""
+
+
+def poison_(tensor: torch.Tensor) -> torch.Tensor:
+    """Fills a buffer with what no computation may leave or read: NaN, or the dtype's extreme."""
+    if tensor.is_floating_point():
+        return tensor.fill_(float("nan"))
+    if tensor.dtype == torch.bool:
+        raise TypeError("a bool has no value to spare for poison")
+    return tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, *, rel_l2: float) -> Difference:
+    """Compares a result with the oracle's by relative L2 error.
+
+    Args:
+        name: What is compared, for the message.
+        got: The result, any float dtype and device.
+        want: The oracle's, same shape.
+        rel_l2: Largest relative L2 error of the whole; a row may have ``ROW_FACTOR`` times it.
+            0 asks for equality.
+
+    Returns:
+        The errors found, for a report.
+
+    Raises:
+        MismatchError: The shapes differ, an element is not finite (never written, or computed from
+            what was never written), or an error is too large; names the first wrong coordinate.
+        ValueError: The oracle's own values are not finite.
+    """
+    if got.shape != want.shape:
+        raise MismatchError(f"{name}: shape {tuple(got.shape)}, wanted {tuple(want.shape)}")
+    got = got.detach().double().cpu()
+    want = want.detach().double().cpu()
+    if not want.isfinite().all():
+        raise ValueError(f"{name}: the oracle's values are not finite")
+    unusable = ~got.isfinite()
+    if unusable.any():
+        raise MismatchError(
+            f"{name}: {int(unusable.sum())} of {got.numel()} elements are not finite, the first at "
+            f"{_first(unusable)}: never written, or computed from what was never written"
+        )
+    if got.numel() == 0:
+        return Difference(0.0, 0.0)
+    error = got - want
+    rows = error.reshape(-1, error.shape[-1]) if error.dim() else error.reshape(1, 1)
+    row_norms = want.reshape(rows.shape).norm(dim=1)
+    typical = row_norms.square().mean().sqrt()
+    scale = torch.maximum(row_norms, typical)
+    row_errors = rows.norm(dim=1)
+    # Where the oracle is zero throughout, any error is infinitely large.
+    relative = torch.where(row_errors > 0, row_errors / scale, 0.0)
+    total = want.norm()
+    found = Difference(
+        rel_l2=float(error.norm() / total) if total > 0 or error.any() else 0.0,
+        worst_row=float(relative.max()),
+    )
+    if found.rel_l2 <= rel_l2 and found.worst_row <= ROW_FACTOR * rel_l2:
+        return found
+    row_shape = error.shape[:-1] if error.dim() else (1,)
+    wrong_rows = (relative > ROW_FACTOR * rel_l2).reshape(row_shape)
+    wrong = error.abs() > rel_l2 * torch.maximum(want.abs(), want.square().mean().sqrt())
+    if error.dim() and wrong_rows.any():
+        wrong &= wrong_rows.unsqueeze(-1)
+    # An error spread evenly may exceed the bound as a whole without one element standing out.
+    where = _first(wrong if wrong.any() else error.abs() == error.abs().max())
+    raise MismatchError(
+        f"{name}: relative L2 error {found.rel_l2:.3g}, wanted at most {rel_l2:.3g}; worst row "
+        f"{found.worst_row:.3g}, wanted at most {ROW_FACTOR * rel_l2:.3g}; "
+        f"{int(wrong_rows.sum())} of {len(rows)} rows are wrong; first wrong element {where}: "
+        f"{got[where].item():.6g}, wanted {want[where].item():.6g}"
+    )
+
+
+def _first(mask: torch.Tensor) -> tuple[int, ...]:
+    return tuple(mask.nonzero()[0].tolist())

@@ -1,0 +1,44 @@
+// The parts of the C interface that need no GPU and no kernel.
+#include "api/flashmoe.h"
+
+#include <cstring>
+
+#include "flashmoe/comm/wait.cuh"
+#include "host/error.h"
+
+extern "C" {
+
+int flashmoe_abi_version(void) { return FLASHMOE_ABI_VERSION; }
+
+const char* flashmoe_last_error(void) { return flashmoe::last_error.c_str(); }
+
+const char* flashmoe_role_name(uint32_t role) {
+    static const char* const kNames[] = {
+        "none",
+        "plan: routing of a peer",
+        "dispatch: a peer's rows to be published",
+        "dispatch: a row from a peer",
+        "loader: a free pipeline stage",
+        "loader: the processors to take a tile",
+        "loader: rows of a block",
+        "loader: activations of a block",
+        "processor: a tile",
+        "processor: a full pipeline stage",
+        "combine: results of a block",
+        "reduce: a peer's share of a token",
+        "routing",
+    };
+    static_assert(sizeof(kNames) / sizeof(kNames[0]) == size_t(flashmoe::Role::kCount));
+    return role < uint32_t(flashmoe::Role::kCount) ? kNames[role] : "unknown";
+}
+
+uint64_t flashmoe_sizeof(const char* name) {
+    if (strcmp(name, "FlashMoEProblem") == 0) return sizeof(FlashMoEProblem);
+    if (strcmp(name, "FlashMoESizes") == 0) return sizeof(FlashMoESizes);
+    if (strcmp(name, "FlashMoEGroup") == 0) return sizeof(FlashMoEGroup);
+    if (strcmp(name, "FlashMoEFault") == 0) return sizeof(FlashMoEFault);
+    if (strcmp(name, "FlashMoELaunch") == 0) return sizeof(FlashMoELaunch);
+    return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,181 @@
+/* C interface of libflashmoe: the routed experts of one mixture-of-experts layer on Hopper GPUs.
+ *
+ * No call throws, exits, prints or allocates device memory. Every call returns 0, or an error code
+ * with a sentence in flashmoe_last_error() (thread-local). All launches go to the given stream and
+ * are asynchronous. Calls marked "collective" must be made by every rank of the expert-parallel
+ * group, in the same order, also with zero tokens.
+ *
+ * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward. One backward of it is:
+ * flashmoe_backward, flashmoe_wgrad. Each plan and each backward takes the next epoch.
+ */
+#ifndef FLASHMOE_API_FLASHMOE_H_
+#define FLASHMOE_API_FLASHMOE_H_
+
+#include <stdint.h>
+
+#define FLASHMOE_ABI_VERSION 1
+#define FLASHMOE_MAX_RANKS 8
+#define FLASHMOE_MAX_TOPK 16
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FLASHMOE_EXPORT __attribute__((visibility("default")))
+
+typedef enum {
+    FLASHMOE_OK = 0,
+    FLASHMOE_BAD_ARGUMENT = 1,
+    FLASHMOE_CUDA_ERROR = 2,
+    FLASHMOE_PEER_TIMEOUT = 3,
+    FLASHMOE_BAD_ROUTING = 4,
+} FlashMoEStatus;
+
+typedef enum {
+    FLASHMOE_SILU = 0,
+    FLASHMOE_GELU = 1,
+    FLASHMOE_GELU_TANH = 2,
+    FLASHMOE_RELU = 3,
+    FLASHMOE_SQUARED_RELU = 4,
+} FlashMoEActivation;
+
+typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1 } FlashMoEDtype;
+
+/* What is computed; the same on every rank but for `rank`. */
+typedef struct {
+    uint32_t struct_size; /* sizeof(FlashMoEProblem) */
+    int32_t rank;
+    int32_t num_ranks;
+    int32_t hidden;       /* H, a multiple of 64 */
+    int32_t intermediate; /* F, a multiple of 64 */
+    int32_t num_experts;  /* of all ranks, a multiple of num_ranks */
+    int32_t topk;         /* most experts of one token */
+    int32_t max_tokens;   /* most tokens of one rank */
+    int32_t activation;   /* FlashMoEActivation */
+    int32_t is_gated;     /* fc1 is [2F, H], gate rows first */
+    int32_t skip_zero_probs;
+    int32_t num_ctas; /* grid of every launch; must fit the GPU at one CTA per SM */
+    uint64_t timeout_ns;
+} FlashMoEProblem;
+
+/* Sizes in bytes unless named otherwise. */
+typedef struct {
+    uint32_t struct_size;
+    uint32_t max_row_blocks;    /* worst case, blocks of 128 rows */
+    uint64_t heap_bytes;        /* symmetric, on every rank; zero-initialized once */
+    uint64_t workspace_bytes;   /* local, one per group; zero-initialized once */
+    uint64_t plan_bytes;        /* local, one per forward, kept for its backward */
+    uint64_t mailbox_bytes;     /* pinned host memory, one per group */
+    uint64_t weight_map_bytes;  /* host, then device: TMA descriptors of all local weights */
+    uint64_t preact_block_bytes; /* saved pre-activations, per block of 128 rows */
+    uint64_t dprob_block_bytes;  /* partial sums of the probabilities' gradient, per block */
+} FlashMoESizes;
+
+/* Memory of one expert-parallel group, shared by all its layers. */
+typedef struct {
+    uint32_t struct_size;
+    uint32_t epoch; /* of this launch: starts at 1, grows by 1, the same on every rank */
+    void* heaps[FLASHMOE_MAX_RANKS]; /* every rank's symmetric heap, mapped here */
+    void* workspace;
+    void* mailbox; /* pinned host memory, readable by the device at the same address */
+    void* stream;
+} FlashMoEGroup;
+
+/* What a wait that ran out of time, or a bad routing, left in the mailbox. */
+typedef struct {
+    uint32_t code; /* FlashMoEStatus */
+    uint32_t role; /* flashmoe::Role */
+    int32_t rank;
+    int32_t peer;
+    int32_t index;
+    uint32_t epoch;
+    uint32_t expected;
+    uint32_t seen;
+} FlashMoEFault;
+
+FLASHMOE_EXPORT int flashmoe_abi_version(void);
+FLASHMOE_EXPORT const char* flashmoe_last_error(void);
+/* Name of FlashMoEFault.role. */
+FLASHMOE_EXPORT const char* flashmoe_role_name(uint32_t role);
+/* sizeof of the struct of that name, 0 if unknown: a binding checks its mirror at load. */
+FLASHMOE_EXPORT uint64_t flashmoe_sizeof(const char* struct_name);
+
+FLASHMOE_EXPORT int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes);
+
+/* Collective. Publishes routing and rows, and places every row that this rank's experts receive.
+ *   x             [num_tokens, hidden] bf16
+ *   probs         [num_tokens, num_experts] of probs_dtype
+ *   routing_map   [num_tokens, num_experts] bytes, 0 or 1
+ *   plan          plan_bytes
+ */
+FLASHMOE_EXPORT int flashmoe_plan(const FlashMoEProblem* problem,
+                                  const FlashMoEGroup* group,
+                                  const void* x,
+                                  const void* probs,
+                                  int32_t probs_dtype,
+                                  const void* routing_map,
+                                  int32_t num_tokens,
+                                  void* plan);
+
+/* Waits on the host until the plan of this epoch is there; gives the received blocks of 128 rows
+ * (pad rows included) and the received rows. */
+FLASHMOE_EXPORT int flashmoe_await_plan(const FlashMoEProblem* problem,
+                                        const FlashMoEGroup* group,
+                                        int32_t* num_row_blocks,
+                                        int32_t* num_rows);
+
+/* Reads a fault out of the mailbox; code 0 if there is none. Usable after any CUDA error. */
+FLASHMOE_EXPORT int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault);
+
+/* Encodes the TMA descriptors of the local experts' weights into host memory.
+ *   fc1[e] [fc1_rows, hidden] bf16, fc2[e] [hidden, intermediate] bf16, 16-byte aligned */
+FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
+                                            const void* const* fc1,
+                                            const void* const* fc2,
+                                            void* weight_maps);
+
+/* Row buffers of one call; blocks = num_row_blocks, rows = 128 * blocks, all bf16 row-major. */
+typedef struct {
+    uint32_t struct_size;
+    int32_t num_row_blocks;
+    int32_t num_tokens;
+    int32_t grad_probs_dtype; /* FlashMoEDtype; backward only */
+    const void* plan;
+    const void* weight_maps; /* device copy */
+    void* rows;    /* [rows, hidden]: received x (forward) or received dY (backward) */
+    void* act;     /* [rows, intermediate]: scaled activation, fc2's input */
+    void* dpre;    /* [rows, fc1_rows]: gradient of fc1's output; backward only */
+    void* result;  /* [rows, hidden]: fc2's output, or the gradient of the received rows */
+    void* preact;  /* blocks * preact_block_bytes; NULL in a forward without backward */
+    void* dprob_partial; /* blocks * dprob_block_bytes; backward only */
+    void* out;           /* [num_tokens, hidden]: layer output, or gradient of x */
+    void* grad_probs;    /* [num_tokens, num_experts]; backward only */
+} FlashMoELaunch;
+
+/* Collective. Dispatch, FFN and combine in one launch, after flashmoe_plan of the same epoch. */
+FLASHMOE_EXPORT int flashmoe_forward(const FlashMoEProblem* problem,
+                                     const FlashMoEGroup* group,
+                                     const FlashMoELaunch* launch);
+
+/* Collective. Gradients of x and probs: dispatches grad_out along the saved plan (an epoch of its
+ * own), and fills rows, act and dpre for flashmoe_wgrad. */
+FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
+                                      const FlashMoEGroup* group,
+                                      const FlashMoELaunch* launch,
+                                      const void* grad_out);
+
+/* Local. Weight gradients from the forward's rows (x_rows) and what flashmoe_backward left.
+ *   grads  device array of 2 * num_local_experts pointers, fc1's first; layouts as the weights */
+FLASHMOE_EXPORT int flashmoe_wgrad(const FlashMoEProblem* problem,
+                                   const FlashMoEGroup* group,
+                                   const FlashMoELaunch* launch,
+                                   const void* x_rows,
+                                   void* const* grads,
+                                   int32_t grads_dtype,
+                                   int32_t accumulate);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FLASHMOE_API_FLASHMOE_H_ */

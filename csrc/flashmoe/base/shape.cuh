@@ -1,0 +1,54 @@
+// The sizes of one layer at run time, and the tile that everything is aligned to at compile time.
+#pragma once
+
+#include <cstdint>
+
+namespace flashmoe {
+
+constexpr int BLOCK_M = 128;  // rows of a tile; expert segments start at multiples of it
+constexpr int BLOCK_K = 64;   // 128 bytes of bf16: one swizzle row
+constexpr int kBoxDim = 64;   // every TMA box is 64 x 64 bf16, 8 KiB
+constexpr int kMaxRanks = 8;
+constexpr int kMaxTopk = 16;
+
+template <class Int>
+__host__ __device__ constexpr Int ceil_div(Int a, Int b) {
+    return (a + b - 1) / b;
+}
+
+template <class Int>
+__host__ __device__ constexpr Int align_up(Int a, Int b) {
+    return ceil_div(a, b) * b;
+}
+
+struct Shape {
+    int rank;
+    int num_ranks;
+    int hidden;
+    int intermediate;
+    int num_experts;
+    int topk;
+    int max_tokens;
+    bool is_gated;
+    bool skip_zero_probs;
+
+    __host__ __device__ int num_local_experts() const { return num_experts / num_ranks; }
+    __host__ __device__ int first_expert() const { return rank * num_local_experts(); }
+    __host__ __device__ int fc1_rows() const { return is_gated ? 2 * intermediate : intermediate; }
+
+    // A token uses at most this many ranks, and at most this many experts of one rank.
+    __host__ __device__ int max_slots() const { return topk < num_ranks ? topk : num_ranks; }
+    __host__ __device__ int max_local_routes() const {
+        return topk < num_local_experts() ? topk : num_local_experts();
+    }
+    __host__ __device__ int64_t max_row_blocks() const {
+        const int64_t rows = int64_t(num_ranks) * max_tokens * max_local_routes();
+        return ceil_div<int64_t>(rows, BLOCK_M) + num_local_experts();
+    }
+
+    // Routing is processed in chunks of one warp's width; chunks of all sources are interleaved.
+    __host__ __device__ int chunks_per_rank() const { return ceil_div(max_tokens, 32); }
+    __host__ __device__ int num_chunks() const { return chunks_per_rank() * num_ranks; }
+};
+
+}  // namespace flashmoe

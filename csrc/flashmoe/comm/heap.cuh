@@ -1,0 +1,90 @@
+// The symmetric heap: what peers write into each rank's memory, and where each byte is.
+//
+// The paper's layout L[P, R, B, E, C, H] keeps four token buffers so that no two writes conflict.
+// Here rows are pulled, so a rank's own tokens are the outgoing buffer and there is no incoming one
+// in the heap at all; results arrive in one slot per (token, rank that computed for it). A write's
+// place is a function of its writer, which is Theorem 3.1: no write-write conflict.
+#pragma once
+
+#include "flashmoe/base/shape.cuh"
+
+namespace flashmoe {
+
+// One selected expert of one token; expert < 0 means none.
+struct alignas(8) Route {
+    int32_t expert;
+    float prob;
+};
+
+struct HeapLayout {
+    // Byte offsets. Words are tagged with the epoch, so none is ever reset.
+    uint64_t route_signals;   // u64[rank]: {tokens of that rank << 32 | epoch}, two parities
+    uint64_t row_signals;     // u32[rank]: epoch whose rows that rank has published
+    uint64_t result_signals;  // u32[token][rank]: epoch whose result that rank has delivered
+    uint64_t routes;          // Route[parity 2][rank][token][topk], every rank's routing
+    uint64_t rows;            // bf16[token][hidden], this rank's tokens, read by peers
+    uint64_t results;         // bf16[token][slot][hidden], written by peers
+    uint64_t dprobs;          // f32[token][topk], written by peers in the backward
+    uint64_t bytes;
+};
+
+__host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
+    const uint64_t tokens = s.max_tokens, ranks = s.num_ranks;
+    HeapLayout at{};
+    uint64_t end = 0;
+    auto take = [&end](uint64_t bytes) {
+        const uint64_t offset = end;
+        end = align_up<uint64_t>(end + bytes, 1024);
+        return offset;
+    };
+    at.route_signals = take(2 * ranks * sizeof(uint64_t));
+    at.row_signals = take(ranks * sizeof(uint32_t));
+    at.result_signals = take(tokens * ranks * sizeof(uint32_t));
+    at.routes = take(2 * ranks * tokens * s.topk * sizeof(Route));
+    at.rows = take(tokens * s.hidden * 2);
+    at.results = take(tokens * s.max_slots() * s.hidden * 2);
+    at.dprobs = take(tokens * s.topk * sizeof(float));
+    at.bytes = end;
+    return at;
+}
+
+// Every rank's heap as mapped into this GPU, with typed access by owner.
+struct Heap {
+    HeapLayout at;
+    char* base[kMaxRanks];
+    int num_ranks;
+    int max_tokens;
+    int hidden;
+    int topk;
+    int num_slots;
+
+    template <class T>
+    __device__ __forceinline__ T* address(int owner, uint64_t offset) const {
+        return reinterpret_cast<T*>(base[owner] + offset);
+    }
+    __device__ __forceinline__ uint64_t* route_signal(int owner, uint32_t epoch, int src) const {
+        return address<uint64_t>(owner, at.route_signals) + (epoch & 1) * num_ranks + src;
+    }
+    __device__ __forceinline__ uint32_t* row_signal(int owner, int src) const {
+        return address<uint32_t>(owner, at.row_signals) + src;
+    }
+    __device__ __forceinline__ uint32_t* result_signal(int owner, int token, int src) const {
+        return address<uint32_t>(owner, at.result_signals) + int64_t(token) * num_ranks + src;
+    }
+    __device__ __forceinline__ Route* routes(int owner, uint32_t epoch, int src, int token) const {
+        const int64_t row = (int64_t(epoch & 1) * num_ranks + src) * max_tokens + token;
+        return address<Route>(owner, at.routes) + row * topk;
+    }
+    __device__ __forceinline__ char* row(int owner, int token) const {
+        return address<char>(owner, at.rows) + int64_t(token) * hidden * 2;
+    }
+    __device__ __forceinline__ char* result(int owner, int token, int slot) const {
+        const int64_t row = int64_t(token) * num_slots + slot;
+        return address<char>(owner, at.results) + row * hidden * 2;
+    }
+    __device__ __forceinline__ float* dprobs(int owner, int token) const {
+        return address<float>(owner, at.dprobs) + int64_t(token) * topk;
+    }
+};
+
+}  // namespace flashmoe

@@ -1,0 +1,19 @@
+// A compiled kernel as the host sees it. One file of instances/ per activation defines one function.
+#pragma once
+
+namespace flashmoe {
+
+struct KernelEntry {
+    const void* function;
+    int num_threads;
+    int smem_bytes;
+    int block_n;  // columns of its tiles
+};
+
+KernelEntry layer_silu(bool is_backward, bool is_gated);
+KernelEntry layer_gelu(bool is_backward, bool is_gated);
+KernelEntry layer_gelu_tanh(bool is_backward, bool is_gated);
+KernelEntry layer_relu(bool is_backward, bool is_gated);
+KernelEntry layer_squared_relu(bool is_backward, bool is_gated);
+
+}  // namespace flashmoe

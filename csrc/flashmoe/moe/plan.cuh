@@ -1,0 +1,125 @@
+// The plan of one launch: which row of which token each expert of this rank receives. Computed by
+// every rank from the routing of all ranks, in an order that depends on the routing alone; kept by
+// the forward for its backward. Beside it the workspace: counters of one launch, never kept.
+#pragma once
+
+#include "flashmoe/base/shape.cuh"
+
+namespace flashmoe {
+
+// One row of the receive buffer. A token that selects several experts here has several rows: the
+// first ("owner") is fetched and fanned out, the last delivers the token's sum.
+struct alignas(8) RowMeta {
+    int32_t token;
+    uint8_t src_rank;
+    uint8_t slot;  // which result slot of the token belongs to this rank
+    uint8_t flags;
+    uint8_t reserved;
+
+    static constexpr uint8_t kOwner = 1, kLast = 2, kPad = 4;
+    __device__ bool is_owner() const { return flags & kOwner; }
+    __device__ bool is_last() const { return flags & kLast; }
+    __device__ bool is_pad() const { return flags & kPad; }
+};
+static_assert(sizeof(RowMeta) == 8);
+
+struct PlanHeader {
+    int32_t num_row_blocks;
+    int32_t num_rows;
+};
+
+struct PlanLayout {
+    uint64_t header, expert_rows, expert_block, block_expert, row_meta, row_prob, token_rows,
+        own_experts, own_ranks, bytes;
+};
+
+__host__ __device__ inline PlanLayout plan_layout(const Shape& s) {
+    const uint64_t blocks = s.max_row_blocks(), experts = s.num_local_experts();
+    PlanLayout at{};
+    uint64_t end = 0;
+    auto take = [&end](uint64_t bytes) {
+        const uint64_t offset = end;
+        end = align_up<uint64_t>(end + bytes, 256);
+        return offset;
+    };
+    at.header = take(sizeof(PlanHeader));
+    at.expert_rows = take(experts * sizeof(int32_t));
+    at.expert_block = take((experts + 1) * sizeof(int32_t));
+    at.block_expert = take(blocks * sizeof(int32_t));
+    at.row_meta = take(blocks * BLOCK_M * sizeof(RowMeta));
+    at.row_prob = take(blocks * BLOCK_M * sizeof(float));
+    at.token_rows = take(uint64_t(s.num_ranks) * s.max_tokens * s.topk * sizeof(int32_t));
+    at.own_experts = take(uint64_t(s.max_tokens) * s.topk * sizeof(int32_t));
+    at.own_ranks = take(uint64_t(s.max_tokens) * sizeof(uint32_t));
+    at.bytes = end;
+    return at;
+}
+
+struct Plan {
+    PlanHeader* header;
+    int32_t* expert_rows;   // [local expert]: received rows
+    int32_t* expert_block;  // [local expert + 1]: first block
+    int32_t* block_expert;  // [block]: local expert
+    RowMeta* row_meta;      // [row]
+    float* row_prob;        // [row], 0 for pad rows
+    int32_t* token_rows;    // [src rank][token][topk]: row, or -1 where not ours
+    int32_t* own_experts;   // [own token][topk]: global expert, or -1
+    uint32_t* own_ranks;    // [own token]: mask of the ranks that compute for it
+    int max_tokens;
+    int topk;
+
+    static Plan at(void* base, const Shape& s) {
+        const PlanLayout layout = plan_layout(s);
+        auto place = [base](uint64_t offset) { return static_cast<char*>(base) + offset; };
+        return {reinterpret_cast<PlanHeader*>(place(layout.header)),
+                reinterpret_cast<int32_t*>(place(layout.expert_rows)),
+                reinterpret_cast<int32_t*>(place(layout.expert_block)),
+                reinterpret_cast<int32_t*>(place(layout.block_expert)),
+                reinterpret_cast<RowMeta*>(place(layout.row_meta)),
+                reinterpret_cast<float*>(place(layout.row_prob)),
+                reinterpret_cast<int32_t*>(place(layout.token_rows)),
+                reinterpret_cast<int32_t*>(place(layout.own_experts)),
+                reinterpret_cast<uint32_t*>(place(layout.own_ranks)),
+                s.max_tokens,
+                s.topk};
+    }
+    __device__ __forceinline__ int32_t* rows_of(int src_rank, int token) const {
+        return token_rows + (int64_t(src_rank) * max_tokens + token) * topk;
+    }
+};
+
+// Counters of one launch, zeroed by the kernel that opens it.
+struct Tickets {
+    uint32_t tile, dispatch, combine, reduce;
+};
+
+struct Workspace {
+    uint32_t* raised;        // first fault wins; never zeroed
+    Tickets* tickets;
+    uint32_t* rows_ready;    // [block]: rows in place, 128 when full
+    uint32_t* act_ready;     // [block]: halves of GEMM0 tiles stored
+    uint32_t* result_ready;  // [block]: halves of GEMM1 tiles stored
+    uint32_t* chunk_counts;  // [local expert][chunk]: rows of that chunk, then their base
+    int64_t num_zeroed;      // words from `tickets` on that each launch zeroes
+
+    static uint64_t bytes(const Shape& s) { return at(nullptr, s, nullptr); }
+
+    static uint64_t at(void* base, const Shape& s, Workspace* out) {
+        const int64_t blocks = s.max_row_blocks();
+        const int64_t counts = int64_t(s.num_local_experts()) * s.num_chunks();
+        constexpr int64_t kHead = 64;  // words apart, so that polled words share no line
+        if (out != nullptr) {
+            uint32_t* words = static_cast<uint32_t*>(base);
+            out->raised = words;
+            out->tickets = reinterpret_cast<Tickets*>(words + kHead);
+            out->rows_ready = words + 2 * kHead;
+            out->act_ready = out->rows_ready + blocks;
+            out->result_ready = out->act_ready + blocks;
+            out->chunk_counts = out->result_ready + blocks;
+            out->num_zeroed = kHead + 3 * blocks;
+        }
+        return sizeof(uint32_t) * (2 * kHead + 3 * blocks + counts);
+    }
+};
+
+}  // namespace flashmoe

@@ -1,0 +1,384 @@
+// The bodies of the C interface's launches: arguments are checked, device structs are filled, and
+// kernels go to the stream. Nothing here waits, except flashmoe_await_plan.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "flashmoe/kernel/args.cuh"
+#include "flashmoe/kernel/entry.h"
+#include "flashmoe/kernel/plan.cuh"
+#include "flashmoe/kernel/wgrad.cuh"
+#include "flashmoe/moe/expert.cuh"
+#include "host/error.h"
+#include "host/tensor_map.h"
+
+namespace flashmoe {
+namespace {
+
+static_assert(sizeof(Fault) == sizeof(FlashMoEFault));
+static_assert(kMaxRanks == FLASHMOE_MAX_RANKS and kMaxTopk == FLASHMOE_MAX_TOPK);
+static_assert(kFaultTimeout == FLASHMOE_PEER_TIMEOUT and kFaultRouting == FLASHMOE_BAD_ROUTING);
+
+// In pinned host memory: written by the device, read by the host without synchronization.
+struct Mailbox {
+    Fault fault;
+    PlanReport report;
+};
+
+int check_problem(const FlashMoEProblem* p) {
+    if (p == nullptr or p->struct_size != sizeof(FlashMoEProblem)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "problem: struct_size is %u, wanted %zu",
+                    p ? p->struct_size : 0, sizeof(FlashMoEProblem));
+    }
+    if (p->num_ranks < 1 or p->num_ranks > kMaxRanks or p->rank < 0 or p->rank >= p->num_ranks) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "rank %d of %d: wanted 1 to %d ranks", p->rank,
+                    p->num_ranks, kMaxRanks);
+    }
+    if (p->hidden < 64 or p->hidden % 64 or p->intermediate < 64 or p->intermediate % 64) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "hidden %d, intermediate %d: wanted positive multiples of 64", p->hidden,
+                    p->intermediate);
+    }
+    if (p->num_experts < 1 or p->num_experts % p->num_ranks or
+        p->num_experts / p->num_ranks > 512) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "%d experts on %d ranks: wanted a multiple of the ranks, at most 512 a rank",
+                    p->num_experts, p->num_ranks);
+    }
+    if (p->topk < 1 or p->topk > kMaxTopk or p->topk > p->num_experts) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "topk %d of %d experts: wanted 1 to %d", p->topk,
+                    p->num_experts, kMaxTopk);
+    }
+    if (p->max_tokens < 1 or p->max_tokens > (1 << 24)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "max_tokens %d: wanted 1 to 2^24", p->max_tokens);
+    }
+    if (p->activation < 0 or p->activation > FLASHMOE_SQUARED_RELU) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "activation %d is unknown", p->activation);
+    }
+    if (p->num_ctas < 1) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "num_ctas %d: wanted at least 1", p->num_ctas);
+    }
+    const Shape s{0, p->num_ranks, p->hidden, p->intermediate, p->num_experts, p->topk,
+                  p->max_tokens, false, false};
+    if (s.max_row_blocks() * BLOCK_M > INT32_MAX / 2) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens of %d ranks make too many rows for one rank",
+                    p->max_tokens, p->num_ranks);
+    }
+    return FLASHMOE_OK;
+}
+
+int check_group(const FlashMoEProblem* p, const FlashMoEGroup* group) {
+    FLASHMOE_TRY(check_problem(p));
+    if (group == nullptr or group->struct_size != sizeof(FlashMoEGroup)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "group: struct_size is %u, wanted %zu",
+                    group ? group->struct_size : 0, sizeof(FlashMoEGroup));
+    }
+    for (int rank = 0; rank < p->num_ranks; ++rank) {
+        if (group->heaps[rank] == nullptr) {
+            return fail(FLASHMOE_BAD_ARGUMENT, "the heap of rank %d is not mapped", rank);
+        }
+    }
+    if (group->workspace == nullptr or group->mailbox == nullptr or group->epoch == 0) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "workspace %p, mailbox %p, epoch %u: all must be set",
+                    group->workspace, group->mailbox, group->epoch);
+    }
+    return FLASHMOE_OK;
+}
+
+int check_tokens(const FlashMoEProblem* p, int num_tokens) {
+    if (num_tokens < 0 or num_tokens > p->max_tokens) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens: wanted 0 to max_tokens = %d", num_tokens,
+                    p->max_tokens);
+    }
+    return FLASHMOE_OK;
+}
+
+Shape shape_of(const FlashMoEProblem* p) {
+    return {p->rank,        p->num_ranks, p->hidden,     p->intermediate,  p->num_experts,
+            p->topk,        p->max_tokens, p->is_gated != 0, p->skip_zero_probs != 0};
+}
+
+Heap heap_of(const Shape& s, const FlashMoEGroup* group) {
+    Heap heap{heap_layout(s), {}, s.num_ranks, s.max_tokens, s.hidden, s.topk, s.max_slots()};
+    for (int rank = 0; rank < s.num_ranks; ++rank) {
+        heap.base[rank] = static_cast<char*>(group->heaps[rank]);
+    }
+    return heap;
+}
+
+Workspace workspace_of(const Shape& s, const FlashMoEGroup* group) {
+    Workspace workspace{};
+    Workspace::at(group->workspace, s, &workspace);
+    return workspace;
+}
+
+Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
+    return {&static_cast<Mailbox*>(group->mailbox)->fault,
+            static_cast<uint32_t*>(group->workspace), p->timeout_ns, p->rank, group->epoch};
+}
+
+KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
+    const bool gated = p->is_gated != 0;
+    switch (p->activation) {
+        case FLASHMOE_SILU: return layer_silu(is_backward, gated);
+        case FLASHMOE_GELU: return layer_gelu(is_backward, gated);
+        case FLASHMOE_GELU_TANH: return layer_gelu_tanh(is_backward, gated);
+        case FLASHMOE_RELU: return layer_relu(is_backward, gated);
+        default: return layer_squared_relu(is_backward, gated);
+    }
+}
+
+// Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
+template <class Args>
+int launch(const void* function, int num_ctas, int num_threads, int smem_bytes, void* stream,
+           const Args& args, const char* what) {
+    FLASHMOE_TRY(check_cuda(
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
+        what));
+    cudaLaunchAttribute cooperative{};
+    cooperative.id = cudaLaunchAttributeCooperative;
+    cooperative.val.cooperative = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = num_ctas;
+    config.blockDim = num_threads;
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &cooperative;
+    config.numAttrs = 1;
+    void* arguments[] = {const_cast<Args*>(&args)};
+    return check_cuda(cudaLaunchKernelExC(&config, function, arguments), what);
+}
+
+int forward_tiles(const FlashMoEProblem* p) {
+    return ceil_div(p->intermediate, p->is_gated ? kForwardBlockN / 2 : kForwardBlockN);
+}
+
+int backward_tiles(const FlashMoEProblem* p) {
+    return ceil_div(p->intermediate, entry_of(p, true).block_n);
+}
+
+// What forward and backward have in common.
+int fill_layer_args(const FlashMoEProblem* p, const FlashMoEGroup* group,
+                    const FlashMoELaunch* launch, const KernelEntry& entry, LayerArgs* args) {
+    if (launch == nullptr or launch->struct_size != sizeof(FlashMoELaunch)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "launch: struct_size is %u, wanted %zu",
+                    launch ? launch->struct_size : 0, sizeof(FlashMoELaunch));
+    }
+    FLASHMOE_TRY(check_tokens(p, launch->num_tokens));
+    const Shape s = shape_of(p);
+    if (launch->num_row_blocks < 0 or launch->num_row_blocks > s.max_row_blocks()) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%d row blocks: wanted 0 to %lld",
+                    launch->num_row_blocks, (long long)s.max_row_blocks());
+    }
+    args->shape = s;
+    args->heap = heap_of(s, group);
+    args->plan = Plan::at(const_cast<void*>(launch->plan), s);
+    args->workspace = workspace_of(s, group);
+    args->watchdog = watchdog_of(p, group);
+    args->epoch = group->epoch;
+    args->num_row_blocks = launch->num_row_blocks;
+    args->num_tokens = launch->num_tokens;
+    args->weight_maps = static_cast<const CUtensorMap*>(launch->weight_maps);
+    args->rows = static_cast<char*>(launch->rows);
+    args->result = static_cast<const char*>(launch->result);
+    args->preact = static_cast<uint4*>(launch->preact);
+    args->dprob_partial = static_cast<float*>(launch->dprob_partial);
+    args->out = static_cast<char*>(launch->out);
+    args->grad_probs = launch->grad_probs;
+    args->grad_probs_is_bf16 = launch->grad_probs_dtype == FLASHMOE_BFLOAT16;
+    args->num_n_tiles[1] = ceil_div(p->hidden, entry.block_n);
+    args->num_k_blocks[0] = p->hidden / BLOCK_K;
+    // At least a wave of GEMM0 tiles apart, so that GEMM1 never waits for its neighbours.
+    args->group_blocks = std::max(16, ceil_div(p->num_ctas, args->num_n_tiles[0]));
+    if (launch->num_row_blocks > 0) {
+        const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
+        FLASHMOE_TRY(encode_map(&args->load_map[0], launch->rows, rows, p->hidden));
+        FLASHMOE_TRY(encode_map(&args->store_map[1], launch->result, rows, p->hidden));
+        FLASHMOE_TRY(encode_map(&args->act_map, launch->act, rows, p->intermediate));
+    }
+    return FLASHMOE_OK;
+}
+
+OpenArgs open_args(const FlashMoEProblem* p, const FlashMoEGroup* group, const void* plan,
+                   const void* rows, int num_tokens) {
+    const Shape s = shape_of(p);
+    OpenArgs args{};
+    args.shape = s;
+    args.heap = heap_of(s, group);
+    args.plan = Plan::at(const_cast<void*>(plan), s);
+    args.workspace = workspace_of(s, group);
+    args.watchdog = watchdog_of(p, group);
+    args.epoch = group->epoch;
+    args.num_tokens = num_tokens;
+    args.rows = static_cast<const char*>(rows);
+    args.report = &static_cast<Mailbox*>(group->mailbox)->report;
+    return args;
+}
+
+}  // namespace
+}  // namespace flashmoe
+
+using namespace flashmoe;
+
+extern "C" {
+
+int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
+    FLASHMOE_TRY(check_problem(problem));
+    if (sizes == nullptr or sizes->struct_size != sizeof(FlashMoESizes)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "sizes: struct_size is %u, wanted %zu",
+                    sizes ? sizes->struct_size : 0, sizeof(FlashMoESizes));
+    }
+    const Shape s = shape_of(problem);
+    sizes->max_row_blocks = uint32_t(s.max_row_blocks());
+    sizes->heap_bytes = heap_layout(s).bytes;
+    sizes->workspace_bytes = Workspace::bytes(s);
+    sizes->plan_bytes = plan_layout(s).bytes;
+    sizes->mailbox_bytes = sizeof(Mailbox);
+    sizes->weight_map_bytes = 2 * sizeof(CUtensorMap) * s.num_local_experts();
+    sizes->preact_block_bytes =
+        uint64_t(forward_tiles(problem)) * BLOCK_M * kForwardBlockN * sizeof(uint16_t);
+    sizes->dprob_block_bytes = uint64_t(backward_tiles(problem)) * BLOCK_M * sizeof(float);
+    return FLASHMOE_OK;
+}
+
+int flashmoe_plan(const FlashMoEProblem* problem, const FlashMoEGroup* group, const void* x,
+                  const void* probs, int32_t probs_dtype, const void* routing_map,
+                  int32_t num_tokens, void* plan) {
+    FLASHMOE_TRY(check_group(problem, group));
+    FLASHMOE_TRY(check_tokens(problem, num_tokens));
+    OpenArgs args = open_args(problem, group, plan, x, num_tokens);
+    args.probs = probs;
+    args.probs_is_bf16 = probs_dtype == FLASHMOE_BFLOAT16;
+    args.routing_map = static_cast<const uint8_t*>(routing_map);
+    const int experts = args.shape.num_local_experts();
+    const int smem_bytes = int(sizeof(uint32_t)) * (kPlanWarps * experts + experts + 1);
+    return launch(reinterpret_cast<const void*>(&plan_kernel), problem->num_ctas, kPlanThreads,
+                  smem_bytes, group->stream, args, "plan launch");
+}
+
+int flashmoe_await_plan(const FlashMoEProblem* problem, const FlashMoEGroup* group,
+                        int32_t* num_row_blocks, int32_t* num_rows) {
+    FLASHMOE_TRY(check_group(problem, group));
+    const volatile Mailbox* mailbox = static_cast<Mailbox*>(group->mailbox);
+    // The device bounds its own waits; this bound is for a device that never runs.
+    using Clock = std::chrono::steady_clock;
+    const auto limit = std::chrono::nanoseconds(problem->timeout_ns) + std::chrono::seconds(30);
+    const auto deadline = Clock::now() + limit;
+    for (uint64_t spin = 1; mailbox->report.epoch != group->epoch; ++spin) {
+        if (spin % 4096 != 0) continue;
+        const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(group->stream));
+        if (state != cudaSuccess and state != cudaErrorNotReady) {
+            return check_cuda(state, "waiting for the plan");
+        }
+        if (state == cudaSuccess and mailbox->report.epoch != group->epoch) {
+            return fail(FLASHMOE_CUDA_ERROR, "the stream is idle but plan %u never ran",
+                        group->epoch);
+        }
+        if (Clock::now() > deadline) {
+            return fail(FLASHMOE_PEER_TIMEOUT, "plan %u did not finish in time", group->epoch);
+        }
+        std::this_thread::yield();
+    }
+    if (mailbox->fault.code != 0) {
+        return fail(int(mailbox->fault.code), "the plan of epoch %u failed", group->epoch);
+    }
+    *num_row_blocks = mailbox->report.num_row_blocks;
+    *num_rows = mailbox->report.num_rows;
+    return FLASHMOE_OK;
+}
+
+int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault) {
+    if (group == nullptr or group->mailbox == nullptr or fault == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "group, mailbox or fault is null");
+    }
+    const Fault& seen = static_cast<Mailbox*>(group->mailbox)->fault;
+    *fault = {seen.code,  seen.role,  seen.rank,     seen.peer,
+              seen.index, seen.epoch, seen.expected, seen.seen};
+    return FLASHMOE_OK;
+}
+
+int flashmoe_encode_weights(const FlashMoEProblem* problem, const void* const* fc1,
+                            const void* const* fc2, void* weight_maps) {
+    FLASHMOE_TRY(check_problem(problem));
+    const Shape s = shape_of(problem);
+    const int experts = s.num_local_experts();
+    for (int expert = 0; expert < experts; ++expert) {
+        alignas(128) CUtensorMap map;
+        char* target = static_cast<char*>(weight_maps) + expert * sizeof(map);
+        FLASHMOE_TRY(encode_map(&map, fc1[expert], s.fc1_rows(), s.hidden));
+        memcpy(target, &map, sizeof(map));
+        FLASHMOE_TRY(encode_map(&map, fc2[expert], s.hidden, s.intermediate));
+        memcpy(target + experts * sizeof(map), &map, sizeof(map));
+    }
+    return FLASHMOE_OK;
+}
+
+int flashmoe_forward(const FlashMoEProblem* problem, const FlashMoEGroup* group,
+                     const FlashMoELaunch* launch_args) {
+    FLASHMOE_TRY(check_group(problem, group));
+    const KernelEntry entry = entry_of(problem, false);
+    LayerArgs args{};
+    args.num_n_tiles[0] = forward_tiles(problem);
+    args.num_k_blocks[1] = problem->intermediate / BLOCK_K;
+    FLASHMOE_TRY(fill_layer_args(problem, group, launch_args, entry, &args));
+    args.store_map[0] = args.load_map[1] = args.act_map;
+    return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
+                  group->stream, args, "forward launch");
+}
+
+int flashmoe_backward(const FlashMoEProblem* problem, const FlashMoEGroup* group,
+                      const FlashMoELaunch* launch_args, const void* grad_out) {
+    FLASHMOE_TRY(check_group(problem, group));
+    const KernelEntry entry = entry_of(problem, true);
+    LayerArgs args{};
+    args.num_n_tiles[0] = backward_tiles(problem);
+    FLASHMOE_TRY(fill_layer_args(problem, group, launch_args, entry, &args));
+    args.num_k_blocks[1] = args.shape.fc1_rows() / BLOCK_K;
+    if (launch_args->num_row_blocks > 0) {
+        const int64_t rows = int64_t(launch_args->num_row_blocks) * BLOCK_M;
+        FLASHMOE_TRY(
+            encode_map(&args.store_map[0], launch_args->dpre, rows, args.shape.fc1_rows()));
+        args.load_map[1] = args.store_map[0];
+    }
+    const OpenArgs open =
+        open_args(problem, group, launch_args->plan, grad_out, launch_args->num_tokens);
+    FLASHMOE_TRY(launch(reinterpret_cast<const void*>(&publish_kernel), problem->num_ctas,
+                        kPlanThreads, 0, group->stream, open, "publish launch"));
+    return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
+                  group->stream, args, "backward launch");
+}
+
+int flashmoe_wgrad(const FlashMoEProblem* problem, const FlashMoEGroup* group,
+                   const FlashMoELaunch* launch_args, const void* x_rows, void* const* grads,
+                   int32_t grads_dtype, int32_t accumulate) {
+    FLASHMOE_TRY(check_group(problem, group));
+    const Shape s = shape_of(problem);
+    WgradArgs args{};
+    args.shape = s;
+    args.plan = Plan::at(const_cast<void*>(launch_args->plan), s);
+    args.workspace = workspace_of(s, group);
+    args.watchdog = watchdog_of(problem, group);
+    args.grads = grads;
+    args.accumulate = accumulate != 0;
+    args.product[0].num_out = args.product[1].num_in = s.hidden;
+    args.product[0].num_in = s.intermediate;
+    args.product[1].num_out = s.fc1_rows();
+    if (launch_args->num_row_blocks > 0) {
+        const int64_t rows = int64_t(launch_args->num_row_blocks) * BLOCK_M;
+        FLASHMOE_TRY(encode_map(&args.product[0].left, launch_args->rows, rows, s.hidden));
+        FLASHMOE_TRY(encode_map(&args.product[0].right, launch_args->act, rows, s.intermediate));
+        FLASHMOE_TRY(encode_map(&args.product[1].left, launch_args->dpre, rows, s.fc1_rows()));
+        FLASHMOE_TRY(encode_map(&args.product[1].right, x_rows, rows, s.hidden));
+    }
+    FLASHMOE_TRY(check_cuda(cudaMemsetAsync(args.workspace.tickets, 0, sizeof(Tickets),
+                                            static_cast<cudaStream_t>(group->stream)),
+                            "resetting tickets"));
+    const void* kernel = grads_dtype == FLASHMOE_BFLOAT16
+                             ? reinterpret_cast<const void*>(&wgrad_kernel<__nv_bfloat16>)
+                             : reinterpret_cast<const void*>(&wgrad_kernel<float>);
+    return launch(kernel, problem->num_ctas, 384, int(sizeof(WgradSmem)), group->stream, args,
+                  "wgrad launch");
+}
+
+}  // extern "C"

@@ -1,0 +1,222 @@
+"""The C interface of libflashmoe in Python: the only file that knows the library.
+
+The structs mirror csrc/api/flashmoe.h; their sizes are compared with the library's when it loads.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+from flashmoe_megatron.config import MAX_RANKS, Activation
+from flashmoe_megatron.errors import (
+    ConfigError,
+    DeviceError,
+    FlashMoEError,
+    PeerTimeoutError,
+    RoutingError,
+)
+
+ABI_VERSION = 1
+LIBRARY = Path(__file__).with_name("libflashmoe.so")
+
+OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING = range(5)
+FLOAT32, BFLOAT16 = range(2)
+ACTIVATIONS = {
+    Activation.SILU: 0,
+    Activation.GELU: 1,
+    Activation.GELU_TANH: 2,
+    Activation.RELU: 3,
+    Activation.SQUARED_RELU: 4,
+}
+
+
+class _Sized(ctypes.Structure):
+    """A struct that begins with its own size."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+
+
+class FlashMoEProblem(_Sized):
+    """What is computed."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("rank", ctypes.c_int32),
+        ("num_ranks", ctypes.c_int32),
+        ("hidden", ctypes.c_int32),
+        ("intermediate", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("topk", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
+        ("is_gated", ctypes.c_int32),
+        ("skip_zero_probs", ctypes.c_int32),
+        ("num_ctas", ctypes.c_int32),
+        ("timeout_ns", ctypes.c_uint64),
+    ]
+
+
+class FlashMoESizes(_Sized):
+    """Bytes that a problem needs."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("max_row_blocks", ctypes.c_uint32),
+        ("heap_bytes", ctypes.c_uint64),
+        ("workspace_bytes", ctypes.c_uint64),
+        ("plan_bytes", ctypes.c_uint64),
+        ("mailbox_bytes", ctypes.c_uint64),
+        ("weight_map_bytes", ctypes.c_uint64),
+        ("preact_block_bytes", ctypes.c_uint64),
+        ("dprob_block_bytes", ctypes.c_uint64),
+    ]
+
+
+class FlashMoEGroup(_Sized):
+    """Memory of one expert-parallel group, and the epoch of a launch."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("epoch", ctypes.c_uint32),
+        ("heaps", ctypes.c_void_p * MAX_RANKS),
+        ("workspace", ctypes.c_void_p),
+        ("mailbox", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+class FlashMoEFault(ctypes.Structure):
+    """Who waited for what, when a wait ran out of time."""
+
+    _fields_ = [
+        ("code", ctypes.c_uint32),
+        ("role", ctypes.c_uint32),
+        ("rank", ctypes.c_int32),
+        ("peer", ctypes.c_int32),
+        ("index", ctypes.c_int32),
+        ("epoch", ctypes.c_uint32),
+        ("expected", ctypes.c_uint32),
+        ("seen", ctypes.c_uint32),
+    ]
+
+
+class FlashMoELaunch(_Sized):
+    """Row buffers of one call."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_row_blocks", ctypes.c_int32),
+        ("num_tokens", ctypes.c_int32),
+        ("grad_probs_dtype", ctypes.c_int32),
+        ("plan", ctypes.c_void_p),
+        ("weight_maps", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("act", ctypes.c_void_p),
+        ("dpre", ctypes.c_void_p),
+        ("result", ctypes.c_void_p),
+        ("preact", ctypes.c_void_p),
+        ("dprob_partial", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("grad_probs", ctypes.c_void_p),
+    ]
+
+
+_STRUCTS = (FlashMoEProblem, FlashMoESizes, FlashMoEGroup, FlashMoEFault, FlashMoELaunch)
+
+
+@functools.cache
+def load(path: Path = LIBRARY) -> ctypes.CDLL:
+    """Loads the library; needs neither a GPU nor a driver.
+
+    Raises:
+        DeviceError: The library is missing, is of another version, or its structs differ.
+    """
+    if not path.exists():
+        raise DeviceError(
+            f"{path.name} is not installed: build it with `pip install .` where nvcc is "
+            "(without FLASHMOE_SKIP_CUDA_BUILD), or choose the backend 'reference'"
+        )
+    library = ctypes.CDLL(str(path))
+    library.flashmoe_last_error.restype = ctypes.c_char_p
+    library.flashmoe_role_name.restype = ctypes.c_char_p
+    library.flashmoe_sizeof.restype = ctypes.c_uint64
+    pointer, integer = ctypes.c_void_p, ctypes.c_int32
+    library.flashmoe_plan.argtypes = [pointer] * 4 + [integer, pointer, integer, pointer]
+    library.flashmoe_backward.argtypes = [pointer] * 4
+    library.flashmoe_wgrad.argtypes = [pointer] * 5 + [integer, integer]
+    library.flashmoe_encode_weights.argtypes = [pointer] * 4
+    found = library.flashmoe_abi_version()
+    if found != ABI_VERSION:
+        raise DeviceError(f"{path.name} has interface version {found}, wanted {ABI_VERSION}")
+    for struct in _STRUCTS:
+        theirs = library.flashmoe_sizeof(struct.__name__.encode())
+        if theirs != ctypes.sizeof(struct):
+            raise DeviceError(
+                f"{path.name}: {struct.__name__} has {theirs} bytes, "
+                f"its mirror {ctypes.sizeof(struct)}"
+            )
+    return library
+
+
+def call(function: str, *arguments: Any, group: FlashMoEGroup | None = None) -> None:
+    """Calls the library and turns a status into an error.
+
+    Args:
+        function: Name without the ``flashmoe_`` prefix.
+        *arguments: Structs (passed by reference), integers and addresses.
+        group: Where to look for the record of a wait that ran out of time.
+
+    Raises:
+        ConfigError: An argument was refused.
+        DeviceError: CUDA failed.
+        PeerTimeoutError: A peer did not come in time.
+        RoutingError: A token selects more experts than the layer's topk, or a probability is NaN.
+    """
+    library = load()
+    converted = [
+        ctypes.byref(argument) if isinstance(argument, ctypes.Structure) else argument
+        for argument in arguments
+    ]
+    status = getattr(library, f"flashmoe_{function}")(*converted)
+    if status != OK:
+        raise _error(status, library.flashmoe_last_error().decode(), group)
+
+
+def read_fault(group: FlashMoEGroup) -> FlashMoEFault | None:
+    """The fault left in a group's mailbox, if any. Works after any CUDA error."""
+    fault = FlashMoEFault()
+    load().flashmoe_read_fault(ctypes.byref(group), ctypes.byref(fault))
+    return fault if fault.code else None
+
+
+def fault_error(fault: FlashMoEFault) -> FlashMoEError:
+    """The error that a fault means."""
+    if fault.code == BAD_ROUTING:
+        if fault.expected == 0:
+            return RoutingError(
+                f"token {fault.index} of rank {fault.rank}: its probability for expert "
+                f"{fault.seen} is NaN"
+            )
+        return RoutingError(
+            f"token {fault.index} of rank {fault.rank} selects {fault.seen} experts, wanted at "
+            f"most topk={fault.expected}"
+        )
+    role = load().flashmoe_role_name(fault.role).decode()
+    peer = f" from rank {fault.peer}" if fault.peer >= 0 else ""
+    return PeerTimeoutError(
+        f"rank {fault.rank} waited too long{peer} in launch {fault.epoch} ({role}, index "
+        f"{fault.index}): expected {fault.expected}, saw {fault.seen}"
+    )
+
+
+def _error(status: int, message: str, group: FlashMoEGroup | None) -> FlashMoEError:
+    fault = read_fault(group) if group is not None else None
+    if fault is not None:
+        return fault_error(fault)
+    if status == BAD_ARGUMENT:
+        return ConfigError(message)
+    if status == PEER_TIMEOUT:
+        return PeerTimeoutError(message)
+    return DeviceError(message)

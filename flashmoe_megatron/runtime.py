@@ -1,0 +1,449 @@
+"""The fused kernel as a backend: memory shared by all layers of a group, and the calls."""
+
+import ctypes
+import dataclasses
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron import _native, symmetric
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.config import TILE_M, MoEConfig
+from flashmoe_megatron.errors import ConfigError, DeviceError, ShapeError
+
+logger = logging.getLogger("flashmoe_megatron")
+
+DEFAULT_TIMEOUT_S = 120.0
+DEFAULT_RESERVED_SMS = 4
+"""SMs that the persistent kernel leaves to other kernels, NCCL's above all."""
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """How the kernel runs; the same on every rank.
+
+    Attributes:
+        symmetric_backend: "cuda" or "nvshmem".
+        timeout_s: Bound of every wait for a peer, seconds.
+        reserved_sms: SMs left to other kernels.
+    """
+
+    symmetric_backend: symmetric.SymmetricBackend = "cuda"
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    reserved_sms: int = DEFAULT_RESERVED_SMS
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot work."""
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s={self.timeout_s}: must be positive")
+        if self.reserved_sms < 0:
+            raise ConfigError(f"reserved_sms={self.reserved_sms}: must not be negative")
+
+
+class GroupMemory:
+    """What all layers of one expert-parallel group share: heap, workspace, mailbox and epoch.
+
+    Sized by the largest layer registered so far, allocated at the first call that needs it. All
+    ranks build the same layers in the same order, so they allocate together.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.options = options
+        self.epoch = 0
+        self.max_tokens = 0
+        self._configs: list[MoEConfig] = []
+        self._heap: symmetric.SymmetricAllocation | None = None
+        self._workspace = torch.empty(0)
+        self._mailbox = torch.empty(0)
+
+    def register(self, config: MoEConfig) -> None:
+        """Adds a layer; a larger one than any before grows the memory at its first call."""
+        self._configs.append(config)
+        if config.max_tokens > self.max_tokens:
+            self.max_tokens = config.max_tokens
+
+    def needs(self, sizes: _native.FlashMoESizes) -> bool:
+        """Whether the memory is smaller than ``sizes``."""
+        return (
+            self._heap is None
+            or self._heap.local.numel() < sizes.heap_bytes
+            or self._workspace.numel() < sizes.workspace_bytes
+        )
+
+    def allocate(self, heap_bytes: int, workspace_bytes: int, mailbox_bytes: int) -> None:
+        """Allocates anew. Collective over the group."""
+        torch.cuda.synchronize(self.device)
+        self._heap = None
+        self._heap = symmetric.allocate(
+            heap_bytes, self.group, self.device, self.options.symmetric_backend
+        )
+        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
+        self._mailbox = torch.zeros(mailbox_bytes, dtype=torch.uint8).pin_memory()
+        if self.group is None or dist.get_rank(self.group) == 0:
+            logger.warning(
+                "symmetric heap: %.1f MiB on each of %d ranks (%s), shared by all MoE layers",
+                heap_bytes / 2**20,
+                len(self._heap.addresses),
+                self.options.symmetric_backend,
+            )
+
+    @property
+    def heap_bytes(self) -> int:
+        """Bytes of the symmetric heap, 0 before the first call."""
+        return 0 if self._heap is None else self._heap.local.numel()
+
+    def open(self, *, next_epoch: bool) -> _native.FlashMoEGroup:
+        """The group as the library sees it, on the current stream."""
+        assert self._heap is not None
+        if next_epoch:
+            self.epoch = self.epoch % 0x7FFFFFFF + 1
+        addresses = self._heap.addresses
+        return _native.FlashMoEGroup(
+            epoch=self.epoch,
+            heaps=(ctypes.c_void_p * len(_native.FlashMoEGroup().heaps))(*addresses),
+            workspace=self._workspace.data_ptr(),
+            mailbox=self._mailbox.data_ptr(),
+            stream=torch.cuda.current_stream(self.device).cuda_stream,
+        )
+
+
+_memories: dict[tuple[int, torch.device, KernelOptions], GroupMemory] = {}
+
+
+def _shared_memory(
+    group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
+) -> GroupMemory:
+    """One memory per group and device; it goes away with the group."""
+    key = (id(group), device, options)
+    if key not in _memories:
+        _memories[key] = GroupMemory(group, device, options)
+        if group is not None:
+            weakref.finalize(group, _memories.pop, key, None)
+    return _memories[key]
+
+
+@dataclass
+class SavedForward:
+    """What a forward keeps for its backward."""
+
+    plan: torch.Tensor
+    rows: torch.Tensor
+    preact: torch.Tensor
+    num_row_blocks: int
+    num_tokens: int
+    probs_dtype: torch.dtype
+
+
+@dataclass
+class PendingForward:
+    """A forward whose plan is under way."""
+
+    group: _native.FlashMoEGroup
+    plan: torch.Tensor
+    x: torch.Tensor
+    probs: torch.Tensor
+
+
+class KernelBackend:
+    """The routed experts of one layer as one persistent kernel per direction.
+
+    Args:
+        config: The layer's shape.
+        group: The expert-parallel group, ``None`` for one rank.
+        device: This rank's Hopper GPU.
+        memory: Shared memory to use in place of the group's own (virtual ranks in one process).
+        rank: This rank, where ``memory`` is given.
+        **options: Fields of :class:`KernelOptions`.
+
+    Raises:
+        DeviceError: The device is not a Hopper GPU, or the library cannot be loaded.
+        ConfigError: An option cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+        *,
+        memory: GroupMemory | None = None,
+        rank: int | None = None,
+        num_ctas: int | None = None,
+        **options: object,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        capability = torch.cuda.get_device_capability(self.device)
+        if capability != (9, 0):
+            raise DeviceError(
+                f"{torch.cuda.get_device_name(self.device)} has compute capability "
+                f"{capability[0]}.{capability[1]}: the kernel needs 9.0 (Hopper)"
+            )
+        _native.load()
+        self.options = KernelOptions(**options)  # type: ignore[arg-type]
+        size = 1 if group is None else dist.get_world_size(group)
+        if memory is None and size != config.num_ranks:
+            raise ConfigError(f"the group has {size} ranks, the layer wants {config.num_ranks}")
+        self.memory = memory or _shared_memory(group, self.device, self.options)
+        self.memory.register(config)
+        self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.num_ctas = num_ctas or sms - self.options.reserved_sms
+        if not 1 <= self.num_ctas <= sms:
+            raise ConfigError(f"reserved_sms={self.options.reserved_sms}: the GPU has {sms} SMs")
+        self._problem: _native.FlashMoEProblem | None = None
+        self._sizes = _native.FlashMoESizes()
+        self._weight_maps: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._grad_tables: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        weights: ExpertWeights,
+        *,
+        training: bool,
+    ) -> tuple[torch.Tensor, SavedForward | None]:
+        """See :class:`flashmoe_megatron.backend.Backend`."""
+        pending = self.begin_forward(x, probs, routing_map)
+        return self.finish_forward(pending, weights, training=training)
+
+    def begin_forward(
+        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> PendingForward:
+        """Launches the plan. Collective."""
+        self._check_input("x", x, torch.bfloat16)
+        self._check_input("probs", probs, torch.float32, torch.bfloat16)
+        self._check_input("routing_map", routing_map, torch.bool)
+        problem = self._prepare()
+        group = self.memory.open(next_epoch=True)
+        plan = self._empty(self._sizes.plan_bytes, dtype=torch.uint8)
+        _native.call(
+            "plan",
+            problem,
+            group,
+            x.data_ptr(),
+            probs.data_ptr(),
+            _native.BFLOAT16 if probs.dtype == torch.bfloat16 else _native.FLOAT32,
+            routing_map.data_ptr(),
+            x.shape[0],
+            plan.data_ptr(),
+        )
+        return PendingForward(group, plan, x, probs)
+
+    def finish_forward(
+        self, pending: PendingForward, weights: ExpertWeights, *, training: bool
+    ) -> tuple[torch.Tensor, SavedForward | None]:
+        """Waits for the row count, then launches the layer. Collective."""
+        problem, group = self._prepare(), pending.group
+        blocks, num_rows = ctypes.c_int32(), ctypes.c_int32()
+        _native.call(
+            "await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows), group=group
+        )
+        config, rows = self.config, blocks.value * TILE_M
+        received = self._empty(rows, config.hidden)
+        act = self._empty(rows, config.intermediate)
+        result = self._empty(rows, config.hidden)
+        out = torch.empty_like(pending.x)
+        preact = None
+        if training:
+            preact = self._empty(blocks.value * self._sizes.preact_block_bytes, dtype=torch.uint8)
+        _native.call(
+            "forward",
+            problem,
+            group,
+            _native.FlashMoELaunch(
+                num_row_blocks=blocks.value,
+                num_tokens=pending.x.shape[0],
+                plan=pending.plan.data_ptr(),
+                weight_maps=self._encode(weights).data_ptr(),
+                rows=received.data_ptr(),
+                act=act.data_ptr(),
+                result=result.data_ptr(),
+                preact=None if preact is None else preact.data_ptr(),
+                out=out.data_ptr(),
+            ),
+            group=group,
+        )
+        if preact is None:
+            return out, None
+        saved = SavedForward(
+            plan=pending.plan,
+            rows=received,
+            preact=preact,
+            num_row_blocks=blocks.value,
+            num_tokens=pending.x.shape[0],
+            probs_dtype=pending.probs.dtype,
+        )
+        return out, saved
+
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        saved: SavedForward,
+        weights: ExpertWeights,
+        grad_fc1: Sequence[WeightGrad],
+        grad_fc2: Sequence[WeightGrad],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`flashmoe_megatron.backend.Backend`."""
+        grad_out = grad_out.contiguous()
+        self._check_input("grad_out", grad_out, torch.bfloat16)
+        grads = [*grad_fc1, *grad_fc2]
+        table, grads_dtype, accumulate = self._grad_table(grads)
+        problem, config = self._prepare(), self.config
+        group = self.memory.open(next_epoch=True)
+        rows = saved.num_row_blocks * TILE_M
+        received = self._empty(rows, config.hidden)
+        act = self._empty(rows, config.intermediate)
+        dpre = self._empty(rows, config.fc1_rows)
+        result = self._empty(rows, config.hidden)
+        partial = self._empty(
+            saved.num_row_blocks * self._sizes.dprob_block_bytes, dtype=torch.uint8
+        )
+        grad_x = torch.empty_like(grad_out)
+        grad_probs = self._empty(saved.num_tokens, config.num_experts, dtype=saved.probs_dtype)
+        launch = _native.FlashMoELaunch(
+            num_row_blocks=saved.num_row_blocks,
+            num_tokens=saved.num_tokens,
+            grad_probs_dtype=(
+                _native.BFLOAT16 if saved.probs_dtype == torch.bfloat16 else _native.FLOAT32
+            ),
+            plan=saved.plan.data_ptr(),
+            weight_maps=self._encode(weights).data_ptr(),
+            rows=received.data_ptr(),
+            act=act.data_ptr(),
+            dpre=dpre.data_ptr(),
+            result=result.data_ptr(),
+            preact=saved.preact.data_ptr(),
+            dprob_partial=partial.data_ptr(),
+            out=grad_x.data_ptr(),
+            grad_probs=grad_probs.data_ptr(),
+        )
+        _native.call("backward", problem, group, launch, grad_out.data_ptr(), group=group)
+        _native.call(
+            "wgrad",
+            problem,
+            group,
+            launch,
+            saved.rows.data_ptr(),
+            table.data_ptr(),
+            grads_dtype,
+            accumulate,
+            group=group,
+        )
+        return grad_x, grad_probs
+
+    def raise_pending_fault(self) -> None:
+        """Raises the error behind a kernel that trapped. Usable after CUDA itself has failed.
+
+        Raises:
+            PeerTimeoutError: A wait inside the kernel ran out of time; the CUDA context of this
+                process is lost then.
+        """
+        fault = _native.read_fault(self.memory.open(next_epoch=False))
+        if fault is not None:
+            raise _native.fault_error(fault)
+
+    def _prepare(self) -> _native.FlashMoEProblem:
+        """The problem at the group's current bounds, with memory for it."""
+        memory = self.memory
+        problem = self._problem
+        if problem is None or problem.max_tokens != memory.max_tokens:
+            config = dataclasses.replace(self.config, max_tokens=memory.max_tokens)
+            problem = _native.FlashMoEProblem(
+                rank=self.rank,
+                num_ranks=config.num_ranks,
+                hidden=config.hidden,
+                intermediate=config.intermediate,
+                num_experts=config.num_experts,
+                topk=config.topk,
+                max_tokens=config.max_tokens,
+                activation=_native.ACTIVATIONS[config.activation],
+                is_gated=config.gated,
+                skip_zero_probs=config.skip_zero_probs,
+                num_ctas=self.num_ctas,
+                timeout_ns=int(self.options.timeout_s * 1e9),
+            )
+            _native.call("sizes", problem, self._sizes)
+            self._problem = problem
+        if memory.needs(self._sizes):
+            memory.allocate(
+                max(self._sizes.heap_bytes, memory.heap_bytes),
+                self._sizes.workspace_bytes,
+                self._sizes.mailbox_bytes,
+            )
+        return problem
+
+    def _encode(self, weights: ExpertWeights) -> torch.Tensor:
+        """TMA descriptors of the weights on the device, encoded anew when any weight has moved."""
+        addresses = tuple(weight.data_ptr() for weight in (*weights.fc1, *weights.fc2))
+        if self._weight_maps is not None and self._weight_maps[0] == addresses:
+            return self._weight_maps[1]
+        if weights.transposed:
+            raise ConfigError(
+                "expert weights are stored [in, out] (legacy GroupedMLP): the kernel reads "
+                "[out, in]; drop --moe-grouped-gemm or use Transformer Engine's grouped experts"
+            )
+        config, experts = self.config, self.config.num_local_experts
+        wanted = [(config.fc1_rows, config.hidden)] * experts
+        wanted += [(config.hidden, config.intermediate)] * experts
+        for weight, shape in zip((*weights.fc1, *weights.fc2), wanted, strict=True):
+            self._check_input("expert weight", weight, torch.bfloat16)
+            if tuple(weight.shape) != shape:
+                raise ShapeError(f"expert weight: shape {tuple(weight.shape)}, wanted {shape}")
+        host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8).pin_memory()
+        array = ctypes.c_void_p * experts
+        problem = self._problem
+        _native.call(
+            "encode_weights",
+            problem,
+            array(*addresses[:experts]),
+            array(*addresses[experts:]),
+            host.data_ptr(),
+        )
+        maps = host.to(self.device, non_blocking=True)
+        self._weight_maps = (addresses, maps)
+        return maps
+
+    def _grad_table(self, grads: Sequence[WeightGrad]) -> tuple[torch.Tensor, int, int]:
+        """Device array of gradient addresses, their dtype and whether to add to them."""
+        first = grads[0]
+        for grad in grads:
+            if grad.buffer.dtype != first.buffer.dtype or grad.accumulate != first.accumulate:
+                raise ShapeError(
+                    f"weight gradients of {grad.buffer.dtype} (accumulate={grad.accumulate}) "
+                    f"beside {first.buffer.dtype} (accumulate={first.accumulate}): wanted one kind"
+                )
+            self._check_input("weight gradient", grad.buffer, torch.float32, torch.bfloat16)
+        addresses = tuple(grad.buffer.data_ptr() for grad in grads)
+        table = self._grad_tables.get(addresses)
+        if table is None:
+            host = torch.tensor(addresses, dtype=torch.int64).pin_memory()
+            table = host.to(self.device, non_blocking=True)
+            if first.accumulate:  # main_grad stays where it is; ordinary gradients do not
+                self._grad_tables = {addresses: table}
+        dtype = _native.BFLOAT16 if first.buffer.dtype == torch.bfloat16 else _native.FLOAT32
+        return table, dtype, int(first.accumulate)
+
+    def _check_input(self, name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
+        if tensor.device != self.device:
+            raise ShapeError(f"{name}: on {tensor.device}, wanted {self.device}")
+        if tensor.dtype not in dtypes:
+            names = " or ".join(str(dtype) for dtype in dtypes)
+            raise ShapeError(f"{name}: dtype {tensor.dtype}, wanted {names}")
+        if not tensor.is_contiguous():
+            raise ShapeError(f"{name}: strides {tensor.stride()}, wanted contiguous")
+        if tensor.data_ptr() % 16 and tensor.numel() and tensor.dtype == torch.bfloat16:
+            raise ShapeError(f"{name}: at address {tensor.data_ptr():#x}, wanted 16-byte aligned")
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)

@@ -181,6 +181,8 @@ class KernelBackend:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
+        if self.device.index is None:
+            self.device = torch.device(self.device.type, torch.cuda.current_device())
         capability = torch.cuda.get_device_capability(self.device)
         if capability != (9, 0):
             raise DeviceError(

@@ -1,0 +1,38 @@
+"""What all tests share: process pools, and skipping what the machine cannot run."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.distributed import RankPool
+
+HOPPER = (9, 0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four gloo processes that live as long as the session; start with their first use."""
+    with contextlib.closing(RankPool(4)) as pool:
+        yield pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = _num_hopper_gpus()
+    for item in items:
+        wanted = 1 if item.get_closest_marker("gpu") else 0
+        marker = item.get_closest_marker("multi_gpu")
+        if marker is not None:
+            wanted = int(marker.args[0])
+        if wanted > num_gpus:
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs {wanted} Hopper GPU(s), found {num_gpus}")
+            )
+
+
+def _num_hopper_gpus() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    devices = range(torch.cuda.device_count())
+    return sum(torch.cuda.get_device_capability(device) == HOPPER for device in devices)

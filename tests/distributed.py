@@ -1,0 +1,160 @@
+"""Runs functions on several gloo processes from inside pytest, in bounded time.
+
+A :class:`RankPool` keeps its processes, so that many tests pay once for starting them. If a rank
+fails, the parent raises with that rank's traceback; if the ranks do not finish in time, they are
+killed and the pool starts anew with the next call.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_S = 3.0
+"""How long the other ranks may take to fail too once one has failed."""
+
+START_S = 120.0
+"""How long the processes may take to start and meet."""
+
+
+class RankError(Exception):
+    """A rank raised, died or did not finish; the message has what is known of every rank."""
+
+
+class RankPool:
+    """``num_ranks`` processes that share a gloo process group."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        num_ranks: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> list[Any]:
+        """Calls ``function(group, *args)`` on the first ``num_ranks`` ranks at once.
+
+        Args:
+            function: Defined at the top level of a module.
+            *args: Anything picklable; tensors are copied.
+            num_ranks: How many ranks take part; all by default. ``group`` is theirs.
+            timeout_s: For all of them together.
+
+        Returns:
+            Each rank's result, by rank.
+
+        Raises:
+            RankError: A rank raised, died or did not finish.
+        """
+        num_ranks = num_ranks or self.num_ranks
+        assert num_ranks <= self.num_ranks, "the pool has fewer ranks"
+        if not self._processes:
+            self._start()
+        # The callee needs the module path before it can load the function.
+        message = (sys.path, pickle.dumps((num_ranks, function, args)))
+        for pipe in self._pipes[:num_ranks]:
+            pipe.send(message)
+        outcomes = self._collect(num_ranks, timeout_s)
+        failed = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
+        if failed or len(outcomes) < num_ranks:
+            self.close()
+            parts = [f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
+            silent = sorted(set(range(num_ranks)) - set(outcomes))
+            if silent:
+                parts.append(f"ranks {silent} did not finish within {timeout_s} s")
+            raise RankError("\n".join(parts))
+        return [outcomes[rank][1] for rank in range(num_ranks)]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp(prefix="flashmoe-ranks-")) / "store"
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.num_ranks, str(store), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        ready = self._collect(self.num_ranks, START_S)
+        if len(ready) < self.num_ranks or not all(ok for ok, _ in ready.values()):
+            self.close()
+            raise RankError(f"the ranks did not start: {ready}")
+
+    def _collect(self, num_ranks: int, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+        """Waits for one answer of each rank; shortly, once one has failed."""
+        deadline = time.monotonic() + timeout_s
+        pending = {self._pipes[rank]: rank for rank in range(num_ranks)}
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        while pending:
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = pending.pop(pipe)
+                try:
+                    outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self._processes[rank].join(GRACE_S)
+                    code = self._processes[rank].exitcode
+                    outcomes[rank] = (False, f"the process died with exit code {code}")
+                if not outcomes[rank][0]:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return outcomes
+
+
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """Calls ``function(group, *args)`` on fresh processes; see :meth:`RankPool.run`."""
+    with contextlib.closing(RankPool(num_ranks)) as pool:
+        return pool.run(function, *args, timeout_s=timeout_s)
+
+
+def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
+    """The life of one process: joins the group, then answers calls until the pipe closes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
+    )
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, num_ranks + 1)}
+    pipe.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            sys.path[:], call = pipe.recv()
+        except EOFError:
+            return
+        try:
+            taking_part, function, args = pickle.loads(call)
+            answer = pickle.dumps((True, function(groups[taking_part], *args)))
+        except BaseException:  # noqa: BLE001 - whatever it is, the parent has to see it
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)

@@ -1,0 +1,121 @@
+"""Layers, weights and routings that the tests share; one seed gives one of each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashmoe_megatron.config import Activation, MoEConfig
+
+CONFIG = MoEConfig(
+    hidden=64,
+    intermediate=64,
+    num_experts=8,
+    topk=2,
+    activation=Activation.SILU,
+    gated=True,
+    num_ranks=1,
+    max_tokens=512,
+)
+
+
+def make_config(**changes: Any) -> MoEConfig:
+    return replace(CONFIG, **changes)
+
+
+@dataclass
+class Inputs:
+    """All ranks' tokens and routing, and all experts' weights."""
+
+    x: list[torch.Tensor]
+    probs: list[torch.Tensor]
+    routing_map: list[torch.Tensor]
+    grad_out: list[torch.Tensor]
+    fc1: list[torch.Tensor]
+    fc2: list[torch.Tensor]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# A routing makes one rank's scores, [num_tokens, num_experts]; the topk largest finite ones are
+# selected.
+Routing = Callable[[MoEConfig, int, int, torch.Generator], torch.Tensor]
+
+
+def uniform(config: MoEConfig, rank: int, num_tokens: int, g: torch.Generator) -> torch.Tensor:
+    return torch.rand(num_tokens, config.num_experts, generator=g)
+
+
+def skewed(config: MoEConfig, rank: int, num_tokens: int, g: torch.Generator) -> torch.Tensor:
+    """A few experts get most tokens, as in an untrained router."""
+    favour = torch.arange(config.num_experts).mul(-0.5)
+    return torch.randn(num_tokens, config.num_experts, generator=g) + favour
+
+
+def to_one_expert(
+    config: MoEConfig, rank: int, num_tokens: int, g: torch.Generator
+) -> torch.Tensor:
+    scores = torch.full((num_tokens, config.num_experts), -torch.inf)
+    scores[:, config.num_experts - 1] = 0
+    return scores
+
+
+def to_one_rank(config: MoEConfig, rank: int, num_tokens: int, g: torch.Generator) -> torch.Tensor:
+    """All tokens select experts of the last rank; the others receive nothing."""
+    scores = uniform(config, rank, num_tokens, g)
+    scores[:, : config.num_experts - config.num_local_experts] = -torch.inf
+    return scores
+
+
+def with_empty_experts(
+    config: MoEConfig, rank: int, num_tokens: int, g: torch.Generator
+) -> torch.Tensor:
+    scores = uniform(config, rank, num_tokens, g)
+    scores[:, ::2] = -torch.inf
+    return scores
+
+
+def to_nobody(config: MoEConfig, rank: int, num_tokens: int, g: torch.Generator) -> torch.Tensor:
+    return torch.full((num_tokens, config.num_experts), -torch.inf)
+
+
+def with_dropped_tokens(
+    config: MoEConfig, rank: int, num_tokens: int, g: torch.Generator
+) -> torch.Tensor:
+    """Some tokens keep fewer than topk experts, some none, as after dropping at a capacity."""
+    scores = uniform(config, rank, num_tokens, g)
+    scores[torch.rand(scores.shape, generator=g) < 0.6] = -torch.inf
+    scores[::5] = -torch.inf
+    return scores
+
+
+def make_inputs(
+    config: MoEConfig,
+    routing: Routing,
+    tokens_per_rank: list[int],
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Inputs:
+    g = generator(seed)
+    inputs = Inputs([], [], [], [], [], [])
+    for rank, num_tokens in enumerate(tokens_per_rank):
+        scores = routing(config, rank, num_tokens, g)
+        top = scores.topk(config.topk, dim=1)
+        selected = torch.zeros(scores.shape, dtype=torch.bool)
+        selected.scatter_(1, top.indices, top.values > -torch.inf)
+        probs_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        probs = torch.rand(scores.shape, generator=g, dtype=probs_dtype) * selected
+        inputs.x.append(torch.randn(num_tokens, config.hidden, generator=g).to(dtype))
+        inputs.grad_out.append(torch.randn(num_tokens, config.hidden, generator=g).to(dtype))
+        inputs.probs.append(probs)
+        inputs.routing_map.append(selected)
+    for _ in range(config.num_experts):
+        fc1 = torch.randn(config.fc1_rows, config.hidden, generator=g) / config.hidden**0.5
+        fc2 = torch.randn(config.hidden, config.intermediate, generator=g)
+        inputs.fc1.append(fc1.to(dtype))
+        inputs.fc2.append((fc2 / config.intermediate**0.5).to(dtype))
+    return inputs

@@ -1,0 +1,95 @@
+"""What a layer's shape admits."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoe_megatron.config import (
+    DIM_GRANULE,
+    MAX_RANKS,
+    MAX_TOPK,
+    Activation,
+    MoEConfig,
+    align_capacity,
+)
+from flashmoe_megatron.errors import ConfigError
+
+
+@st.composite
+def valid_settings(draw: st.DrawFn) -> dict[str, Any]:
+    num_ranks = draw(st.integers(1, MAX_RANKS))
+    num_experts = num_ranks * draw(st.integers(1, 32))
+    return {
+        "hidden": DIM_GRANULE * draw(st.integers(1, 128)),
+        "intermediate": DIM_GRANULE * draw(st.integers(1, 256)),
+        "num_experts": num_experts,
+        "topk": draw(st.integers(1, min(MAX_TOPK, num_experts))),
+        "activation": draw(st.sampled_from(Activation)),
+        "gated": draw(st.booleans()),
+        "num_ranks": num_ranks,
+        "max_tokens": draw(st.integers(1, 2**20)),
+    }
+
+
+@given(valid_settings())
+def test_valid_settings_are_accepted(settings: dict[str, Any]):
+    config = MoEConfig(**settings)
+    assert config.num_local_experts * config.num_ranks == config.num_experts
+    assert config.fc1_rows == config.intermediate * (1 + config.gated)
+    assert MoEConfig(**settings) == config
+    assert hash(MoEConfig(**settings)) == hash(config)
+
+
+INVALID = {
+    "hidden": st.integers(max_value=0) | st.integers(1, 10**6).filter(lambda n: n % DIM_GRANULE),
+    "intermediate": st.integers(max_value=0)
+    | st.integers(1, 10**6).filter(lambda n: n % DIM_GRANULE),
+    "num_ranks": st.integers(max_value=0) | st.integers(min_value=MAX_RANKS + 1),
+    "num_experts": st.integers(max_value=0),
+    "topk": st.integers(max_value=0) | st.integers(min_value=MAX_TOPK + 1),
+    "max_tokens": st.integers(max_value=0),
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+@given(data=st.data(), settings=valid_settings())
+def test_invalid_settings_are_refused_by_name(
+    name: str, data: st.DataObject, settings: dict[str, Any]
+):
+    settings[name] = value = data.draw(INVALID[name])
+    with pytest.raises(ConfigError) as refusal:
+        MoEConfig(**settings)
+    message = str(refusal.value)
+    assert str(value) in message
+    spelled = "expert-parallel size" if name == "num_ranks" else name
+    assert spelled in message
+
+
+@given(valid_settings())
+def test_experts_must_divide_evenly(settings: dict[str, Any]):
+    if settings["num_ranks"] == 1:
+        return
+    settings["num_experts"] += 1
+    with pytest.raises(ConfigError, match="num_experts"):
+        MoEConfig(**settings)
+
+
+@given(valid_settings().filter(lambda settings: settings["num_experts"] < MAX_TOPK))
+def test_topk_must_not_exceed_the_experts(settings: dict[str, Any]):
+    settings["topk"] = settings["num_experts"] + 1
+    with pytest.raises(ConfigError, match="topk"):
+        MoEConfig(**settings)
+
+
+@given(st.integers(0, 10**9), st.integers(1, 4096))
+def test_aligned_capacity_is_the_next_multiple(capacity: int, tile: int):
+    aligned = align_capacity(capacity, tile)
+    assert aligned % tile == 0
+    assert capacity <= aligned < capacity + tile
+
+
+def test_negative_capacity_is_refused():
+    with pytest.raises(ConfigError, match="capacity=-1"):
+        align_capacity(-1)

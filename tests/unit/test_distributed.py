@@ -1,0 +1,48 @@
+"""The process pool itself: failures and hangs must reach pytest, in bounded time."""
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import RankError, RankPool, run_ranks
+
+
+def add_ranks(group: dist.ProcessGroup, offset: int) -> int:
+    return dist.get_rank(group) + offset
+
+
+def fail_on_rank_one(group: dist.ProcessGroup) -> None:
+    if dist.get_rank(group) == 1:
+        raise ValueError("deliberate")
+    dist.barrier(group)
+
+
+def die(group: dist.ProcessGroup) -> None:
+    if dist.get_rank(group) == 1:
+        os._exit(7)
+
+
+def hang(group: dist.ProcessGroup) -> None:
+    time.sleep(3600)
+
+
+def test_results_come_by_rank():
+    assert run_ranks(add_ranks, 2, 10) == [10, 11]
+
+
+def test_failures_raise_and_the_pool_recovers():
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RankError, match="ValueError: deliberate"):
+            pool.run(fail_on_rank_one)
+        with pytest.raises(RankError, match="exit code 7"):
+            pool.run(die)
+        start = time.monotonic()
+        with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish within 0.5 s"):
+            pool.run(hang, timeout_s=0.5)
+        assert time.monotonic() - start < 60
+        assert pool.run(add_ranks, 0) == [0, 1]
+    finally:
+        pool.close()

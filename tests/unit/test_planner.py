@@ -1,0 +1,148 @@
+"""Sizes that are promised before training must hold for every routing."""
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoe_megatron.config import TILE_M, Activation, MoEConfig, align_capacity
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.planner import (
+    dispatch_volume,
+    expert_capacity,
+    plan_buffer_rows,
+    plan_capacity,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "topk", "num_experts", "factor", "want"),
+    [
+        (4096, 2, 64, 1.25, 160),
+        (8192, 2, 8, 1.0, 2048),
+        (100, 2, 8, 1.0, 25),
+        (101, 2, 8, 1.0, 26),
+        (16, 1, 64, 1.0, 1),
+        (0, 2, 8, 1.25, 0),
+        (1000, 1, 7, 1.1, 158),
+        # 50 * 1.1 is a little more than 55 in floating point, so Megatron's ceiling is 56.
+        (500, 1, 10, 1.1, 56),
+        (10, 1, 10, 1.1, 2),
+    ],
+)
+def test_capacity_by_hand(num_tokens: int, topk: int, num_experts: int, factor: float, want: int):
+    assert expert_capacity(num_tokens, topk, num_experts, factor) == want
+
+
+@given(st.integers(0, 10**6), st.integers(1, 16), st.integers(1, 512), st.floats(0.01, 16))
+def test_capacity_is_the_exact_ceiling_but_for_rounding(
+    num_tokens: int, topk: int, num_experts: int, factor: float
+):
+    exact = Fraction(num_tokens * topk, num_experts) * Fraction(factor)
+    capacity = expert_capacity(num_tokens, topk, num_experts, factor)
+    assert abs(capacity - exact) < 1 + Fraction(1, 10**6)
+    # A factor of at least 1 holds a perfectly balanced batch.
+    if factor >= 1:
+        assert capacity * num_experts >= num_tokens * topk
+
+
+def test_min_capacity():
+    assert expert_capacity(16, 1, 64, 1.0, min_capacity=4) == 4
+    assert expert_capacity(4096, 2, 64, 1.25, min_capacity=4) == 160
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_alignment_of_capacity(num_ranks: int):
+    plan = plan_capacity(4096, 2, 64, 1.25, num_ranks=num_ranks)
+    assert (plan.capacity, plan.aligned_capacity, plan.tile) == (160, 256, TILE_M)
+    assert plan.expert_rows == 160 * num_ranks
+    assert plan.aligned_expert_rows == {1: 256, 2: 384, 4: 640, 8: 1280}[num_ranks]
+    assert plan.pad_rows == plan.aligned_expert_rows - plan.expert_rows < TILE_M
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_tokens": -1}, "num_tokens=-1"),
+        ({"topk": -2}, "topk=-2"),
+        ({"num_experts": 0}, "num_experts=0"),
+        ({"capacity_factor": 0.0}, "capacity_factor=0.0"),
+        ({"capacity_factor": math.nan}, "capacity_factor=nan"),
+        ({"capacity_factor": math.inf}, "capacity_factor=inf"),
+        ({"num_ranks": 0}, "num_ranks=0"),
+        ({"min_capacity": -1}, "min_capacity=-1"),
+        ({"tile": 0}, "tile=0"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict[str, float], named: str):
+    arguments = {"num_tokens": 16, "topk": 2, "num_experts": 8, "capacity_factor": 1.0}
+    with pytest.raises(ConfigError, match=named):
+        plan_capacity(**{**arguments, **changes})
+
+
+@given(st.data())
+def test_no_routing_needs_more_rows_than_planned(data: st.DataObject):
+    num_ranks = data.draw(st.integers(1, 4))
+    num_local_experts = data.draw(st.integers(1, 4))
+    num_experts = num_ranks * num_local_experts
+    config = MoEConfig(
+        hidden=64,
+        intermediate=64,
+        num_experts=num_experts,
+        topk=data.draw(st.integers(1, num_experts)),
+        activation=Activation.SILU,
+        gated=True,
+        num_ranks=num_ranks,
+        max_tokens=data.draw(st.integers(1, 300)),
+    )
+    capacity = data.draw(st.none() | st.integers(0, 300))
+    # Tokens of all ranks, each of which selects some of this rank's experts.
+    tokens = num_ranks * config.max_tokens
+    most = min(config.topk, num_local_experts)
+    remaining = tokens * most
+    buffer_rows = 0
+    for _ in range(num_local_experts):
+        limit = tokens if capacity is None else min(tokens, num_ranks * capacity)
+        rows = data.draw(st.integers(0, min(limit, remaining)))
+        remaining -= rows
+        buffer_rows += align_capacity(rows)
+    planned = plan_buffer_rows(config, capacity=capacity)
+    assert buffer_rows <= planned.worst_case
+    assert planned.worst_case % TILE_M == 0
+
+
+def test_worst_case_is_reached():
+    """The bound is not idle: all tokens of all ranks may select this rank's experts."""
+    config = MoEConfig(
+        hidden=64,
+        intermediate=64,
+        num_experts=8,
+        topk=2,
+        activation=Activation.SILU,
+        gated=True,
+        num_ranks=4,
+        max_tokens=128,
+    )
+    planned = plan_buffer_rows(config)
+    # Two local experts get one tile less a row each from three ranks and the rest of the tokens.
+    assert planned.worst_case == 4 * 128 * 2 + TILE_M
+    assert planned.expected == 128 * 2 + 2 * TILE_M // 2
+    assert plan_buffer_rows(config, capacity=10).worst_case == 2 * TILE_M
+    assert plan_buffer_rows(config, capacity=0).worst_case == 0
+    with pytest.raises(ConfigError, match="capacity=-1"):
+        plan_buffer_rows(config, capacity=-1)
+
+
+def test_volume():
+    volume = dispatch_volume(
+        num_routes=8192, num_experts=64, capacity=160, hidden=2048, element_bytes=2
+    )
+    assert volume.padded_bytes == 64 * 160 * 4096
+    assert volume.payload_bytes == 8192 * 4096
+    assert volume.saved_ratio == pytest.approx(0.2)
+    empty = dispatch_volume(num_routes=0, num_experts=64, capacity=0, hidden=2048)
+    assert empty.saved_ratio == 0
+    with pytest.raises(ConfigError, match="num_routes=11"):
+        dispatch_volume(num_routes=11, num_experts=2, capacity=5, hidden=64)

@@ -1,0 +1,230 @@
+"""The reference backend against the oracle, on 1, 2 and 4 ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
+from flashmoe_megatron.reference import assert_close, moe_reference
+from flashmoe_megatron.reference_backend import ReferenceBackend, TrafficCounters
+from tests.distributed import RankPool
+from tests.unit import cases
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-14, torch.bfloat16: 6e-3}
+
+TOKENS = {1: [37], 2: [37, 20], 4: [9, 0, 33, 16]}
+
+
+def run_rank(
+    group: dist.ProcessGroup,
+    config: MoEConfig,
+    inputs: cases.Inputs,
+    transposed: bool,
+) -> tuple[dict[str, torch.Tensor], TrafficCounters]:
+    """Forward and backward of one rank's share through the autograd function."""
+    rank = dist.get_rank(group)
+    backend = ReferenceBackend(config, group if config.num_ranks > 1 else None)
+    first = rank * config.num_local_experts
+    experts = slice(first, first + config.num_local_experts)
+    fc1, fc2 = (
+        [
+            (weight.t().contiguous() if transposed else weight.clone()).requires_grad_()
+            for weight in all_experts[experts]
+        ]
+        for all_experts in (inputs.fc1, inputs.fc2)
+    )
+    x = inputs.x[rank].clone().requires_grad_()
+    probs = inputs.probs[rank].clone().requires_grad_()
+    weights = ExpertWeights(tuple(fc1), tuple(fc2), transposed)
+    out = moe_apply(backend, x, probs, inputs.routing_map[rank], weights)
+    out.backward(inputs.grad_out[rank])
+    found = {"out": out.detach(), "grad x": x.grad, "grad probs": probs.grad}
+    for name, parameters in (("fc1", fc1), ("fc2", fc2)):
+        for local_expert, weight in enumerate(parameters):
+            assert weight.grad is not None, "an expert without tokens needs a gradient too"
+            grad = weight.grad.t() if transposed else weight.grad
+            found[f"grad {name} of expert {first + local_expert}"] = grad
+    return found, backend.traffic
+
+
+def oracle(config: MoEConfig, inputs: cases.Inputs) -> list[dict[str, torch.Tensor]]:
+    """What every rank should find, by autograd through the oracle."""
+    x = torch.cat(inputs.x).double().requires_grad_()
+    probs = torch.cat(inputs.probs).double().requires_grad_()
+    fc1 = [weight.double().requires_grad_() for weight in inputs.fc1]
+    fc2 = [weight.double().requires_grad_() for weight in inputs.fc2]
+    routing_map = torch.cat(inputs.routing_map)
+    out = moe_reference(
+        x, probs, routing_map, fc1, fc2, activation=config.activation, gated=config.gated
+    )
+    leaves = (x, probs, *fc1, *fc2)
+    grads = torch.autograd.grad(
+        out, leaves, torch.cat(inputs.grad_out).double(), materialize_grads=True
+    )
+    num_experts = config.num_experts
+    sizes = [len(tokens) for tokens in inputs.x]
+    shares = [tensor.split(sizes) for tensor in (out.detach(), grads[0], grads[1])]
+    want = []
+    for rank in range(config.num_ranks):
+        expected = {
+            name: share[rank]
+            for name, share in zip(("out", "grad x", "grad probs"), shares, strict=True)
+        }
+        first = rank * config.num_local_experts
+        for expert in range(first, first + config.num_local_experts):
+            expected[f"grad fc1 of expert {expert}"] = grads[2 + expert]
+            expected[f"grad fc2 of expert {expert}"] = grads[2 + num_experts + expert]
+        want.append(expected)
+    return want
+
+
+def check(
+    ranks: RankPool,
+    config: MoEConfig,
+    inputs: cases.Inputs,
+    *,
+    transposed: bool = False,
+) -> list[TrafficCounters]:
+    """Compares all outputs and gradients of all ranks; returns what each rank sent."""
+    results = ranks.run(run_rank, config, inputs, transposed, num_ranks=config.num_ranks)
+    tolerance = TOLERANCE[inputs.x[0].dtype]
+    for rank, ((got, _), want) in enumerate(zip(results, oracle(config, inputs), strict=True)):
+        assert got.keys() == want.keys()
+        for name, tensor in got.items():
+            assert_close(f"{name} of rank {rank}", tensor, want[name], rel_l2=tolerance)
+    return [traffic for _, traffic in results]
+
+
+ROUTINGS = [
+    cases.uniform,
+    cases.skewed,
+    cases.to_one_expert,
+    cases.to_one_rank,
+    cases.with_empty_experts,
+    cases.with_dropped_tokens,
+    cases.to_nobody,
+]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.__name__)
+def test_routing(ranks: RankPool, routing: cases.Routing, num_ranks: int):
+    config = cases.make_config(num_ranks=num_ranks)
+    inputs = cases.make_inputs(config, routing, TOKENS[num_ranks], dtype=torch.float32)
+    check(ranks, config, inputs)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_activation(ranks: RankPool, dtype: torch.dtype, activation: Activation, gated: bool):
+    config = cases.make_config(
+        num_ranks=2, activation=activation, gated=gated, hidden=128, intermediate=192
+    )
+    inputs = cases.make_inputs(config, cases.uniform, [40, 23], dtype=dtype)
+    check(ranks, config, inputs)
+
+
+@pytest.mark.parametrize("topk", range(1, 9))
+def test_topk(ranks: RankPool, topk: int):
+    config = cases.make_config(num_ranks=2, topk=topk)
+    check(ranks, config, cases.make_inputs(config, cases.uniform, [11, 30], dtype=torch.float32))
+
+
+@pytest.mark.parametrize("rows", [1, TILE_M - 1, TILE_M, TILE_M + 1])
+def test_rows_of_one_expert_around_a_tile(ranks: RankPool, rows: int):
+    config = cases.make_config(num_ranks=2, topk=1)
+    from_rank0 = rows // 3
+    inputs = cases.make_inputs(
+        config, cases.to_one_expert, [from_rank0, rows - from_rank0], dtype=torch.float32
+    )
+    traffic = check(ranks, config, inputs)
+    # Forward and backward pad the one segment once, in the receiver's memory.
+    assert [counters.pad_rows_local for counters in traffic] == [0, -rows % TILE_M]
+
+
+def test_bfloat16_probs(ranks: RankPool):
+    config = cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.uniform, [37, 20], dtype=torch.bfloat16)
+    inputs.probs = [probs.bfloat16() for probs in inputs.probs]
+    check(ranks, config, inputs)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_transposed_weights(ranks: RankPool, num_ranks: int):
+    config = cases.make_config(num_ranks=num_ranks, intermediate=128)
+    inputs = cases.make_inputs(config, cases.uniform, TOKENS[num_ranks], dtype=torch.float32)
+    check(ranks, config, inputs, transposed=True)
+
+
+def test_no_tokens_anywhere(ranks: RankPool):
+    config = cases.make_config(num_ranks=2)
+    check(ranks, config, cases.make_inputs(config, cases.uniform, [0, 0], dtype=torch.float32))
+
+
+def test_traffic_counts_payload_alone(ranks: RankPool):
+    config = cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.with_dropped_tokens, [37, 20], dtype=torch.bfloat16)
+    traffic = check(ranks, config, inputs)
+    half = config.num_local_experts
+    to_other = [
+        int(inputs.routing_map[0][:, half:].sum()),
+        int(inputs.routing_map[1][:, :half].sum()),
+    ]
+    received = [
+        sum(routing_map[:, experts].sum(0) for routing_map in inputs.routing_map).tolist()
+        for experts in (slice(0, half), slice(half, None))
+    ]
+    for rank, counters in enumerate(traffic):
+        # Each remote route crosses twice in each direction of the layer: out by its token's rank,
+        # back by its expert's rank; its float32 weight goes out and its gradient comes back.
+        sent, returned = to_other[rank], to_other[1 - rank]
+        assert counters == TrafficCounters(
+            rows_sent=2 * (sent + returned),
+            bytes_sent=2 * (sent + returned) * config.hidden * 2 + (sent + returned) * 4,
+            pad_rows_sent=0,
+            pad_rows_local=sum(-rows % TILE_M for rows in received[rank]),
+        )
+
+
+def test_fillers_of_padded_capacity_are_not_sent(ranks: RankPool):
+    config = cases.make_config(num_ranks=2, skip_zero_probs=True)
+    inputs = cases.make_inputs(config, cases.uniform, [37, 20], dtype=torch.float32)
+    plain = ranks.run(run_rank, config, inputs, False, num_ranks=2)
+    # Every expert selects every token; all but the real routes have probability 0.
+    filled = replace(inputs, routing_map=[torch.ones_like(m) for m in inputs.routing_map])
+    padded = ranks.run(run_rank, config, filled, False, num_ranks=2)
+    for (got, got_traffic), (want, want_traffic) in zip(padded, plain, strict=True):
+        assert got_traffic == want_traffic
+        for name, tensor in got.items():
+            assert torch.equal(tensor, want[name]), name
+
+
+def test_repeats_bit_for_bit(ranks: RankPool):
+    config = cases.make_config(num_ranks=4, topk=4)
+    inputs = cases.make_inputs(config, cases.skewed, [64, 0, 70, 31], dtype=torch.bfloat16)
+    first, second = (ranks.run(run_rank, config, inputs, False) for _ in range(2))
+    for (got, _), (want, _) in zip(second, first, strict=True):
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_output_does_not_depend_on_the_number_of_ranks(ranks: RankPool):
+    """The order of a token's sum is by expert, wherever the experts live."""
+    inputs = cases.make_inputs(cases.CONFIG, cases.uniform, [48], dtype=torch.bfloat16)
+    (single, _), *_ = ranks.run(run_rank, cases.CONFIG, inputs, False, num_ranks=1)
+    config = cases.make_config(num_ranks=4)
+    shared = replace(
+        inputs,
+        x=list(inputs.x[0].split(12)),
+        probs=list(inputs.probs[0].split(12)),
+        routing_map=list(inputs.routing_map[0].split(12)),
+        grad_out=list(inputs.grad_out[0].split(12)),
+    )
+    spread = ranks.run(run_rank, config, shared, False)
+    for name in ("out", "grad x", "grad probs"):
+        joined = torch.cat([found[name] for found, _ in spread])
+        assert_close(name, joined, single[name], rel_l2=1e-3)

@@ -59,7 +59,8 @@ def allocate(
     os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
     import torch.distributed._symmetric_memory as symm_mem
 
-    symm_mem.set_backend(backend.upper())
+    if symm_mem.get_backend(device) != backend.upper():  # the default one cannot be set by name
+        symm_mem.set_backend(backend.upper())
     local = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symm_mem.rendezvous(local, group)
     local.zero_()

@@ -1,0 +1,1 @@
+"""Connections to training frameworks; each imports its framework, nothing else does."""

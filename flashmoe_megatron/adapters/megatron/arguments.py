@@ -1,0 +1,107 @@
+"""Adds the flashmoe choice and the ``--flashmoe-*`` flags to Megatron's command line."""
+
+import argparse
+import functools
+from types import ModuleType
+from typing import Any
+
+from flashmoe_megatron.adapters.megatron.settings import (
+    BACKENDS,
+    DISPATCHER_TYPE,
+    SYMMETRIC_MEMORIES,
+    Settings,
+    flag_of,
+)
+from flashmoe_megatron.errors import ConfigError
+
+_PATCHED = "_flashmoe_patched"
+
+
+def patch_arguments(arguments: ModuleType) -> None:
+    """Extends the parser that ``megatron.training.arguments`` makes."""
+    original = arguments.add_megatron_arguments
+    if getattr(original, _PATCHED, False):
+        return
+
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return extend_parser(original(parser))
+
+    setattr(add_megatron_arguments, _PATCHED, True)
+    arguments.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
+
+
+def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the dispatcher type and the flashmoe group to a parser.
+
+    Args:
+        parser: Has ``--moe-token-dispatcher-type``.
+
+    Returns:
+        The same parser.
+
+    Raises:
+        ConfigError: The parser has no such flag, so this is no Megatron that can be extended.
+    """
+    _dispatcher_action(parser).choices = _with_flashmoe(_dispatcher_action(parser).choices)
+    group = parser.add_argument_group(
+        "flashmoe", f"MoE layers as one kernel, with --moe-token-dispatcher-type {DISPATCHER_TYPE}"
+    )
+    defaults = Settings()
+    group.add_argument(
+        flag_of("backend"),
+        dest="flashmoe_backend",
+        choices=BACKENDS,
+        default=defaults.backend,
+        help="kernel needs a Hopper GPU, reference is plain torch; auto takes the kernel where a "
+        "Hopper GPU is present. Default: %(default)s.",
+    )
+    group.add_argument(
+        flag_of("symmetric_memory"),
+        dest="flashmoe_symmetric_memory",
+        choices=SYMMETRIC_MEMORIES,
+        default=defaults.symmetric_memory,
+        help="What the kernel shares memory between GPUs with. Default: %(default)s.",
+    )
+    group.add_argument(
+        flag_of("timeout_s"),
+        dest="flashmoe_timeout_s",
+        metavar="SECONDS",
+        type=float,
+        default=defaults.timeout_s,
+        help="Longest wait of the kernel for a peer before an error. Default: %(default)s.",
+    )
+    group.add_argument(
+        flag_of("reserved_sms"),
+        dest="flashmoe_reserved_sms",
+        metavar="COUNT",
+        type=int,
+        default=defaults.reserved_sms,
+        help="Multiprocessors left free for NCCL, which runs beside the kernel when gradients or "
+        "parameters are exchanged. Default: %(default)s.",
+    )
+    group.add_argument(
+        flag_of("max_tokens"),
+        dest="flashmoe_max_tokens",
+        metavar="COUNT",
+        type=int,
+        default=defaults.max_tokens,
+        help="Most tokens of one rank and call. Default: from the sequence length, the micro "
+        "batch size and the parallel sizes.",
+    )
+    return parser
+
+
+def _dispatcher_action(parser: argparse.ArgumentParser) -> Any:
+    for action in parser._actions:
+        if action.dest == "moe_token_dispatcher_type":
+            return action
+    raise ConfigError(
+        "Megatron's parser has no --moe-token-dispatcher-type; wanted Megatron-Core 0.16.1 or newer"
+    )
+
+
+def _with_flashmoe(choices: Any) -> Any:
+    if choices is None or DISPATCHER_TYPE in choices:
+        return choices
+    return [*choices, DISPATCHER_TYPE]

@@ -1,0 +1,82 @@
+"""Runs a callback once a module has been imported, now or later.
+
+Patches of Megatron are attached this way, so that nothing of Megatron is imported earlier than the
+training script itself imports it, and so that this file is cheap enough to load with torch.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+Callback = Callable[[ModuleType], None]
+
+
+def when_imported(name: str, callback: Callback) -> None:
+    """Calls ``callback(module)`` right after the module's code has run.
+
+    Args:
+        name: Full name of a module, for example "megatron.core.utils".
+        callback: Called at once if the module is already imported; otherwise after its import,
+            before any importer sees it. What it raises fails that import.
+    """
+    module = sys.modules.get(name)
+    # A module that is being imported right now is in sys.modules, but not complete.
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        callback(module)
+        return
+    _finder().callbacks.setdefault(name, []).append(callback)
+
+
+class _PostImportFinder(importlib.abc.MetaPathFinder):
+    """Finds what the other finders find, with a loader that calls back."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callback]] = {}
+        self._searching: set[str] = set()
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.callbacks or fullname in self._searching:
+            return None
+        self._searching.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _CallingLoader(spec.loader, self.callbacks[fullname])
+        return spec
+
+
+class _CallingLoader(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, callbacks: list[Callback]) -> None:
+        self._loader = loader
+        self._callbacks = callbacks
+
+    def __getattr__(self, name: str) -> object:
+        # Such as get_source, which tracebacks and torch.jit ask for.
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        while self._callbacks:
+            self._callbacks.pop(0)(module)
+
+
+def _finder() -> _PostImportFinder:
+    for finder in sys.meta_path:
+        if isinstance(finder, _PostImportFinder):
+            return finder
+    finder = _PostImportFinder()
+    sys.meta_path.insert(0, finder)
+    return finder

@@ -1,0 +1,123 @@
+"""Makes Megatron's MoE layer run on flashmoe where its configuration says so.
+
+Methods of Megatron's classes are wrapped in place, so that every specification, subclass and
+``isinstance`` check of Megatron keeps seeing its own class. A layer or configuration of another
+dispatcher type takes the original methods unchanged.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
+
+_PATCHED = "_flashmoe_patched"
+_ROUTED = "flashmoe_routed_experts"
+"""Attribute of a layer that runs on flashmoe."""
+
+
+def patch_config(transformer_config: ModuleType) -> None:
+    """Refuses, when a configuration is made, what flashmoe cannot honour."""
+    _wrap(transformer_config.TransformerConfig, "__post_init__", _checked_post_init)
+
+
+def patch_layer(moe_layer: ModuleType) -> None:
+    """Wraps the methods of ``MoELayer`` that lie between its router and its output."""
+    _wrap(moe_layer.MoELayer, "__init__", _flashmoe_init)
+    _wrap(moe_layer.MoELayer, "preprocess", _fused_step)
+    _wrap(moe_layer.MoELayer, "dispatch", _identity)
+    _wrap(moe_layer.MoELayer, "routed_experts_compute", _fused_compute)
+    _wrap(moe_layer.MoELayer, "combine", _identity)
+    _wrap(moe_layer.MoELayer, "postprocess", _fused_step)
+
+
+_Method = Callable[..., Any]
+
+
+def _wrap(owner: type, name: str, make: Callable[[_Method], _Method]) -> None:
+    original = getattr(owner, name)
+    if getattr(original, _PATCHED, False):
+        return
+    wrapped = functools.wraps(original)(make(original))
+    setattr(wrapped, _PATCHED, True)
+    setattr(owner, name, wrapped)
+
+
+def _checked_post_init(original: _Method) -> _Method:
+    def post_init(self: Any) -> None:
+        if self.moe_token_dispatcher_type == DISPATCHER_TYPE and self.num_moe_experts:
+            from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
+
+            refuse(self, CONFIG_REFUSALS)
+        original(self)
+
+    return post_init
+
+
+def _flashmoe_init(original: _Method) -> _Method:
+    signature = inspect.signature(original)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        config = arguments["config"]
+        if config.moe_token_dispatcher_type != DISPATCHER_TYPE:
+            original(self, *args, **kwargs)
+            return
+        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+        from flashmoe_megatron.adapters.megatron.dispatcher import FlashMoETokenDispatcher
+        from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
+        from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
+
+        # Again, because a configuration can be changed after it was made.
+        refuse(config, CONFIG_REFUSALS)
+        config.moe_token_dispatcher_type = "alltoall"
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            config.moe_token_dispatcher_type = DISPATCHER_TYPE
+        self.token_dispatcher = FlashMoETokenDispatcher(
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=config,
+            pg_collection=arguments.get("pg_collection") or get_default_pg_collection(),
+        )
+        setattr(self, _ROUTED, RoutedExperts(config, self.experts, self.ep_group))
+
+    return init
+
+
+def _fused_step(original: _Method) -> _Method:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, _ROUTED):
+            return original(self, *args, **kwargs)
+        with self.token_dispatcher.fused():
+            return original(self, *args, **kwargs)
+
+    return step
+
+
+def _identity(original: _Method) -> _Method:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, _ROUTED):
+            return original(self, *args, **kwargs)
+        tensors = (*args, *kwargs.values())
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    return step
+
+
+def _fused_compute(original: _Method) -> _Method:
+    def routed_experts_compute(
+        self: Any, hidden_states: torch.Tensor, probs: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not hasattr(self, _ROUTED):
+            return original(self, hidden_states, probs, *args, **kwargs)
+        routed = getattr(self, _ROUTED)
+        return routed(hidden_states, probs, self.token_dispatcher.routing_map), None
+
+    return routed_experts_compute

@@ -1,0 +1,190 @@
+"""The routed experts of one MoE layer of Megatron: which backend, which weights, one call."""
+
+import math
+import sys
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.megatron.refusals import SCRIPT_REFUSALS, refuse
+from flashmoe_megatron.adapters.megatron.settings import (
+    Settings,
+    current_settings,
+    flag_of,
+    megatron_args,
+)
+from flashmoe_megatron.adapters.megatron.shape import moe_config, resolve_max_tokens
+from flashmoe_megatron.adapters.megatron.weights import expert_weights, wait_for_parameters
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.planner import plan_capacity
+from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.select import select_backend
+
+
+class RoutedExperts:
+    """Applies a layer's routed experts with a backend, over weights that Megatron owns.
+
+    Making one is collective over the group if the bound of tokens is known, else the first call
+    is. Not a module: it owns no parameters and leaves no trace in a checkpoint.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        experts: The layer's ``experts`` module.
+        group: The layer's expert-parallel group.
+
+    Raises:
+        ConfigError: The configuration, the training script's arguments or the experts' class
+            cannot be honoured.
+        DeviceError: The kernel was asked for and cannot run here.
+    """
+
+    def __init__(
+        self, config: Any, experts: torch.nn.Module, group: dist.ProcessGroup | None
+    ) -> None:
+        refuse(megatron_args(), SCRIPT_REFUSALS)
+        self._config = config
+        self._experts = experts
+        self._group = group
+        expert_weights(experts, hidden=config.hidden_size)
+        self._settings = current_settings()
+        self._backend: Backend | None = None
+        if resolve_max_tokens(config, self._settings) is not None:
+            self._backend = self._make_backend()
+
+    @property
+    def backend(self) -> Backend:
+        """What computes the layer; made at the first use."""
+        if self._backend is None:
+            self._backend = self._make_backend()
+        return self._backend
+
+    def __call__(
+        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> torch.Tensor:
+        """Applies the experts. Collective over the group.
+
+        Args:
+            x: ``[num_tokens, hidden]``.
+            probs: ``[num_tokens, num_experts]``, in any float dtype.
+            routing_map: ``[num_tokens, num_experts]`` bool.
+
+        Returns:
+            ``[num_tokens, hidden]`` in ``x.dtype``.
+        """
+        wait_for_parameters(self._experts)
+        if probs.dtype not in (torch.float32, x.dtype):
+            # --moe-router-dtype fp64: the choice of experts has been made in it.
+            probs = probs.float()
+        return moe_apply(
+            self.backend,
+            x.contiguous(),
+            probs.contiguous(),
+            routing_map.contiguous(),
+            expert_weights(self._experts, hidden=self._config.hidden_size),
+            accumulate_into_main_grad=bool(self._config.gradient_accumulation_fusion),
+        )
+
+    def _make_backend(self) -> Backend:
+        max_tokens = resolve_max_tokens(self._config, self._settings)
+        if max_tokens is None:
+            raise ConfigError(
+                f"the number of tokens per rank is not known: pass {flag_of('max_tokens')}, or "
+                "call flashmoe_megatron.adapters.megatron.configure(max_tokens=...) before "
+                "building the model"
+            )
+        num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
+        shape = moe_config(self._config, num_ranks=num_ranks, max_tokens=max_tokens)
+        # As Megatron does for its buffers; an index of a GPU, or a device under a bridge.
+        device = torch.empty(0, device=torch.cuda.current_device()).device
+        backend = _shared_backend(shape, self._group, device, self._settings)
+        is_kernel = not isinstance(backend, ReferenceBackend)
+        is_bf16 = self._config.bf16 or self._config.params_dtype == torch.bfloat16
+        if is_kernel and not is_bf16:
+            raise ConfigError(
+                f"params_dtype={self._config.params_dtype}: the kernel computes in bfloat16; pass "
+                f"--bf16, or {flag_of('backend')} reference"
+            )
+        _announce(backend, self._config)
+        return backend
+
+
+_Key = tuple[MoEConfig, torch.device, Settings]
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Backend]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _shared_backend(
+    shape: MoEConfig, group: dist.ProcessGroup | None, device: torch.device, settings: Settings
+) -> Backend:
+    """The backend of all layers of one shape in a group; lives as long as the group."""
+    known = {} if group is None else _backends.setdefault(group, {})
+    key = (shape, device, settings)
+    if key not in known:
+        known[key] = select_backend(
+            shape,
+            group,
+            device,
+            kind=settings.backend,  # type: ignore[arg-type]
+            **settings.kernel_options(),
+        )
+    return known[key]
+
+
+_announced: set[str] = set()
+
+
+def _announce(backend: Backend, config: Any) -> None:
+    """Tells the user once per kind of layer, on rank 0, what computes it."""
+    line = describe(backend, config)
+    if line in _announced or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    _announced.add(line)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def describe(backend: Backend, config: Any) -> str:
+    """One line on the backend, the layer's shape and what capacity becomes.
+
+    Args:
+        backend: Computes the layer.
+        config: Megatron's TransformerConfig.
+
+    Returns:
+        The line.
+    """
+    shape = backend.config
+    kind = "reference" if isinstance(backend, ReferenceBackend) else "kernel"
+    parts = [
+        f"flashmoe: backend {kind}",
+        f"{shape.num_experts} experts on {shape.num_ranks} ranks",
+        f"top-{shape.topk}",
+        f"at most {shape.max_tokens} tokens per rank",
+        _describe_capacity(shape, config.moe_expert_capacity_factor),
+    ]
+    heap_bytes = getattr(getattr(backend, "memory", None), "heap_bytes", 0)
+    if kind == "reference":
+        parts.append("no symmetric heap")
+    elif heap_bytes:
+        parts.append(f"symmetric heap {math.ceil(heap_bytes / 2**20)} MiB")
+    else:
+        parts.append("symmetric heap allocated at the first step")
+    return ", ".join(parts)
+
+
+def _describe_capacity(shape: MoEConfig, factor: float | None) -> str:
+    if factor is None:
+        return "dropless"
+    plan = plan_capacity(
+        shape.max_tokens, shape.topk, shape.num_experts, factor, num_ranks=shape.num_ranks
+    )
+    return (
+        f"capacity {plan.capacity} per rank and expert, {plan.expert_rows} rows per expert aligned "
+        f"to {plan.aligned_expert_rows} in the receiver's buffer only"
+    )

@@ -1,0 +1,114 @@
+"""What a user chooses for the flashmoe dispatcher, from the command line or from code.
+
+Needs nothing of Megatron; reads its parsed arguments where a training script has some.
+"""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoe_megatron.errors import ConfigError
+
+DISPATCHER_TYPE = "flashmoe"
+"""The choice for ``--moe-token-dispatcher-type``."""
+
+BACKENDS = ("auto", "kernel", "reference")
+SYMMETRIC_MEMORIES = ("cuda", "nvshmem")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of the flashmoe dispatcher; each is a ``--flashmoe-*`` flag too.
+
+    Attributes:
+        backend: "kernel", "reference", or "auto": the kernel on a Hopper GPU, else the reference.
+        symmetric_memory: What the kernel shares memory between GPUs with, "cuda" or "nvshmem".
+        timeout_s: Longest wait of the kernel for a peer, in seconds.
+        reserved_sms: Multiprocessors that the kernel leaves free, for NCCL's kernels.
+        max_tokens: Most tokens of one rank and call. ``None`` takes it from the arguments of
+            Megatron's training script: sequence length, micro batch size and parallel sizes.
+    """
+
+    backend: str = "auto"
+    symmetric_memory: str = "cuda"
+    timeout_s: float = 120.0
+    reserved_sms: int = 4
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses values without a meaning."""
+        for name, value, choices in (
+            ("backend", self.backend, BACKENDS),
+            ("symmetric_memory", self.symmetric_memory, SYMMETRIC_MEMORIES),
+        ):
+            if value not in choices:
+                raise ConfigError(f"{flag_of(name)} {value!r}: wanted one of {', '.join(choices)}")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"{flag_of('timeout_s')} {self.timeout_s}: must be positive")
+        if self.reserved_sms < 0:
+            raise ConfigError(
+                f"{flag_of('reserved_sms')} {self.reserved_sms}: must not be negative"
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"{flag_of('max_tokens')} {self.max_tokens}: must be at least 1")
+
+    def kernel_options(self) -> dict[str, Any]:
+        """What of this is passed to the kernel's backend."""
+        return {
+            "symmetric_backend": self.symmetric_memory,
+            "timeout_s": self.timeout_s,
+            "reserved_sms": self.reserved_sms,
+        }
+
+
+def flag_of(name: str) -> str:
+    """The command-line flag of a field of :class:`Settings`."""
+    return "--flashmoe-" + name.removesuffix("_s").replace("_", "-")
+
+
+_chosen: Settings | None = None
+
+
+def configure(**options: Any) -> Settings:
+    """Chooses settings from code, for models that are built without Megatron's arguments.
+
+    Takes effect for layers built later; goes before the command line.
+
+    Args:
+        **options: Fields of :class:`Settings`; what is left out has its default.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConfigError: A value has no meaning.
+    """
+    global _chosen
+    unknown = options.keys() - {field.name for field in dataclasses.fields(Settings)}
+    if unknown:
+        raise ConfigError(
+            f"unknown settings {', '.join(sorted(unknown))}: wanted some of "
+            f"{', '.join(field.name for field in dataclasses.fields(Settings))}"
+        )
+    _chosen = Settings(**options)
+    return _chosen
+
+
+def current_settings() -> Settings:
+    """What was chosen in code, else on the command line, else the defaults."""
+    if _chosen is not None:
+        return _chosen
+    args = megatron_args()
+    given = {
+        field.name: getattr(args, f"flashmoe_{field.name}")
+        for field in dataclasses.fields(Settings)
+        if hasattr(args, f"flashmoe_{field.name}")
+    }
+    return Settings(**given)
+
+
+def megatron_args() -> Any:
+    """The parsed arguments of Megatron's training script, ``None`` if there are none."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    return getattr(global_vars, "_GLOBAL_ARGS", None)

@@ -1,0 +1,87 @@
+"""From Megatron's configuration to the layer's shape."""
+
+from typing import Any
+
+from flashmoe_megatron.adapters.megatron.activations import activation_of
+from flashmoe_megatron.adapters.megatron.refusals import expert_ffn_size
+from flashmoe_megatron.adapters.megatron.settings import Settings, megatron_args
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError
+
+
+def moe_config(config: Any, *, num_ranks: int, max_tokens: int) -> MoEConfig:
+    """Reads a layer's shape from a TransformerConfig that was not refused.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        num_ranks: Ranks of the layer's expert-parallel group.
+        max_tokens: Most tokens of one rank and call.
+
+    Returns:
+        The shape.
+
+    Raises:
+        ConfigError: A size cannot be honoured, or the activation is unknown.
+    """
+    activation = activation_of(config.activation_func)
+    if activation is None:
+        raise ConfigError(f"activation_func={config.activation_func}: unknown activation")
+    return MoEConfig(
+        hidden=config.hidden_size,
+        intermediate=expert_ffn_size(config),
+        num_experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        activation=activation,
+        gated=bool(config.gated_linear_unit),
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        # Padding to capacity fills experts up with routes of probability 0.
+        skip_zero_probs=bool(config.moe_pad_expert_input_to_capacity),
+    )
+
+
+def tokens_per_rank(
+    config: Any, *, seq_length: int, micro_batch_size: int, context_parallel_size: int
+) -> int:
+    """Tokens that one rank's MoE layer sees in one call.
+
+    Args:
+        config: Megatron's TransformerConfig; with sequence parallelism its tensor-parallel ranks
+            share a sequence.
+        seq_length: Tokens of one sequence.
+        micro_batch_size: Sequences of one call.
+        context_parallel_size: Ranks that share a sequence's context.
+
+    Returns:
+        The number of tokens.
+    """
+    shards = context_parallel_size
+    if config.sequence_parallel:
+        shards *= config.tensor_model_parallel_size
+    return -(-seq_length // shards) * micro_batch_size
+
+
+def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
+    """The bound from the settings, else from the training script; ``None`` if nobody says.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        settings: The user's.
+
+    Returns:
+        Most tokens of one rank and call.
+    """
+    if settings.max_tokens is not None:
+        return settings.max_tokens
+    args = megatron_args()
+    seq_length = getattr(args, "seq_length", None)
+    micro_batch_size = getattr(args, "micro_batch_size", None)
+    if seq_length is None or micro_batch_size is None:
+        return None
+    micro_batch_size = max(micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0)
+    return tokens_per_rank(
+        config,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        context_parallel_size=config.context_parallel_size,
+    )

@@ -1,0 +1,97 @@
+"""Reads the weights of Megatron's expert modules, which keep owning them."""
+
+from typing import Any
+
+import torch
+
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.errors import ConfigError
+
+
+def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
+    """Finds each local expert's weights by the module's structure.
+
+    Args:
+        experts: The ``experts`` of a MoELayer: SequentialMLP (``local_experts`` with a weight in
+            each linear), TEGroupedMLP (``weight0``, ``weight1``, ... in each linear), or the
+            GroupedMLP of Megatron-Core 0.16 (``weight1`` and ``weight2`` for all experts).
+        hidden: The model's width.
+
+    Returns:
+        The parameters themselves, or for GroupedMLP views of them.
+
+    Raises:
+        ConfigError: The structure is none of these, or an expert has a bias; names the class.
+    """
+    name = type(experts).__name__
+    if hasattr(experts, "local_experts"):
+        pairs = [(e.linear_fc1, e.linear_fc2) for e in _children(experts.local_experts)]
+        for fc1, fc2 in pairs:
+            _refuse_bias(fc1, name)
+            _refuse_bias(fc2, name)
+        return ExpertWeights(
+            fc1=tuple(_parameter(fc1, "weight", name) for fc1, _ in pairs),
+            fc2=tuple(_parameter(fc2, "weight", name) for _, fc2 in pairs),
+        )
+    if hasattr(experts, "linear_fc1") and hasattr(experts, "linear_fc2"):
+        return ExpertWeights(
+            fc1=_numbered_weights(experts.linear_fc1, name),
+            fc2=_numbered_weights(experts.linear_fc2, name),
+        )
+    if hasattr(experts, "weight1") and hasattr(experts, "weight2"):
+        count = int(getattr(experts, "num_local_experts"))  # noqa: B009 - a Module's attribute
+        stacked1 = _parameter(experts, "weight1", name).view(count, hidden, -1)
+        stacked2 = _parameter(experts, "weight2", name).view(count, -1, hidden)
+        # unbind, so that the gradient of the whole is one stack.
+        return ExpertWeights(fc1=stacked1.unbind(), fc2=stacked2.unbind(), transposed=True)
+    raise ConfigError(
+        f"experts of class {name} are not known; wanted SequentialMLP, TEGroupedMLP or GroupedMLP"
+    )
+
+
+def wait_for_parameters(experts: torch.nn.Module) -> None:
+    """Makes sure that gathered parameters have arrived before their weights are read.
+
+    With ``--overlap-param-gather`` Megatron waits for the all-gather of a module's parameters in
+    the module's forward pre-hooks. The experts' forward is not called here, so their hooks are.
+    """
+    for module in experts.modules():
+        with_kwargs = module._forward_pre_hooks_with_kwargs
+        for key, hook in tuple(module._forward_pre_hooks.items()):
+            if key in with_kwargs:
+                hook(module, (), {})
+            else:
+                hook(module, ())
+
+
+def _children(modules: Any) -> list[Any]:
+    return list(modules)
+
+
+def _numbered_weights(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
+    count = getattr(linear, "num_gemms", None)
+    if count is None:
+        count = sum(key.startswith("weight") for key, _ in linear.named_parameters(recurse=False))
+    for expert in range(count):
+        _refuse_bias(linear, owner, suffix=str(expert))
+    return tuple(_parameter(linear, f"weight{expert}", owner) for expert in range(count))
+
+
+def _parameter(module: Any, name: str, owner: str) -> torch.Tensor:
+    weight = getattr(module, name, None)
+    if not isinstance(weight, torch.Tensor):
+        raise ConfigError(
+            f"{owner}: {type(module).__name__} has no {name}; wanted one weight for each expert"
+        )
+    if hasattr(weight, "full_tensor"):
+        raise ConfigError(
+            f"{owner}: {name} is sharded (a {type(weight).__name__}); wanted whole parameters, "
+            "leave FSDP out and use the distributed optimizer"
+        )
+    return weight
+
+
+def _refuse_bias(linear: Any, owner: str, suffix: str = "") -> None:
+    bias = getattr(linear, f"bias{suffix}", None)
+    if isinstance(bias, torch.Tensor) and bias.numel():
+        raise ConfigError(f"{owner}: the experts have a bias; pass --disable-bias-linear")

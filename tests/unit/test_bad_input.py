@@ -1,0 +1,278 @@
+"""Every wrong input gets an error that names what was got and what was wanted."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.errors import FlashMoEError, RoutingError, ShapeError
+from flashmoe_megatron.layer import moe_forward
+from flashmoe_megatron.reference_backend import ReferenceBackend
+from tests.distributed import RankPool
+from tests.unit import cases
+
+NUM_TOKENS = 6
+BACKEND = ReferenceBackend(cases.CONFIG)
+
+
+def good() -> dict[str, Any]:
+    inputs = cases.make_inputs(cases.CONFIG, cases.uniform, [NUM_TOKENS], dtype=torch.float32)
+    return {
+        "x": inputs.x[0],
+        "probs": inputs.probs[0],
+        "routing_map": inputs.routing_map[0],
+        "weights": ExpertWeights(tuple(inputs.fc1), tuple(inputs.fc2)),
+    }
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values one element past a 16-byte boundary."""
+    buffer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    buffer[1:] = tensor.flatten()
+    return buffer[1:].view(tensor.shape)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack((tensor, tensor), dim=-1)[..., 0]
+
+
+def nan_at(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    first = tuple(where.nonzero()[0].tolist())
+    tensor[first] = float("nan")
+    return tensor
+
+
+def with_weights(call: dict[str, Any], **changes: Any) -> ExpertWeights:
+    weights = call["weights"]
+    fields = {"fc1": weights.fc1, "fc2": weights.fc2, "transposed": weights.transposed}
+    return ExpertWeights(**{**fields, **changes})
+
+
+BAD = {
+    "x has one dimension": (
+        lambda c: {"x": c["x"].flatten()},
+        ShapeError,
+        r"x has shape \(384,\), wanted \[num_tokens, 64\]",
+    ),
+    "x is too wide": (
+        lambda c: {"x": torch.zeros(NUM_TOKENS, 128)},
+        ShapeError,
+        r"x has shape \(6, 128\), wanted \[num_tokens, 64\]",
+    ),
+    "x is half": (lambda c: {"x": c["x"].half()}, ShapeError, "x is torch.float16, wanted one of"),
+    "x is long": (lambda c: {"x": c["x"].long()}, ShapeError, "x is torch.int64, wanted one of"),
+    "x is strided": (lambda c: {"x": strided(c["x"])}, ShapeError, "x .*wanted contiguous rows"),
+    "x is misaligned": (
+        lambda c: {"x": misaligned(c["x"])},
+        ShapeError,
+        "x starts 4 bytes past .* wanted 16-byte alignment",
+    ),
+    "too many tokens": (
+        lambda c: {"x": torch.zeros(513, 64)},
+        ShapeError,
+        "x has 513 tokens, .* at most max_tokens=512",
+    ),
+    "probs of other tokens": (
+        lambda c: {"probs": c["probs"][1:]},
+        ShapeError,
+        r"probs has shape \(5, 8\), wanted \[6, 8\]",
+    ),
+    "probs of too few experts": (
+        lambda c: {"probs": c["probs"][:, 1:].contiguous()},
+        ShapeError,
+        r"probs has shape \(6, 7\), wanted \[6, 8\]",
+    ),
+    "probs are double": (
+        lambda c: {"probs": c["probs"].double()},
+        ShapeError,
+        "probs is torch.float64, wanted torch.float32",
+    ),
+    "probs are strided": (
+        lambda c: {"probs": strided(c["probs"])},
+        ShapeError,
+        "probs .*wanted contiguous rows",
+    ),
+    "probs are elsewhere": (
+        lambda c: {"probs": c["probs"].to("meta")},
+        ShapeError,
+        "probs is on meta, wanted cpu",
+    ),
+    "routing_map of other tokens": (
+        lambda c: {"routing_map": c["routing_map"][1:]},
+        ShapeError,
+        r"routing_map has shape \(5, 8\), wanted \[6, 8\]",
+    ),
+    "routing_map is int": (
+        lambda c: {"routing_map": c["routing_map"].int()},
+        ShapeError,
+        "routing_map is torch.int32, wanted torch.bool",
+    ),
+    "routing_map is strided": (
+        lambda c: {"routing_map": strided(c["routing_map"])},
+        ShapeError,
+        "routing_map .*wanted contiguous rows",
+    ),
+    "NaN among selected probs": (
+        lambda c: {"probs": nan_at(c["probs"], c["routing_map"])},
+        RoutingError,
+        r"rank 0: the probability of token 0 for expert \d is NaN \(1 NaN in all\)",
+    ),
+    "too many experts": (
+        lambda c: {"routing_map": torch.ones_like(c["routing_map"])},
+        RoutingError,
+        r"token 0 selects 8 experts \(6 such tokens in all\), wanted at most topk=2",
+    ),
+    "an fc1 is missing": (
+        lambda c: {"weights": with_weights(c, fc1=c["weights"].fc1[1:])},
+        ShapeError,
+        "7 fc1 weights, wanted one for each of the 8 local experts",
+    ),
+    "an fc2 is transposed": (
+        lambda c: {
+            "weights": with_weights(c, fc2=(*c["weights"].fc2[:7], torch.zeros(128, 64).t()))
+        },
+        ShapeError,
+        r"fc2 of local expert 7 has shape \(64, 128\), wanted \[64, 64\]",
+    ),
+    "fc1 is not transposed": (
+        lambda c: {"weights": with_weights(c, transposed=True)},
+        ShapeError,
+        r"fc1 of local expert 0 has shape \(128, 64\), wanted \[64, 128\]",
+    ),
+    "weights are bf16": (
+        lambda c: {"weights": with_weights(c, fc1=tuple(w.bfloat16() for w in c["weights"].fc1))},
+        ShapeError,
+        "fc1 of local expert 0 is torch.bfloat16, wanted the dtype of x, torch.float32",
+    ),
+    "weights are elsewhere": (
+        lambda c: {"weights": with_weights(c, fc2=tuple(w.to("meta") for w in c["weights"].fc2))},
+        ShapeError,
+        "fc2 of local expert 0 is on meta, wanted cpu",
+    ),
+    "weights are strided": (
+        lambda c: {"weights": with_weights(c, fc2=tuple(strided(w) for w in c["weights"].fc2))},
+        ShapeError,
+        "fc2 of local expert 0 has strides .* wanted rows of consecutive elements",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_moe_apply(name: str):
+    change, error, message = BAD[name]
+    call = good()
+    call.update(change(call))
+    with pytest.raises(error, match=message):
+        moe_apply(BACKEND, **call)
+
+
+def test_nan_that_nobody_selected_is_harmless():
+    call = good()
+    call["probs"] = nan_at(call["probs"], ~call["routing_map"])
+    assert moe_apply(BACKEND, **call).isfinite().all()
+
+
+def choice(idx: Any = None, weight: Any = None) -> dict[str, torch.Tensor]:
+    return {
+        "topk_idx": torch.tensor([[0, 1]] * NUM_TOKENS) if idx is None else idx,
+        "topk_weight": torch.full((NUM_TOKENS, 2), 0.5) if weight is None else weight,
+    }
+
+
+BAD_CHOICES = {
+    "id too large": (
+        choice(idx=torch.tensor([[0, 1]] * 5 + [[0, 8]])),
+        RoutingError,
+        r"topk_idx\[5, 1\] is 8, wanted an expert id of 0 to 7, or -1",
+    ),
+    "id too small": (
+        choice(idx=torch.tensor([[0, 1]] * 5 + [[-2, 1]])),
+        RoutingError,
+        r"topk_idx\[5, 0\] is -2",
+    ),
+    "id twice": (
+        choice(idx=torch.tensor([[0, 1]] * 5 + [[3, 3]])),
+        RoutingError,
+        r"topk_idx\[5\] names expert 3 2 times, wanted distinct experts",
+    ),
+    "NaN": (
+        choice(weight=torch.tensor([[0.5, 0.5]] * 5 + [[0.5, float("nan")]])),
+        RoutingError,
+        r"topk_weight\[5, 1\] is NaN",
+    ),
+    "too many choices": (
+        choice(idx=torch.zeros(NUM_TOKENS, 3, dtype=torch.int64)),
+        ShapeError,
+        r"topk_idx has shape \(6, 3\), wanted \[6, topk\] with topk <= 2",
+    ),
+    "ids of other tokens": (
+        choice(idx=torch.zeros(5, 2, dtype=torch.int64)),
+        ShapeError,
+        r"topk_idx has shape \(5, 2\)",
+    ),
+    "ids are floats": (
+        choice(idx=torch.zeros(NUM_TOKENS, 2)),
+        ShapeError,
+        "topk_idx is torch.float32, wanted torch.int32 or torch.int64",
+    ),
+    "weights of fewer choices": (
+        choice(weight=torch.zeros(NUM_TOKENS, 1)),
+        ShapeError,
+        r"topk_weight has shape \(6, 1\), wanted \(6, 2\), as topk_idx",
+    ),
+    "weights are double": (
+        choice(weight=torch.zeros(NUM_TOKENS, 2, dtype=torch.float64)),
+        ShapeError,
+        "topk_weight is torch.float64",
+    ),
+    "ids are elsewhere": (
+        choice(idx=torch.zeros(NUM_TOKENS, 2, dtype=torch.int64, device="meta")),
+        ShapeError,
+        "topk_idx is on meta, wanted cpu",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHOICES)
+def test_moe_forward(name: str):
+    choices, error, message = BAD_CHOICES[name]
+    call = good()
+    with pytest.raises(error, match=message):
+        moe_forward(call["x"], **choices, weights=call["weights"], backend=BACKEND)
+
+
+def test_good_input_is_accepted():
+    """The cases above differ from this in one thing each."""
+    call = good()
+    assert moe_apply(BACKEND, **call).shape == (NUM_TOKENS, 64)
+    out = moe_forward(call["x"], **choice(), weights=call["weights"], backend=BACKEND)
+    assert out.shape == (NUM_TOKENS, 64)
+
+
+def call_with_nan_on_rank_one(group: dist.ProcessGroup) -> str:
+    rank = dist.get_rank(group)
+    config = cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.uniform, [5, 5], dtype=torch.float32)
+    probs = inputs.probs[rank]
+    if rank == 1:
+        nan_at(probs, inputs.routing_map[1])
+    experts = slice(4 * rank, 4 * rank + 4)
+    weights = ExpertWeights(tuple(inputs.fc1[experts]), tuple(inputs.fc2[experts]))
+    backend = ReferenceBackend(config, group)
+    try:
+        moe_apply(backend, inputs.x[rank], probs, inputs.routing_map[rank], weights)
+    except FlashMoEError as error:
+        # The ranks are still in step: the next call works.
+        good_probs = inputs.probs[rank].nan_to_num()
+        moe_apply(backend, inputs.x[rank], good_probs, inputs.routing_map[rank], weights)
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_unusable_routing_of_one_rank_is_an_error_on_all(ranks: RankPool):
+    first, second = ranks.run(call_with_nan_on_rank_one, num_ranks=2)
+    assert first.startswith("RoutingError: rank 1 has unusable routing")
+    assert second.startswith("RoutingError: rank 1: the probability of token")

@@ -1,0 +1,157 @@
+"""The layer as a module of plain PyTorch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.config import Activation
+from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.layer import FlashMoELayer, moe_forward
+from flashmoe_megatron.reference import assert_close, moe_reference
+from tests.distributed import RankPool
+from tests.unit import cases
+
+
+def make_layer(**kwargs) -> FlashMoELayer:
+    torch.manual_seed(3)
+    kwargs.setdefault("dtype", torch.float32)
+    return FlashMoELayer(kwargs.pop("config", cases.CONFIG), device="cpu", **kwargs)
+
+
+def make_choice(num_tokens: int, *, dtype=torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+    g = cases.generator(5)
+    topk_idx = torch.rand(num_tokens, 8, generator=g).topk(2, dim=1).indices.to(dtype)
+    return topk_idx, torch.rand(num_tokens, 2, generator=g)
+
+
+def oracle(layer: FlashMoELayer, x, topk_idx, topk_weight) -> torch.Tensor:
+    """Spreads the choices with a loop over tokens."""
+    probs = torch.zeros(len(x), 8)
+    routing_map = torch.zeros(len(x), 8, dtype=torch.bool)
+    for token, (ids, values) in enumerate(zip(topk_idx.tolist(), topk_weight, strict=True)):
+        for expert, value in zip(ids, values, strict=True):
+            if expert >= 0:
+                probs[token, expert] = value
+                routing_map[token, expert] = True
+    return moe_reference(
+        x, probs, routing_map, layer.fc1, layer.fc2, activation=Activation.SILU, gated=True
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_choices(dtype: torch.dtype):
+    layer = make_layer()
+    x = torch.randn(20, 64)
+    topk_idx, topk_weight = make_choice(20, dtype=dtype)
+    out = layer(x, topk_idx, topk_weight)
+    assert_close("out", out, oracle(layer, x, topk_idx, topk_weight), rel_l2=1e-5)
+
+
+def test_skipped_choices():
+    layer = make_layer()
+    x = torch.randn(20, 64)
+    topk_idx, topk_weight = make_choice(20)
+    topk_idx[::2, 0] = -1
+    topk_idx[3] = -1
+    topk_weight[::4, 0] = float("nan")  # of a skipped choice: never read
+    topk_weight.requires_grad_()
+    out = layer(x, topk_idx, topk_weight)
+    assert_close("out", out, oracle(layer, x, topk_idx, topk_weight.nan_to_num()), rel_l2=1e-5)
+    assert not out[3].any()
+    out.sum().backward()
+    assert not topk_weight.grad[::2, 0].any()
+    assert topk_weight.grad[1].all()
+
+
+def test_gradients_reach_weights_and_choices():
+    layer = make_layer()
+    x = torch.randn(20, 64, requires_grad=True)
+    topk_idx, topk_weight = make_choice(20)
+    topk_weight.requires_grad_()
+    leaves = (x, topk_weight, *layer.parameters())
+    grad_out = torch.randn(20, 64)
+    got = torch.autograd.grad(layer(x, topk_idx, topk_weight), leaves, grad_out)
+    out = oracle(layer, x, topk_idx, topk_weight)
+    want = torch.autograd.grad(out, leaves, grad_out.double())
+    for index, (grad, expected) in enumerate(zip(got, want, strict=True)):
+        assert_close(f"gradient {index}", grad, expected, rel_l2=1e-5)
+
+
+def test_router():
+    layer = make_layer(router=True)
+    x = torch.randn(3, 4, 64)
+    out = layer(x)
+    assert out.shape == x.shape
+    logits = x.view(-1, 64) @ layer.router.weight.t()
+    top = logits.topk(2, dim=1)
+    want = layer(x, top.indices, torch.softmax(top.values, dim=1))
+    assert_close("out", out, want, rel_l2=1e-5)
+    out.sum().backward()
+    assert layer.router.weight.grad.any()
+
+
+def test_no_tokens():
+    layer = make_layer(router=True)
+    out = layer(torch.zeros(0, 64))
+    out.sum().backward()
+    assert out.shape == (0, 64)
+    assert all(not weight.grad.any() for weight in layer.fc1)
+
+
+def test_layers_share_a_backend():
+    first = make_layer()
+    second = make_layer(backend=first.backend)
+    assert second.backend is first.backend
+    with pytest.raises(ConfigError, match="the backend was made for"):
+        make_layer(config=cases.make_config(topk=1), backend=first.backend)
+
+
+def test_state_dict_round_trip():
+    source, target = make_layer(router=True), make_layer(router=True)
+    with torch.no_grad():
+        source.fc1[3].mul_(2)
+    target.load_state_dict(source.state_dict())
+    x = torch.randn(5, 64)
+    assert torch.equal(source(x), target(x))
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((torch.zeros(64),), ShapeError, r"x has shape \(64,\), wanted \[\.\.\., 64\]"),
+        ((torch.zeros(2, 128),), ShapeError, r"x has shape \(2, 128\)"),
+        ((torch.zeros(64, 2).t(),), ShapeError, "x .*wanted contiguous rows"),
+        ((torch.zeros(2, 64),), ConfigError, "the layer has no router: give topk_idx"),
+        ((torch.zeros(2, 64), torch.zeros(2, 2).long()), ConfigError, "give both or none"),
+    ],
+)
+def test_bad_calls(args, error, message):
+    with pytest.raises(error, match=message):
+        make_layer()(*args)
+
+
+def test_moe_forward_wants_two_dimensions():
+    layer = make_layer()
+    idx, weight = make_choice(4)
+    with pytest.raises(
+        ShapeError, match=r"x has shape \(2, 2, 64\), wanted \[num_tokens, hidden\]"
+    ):
+        moe_forward(torch.zeros(2, 2, 64), idx, weight, None, backend=layer.backend)
+
+
+def run_layer(group: dist.ProcessGroup, num_ranks: int) -> torch.Tensor:
+    torch.set_num_threads(1)
+    layer = make_layer(
+        config=cases.make_config(num_ranks=num_ranks),
+        group=group if num_ranks > 1 else None,
+        router=True,
+    )
+    x = torch.randn(24, 64, generator=cases.generator(9)).chunk(num_ranks)[dist.get_rank(group)]
+    return layer(x.clone()).detach()
+
+
+def test_one_seed_gives_one_model_whatever_the_number_of_ranks(ranks: RankPool):
+    want = torch.cat(ranks.run(run_layer, 1, num_ranks=1))
+    for num_ranks in (2, 4):
+        got = torch.cat(ranks.run(run_layer, num_ranks, num_ranks=num_ranks))
+        assert_close(f"out on {num_ranks} ranks", got, want, rel_l2=1e-6)

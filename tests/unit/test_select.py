@@ -1,0 +1,159 @@
+"""Which backend is chosen, what is said about it, and ranks that mean different layers."""
+
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.config import Activation
+from flashmoe_megatron.errors import ConfigError, DeviceError
+from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.select import _announce, select_backend
+from tests.distributed import RankPool
+from tests.unit import cases
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """Makes torch report a GPU of some kind; nothing is run on it."""
+
+    def pretend(name: str, capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    return pretend
+
+
+@pytest.fixture(autouse=True)
+def _nothing_announced_yet():
+    _announce.cache_clear()
+
+
+class BrokenKernelError(RuntimeError):
+    pass
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Puts a recording class in the kernel's place: no GPU is needed to see it chosen."""
+    made: list[tuple[Any, ...]] = []
+
+    class KernelBackend:
+        def __init__(self, config, group, device, **options):
+            if options.get("broken"):
+                raise BrokenKernelError("cannot load")
+            made.append((config, group, device, options))
+
+    module = ModuleType("flashmoe_megatron.runtime")
+    module.KernelBackend = KernelBackend
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return made
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_auto_takes_the_reference_on_a_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="flashmoe_megatron"):
+        for _ in range(3):
+            backend = select_backend(cases.CONFIG, None, "cpu")
+            assert isinstance(backend, ReferenceBackend)
+    (message,) = messages(caplog)
+    assert "reference" in message
+    assert "device 'cpu' is not a Hopper GPU" in message
+
+
+def test_auto_takes_the_reference_on_another_gpu(gpu, caplog: pytest.LogCaptureFixture):
+    gpu("NVIDIA A100-SXM4-80GB", (8, 0))
+    assert isinstance(select_backend(cases.CONFIG, None, "cuda"), ReferenceBackend)
+    assert "NVIDIA A100-SXM4-80GB (compute capability 8.0)" in messages(caplog)[0]
+
+
+def test_auto_takes_the_kernel_on_hopper(gpu, kernel, caplog: pytest.LogCaptureFixture):
+    gpu("NVIDIA H200", (9, 0))
+    with caplog.at_level(logging.INFO, logger="flashmoe_megatron"):
+        select_backend(cases.CONFIG, None, "cuda:0", timeout_s=3.0)
+    assert kernel == [(cases.CONFIG, None, torch.device("cuda:0"), {"timeout_s": 3.0})]
+    assert "NVIDIA H200 (compute capability 9.0)" in messages(caplog)[0]
+
+
+@pytest.mark.parametrize("kind", ["auto", "kernel"])
+def test_a_kernel_that_fails_is_not_replaced(gpu, kernel, kind: str):
+    gpu("NVIDIA H200", (9, 0))
+    with pytest.raises(BrokenKernelError):
+        select_backend(cases.CONFIG, None, "cuda", kind=kind, broken=True)
+
+
+def test_the_reference_can_be_asked_for_on_hopper(gpu, kernel):
+    gpu("NVIDIA H200", (9, 0))
+    backend = select_backend(cases.CONFIG, None, "cuda", kind="reference", timeout_s=3.0)
+    assert isinstance(backend, ReferenceBackend)
+    assert kernel == []
+
+
+def test_the_kernel_is_refused_on_a_cpu():
+    with pytest.raises(DeviceError, match="needs a Hopper GPU .* found the device 'cpu'"):
+        select_backend(cases.CONFIG, None, "cpu", kind="kernel")
+
+
+def test_the_kernel_is_refused_on_another_gpu_by_name(gpu):
+    gpu("NVIDIA B200", (10, 0))
+    with pytest.raises(DeviceError, match=r"found NVIDIA B200 \(compute capability 10.0\)"):
+        select_backend(cases.CONFIG, None, "cuda", kind="kernel")
+
+
+def test_unknown_kind():
+    with pytest.raises(ConfigError, match="backend 'cuda': wanted one of auto, kernel, reference"):
+        select_backend(cases.CONFIG, None, "cpu", kind="cuda")
+
+
+def select_with(group: dist.ProcessGroup, changes: list[dict[str, Any]]) -> str:
+    config = cases.make_config(num_ranks=2, **changes[dist.get_rank(group)])
+    try:
+        select_backend(config, group, "cpu")
+    except ConfigError as error:
+        return str(error)
+    return "agreed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([{}, {}], "agreed"),
+        ([{}, {"hidden": 128}], "disagree on hidden: 64 on rank 0, 128 on rank 1"),
+        ([{"topk": 1}, {}], "disagree on topk: 1 on rank 0, 2 on rank 1"),
+        ([{}, {"max_tokens": 9}], "disagree on max_tokens: 512 on rank 0, 9 on rank 1"),
+        ([{"gated": False}, {}], "disagree on gated: False on rank 0, True on rank 1"),
+        ([{}, {"activation": Activation.RELU}], "disagree on activation: "),
+    ],
+)
+def test_ranks_must_agree(ranks: RankPool, changes: list[dict[str, Any]], said: str):
+    for answer in ranks.run(select_with, changes, num_ranks=2):
+        assert said in answer
+
+
+def test_group_size_must_fit():
+    with pytest.raises(ConfigError, match="num_ranks=2, but the process group has 1 ranks"):
+        select_backend(cases.make_config(num_ranks=2), None, "cpu")
+
+
+def announce_count(group: dist.ProcessGroup) -> int:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("flashmoe_megatron").addHandler(handler)
+    _announce.cache_clear()
+    for _ in range(2):
+        select_backend(cases.make_config(num_ranks=2), group, "cpu")
+    logging.getLogger("flashmoe_megatron").removeHandler(handler)
+    return len(records)
+
+
+def test_rank_zero_alone_announces(ranks: RankPool):
+    assert ranks.run(announce_count, num_ranks=2) == [1, 0]

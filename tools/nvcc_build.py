@@ -1,0 +1,295 @@
+"""Compiles csrc/ into libflashmoe.so with nvcc; needs neither a GPU, a driver nor torch.
+
+The one owner of the compiler flags. ``setup.py`` calls it for wheels, ``tools/build.py`` for a
+quick build in place. Each source is compiled on its own, in a small pool, and its object is kept
+under ``build/nvcc`` by the content of everything that went into it.
+"""
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+CACHE = ROOT / "build" / "nvcc"
+
+ARCH_FLAGS = ["-gencode=arch=compute_90a,code=sm_90a"]  # wgmma and setmaxnreg need the "a" target
+COMPILE_FLAGS = [
+    *ARCH_FLAGS,
+    "-std=c++17",
+    "-O3",
+    "-lineinfo",
+    "--expt-relaxed-constexpr",  # CuTe calls std::min and its like from device code
+    "-Xptxas=-v,--warn-on-spills,--warning-as-error",  # a register spill fails the build
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
+]
+LINK_FLAGS = [
+    *ARCH_FLAGS,
+    "-shared",
+    "-cudart=static",  # no libcudart.so.N at run time, so torch's CUDA may differ from ours
+    "-Xlinker=--no-undefined",  # above all not of libcuda: loading must not need a driver
+]
+EXPORTS = "{ global: flashmoe_*; local: *; };\n"  # hides the C++ runtime's and cudart's symbols too
+PERFORMANCE_LOSS = "Potential Performance Loss"
+"""ptxas says it where it ignores setmaxnreg (C7508) or serializes wgmma: never what was meant."""
+
+
+class BuildError(RuntimeError):
+    """The library cannot be built; the message says what is missing or which source failed."""
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Where nvcc and the headers are.
+
+    Attributes:
+        nvcc: The compiler driver.
+        release: What ``nvcc --version`` says, part of the cache's key.
+        cutlass: The directory of CUTLASS's and CuTe's headers.
+        lib_dir: Holds libcudart_static.a where nvcc would not find it by itself.
+    """
+
+    nvcc: Path
+    release: str
+    cutlass: Path
+    lib_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """What ptxas gave one kernel.
+
+    Attributes:
+        source: The file that instantiates it, relative to csrc/.
+        kernel: Its mangled name.
+        registers: Per thread, before any setmaxnreg.
+        shared_bytes: Static shared memory; what a launch asks for comes on top.
+        stack_bytes: Local memory per thread.
+    """
+
+    source: str
+    kernel: str
+    registers: int
+    shared_bytes: int
+    stack_bytes: int
+
+
+@dataclass(frozen=True)
+class Object:
+    """One compiled source and what the compiler said about it."""
+
+    source: str
+    path: Path
+    log: str
+
+
+def find_toolchain() -> Toolchain:
+    """Finds nvcc in $CUDA_HOME, else among the installed packages, else release 13 in PATH.
+
+    Raises:
+        BuildError: There is no nvcc, or no CUTLASS.
+    """
+    spec = importlib.util.find_spec("cutlass_library")
+    if spec is None or spec.origin is None:
+        raise BuildError(
+            "CUTLASS not found: install the nvidia-cutlass package that pyproject.toml names "
+            "under [build-system], or set FLASHMOE_SKIP_CUDA_BUILD=1 for a Python-only install"
+        )
+    cutlass = Path(spec.origin).parent / "source" / "include"
+
+    home = os.environ.get("CUDA_HOME")
+    if home:
+        nvcc = Path(home) / "bin" / "nvcc"
+        if not nvcc.is_file():
+            raise BuildError(f"CUDA_HOME={home}: there is no {nvcc}")
+        return Toolchain(nvcc, _release(nvcc), cutlass)
+
+    packages = _packaged_cuda()
+    if packages is not None:
+        nvcc = packages / "bin" / "nvcc"
+        # The packages lack the lib64 where nvcc looks.
+        return Toolchain(nvcc, _release(nvcc), cutlass, packages / "lib")
+
+    found = shutil.which("nvcc")
+    if found is not None:
+        release = _release(Path(found))
+        if "release 13." in release:
+            return Toolchain(Path(found), release, cutlass)
+    raise BuildError(
+        "nvcc of CUDA 13 not found: set CUDA_HOME, install the packages that pyproject.toml names "
+        "under [build-system], or set FLASHMOE_SKIP_CUDA_BUILD=1 for a Python-only install"
+    )
+
+
+def build_library(target: Path, *, jobs: int | None = None) -> list[Object]:
+    """Compiles every source under csrc/ and links the library.
+
+    Args:
+        target: The library to write; replaced only once it is linked.
+        jobs: Compilers at a time; $MAX_JOBS, else one for each core, if not given.
+
+    Returns:
+        The objects, in the order of their sources.
+
+    Raises:
+        BuildError: A source does not compile, spills registers or loses performance by ptxas's
+            own word, or the objects do not link.
+    """
+    toolchain = find_toolchain()
+    sources = sorted(p for p in CSRC.rglob("*") if p.suffix in {".cu", ".cpp"})
+    if not sources:
+        raise BuildError(f"{CSRC}: no .cu or .cpp file in it")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    print(f"nvcc: {toolchain.nvcc} ({toolchain.release})", flush=True)
+    objects: dict[Path, Object] = {}
+    failures: list[str] = []
+    with ThreadPoolExecutor(jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        running = {pool.submit(_compile, toolchain, source): source for source in sources}
+        for done in as_completed(running):
+            try:
+                objects[running[done]] = done.result()
+            except BuildError as error:
+                failures.append(str(error))
+    if failures:
+        raise BuildError("\n\n".join(failures))
+    ordered = [objects[source] for source in sources]
+    _link(toolchain, [one.path for one in ordered], target)
+    return ordered
+
+
+def resources(objects: list[Object]) -> list[KernelResources]:
+    """Reads ptxas's reports of all kernels."""
+    pattern = re.compile(
+        r"Compiling entry function '(?P<kernel>\w+)'"
+        r".*?(?P<stack>\d+) bytes stack frame"
+        r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+        re.DOTALL,
+    )
+    found = []
+    for one in objects:
+        for match in pattern.finditer(one.log):
+            shared = re.search(r"(\d+) bytes smem", match["rest"])
+            found.append(
+                KernelResources(
+                    one.source,
+                    match["kernel"],
+                    int(match["registers"]),
+                    int(shared[1]) if shared else 0,
+                    int(match["stack"]),
+                )
+            )
+    return found
+
+
+def _release(nvcc: Path) -> str:
+    out = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return next(line for line in out.splitlines() if "release" in line)
+
+
+def _packaged_cuda() -> Path | None:
+    """The root of nvidia-cuda-nvcc and its companions, if they are installed here."""
+    spec = importlib.util.find_spec("nvidia")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        root = Path(location) / "cu13"
+        if (root / "bin" / "nvcc").is_file() and (root / "nvvm" / "bin" / "cicc").is_file():
+            return root
+    return None
+
+
+def _project_files(source: Path) -> set[Path]:
+    """The source and all headers of csrc/ that it includes, at any depth."""
+    found: set[Path] = set()
+    left = [source]
+    while left:
+        path = left.pop()
+        if path in found:
+            continue
+        found.add(path)
+        for name in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.M):
+            left += [p for p in (CSRC / name, path.parent / name) if p.is_file()]
+    return {path.resolve() for path in found}
+
+
+def _key(toolchain: Toolchain, source: Path) -> str:
+    digest = hashlib.sha256()
+    # The headers of CUTLASS are known by their version, the project's by their content.
+    version = (toolchain.cutlass / "cutlass" / "version.h").read_bytes()
+    digest.update(repr((toolchain.release, COMPILE_FLAGS, version)).encode())
+    for path in sorted(_project_files(source)):
+        digest.update(f"{path.relative_to(CSRC)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(toolchain: Toolchain, source: Path) -> Object:
+    name = str(source.relative_to(CSRC))
+    stem = name.replace("/", "-")
+    target = CACHE / f"{stem}-{_key(toolchain, source)}.o"
+    log_path = target.with_suffix(".log")
+    if target.is_file() and log_path.is_file():
+        return Object(name, target, log_path.read_text())
+
+    started = time.monotonic()
+    partial = target.with_suffix(f".{os.getpid()}.o")
+    done = subprocess.run(
+        [
+            toolchain.nvcc,
+            *COMPILE_FLAGS,
+            f"-I{CSRC}",
+            f"-isystem={toolchain.cutlass}",  # its warnings are not ours to mend
+            "-c",
+            source,
+            "-o",
+            partial,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode or PERFORMANCE_LOSS in done.stdout:
+        partial.unlink(missing_ok=True)
+        said = [line for line in done.stdout.splitlines() if not _is_report(line)]
+        raise BuildError("\n".join([f"csrc/{name} does not build:", *said]))
+    log_path.write_text(done.stdout)
+    for old in CACHE.glob(f"{stem}-*"):
+        if old.stem != target.stem and old.stem.count(".") == target.stem.count("."):
+            old.unlink(missing_ok=True)
+    partial.replace(target)
+    print(f"  csrc/{name}: {time.monotonic() - started:.0f} s", flush=True)
+    return Object(name, target, done.stdout)
+
+
+def _is_report(line: str) -> bool:
+    """Whether a line is ptxas's account of a kernel that is as it should be."""
+    return line.startswith("ptxas info") and PERFORMANCE_LOSS not in line
+
+
+def _link(toolchain: Toolchain, objects: list[Path], target: Path) -> None:
+    exports = CACHE / "exports.map"
+    exports.write_text(EXPORTS)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    done = subprocess.run(
+        [
+            toolchain.nvcc,
+            *LINK_FLAGS,
+            f"-Xlinker=--version-script={exports}",
+            *([f"-L{toolchain.lib_dir}"] if toolchain.lib_dir else []),
+            *objects,
+            "-o",
+            partial,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode:
+        partial.unlink(missing_ok=True)
+        raise BuildError(f"{target.name} does not link:\n{done.stdout}")
+    partial.replace(target)  # a process that has the old library mapped keeps it

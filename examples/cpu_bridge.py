@@ -115,6 +115,7 @@ def enable() -> None:
     _redirect_devices()
     _redirect_process_groups()
     when_imported("megatron.core.transformer.moe.token_dispatcher", _fix_split_sizes)
+    when_imported("megatron.legacy.fused_kernels", _build_no_kernels)
     # Megatron warns when work for the GPU draws from the processor's generator, as all does here.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
@@ -269,6 +270,11 @@ def _fix_split_sizes(token_dispatcher: ModuleType) -> None:
             "Megatron-Core 0.16.1 to 0.19.2"
         )
     token_dispatcher.maybe_move_tensor_to_cpu = move  # type: ignore[attr-defined]
+
+
+def _build_no_kernels(fused_kernels: ModuleType) -> None:
+    """Megatron-Core 0.16.1 asks the CUDA compiler for its version at start-up."""
+    fused_kernels.load = lambda args: None  # type: ignore[attr-defined]
 
 
 def main() -> None:

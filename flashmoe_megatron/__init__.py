@@ -11,7 +11,7 @@ from flashmoe_megatron._version import __version__
 
 if TYPE_CHECKING:
     from flashmoe_megatron.autograd import moe_apply
-    from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
+    from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters, WeightGrad
     from flashmoe_megatron.config import Activation, MoEConfig, align_capacity
     from flashmoe_megatron.errors import (
         ConfigError,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         plan_capacity,
     )
     from flashmoe_megatron.reference import moe_reference
-    from flashmoe_megatron.reference_backend import ReferenceBackend, TrafficCounters
+    from flashmoe_megatron.reference_backend import ReferenceBackend
     from flashmoe_megatron.select import select_backend
 
 __all__ = [
@@ -65,7 +65,7 @@ _HOME = {
     name: module
     for module, names in {
         "autograd": ("moe_apply",),
-        "backend": ("Backend", "ExpertWeights", "WeightGrad"),
+        "backend": ("Backend", "ExpertWeights", "WeightGrad", "TrafficCounters"),
         "config": ("Activation", "MoEConfig", "align_capacity"),
         "errors": (
             "ConfigError",
@@ -79,7 +79,7 @@ _HOME = {
         "layer": ("FlashMoELayer", "moe_forward"),
         "planner": ("dispatch_volume", "expert_capacity", "plan_buffer_rows", "plan_capacity"),
         "reference": ("moe_reference",),
-        "reference_backend": ("ReferenceBackend", "TrafficCounters"),
+        "reference_backend": ("ReferenceBackend",),
         "select": ("select_backend",),
     }.items()
     for name in names

@@ -52,8 +52,10 @@ class FlashMoEProblem(_Sized):
         ("max_tokens", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("is_gated", ctypes.c_int32),
+        ("is_transposed", ctypes.c_int32),
         ("skip_zero_probs", ctypes.c_int32),
         ("num_ctas", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
         ("timeout_ns", ctypes.c_uint64),
     ]
 
@@ -102,6 +104,17 @@ class FlashMoEFault(ctypes.Structure):
     ]
 
 
+class FlashMoETraffic(ctypes.Structure):
+    """What has crossed the links."""
+
+    _fields_ = [
+        ("rows_pulled", ctypes.c_uint64),
+        ("pad_rows_pulled", ctypes.c_uint64),
+        ("results_pushed", ctypes.c_uint64),
+        ("pad_rows_made", ctypes.c_uint64),
+    ]
+
+
 class FlashMoELaunch(_Sized):
     """Row buffers of one call."""
 
@@ -123,7 +136,14 @@ class FlashMoELaunch(_Sized):
     ]
 
 
-_STRUCTS = (FlashMoEProblem, FlashMoESizes, FlashMoEGroup, FlashMoEFault, FlashMoELaunch)
+_STRUCTS = (
+    FlashMoEProblem,
+    FlashMoESizes,
+    FlashMoEGroup,
+    FlashMoEFault,
+    FlashMoETraffic,
+    FlashMoELaunch,
+)
 
 
 @functools.cache
@@ -194,6 +214,8 @@ def read_fault(group: FlashMoEGroup) -> FlashMoEFault | None:
 def fault_error(fault: FlashMoEFault) -> FlashMoEError:
     """The error that a fault means."""
     if fault.code == BAD_ROUTING:
+        if fault.peer >= 0:
+            return RoutingError(f"rank {fault.peer} refused its routing; its own error says why")
         if fault.expected == 0:
             return RoutingError(
                 f"token {fault.index} of rank {fault.rank}: its probability for expert "
@@ -214,6 +236,7 @@ def fault_error(fault: FlashMoEFault) -> FlashMoEError:
 def _error(status: int, message: str, group: FlashMoEGroup | None) -> FlashMoEError:
     fault = read_fault(group) if group is not None else None
     if fault is not None:
+        load().flashmoe_clear_fault(ctypes.byref(group))  # fails where the context is lost
         return fault_error(fault)
     if status == BAD_ARGUMENT:
         return ConfigError(message)

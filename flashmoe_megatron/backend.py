@@ -42,6 +42,24 @@ class WeightGrad:
     accumulate: bool
 
 
+@dataclass
+class TrafficCounters:
+    """What one rank has put on the links and padded in its own memory since the last reset.
+
+    Attributes:
+        rows_sent: Token rows sent to other ranks: dispatched and returned, forward and backward.
+        bytes_sent: Bytes of those rows and of the routing weights and their gradients.
+        pad_rows_sent: Those among all rows handed to the exchange that stand for no route. Always
+            0; counted from the buffers, not assumed.
+        pad_rows_local: Rows that only align experts' segments in this rank's receive buffer.
+    """
+
+    rows_sent: int = 0
+    bytes_sent: int = 0
+    pad_rows_sent: int = 0
+    pad_rows_local: int = 0
+
+
 class Backend(Protocol):
     """Routed experts of one layer on one expert-parallel group.
 

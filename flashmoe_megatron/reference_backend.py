@@ -13,30 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_tokens, check_weights
 from flashmoe_megatron.config import Activation, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, RoutingError
 
 _UNUSABLE = -1  # takes the place of every count in the exchange of a rank with unusable routing
-
-
-@dataclass
-class TrafficCounters:
-    """What one rank has put on the links and padded in its own memory since the last reset.
-
-    Attributes:
-        rows_sent: Token rows sent to other ranks: dispatched and returned, forward and backward.
-        bytes_sent: Bytes of those rows and of the routing weights and their gradients.
-        pad_rows_sent: Those among all rows handed to the exchange that stand for no route. Always
-            0; counted from the buffers, not assumed.
-        pad_rows_local: Rows that only align experts' segments in this rank's receive buffer.
-    """
-
-    rows_sent: int = 0
-    bytes_sent: int = 0
-    pad_rows_sent: int = 0
-    pad_rows_local: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import _native, symmetric
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, ShapeError
 
@@ -201,6 +201,7 @@ class KernelBackend:
         self.num_ctas = num_ctas or sms - self.options.reserved_sms
         if not 1 <= self.num_ctas <= sms:
             raise ConfigError(f"reserved_sms={self.options.reserved_sms}: the GPU has {sms} SMs")
+        self._transposed = False
         self._problem: _native.FlashMoEProblem | None = None
         self._sizes = _native.FlashMoESizes()
         self._weight_maps: tuple[tuple[int, ...], torch.Tensor] | None = None
@@ -246,6 +247,8 @@ class KernelBackend:
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """Waits for the row count, then launches the layer. Collective."""
+        if weights.transposed != self._transposed:
+            self._transposed, self._problem = weights.transposed, None
         problem, group = self._prepare(), pending.group
         blocks, num_rows = ctypes.c_int32(), ctypes.c_int32()
         _native.call(
@@ -267,7 +270,7 @@ class KernelBackend:
                 num_row_blocks=blocks.value,
                 num_tokens=pending.x.shape[0],
                 plan=pending.plan.data_ptr(),
-                weight_maps=self._encode(weights).data_ptr(),
+                weight_maps=self._encode(problem, weights).data_ptr(),
                 rows=received.data_ptr(),
                 act=act.data_ptr(),
                 result=result.data_ptr(),
@@ -320,7 +323,7 @@ class KernelBackend:
                 _native.BFLOAT16 if saved.probs_dtype == torch.bfloat16 else _native.FLOAT32
             ),
             plan=saved.plan.data_ptr(),
-            weight_maps=self._encode(weights).data_ptr(),
+            weight_maps=self._encode(problem, weights).data_ptr(),
             rows=received.data_ptr(),
             act=act.data_ptr(),
             dpre=dpre.data_ptr(),
@@ -343,6 +346,22 @@ class KernelBackend:
             group=group,
         )
         return grad_x, grad_probs
+
+    @property
+    def traffic(self) -> TrafficCounters:
+        """What this rank's kernels have moved for all layers of the group so far.
+
+        Waits for the current stream.
+        """
+        counts = _native.FlashMoETraffic()
+        _native.call("read_traffic", self.memory.open(next_epoch=False), counts)
+        rows = counts.rows_pulled + counts.results_pushed
+        return TrafficCounters(
+            rows_sent=rows,
+            bytes_sent=rows * self.config.hidden * 2,
+            pad_rows_sent=counts.pad_rows_pulled,
+            pad_rows_local=counts.pad_rows_made,
+        )
 
     def raise_pending_fault(self) -> None:
         """Raises the error behind a kernel that trapped. Usable after CUDA itself has failed.
@@ -371,6 +390,7 @@ class KernelBackend:
                 max_tokens=config.max_tokens,
                 activation=_native.ACTIVATIONS[config.activation],
                 is_gated=config.gated,
+                is_transposed=self._transposed,
                 skip_zero_probs=config.skip_zero_probs,
                 num_ctas=self.num_ctas,
                 timeout_ns=int(self.options.timeout_s * 1e9),
@@ -385,26 +405,22 @@ class KernelBackend:
             )
         return problem
 
-    def _encode(self, weights: ExpertWeights) -> torch.Tensor:
+    def _encode(self, problem: _native.FlashMoEProblem, weights: ExpertWeights) -> torch.Tensor:
         """TMA descriptors of the weights on the device, encoded anew when any weight has moved."""
         addresses = tuple(weight.data_ptr() for weight in (*weights.fc1, *weights.fc2))
         if self._weight_maps is not None and self._weight_maps[0] == addresses:
             return self._weight_maps[1]
-        if weights.transposed:
-            raise ConfigError(
-                "expert weights are stored [in, out] (legacy GroupedMLP): the kernel reads "
-                "[out, in]; drop --moe-grouped-gemm or use Transformer Engine's grouped experts"
-            )
         config, experts = self.config, self.config.num_local_experts
-        wanted = [(config.fc1_rows, config.hidden)] * experts
-        wanted += [(config.hidden, config.intermediate)] * experts
+        shapes = [(config.fc1_rows, config.hidden), (config.hidden, config.intermediate)]
+        if weights.transposed:
+            shapes = [shape[::-1] for shape in shapes]
+        wanted = [shapes[0]] * experts + [shapes[1]] * experts
         for weight, shape in zip((*weights.fc1, *weights.fc2), wanted, strict=True):
             self._check_input("expert weight", weight, torch.bfloat16)
             if tuple(weight.shape) != shape:
                 raise ShapeError(f"expert weight: shape {tuple(weight.shape)}, wanted {shape}")
         host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8).pin_memory()
         array = ctypes.c_void_p * experts
-        problem = self._problem
         _native.call(
             "encode_weights",
             problem,

@@ -38,6 +38,7 @@ uint64_t flashmoe_sizeof(const char* name) {
     if (strcmp(name, "FlashMoEGroup") == 0) return sizeof(FlashMoEGroup);
     if (strcmp(name, "FlashMoEFault") == 0) return sizeof(FlashMoEFault);
     if (strcmp(name, "FlashMoELaunch") == 0) return sizeof(FlashMoELaunch);
+    if (strcmp(name, "FlashMoETraffic") == 0) return sizeof(FlashMoETraffic);
     return 0;
 }
 

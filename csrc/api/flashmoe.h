@@ -52,9 +52,11 @@ typedef struct {
     int32_t topk;         /* most experts of one token */
     int32_t max_tokens;   /* most tokens of one rank */
     int32_t activation;   /* FlashMoEActivation */
-    int32_t is_gated;     /* fc1 is [2F, H], gate rows first */
+    int32_t is_gated;      /* fc1 is [2F, H], gate rows first */
+    int32_t is_transposed; /* weights are [in, out]: fc1 [H, 2F or F], fc2 [F, H] */
     int32_t skip_zero_probs;
     int32_t num_ctas; /* grid of every launch; must fit the GPU at one CTA per SM */
+    int32_t reserved; /* 0 */
     uint64_t timeout_ns;
 } FlashMoEProblem;
 
@@ -127,8 +129,23 @@ FLASHMOE_EXPORT int flashmoe_await_plan(const FlashMoEProblem* problem,
 /* Reads a fault out of the mailbox; code 0 if there is none. Usable after any CUDA error. */
 FLASHMOE_EXPORT int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault);
 
+/* Forgets a fault, so that the group can be used again; waits for the stream. */
+FLASHMOE_EXPORT int flashmoe_clear_fault(const FlashMoEGroup* group);
+
+/* What has crossed the links, as counted by this rank's kernels since the workspace was zeroed. */
+typedef struct {
+    uint64_t rows_pulled;      /* rows fetched from other ranks, dispatch of both directions */
+    uint64_t pad_rows_pulled;  /* pad rows among them */
+    uint64_t results_pushed;   /* rows delivered to other ranks, combine of both directions */
+    uint64_t pad_rows_made;    /* pad rows written into this rank's own buffers */
+} FlashMoETraffic;
+
+/* Reads the counters; waits for the stream. */
+FLASHMOE_EXPORT int flashmoe_read_traffic(const FlashMoEGroup* group, FlashMoETraffic* traffic);
+
 /* Encodes the TMA descriptors of the local experts' weights into host memory.
- *   fc1[e] [fc1_rows, hidden] bf16, fc2[e] [hidden, intermediate] bf16, 16-byte aligned */
+ *   fc1[e] [fc1_rows, hidden] bf16, fc2[e] [hidden, intermediate] bf16, or their transposes;
+ *   16-byte aligned */
 FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             const void* const* fc1,
                                             const void* const* fc2,

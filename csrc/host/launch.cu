@@ -17,6 +17,7 @@ namespace flashmoe {
 namespace {
 
 static_assert(sizeof(Fault) == sizeof(FlashMoEFault));
+static_assert(sizeof(Traffic) == sizeof(FlashMoETraffic));
 static_assert(kMaxRanks == FLASHMOE_MAX_RANKS and kMaxTopk == FLASHMOE_MAX_TOPK);
 static_assert(kFaultTimeout == FLASHMOE_PEER_TIMEOUT and kFaultRouting == FLASHMOE_BAD_ROUTING);
 
@@ -119,14 +120,15 @@ Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
 }
 
 KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
-    const bool gated = p->is_gated != 0;
-    switch (p->activation) {
-        case FLASHMOE_SILU: return layer_silu(is_backward, gated);
-        case FLASHMOE_GELU: return layer_gelu(is_backward, gated);
-        case FLASHMOE_GELU_TANH: return layer_gelu_tanh(is_backward, gated);
-        case FLASHMOE_RELU: return layer_relu(is_backward, gated);
-        default: return layer_squared_relu(is_backward, gated);
-    }
+    using Select = KernelEntry (*)(bool, bool);
+    constexpr Select kInstances[][2] = {
+        {layer_silu, layer_silu_transposed},
+        {layer_gelu, layer_gelu_transposed},
+        {layer_gelu_tanh, layer_gelu_tanh_transposed},
+        {layer_relu, layer_relu_transposed},
+        {layer_squared_relu, layer_squared_relu_transposed},
+    };
+    return kInstances[p->activation][p->is_transposed != 0](is_backward, p->is_gated != 0);
 }
 
 // Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
@@ -298,6 +300,30 @@ int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault) {
     return FLASHMOE_OK;
 }
 
+int flashmoe_clear_fault(const FlashMoEGroup* group) {
+    if (group == nullptr or group->mailbox == nullptr or group->workspace == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "group, mailbox or workspace is null");
+    }
+    const auto stream = static_cast<cudaStream_t>(group->stream);
+    FLASHMOE_TRY(check_cuda(cudaMemsetAsync(group->workspace, 0, sizeof(uint32_t), stream),
+                            "clearing a fault"));
+    FLASHMOE_TRY(check_cuda(cudaStreamSynchronize(stream), "clearing a fault"));
+    static_cast<Mailbox*>(group->mailbox)->fault = Fault{};
+    return FLASHMOE_OK;
+}
+
+int flashmoe_read_traffic(const FlashMoEGroup* group, FlashMoETraffic* traffic) {
+    if (group == nullptr or group->workspace == nullptr or traffic == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "group, workspace or traffic is null");
+    }
+    const auto stream = static_cast<cudaStream_t>(group->stream);
+    const void* counters = static_cast<char*>(group->workspace) + Workspace::kTrafficOffset;
+    FLASHMOE_TRY(check_cuda(cudaMemcpyAsync(traffic, counters, sizeof(*traffic),
+                                            cudaMemcpyDeviceToHost, stream),
+                            "reading traffic"));
+    return check_cuda(cudaStreamSynchronize(stream), "reading traffic");
+}
+
 int flashmoe_encode_weights(const FlashMoEProblem* problem, const void* const* fc1,
                             const void* const* fc2, void* weight_maps) {
     FLASHMOE_TRY(check_problem(problem));
@@ -306,9 +332,12 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem, const void* const* f
     for (int expert = 0; expert < experts; ++expert) {
         alignas(128) CUtensorMap map;
         char* target = static_cast<char*>(weight_maps) + expert * sizeof(map);
-        FLASHMOE_TRY(encode_map(&map, fc1[expert], s.fc1_rows(), s.hidden));
+        const bool transposed = problem->is_transposed != 0;
+        FLASHMOE_TRY(transposed ? encode_map(&map, fc1[expert], s.hidden, s.fc1_rows())
+                                : encode_map(&map, fc1[expert], s.fc1_rows(), s.hidden));
         memcpy(target, &map, sizeof(map));
-        FLASHMOE_TRY(encode_map(&map, fc2[expert], s.hidden, s.intermediate));
+        FLASHMOE_TRY(transposed ? encode_map(&map, fc2[expert], s.intermediate, s.hidden)
+                                : encode_map(&map, fc2[expert], s.hidden, s.intermediate));
         memcpy(target + experts * sizeof(map), &map, sizeof(map));
     }
     return FLASHMOE_OK;
@@ -370,6 +399,12 @@ int flashmoe_wgrad(const FlashMoEProblem* problem, const FlashMoEGroup* group,
         FLASHMOE_TRY(encode_map(&args.product[0].right, launch_args->act, rows, s.intermediate));
         FLASHMOE_TRY(encode_map(&args.product[1].left, launch_args->dpre, rows, s.fc1_rows()));
         FLASHMOE_TRY(encode_map(&args.product[1].right, x_rows, rows, s.hidden));
+    }
+    if (problem->is_transposed) {
+        for (WgradProduct& product : args.product) {
+            std::swap(product.left, product.right);
+            std::swap(product.num_out, product.num_in);
+        }
     }
     FLASHMOE_TRY(check_cuda(cudaMemsetAsync(args.workspace.tickets, 0, sizeof(Tickets),
                                             static_cast<cudaStream_t>(group->stream)),

@@ -2,6 +2,6 @@
 
 namespace flashmoe {
 KernelEntry layer_gelu_tanh(bool is_backward, bool is_gated) {
-    return layer_entry<Activation::kGeluTanh>(is_backward, is_gated);
+    return layer_entry<Activation::kGeluTanh, false>(is_backward, is_gated);
 }
 }  // namespace flashmoe

@@ -2,6 +2,6 @@
 
 namespace flashmoe {
 KernelEntry layer_relu(bool is_backward, bool is_gated) {
-    return layer_entry<Activation::kRelu>(is_backward, is_gated);
+    return layer_entry<Activation::kRelu, false>(is_backward, is_gated);
 }
 }  // namespace flashmoe

@@ -2,6 +2,6 @@
 
 namespace flashmoe {
 KernelEntry layer_squared_relu(bool is_backward, bool is_gated) {
-    return layer_entry<Activation::kSquaredRelu>(is_backward, is_gated);
+    return layer_entry<Activation::kSquaredRelu, false>(is_backward, is_gated);
 }
 }  // namespace flashmoe

@@ -16,9 +16,20 @@ struct alignas(8) Route {
     float prob;
 };
 
+// One word: the tokens that a rank brings to an epoch, or that its routing cannot be used.
+struct RouteSignal {
+    static constexpr uint32_t kRefused = 1u << 31;
+
+    __device__ static uint64_t make(uint32_t epoch, uint32_t tokens, bool refused) {
+        return uint64_t(tokens | (refused ? kRefused : 0)) << 32 | epoch;
+    }
+    __device__ static bool is_refused(uint64_t signal) { return signal >> 63; }
+    __device__ static uint32_t tokens(uint64_t signal) { return uint32_t(signal >> 32) & ~kRefused; }
+};
+
 struct HeapLayout {
     // Byte offsets. Words are tagged with the epoch, so none is ever reset.
-    uint64_t route_signals;   // u64[rank]: {tokens of that rank << 32 | epoch}, two parities
+    uint64_t route_signals;   // RouteSignal[rank], two parities
     uint64_t row_signals;     // u32[rank]: epoch whose rows that rank has published
     uint64_t result_signals;  // u32[token][rank]: epoch whose result that rank has delivered
     uint64_t routes;          // Route[parity 2][rank][token][topk], every rank's routing

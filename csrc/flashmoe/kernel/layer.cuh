@@ -14,11 +14,12 @@
 
 namespace flashmoe {
 
-template <Activation kAct, bool kGated>
+// Weights are [out, in] unless kTransposed; wgmma reads either way, without a copy.
+template <Activation kAct, bool kGated, bool kTransposed>
 struct ForwardPass {
     static constexpr bool kIsBackward = false;
     static constexpr bool kGatedForward = kGated;
-    static constexpr auto kMajorB = cute::GMMA::Major::K;
+    static constexpr Major kMajorB = kTransposed ? Major::MN : Major::K;
     static constexpr int kWeightOfGemm0 = 0;  // fc1, then fc2
     static constexpr int BLOCK_N = kForwardBlockN, kStages = 4, kStagingTiles = 1;
 
@@ -28,11 +29,11 @@ struct ForwardPass {
     }
 };
 
-template <Activation kAct, bool kGated>
+template <Activation kAct, bool kGated, bool kTransposed>
 struct BackwardPass {
     static constexpr bool kIsBackward = true;
     static constexpr bool kGatedForward = false;
-    static constexpr auto kMajorB = cute::GMMA::Major::MN;  // the transpose, without a copy
+    static constexpr Major kMajorB = kTransposed ? Major::K : Major::MN;
     static constexpr int kWeightOfGemm0 = 1;  // fc2, then fc1
     // Three outputs leave GEMM0 together, with their derivatives: 256 columns would spill.
     static constexpr int BLOCK_N = 192, kStages = 4, kStagingTiles = 3;
@@ -83,8 +84,8 @@ __global__ __launch_bounds__(kLayerThreads, 1) void layer_kernel(
         } else {
             if (warp == 1) {
                 await_published_rows(args.heap, args.watchdog, args.shape.rank, args.epoch);
-                dispatch(args.heap, args.plan, args.workspace, args.watchdog, args.num_row_blocks,
-                         args.rows, smem.dispatch);
+                dispatch(args.heap, args.plan, args.workspace, args.watchdog, args.shape.rank,
+                         args.num_row_blocks, args.rows, smem.dispatch);
             }
             deliver_results<Pass::kIsBackward>(
                 args.heap, args.plan, args.workspace, args.watchdog, args.shape.rank, args.epoch,
@@ -104,13 +105,14 @@ KernelEntry entry_of() {
             int(sizeof(LayerSmem<Pass>)), Pass::BLOCK_N};
 }
 
-template <Activation kAct>
+template <Activation kAct, bool kTransposed>
 KernelEntry layer_entry(bool is_backward, bool is_gated) {
     if (is_backward) {
-        return is_gated ? entry_of<BackwardPass<kAct, true>>()
-                        : entry_of<BackwardPass<kAct, false>>();
+        return is_gated ? entry_of<BackwardPass<kAct, true, kTransposed>>()
+                        : entry_of<BackwardPass<kAct, false, kTransposed>>();
     }
-    return is_gated ? entry_of<ForwardPass<kAct, true>>() : entry_of<ForwardPass<kAct, false>>();
+    return is_gated ? entry_of<ForwardPass<kAct, true, kTransposed>>()
+                    : entry_of<ForwardPass<kAct, false, kTransposed>>();
 }
 
 }  // namespace flashmoe

@@ -126,21 +126,27 @@ __global__ __launch_bounds__(kPlanThreads, 1) void plan_kernel(
     grid.sync();
     if (blockIdx.x == 0 and threadIdx.x < s.num_ranks) {
         ptx::fence_acq_rel_sys();
-        ptx::st_release_sys(args.heap.route_signal(threadIdx.x, args.epoch, s.rank),
-                            uint64_t(args.num_tokens) << 32 | args.epoch);
+        ptx::st_release_sys(
+            args.heap.route_signal(threadIdx.x, args.epoch, s.rank),
+            RouteSignal::make(args.epoch, args.num_tokens, *args.workspace.raised != 0));
     }
     copy_rows(args);
 
-    // A peer that never comes leaves a fault behind; its tokens then count as none.
+    // A peer that never comes, or that refuses its routing, is a fault on every rank, so that no
+    // rank launches the layer; its tokens then count as none.
     if (threadIdx.x == 0) all_routes_here = true;
     __syncthreads();
     if (threadIdx.x < s.num_ranks) {
         const uint64_t* signal = args.heap.route_signal(s.rank, args.epoch, threadIdx.x);
-        const bool here = wait_for(
+        bool here = wait_for(
             args.watchdog, Role::kPlanRoutes, threadIdx.x, 0, args.epoch,
             [=] { return ptx::ld_acquire_sys(signal); },
             [&](uint64_t seen) { return uint32_t(seen) == args.epoch; });
-        num_tokens[threadIdx.x] = here ? int(*signal >> 32) : 0;
+        if (here and RouteSignal::is_refused(*signal)) {
+            args.watchdog.raise(kFaultRouting, Role::kRouting, threadIdx.x, -1, 0, 0);
+            here = false;
+        }
+        num_tokens[threadIdx.x] = here ? int(RouteSignal::tokens(*signal)) : 0;
         if (not here) all_routes_here = false;
     }
     __syncthreads();

@@ -34,11 +34,6 @@ struct WgradArgs {
 
 constexpr int kWgradBlockN = 256;
 
-struct WgradSmem {
-    StageRing<4, kWgradBlockN> ring;
-    TileMailbox mailbox;
-};
-
 // Ticket -> (product, expert, m, n); experts' tiles stay together, m fastest.
 __device__ __forceinline__ TileInfo wgrad_tile(const WgradArgs& args, int ticket) {
     for (int which = 0; which < 2; ++which) {
@@ -58,54 +53,134 @@ __device__ __forceinline__ int wgrad_k_blocks(const Plan& plan, int expert) {
     return ceil_div(plan.expert_rows[expert], BLOCK_K);
 }
 
-template <class Grad>
-struct GradPair;
-template <>
-struct GradPair<float> {
-    using Type = float2;
-    __device__ static float2 load(const Type& v) { return v; }
-    __device__ static Type make(float a, float b) { return {a, b}; }
-};
-template <>
-struct GradPair<__nv_bfloat16> {
-    using Type = __nv_bfloat162;
-    __device__ static float2 load(const Type& v) { return __bfloat1622float2(v); }
-    __device__ static Type make(float a, float b) { return __floats2bfloat162_rn(a, b); }
+// Half a warpgroup's share of a tile, row by row, for bulk copies into the gradient. Rows are 32
+// bytes apart in banks, which makes the accumulators' writes conflict-free.
+constexpr int kGradColumns = kWgradBlockN / 2;
+
+struct alignas(16) GradStaging {
+    static constexpr int kRowBytes = kGradColumns * 4 + 32;
+    uint8_t row[64][kRowBytes];
 };
 
-// Writes or adds the tile. Each quad of threads covers 32 bytes (float) of a row.
+struct WgradSmem {
+    StageRing<3, kWgradBlockN> ring;
+    GradStaging staging[kNumProcessors];
+    TileMailbox mailbox;
+};
+
+__device__ __forceinline__ void put_pair(float* at, float a, float b) {
+    *reinterpret_cast<float2*>(at) = {a, b};
+}
+__device__ __forceinline__ void put_pair(__nv_bfloat16* at, float a, float b) {
+    *reinterpret_cast<__nv_bfloat162*>(at) = __floats2bfloat162_rn(a, b);
+}
+
+// Writes the tile, or adds it to a float gradient: staged in shared memory, then one bulk copy or
+// reduction per row, which the L2 performs while the next tile is computed. Every element is added
+// to once per launch, so the order of additions is fixed.
 template <class Grad, class Accumulator>
-__device__ __forceinline__ void store_grad_tile(const WgradArgs& args,
-                                                const TileInfo& tile,
-                                                int warpgroup,
-                                                const Accumulator& accumulator,
-                                                bool has_rows) {
-    using Pair = GradPair<Grad>;
-    const WgradProduct& product = args.product[tile.gemm];
-    const int matrix = 1 - tile.gemm;  // fc1's pointers come first
-    Grad* grad = static_cast<Grad*>(
-        args.grads[matrix * args.shape.num_local_experts() + tile.block]);
+__device__ __forceinline__ void send_grad_tile(Grad* grad,
+                                               const WgradProduct& product,
+                                               const TileInfo& tile,
+                                               int warpgroup,
+                                               const Accumulator& accumulator,
+                                               bool accumulate,
+                                               GradStaging& staging) {
+    const int thread = threadIdx.x % 128;
+    const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int first_column = tile.n * kWgradBlockN + half * kGradColumns;
+        if (first_column >= product.num_in) break;
+        cute::tma_store_wait<0>();
+        cutlass::arch::NamedBarrier::sync(128, uint32_t(warpgroup));
+#pragma unroll
+        for (int j = 0; j < kGradColumns / 8; ++j) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int at = 4 * (half * kGradColumns / 8 + j) + 2 * i;
+                put_pair(reinterpret_cast<Grad*>(staging.row[row + 8 * i]) + column + 8 * j,
+                         accumulator(at), accumulator(at + 1));
+            }
+        }
+        cute::tma_store_fence();
+        cutlass::arch::NamedBarrier::sync(128, uint32_t(warpgroup));
+        const int out_row = tile.m * BLOCK_M + warpgroup * 64 + thread;
+        if (thread < 64 and out_row < product.num_out) {
+            Grad* target = grad + int64_t(out_row) * product.num_in + first_column;
+            const int bytes = min(kGradColumns, product.num_in - first_column) * int(sizeof(Grad));
+            if (accumulate) {
+                ptx::bulk_add_f32(target, staging.row[thread], bytes);
+            } else {
+                cute::SM90_BULK_COPY_S2G::copy(staging.row[thread], target, bytes);
+            }
+            cute::tma_store_arrive();
+        }
+    }
+}
+
+// Adds the tile to a bf16 gradient, rounding once: read, add in float32, write.
+template <class Accumulator>
+__device__ __forceinline__ void add_grad_tile(__nv_bfloat16* grad,
+                                              const WgradProduct& product,
+                                              const TileInfo& tile,
+                                              int warpgroup,
+                                              const Accumulator& accumulator) {
     const int thread = threadIdx.x % 128;
     const int row = tile.m * BLOCK_M + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int column = tile.n * kWgradBlockN + thread % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (row + 8 * i >= product.num_out) continue;
-        Grad* line = grad + int64_t(row + 8 * i) * product.num_in;
+        __nv_bfloat16* line = grad + int64_t(row + 8 * i) * product.num_in;
 #pragma unroll
         for (int j = 0; j < kWgradBlockN / 8; ++j) {
             if (column + 8 * j >= product.num_in) continue;
-            auto* target = reinterpret_cast<typename Pair::Type*>(line + column + 8 * j);
-            float2 value = {0.0f, 0.0f};
-            if (has_rows) value = {accumulator(4 * j + 2 * i), accumulator(4 * j + 2 * i + 1)};
-            if (args.accumulate) {
-                const float2 old = Pair::load(*target);
-                value.x += old.x;
-                value.y += old.y;
-            }
-            *target = Pair::make(value.x, value.y);
+            auto* target = reinterpret_cast<__nv_bfloat162*>(line + column + 8 * j);
+            const float2 old = __bfloat1622float2(*target);
+            *target = __floats2bfloat162_rn(old.x + accumulator(4 * j + 2 * i),
+                                            old.y + accumulator(4 * j + 2 * i + 1));
         }
     }
+}
+
+template <class Grad>
+__device__ __forceinline__ Grad* grad_of(const WgradArgs& args, const TileInfo& tile) {
+    const int matrix = 1 - tile.gemm;  // fc1's pointers come first
+    return static_cast<Grad*>(args.grads[matrix * args.shape.num_local_experts() + tile.block]);
+}
+
+// An expert without rows has a gradient: zero.
+template <class Grad>
+__device__ __forceinline__ void clear_grad_tile(const WgradArgs& args,
+                                                const TileInfo& tile,
+                                                int warpgroup) {
+    const WgradProduct& product = args.product[tile.gemm];
+    const int first_column = tile.n * kWgradBlockN;
+    const int columns = min(kWgradBlockN, product.num_in - first_column);
+    const int first_row = tile.m * BLOCK_M + warpgroup * 64;
+    const int rows = min(64, product.num_out - first_row);
+    Grad* grad = grad_of<Grad>(args, tile) + int64_t(first_row) * product.num_in + first_column;
+    for (int i = threadIdx.x % 128; i < rows * columns; i += 128) {
+        grad[int64_t(i / columns) * product.num_in + i % columns] = Grad(0.0f);
+    }
+}
+
+template <class Grad, class Accumulator>
+__device__ __forceinline__ void finish_grad_tile(const WgradArgs& args,
+                                                 const TileInfo& tile,
+                                                 int warpgroup,
+                                                 const Accumulator& accumulator,
+                                                 GradStaging& staging) {
+    const WgradProduct& product = args.product[tile.gemm];
+    Grad* grad = grad_of<Grad>(args, tile);
+    if constexpr (sizeof(Grad) == 2) {
+        if (args.accumulate) {
+            add_grad_tile(grad, product, tile, warpgroup, accumulator);
+            return;
+        }
+    }
+    send_grad_tile(grad, product, tile, warpgroup, accumulator, args.accumulate, staging);
 }
 
 template <class Grad>
@@ -121,7 +196,7 @@ __global__ __launch_bounds__(384, 1) void wgrad_kernel(const __grid_constant__ W
     __syncthreads();
 
     const int warpgroup = threadIdx.x / 128;
-    RingCursor<4> cursor;
+    RingCursor<3> cursor;
     RingCursor<kTileSlots> slot;
     if (warpgroup == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
@@ -155,12 +230,18 @@ __global__ __launch_bounds__(384, 1) void wgrad_kernel(const __grid_constant__ W
         typename Main::Accumulator accumulator;
         for (;;) {
             const TileInfo tile = take_tile(args.watchdog, smem.mailbox, slot);
-            if (tile.gemm == TileInfo::kNoTile) return;
-            const int num_k_blocks = wgrad_k_blocks(args.plan, tile.block);
-            Main::run(accumulator, smem.ring, cursor, num_k_blocks, warpgroup - 1, args.watchdog);
-            if (num_k_blocks > 0 or not args.accumulate) {
-                store_grad_tile<Grad>(args, tile, warpgroup - 1, accumulator, num_k_blocks > 0);
+            if (tile.gemm == TileInfo::kNoTile) {
+                ptx::bulk_wait_complete();  // shared memory must outlive the copies from it
+                return;
             }
+            const int num_k_blocks = wgrad_k_blocks(args.plan, tile.block);
+            if (num_k_blocks == 0) {
+                if (not args.accumulate) clear_grad_tile<Grad>(args, tile, warpgroup - 1);
+                continue;
+            }
+            Main::run(accumulator, smem.ring, cursor, num_k_blocks, warpgroup - 1, args.watchdog);
+            finish_grad_tile<Grad>(args, tile, warpgroup - 1, accumulator,
+                                   smem.staging[warpgroup - 1]);
         }
     }
 }

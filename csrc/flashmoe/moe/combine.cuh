@@ -71,11 +71,12 @@ __device__ __forceinline__ void deliver_results(const Heap& heap,
     const int lane = threadIdx.x % 32;
     const int64_t row_bytes = heap.hidden * 2;
     const int num_rows = num_row_blocks * BLOCK_M;
+    int results_pushed = 0;
     for (;;) {
         int first = 0;
         if (lane == 0) first = atomicAdd(&workspace.tickets->combine, uint32_t(kCombineRows));
         first = __shfl_sync(~0u, first, 0);
-        if (first >= num_rows) return;
+        if (first >= num_rows) break;
 
         RowMeta meta{};
         if (lane < kCombineRows) meta = plan.row_meta[first + lane];
@@ -104,9 +105,11 @@ __device__ __forceinline__ void deliver_results(const Heap& heap,
         if (lane < kCombineRows and meta.is_last()) {
             ptx::fence_acq_rel_sys();
             ptx::st_relaxed_sys(heap.result_signal(meta.src_rank, meta.token, rank), epoch);
+            results_pushed += meta.src_rank != rank;
         }
         __syncwarp();
     }
+    if (results_pushed) atomicAdd(&workspace.traffic->results_pushed, results_pushed);
 }
 
 template <class T>

@@ -80,6 +80,7 @@ __device__ __forceinline__ void dispatch(const Heap& heap,
                                          const Plan& plan,
                                          const Workspace& workspace,
                                          const Watchdog& watchdog,
+                                         int rank,
                                          int num_row_blocks,
                                          char* rows,
                                          DispatchSmem& smem) {
@@ -87,6 +88,7 @@ __device__ __forceinline__ void dispatch(const Heap& heap,
     const int row_bytes = heap.hidden * 2;
     const int num_rows = num_row_blocks * BLOCK_M;
     uint32_t parity = 0;
+    int rows_pulled = 0, pad_rows_pulled = 0, pad_rows_made = 0;
     for (;;) {
         int first = 0;
         if (lane == 0) first = atomicAdd(&workspace.tickets->dispatch, uint32_t(kDispatchLanes));
@@ -98,6 +100,8 @@ __device__ __forceinline__ void dispatch(const Heap& heap,
         if (lane < kDispatchLanes and meta.is_owner()) {
             fetch_row(heap, plan, watchdog, meta, smem.piece[lane], smem.arrived[lane], parity,
                       rows, workspace.rows_ready);
+            rows_pulled += meta.src_rank != rank;
+            pad_rows_pulled += meta.is_pad();
         }
         __syncwarp();
 
@@ -109,8 +113,12 @@ __device__ __forceinline__ void dispatch(const Heap& heap,
             for (int i = lane; i < row_bytes / 16; i += 32) target[i] = uint4{};
             __syncwarp();
             if (lane == 0) ptx::red_release_gpu(workspace.rows_ready + row / BLOCK_M, 1);
+            pad_rows_made += lane == 0;
         }
     }
+    if (rows_pulled) atomicAdd(&workspace.traffic->rows_pulled, rows_pulled);
+    if (pad_rows_pulled) atomicAdd(&workspace.traffic->pad_rows_pulled, pad_rows_pulled);
+    if (pad_rows_made) atomicAdd(&workspace.traffic->pad_rows_made, pad_rows_made);
 }
 
 }  // namespace flashmoe

@@ -93,8 +93,16 @@ struct Tickets {
     uint32_t tile, dispatch, combine, reduce;
 };
 
+// Never zeroed by a launch. Mirrors FlashMoETraffic.
+struct Traffic {
+    unsigned long long rows_pulled, pad_rows_pulled, results_pushed, pad_rows_made;
+};
+
 struct Workspace {
+    static constexpr int kTrafficOffset = 128;  // bytes from the start
+
     uint32_t* raised;        // first fault wins; never zeroed
+    Traffic* traffic;
     Tickets* tickets;
     uint32_t* rows_ready;    // [block]: rows in place, 128 when full
     uint32_t* act_ready;     // [block]: halves of GEMM0 tiles stored
@@ -111,6 +119,7 @@ struct Workspace {
         if (out != nullptr) {
             uint32_t* words = static_cast<uint32_t*>(base);
             out->raised = words;
+            out->traffic = reinterpret_cast<Traffic*>(static_cast<char*>(base) + kTrafficOffset);
             out->tickets = reinterpret_cast<Tickets*>(words + kHead);
             out->rows_ready = words + 2 * kHead;
             out->act_ready = out->rows_ready + blocks;

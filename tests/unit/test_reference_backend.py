@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.backend import ExpertWeights, TrafficCounters
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
 from flashmoe_megatron.reference import assert_close, moe_reference
-from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.reference_backend import ReferenceBackend
 from tests.distributed import RankPool
 from tests.unit import cases

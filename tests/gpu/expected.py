@@ -1,0 +1,175 @@
+"""What a layer should compute, and how close to it an unfused bfloat16 path comes.
+
+The bound on the kernel's error is the error of a plain torch path on the same inputs that rounds to
+bfloat16 at the same points: fc1's output, the scaled activation, fc2's output, each rank's share of
+a token and the token's sum. Products are accumulated in float32 by both.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.reference import Difference, assert_close, moe_reference
+from tests.unit.cases import Inputs
+
+SLACK = 1.1
+FLOOR = 1e-4
+"""Added to every bound: what fast exponentials and another order of sums may cost."""
+
+_FUNCTIONS = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: lambda z: F.gelu(z, approximate="tanh"),
+    Activation.RELU: F.relu,
+    Activation.SQUARED_RELU: lambda z: F.relu(z).square(),
+}
+
+
+@dataclass
+class Results:
+    """What one call of a layer yields, for the tokens and experts of all ranks or of some.
+
+    Attributes:
+        out: ``[num_tokens, hidden]``.
+        grad_x: ``[num_tokens, hidden]``.
+        grad_probs: ``[num_tokens, num_experts]``.
+        grad_fc1: ``[experts, fc1_rows, hidden]``.
+        grad_fc2: ``[experts, hidden, intermediate]``.
+    """
+
+    out: torch.Tensor
+    grad_x: torch.Tensor
+    grad_probs: torch.Tensor
+    grad_fc1: torch.Tensor
+    grad_fc2: torch.Tensor
+
+    def share(self, config: MoEConfig, tokens_per_rank: list[int], rank: int) -> "Results":
+        """One rank's part of the results of all."""
+        first_token = sum(tokens_per_rank[:rank])
+        tokens = slice(first_token, first_token + tokens_per_rank[rank])
+        first_expert = rank * config.num_local_experts
+        experts = slice(first_expert, first_expert + config.num_local_experts)
+        return Results(
+            self.out[tokens],
+            self.grad_x[tokens],
+            self.grad_probs[tokens],
+            self.grad_fc1[experts],
+            self.grad_fc2[experts],
+        )
+
+
+@dataclass
+class Expected:
+    """The oracle's results and those of the unfused path."""
+
+    exact: Results
+    unfused: Results
+
+    def share(self, config: MoEConfig, tokens_per_rank: list[int], rank: int) -> "Expected":
+        return Expected(
+            self.exact.share(config, tokens_per_rank, rank),
+            self.unfused.share(config, tokens_per_rank, rank),
+        )
+
+
+def to_device(inputs: Inputs, device: torch.device) -> Inputs:
+    return Inputs(
+        **{name: [tensor.to(device) for tensor in values] for name, values in vars(inputs).items()}
+    )
+
+
+def expected(config: MoEConfig, inputs: Inputs) -> Expected:
+    """Both paths over all tokens and experts, on the device of the inputs."""
+    routing_map = torch.cat(inputs.routing_map)
+    if config.skip_zero_probs:
+        routing_map = routing_map & (torch.cat(inputs.probs) != 0)
+    return Expected(_exact(config, inputs, routing_map), _unfused(config, inputs, routing_map))
+
+
+def assert_as_good(got: Results, want: Expected) -> dict[str, Difference]:
+    """Fails if any result is further from the oracle's than the unfused path allows.
+
+    Returns:
+        The errors found, by name.
+    """
+    found = {}
+    for name, tensor in vars(got).items():
+        exact, unfused = getattr(want.exact, name), getattr(want.unfused, name)
+        found[name] = assert_close(name, tensor, exact, rel_l2=_bound(unfused, exact))
+    return found
+
+
+def _bound(unfused: torch.Tensor, exact: torch.Tensor) -> float:
+    norm = exact.double().norm()
+    if not norm:
+        return FLOOR
+    error = float((unfused.double() - exact.double()).norm() / norm)
+    # In a small tensor a few values that round the other way show.
+    return error * (SLACK + 2 / exact.numel() ** 0.5) + FLOOR
+
+
+def _exact(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Results:
+    x = torch.cat(inputs.x).double().requires_grad_()
+    probs = torch.cat(inputs.probs).double().requires_grad_()
+    fc1 = [weight.double().requires_grad_() for weight in inputs.fc1]
+    fc2 = [weight.double().requires_grad_() for weight in inputs.fc2]
+    out = moe_reference(
+        x, probs, routing_map, fc1, fc2, activation=config.activation, gated=config.gated
+    )
+    grads = torch.autograd.grad(
+        out, (x, probs, *fc1, *fc2), torch.cat(inputs.grad_out).double(), materialize_grads=True
+    )
+    num_experts = config.num_experts
+    return Results(
+        out.detach(),
+        grads[0],
+        grads[1],
+        torch.stack(grads[2 : 2 + num_experts]),
+        torch.stack(grads[2 + num_experts :]),
+    )
+
+
+def _round(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().float()
+
+
+def _unfused(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Results:
+    x = torch.cat(inputs.x).float()
+    grad_out = torch.cat(inputs.grad_out).float()
+    given_probs = torch.cat(inputs.probs)
+    probs = given_probs.float()
+    grad_probs = torch.zeros_like(probs)
+    shares = x.new_zeros(2, config.num_ranks, *x.shape)  # of out and of grad x, by rank
+    grad_fc1, grad_fc2 = [], []
+    for expert in range(config.num_experts):
+        rank = expert // config.num_local_experts
+        tokens = routing_map[:, expert].nonzero().squeeze(1)
+        fc1, fc2 = inputs.fc1[expert].float(), inputs.fc2[expert].float()
+        rows, grad_rows = x[tokens], grad_out[tokens]
+        prob = probs[tokens, expert].unsqueeze(1)
+        projected = _round(rows @ fc1.t()).requires_grad_()
+        function = _FUNCTIONS[config.activation]
+        if config.gated:
+            gate, up = projected.chunk(2, dim=1)
+            value = function(gate) * up
+        else:
+            value = function(projected)
+        scaled = _round(value.detach() * prob)
+        shares[0, rank].index_add_(0, tokens, _round(scaled @ fc2.t()))
+
+        grad_value = grad_rows @ fc2
+        grad_probs[tokens, expert] = (grad_value * value.detach()).sum(1)
+        grad_projected = _round(torch.autograd.grad(value, projected, grad_value * prob)[0])
+        shares[1, rank].index_add_(0, tokens, _round(grad_projected @ fc1))
+        grad_fc1.append(grad_projected.t() @ rows)
+        grad_fc2.append(grad_rows.t() @ scaled)
+    out, grad_x = _round(_round(shares).sum(1)).unbind(0)
+    return Results(
+        out,
+        grad_x,
+        grad_probs.to(given_probs.dtype),
+        torch.stack(grad_fc1),
+        torch.stack(grad_fc2),
+    )

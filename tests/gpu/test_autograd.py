@@ -1,0 +1,109 @@
+"""The layer as a model calls it, on one GPU: through autograd, hooks and profilers watching."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions
+from tests.gpu import steps
+from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.test_layer import make_config
+from tests.gpu.virtual import device
+from tests.unit import cases
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = make_config(1)
+
+
+class Model:
+    """One layer with parameters, and what its backward should leave."""
+
+    def __init__(self, routing: cases.Routing = cases.with_empty_experts) -> None:
+        memory = GroupMemory(None, device(), KernelOptions())
+        self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0)
+        self.inputs = steps.make_inputs(CONFIG, routing, [300])
+        self.want = expected(CONFIG, self.inputs)
+        self.x = self.inputs.x[0].clone().requires_grad_()
+        self.probs = self.inputs.probs[0].clone().requires_grad_()
+        self.fc1 = [torch.nn.Parameter(weight) for weight in self.inputs.fc1]
+        self.fc2 = [torch.nn.Parameter(weight) for weight in self.inputs.fc2]
+
+    def forward(self, *, accumulate_into_main_grad: bool = False) -> torch.Tensor:
+        return moe_apply(
+            self.backend,
+            self.x,
+            self.probs,
+            self.inputs.routing_map[0],
+            ExpertWeights(tuple(self.fc1), tuple(self.fc2)),
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
+
+    def check(self, out: torch.Tensor, fc1: list[torch.Tensor], fc2: list[torch.Tensor]) -> None:
+        got = steps.Results(
+            out.detach(), self.x.grad, self.probs.grad, torch.stack(fc1), torch.stack(fc2)
+        )
+        assert_as_good(got, self.want)
+
+
+def test_ordinary_gradients():
+    model = Model()
+    out = model.forward()
+    out.backward(model.inputs.grad_out[0])
+    for results in (model.want.unfused,):
+        results.grad_fc1 = results.grad_fc1.bfloat16()
+        results.grad_fc2 = results.grad_fc2.bfloat16()
+    model.check(out, [w.grad for w in model.fc1], [w.grad for w in model.fc2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_main_grad(dtype: torch.dtype):
+    model = Model()
+    parameters = model.fc1 + model.fc2
+    for parameter in parameters:
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype, device=device())
+        parameter.grad_added_to_main_grad = False
+    out = model.forward(accumulate_into_main_grad=True)
+    out.backward(model.inputs.grad_out[0])
+    assert all(parameter.grad_added_to_main_grad for parameter in parameters)
+    model.want.unfused.grad_fc1 = model.want.unfused.grad_fc1.to(dtype)
+    model.want.unfused.grad_fc2 = model.want.unfused.grad_fc2.to(dtype)
+    model.check(out, [w.main_grad for w in model.fc1], [w.main_grad for w in model.fc2])
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
+def test_torch_never_synchronizes(accumulate: bool):
+    """The only wait of the host is the plan's, for a word in its own memory."""
+    model = Model()
+    for parameter in model.fc1 + model.fc2:
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    for is_checked in (False, True):  # the first call may allocate and encode
+        torch.cuda.set_sync_debug_mode("error" if is_checked else "default")
+        try:
+            out = model.forward(accumulate_into_main_grad=accumulate)
+            out.backward(model.inputs.grad_out[0])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_forward_is_one_kernel_behind_its_plan():
+    model = Model()
+    with torch.no_grad():
+        for _ in range(2):
+            model.forward()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            model.forward()
+            torch.cuda.synchronize()
+    on_gpu = [
+        event.name
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    kernels = [name for name in on_gpu if not name.startswith(("Memcpy", "Memset"))]
+    assert len(kernels) == 2, on_gpu
+    assert "plan_kernel" in kernels[0], on_gpu
+    assert "layer_kernel" in kernels[1], on_gpu
+    assert len(on_gpu) == 2, on_gpu

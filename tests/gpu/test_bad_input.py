@@ -1,0 +1,266 @@
+"""What the kernel's backend refuses, and that a group can be used again afterwards."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_megatron import errors
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions
+from tests.gpu import steps
+from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.test_layer import TOKENS, make_config
+from tests.gpu.virtual import VirtualLayer, device, streams
+from tests.unit import cases
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+CONFIG = make_config(1)
+
+
+def make_backend(config: Any = CONFIG, **options: Any) -> KernelBackend:
+    """With memory of its own, so that no other test sees what it registers."""
+    memory = GroupMemory(None, device(), KernelOptions())
+    return KernelBackend(config, None, device(), memory=memory, rank=0, **options)
+
+
+def make_call() -> dict[str, Any]:
+    inputs = steps.make_inputs(CONFIG, cases.uniform, [64])
+    (weights,) = steps.weights_of(CONFIG, inputs)
+    return {
+        "x": inputs.x[0],
+        "probs": inputs.probs[0],
+        "routing_map": inputs.routing_map[0],
+        "weights": weights,
+    }
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, 2 bytes past a 16-byte boundary."""
+    base = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return base[1:].view(tensor.shape).copy_(tensor)
+
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, not contiguous."""
+    return tensor.t().contiguous().t()
+
+
+def with_fc1(call: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> ExpertWeights:
+    weights = call["weights"]
+    return replace(weights, fc1=(change(weights.fc1[0]), *weights.fc1[1:]))
+
+
+BAD_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = {
+    "x of another width": (
+        lambda call: {"x": call["x"][:, :128].contiguous()},
+        errors.ShapeError,
+        r"x has shape \(64, 128\), wanted \[num_tokens, 256\]",
+    ),
+    "x of another rank": (
+        lambda call: {"x": call["x"].unsqueeze(0)},
+        errors.ShapeError,
+        r"x has shape \(1, 64, 256\)",
+    ),
+    "x in float32": (
+        lambda call: {"x": call["x"].float()},
+        errors.ShapeError,
+        "x.*float32, wanted .*bfloat16",
+    ),
+    "x in float16": (
+        lambda call: {"x": call["x"].half()},
+        errors.ShapeError,
+        "x.*float16, wanted .*bfloat16",
+    ),
+    "x on the CPU": (
+        lambda call: {name: call[name].cpu() for name in ("x", "probs", "routing_map")},
+        errors.ShapeError,
+        "x.* on cpu, wanted cuda:0",
+    ),
+    "probs on the CPU": (
+        lambda call: {"probs": call["probs"].cpu()},
+        errors.ShapeError,
+        "probs is on cpu, wanted cuda:0",
+    ),
+    "x not contiguous": (
+        lambda call: {"x": spread(call["x"])},
+        errors.ShapeError,
+        "x has .* strides .* wanted contiguous",
+    ),
+    "x misaligned": (
+        lambda call: {"x": misaligned(call["x"])},
+        errors.ShapeError,
+        "x starts 2 bytes past .* 16-byte alignment",
+    ),
+    "too many tokens": (
+        lambda call: {name: torch.cat([call[name]] * 6) for name in ("x", "probs", "routing_map")},
+        errors.ShapeError,
+        "x has 384 tokens, .* at most max_tokens=320",
+    ),
+    "probs of other tokens": (
+        lambda call: {"probs": call["probs"][:32]},
+        errors.ShapeError,
+        r"probs has shape \(32, 16\), wanted \[64, 16\]",
+    ),
+    "probs in float64": (
+        lambda call: {"probs": call["probs"].double()},
+        errors.ShapeError,
+        "probs is torch.float64, wanted torch.float32 or torch.bfloat16",
+    ),
+    "routing map of numbers": (
+        lambda call: {"routing_map": call["routing_map"].int()},
+        errors.ShapeError,
+        "routing_map is torch.int32, wanted torch.bool",
+    ),
+    "weight of another shape": (
+        lambda call: {"weights": with_fc1(call, lambda weight: weight[:128])},
+        errors.ShapeError,
+        r"shape \(128, 256\), wanted .384, 256.",
+    ),
+    "weight in float32": (
+        lambda call: {"weights": with_fc1(call, torch.Tensor.float)},
+        errors.ShapeError,
+        "float32, wanted .*bfloat16",
+    ),
+    "weight on the CPU": (
+        lambda call: {"weights": with_fc1(call, torch.Tensor.cpu)},
+        errors.ShapeError,
+        "on cpu, wanted cuda:0",
+    ),
+    "weight misaligned": (
+        lambda call: {"weights": with_fc1(call, misaligned)},
+        errors.ShapeError,
+        "16-byte align",
+    ),
+    "weight not contiguous": (
+        lambda call: {"weights": with_fc1(call, spread)},
+        errors.ShapeError,
+        "strides .* wanted",
+    ),
+    "weight missing": (
+        lambda call: {"weights": replace(call["weights"], fc1=call["weights"].fc1[1:])},
+        errors.ShapeError,
+        "15 fc1 weights, wanted .* 16",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def backend() -> KernelBackend:
+    return make_backend()
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_tensors(backend: KernelBackend, name: str):
+    change, error, message = BAD_CALLS[name]
+    call = make_call()
+    # A good call first: what a backend remembers of it must not hide what changed.
+    want = moe_apply(backend, **call)
+    with pytest.raises(error, match=message):
+        moe_apply(backend, **{**call, **change(call)})
+    assert torch.equal(moe_apply(backend, **call), want)
+
+
+def test_mixed_weight_gradients(backend: KernelBackend):
+    call = make_call()
+    weights = call["weights"]
+    out, saved = backend.forward(**call, training=True)
+    grads = [WeightGrad(torch.empty_like(weight), False) for weight in weights.fc1 + weights.fc2]
+    grads[3] = WeightGrad(grads[3].buffer.float(), True)
+    with pytest.raises(errors.ShapeError, match="bfloat16 .*wanted one kind"):
+        backend.backward(out, saved, weights, grads[:16], grads[16:])
+
+
+def test_heap_that_does_not_fit():
+    config = make_config(1, hidden=8192, max_tokens=2**23, num_experts=16, topk=1)
+    backend = make_backend(config)
+    call = make_call()
+    x = torch.zeros(4, 8192, dtype=torch.bfloat16, device=device())
+    with pytest.raises(errors.HeapError, match=r"needs \d+ bytes .* has \d+ free"):
+        backend.begin_forward(x, call["probs"][:4], call["routing_map"][:4])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"timeout_s": 0.0}, "timeout_s=0.0: must be positive"),
+        ({"reserved_sms": -1}, "reserved_sms=-1: must not be negative"),
+        ({"reserved_sms": 100_000}, "reserved_sms=100000: the GPU has"),
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, Any], message: str):
+    with pytest.raises(errors.ConfigError, match=message):
+        make_backend(**options)
+
+
+def test_group_of_another_size():
+    with pytest.raises(errors.ConfigError, match="the group has 1 ranks, the layer wants 2"):
+        KernelBackend(make_config(2), None, device())
+
+
+@pytest.mark.parametrize("kind", ["nan", "too many experts"])
+def test_unusable_routing_of_one_rank_fails_all_and_nothing_else(kind: str):
+    config = make_config(4)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
+    layer = VirtualLayer(config)
+    weights = steps.weights_of(config, inputs)
+    probs, routing_map = list(inputs.probs), list(inputs.routing_map)
+    if kind == "nan":
+        expert = int(routing_map[2][5].nonzero()[0])
+        probs[2] = probs[2].clone()
+        probs[2][5, expert] = float("nan")
+        message = f"token 5 of rank 2: its probability for expert {expert} is NaN"
+    else:
+        routing_map[2] = routing_map[2].clone()
+        routing_map[2][5] = True
+        message = "token 5 of rank 2 selects 16 experts, wanted at most topk=3"
+    pending = layer.begin(inputs.x, probs, routing_map)
+    for rank, plan in enumerate(pending):
+        expected_message = message if rank == 2 else "rank 2 refused its routing"
+        with (
+            torch.cuda.stream(streams()[rank]),
+            pytest.raises(errors.RoutingError, match=expected_message),
+        ):
+            layer.backends[rank].finish_forward(plan, weights[rank], training=True)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
+
+
+def test_a_peer_that_never_calls():
+    config = make_config(2)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[2])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, timeout_s=1.0)
+    start = time.monotonic()
+    pending = layer.begin(inputs.x[:1], inputs.probs[:1], inputs.routing_map[:1])
+    with pytest.raises(errors.PeerTimeoutError, match=r"rank 0 waited too long from rank 1"):
+        layer.finish(pending, weights)
+    assert time.monotonic() - start < 5.0
+    # Neither the GPU nor the process is lost.
+    again = VirtualLayer(config)
+    assert_as_good(steps.step(again, inputs, weights), expected(config, inputs))
+
+
+def test_a_peer_that_stops_within_a_layer():
+    """The kernel traps after its bound; the record survives the loss of the CUDA context."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.lost_peer"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "PeerTimeoutError: rank 0 waited too long from rank 1" in found.stdout

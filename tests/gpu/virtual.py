@@ -1,0 +1,229 @@
+"""Several ranks in one process on one GPU: each has its own heap, stream and share of the SMs.
+
+The kernel cannot tell them from ranks on GPUs of their own; only the addresses of the peers' heaps
+differ. A few SMs stay free, so that ordinary kernels of one rank run beside the others' launches.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flashmoe_megatron import _native
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions, PendingForward
+
+TIMEOUT_S = 10.0
+FREE_SMS = 4
+BAND_BYTES = 4096  # keeps the alignment of what lies behind it
+BAND = 0xA5
+POISON = 0xFF  # NaN in every float format, -1 in every integer format
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@functools.cache
+def streams() -> list[torch.cuda.Stream]:
+    """One stream per rank for the whole process: few enough for a hardware queue each."""
+    return [torch.cuda.Stream() for _ in range(8)]
+
+
+@contextlib.contextmanager
+def poisoned_empties() -> Iterator[None]:
+    """Makes torch fill every uninitialized tensor with NaN or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+class GuardedAllocator:
+    """Allocates poisoned buffers between two bands of a pattern that nothing may touch."""
+
+    def __init__(self) -> None:
+        self._bases: list[torch.Tensor] = []
+
+    def __call__(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        base = torch.full((num_bytes + 2 * BAND_BYTES,), BAND, dtype=torch.uint8, device=device())
+        inside = base[BAND_BYTES : BAND_BYTES + num_bytes].fill_(POISON)
+        self._bases.append(base)
+        return inside.view(dtype).view(*shape)
+
+    def check(self) -> None:
+        """Fails if a band was written to; forgets the buffers."""
+        torch.cuda.synchronize()
+        for base in self._bases:
+            for name, band in (("before", base[:BAND_BYTES]), ("behind", base[-BAND_BYTES:])):
+                touched = (band != BAND).nonzero()
+                assert not touched.numel(), (
+                    f"{len(touched)} bytes {name} a buffer of {len(base) - 2 * BAND_BYTES} bytes "
+                    f"were written to, the first at {int(touched[0])} of {BAND_BYTES}"
+                )
+        self._bases.clear()
+
+
+class GuardedBackend(KernelBackend):
+    """The backend with its row buffers from a :class:`GuardedAllocator`, if it has one."""
+
+    allocator: GuardedAllocator | None = None
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        if self.allocator is None:
+            return super()._empty(*shape, dtype=dtype)
+        return self.allocator(shape, dtype)
+
+
+class _Memory(GroupMemory):
+    """One virtual rank's memory."""
+
+    peers: Sequence["_Memory"] = ()
+
+    def open(self, *, next_epoch: bool) -> _native.FlashMoEGroup:
+        group = super().open(next_epoch=next_epoch)
+        for rank, peer in enumerate(self.peers):
+            assert peer._heap is not None
+            group.heaps[rank] = peer._heap.local.data_ptr()
+        return group
+
+
+class VirtualGroup:
+    """What the layers of one expert-parallel group share, for all of its ranks."""
+
+    def __init__(self, num_ranks: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.num_ranks = num_ranks
+        self.options = {"timeout_s": timeout_s}
+        options = KernelOptions(timeout_s=timeout_s)
+        self.memories = [_Memory(None, device(), options) for _ in range(num_ranks)]
+        for memory in self.memories:
+            memory.peers = self.memories
+        sms = torch.cuda.get_device_properties(device()).multi_processor_count
+        self.num_ctas = (sms - FREE_SMS) // num_ranks
+
+
+class VirtualLayer:
+    """One layer on all ranks of a group. Lists are by rank."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: VirtualGroup | None = None,
+        *,
+        is_guarded: bool = True,
+        **group_options: Any,
+    ) -> None:
+        self.config = config
+        self.group = group or VirtualGroup(config.num_ranks, **group_options)
+        self.allocator = GuardedAllocator() if is_guarded else None
+        self.backends = []
+        for rank, memory in enumerate(self.group.memories):
+            backend = GuardedBackend(
+                config,
+                None,
+                device(),
+                memory=memory,
+                rank=rank,
+                num_ctas=self.group.num_ctas,
+                **self.group.options,
+            )
+            backend.allocator = self.allocator
+            self.backends.append(backend)
+
+    def prepare(self) -> None:
+        """Allocates every rank's memory before any rank takes its peers' addresses."""
+        for backend in self.backends:
+            backend._prepare()
+        torch.cuda.synchronize()
+
+    def begin(
+        self,
+        x: Sequence[torch.Tensor],
+        probs: Sequence[torch.Tensor],
+        routing_map: Sequence[torch.Tensor],
+    ) -> list[PendingForward]:
+        """Launches the plans of the ranks for which there are tokens in the lists."""
+        self.prepare()
+        pending = []
+        for rank in range(len(x)):
+            with self._on_stream(rank):
+                pending.append(
+                    self.backends[rank].begin_forward(x[rank], probs[rank], routing_map[rank])
+                )
+        return pending
+
+    def finish(
+        self,
+        pending: Sequence[PendingForward],
+        weights: Sequence[ExpertWeights],
+        *,
+        training: bool = True,
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """Launches the layers. All ranks are tried, then the first rank's error is raised."""
+        found: list[tuple[torch.Tensor, Any]] = []
+        errors = []
+        for rank, plan in enumerate(pending):
+            with self._on_stream(rank):
+                try:
+                    found.append(
+                        self.backends[rank].finish_forward(plan, weights[rank], training=training)
+                    )
+                except Exception as error:  # noqa: BLE001 - raised below
+                    errors.append(error)
+        self._join()
+        if errors:
+            raise errors[0]
+        return [out for out, _ in found], [saved for _, saved in found]
+
+    def forward(
+        self,
+        x: Sequence[torch.Tensor],
+        probs: Sequence[torch.Tensor],
+        routing_map: Sequence[torch.Tensor],
+        weights: Sequence[ExpertWeights],
+        *,
+        training: bool = True,
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        return self.finish(self.begin(x, probs, routing_map), weights, training=training)
+
+    def backward(
+        self,
+        grad_out: Sequence[torch.Tensor],
+        saved: Sequence[Any],
+        weights: Sequence[ExpertWeights],
+        grad_fc1: Sequence[Sequence[WeightGrad]],
+        grad_fc2: Sequence[Sequence[WeightGrad]],
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self.prepare()
+        found = []
+        for rank, backend in enumerate(self.backends):
+            with self._on_stream(rank):
+                found.append(
+                    backend.backward(
+                        grad_out[rank], saved[rank], weights[rank], grad_fc1[rank], grad_fc2[rank]
+                    )
+                )
+        self._join()
+        return [grad_x for grad_x, _ in found], [grad_probs for _, grad_probs in found]
+
+    def check_guards(self) -> None:
+        assert self.allocator is not None
+        self.allocator.check()
+
+    @contextlib.contextmanager
+    def _on_stream(self, rank: int) -> Iterator[None]:
+        stream = streams()[rank]
+        stream.wait_stream(torch.cuda.default_stream())
+        poison = poisoned_empties() if self.allocator else contextlib.nullcontext()
+        with torch.cuda.stream(stream), poison:
+            yield
+
+    def _join(self) -> None:
+        for rank in range(self.config.num_ranks):
+            torch.cuda.default_stream().wait_stream(streams()[rank])

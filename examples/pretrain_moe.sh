@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets everything up and pretrains a small GPT-MoE on two ranks, expert parallel; arguments go to
+# examples/pretrain_moe.py. With one GPU there is one rank; without a GPU both run on processors.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$(bash tools/setup_env.sh)
+ranks=$("$python" -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
+cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores >= 2 * ranks ? cores / ranks : 1))}
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" \
+    examples/pretrain_moe.py "$@"

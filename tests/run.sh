@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Sets everything up, then runs every check and every test that needs no GPU; arguments go to
+# pytest. Fails if any of them fails, after all have run.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$(bash tools/setup_env.sh)
+bin=$(dirname "$python")
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+failed=()
+
+check() {
+    echo "== $*"
+    PATH=$bin:$PATH "$@" || failed+=("$1")
+}
+
+mapfile -t device_sources < <(git ls-files 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'csrc/*.cpp')
+check ruff check .
+check ruff format --check .
+check mypy
+check clang-format --dry-run -Werror "${device_sources[@]}"
+check codespell
+check python tools/check_layers.py
+PYTHONPATH=$PWD/build/toolchain check pytest tests/unit tests/build tests/megatron "$@"
+
+if [ "${#failed[@]}" -gt 0 ]; then
+    echo "failed: ${failed[*]}"
+    exit 1
+fi
+echo "all checks passed"

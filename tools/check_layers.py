@@ -1,0 +1,111 @@
+"""Checks that dependencies go one way, in csrc/ and in the Python package.
+
+The two lists are the architecture, lowest layer first. A file may use its own directory or module
+and anything in a lower line; never a higher line, and never a neighbour on its own line.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+CSRC = [
+    ["flashmoe.h"],  # the contract with the outside; everyone may know it
+    ["base"],
+    ["ptx"],
+    ["comm"],
+    ["tile"],
+    ["moe"],
+    ["actor"],
+    ["kernel"],
+    ["instances"],
+    ["host"],
+    ["api"],
+]
+PYTHON = [
+    ["errors", "_version"],
+    ["config"],
+    ["backend"],
+    ["checks"],
+    ["planner", "reference", "reference_backend", "_native"],
+    ["ops", "symmetric"],
+    ["runtime"],
+    ["select", "autograd"],
+    ["layer"],
+    ["telemetry"],
+    ["adapters"],
+    ["autoload", "run"],
+]
+ELSEWHERE = {
+    ("api", "flashmoe.h"): "flashmoe.h",
+    ("flashmoe", "kernel", "args.cuh"): "moe",  # what a launch hands down to its parts
+}
+"""Headers that belong to another layer than their directory."""
+EVERYWHERE = "__init__"  # names the public, so it may know all
+
+Edge = tuple[Path, str, str]
+
+
+def layer_of_header(parts: tuple[str, ...]) -> str:
+    """The layer of a path below csrc/, flashmoe/ being a directory without a meaning of its own."""
+    if parts in ELSEWHERE:
+        return ELSEWHERE[parts]
+    return parts[1] if parts[0] == "flashmoe" and len(parts) > 2 else parts[0]
+
+
+def csrc_edges(root: Path) -> Iterator[Edge]:
+    """Every inclusion of one file under csrc/ by another."""
+    for path in sorted(p for p in root.rglob("*") if p.suffix in {".cu", ".cuh", ".h", ".cpp"}):
+        user = layer_of_header(path.relative_to(root).parts)
+        for name in re.findall(r'^\s*#\s*include\s*[<"]([^">]+)[">]', path.read_text(), re.M):
+            if (root / name).is_file():
+                yield path, user, layer_of_header(Path(name).parts)
+            elif (path.parent / name).is_file():
+                below = (path.parent / name).resolve().relative_to(root.resolve())
+                yield path, user, layer_of_header(below.parts)
+
+
+def python_edges(root: Path) -> Iterator[Edge]:
+    """Every import of one module of the package by another, also those inside functions."""
+    for path in sorted(root.rglob("*.py")):
+        user = path.relative_to(root).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                package, _, rest = name.partition(".")
+                if package == root.name and rest:
+                    yield path, user, rest.split(".")[0]
+
+
+def violations(edges: Iterator[Edge], layers: list[list[str]]) -> Iterator[str]:
+    """One line for every edge that goes up, sideways, or out of the architecture."""
+    height = {name: i for i, line in enumerate(layers) for name in line}
+    for path, user, used in edges:
+        if user in (used, EVERYWHERE):
+            continue
+        for name in (user, used):
+            if name not in height:
+                yield f"{path}: '{name}' is in no layer of tools/check_layers.py"
+                break
+        else:
+            if height[used] >= height[user]:
+                yield f"{path}: '{user}' must not use '{used}'"
+
+
+def main() -> int:
+    found = [
+        *violations(csrc_edges(Path("csrc")), CSRC),
+        *violations(python_edges(Path("flashmoe_megatron")), PYTHON),
+    ]
+    print("\n".join(found) or "layers: ok")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Prepares .venv with torch, Megatron-Core, this package in editable form and the tools of the
+# checks, compiles csrc/, and prints the path of the interpreter; progress goes to stderr. Quick
+# when nothing has changed.
+#
+#   FLASHMOE_PYTHON           an interpreter that has everything; used as it is, nothing is built
+#   PYTHON                    the interpreter to make .venv with (3.10 to 3.13)
+#   CUDA_HOME                 a CUDA toolkit to compile with; else nvcc 13 in PATH; else from PyPI
+#   FLASHMOE_SKIP_CUDA_BUILD  1: do not compile csrc/; only the reference backend will work
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { echo "setup: $*" >&2; }
+
+if [ -n "${FLASHMOE_PYTHON:-}" ]; then
+    command -v "$FLASHMOE_PYTHON"
+    exit
+fi
+
+is_usable() {
+    "$1" -c 'import sys, venv, ensurepip
+sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+}
+
+choose_python() {
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.10 python3}; do
+        if is_usable "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    say "no Python 3.10 to 3.13 with venv among: ${PYTHON:-python3.11 python3.12 python3.13" \
+        "python3.10 python3}; install one, or name one in PYTHON"
+    exit 1
+}
+
+has_gpu() { nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+torch_version=2.13.0
+venv=.venv
+python=$PWD/$venv/bin/python
+stamp=$venv/installed
+wanted=$({ cat pyproject.toml setup.py tools/setup_env.sh; echo "${PYTHON:-} $PWD"; } | sha256sum)
+
+if [ ! -x "$python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    base=$(choose_python)
+    say "making $venv with $("$base" --version)"
+    "$base" -m venv --clear "$venv"
+    pip() { "$python" -m pip --disable-pip-version-check "$@" >&2; }
+    # First and pinned: nothing that follows may bring another torch. Without a GPU the build for
+    # processors is enough; pip prefers it wherever one of its indexes has it.
+    say "installing torch $torch_version"
+    pip install --quiet "torch==$torch_version"
+    if has_gpu && ! "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+        say "this machine has a GPU but pip chose a torch without CUDA: $("$python" -c \
+            'import torch; print(torch.__version__)'); check pip's index settings"
+        exit 1
+    fi
+    say "installing Megatron-Core, the package and the tools of the checks"
+    pip install --quiet "setuptools>=77"
+    FLASHMOE_SKIP_CUDA_BUILD=1 pip install --quiet --no-build-isolation --editable ".[test,dev]"
+    echo "$wanted" >"$stamp"
+fi
+
+if [ "${FLASHMOE_SKIP_CUDA_BUILD:-}" != 1 ]; then
+    # Apart from .venv, where torch may have brought the same packages at other versions.
+    toolchain=$PWD/build/toolchain
+    if [ -n "${CUDA_HOME:-}" ] || nvcc --version 2>/dev/null | grep -q "release 13\."; then
+        pattern='nvidia-cutlass'
+    else
+        pattern='nvidia-'
+    fi
+    mapfile -t packages < <("$python" - "$pattern" <<'PYTHON'
+import sys
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+
+with open("pyproject.toml", "rb") as file:
+    for requirement in tomllib.load(file)["build-system"]["requires"]:
+        if requirement.startswith(sys.argv[1]):
+            print(requirement)
+PYTHON
+    )
+    if [ "$(cat "$toolchain/installed" 2>/dev/null)" != "${packages[*]}" ]; then
+        say "installing ${packages[*]}"
+        rm -rf "$toolchain"
+        "$python" -m pip --disable-pip-version-check install --quiet --no-deps \
+            --target "$toolchain" "${packages[@]}" >&2
+        echo "${packages[*]}" >"$toolchain/installed"
+    fi
+    say "compiling csrc/"
+    PYTHONPATH=$toolchain "$python" tools/build.py --quiet >&2
+fi
+echo "$python"

@@ -1,0 +1,219 @@
+"""What all measurements share: how they are timed, and what is recorded beside a number.
+
+``python -m tools.bench.common`` prints the machine as JSON.
+"""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+CUBLAS_SIZE = 8192
+LINK_BYTES = 256 * 2**20
+L2_FLUSH_BYTES = 256 * 2**20
+
+
+def commit_of_checkout() -> str:
+    """The commit that is checked out, with ``+`` if files differ from it; "unknown" without git."""
+    try:
+        commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+        changes = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if changes else "")
+
+
+def machine(commit: str | None = None) -> dict[str, Any]:
+    """Everything about the machine and the software that a figure depends on.
+
+    Args:
+        commit: What is measured, where the checkout does not know.
+    """
+    gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
+    try:
+        query = ("--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader")
+        driver, clock, power = _output("nvidia-smi", *query).splitlines()[0].split(", ")
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        driver, clock, power = "unknown", "unknown", "unknown"
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or commit_of_checkout(),
+        "gpus": [gpu.name for gpu in gpus],
+        "compute_capabilities": [f"{gpu.major}.{gpu.minor}" for gpu in gpus],
+        "driver": driver,
+        "max_sm_clock": clock,
+        "power_limit": power,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The times of one call over several iterations, each the slowest rank's, in milliseconds."""
+
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    p90_ms: float
+    iterations: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a record, in tenths of microseconds."""
+        return {
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in asdict(self).items()
+        }
+
+
+class Timer:
+    """Times calls on all ranks of the default group, or on one GPU without a group.
+
+    Each iteration starts from an idle GPU and, with several ranks, behind a barrier, so that launch
+    and synchronization gaps count, as they do for a user. Of each iteration the slowest rank's time
+    is taken.
+
+    Args:
+        iterations: Timed calls, at least 1.
+        warmup: Calls before them.
+        flush_l2: Overwrite the L2 cache before each call.
+    """
+
+    def __init__(self, iterations: int, warmup: int, *, flush_l2: bool = False) -> None:
+        if iterations < 1 or warmup < 0:
+            raise ValueError(f"iterations={iterations}, warmup={warmup}: wanted >= 1 and >= 0")
+        self.iterations = iterations
+        self.warmup = warmup
+        self._flush = (
+            torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda") if flush_l2 else None
+        )
+
+    def __call__(self, call: Callable[[], object], iterations: int | None = None) -> Timing:
+        """Times ``call``. Collective over the default group if there is one."""
+        iterations = iterations or self.iterations
+        for _ in range(self.warmup):
+            call()
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        found = []
+        for _ in range(iterations):
+            if self._flush is not None:
+                self._flush.zero_()
+            torch.cuda.synchronize()
+            if dist.is_initialized():
+                dist.barrier()
+                torch.cuda.synchronize()
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(end))
+        times = torch.tensor(found, device="cuda")
+        if dist.is_initialized():
+            dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        ordered = sorted(times.tolist())
+        return Timing(
+            median_ms=_quantile(ordered, 0.5),
+            min_ms=ordered[0],
+            max_ms=ordered[-1],
+            p90_ms=_quantile(ordered, 0.9),
+            iterations=iterations,
+        )
+
+
+def cublas_tflops(timer: Timer) -> float:
+    """TFLOP/s of a large bfloat16 matrix product of random numbers: the ceiling of compute."""
+    size = CUBLAS_SIZE
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn_like(a)
+    out = torch.empty_like(a)
+    timing = timer(lambda: torch.mm(a, b, out=out))
+    return 2 * size**3 / timing.median_ms / 1e9
+
+
+def link_gbps(timer: Timer, symmetric_backend: str) -> float:
+    """GB/s of a copy to the next rank while all ranks copy: the ceiling of the links.
+
+    Collective over the default group, which has at least 2 ranks.
+    """
+    import torch.distributed._symmetric_memory as symm_mem
+
+    from flashmoe_megatron import symmetric
+
+    group = dist.group.WORLD
+    assert group is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    target = symmetric.allocate(LINK_BYTES, group, device, symmetric_backend)  # type: ignore[arg-type]
+    handle = symm_mem.rendezvous(target.local, group)
+    peer = (dist.get_rank() + 1) % dist.get_world_size()
+    theirs = handle.get_buffer(peer, (LINK_BYTES,), torch.uint8)
+    ours = torch.randint(256, (LINK_BYTES,), dtype=torch.uint8, device=device)
+    timing = timer(lambda: theirs.copy_(ours))
+    return LINK_BYTES / timing.median_ms / 1e6
+
+
+class Record:
+    """A file of measurements, one JSON object per line, written by rank 0 alone.
+
+    Args:
+        path: Appended to; ``None`` writes nothing.
+        **common: What every line says, the machine above all.
+    """
+
+    def __init__(self, path: Path | None, **common: Any) -> None:
+        self._path = path
+        self._common = common
+
+    def write(self, **measurement: Any) -> None:
+        """Appends one line."""
+        if self._path is None or (dist.is_initialized() and dist.get_rank() != 0):
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({**measurement, **self._common}) + "\n")
+
+
+def log(*values: object) -> None:
+    """Prints on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(*values, flush=True)
+
+
+def join_group() -> int:
+    """Joins the ranks that torchrun started, if it did, and takes this rank's GPU.
+
+    Returns:
+        The number of ranks; 1 without torchrun, and then there is no process group.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    if num_ranks > 1:
+        timeout = datetime.timedelta(seconds=120)
+        dist.init_process_group("nccl", device_id=device, timeout=timeout)
+    return num_ranks
+
+
+def _quantile(ordered: list[float], fraction: float) -> float:
+    return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))]
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=20
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    json.dump(machine(), sys.stdout)

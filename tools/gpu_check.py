@@ -1,0 +1,280 @@
+"""Checks the kernel on this machine's GPUs, whatever their number, and records the result.
+
+One command runs, each in bounded time: the single-GPU tests (up to 8 virtual ranks on one GPU), the
+multi-GPU tests where there are 2 or 4 GPUs, and NVIDIA's compute-sanitizer on a small case where it
+is installed. The library has to be built already (``tools/build.py``); the package is used from the
+checkout.
+
+Run: ``python tools/gpu_check.py [--quick] [--out DIR]``. The record is a JSON file
+``DIR/DATE-gpu-check-Nx.json``; the exit status is 0 if nothing failed, 1 if something did, and 2 if
+there is no GPU to check.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "tools" / "bench" / "results"
+
+SINGLE_LIMIT_S = 240
+MULTI_LIMIT_S = 260
+SANITIZER_LIMIT_S = 75
+SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SANITIZER_ERROR = 86  # exit status that compute-sanitizer is told to use for its own findings
+
+SLOW = ("thousand", "stops_within")  # what --quick leaves out, by part of its name
+
+
+@dataclass
+class Check:
+    """One part of the record.
+
+    Attributes:
+        name: What was checked.
+        status: "passed", "failed", "timed out" or "skipped".
+        command: As it can be run again.
+        seconds: How long it took.
+        reason: Why it was skipped or what went wrong, if not in ``failures``.
+        counts: Tests passed, failed and skipped.
+        failures: Each failed test's name and the first line of its message.
+    """
+
+    name: str
+    status: str
+    command: str = ""
+    seconds: float = 0.0
+    reason: str = ""
+    counts: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def run_bounded(command: list[str], limit_s: float, *, tail: int = 0) -> tuple[int | None, str]:
+    """Runs a command in the checkout.
+
+    Args:
+        command: Program and arguments.
+        limit_s: Then it is ended.
+        tail: Keep this many characters of its output and print none; 0 prints as it comes.
+
+    Returns:
+        Its exit status, ``None`` if it ran out of time; and the end of its output.
+    """
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1")
+    environment["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
+    )
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+            stdout=output if tail else None,
+            stderr=subprocess.STDOUT if tail else None,
+        )
+        try:
+            status: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+            _end(process)
+        output.seek(0)
+        return status, output.read()[-tail:] if tail else ""
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends a process and what it started: politely first, so that torchrun ends its ranks."""
+    for how, patience_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
+        try:
+            os.killpg(process.pid, how)
+            process.wait(patience_s)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+        return
+
+
+def run_tests(name: str, folder: str, marker: str, limit_s: float, deselect: list[str]) -> Check:
+    """Runs one folder of tests with pytest and reads its report."""
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch, "report.xml")
+        arguments = [folder, "-m", marker, "-q", "--tb=short", "--durations=8", "--maxfail=30"]
+        if deselect:
+            arguments += ["-k", " and ".join(f"not {part}" for part in deselect)]
+        # Not the project's own options: its plugins may be absent on a GPU machine.
+        options = ["-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", *arguments, *options]
+        start = time.monotonic()
+        status, _ = run_bounded(command, limit_s)
+        check = Check(
+            name,
+            status="timed out" if status is None else "passed" if status == 0 else "failed",
+            command=" ".join(["python", "-m", "pytest", *arguments]),
+            seconds=round(time.monotonic() - start, 1),
+        )
+        if status is None:
+            check.reason = f"not done after {limit_s} s"
+        if report.exists():
+            _read_report(report, check)
+        elif status:
+            check.reason = f"pytest ended with status {status} and no report"
+    if check.status == "passed" and not check.counts.get("passed"):
+        check.status, check.reason = "failed", "no test ran"
+    return check
+
+
+def _read_report(report: Path, check: Check) -> None:
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for case in ElementTree.parse(report).iter("testcase"):
+        problem = case.find("failure")
+        if problem is None:
+            problem = case.find("error")
+        if problem is not None:
+            counts["failed"] += 1
+            lines = problem.get("message", "").splitlines()
+            check.failures[f"{case.get('classname')}::{case.get('name')}"] = (lines or [""])[0]
+        elif case.find("skipped") is not None:
+            counts["skipped"] += 1
+        else:
+            counts["passed"] += 1
+    check.counts = counts
+
+
+def find_sanitizer(given: str | None) -> str | None:
+    """Where compute-sanitizer is: as given, on the path, in a CUDA toolkit or in a wheel."""
+    if given is not None:
+        return given
+    found = shutil.which("compute-sanitizer")
+    if found is not None:
+        return found
+    homes = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+    homes += sorted(Path("/usr/local").glob("cuda*"))
+    candidates = [home / "bin" / "compute-sanitizer" for home in homes]
+    candidates += [home / "compute-sanitizer" / "compute-sanitizer" for home in homes]
+    for entry in map(Path, sys.path):
+        candidates += sorted(entry.glob("nvidia/**/compute-sanitizer"))
+    return next((str(path) for path in candidates if path.is_file()), None)
+
+
+def run_sanitizer(tool: str, sanitizer: str | None) -> Check:
+    """Runs one tool of compute-sanitizer on a small forward and backward."""
+    name = f"compute-sanitizer {tool}"
+    if sanitizer is None:
+        return Check(name, "skipped", reason="compute-sanitizer is not installed")
+    program = ["python", "-m", "tests.gpu.sanitized"]
+    command = [sanitizer, "--tool", tool, f"--error-exitcode={SANITIZER_ERROR}"]
+    # torch's cache would hide accesses past the end of an allocation.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    start = time.monotonic()
+    status, output = run_bounded(
+        [*command, sys.executable, *program[1:]], SANITIZER_LIMIT_S, tail=6000
+    )
+    del os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"]
+    print(output)
+    ran = [line for line in output.splitlines() if line.startswith("ranks ")]
+    check = Check(
+        name,
+        status="passed" if status == 0 else "failed",
+        command=" ".join(["compute-sanitizer", *command[1:], *program]),
+        seconds=round(time.monotonic() - start, 1),
+        reason="; ".join(ran),
+    )
+    if status is None:
+        check.status, check.reason = "timed out", f"not done after {SANITIZER_LIMIT_S} s"
+    elif status:
+        summary = [line for line in output.splitlines() if "SUMMARY" in line]
+        check.reason = "; ".join([*ran, *summary]) or output.strip().splitlines()[-1]
+    return check
+
+
+def describe_machine() -> dict[str, Any]:
+    """In a process of its own, so that no context is held while the checks run."""
+    status, output = run_bounded([sys.executable, "-m", "tools.bench.common"], 60, tail=20_000)
+    if status != 0:
+        raise SystemExit(f"the machine could not be described:\n{output}")
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="no long tests and no sanitizer")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
+    parser.add_argument("--commit", help="what is checked, where the checkout has no git")
+    parser.add_argument("--sanitizer", help="path of compute-sanitizer")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=("single", "multi", "sanitizer"),
+        default=["single", "multi", "sanitizer"],
+        help="parts to run",
+    )
+    options = parser.parse_args()
+
+    machine = describe_machine()
+    if options.commit:
+        machine["commit"] = options.commit
+    num_hopper = machine["compute_capabilities"].count("9.0")
+    print(f"GPUs: {', '.join(machine['gpus']) or 'none'}", flush=True)
+    if not num_hopper:
+        print("no Hopper GPU is usable here: nothing can be checked", file=sys.stderr)
+        return 2
+    if not (ROOT / "flashmoe_megatron" / "libflashmoe.so").exists():
+        print(
+            "flashmoe_megatron/libflashmoe.so is missing: build it with `python tools/build.py`",
+            file=sys.stderr,
+        )
+        return 2
+
+    deselect = list(SLOW) if options.quick else []
+    checks = []
+    start = time.monotonic()
+    if "single" in options.only:
+        checks.append(run_tests("one GPU", "tests/gpu", "gpu", SINGLE_LIMIT_S, deselect))
+    if "multi" in options.only:
+        if num_hopper < 2:
+            checks.append(
+                Check("several GPUs", "skipped", reason="this machine has one Hopper GPU")
+            )
+        else:
+            wanted = ["nvshmem"] if options.quick else []
+            checks.append(
+                run_tests("several GPUs", "tests/multi_gpu", "multi_gpu", MULTI_LIMIT_S, wanted)
+            )
+    if "sanitizer" in options.only and not options.quick:
+        sanitizer = find_sanitizer(options.sanitizer)
+        checks += [run_sanitizer(tool, sanitizer) for tool in SANITIZER_TOOLS]
+
+    record = {
+        **machine,
+        "command": " ".join(["python", "tools/gpu_check.py", *sys.argv[1:]]),
+        "seconds": round(time.monotonic() - start, 1),
+        "checks": [asdict(check) for check in checks],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{machine['date'][:10]}-gpu-check-{num_hopper}x.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print()
+    for check in checks:
+        counts = ", ".join(f"{number} {what}" for what, number in check.counts.items())
+        details = "; ".join(part for part in (counts, check.reason) if part)
+        print(f"{check.status:>9}  {check.name} ({details}) in {check.seconds} s")
+        for test, message in check.failures.items():
+            print(f"           {test}: {message}")
+    print(f"recorded in {path}")
+    return int(any(check.status in ("failed", "timed out") for check in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

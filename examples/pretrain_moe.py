@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -67,13 +67,13 @@ Batches = Iterator[dict[str, torch.Tensor]]
 
 
 class ByteTokenizer:
-    """A token for each byte, and one for the end of a file. What GPTDataset asks a tokenizer for."""
+    """What GPTDataset asks of a tokenizer: a token for each byte, and one for the end of a file."""
 
     eod = 256
     pad = 257
     vocab_size = 258
-    special_tokens_dict: dict[str, int] = {}  # noqa: RUF012 -- Megatron reads it off the instance
-    unique_identifiers = OrderedDict(name="bytes")
+    special_tokens_dict: ClassVar[dict[str, int]] = {}
+    unique_identifiers: ClassVar[dict[str, str]] = OrderedDict(name="bytes")
 
 
 @dataclass

@@ -20,7 +20,7 @@ check mypy
 check clang-format --dry-run -Werror "${device_sources[@]}"
 check codespell
 check python tools/check_layers.py
-PYTHONPATH=$PWD/build/toolchain check pytest tests/unit tests/build tests/megatron "$@"
+check pytest tests/unit tests/build tests/megatron "$@"
 
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "failed: ${failed[*]}"

@@ -6,19 +6,21 @@ under ``build/nvcc`` by the content of everything that went into it.
 """
 
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 CACHE = ROOT / "build" / "nvcc"
+TOOLCHAIN = ROOT / "build" / "toolchain"  # where tools/setup_env.sh puts what it fetches
 
 ARCH_FLAGS = ["-gencode=arch=compute_90a,code=sm_90a"]  # wgmma and setmaxnreg need the "a" target
 COMPILE_FLAGS = [
@@ -96,7 +98,7 @@ def find_toolchain() -> Toolchain:
     Raises:
         BuildError: There is no nvcc, or no CUTLASS.
     """
-    spec = importlib.util.find_spec("cutlass_library")
+    spec = _find_package("cutlass_library")
     if spec is None or spec.origin is None:
         raise BuildError(
             "CUTLASS not found: install the nvidia-cutlass package that pyproject.toml names "
@@ -193,9 +195,14 @@ def _release(nvcc: Path) -> str:
     return next(line for line in out.splitlines() if "release" in line)
 
 
+def _find_package(name: str) -> ModuleSpec | None:
+    """Finds an installed package, without importing it."""
+    return PathFinder.find_spec(name, [str(TOOLCHAIN), *sys.path])
+
+
 def _packaged_cuda() -> Path | None:
     """The root of nvidia-cuda-nvcc and its companions, if they are installed here."""
-    spec = importlib.util.find_spec("nvidia")
+    spec = _find_package("nvidia")
     for location in (spec.submodule_search_locations or []) if spec else []:
         root = Path(location) / "cu13"
         if (root / "bin" / "nvcc").is_file() and (root / "nvvm" / "bin" / "cicc").is_file():

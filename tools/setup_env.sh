@@ -92,6 +92,6 @@ PYTHON
         echo "${packages[*]}" >"$toolchain/installed"
     fi
     say "compiling csrc/"
-    PYTHONPATH=$toolchain "$python" tools/build.py --quiet >&2
+    "$python" tools/build.py --quiet >&2
 fi
 echo "$python"

@@ -1,0 +1,104 @@
+"""The compiled library, on a machine that may have neither a GPU nor a driver."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoe_megatron import _native
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = ROOT / "csrc" / "api" / "flashmoe.h"
+LOAD = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+print(library.flashmoe_abi_version())
+"""
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    if not _native.LIBRARY.is_file():
+        pytest.fail(f"{_native.LIBRARY} is not built: run python tools/build.py")
+    return _native.LIBRARY
+
+
+def run(*command: object) -> str:
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def declared_functions() -> set[str]:
+    return set(re.findall(r"FLASHMOE_EXPORT[^;(]*?(flashmoe_\w+)\(", HEADER.read_text()))
+
+
+def other_pythons() -> list[str]:
+    """Every Python beside this one that is in PATH or that pyenv has."""
+    names = ["python3.10", "python3.11", "python3.12", "python3.13"]
+    found = [path for name in names if (path := shutil.which(name))]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    return found + [str(path) for path in sorted(pyenv.glob("3.1[0-3].*/bin/python"))]
+
+
+def test_is_no_older_than_its_sources(library):
+    sources = [*(ROOT / "csrc").rglob("*.cu"), *(ROOT / "csrc").rglob("*.cuh"), HEADER]
+    newest = max(sources, key=lambda path: path.stat().st_mtime)
+    assert library.stat().st_mtime >= newest.stat().st_mtime, f"{newest} is newer"
+
+
+def test_exports_what_the_header_declares_and_nothing_else(library):
+    symbols = run("nm", "-D", "--defined-only", library).splitlines()
+    assert {line.split()[-1] for line in symbols} == declared_functions()
+
+
+def test_needs_neither_driver_nor_cuda_nor_torch_nor_python(library):
+    dynamic = run("readelf", "-d", library)
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    assert needed, dynamic
+    system = re.compile(r"(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+)\.so\.\d+")
+    assert [name for name in needed if not system.fullmatch(name.split("/")[-1])] in (
+        [],
+        ["ld-linux-x86-64.so.2"],
+        ["ld-linux-aarch64.so.1"],
+    )
+    undefined = run("nm", "-D", "--undefined-only", library)
+    assert not re.search(r"\b(cu[A-Z]|cuda|_Py|Py)\w+", undefined), undefined
+
+
+def test_binding_loads_it_and_agrees_on_every_struct():
+    library = _native.load()
+    assert library.flashmoe_abi_version() == _native.ABI_VERSION
+    for mirror in _native._STRUCTS:
+        assert library.flashmoe_sizeof(mirror.__name__.encode()) > 0
+
+
+def test_binding_refuses_another_version(library, tmp_path):
+    source = tmp_path / "other.c"
+    source.write_text(
+        "".join(f"int {name}(void) {{ return 999; }}\n" for name in sorted(declared_functions()))
+    )
+    other = tmp_path / "libother.so"
+    run("cc", "-shared", "-fPIC", source, "-o", other)
+    with pytest.raises(_native.DeviceError, match="999"):
+        _native.load(other)
+
+
+def test_loads_under_every_python_at_hand(library):
+    versions = {}
+    for python in [sys.executable, *other_pythons()]:
+        probe = subprocess.run(
+            [python, "-c", "import sys; print(*sys.version_info[:2])"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if probe.returncode:  # a shim of pyenv without a version behind it
+            continue
+        versions[probe.stdout.strip()] = run(python, "-c", LOAD, library).strip()
+    assert versions
+    assert set(versions.values()) == {str(_native.ABI_VERSION)}

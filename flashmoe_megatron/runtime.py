@@ -152,6 +152,18 @@ class PendingForward:
     probs: torch.Tensor
 
 
+_MOST_LAYERS = 1024
+
+
+def _remember(
+    tables: dict[tuple[int, ...], torch.Tensor], addresses: tuple[int, ...], table: torch.Tensor
+) -> None:
+    """Keeps one table per layer that shares the backend; weights that move must not pile up."""
+    if len(tables) >= _MOST_LAYERS:
+        tables.clear()
+    tables[addresses] = table
+
+
 class KernelBackend:
     """The routed experts of one layer as one persistent kernel per direction.
 
@@ -204,7 +216,7 @@ class KernelBackend:
         self._transposed = False
         self._problem: _native.FlashMoEProblem | None = None
         self._sizes = _native.FlashMoESizes()
-        self._weight_maps: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._weight_maps: dict[tuple[int, ...], torch.Tensor] = {}
         self._grad_tables: dict[tuple[int, ...], torch.Tensor] = {}
 
     def forward(
@@ -396,6 +408,7 @@ class KernelBackend:
                 timeout_ns=int(self.options.timeout_s * 1e9),
             )
             _native.call("sizes", problem, self._sizes)
+            _native.call("preload", problem)
             self._problem = problem
         if memory.needs(self._sizes):
             memory.allocate(
@@ -406,10 +419,10 @@ class KernelBackend:
         return problem
 
     def _encode(self, problem: _native.FlashMoEProblem, weights: ExpertWeights) -> torch.Tensor:
-        """TMA descriptors of the weights on the device, encoded anew when any weight has moved."""
+        """TMA descriptors of the weights on the device; the addresses are read at every call."""
         addresses = tuple(weight.data_ptr() for weight in (*weights.fc1, *weights.fc2))
-        if self._weight_maps is not None and self._weight_maps[0] == addresses:
-            return self._weight_maps[1]
+        if addresses in self._weight_maps:
+            return self._weight_maps[addresses]
         config, experts = self.config, self.config.num_local_experts
         shapes = [(config.fc1_rows, config.hidden), (config.hidden, config.intermediate)]
         if weights.transposed:
@@ -429,7 +442,7 @@ class KernelBackend:
             host.data_ptr(),
         )
         maps = host.to(self.device, non_blocking=True)
-        self._weight_maps = (addresses, maps)
+        _remember(self._weight_maps, addresses, maps)
         return maps
 
     def _grad_table(self, grads: Sequence[WeightGrad]) -> tuple[torch.Tensor, int, int]:
@@ -448,7 +461,7 @@ class KernelBackend:
             host = torch.tensor(addresses, dtype=torch.int64).pin_memory()
             table = host.to(self.device, non_blocking=True)
             if first.accumulate:  # main_grad stays where it is; ordinary gradients do not
-                self._grad_tables = {addresses: table}
+                _remember(self._grad_tables, addresses, table)
         dtype = _native.BFLOAT16 if first.buffer.dtype == torch.bfloat16 else _native.FLOAT32
         return table, dtype, int(first.accumulate)
 

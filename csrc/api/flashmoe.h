@@ -104,6 +104,10 @@ FLASHMOE_EXPORT uint64_t flashmoe_sizeof(const char* struct_name);
 
 FLASHMOE_EXPORT int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes);
 
+/* Loads every kernel that the problem can launch. CUDA loads kernels lazily, and may wait for the
+ * GPU to be idle to do so: a first launch beside a kernel that waits for this very rank would hang. */
+FLASHMOE_EXPORT int flashmoe_preload(const FlashMoEProblem* problem);
+
 /* Collective. Publishes routing and rows, and places every row that this rank's experts receive.
  *   x             [num_tokens, hidden] bf16
  *   probs         [num_tokens, num_experts] of probs_dtype

@@ -244,6 +244,23 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     return FLASHMOE_OK;
 }
 
+int flashmoe_preload(const FlashMoEProblem* problem) {
+    FLASHMOE_TRY(check_problem(problem));
+    const void* const kernels[] = {
+        reinterpret_cast<const void*>(&plan_kernel),
+        reinterpret_cast<const void*>(&publish_kernel),
+        entry_of(problem, false).function,
+        entry_of(problem, true).function,
+        reinterpret_cast<const void*>(&wgrad_kernel<float>),
+        reinterpret_cast<const void*>(&wgrad_kernel<__nv_bfloat16>),
+    };
+    for (const void* kernel : kernels) {
+        cudaFuncAttributes attributes;
+        FLASHMOE_TRY(check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel"));
+    }
+    return FLASHMOE_OK;
+}
+
 int flashmoe_plan(const FlashMoEProblem* problem, const FlashMoEGroup* group, const void* x,
                   const void* probs, int32_t probs_dtype, const void* routing_map,
                   int32_t num_tokens, void* plan) {

@@ -1,0 +1,338 @@
+"""Times one layer, forward and forward plus backward, beside its baselines and its floors.
+
+On all GPUs of a host, from the checkout (nothing needs to be installed but torch):
+
+    torchrun --nproc-per-node 4 -m tools.bench.bench_layer --out results.jsonl
+
+or on one GPU, with the share of the experts that it would have among 4:
+
+    python -m tools.bench.bench_layer --one-of 4
+
+For every shape, in one run: the layer has to pass the correctness gate (every result within
+``--gate`` of float32, by relative L2 over all ranks), then are timed: the fused kernel through
+autograd, as a model calls it; the unfused baseline over NCCL (``unfused.py``); and its experts
+alone, without communication. Times are medians over iterations of the slowest rank, each from an
+idle GPU. They vary between machines and days; the ratios of one run are what counts.
+
+Floors: FLOPs at the rate of a large cuBLAS product of the same run, and the bytes that have to
+leave a GPU at least (each token once per other rank, there and back) at the rate of a peer copy of
+the same run; the larger of the two. Backward floors are twice the forward's.
+
+Weight gradients are ordinary bfloat16 tensors for both, or with ``--grads main_grad`` are added to
+float32 buffers by both (by the fused kernel itself; by an addition after the baseline's backward).
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.select import select_backend
+from tools.bench import common
+from tools.bench.common import Record, Timer, Timing, log
+from tools.bench.gate import LayerResults, relative_errors
+from tools.bench.shapes import SHAPES, Problem, Shape, make_problem
+from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
+
+GATE = 6e-3
+TIMEOUT_S = 10.0
+
+
+class FusedLayer:
+    """The kernel as a model calls it."""
+
+    def __init__(self, problem: Problem, backend: Backend, *, use_main_grad: bool) -> None:
+        self.problem = problem
+        self.backend = backend
+        self.use_main_grad = use_main_grad
+        if use_main_grad:
+            for parameter in problem.parameters:
+                parameter.main_grad = torch.zeros_like(  # type: ignore[attr-defined]
+                    parameter, dtype=torch.float32
+                )
+
+    def __call__(self) -> torch.Tensor:
+        """One forward."""
+        problem = self.problem
+        return moe_apply(
+            self.backend,
+            problem.x,
+            problem.probs,
+            problem.routing_map,
+            problem.weights,
+            accumulate_into_main_grad=self.use_main_grad,
+        )
+
+    def forward_and_backward(self) -> torch.Tensor:
+        """One of each; forgets ordinary gradients of an earlier call."""
+        problem = self.problem
+        for tensor in (problem.x, problem.probs, *problem.parameters):
+            tensor.grad = None
+        out = self()
+        torch.autograd.backward(out, problem.grad_out)
+        return out.detach()
+
+    def results(self) -> LayerResults:
+        """What one forward and backward yield."""
+        out = self.forward_and_backward()
+        problem = self.problem
+        name = "main_grad" if self.use_main_grad else "grad"
+        assert problem.x.grad is not None
+        assert problem.probs.grad is not None
+        return LayerResults(
+            out,
+            problem.x.grad,
+            problem.probs.grad,
+            [getattr(weight, name) for weight in problem.weights.fc1],
+            [getattr(weight, name) for weight in problem.weights.fc2],
+        )
+
+
+class UnfusedLayer:
+    """The baseline."""
+
+    def __init__(self, problem: Problem, *, use_main_grad: bool) -> None:
+        self.problem = problem
+        self.weights = GroupedWeights.of(problem)
+        self.main_grads = (
+            [torch.zeros_like(w, dtype=torch.float32) for w in vars(self.weights).values()]
+            if use_main_grad
+            else []
+        )
+
+    def __call__(self) -> torch.Tensor:
+        """One forward."""
+        return unfused_layer(self.problem, self.weights)
+
+    def forward_and_backward(self) -> torch.Tensor:
+        """One of each."""
+        parameters = list(vars(self.weights).values())
+        for tensor in (self.problem.x, self.problem.topk_weight, *parameters):
+            tensor.grad = None
+        out = self()
+        torch.autograd.backward(out, self.problem.grad_out)
+        for main_grad, parameter in zip(self.main_grads, parameters, strict=False):
+            main_grad.add_(parameter.grad)
+        return out.detach()
+
+
+def without_grad(call: Callable[[], object]) -> Callable[[], object]:
+    """The call in evaluation mode."""
+
+    def run() -> object:
+        with torch.no_grad():
+            return call()
+
+    return run
+
+
+class Ceilings:
+    """What this machine can do at most, measured in the same run."""
+
+    def __init__(self, timer: Timer, num_ranks: int, symmetric_backend: str) -> None:
+        self.tflops = common.cublas_tflops(timer)
+        self.link_gbps = common.link_gbps(timer, symmetric_backend) if num_ranks > 1 else None
+        torch.cuda.empty_cache()
+
+    def floor_ms(self, shape: Shape, problem: Problem) -> float:
+        """The least time of a forward. Collective over the default group."""
+        compute_ms = shape.flops / self.tflops / 1e9
+        if self.link_gbps is None:
+            return compute_ms
+        row_bytes = shape.hidden * 2
+        link_ms = 2 * problem.remote_rows() * row_bytes / self.link_gbps / 1e6
+        return max(compute_ms, link_ms)
+
+
+def measure(
+    name: str,
+    shape: Shape,
+    options: argparse.Namespace,
+    timer: Timer,
+    ceilings: Ceilings,
+    record: Record,
+    num_ranks: int,
+) -> dict[str, Any]:
+    """Measures one shape. Collective over the default group.
+
+    Returns:
+        The figures of the table's row.
+
+    Raises:
+        SystemExit: The layer does not pass the correctness gate.
+    """
+    rank = dist.get_rank() if num_ranks > 1 else 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    problem = make_problem(
+        shape, num_ranks, rank=rank, device=device, zipf=options.zipf, seed=options.seed
+    )
+    backend = select_backend(
+        problem.config,
+        dist.group.WORLD if num_ranks > 1 else None,
+        device,
+        kind="kernel",
+        symmetric_backend=options.symmetric,
+        timeout_s=TIMEOUT_S,
+        reserved_sms=options.reserved_sms,
+    )
+    use_main_grad = options.grads == "main_grad"
+    fused = FusedLayer(problem, backend, use_main_grad=use_main_grad)
+    floor_ms = ceilings.floor_ms(shape, problem)
+    about = {
+        "shape": name,
+        **vars(shape),
+        "num_ranks": num_ranks,
+        "imbalance": round(problem.imbalance(), 3),
+        "grads": options.grads,
+    }
+
+    errors = relative_errors(problem, fused.results())
+    record.write(measurement="gate", implementation="fused", relative_l2=errors, **about)
+    worst = max(errors.values(), key=lambda error: error if error == error else float("inf"))
+    log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
+    if not worst <= options.gate:
+        raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {options.gate}")
+    torch.cuda.empty_cache()
+
+    row: dict[str, Any] = {"shape": name, "floor_ms": floor_ms}
+
+    def take(key: str, what: str, implementation: str, timing: Timing, floor: float) -> None:
+        row[key] = timing.median_ms
+        record.write(
+            measurement=what,
+            implementation=implementation,
+            **timing.as_dict(),
+            floor_ms=round(floor, 4),
+            **about,
+        )
+        log(f"{name}: {implementation} {what} {timing.median_ms:.3f} ms")
+
+    take("fused", "forward", "fused", timer(without_grad(fused)), floor_ms)
+    if not options.forward_only:
+        timing = timer(fused.forward_and_backward)
+        take("fused_both", "forward+backward", "fused", timing, 3 * floor_ms)
+    if not options.no_baselines:
+        for tensor in (problem.x, problem.probs, *problem.parameters):
+            tensor.grad = None
+            tensor.__dict__.pop("main_grad", None)
+        unfused = UnfusedLayer(problem, use_main_grad=use_main_grad)
+        timing = timer(without_grad(unfused))
+        take("unfused", "forward", "unfused", timing, floor_ms)
+        with torch.no_grad():
+            there = dispatch(problem)
+
+        def experts_alone() -> torch.Tensor:
+            return experts(there.rows, there.ends, unfused.weights, gated=shape.gated)
+
+        timing = timer(without_grad(experts_alone))
+        take("experts", "forward", "experts only", timing, floor_ms)
+        if not options.forward_only:
+            timing = timer(unfused.forward_and_backward)
+            take("unfused_both", "forward+backward", "unfused", timing, 3 * floor_ms)
+    row["tflops"] = shape.flops / row["fused"] / 1e9
+    return row
+
+
+def print_table(rows: list[dict[str, Any]], ceilings: Ceilings) -> None:
+    """Prints the measurements as Markdown, times in ms."""
+    link = f", peer copy {ceilings.link_gbps:.0f} GB/s" if ceilings.link_gbps else ""
+    log(f"\ncuBLAS bf16 {ceilings.tflops:.0f} TFLOP/s{link}; medians, ms\n")
+    columns = (
+        ("shape", lambda row: row["shape"]),
+        ("fwd", lambda row: f"{row['fused']:.3f}"),
+        ("TFLOP/s", lambda row: f"{row['tflops']:.0f}"),
+        ("x floor", lambda row: f"{row['fused'] / row['floor_ms']:.2f}"),
+        ("unfused", lambda row: f"{row['unfused']:.3f}"),
+        ("ratio", lambda row: f"{row['unfused'] / row['fused']:.2f}"),
+        ("experts only", lambda row: f"{row['experts']:.3f}"),
+        ("fwd+bwd", lambda row: f"{row['fused_both']:.3f}"),
+        ("x floor", lambda row: f"{row['fused_both'] / row['floor_ms'] / 3:.2f}"),
+        ("unfused", lambda row: f"{row['unfused_both']:.3f}"),
+        ("ratio", lambda row: f"{row['unfused_both'] / row['fused_both']:.2f}"),
+        ("floor fwd", lambda row: f"{row['floor_ms']:.3f}"),
+    )
+    log("| " + " | ".join(title for title, _ in columns) + " |")
+    log("| " + " | ".join("---" for _ in columns) + " |")
+    for row in rows:
+        log("| " + " | ".join(_cell(value, row) for _, value in columns) + " |")
+
+
+def _cell(value: Callable[[dict[str, Any]], str], row: dict[str, Any]) -> str:
+    try:
+        return value(row)
+    except KeyError:  # not measured
+        return "-"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=list(SHAPES),
+        default=list(SHAPES),
+        metavar="SHAPE",
+        help=f"from {', '.join(SHAPES)}",
+    )
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--forward-only", action="store_true", help="the gate still does both")
+    parser.add_argument("--no-baselines", action="store_true")
+    parser.add_argument("--grads", choices=("bf16", "main_grad"), default="bf16")
+    parser.add_argument("--zipf", type=float, default=0.0, help="exponent of a skewed routing")
+    parser.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")
+    parser.add_argument("--symmetric", choices=("cuda", "nvshmem"), default="cuda")
+    parser.add_argument("--reserved-sms", type=int, default=4)
+    parser.add_argument("--flush-l2", action="store_true", help="before each iteration")
+    parser.add_argument("--gate", type=float, default=GATE, help="largest relative L2 error")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", help="what is measured, where the checkout has no git")
+    parser.add_argument("--out", type=Path, help="file that takes one JSON object per measurement")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        print("no CUDA GPU is usable here: nothing can be measured", file=sys.stderr)
+        return 2
+    num_ranks = common.join_group()
+    if num_ranks > 1 and options.one_of > 1:
+        raise SystemExit("--one-of is for one GPU; torchrun started several ranks")
+    timer = Timer(options.iterations, options.warmup, flush_l2=options.flush_l2)
+    ceilings = Ceilings(timer, num_ranks, options.symmetric)
+    machine = common.machine(options.commit)
+    record = Record(
+        options.out,
+        **machine,
+        command=" ".join(["tools.bench.bench_layer", *arguments]),
+        symmetric=options.symmetric,
+        reserved_sms=options.reserved_sms,
+        zipf=options.zipf,
+        one_of=options.one_of,
+        flush_l2=options.flush_l2,
+        cublas_tflops=round(ceilings.tflops, 1),
+        link_gbps=ceilings.link_gbps and round(ceilings.link_gbps, 1),
+    )
+    log(f"{num_ranks} x {machine['gpus'][0]}, torch {machine['torch']}, {machine['commit']}")
+    rows = []
+    for name in options.shapes:
+        shape = SHAPES[name].one_of(options.one_of)
+        rows.append(measure(name, shape, options, timer, ceilings, record, num_ranks))
+        torch.cuda.empty_cache()
+    print_table(rows, ceilings)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,175 @@
+"""The layers that are measured, and random data for them."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import Activation, MoEConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer, as its expert-parallel group sees it.
+
+    Attributes:
+        tokens: Tokens of one rank.
+        hidden: Model width.
+        intermediate: FFN width of one expert.
+        num_experts: Experts of the whole group.
+        topk: Experts that each token selects.
+        gated: SwiGLU if true, else GELU.
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    num_experts: int
+    topk: int
+    gated: bool
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of one rank's forward, at a perfect balance."""
+        products = 3 if self.gated else 2
+        return 2 * products * self.tokens * self.topk * self.hidden * self.intermediate
+
+    def config(self, num_ranks: int) -> MoEConfig:
+        """The layer on this many ranks."""
+        return MoEConfig(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            num_experts=self.num_experts,
+            topk=self.topk,
+            activation=Activation.SILU if self.gated else Activation.GELU,
+            gated=self.gated,
+            num_ranks=num_ranks,
+            max_tokens=self.tokens,
+        )
+
+    def one_of(self, num_ranks: int) -> "Shape":
+        """One rank's share of the experts with as many rows, for one GPU."""
+        return replace(self, num_experts=self.num_experts // num_ranks)
+
+
+def _paper(tokens: int, num_experts: int) -> Shape:
+    return Shape(tokens, 2048, 2048, num_experts, 2, gated=False)
+
+
+SHAPES = {
+    "paper-1k": _paper(1024, 64),
+    "paper-4k": _paper(4096, 64),
+    "paper-8k": _paper(8192, 64),
+    "paper-16k-e8": _paper(16384, 8),
+    "paper-16k-e64": _paper(16384, 64),
+    "paper-16k-e128": _paper(16384, 128),
+    "qwen3-30b": Shape(8192, 2048, 768, 128, 8, gated=True),
+    "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2, gated=True),
+    "deepseek-v3-e64": Shape(4096, 7168, 2048, 64, 8, gated=True),
+}
+
+
+@dataclass
+class Problem:
+    """One rank's random data for a shape.
+
+    Attributes:
+        config: The layer.
+        x: ``[tokens, hidden]`` bf16, requires a gradient.
+        grad_out: As ``x``, without a gradient.
+        topk_idx: ``[tokens, topk]`` int64.
+        topk_weight: ``[tokens, topk]`` float32, requires a gradient.
+        probs: ``[tokens, num_experts]`` float32, the weights where selected; requires a gradient.
+        routing_map: ``[tokens, num_experts]`` bool.
+        weights: The local experts' parameters.
+    """
+
+    config: MoEConfig
+    x: torch.Tensor
+    grad_out: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weight: torch.Tensor
+    probs: torch.Tensor
+    routing_map: torch.Tensor
+    weights: ExpertWeights
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """All local weights, fc1's first."""
+        return (*self.weights.fc1, *self.weights.fc2)
+
+    def remote_rows(self) -> float:
+        """Rows that a rank has to send at least, one per token and other rank; the mean of ranks.
+
+        Collective over the default group if there are several ranks.
+        """
+        config = self.config
+        if config.num_ranks == 1:
+            return 0.0
+        by_rank = self.routing_map.view(-1, config.num_ranks, config.num_local_experts).any(2)
+        by_rank[:, dist.get_rank()] = False
+        rows = by_rank.sum().double()
+        dist.all_reduce(rows)
+        return float(rows) / config.num_ranks
+
+    def imbalance(self) -> float:
+        """Rows of the busiest rank relative to the mean. Collective as :meth:`remote_rows`."""
+        config = self.config
+        rows = self.routing_map.sum(0).view(config.num_ranks, -1).sum(1).double()
+        if config.num_ranks > 1:
+            dist.all_reduce(rows)
+        return float(rows.max() / rows.mean())
+
+
+def make_problem(
+    shape: Shape,
+    num_ranks: int,
+    *,
+    rank: int,
+    device: torch.device,
+    zipf: float = 0.0,
+    seed: int = 1,
+) -> Problem:
+    """Random tokens, weights and routing.
+
+    Args:
+        shape: The layer.
+        num_ranks: Ranks of the group.
+        rank: This rank.
+        device: Where everything is made.
+        zipf: Expert ``e`` is chosen with a weight of ``(e + 1) ** -zipf``; 0 is uniform.
+        seed: Together with the rank decides all numbers.
+    """
+    g = torch.Generator(device).manual_seed(seed * 1000 + rank)
+
+    def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+        values = torch.empty(size, dtype=torch.bfloat16, device=device)
+        return values.normal_(std=scale, generator=g)
+
+    config = shape.config(num_ranks)
+    local = config.num_local_experts
+    noise = torch.rand(shape.tokens, shape.num_experts, device=device, generator=g)
+    popularity = torch.arange(1, shape.num_experts + 1, device=device, dtype=torch.float32)
+    scores = -(-noise.clamp(1e-9, 1 - 1e-7).log()).log() - zipf * popularity.log()
+    topk_weight, topk_idx = scores.softmax(1).topk(shape.topk, dim=1)
+    topk_weight = topk_weight / topk_weight.sum(1, keepdim=True)
+    empty = torch.zeros_like(noise)
+    fc1 = [random(config.fc1_rows, shape.hidden, scale=shape.hidden**-0.5) for _ in range(local)]
+    fc2 = [
+        random(shape.hidden, shape.intermediate, scale=shape.intermediate**-0.5)
+        for _ in range(local)
+    ]
+    return Problem(
+        config=config,
+        x=random(shape.tokens, shape.hidden).requires_grad_(),
+        grad_out=random(shape.tokens, shape.hidden),
+        topk_idx=topk_idx,
+        topk_weight=topk_weight.clone().requires_grad_(),
+        probs=empty.scatter(1, topk_idx, topk_weight).requires_grad_(),
+        routing_map=empty.bool().scatter_(1, topk_idx, True),
+        weights=ExpertWeights(
+            tuple(weight.requires_grad_() for weight in fc1),
+            tuple(weight.requires_grad_() for weight in fc2),
+        ),
+    )

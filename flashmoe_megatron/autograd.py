@@ -163,7 +163,7 @@ class _Taken:
 
 
 def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Moves the tensors of nested dataclasses and sequences to a list, leaving their indices.
+    """Moves the tensors of nested dataclasses, tuples and lists to a list, leaving their indices.
 
     Autograd can then free, offload or recompute them as it does with every other layer's. Other
     objects stay where they are.
@@ -171,7 +171,7 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Taken(len(tensors) - 1)
-    if isinstance(value, tuple | list):
+    if type(value) in (tuple, list):
         return type(value)(_take_tensors(item, tensors) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _Rebuild(
@@ -194,7 +194,7 @@ def _give_tensors(skeleton: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
     """Undoes :func:`_take_tensors`."""
     if isinstance(skeleton, _Taken):
         return tensors[skeleton.index]
-    if isinstance(skeleton, tuple | list):
+    if type(skeleton) in (tuple, list):
         return type(skeleton)(_give_tensors(item, tensors) for item in skeleton)
     if isinstance(skeleton, _Rebuild):
         fields = {name: _give_tensors(item, tensors) for name, item in skeleton.fields.items()}

@@ -32,6 +32,7 @@ def test_results_come_by_rank():
     assert run_ranks(add_ranks, 2, 10) == [10, 11]
 
 
+@pytest.mark.timeout(300)  # starts its processes four times
 def test_failures_raise_and_the_pool_recovers():
     pool = RankPool(2)
     try:

@@ -164,5 +164,5 @@ def unfused_layer(problem: Problem, weights: GroupedWeights) -> torch.Tensor:
         )
         rows = _AllToAll.apply(rows, there.receive, there.send)  # type: ignore[no-untyped-call]
     rows = _Permute.apply(rows, there.inverse, there.order, 1)  # type: ignore[no-untyped-call]
-    by_token = rows.view(*problem.topk_idx.shape, -1)
+    by_token: torch.Tensor = rows.view(*problem.topk_idx.shape, -1)
     return (by_token * problem.topk_weight.to(rows.dtype).unsqueeze(-1)).sum(1)

@@ -1,0 +1,96 @@
+"""The measuring tools measure what they say: the baseline is the layer, the gate notices errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.reference_backend import ReferenceBackend
+from tests.distributed import RankPool
+from tools.bench.bench_layer import GATE, FusedLayer, UnfusedLayer
+from tools.bench.gate import LayerResults, relative_errors
+from tools.bench.profile_layer import FORWARD, Activity, activities_of, unexpected
+from tools.bench.shapes import SHAPES, Problem, Shape, make_problem
+
+
+def make(num_ranks: int, rank: int, *, gated: bool) -> Problem:
+    shape = Shape(40, 64, 128, 8, 2, gated=gated)
+    return make_problem(shape, num_ranks, rank=rank, device=torch.device("cpu"), zipf=0.7)
+
+
+def measured_errors(
+    group: dist.ProcessGroup | None, gated: bool, use_main_grad: bool
+) -> list[dict[str, float]]:
+    """Errors of the layer, of the baseline, and of a layer that misses one token."""
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    problem = make(num_ranks, 0 if group is None else dist.get_rank(group), gated=gated)
+    backend = ReferenceBackend(problem.config, group)
+    layer = FusedLayer(problem, backend, use_main_grad=use_main_grad)
+    results = layer.results()
+    errors = [relative_errors(problem, results)]
+    results.out[7] = 0
+    broken = relative_errors(problem, results)
+
+    problem.x.grad = None
+    baseline = UnfusedLayer(problem, use_main_grad=use_main_grad)
+    out = baseline.forward_and_backward()
+    fc1, fc2 = baseline.main_grads or [baseline.weights.fc1.grad, baseline.weights.fc2.grad]
+    grad_probs = torch.zeros_like(problem.probs)
+    grad_probs.scatter_(1, problem.topk_idx, problem.topk_weight.grad)
+    results = LayerResults(
+        out,
+        problem.x.grad,
+        grad_probs,
+        list(fc1.transpose(1, 2)),
+        list(fc2.transpose(1, 2)),
+    )
+    errors.append(relative_errors(problem, results))
+    return [*errors, broken]
+
+
+@pytest.mark.parametrize(("gated", "use_main_grad"), [(True, False), (False, True)])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_baseline_and_gate(ranks: RankPool, num_ranks: int, gated: bool, use_main_grad: bool):
+    if num_ranks == 1:
+        found = [measured_errors(None, gated, use_main_grad)]
+    else:
+        found = ranks.run(measured_errors, gated, use_main_grad, num_ranks=num_ranks)
+    for layer, baseline, broken in found:
+        assert max(layer.values()) < GATE
+        assert max(baseline.values()) < GATE
+        assert broken["out"] > 10 * GATE
+        assert broken["grad_x"] == layer["grad_x"]
+
+
+def test_shapes_are_the_published_ones():
+    gflops = {name: round(shape.flops / 1e9) for name, shape in SHAPES.items()}
+    assert gflops == {
+        "paper-1k": 34,
+        "paper-4k": 137,
+        "paper-8k": 275,
+        "paper-16k-e8": 550,
+        "paper-16k-e64": 550,
+        "paper-16k-e128": 550,
+        "qwen3-30b": 618,
+        "mixtral-8x7b": 5772,
+        "deepseek-v3-e64": 2886,
+    }
+
+
+def test_a_trace_is_read_in_order_of_time(tmp_path: Path):
+    events = [
+        {"cat": "kernel", "name": "layer_kernel<silu>", "ts": 120.0, "dur": 50.0},
+        {"cat": "cpu_op", "name": "aten::empty", "ts": 90.0, "dur": 1.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 110.0, "dur": 2.0},
+        {"cat": "kernel", "name": "plan_kernel", "ts": 100.0, "dur": 5.0},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = activities_of(path)
+    assert [activity.start_us for activity in found] == [0.0, 10.0, 20.0]
+    assert unexpected(found, FORWARD) is None
+    extra = [*found, Activity("elementwise_kernel", 200.0, 1.0)]
+    assert "elementwise_kernel" in str(unexpected(extra, FORWARD))
+    assert unexpected(found[:1], FORWARD) is not None

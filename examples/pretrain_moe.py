@@ -86,26 +86,34 @@ class Training:
     scheduler: OptimizerParamScheduler
 
 
+def count(text: str) -> int:
+    """An argument that has to be a positive number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, wanted at least 1")
+    return value
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--train-iters", type=int, default=150, help="iterations of each run")
-    add("--eval-iters", type=int, default=4, help="batches of a validation")
-    add("--log-interval", type=int, default=10, help="iterations between two lines of losses")
-    add("--num-layers", type=int, default=2)
-    add("--hidden-size", type=int, default=128, help="a multiple of 64")
-    add("--moe-ffn-hidden-size", type=int, default=256, help="a multiple of 64")
-    add("--num-attention-heads", type=int, default=4)
-    add("--num-experts", type=int, default=8, help="of all ranks")
-    add("--moe-router-topk", type=int, default=2)
-    add("--seq-length", type=int, default=256, help="bytes of a sample")
-    add("--micro-batch-size", type=int, default=4, help="samples of a rank and micro-batch")
-    add("--num-microbatches", type=int, default=2)
+    add("--train-iters", type=count, default=150, help="iterations of each run")
+    add("--eval-iters", type=count, default=4, help="batches of a validation")
+    add("--log-interval", type=count, default=10, help="iterations between two lines of losses")
+    add("--num-layers", type=count, default=2)
+    add("--hidden-size", type=count, default=128, help="a multiple of 64")
+    add("--moe-ffn-hidden-size", type=count, default=256, help="a multiple of 64")
+    add("--num-attention-heads", type=count, default=4)
+    add("--num-experts", type=count, default=8, help="of all ranks")
+    add("--moe-router-topk", type=count, default=2)
+    add("--seq-length", type=count, default=256, help="bytes of a sample")
+    add("--micro-batch-size", type=count, default=4, help="samples of a rank and micro-batch")
+    add("--num-microbatches", type=count, default=2)
     add("--lr", type=float, default=3e-3)
     add("--seed", type=int, default=1234)
-    add("--data-megabytes", type=int, default=8, help="of sources, at most")
+    add("--data-megabytes", type=count, default=8, help="of sources, at most")
     add("--output", type=Path, default=Path("runs/pretrain_moe"), help="data and checkpoint")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
     add("--no-comparison", action="store_true", help="leave the run with alltoall out")
@@ -364,15 +372,36 @@ def load_weights(training: Training, directory: Path) -> None:
     training.gpt.load_state_dict(state["model"])
 
 
-def compare(losses: list[float], stock: list[float], args: argparse.Namespace) -> float:
-    """Prints the losses of both runs and returns their largest difference."""
+def compare(losses: list[float], stock: list[float], args: argparse.Namespace) -> list[str]:
+    """Prints the losses of both runs side by side and returns what does not agree.
+
+    Routing is a step function: once rounding has sent one token to another expert the runs drift
+    apart, as two runs of one dispatcher on different machines do. So the first iterations have to
+    agree one by one, and the end in its mean.
+    """
     differences = [abs(ours - theirs) for ours, theirs in zip(losses, stock, strict=True)]
     log("")
     log(f"{'iteration':>9} {'flashmoe':>10} {'alltoall':>10} {'difference':>11}")
     for iteration in [1, *range(args.log_interval, args.train_iters + 1, args.log_interval)]:
         at = iteration - 1
         log(f"{iteration:>9} {losses[at]:>10.5f} {stock[at]:>10.5f} {differences[at]:>11.2e}")
-    return max(differences)
+    last = mean_of_last(losses, args) - mean_of_last(stock, args)
+    bounds = (
+        ("first 20 iterations, largest", max(differences[:20]), 5e-2 if HAS_GPU else 1e-4),
+        ("last tenth, of the means", abs(last), 1e-1 if HAS_GPU else 5e-2),
+    )
+    failures = []
+    for name, difference, bound in bounds:
+        log(f"difference over the {name}: {difference:.2e} (allowed: {bound})")
+        if not difference <= bound:
+            failures.append(f"flashmoe and alltoall do not agree over the {name}")
+    return failures
+
+
+def mean_of_last(losses: list[float], args: argparse.Namespace) -> float:
+    """The mean of the last tenth of the losses."""
+    tenth = max(args.train_iters // 10, 1)
+    return sum(losses[-tenth:]) / tenth
 
 
 def main() -> int:
@@ -397,21 +426,17 @@ def main() -> int:
     log(f"validation loss of the checkpoint loaded into a model with alltoall: {reloaded:.5f}")
 
     failures = []
-    tenth = max(args.train_iters // 10, 1)
-    first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
-    # In bfloat16 two runs round differently and drift apart; in float32 they hardly do.
-    tolerance = 0.1 if HAS_GPU else 1e-2
-    if abs(reloaded - valid_loss) > tolerance:
+    if abs(reloaded - valid_loss) > (1e-2 if HAS_GPU else 1e-4):
         failures.append("the checkpoint does not give the loss that the saved model had")
-    if not last < first:
+    if not mean_of_last(losses, args) < losses[0]:
         failures.append("the loss did not fall")
     if not args.no_comparison:
         stock = train(build_training(args, "alltoall"), train_set, args, "alltoall")
-        largest = compare(losses, stock, args)
-        log(f"largest difference at an iteration: {largest:.2e} (allowed: {tolerance})")
-        if not largest <= tolerance:
-            failures.append("flashmoe and alltoall do not agree")
-    log(f"{LOSS} of flashmoe: {first:.3f} over the first {tenth} iterations, {last:.3f} at the end")
+        failures += compare(losses, stock, args)
+    log(
+        f"{LOSS} of flashmoe: {losses[0]:.3f} at the first iteration, "
+        f"{mean_of_last(losses, args):.3f} at the end"
+    )
     for failure in failures:
         log(f"failed: {failure}")
     dist.barrier()

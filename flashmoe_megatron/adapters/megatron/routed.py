@@ -37,6 +37,9 @@ class RoutedExperts:
         experts: The layer's ``experts`` module.
         group: The layer's expert-parallel group.
 
+    Attributes:
+        num_calls: Forward calls so far, recomputation included.
+
     Raises:
         ConfigError: The configuration, the training script's arguments or the experts' class
             cannot be honoured.
@@ -53,6 +56,7 @@ class RoutedExperts:
         expert_weights(experts, hidden=config.hidden_size)
         self._settings = current_settings()
         self._backend: Backend | None = None
+        self.num_calls = 0
         if resolve_max_tokens(config, self._settings) is not None:
             self._backend = self._make_backend()
 
@@ -76,6 +80,7 @@ class RoutedExperts:
         Returns:
             ``[num_tokens, hidden]`` in ``x.dtype``.
         """
+        self.num_calls += 1
         wait_for_parameters(self._experts)
         if probs.dtype not in (torch.float32, x.dtype):
             # --moe-router-dtype fp64: the choice of experts has been made in it.

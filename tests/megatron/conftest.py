@@ -1,0 +1,56 @@
+"""Process pools in which Megatron runs on processors, and skips where it is not installed."""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import RankPool
+
+MEGATRON_LM = "FLASHMOE_MEGATRON_LM"
+"""Environment variable that names a checkout of Megatron-LM."""
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four processes for Megatron; they start with the first use."""
+    with contextlib.closing(RankPool(4)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    """Two processes for Megatron; they start with the first use."""
+    with contextlib.closing(RankPool(2)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def megatron_lm() -> Path:
+    """The checkout of Megatron-LM, with the stock training scripts and NVIDIA's tests."""
+    named = os.environ.get(MEGATRON_LM)
+    if not named:
+        pytest.skip(f"{MEGATRON_LM} names no checkout of Megatron-LM")
+    path = Path(named).resolve()
+    if not (path / "pretrain_gpt.py").is_file():
+        pytest.fail(f"{MEGATRON_LM}={named}: wanted a checkout with pretrain_gpt.py")
+    return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _is_installed("megatron.core"):
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="megatron-core is not installed"))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

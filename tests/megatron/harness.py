@@ -1,0 +1,381 @@
+"""Trains small GPT models with Megatron on gloo processes. Runs inside the ranks of a pool.
+
+Megatron is imported inside the functions: in a rank it has to come after the CPU bridge.
+"""
+
+import dataclasses
+import functools
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY = 128
+SEQ_LENGTH = 16
+MICRO_BATCH = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the world is divided; the rest is data parallelism."""
+
+    expert: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    ``config``, ``ddp`` and ``optimizer`` override fields of Megatron's configurations.
+    """
+
+    layout: Layout
+    config: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+    iterations: int = 3
+    micro_batches: int = 2
+    fuse_main_grad: bool = False
+    save_to: str | None = None
+    load_from: str | None = None
+    first_iteration: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw; losses are empty on ranks without the last pipeline stage."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    eval_losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    layer_classes: set[str]
+    fused_calls: int
+
+
+class Norm(torch.nn.RMSNorm):
+    """Megatron's own norms for sequence parallelism need Apex or Transformer Engine."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def prepare(layout: Layout) -> None:
+    """Brings Megatron up in this rank, once, and divides the world as wanted."""
+    from examples import cpu_bridge
+    from flashmoe_megatron.adapters import megatron as adapter
+
+    cpu_bridge.enable()
+    adapter.install()
+    adapter.configure(max_tokens=SEQ_LENGTH * MICRO_BATCH)
+    _divide(layout)
+
+
+@functools.lru_cache(maxsize=1)
+def _divide(layout: Layout) -> None:
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def transformer_config(layout: Layout, dispatcher: str, **overrides: Any) -> Any:
+    """A small MoE transformer in float32 that needs neither Transformer Engine nor Apex."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": max(2, layout.pipeline * (layout.virtual or 1)),
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "moe_ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": dispatcher,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": layout.tensor > 1,
+        "pipeline_dtype": torch.float32,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "init_method_std": 0.1,
+    }
+    return TransformerConfig(**{**settings, **overrides})
+
+
+def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
+    """Trains a model from one seed; the same numbers come out for every right dispatcher."""
+    prepare(case.layout)
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    _forget_metrics()
+    config = transformer_config(case.layout, dispatcher, **case.config)
+    chunks = _build(config, case.layout)
+    # Megatron's own fusion is a CUDA extension that its linears ask for when they are built; the
+    # routed experts ask the configuration at each call.
+    config.gradient_accumulation_fusion = case.fuse_main_grad
+    ddp_config = DistributedDataParallelConfig(
+        **{"use_distributed_optimizer": True, "bucket_size": 10_000, **case.ddp}
+    )
+    model = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        syncs = [chunk.no_sync for chunk in model]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=5e-3,
+            weight_decay=0.01,
+            clip_grad=1.0,
+            params_dtype=torch.float32,
+            use_distributed_optimizer=ddp_config.use_distributed_optimizer,
+            overlap_param_gather=ddp_config.overlap_param_gather,
+        ),
+        model,
+    )
+    if case.load_from is not None:
+        _load(case.load_from, model, optimizer)
+    step = get_forward_backward_func()
+    losses, grad_norms = [], []
+    for iteration in range(case.first_iteration, case.first_iteration + case.iterations):
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reduced = _run(step, model, case, iteration, forward_only=False)
+        _, grad_norm, _ = optimizer.step()
+        losses.append(_mean(reduced))
+        grad_norms.append(float(grad_norm))
+    if ddp_config.overlap_param_gather:
+        for chunk in model:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    for chunk in model:
+        chunk.eval()
+    with torch.no_grad():
+        eval_loss = _mean(_run(step, model, case, 1000, forward_only=True))
+    if case.save_to is not None:
+        _save(case.save_to, model, optimizer)
+    return Outcome(
+        losses=[loss for loss in losses if loss is not None],
+        grad_norms=grad_norms,
+        eval_losses=[] if eval_loss is None else [eval_loss],
+        parameters={
+            f"{index}.{name}": parameter.detach().clone()
+            for index, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+        },
+        layer_classes={type(layer).__name__ for layer in _dispatchers(chunks)},
+        fused_calls=sum(_fused_calls(layer) for layer in _moe_layers(chunks)),
+    )
+
+
+def _forget_metrics() -> None:
+    """Drops Megatron's table of auxiliary losses, which has the last model's number of layers."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()
+    else:
+        destroy_moe_metrics_tracker()
+
+
+def _build(config: Any, layout: Layout) -> list[Any]:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    torch.manual_seed(7 + parallel_state.get_pipeline_model_parallel_rank())
+    model_parallel_cuda_manual_seed(7)
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    stages = range(layout.virtual) if layout.virtual else [None]
+    place = {"ignore_virtual": False}
+    return [
+        GPTModel(
+            config,
+            TransformerBlockSubmodules(
+                layer_specs=[spec] * get_num_layers_to_build(config, vp_stage=stage),
+                layer_norm=Norm,
+            ),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQ_LENGTH,
+            pre_process=parallel_state.is_pipeline_first_stage(**place, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(**place, vp_stage=stage),
+            share_embeddings_and_output_weights=False,
+            **({} if stage is None else {"vp_stage": stage}),
+        )
+        for stage in stages
+    ]
+
+
+def _run(
+    step: Any, model: list[Any], case: Case, iteration: int, *, forward_only: bool
+) -> list[dict[str, Any]]:
+    iterators = [_batches(case, iteration) for _ in model]
+    result: list[dict[str, Any]] = step(
+        forward_step_func=_forward_step,
+        data_iterator=iterators if len(model) > 1 else iterators[0],
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=case.micro_batches,
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=MICRO_BATCH,
+        forward_only=forward_only,
+    )
+    return result
+
+
+def _batches(case: Case, iteration: int) -> Iterator[torch.Tensor]:
+    """Tokens ``[micro_batch, seq_length + 1]`` that depend on the data-parallel rank alone."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(1000 * iteration + rank)
+    for _ in range(case.micro_batches):
+        # Skewed, so that experts get different numbers of tokens and some none.
+        uniform = torch.rand(MICRO_BATCH, SEQ_LENGTH + 1, generator=generator)
+        yield (uniform.pow(3) * VOCABULARY).long()
+
+
+def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    tokens = next(batches)
+    position = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+    labels = tokens[:, 1:].contiguous()
+    output = model(tokens[:, :-1].contiguous(), position, mask, labels=labels)
+    return output, _loss
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def _mean(reduced: list[dict[str, Any]]) -> float | None:
+    if not reduced:
+        return None
+    return float(torch.stack([entry["loss"] for entry in reduced]).mean())
+
+
+def _sharded_state(model: list[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    metadata = {
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state = {"model": model[0].module.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state["model"], is_loading=is_loading, metadata=metadata
+    )
+    return state
+
+
+def _save(directory: str, model: list[Any], optimizer: Any) -> None:
+    from megatron.core import dist_checkpointing
+
+    # Megatron writes through a process of its own, which a daemon may not start.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    if dist.get_rank() == 0:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(model, optimizer, is_loading=False), directory)
+    dist.barrier()
+
+
+def _load(directory: str, model: list[Any], optimizer: Any) -> None:
+    from megatron.core import dist_checkpointing
+
+    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    for part in parts:
+        _initialize(part)
+    state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), directory)
+    model[0].module.load_state_dict(state["model"])
+    with torch.no_grad():
+        optimizer.load_state_dict(state["optimizer"])
+    # Megatron gives all parameters one tensor as their count of steps, which torch's Adam then
+    # counts up once for each of them.
+    for part in parts:
+        for parameter_state in part.state.values():
+            parameter_state["step"] = parameter_state["step"].clone()
+
+
+def _initialize(optimizer: torch.optim.Optimizer) -> None:
+    """Gives torch's Adam its state, which Megatron expects before it loads one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def _moe_layers(chunks: list[Any]) -> list[Any]:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    return [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)
+    ]
+
+
+def _dispatchers(chunks: list[Any]) -> list[Any]:
+    return [layer.token_dispatcher for layer in _moe_layers(chunks)]
+
+
+def _fused_calls(layer: Any) -> int:
+    routed = getattr(layer, "flashmoe_routed_experts", None)
+    return 0 if routed is None else routed.num_calls
+
+
+def train_both(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, Outcome]:
+    """The same run with Megatron's alltoall dispatcher and with flashmoe."""
+    stock = train(group, case, "alltoall")
+    fused = train(group, dataclasses.replace(case), "flashmoe")
+    return stock, fused

@@ -1,0 +1,118 @@
+"""Training with flashmoe gives the numbers of training with Megatron's alltoall dispatcher."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import RankPool
+from tests.megatron.harness import Case, Layout, Outcome, train, train_both
+
+TOLERANCE = 1e-5
+"""Relative; both sides compute in float32 and differ in the order of their sums."""
+
+TIMEOUT_S = 110.0
+
+EP2_DP2 = Layout(expert=2)
+EP4 = Layout(expert=4)
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+CASES = {
+    "ep2_dp2": Case(EP2_DP2),
+    "ep4": Case(EP4),
+    "no_distributed_optimizer": Case(EP2_DP2, ddp={"use_distributed_optimizer": False}),
+    "overlap_grad_reduce": Case(EP2_DP2, ddp={"overlap_grad_reduce": True}),
+    "both_overlaps": Case(EP2_DP2, ddp=OVERLAP),
+    "main_grad": Case(EP2_DP2, fuse_main_grad=True),
+    "main_grad_both_overlaps": Case(EP2_DP2, ddp=OVERLAP, fuse_main_grad=True),
+    "recompute_moe": Case(
+        EP2_DP2,
+        config={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        ddp=OVERLAP,
+    ),
+    "recompute_full": Case(
+        EP2_DP2,
+        config={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ),
+    "shared_expert": Case(EP2_DP2, config={"moe_shared_expert_intermediate_size": 64}),
+    "capacity": Case(EP2_DP2, config={"moe_expert_capacity_factor": 0.8}),
+    "capacity_padded": Case(
+        EP2_DP2,
+        config={"moe_expert_capacity_factor": 1.2, "moe_pad_expert_input_to_capacity": True},
+    ),
+    "z_loss": Case(EP2_DP2, config={"moe_z_loss_coeff": 1e-2, "moe_aux_loss_coeff": 0.1}),
+    "expert_bias": Case(
+        EP2_DP2,
+        config={
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.1,
+            "moe_router_load_balancing_type": "none",
+        },
+    ),
+    "group_limited": Case(
+        EP2_DP2,
+        config={
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_pre_softmax": True,
+            "moe_router_topk": 3,
+        },
+    ),
+    "pp2_ep2": Case(Layout(expert=2, pipeline=2), ddp=OVERLAP),
+    "pp2_vpp2_ep2": Case(Layout(expert=2, pipeline=2, virtual=2), micro_batches=4),
+    "tp2_ep2": Case(Layout(expert=2, tensor=2)),
+    "tp2_ep4_both_overlaps": Case(Layout(expert=4, tensor=2), ddp=OVERLAP),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_matches_alltoall(name: str, four_ranks: RankPool) -> None:
+    outcomes = four_ranks.run(train_both, CASES[name], timeout_s=TIMEOUT_S)
+    for stock, fused in outcomes:
+        assert stock.layer_classes == {"MoEAlltoAllTokenDispatcher"}
+        assert fused.layer_classes == {"FlashMoETokenDispatcher"}
+        assert stock.fused_calls == 0
+        assert fused.fused_calls > 0
+        assert_same(fused, stock)
+    assert any(stock.losses for stock, _ in outcomes)
+
+
+def test_two_ranks_match_alltoall(two_ranks: RankPool) -> None:
+    for stock, fused in two_ranks.run(train_both, Case(Layout(expert=2)), timeout_s=TIMEOUT_S):
+        assert len(fused.losses) == 3
+        assert_same(fused, stock)
+
+
+@pytest.mark.parametrize(("before", "after"), [("alltoall", "flashmoe"), ("flashmoe", "alltoall")])
+def test_dispatcher_can_be_switched_at_a_checkpoint(
+    before: str, after: str, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    whole = Case(EP2_DP2, iterations=4, ddp=OVERLAP)
+    first = dataclasses.replace(whole, iterations=2, save_to=str(tmp_path / "checkpoint"))
+    second = dataclasses.replace(
+        whole, iterations=2, first_iteration=2, load_from=str(tmp_path / "checkpoint")
+    )
+    uninterrupted = four_ranks.run(train, whole, after, timeout_s=TIMEOUT_S)
+    four_ranks.run(train, first, before, timeout_s=TIMEOUT_S)
+    resumed = four_ranks.run(train, second, after, timeout_s=TIMEOUT_S)
+    for want, got in zip(uninterrupted, resumed, strict=True):
+        rest = dataclasses.replace(want, losses=want.losses[2:], grad_norms=want.grad_norms[2:])
+        assert_same(got, rest)
+
+
+def assert_same(got: Outcome, want: Outcome) -> None:
+    """Losses, norms of gradients and every parameter agree."""
+    assert got.losses == pytest.approx(want.losses, rel=TOLERANCE)
+    assert got.grad_norms == pytest.approx(want.grad_norms, rel=20 * TOLERANCE)
+    assert got.eval_losses == pytest.approx(want.eval_losses, rel=TOLERANCE)
+    assert got.parameters.keys() == want.parameters.keys()
+    for name, parameter in got.parameters.items():
+        error = torch.linalg.vector_norm(parameter - want.parameters[name])
+        scale = torch.linalg.vector_norm(want.parameters[name])
+        assert error <= 1e-3 * scale, f"{name}: off by {error / scale:.2e} of its norm"

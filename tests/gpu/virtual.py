@@ -6,6 +6,7 @@ differ. A few SMs stay free, so that ordinary kernels of one rank run beside the
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 
 from flashmoe_megatron import _native
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions, PendingForward
+
+# Read when CUDA starts: a hardware queue per stream, or one rank's launch may wait behind another's.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 TIMEOUT_S = 10.0
 FREE_SMS = 4
@@ -94,10 +98,48 @@ class _Memory(GroupMemory):
         return group
 
 
+@functools.cache
+def load_kernels() -> None:
+    """Runs one rank through every kernel that a rank may need while another rank's waits for it.
+
+    CUDA loads a kernel at its first launch and may wait for all running ones to do so. On GPUs of
+    their own the ranks load side by side; here the first rank's would wait for the second's turn.
+    """
+    options = KernelOptions(timeout_s=TIMEOUT_S)
+    config = MoEConfig(
+        hidden=64,
+        intermediate=64,
+        num_experts=1,
+        topk=1,
+        activation=Activation.RELU,
+        gated=False,
+        num_ranks=1,
+        max_tokens=8,
+    )
+    memory = GroupMemory(None, device(), options)
+    backend = GuardedBackend(config, None, device(), memory=memory, rank=0)
+    backend.allocator = GuardedAllocator()
+    weight = torch.ones(64, 64, dtype=torch.bfloat16, device=device())
+    weights = ExpertWeights((weight,), (weight,))
+    x, probs = weight[:8].clone(), torch.ones(8, 1, device=device())
+    with poisoned_empties():
+        for dtype in (torch.float32, torch.bfloat16):
+            out, saved = backend.forward(x, probs, probs.bool(), weights, training=True)
+            for accumulate in (False, True):
+                fc1, fc2 = (
+                    [WeightGrad(torch.zeros_like(weight, dtype=dtype), accumulate)]
+                    for _ in range(2)
+                )
+                backend.backward(out, saved, weights, fc1, fc2)
+    torch.cuda.synchronize()
+
+
 class VirtualGroup:
     """What the layers of one expert-parallel group share, for all of its ranks."""
 
     def __init__(self, num_ranks: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        if num_ranks > 1:
+            load_kernels()
         self.num_ranks = num_ranks
         self.options = {"timeout_s": timeout_s}
         options = KernelOptions(timeout_s=timeout_s)

@@ -174,7 +174,7 @@ def run_sanitizer(tool: str, sanitizer: str | None) -> Check:
         return Check(name, "skipped", reason="compute-sanitizer is not installed")
     _, output = run_bounded([sanitizer, "--require-cuda-init", "no", "/bin/true"], 30, tail=2000)
     if "Error" in output or not output:
-        reason = (output.strip().splitlines() or ["no output"])[-1]
+        reason = next((line for line in output.splitlines() if "Error" in line), "no output")
         return Check(name, "skipped", reason=f"compute-sanitizer does not run here: {reason}")
     program = ["python", "-m", "tests.gpu.sanitized"]
     command = [sanitizer, "--tool", tool, f"--error-exitcode={SANITIZER_ERROR}"]

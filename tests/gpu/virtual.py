@@ -17,7 +17,7 @@ from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions, PendingForward
 
-# Read when CUDA starts: a hardware queue per stream, or one rank's launch may wait behind another's.
+# Read when CUDA starts: a hardware queue per stream, or one rank's launch waits behind another's.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 TIMEOUT_S = 10.0

@@ -10,5 +10,6 @@ python=$(bash tools/setup_env.sh)
 ranks=$("$python" -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores >= 2 * ranks ? cores / ranks : 1))}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # for an environment without the package
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" \
     examples/pretrain_moe.py "$@"

@@ -128,14 +128,8 @@ class _RoutedExperts(torch.autograd.Function):
                 grads.append(_dummy_grad(owner))
             else:
                 grads.append(destination.buffer)
-        needed = ctx.needs_input_grad[4:]
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(grad if need else None for grad, need in zip(grads, needed, strict=True)),
-        )
+        # Autograd drops the gradients of inputs that need none.
+        return None, None, None, None, *grads
 
 
 _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}

@@ -339,11 +339,11 @@ def _load(directory: str, model: list[Any], optimizer: Any) -> None:
     model[0].module.load_state_dict(state["model"])
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])
-    # Megatron gives all parameters one tensor as their count of steps, which torch's Adam then
-    # counts up once for each of them.
+    # Without Transformer Engine and Apex the count of steps is restored in the groups alone.
     for part in parts:
-        for parameter_state in part.state.values():
-            parameter_state["step"] = parameter_state["step"].clone()
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                part.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 def _initialize(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,78 @@
+"""The routed and shared experts behind the megakernel interface of Megatron-Core's main branch.
+
+There a MoE layer hands its routing result to a ``MegakernelBackend``, a module with
+``forward(hidden_states, probs, routing_map)`` that replaces dispatch, experts and combine. The
+factory of that package needs one branch that makes :class:`FlashMoEMegakernel` with its own
+arguments.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
+from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
+from flashmoe_megatron.errors import ConfigError
+
+try:
+    from megatron.core.transformer.moe.megakernel.backend import MegakernelBackend
+except ImportError:
+    # Released versions do not have the interface; the module is the same without its base.
+    MegakernelBackend = torch.nn.Module
+
+
+class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
+    """Applies a layer's experts. Owns no parameters and leaves no trace in a checkpoint.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        ep_group: The layer's expert-parallel group.
+        routed_experts: The layer's ``experts``, which keep owning their weights.
+        shared_experts: The layer's shared expert, ``None`` if it has none.
+        num_local_experts: Experts of this rank.
+
+    Raises:
+        ConfigError: The configuration or the experts' class cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ep_group: dist.ProcessGroup,
+        routed_experts: torch.nn.Module,
+        shared_experts: torch.nn.Module | None,
+        num_local_experts: int,
+    ) -> None:
+        super().__init__()
+        refuse(config, CONFIG_REFUSALS)
+        wanted = config.num_moe_experts // dist.get_world_size(ep_group)
+        if num_local_experts != wanted:
+            raise ConfigError(
+                f"num_local_experts={num_local_experts}: wanted {wanted}, num_moe_experts="
+                f"{config.num_moe_experts} over {dist.get_world_size(ep_group)} ranks"
+            )
+        self._routed = RoutedExperts(config, routed_experts, ep_group)
+        # In a tuple, so that they do not become submodules: the layer owns them.
+        self._shared = () if shared_experts is None else (shared_experts,)
+
+    def forward(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> torch.Tensor:
+        """Applies the routed experts, and adds the shared one's output.
+
+        Collective over the group.
+
+        Args:
+            hidden_states: ``[..., hidden]``.
+            probs: ``[num_tokens, num_experts]``.
+            routing_map: ``[num_tokens, num_experts]`` bool.
+
+        Returns:
+            The layer's output, in the shape and dtype of ``hidden_states``.
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        output = self._routed(tokens, probs, routing_map).view(hidden_states.shape)
+        for shared in self._shared:
+            output = output + shared(hidden_states)
+        return output

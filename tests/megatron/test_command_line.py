@@ -1,0 +1,198 @@
+"""Settings, flags, the launcher and the opt-in autoload, each as a user meets them."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoe_megatron.adapters.megatron import settings as settings_module
+from flashmoe_megatron.adapters.megatron.arguments import extend_parser
+from flashmoe_megatron.adapters.megatron.settings import Settings, configure, current_settings
+from flashmoe_megatron.errors import ConfigError
+
+
+@pytest.fixture
+def _forget_settings() -> object:
+    yield
+    settings_module._chosen = None
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--moe-token-dispatcher-type", choices=["allgather", "alltoall", "flex"], default="alltoall"
+    )
+    return parser
+
+
+def test_parser_knows_the_type_and_the_flags() -> None:
+    parsed = extend_parser(megatron_parser()).parse_args(
+        [
+            "--moe-token-dispatcher-type",
+            "flashmoe",
+            "--flashmoe-backend",
+            "reference",
+            "--flashmoe-timeout",
+            "7.5",
+            "--flashmoe-reserved-sms",
+            "8",
+            "--flashmoe-symmetric-memory",
+            "nvshmem",
+            "--flashmoe-max-tokens",
+            "4096",
+        ]
+    )
+    assert parsed.moe_token_dispatcher_type == "flashmoe"
+    assert parsed.flashmoe_backend == "reference"
+    assert parsed.flashmoe_timeout_s == 7.5
+    assert parsed.flashmoe_reserved_sms == 8
+    assert parsed.flashmoe_symmetric_memory == "nvshmem"
+    assert parsed.flashmoe_max_tokens == 4096
+
+
+def test_defaults_of_the_flags_are_those_of_the_settings() -> None:
+    parsed = extend_parser(megatron_parser()).parse_args([])
+    given = {
+        name.removeprefix("flashmoe_"): value
+        for name, value in vars(parsed).items()
+        if name.startswith("flashmoe_")
+    }
+    assert Settings(**given) == Settings()
+    assert Settings().timeout_s == 120.0
+
+
+def test_parser_without_the_dispatcher_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--moe-token-dispatcher-type"):
+        extend_parser(argparse.ArgumentParser())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "cuda"}, "--flashmoe-backend 'cuda': wanted one of auto, kernel, reference"),
+        ({"symmetric_memory": "nvls"}, "--flashmoe-symmetric-memory 'nvls'"),
+        ({"timeout_s": 0.0}, "--flashmoe-timeout 0.0: must be positive"),
+        ({"reserved_sms": -1}, "--flashmoe-reserved-sms -1"),
+        ({"max_tokens": 0}, "--flashmoe-max-tokens 0"),
+        ({"heap": 1}, "unknown settings heap"),
+    ],
+)
+def test_settings_without_meaning_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        configure(**options)
+
+
+@pytest.mark.usefixtures("_forget_settings")
+def test_settings_from_code_go_first() -> None:
+    assert current_settings() == Settings()
+    configure(backend="reference", max_tokens=12)
+    assert current_settings() == Settings(backend="reference", max_tokens=12)
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+    )
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+assert "torch" not in sys.modules, "the launcher imported torch before the script"
+from beside import VALUE
+from megatron.core.transformer.moe.moe_layer import MoELayer
+assert hasattr(MoELayer.dispatch, "_flashmoe_patched")
+print(__name__, sys.argv[1:], VALUE)
+"""
+
+
+def test_launcher_runs_a_script_as_python_does(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 42\n")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run_python("-m", "flashmoe_megatron.run", str(tmp_path / "script.py"), "--a", "b")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "__main__ ['--a', 'b'] 42"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [([], "wanted a training script"), (["--help"], "usage:"), (["no.py"], "no such file")],
+)
+def test_launcher_says_what_it_wants(arguments: list[str], words: str) -> None:
+    done = run_python("-m", "flashmoe_megatron.run", *arguments)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+AUTOLOAD = """
+from flashmoe_megatron.autoload import autoload
+autoload()
+from megatron.core.transformer.moe.moe_layer import MoELayer
+print(hasattr(MoELayer.dispatch, "_flashmoe_patched"))
+"""
+
+
+@pytest.mark.parametrize(("value", "answer"), [("1", "True"), ("0", "False"), ("", "False")])
+def test_autoload_is_opt_in(value: str, answer: str) -> None:
+    done = run_python("-c", AUTOLOAD, FLASHMOE_AUTOLOAD=value)
+    assert done.stdout.strip() == answer, done.stderr
+
+
+def test_autoload_refuses_other_values() -> None:
+    done = run_python("-c", AUTOLOAD, FLASHMOE_AUTOLOAD="yes")
+    assert "FLASHMOE_AUTOLOAD='yes': wanted 1" in done.stderr
+
+
+HELPERS = """
+from flashmoe_megatron.adapters.megatron import install
+install()
+from megatron.core.datasets import utils
+utils.compile_helpers()
+print("kept")
+"""
+
+
+def test_built_dataset_helpers_are_kept() -> None:
+    """A wheel has no Makefile: stock Megatron would end the process here."""
+    done = run_python("-c", HELPERS)
+    assert done.stdout.strip() == "kept", done.stderr
+
+
+IMPORTS = """
+import sys
+from flashmoe_megatron.adapters.megatron.imports import when_imported
+seen = []
+when_imported("beside", lambda module: seen.append(module.VALUE))
+when_imported("beside", lambda module: seen.append(module.__name__))
+assert seen == []
+import beside
+assert seen == [42, "beside"], seen
+when_imported("beside", lambda module: seen.append("at once"))
+assert seen[-1] == "at once"
+when_imported("broken", lambda module: seen.append("never"))
+try:
+    import broken
+except ZeroDivisionError:
+    assert seen[-1] == "at once"
+else:
+    raise AssertionError("the module's own error was lost")
+print("ok", beside.__spec__.origin == beside.__file__)
+"""
+
+
+def test_callbacks_follow_the_import(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 42\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "script.py").write_text(IMPORTS)
+    done = run_python(str(tmp_path / "script.py"))
+    assert done.stdout.strip() == "ok True", done.stderr

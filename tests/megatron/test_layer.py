@@ -1,0 +1,202 @@
+"""One MoE layer with flashmoe gives the outputs and gradients of Megatron's alltoall layer."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from flashmoe_megatron.reference import assert_close
+from tests.distributed import RankError, RankPool
+from tests.megatron.harness import Layout, prepare, transformer_config
+
+EP2_DP2 = Layout(expert=2)
+EP4 = Layout(expert=4)
+TOKENS_PER_SEQUENCE, SEQUENCES = 16, 2
+
+CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "swiglu": (EP2_DP2, {}),
+    "one_expert_per_rank": (EP4, {"num_moe_experts": 4}),
+    "all_experts": (EP4, {"num_moe_experts": 4, "moe_router_topk": 4}),
+    "top1": (EP4, {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "gelu": (EP4, {"activation_func": F.gelu, "gated_linear_unit": False}),
+    "relu": (EP4, {"activation_func": F.relu, "gated_linear_unit": False}),
+    "geglu": (EP4, {"activation_func": F.gelu}),
+    "router_in_fp64": (EP4, {"moe_router_dtype": "fp64"}),
+    "bf16": (EP4, {"bf16": True, "params_dtype": torch.bfloat16}),
+    "shared_expert": (EP4, {"moe_shared_expert_intermediate_size": 128}),
+    "capacity": (EP4, {"moe_expert_capacity_factor": 0.5}),
+    "capacity_padded": (
+        EP4,
+        {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layer_matches_alltoall(name: str, four_ranks: RankPool) -> None:
+    layout, settings = CASES[name]
+    rel_l2 = 1e-2 if name == "bf16" else 1e-5
+    for stock, fused in four_ranks.run(both_layers, layout, settings, "sequential"):
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=rel_l2)
+
+
+@pytest.mark.parametrize("kind", ["te_grouped", "legacy_grouped"])
+def test_grouped_experts_match_alltoall(kind: str, four_ranks: RankPool) -> None:
+    """The weights of TEGroupedMLP and GroupedMLP are found where these modules keep them."""
+    if kind == "legacy_grouped" and four_ranks.run(has_no_grouped_mlp)[0]:
+        pytest.skip("this Megatron-Core has no GroupedMLP")
+    # GroupedMLP wants the flag; the parameters stay in float32.
+    for stock, fused in four_ranks.run(both_layers, EP2_DP2, {"bf16": True}, kind):
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+def test_megakernel_matches_the_layer(four_ranks: RankPool) -> None:
+    for difference, names in four_ranks.run(megakernel):
+        assert difference == 0.0
+        assert names == []
+
+
+def test_unknown_experts_are_refused_by_name(four_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="experts of class Strange are not known; wanted Seq"):
+        four_ranks.run(strange_experts)
+
+
+def test_more_tokens_than_announced_are_refused(four_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"48 tokens.*max_tokens=32"):
+        four_ranks.run(too_many_tokens)
+
+
+def make_layer(config: Any, experts: Any = None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    mlp = spec.submodules.mlp
+    submodules = getattr(mlp, "submodules", None) or mlp.keywords["submodules"]
+    if experts is not None:
+        submodules.experts = experts
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    layer = MoELayer(config, submodules)
+    layer.set_layer_number(1)
+    return layer
+
+
+def run_layer(layer: Any) -> dict[str, torch.Tensor]:
+    """Forward and backward; every tensor that has to agree."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (TOKENS_PER_SEQUENCE, SEQUENCES, 64)
+    x = torch.randn(shape, generator=generator).to(layer.config.params_dtype).requires_grad_()
+    weight = torch.randn(shape, generator=generator).to(x.dtype)
+    output, bias = layer(x)
+    assert bias is None
+    (output * weight).sum().backward()
+    tensors = {"output": output, "grad of x": x.grad}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        tensors[f"grad of {name}"] = parameter.grad
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def both_layers(
+    group: dist.ProcessGroup, layout: Layout, settings: dict[str, Any], kind: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    prepare(layout)
+    experts = None if kind == "sequential" else grouped_experts(kind)
+    results = []
+    for dispatcher in ("alltoall", "flashmoe"):
+        layer = make_layer(transformer_config(layout, dispatcher, **settings), experts)
+        results.append(run_layer(layer))
+    return results[0], results[1]
+
+
+class TorchGroupedLinear(torch.nn.Module):
+    """Grouped linear layers as Transformer Engine holds them: ``weight0``, ``weight1``, ..."""
+
+    def __init__(self, num_gemms: int, num_in: int, num_out: int, **options: Any) -> None:
+        super().__init__()
+        self.num_gemms = num_gemms
+        for index in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(num_out, num_in))
+            options["init_method"](weight)
+            self.register_parameter(f"weight{index}", weight)
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: Any, **_: Any) -> tuple[Any, None]:
+        chunks = x.split(list(tokens_per_expert))
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        return torch.cat([c @ w.t() for c, w in zip(chunks, weights, strict=True)]), None
+
+
+def grouped_experts(kind: str) -> Any:
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe import experts
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    if kind == "te_grouped":
+        linears = MLPSubmodules(linear_fc1=TorchGroupedLinear, linear_fc2=TorchGroupedLinear)
+        return ModuleSpec(module=experts.TEGroupedMLP, submodules=linears)
+    # GroupedMLP computes with a CUDA extension; its product of groups in plain torch.
+    experts.gg.assert_grouped_gemm_is_available = lambda: None
+    experts.gg.ops = TorchGroupedGemm
+    return ModuleSpec(module=experts.GroupedMLP)
+
+
+class TorchGroupedGemm:
+    """``gmm`` of the grouped_gemm package."""
+
+    @staticmethod
+    def gmm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool) -> torch.Tensor:
+        chunks = a.split([int(size) for size in sizes])
+        return torch.cat(
+            [c @ (w.t() if trans_b else w) for c, w in zip(chunks, b.unbind(), strict=True)]
+        )
+
+
+def has_no_grouped_mlp(group: dist.ProcessGroup) -> bool:
+    prepare(EP2_DP2)
+    from megatron.core.transformer.moe import experts
+
+    return not hasattr(experts, "GroupedMLP")
+
+
+def megakernel(group: dist.ProcessGroup) -> tuple[float, list[str]]:
+    prepare(EP2_DP2)
+    config = transformer_config(EP2_DP2, "flashmoe", moe_shared_expert_intermediate_size=64)
+    layer = make_layer(config)
+    from flashmoe_megatron.adapters.megatron.megakernel import FlashMoEMegakernel
+
+    backend = FlashMoEMegakernel(
+        config=config,
+        ep_group=layer.ep_group,
+        routed_experts=layer.experts,
+        shared_experts=layer.shared_experts,
+        num_local_experts=layer.num_local_experts,
+    )
+    x = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64)
+    probs, routing_map = layer.route(x)
+    got, want = backend(x, probs, routing_map), layer(x)[0]
+    return float((got - want).detach().abs().max()), list(backend.state_dict())
+
+
+class Strange(torch.nn.Module):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+
+def strange_experts(group: dist.ProcessGroup) -> None:
+    prepare(EP2_DP2)
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    make_layer(transformer_config(EP2_DP2, "flashmoe"), ModuleSpec(module=Strange))
+
+
+def too_many_tokens(group: dist.ProcessGroup) -> None:
+    prepare(EP2_DP2)
+    make_layer(transformer_config(EP2_DP2, "flashmoe"))(torch.randn(24, 2, 64))

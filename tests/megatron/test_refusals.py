@@ -1,0 +1,168 @@
+"""Settings that flashmoe cannot honour are refused when the configuration is made."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashmoe_megatron.adapters import megatron as adapter
+from flashmoe_megatron.adapters.megatron.refusals import (
+    CONFIG_REFUSALS,
+    SCRIPT_REFUSALS,
+    refuse,
+)
+from flashmoe_megatron.errors import ConfigError
+from tests.megatron.harness import Layout, transformer_config
+
+# Fields of TransformerConfig in every supported version, and a word of the way out.
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"fp8": "hybrid"}, "--fp8-format", "bf16"),
+    ({"fp4": "e2m1"}, "--fp4-format", "bf16"),
+    ({"fp16": True}, "--fp16", "--bf16"),
+    ({"use_kitchen": True}, "--use-kitchen", "leave it out"),
+    ({"enable_autocast": True}, "enable_autocast", "dtype"),
+    (
+        {"expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 2},
+        "expert tensor parallelism",
+        "--expert-tensor-parallel-size 1",
+    ),
+    (
+        {"expert_tensor_parallel_size": None, "tensor_model_parallel_size": 2},
+        "expert tensor parallelism",
+        "--expert-tensor-parallel-size 1",
+    ),
+    (
+        {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 64},
+        "--moe-shared-expert-overlap",
+        "leave it out",
+    ),
+    (
+        {"overlap_moe_expert_parallel_comm": True},
+        "--overlap-moe-expert-parallel-comm",
+        "leave it out",
+    ),
+    ({"delay_wgrad_compute": True}, "--delay-wgrad-compute", "leave it out"),
+    ({"add_bias_linear": True}, "a bias", "--disable-bias-linear"),
+    (
+        {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
+        "--moe-apply-probs-on-input",
+        "leave it out",
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+        "moe_act",
+        "--recompute-modules moe",
+    ),
+    (
+        {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
+        "--offload-modules",
+        "leave these",
+    ),
+    ({"cpu_offloading": True}, "--cpu-offloading", "recompute"),
+    ({"moe_latent_size": 32}, "--moe-latent-size", "alltoall"),
+    ({"batch_invariant_mode": True}, "--batch-invariant-mode", "alltoall"),
+    ({"cuda_graph_impl": "local"}, "CUDA graph", "attn"),
+    ({"cuda_graph_impl": "transformer_engine"}, "CUDA graph", "attn"),
+    ({"enable_cuda_graph": True}, "CUDA graph", "attn"),
+    ({"activation_func": torch.tanh}, "activation", "--swiglu"),
+    ({"activation_func_clamp_value": 7.0}, "--activation-func-clamp-value", "clamp"),
+    ({"activation_func_fp8_input_store": True}, "fp8-input-store", "leave it out"),
+    ({"glu_linear_offset": 1.0}, "--glu-linear-offset", "0"),
+    ({"moe_router_padding_for_fp8": True}, "padding-for-fp8", "leave it out"),
+    ({"moe_router_padding_for_quantization": True}, "quantization", "leave it out"),
+    ({"transformer_impl": "inference_optimized"}, "inference_optimized", "local"),
+    ({"expert_model_parallel_size": 16, "num_moe_experts": 16}, "--expert-model-parallel", "8"),
+    ({"moe_router_topk": 17, "num_moe_experts": 32}, "--moe-router-topk", "16"),
+    ({"hidden_size": 80}, "--hidden-size", "64"),
+    ({"moe_ffn_hidden_size": 96}, "FFN width", "--moe-ffn-hidden-size"),
+    ({"moe_ffn_hidden_size": None, "ffn_hidden_size": 96}, "FFN width", "64"),
+]
+
+# Fields that only newer versions have.
+REFUSED_IF_KNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"overlap_dispatch_backward_with_experts_wgrad": True}, "experts-wgrad"),
+    ({"expert_tensor_parallel_num_weight_shards": 2}, "num-weight-shards"),
+    ({"moe_paged_stash": True}, "--moe-paged-stash"),
+    ({"moe_expert_rank_capacity_factor": 1.5}, "--moe-expert-capacity-factor"),
+    ({"moe_mlp_glu_interleave_size": 32}, "--moe-mlp-glu-interleave-size"),
+    ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight"),
+    ({"moe_use_grouped_tensor": True}, "--moe-use-grouped-tensor"),
+    ({"moe_dispatch_fwd_dtype": "mxfp8"}, "bf16"),
+    ({"moe_combine_bwd_dtype": "mxfp8"}, "bf16"),
+    ({"quant_recipe": object()}, "--te-precision-config-file"),
+    ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]}, "CUDA graph"),
+    ({"cuda_graph_impl": "local", "cuda_graph_modules": "full"}, "CUDA graph"),
+]
+
+ACCEPTED: list[dict[str, Any]] = [
+    {},
+    {"activation_func": F.gelu, "gated_linear_unit": False},
+    {"activation_func": F.relu, "gated_linear_unit": False},
+    {"moe_permute_fusion": False, "moe_shared_expert_intermediate_size": 64},
+    {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    {"num_moe_experts": 64, "expert_model_parallel_size": 8},
+]
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    adapter.install()
+
+
+@pytest.mark.parametrize(("setting", "flag", "way_out"), REFUSED, ids=lambda value: str(value)[:60])
+def test_configuration_is_refused(setting: dict[str, Any], flag: str, way_out: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        transformer_config(Layout(), "flashmoe", **setting)
+    message = str(refusal.value)
+    assert flag in message
+    assert way_out in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("setting", "words"), REFUSED_IF_KNOWN, ids=lambda value: str(value)[:60])
+def test_newer_settings_are_refused(setting: dict[str, Any], words: str) -> None:
+    config = transformer_config(Layout(), "flashmoe")
+    for name, value in setting.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match=words):
+        refuse(config, CONFIG_REFUSALS)
+
+
+@pytest.mark.parametrize("setting", ACCEPTED, ids=lambda value: str(value)[:60])
+def test_configuration_is_accepted(setting: dict[str, Any]) -> None:
+    config = transformer_config(Layout(), "flashmoe", **setting)
+    assert config.moe_token_dispatcher_type == "flashmoe"
+
+
+def test_graphs_of_attention_alone_are_accepted() -> None:
+    config = transformer_config(Layout(), "flashmoe")
+    config.cuda_graph_impl = "local"
+    config.cuda_graph_scope = ["attn"]
+    config.cuda_graph_modules = ["attn"]
+    refuse(config, CONFIG_REFUSALS)
+
+
+def test_other_dispatchers_and_dense_models_keep_what_is_refused() -> None:
+    offset = {"glu_linear_offset": 0.5}
+    assert transformer_config(Layout(), "alltoall", **offset).glu_linear_offset == 0.5
+    dense = transformer_config(
+        Layout(), "flashmoe", num_moe_experts=None, moe_ffn_hidden_size=None, hidden_size=80
+    )
+    assert dense.hidden_size == 80
+
+
+@pytest.mark.parametrize("refusal", CONFIG_REFUSALS, ids=lambda refusal: refusal.name)
+def test_every_row_of_the_table_is_tested(refusal: Any) -> None:
+    tested = {name for setting, *_ in REFUSED for name in setting}
+    tested |= {name for setting, _ in REFUSED_IF_KNOWN for name in setting}
+    assert refusal.name in tested
+
+
+@pytest.mark.parametrize("name", [refusal.name for refusal in SCRIPT_REFUSALS])
+def test_fsdp_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"--use-.*fsdp.*--use-distributed-optimizer"):
+        refuse(SimpleNamespace(**{name: True}), SCRIPT_REFUSALS)

@@ -55,7 +55,7 @@ class FlashMoEProblem(_Sized):
         ("is_transposed", ctypes.c_int32),
         ("skip_zero_probs", ctypes.c_int32),
         ("num_ctas", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("heap_tokens", ctypes.c_int32),
         ("timeout_ns", ctypes.c_uint64),
     ]
 
@@ -163,6 +163,7 @@ def load(path: Path = LIBRARY) -> ctypes.CDLL:
     library.flashmoe_role_name.restype = ctypes.c_char_p
     library.flashmoe_sizeof.restype = ctypes.c_uint64
     pointer, integer = ctypes.c_void_p, ctypes.c_int32
+    library.flashmoe_forward.argtypes = [pointer] * 3
     library.flashmoe_plan.argtypes = [pointer] * 4 + [integer, pointer, integer, pointer]
     library.flashmoe_backward.argtypes = [pointer] * 4
     library.flashmoe_wgrad.argtypes = [pointer] * 5 + [integer, integer]
@@ -234,8 +235,7 @@ def fault_error(fault: FlashMoEFault) -> FlashMoEError:
 
 
 def _error(status: int, message: str, group: FlashMoEGroup | None) -> FlashMoEError:
-    fault = read_fault(group) if group is not None else None
-    if fault is not None:
+    if group is not None and (fault := read_fault(group)) is not None:
         load().flashmoe_clear_fault(ctypes.byref(group))  # fails where the context is lost
         return fault_error(fault)
     if status == BAD_ARGUMENT:

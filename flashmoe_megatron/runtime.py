@@ -1,17 +1,17 @@
 """The fused kernel as a backend: memory shared by all layers of a group, and the calls."""
 
 import ctypes
-import dataclasses
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import _native, symmetric
+from flashmoe_megatron import _native, ops, symmetric
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
+from flashmoe_megatron.checks import check_weights
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, ShapeError
 
@@ -104,7 +104,8 @@ class GroupMemory:
         """The group as the library sees it, on the current stream."""
         assert self._heap is not None
         if next_epoch:
-            self.epoch = self.epoch % 0x7FFFFFFF + 1
+            # Wraps past 0 and 1: epochs alternate between even and odd, and 0 is fresh memory.
+            self.epoch = self.epoch + 1 if self.epoch < 0xFFFFFFFF else 2
         addresses = self._heap.addresses
         return _native.FlashMoEGroup(
             epoch=self.epoch,
@@ -152,16 +153,21 @@ class PendingForward:
     probs: torch.Tensor
 
 
+def _addresses(problem: _native.FlashMoEProblem, group: _native.FlashMoEGroup) -> tuple[int, int]:
+    """What an operator takes in place of structs; they have to outlive the call."""
+    return ctypes.addressof(problem), ctypes.addressof(group)
+
+
 _MOST_LAYERS = 1024
 
 
 def _remember(
-    tables: dict[tuple[int, ...], torch.Tensor], addresses: tuple[int, ...], table: torch.Tensor
+    tables: dict[tuple[Hashable, ...], torch.Tensor], key: tuple[Hashable, ...], table: torch.Tensor
 ) -> None:
     """Keeps one table per layer that shares the backend; weights that move must not pile up."""
     if len(tables) >= _MOST_LAYERS:
         tables.clear()
-    tables[addresses] = table
+    tables[key] = table
 
 
 class KernelBackend:
@@ -216,8 +222,8 @@ class KernelBackend:
         self._transposed = False
         self._problem: _native.FlashMoEProblem | None = None
         self._sizes = _native.FlashMoESizes()
-        self._weight_maps: dict[tuple[int, ...], torch.Tensor] = {}
-        self._grad_tables: dict[tuple[int, ...], torch.Tensor] = {}
+        self._weight_maps: dict[tuple[Hashable, ...], torch.Tensor] = {}
+        self._grad_tables: dict[tuple[Hashable, ...], torch.Tensor] = {}
 
     def forward(
         self,
@@ -229,6 +235,7 @@ class KernelBackend:
         training: bool,
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
+        self._encode(weights)  # refuses bad weights while no peer waits for this rank
         pending = self.begin_forward(x, probs, routing_map)
         return self.finish_forward(pending, weights, training=training)
 
@@ -242,25 +249,14 @@ class KernelBackend:
         problem = self._prepare()
         group = self.memory.open(next_epoch=True)
         plan = self._empty(self._sizes.plan_bytes, dtype=torch.uint8)
-        _native.call(
-            "plan",
-            problem,
-            group,
-            x.data_ptr(),
-            probs.data_ptr(),
-            _native.BFLOAT16 if probs.dtype == torch.bfloat16 else _native.FLOAT32,
-            routing_map.data_ptr(),
-            x.shape[0],
-            plan.data_ptr(),
-        )
+        ops.plan(x, probs, routing_map, plan, *_addresses(problem, group))
         return PendingForward(group, plan, x, probs)
 
     def finish_forward(
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """Waits for the row count, then launches the layer. Collective."""
-        if weights.transposed != self._transposed:
-            self._transposed, self._problem = weights.transposed, None
+        weight_maps = self._encode(weights)
         problem, group = self._prepare(), pending.group
         blocks, num_rows = ctypes.c_int32(), ctypes.c_int32()
         _native.call(
@@ -274,22 +270,15 @@ class KernelBackend:
         preact = None
         if training:
             preact = self._empty(blocks.value * self._sizes.preact_block_bytes, dtype=torch.uint8)
-        _native.call(
-            "forward",
-            problem,
-            group,
-            _native.FlashMoELaunch(
-                num_row_blocks=blocks.value,
-                num_tokens=pending.x.shape[0],
-                plan=pending.plan.data_ptr(),
-                weight_maps=self._encode(problem, weights).data_ptr(),
-                rows=received.data_ptr(),
-                act=act.data_ptr(),
-                result=result.data_ptr(),
-                preact=None if preact is None else preact.data_ptr(),
-                out=out.data_ptr(),
-            ),
-            group=group,
+        ops.forward(
+            pending.plan,
+            weight_maps,
+            received,
+            act,
+            result,
+            preact,
+            out,
+            *_addresses(problem, group),
         )
         if preact is None:
             return out, None
@@ -328,34 +317,23 @@ class KernelBackend:
         )
         grad_x = torch.empty_like(grad_out)
         grad_probs = self._empty(saved.num_tokens, config.num_experts, dtype=saved.probs_dtype)
-        launch = _native.FlashMoELaunch(
-            num_row_blocks=saved.num_row_blocks,
-            num_tokens=saved.num_tokens,
-            grad_probs_dtype=(
-                _native.BFLOAT16 if saved.probs_dtype == torch.bfloat16 else _native.FLOAT32
-            ),
-            plan=saved.plan.data_ptr(),
-            weight_maps=self._encode(problem, weights).data_ptr(),
-            rows=received.data_ptr(),
-            act=act.data_ptr(),
-            dpre=dpre.data_ptr(),
-            result=result.data_ptr(),
-            preact=saved.preact.data_ptr(),
-            dprob_partial=partial.data_ptr(),
-            out=grad_x.data_ptr(),
-            grad_probs=grad_probs.data_ptr(),
+        addresses = _addresses(problem, group)
+        ops.backward(
+            grad_out,
+            saved.plan,
+            self._encode(weights),
+            saved.preact,
+            received,
+            act,
+            dpre,
+            result,
+            partial,
+            grad_x,
+            grad_probs,
+            *addresses,
         )
-        _native.call("backward", problem, group, launch, grad_out.data_ptr(), group=group)
-        _native.call(
-            "wgrad",
-            problem,
-            group,
-            launch,
-            saved.rows.data_ptr(),
-            table.data_ptr(),
-            grads_dtype,
-            accumulate,
-            group=group,
+        ops.wgrad(
+            saved.plan, saved.rows, received, act, dpre, table, grads_dtype, accumulate, *addresses
         )
         return grad_x, grad_probs
 
@@ -387,11 +365,15 @@ class KernelBackend:
             raise _native.fault_error(fault)
 
     def _prepare(self) -> _native.FlashMoEProblem:
-        """The problem at the group's current bounds, with memory for it."""
+        """The problem on the group's current heap, with memory for it.
+
+        A heap that grows between a forward and its backward changes nothing in the plan, which is
+        laid out for this layer's own bound.
+        """
         memory = self.memory
         problem = self._problem
-        if problem is None or problem.max_tokens != memory.max_tokens:
-            config = dataclasses.replace(self.config, max_tokens=memory.max_tokens)
+        if problem is None or problem.heap_tokens != memory.max_tokens:
+            config = self.config
             problem = _native.FlashMoEProblem(
                 rank=self.rank,
                 num_ranks=config.num_ranks,
@@ -405,6 +387,7 @@ class KernelBackend:
                 is_transposed=self._transposed,
                 skip_zero_probs=config.skip_zero_probs,
                 num_ctas=self.num_ctas,
+                heap_tokens=memory.max_tokens,
                 timeout_ns=int(self.options.timeout_s * 1e9),
             )
             _native.call("sizes", problem, self._sizes)
@@ -418,34 +401,35 @@ class KernelBackend:
             )
         return problem
 
-    def _encode(self, problem: _native.FlashMoEProblem, weights: ExpertWeights) -> torch.Tensor:
-        """TMA descriptors of the weights on the device; the addresses are read at every call."""
-        addresses = tuple(weight.data_ptr() for weight in (*weights.fc1, *weights.fc2))
-        if addresses in self._weight_maps:
-            return self._weight_maps[addresses]
-        config, experts = self.config, self.config.num_local_experts
-        shapes = [(config.fc1_rows, config.hidden), (config.hidden, config.intermediate)]
-        if weights.transposed:
-            shapes = [shape[::-1] for shape in shapes]
-        wanted = [shapes[0]] * experts + [shapes[1]] * experts
-        for weight, shape in zip((*weights.fc1, *weights.fc2), wanted, strict=True):
+    def _encode(self, weights: ExpertWeights) -> torch.Tensor:
+        """TMA descriptors of the weights on the device; where they are is read at every call."""
+        tensors = (*weights.fc1, *weights.fc2)
+        key = tuple((w.data_ptr(), w.shape, w.stride(), w.dtype) for w in tensors)
+        if weights.transposed != self._transposed:
+            self._transposed, self._problem = weights.transposed, None
+        if key in self._weight_maps:
+            return self._weight_maps[key]
+        check_weights(
+            self.config, torch.empty(0, dtype=torch.bfloat16, device=self.device), weights
+        )
+        for weight in tensors:
             self._check_input("expert weight", weight, torch.bfloat16)
-            if tuple(weight.shape) != shape:
-                raise ShapeError(f"expert weight: shape {tuple(weight.shape)}, wanted {shape}")
-        host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8).pin_memory()
+        experts = self.config.num_local_experts
         array = ctypes.c_void_p * experts
+        problem = self._prepare()
+        host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8).pin_memory()
         _native.call(
             "encode_weights",
             problem,
-            array(*addresses[:experts]),
-            array(*addresses[experts:]),
+            array(*(weight.data_ptr() for weight in weights.fc1)),
+            array(*(weight.data_ptr() for weight in weights.fc2)),
             host.data_ptr(),
         )
         maps = host.to(self.device, non_blocking=True)
-        _remember(self._weight_maps, addresses, maps)
+        _remember(self._weight_maps, key, maps)
         return maps
 
-    def _grad_table(self, grads: Sequence[WeightGrad]) -> tuple[torch.Tensor, int, int]:
+    def _grad_table(self, grads: Sequence[WeightGrad]) -> tuple[torch.Tensor, int, bool]:
         """Device array of gradient addresses, their dtype and whether to add to them."""
         first = grads[0]
         for grad in grads:
@@ -462,8 +446,7 @@ class KernelBackend:
             table = host.to(self.device, non_blocking=True)
             if first.accumulate:  # main_grad stays where it is; ordinary gradients do not
                 _remember(self._grad_tables, addresses, table)
-        dtype = _native.BFLOAT16 if first.buffer.dtype == torch.bfloat16 else _native.FLOAT32
-        return table, dtype, int(first.accumulate)
+        return table, ops.dtype_code(first.buffer.dtype), first.accumulate
 
     def _check_input(self, name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
         if tensor.device != self.device:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from flashmoe_megatron.errors import ConfigError, HeapError
 
 SymmetricBackend = Literal["cuda", "nvshmem"]
-_BACKENDS = ("cuda", "nvshmem")
+_TORCH_NAMES: dict[str, Literal["CUDA", "NVSHMEM"]] = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def allocate(
         ConfigError: The backend is unknown.
         HeapError: Some rank has too little memory; says how much was asked for and is free.
     """
-    if backend not in _BACKENDS:
-        raise ConfigError(f"symmetric memory {backend!r}: wanted one of {', '.join(_BACKENDS)}")
+    if backend not in _TORCH_NAMES:
+        raise ConfigError(f"symmetric memory {backend!r}: wanted one of {', '.join(_TORCH_NAMES)}")
     _check_fits(nbytes, group, device)
     if group is None or dist.get_world_size(group) == 1:
         local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -59,8 +59,9 @@ def allocate(
     os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
     import torch.distributed._symmetric_memory as symm_mem
 
-    if symm_mem.get_backend(device) != backend.upper():  # the default one cannot be set by name
-        symm_mem.set_backend(backend.upper())
+    name = _TORCH_NAMES[backend]
+    if symm_mem.get_backend(device) != name:  # the default one cannot be set by name
+        symm_mem.set_backend(name)
     local = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symm_mem.rendezvous(local, group)
     local.zero_()
@@ -70,8 +71,7 @@ def allocate(
 
 
 def _check_fits(nbytes: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Fails on every rank if any rank lacks the memory: an allocation that fails on one alone hangs
-    the others."""
+    """Fails on every rank if any lacks the memory: a failure on one alone would hang the others."""
     free = torch.cuda.mem_get_info(device)[0] + (
         torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     )

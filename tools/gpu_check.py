@@ -177,6 +177,8 @@ def run_sanitizer(tool: str, sanitizer: str | None) -> Check:
         reason = next((line for line in output.splitlines() if "Error" in line), "no output")
         return Check(name, "skipped", reason=f"compute-sanitizer does not run here: {reason}")
     program = ["python", "-m", "tests.gpu.sanitized"]
+    if tool == "initcheck":
+        program += ["--zeroed", "--ranks", "1"]  # it runs one launch at a time
     command = [sanitizer, "--tool", tool, f"--error-exitcode={SANITIZER_ERROR}"]
     # torch's cache would hide accesses past the end of an allocation.
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"

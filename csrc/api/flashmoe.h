@@ -56,7 +56,7 @@ typedef struct {
     int32_t is_transposed; /* weights are [in, out]: fc1 [H, 2F or F], fc2 [F, H] */
     int32_t skip_zero_probs;
     int32_t num_ctas; /* grid of every launch; must fit the GPU at one CTA per SM */
-    int32_t reserved; /* 0 */
+    int32_t heap_tokens; /* most tokens of any layer that shares the heap; at least max_tokens */
     uint64_t timeout_ns;
 } FlashMoEProblem;
 

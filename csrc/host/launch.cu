@@ -27,6 +27,12 @@ struct Mailbox {
     PlanReport report;
 };
 
+Shape shape_of(const FlashMoEProblem* p) {
+    return {p->rank,       p->num_ranks,   p->hidden,        p->intermediate,       p->num_experts,
+            p->topk,       p->max_tokens,  p->heap_tokens,   p->is_gated != 0,
+            p->skip_zero_probs != 0};
+}
+
 int check_problem(const FlashMoEProblem* p) {
     if (p == nullptr or p->struct_size != sizeof(FlashMoEProblem)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "problem: struct_size is %u, wanted %zu",
@@ -60,8 +66,11 @@ int check_problem(const FlashMoEProblem* p) {
     if (p->num_ctas < 1) {
         return fail(FLASHMOE_BAD_ARGUMENT, "num_ctas %d: wanted at least 1", p->num_ctas);
     }
-    const Shape s{0, p->num_ranks, p->hidden, p->intermediate, p->num_experts, p->topk,
-                  p->max_tokens, false, false};
+    if (p->heap_tokens < p->max_tokens or p->heap_tokens > (1 << 24)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "heap_tokens %d: wanted max_tokens = %d to 2^24",
+                    p->heap_tokens, p->max_tokens);
+    }
+    const Shape s = shape_of(p);
     if (s.max_row_blocks() * BLOCK_M > INT32_MAX / 2) {
         return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens of %d ranks make too many rows for one rank",
                     p->max_tokens, p->num_ranks);
@@ -95,13 +104,8 @@ int check_tokens(const FlashMoEProblem* p, int num_tokens) {
     return FLASHMOE_OK;
 }
 
-Shape shape_of(const FlashMoEProblem* p) {
-    return {p->rank,        p->num_ranks, p->hidden,     p->intermediate,  p->num_experts,
-            p->topk,        p->max_tokens, p->is_gated != 0, p->skip_zero_probs != 0};
-}
-
 Heap heap_of(const Shape& s, const FlashMoEGroup* group) {
-    Heap heap{heap_layout(s), {}, s.num_ranks, s.max_tokens, s.hidden, s.topk, s.max_slots()};
+    Heap heap{heap_layout(s), {}, s.num_ranks, s.heap_tokens, s.hidden, s.topk, s.max_slots()};
     for (int rank = 0; rank < s.num_ranks; ++rank) {
         heap.base[rank] = static_cast<char*>(group->heaps[rank]);
     }

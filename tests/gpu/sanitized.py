@@ -14,6 +14,7 @@ import time
 import torch
 
 from flashmoe_megatron.errors import PeerTimeoutError
+from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
 from tests.gpu.test_layer import make_config
 from tests.gpu.virtual import VirtualLayer
@@ -22,11 +23,24 @@ from tests.unit import cases
 TOKENS = {1: [150], 2: [70, 33]}
 
 
+def zeroed(
+    backend: KernelBackend, *shape: int, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=backend.device)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", choices=sorted(TOKENS), default=[1, 2])
+    parser.add_argument(
+        "--zeroed",
+        action="store_true",
+        help="hand out zeroed row buffers: initcheck does not see what TMA writes",
+    )
     parser.add_argument("--timeout", type=float, default=15.0, help="of a wait for a peer, seconds")
     options = parser.parse_args(arguments)
+    if options.zeroed:
+        KernelBackend._empty = zeroed  # type: ignore[method-assign]
     for num_ranks in options.ranks:
         config = make_config(
             num_ranks, hidden=128, intermediate=64, num_experts=4, topk=2, max_tokens=160

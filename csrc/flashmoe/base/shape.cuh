@@ -29,6 +29,7 @@ struct Shape {
     int num_experts;
     int topk;
     int max_tokens;
+    int heap_tokens;  // what the heap is laid out for: the same for all layers that share it
     bool is_gated;
     bool skip_zero_probs;
 

@@ -40,7 +40,7 @@ struct HeapLayout {
 };
 
 __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
-    const uint64_t tokens = s.max_tokens, ranks = s.num_ranks;
+    const uint64_t tokens = s.heap_tokens, ranks = s.num_ranks;
     HeapLayout at{};
     uint64_t end = 0;
     auto take = [&end](uint64_t bytes) {
@@ -64,7 +64,7 @@ struct Heap {
     HeapLayout at;
     char* base[kMaxRanks];
     int num_ranks;
-    int max_tokens;
+    int heap_tokens;
     int hidden;
     int topk;
     int num_slots;
@@ -83,7 +83,7 @@ struct Heap {
         return address<uint32_t>(owner, at.result_signals) + int64_t(token) * num_ranks + src;
     }
     __device__ __forceinline__ Route* routes(int owner, uint32_t epoch, int src, int token) const {
-        const int64_t row = (int64_t(epoch & 1) * num_ranks + src) * max_tokens + token;
+        const int64_t row = (int64_t(epoch & 1) * num_ranks + src) * heap_tokens + token;
         return address<Route>(owner, at.routes) + row * topk;
     }
     __device__ __forceinline__ char* row(int owner, int token) const {

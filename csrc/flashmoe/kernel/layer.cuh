@@ -1,6 +1,6 @@
 // Algorithm 1 of the paper: one persistent launch per layer and direction. Each CTA holds every
 // actor: a loader thread (the subscriber, taking the scheduler's tickets), a dispatch warp, two
-// combine warps, and two processor warpgroups. The backward is the same algorithm with other
+// combine warps, and two processor warpgroups; whoever has finished helps to combine. The backward is the same algorithm with other
 // matrices: dY is dispatched, fc2 and fc1 are applied transposed, dX is combined.
 #pragma once
 
@@ -56,6 +56,20 @@ constexpr int kLayerThreads = 384;
 constexpr int kCommRegisters = 88, kProcessorRegisters = 208;
 static_assert(128 * kCommRegisters + 256 * kProcessorRegisters <= 65536);
 
+// Delivers results, then reduces what arrives. Every warp ends here once its own part is done, the
+// more of them the shorter the tail.
+template <class Pass, int kUnroll>
+__device__ __forceinline__ void combine(const LayerArgs& args) {
+    deliver_results<Pass::kIsBackward, kUnroll>(
+        args.heap, args.plan, args.workspace, args.watchdog, args.shape.rank, args.epoch,
+        args.num_row_blocks, uint32_t(kNumProcessors * args.num_n_tiles[1]), args.result,
+        args.dprob_partial, args.num_n_tiles[0]);
+    reduce_results<Pass::kIsBackward, kUnroll>(
+        args.heap, args.plan, args.workspace, args.watchdog, args.shape.rank, args.epoch,
+        args.num_tokens, args.shape.num_experts, args.out, args.grad_probs,
+        args.grad_probs_is_bf16);
+}
+
 template <class Pass>
 __global__ __launch_bounds__(kLayerThreads, 1) void layer_kernel(
     const __grid_constant__ LayerArgs args) {
@@ -74,28 +88,19 @@ __global__ __launch_bounds__(kLayerThreads, 1) void layer_kernel(
         cutlass::arch::warpgroup_reg_alloc<kProcessorRegisters>();
         process_tiles<Pass>(args, smem.ring, smem.mailbox, smem.staging[warpgroup - 1],
                             warpgroup - 1);
+        combine<Pass, 4>(args);
     } else {
         cutlass::arch::warpgroup_reg_dealloc<kCommRegisters>();
         const int warp = threadIdx.x / 32;
         if (warp == 0) {
-            if (threadIdx.x == 0) {
-                load_tiles<Pass>(args, smem.ring, smem.mailbox);
-            }
-        } else {
-            if (warp == 1) {
-                await_published_rows(args.heap, args.watchdog, args.shape.rank, args.epoch);
-                dispatch(args.heap, args.plan, args.workspace, args.watchdog, args.shape.rank,
-                         args.num_row_blocks, args.rows, smem.dispatch);
-            }
-            deliver_results<Pass::kIsBackward>(
-                args.heap, args.plan, args.workspace, args.watchdog, args.shape.rank, args.epoch,
-                args.num_row_blocks, uint32_t(kNumProcessors * args.num_n_tiles[1]), args.result,
-                args.dprob_partial, args.num_n_tiles[0]);
-            reduce_results<Pass::kIsBackward>(args.heap, args.plan, args.workspace, args.watchdog,
-                                              args.shape.rank, args.epoch, args.num_tokens,
-                                              args.shape.num_experts, args.out, args.grad_probs,
-                                              args.grad_probs_is_bf16);
+            if (threadIdx.x == 0) load_tiles<Pass>(args, smem.ring, smem.mailbox);
+            __syncwarp();
+        } else if (warp == 1) {
+            await_published_rows(args.heap, args.watchdog, args.shape.rank, args.epoch);
+            dispatch(args.heap, args.plan, args.workspace, args.watchdog, args.shape.rank,
+                     args.num_row_blocks, args.rows, smem.dispatch);
         }
+        combine<Pass, 2>(args);
     }
 }
 

@@ -10,38 +10,47 @@
 
 namespace flashmoe {
 
-constexpr int kCombineRows = 8;    // rows looked at, or tokens reduced, per ticket
-constexpr int kCombineUnroll = 2;  // 16-byte chunks of a row in flight per lane
+constexpr int kCombineRows = 8;  // rows looked at, or tokens reduced, per ticket
 
-// Sums `count` rows of `chunks` 16-byte chunks into `target`; row i starts at source(i).
-// Scope: one warp.
-template <class Source>
+__device__ __forceinline__ void add_bf16x8(float (&sum)[8], const uint4& loaded) {
+    const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const float2 pair = unpack_bf16(words[w]);
+        sum[2 * w] += pair.x;
+        sum[2 * w + 1] += pair.y;
+    }
+}
+
+// Sums `count` rows of `chunks` 16-byte chunks into `target`; row i starts at source(i). Per lane,
+// kUnroll chunks of two rows are in flight. Scope: one warp.
+template <int kUnroll, class Source>
 __device__ __forceinline__ void sum_rows(char* target, int chunks, int count, Source source) {
-    // The loop is uniform over the warp, since source() may shuffle.
-    for (int first = 0; first < chunks; first += 32 * kCombineUnroll) {
+    // The loops are uniform over the warp, since source() may shuffle.
+    for (int first = 0; first < chunks; first += 32 * kUnroll) {
         const int base = first + int(threadIdx.x % 32);
-        float sum[kCombineUnroll][8] = {};
-        for (int i = 0; i < count; ++i) {
+        float sum[kUnroll][8] = {};
+        for (int i = 0; i < count; i += 2) {
             const uint4* row = reinterpret_cast<const uint4*>(source(i));
+            const bool has_next = i + 1 < count;
+            const uint4* next = reinterpret_cast<const uint4*>(source(has_next ? i + 1 : i));
+            uint4 loaded[kUnroll], loaded_next[kUnroll];
 #pragma unroll
-            for (int u = 0; u < kCombineUnroll; ++u) {
-                const int chunk = base + u * 32;
-                if (chunk >= chunks) continue;
-                const uint4 loaded = row[chunk];
-                const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+            for (int u = 0; u < kUnroll; ++u) {
+                const bool inside = base + u * 32 < chunks;
+                loaded[u] = inside ? row[base + u * 32] : uint4{};
+                loaded_next[u] = inside and has_next ? next[base + u * 32] : uint4{};
+            }
 #pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    const float2 pair = unpack_bf16(words[w]);
-                    sum[u][2 * w] += pair.x;
-                    sum[u][2 * w + 1] += pair.y;
-                }
+            for (int u = 0; u < kUnroll; ++u) {
+                add_bf16x8(sum[u], loaded[u]);
+                add_bf16x8(sum[u], loaded_next[u]);
             }
         }
 #pragma unroll
-        for (int u = 0; u < kCombineUnroll; ++u) {
-            const int chunk = base + u * 32;
-            if (chunk >= chunks) continue;
-            reinterpret_cast<uint4*>(target)[chunk] = {
+        for (int u = 0; u < kUnroll; ++u) {
+            if (base + u * 32 >= chunks) continue;
+            reinterpret_cast<uint4*>(target)[base + u * 32] = {
                 pack_bf16(sum[u][0], sum[u][1]), pack_bf16(sum[u][2], sum[u][3]),
                 pack_bf16(sum[u][4], sum[u][5]), pack_bf16(sum[u][6], sum[u][7])};
         }
@@ -56,7 +65,7 @@ __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) 
 }
 
 // Delivers the results of all rows here. Scope: one warp; any number of warps share the work.
-template <bool kIsBackward>
+template <bool kIsBackward, int kUnroll>
 __device__ __forceinline__ void deliver_results(const Heap& heap,
                                                 const Plan& plan,
                                                 const Workspace& workspace,
@@ -91,7 +100,7 @@ __device__ __forceinline__ void deliver_results(const Heap& heap,
             __syncwarp();
             const uint32_t routes = __ballot_sync(~0u, row >= 0);
             const int nth_row = __shfl_sync(~0u, row, __fns(routes, 0, lane + 1) & 31);
-            sum_rows(heap.result(token.src_rank, token.token, token.slot), int(row_bytes / 16),
+            sum_rows<kUnroll>(heap.result(token.src_rank, token.token, token.slot), int(row_bytes / 16),
                      __popc(routes),
                      [&](int i) { return result + __shfl_sync(~0u, nth_row, i) * row_bytes; });
             if constexpr (kIsBackward) {
@@ -122,7 +131,7 @@ __device__ __forceinline__ void scatter_dprobs(T* row, int num_experts, int topk
 }
 
 // Sums every rank's share of this rank's tokens. Scope: one warp; any number share the work.
-template <bool kIsBackward>
+template <bool kIsBackward, int kUnroll>
 __device__ __forceinline__ void reduce_results(const Heap& heap,
                                                const Plan& plan,
                                                const Workspace& workspace,
@@ -152,7 +161,7 @@ __device__ __forceinline__ void reduce_results(const Heap& heap,
                     [=](uint32_t seen) { return seen == epoch; });
             }
             __syncwarp();
-            sum_rows(out + token * row_bytes, int(row_bytes / 16), __popc(ranks),
+            sum_rows<kUnroll>(out + token * row_bytes, int(row_bytes / 16), __popc(ranks),
                      [&](int slot) { return heap.result(rank, token, slot); });
             if constexpr (kIsBackward) {
                 const int32_t* experts = plan.own_experts + int64_t(token) * plan.topk;

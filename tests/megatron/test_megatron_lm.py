@@ -1,0 +1,110 @@
+"""The stock training script and NVIDIA's own tests, from a checkout of Megatron-LM."""
+
+import importlib.util
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+BRIDGE = REPOSITORY / "examples" / "cpu_bridge.py"
+TIMEOUT_S = 200
+
+MODEL = shlex.split("""
+    --distributed-backend gloo --transformer-impl local --no-persist-layer-norm
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion
+    --no-bias-swiglu-fusion --attention-softmax-in-fp32 --use-cpu-initialization
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --normalization RMSNorm --swiglu
+    --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 2
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+    --expert-model-parallel-size 2
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 1,0,0 --num-workers 0
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-3 --min-lr 1e-4
+    --lr-decay-style constant --log-interval 1 --eval-iters 0 --eval-interval 1000
+""")
+
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S + 60)
+
+
+def torchrun(megatron_lm: Path, directory: Path, *arguments: str) -> str:
+    """Runs a program of two ranks on processors; its output, or a failure with its end."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Megatron-LM imports triton, which is not installed")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(megatron_lm), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        ),
+        # Megatron compiles its dataset helpers for the python3 of the path.
+        "PATH": os.pathsep.join(
+            [str(Path(sys.executable).parent), f"{sys.base_prefix}/bin", os.environ["PATH"]]
+        ),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    launch = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = subprocess.Popen(
+        [sys.executable, *launch, str(BRIDGE), *arguments],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"{arguments[:2]} did not finish in {TIMEOUT_S} s")
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+def losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
+
+
+def test_stock_script_trains_with_flashmoe(megatron_lm: Path, tmp_path: Path) -> None:
+    script = str(megatron_lm / "pretrain_gpt.py")
+    outputs = {
+        dispatcher: torchrun(
+            megatron_lm,
+            tmp_path,
+            *("-m", "flashmoe_megatron.run", script, *MODEL),
+            *("--moe-token-dispatcher-type", dispatcher),
+        )
+        for dispatcher in ("alltoall", "flashmoe")
+    }
+    assert "flashmoe: backend reference, 4 experts on 2 ranks" in outputs["flashmoe"]
+    assert "flashmoe: backend" not in outputs["alltoall"]
+    assert len(losses(outputs["flashmoe"])) == 3
+    # Megatron prints seven digits.
+    assert losses(outputs["flashmoe"]) == pytest.approx(losses(outputs["alltoall"]), rel=2e-6)
+
+
+def test_refusal_reaches_the_user_of_the_stock_script(megatron_lm: Path, tmp_path: Path) -> None:
+    arguments = ["-m", "flashmoe_megatron.run", str(megatron_lm / "pretrain_gpt.py"), *MODEL]
+    arguments += ["--moe-token-dispatcher-type", "flashmoe", "--glu-linear-offset", "1.0"]
+    with pytest.raises(AssertionError, match=r"ConfigError: --glu-linear-offset .*leave it at 0"):
+        torchrun(megatron_lm, tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(("tensor_size", "num_tests"), [(1, 3), (2, 1)])
+def test_nvidia_dispatcher_tests_pass(
+    tensor_size: int, num_tests: int, megatron_lm: Path, tmp_path: Path
+) -> None:
+    program = Path(__file__).with_name("nvidia_dispatcher.py")
+    output = torchrun(megatron_lm, tmp_path, str(program), "flashmoe", "2", str(tensor_size))
+    passed = re.findall(r"PASSED (\w+) (\w+)", output)
+    assert len(passed) == num_tests
+    assert {dispatcher for _, dispatcher in passed} == {"FlashMoETokenDispatcher"}

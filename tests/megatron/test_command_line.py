@@ -1,6 +1,8 @@
 """Settings, flags, the launcher and the opt-in autoload, each as a user meets them."""
 
 import argparse
+import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,8 +94,6 @@ def test_settings_from_code_go_first() -> None:
 
 
 def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     return subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
         capture_output=True,
@@ -196,3 +196,13 @@ def test_callbacks_follow_the_import(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(IMPORTS)
     done = run_python(str(tmp_path / "script.py"))
     assert done.stdout.strip() == "ok True", done.stderr
+
+
+def test_torch_calls_the_autoload() -> None:
+    """Torch calls what is registered in its group of entry points when it is imported."""
+    try:
+        distribution = importlib.metadata.distribution("flashmoe-megatron")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("flashmoe-megatron is not installed, only importable")
+    (entry,) = distribution.entry_points.select(group="torch.backends")
+    assert entry.load().__module__ == "flashmoe_megatron.autoload"

@@ -127,7 +127,7 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Backend]] = (
 def _shared_backend(
     shape: MoEConfig, group: dist.ProcessGroup | None, device: torch.device, settings: Settings
 ) -> Backend:
-    """The backend of all layers of one shape in a group; lives as long as the group."""
+    """The one backend of all layers of one shape, in one group, with the same settings."""
     known = {} if group is None else _backends.setdefault(group, {})
     key = (shape, device, settings)
     if key not in known:

@@ -59,9 +59,7 @@ class MoEConfig:
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)
             if value <= 0 or value % DIM_GRANULE:
-                raise ConfigError(
-                    f"{name}={value}: must be a positive multiple of {DIM_GRANULE}"
-                )
+                raise ConfigError(f"{name}={value}: must be a positive multiple of {DIM_GRANULE}")
         if not 1 <= self.num_ranks <= MAX_RANKS:
             raise ConfigError(
                 f"expert-parallel size {self.num_ranks}: must be 1 to {MAX_RANKS}, "
@@ -73,9 +71,7 @@ class MoEConfig:
                 f"expert-parallel size {self.num_ranks}"
             )
         if not 1 <= self.topk <= min(MAX_TOPK, self.num_experts):
-            raise ConfigError(
-                f"topk={self.topk}: must be 1 to {min(MAX_TOPK, self.num_experts)}"
-            )
+            raise ConfigError(f"topk={self.topk}: must be 1 to {min(MAX_TOPK, self.num_experts)}")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens}: must be at least 1")
 

@@ -46,16 +46,16 @@ typedef struct {
     uint32_t struct_size; /* sizeof(FlashMoEProblem) */
     int32_t rank;
     int32_t num_ranks;
-    int32_t hidden;       /* H, a multiple of 64 */
-    int32_t intermediate; /* F, a multiple of 64 */
-    int32_t num_experts;  /* of all ranks, a multiple of num_ranks */
-    int32_t topk;         /* most experts of one token */
-    int32_t max_tokens;   /* most tokens of one rank */
-    int32_t activation;   /* FlashMoEActivation */
+    int32_t hidden;        /* H, a multiple of 64 */
+    int32_t intermediate;  /* F, a multiple of 64 */
+    int32_t num_experts;   /* of all ranks, a multiple of num_ranks */
+    int32_t topk;          /* most experts of one token */
+    int32_t max_tokens;    /* most tokens of one rank */
+    int32_t activation;    /* FlashMoEActivation */
     int32_t is_gated;      /* fc1 is [2F, H], gate rows first */
     int32_t is_transposed; /* weights are [in, out]: fc1 [H, 2F or F], fc2 [F, H] */
     int32_t skip_zero_probs;
-    int32_t num_ctas; /* grid of every launch; must fit the GPU at one CTA per SM */
+    int32_t num_ctas;    /* grid of every launch; must fit the GPU at one CTA per SM */
     int32_t heap_tokens; /* most tokens of any layer that shares the heap; at least max_tokens */
     uint64_t timeout_ns;
 } FlashMoEProblem;
@@ -63,12 +63,12 @@ typedef struct {
 /* Sizes in bytes unless named otherwise. */
 typedef struct {
     uint32_t struct_size;
-    uint32_t max_row_blocks;    /* worst case, blocks of 128 rows */
-    uint64_t heap_bytes;        /* symmetric, on every rank; zero-initialized once */
-    uint64_t workspace_bytes;   /* local, one per group; zero-initialized once */
-    uint64_t plan_bytes;        /* local, one per forward, kept for its backward */
-    uint64_t mailbox_bytes;     /* pinned host memory, one per group */
-    uint64_t weight_map_bytes;  /* host, then device: TMA descriptors of all local weights */
+    uint32_t max_row_blocks;     /* worst case, blocks of 128 rows */
+    uint64_t heap_bytes;         /* symmetric, on every rank; zero-initialized once */
+    uint64_t workspace_bytes;    /* local, one per group; zero-initialized once */
+    uint64_t plan_bytes;         /* local, one per forward, kept for its backward */
+    uint64_t mailbox_bytes;      /* pinned host memory, one per group */
+    uint64_t weight_map_bytes;   /* host, then device: TMA descriptors of all local weights */
     uint64_t preact_block_bytes; /* saved pre-activations, per block of 128 rows */
     uint64_t dprob_block_bytes;  /* partial sums of the probabilities' gradient, per block */
 } FlashMoESizes;
@@ -105,7 +105,8 @@ FLASHMOE_EXPORT uint64_t flashmoe_sizeof(const char* struct_name);
 FLASHMOE_EXPORT int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes);
 
 /* Loads every kernel that the problem can launch. CUDA loads kernels lazily, and may wait for the
- * GPU to be idle to do so: a first launch beside a kernel that waits for this very rank would hang. */
+ * GPU to be idle to do so: a first launch beside a kernel that waits for this very rank would hang.
+ */
 FLASHMOE_EXPORT int flashmoe_preload(const FlashMoEProblem* problem);
 
 /* Collective. Publishes routing and rows, and places every row that this rank's experts receive.
@@ -138,10 +139,10 @@ FLASHMOE_EXPORT int flashmoe_clear_fault(const FlashMoEGroup* group);
 
 /* What has crossed the links, as counted by this rank's kernels since the workspace was zeroed. */
 typedef struct {
-    uint64_t rows_pulled;      /* rows fetched from other ranks, dispatch of both directions */
-    uint64_t pad_rows_pulled;  /* pad rows among them */
-    uint64_t results_pushed;   /* rows delivered to other ranks, combine of both directions */
-    uint64_t pad_rows_made;    /* pad rows written into this rank's own buffers */
+    uint64_t rows_pulled;     /* rows fetched from other ranks, dispatch of both directions */
+    uint64_t pad_rows_pulled; /* pad rows among them */
+    uint64_t results_pushed;  /* rows delivered to other ranks, combine of both directions */
+    uint64_t pad_rows_made;   /* pad rows written into this rank's own buffers */
 } FlashMoETraffic;
 
 /* Reads the counters; waits for the stream. */
@@ -163,11 +164,11 @@ typedef struct {
     int32_t grad_probs_dtype; /* FlashMoEDtype; backward only */
     const void* plan;
     const void* weight_maps; /* device copy */
-    void* rows;    /* [rows, hidden]: received x (forward) or received dY (backward) */
-    void* act;     /* [rows, intermediate]: scaled activation, fc2's input */
-    void* dpre;    /* [rows, fc1_rows]: gradient of fc1's output; backward only */
-    void* result;  /* [rows, hidden]: fc2's output, or the gradient of the received rows */
-    void* preact;  /* blocks * preact_block_bytes; NULL in a forward without backward */
+    void* rows;              /* [rows, hidden]: received x (forward) or received dY (backward) */
+    void* act;               /* [rows, intermediate]: scaled activation, fc2's input */
+    void* dpre;              /* [rows, fc1_rows]: gradient of fc1's output; backward only */
+    void* result;        /* [rows, hidden]: fc2's output, or the gradient of the received rows */
+    void* preact;        /* blocks * preact_block_bytes; NULL in a forward without backward */
     void* dprob_partial; /* blocks * dprob_block_bytes; backward only */
     void* out;           /* [num_tokens, hidden]: layer output, or gradient of x */
     void* grad_probs;    /* [num_tokens, num_experts]; backward only */

@@ -30,8 +30,8 @@ inline int check_cuda(cudaError_t error, const char* what) {
 }
 
 // Leaves the calling function with the status of `expression` unless it is FLASHMOE_OK.
-#define FLASHMOE_TRY(expression)                            \
-    do {                                                    \
+#define FLASHMOE_TRY(expression)                              \
+    do {                                                      \
         if (const int status_ = (expression)) return status_; \
     } while (0)
 

@@ -28,9 +28,8 @@ struct Mailbox {
 };
 
 Shape shape_of(const FlashMoEProblem* p) {
-    return {p->rank,       p->num_ranks,   p->hidden,        p->intermediate,       p->num_experts,
-            p->topk,       p->max_tokens,  p->heap_tokens,   p->is_gated != 0,
-            p->skip_zero_probs != 0};
+    return {p->rank, p->num_ranks,  p->hidden,      p->intermediate,  p->num_experts,
+            p->topk, p->max_tokens, p->heap_tokens, p->is_gated != 0, p->skip_zero_probs != 0};
 }
 
 int check_problem(const FlashMoEProblem* p) {
@@ -119,8 +118,8 @@ Workspace workspace_of(const Shape& s, const FlashMoEGroup* group) {
 }
 
 Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
-    return {&static_cast<Mailbox*>(group->mailbox)->fault,
-            static_cast<uint32_t*>(group->workspace), p->timeout_ns, p->rank, group->epoch};
+    return {&static_cast<Mailbox*>(group->mailbox)->fault, static_cast<uint32_t*>(group->workspace),
+            p->timeout_ns, p->rank, group->epoch};
 }
 
 KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
@@ -137,8 +136,13 @@ KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
 
 // Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
 template <class Args>
-int launch(const void* function, int num_ctas, int num_threads, int smem_bytes, void* stream,
-           const Args& args, const char* what) {
+int launch(const void* function,
+           int num_ctas,
+           int num_threads,
+           int smem_bytes,
+           void* stream,
+           const Args& args,
+           const char* what) {
     FLASHMOE_TRY(check_cuda(
         cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
         what));
@@ -165,8 +169,11 @@ int backward_tiles(const FlashMoEProblem* p) {
 }
 
 // What forward and backward have in common.
-int fill_layer_args(const FlashMoEProblem* p, const FlashMoEGroup* group,
-                    const FlashMoELaunch* launch, const KernelEntry& entry, LayerArgs* args) {
+int fill_layer_args(const FlashMoEProblem* p,
+                    const FlashMoEGroup* group,
+                    const FlashMoELaunch* launch,
+                    const KernelEntry& entry,
+                    LayerArgs* args) {
     if (launch == nullptr or launch->struct_size != sizeof(FlashMoELaunch)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "launch: struct_size is %u, wanted %zu",
                     launch ? launch->struct_size : 0, sizeof(FlashMoELaunch));
@@ -206,8 +213,11 @@ int fill_layer_args(const FlashMoEProblem* p, const FlashMoEGroup* group,
     return FLASHMOE_OK;
 }
 
-OpenArgs open_args(const FlashMoEProblem* p, const FlashMoEGroup* group, const void* plan,
-                   const void* rows, int num_tokens) {
+OpenArgs open_args(const FlashMoEProblem* p,
+                   const FlashMoEGroup* group,
+                   const void* plan,
+                   const void* rows,
+                   int num_tokens) {
     const Shape s = shape_of(p);
     OpenArgs args{};
     args.shape = s;
@@ -265,9 +275,14 @@ int flashmoe_preload(const FlashMoEProblem* problem) {
     return FLASHMOE_OK;
 }
 
-int flashmoe_plan(const FlashMoEProblem* problem, const FlashMoEGroup* group, const void* x,
-                  const void* probs, int32_t probs_dtype, const void* routing_map,
-                  int32_t num_tokens, void* plan) {
+int flashmoe_plan(const FlashMoEProblem* problem,
+                  const FlashMoEGroup* group,
+                  const void* x,
+                  const void* probs,
+                  int32_t probs_dtype,
+                  const void* routing_map,
+                  int32_t num_tokens,
+                  void* plan) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_tokens(problem, num_tokens));
     OpenArgs args = open_args(problem, group, plan, x, num_tokens);
@@ -280,8 +295,10 @@ int flashmoe_plan(const FlashMoEProblem* problem, const FlashMoEGroup* group, co
                   smem_bytes, group->stream, args, "plan launch");
 }
 
-int flashmoe_await_plan(const FlashMoEProblem* problem, const FlashMoEGroup* group,
-                        int32_t* num_row_blocks, int32_t* num_rows) {
+int flashmoe_await_plan(const FlashMoEProblem* problem,
+                        const FlashMoEGroup* group,
+                        int32_t* num_row_blocks,
+                        int32_t* num_rows) {
     FLASHMOE_TRY(check_group(problem, group));
     const volatile Mailbox* mailbox = static_cast<Mailbox*>(group->mailbox);
     // The device bounds its own waits; this bound is for a device that never runs.
@@ -339,14 +356,16 @@ int flashmoe_read_traffic(const FlashMoEGroup* group, FlashMoETraffic* traffic) 
     }
     const auto stream = static_cast<cudaStream_t>(group->stream);
     const void* counters = static_cast<char*>(group->workspace) + Workspace::kTrafficOffset;
-    FLASHMOE_TRY(check_cuda(cudaMemcpyAsync(traffic, counters, sizeof(*traffic),
-                                            cudaMemcpyDeviceToHost, stream),
-                            "reading traffic"));
+    FLASHMOE_TRY(check_cuda(
+        cudaMemcpyAsync(traffic, counters, sizeof(*traffic), cudaMemcpyDeviceToHost, stream),
+        "reading traffic"));
     return check_cuda(cudaStreamSynchronize(stream), "reading traffic");
 }
 
-int flashmoe_encode_weights(const FlashMoEProblem* problem, const void* const* fc1,
-                            const void* const* fc2, void* weight_maps) {
+int flashmoe_encode_weights(const FlashMoEProblem* problem,
+                            const void* const* fc1,
+                            const void* const* fc2,
+                            void* weight_maps) {
     FLASHMOE_TRY(check_problem(problem));
     const Shape s = shape_of(problem);
     const int experts = s.num_local_experts();
@@ -364,7 +383,8 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem, const void* const* f
     return FLASHMOE_OK;
 }
 
-int flashmoe_forward(const FlashMoEProblem* problem, const FlashMoEGroup* group,
+int flashmoe_forward(const FlashMoEProblem* problem,
+                     const FlashMoEGroup* group,
                      const FlashMoELaunch* launch_args) {
     FLASHMOE_TRY(check_group(problem, group));
     const KernelEntry entry = entry_of(problem, false);
@@ -377,8 +397,10 @@ int flashmoe_forward(const FlashMoEProblem* problem, const FlashMoEGroup* group,
                   group->stream, args, "forward launch");
 }
 
-int flashmoe_backward(const FlashMoEProblem* problem, const FlashMoEGroup* group,
-                      const FlashMoELaunch* launch_args, const void* grad_out) {
+int flashmoe_backward(const FlashMoEProblem* problem,
+                      const FlashMoEGroup* group,
+                      const FlashMoELaunch* launch_args,
+                      const void* grad_out) {
     FLASHMOE_TRY(check_group(problem, group));
     const KernelEntry entry = entry_of(problem, true);
     LayerArgs args{};
@@ -399,9 +421,13 @@ int flashmoe_backward(const FlashMoEProblem* problem, const FlashMoEGroup* group
                   group->stream, args, "backward launch");
 }
 
-int flashmoe_wgrad(const FlashMoEProblem* problem, const FlashMoEGroup* group,
-                   const FlashMoELaunch* launch_args, const void* x_rows, void* const* grads,
-                   int32_t grads_dtype, int32_t accumulate) {
+int flashmoe_wgrad(const FlashMoEProblem* problem,
+                   const FlashMoEGroup* group,
+                   const FlashMoELaunch* launch_args,
+                   const void* x_rows,
+                   void* const* grads,
+                   int32_t grads_dtype,
+                   int32_t accumulate) {
     FLASHMOE_TRY(check_group(problem, group));
     const Shape s = shape_of(problem);
     WgradArgs args{};

@@ -1,5 +1,5 @@
-// TMA descriptors: every one describes a row-major bf16 matrix read or written in 64 x 64 boxes with
-// the 128-byte swizzle. The encoder is found through the runtime, so nothing links to libcuda.
+// TMA descriptors: every one describes a row-major bf16 matrix read or written in 64 x 64 boxes
+// with the 128-byte swizzle. The encoder is found through the runtime, so nothing links to libcuda.
 #pragma once
 
 #include <cuda.h>
@@ -31,10 +31,11 @@ inline int encode_map(CUtensorMap* map, const void* matrix, int64_t rows, int64_
                box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
-        return fail(FLASHMOE_BAD_ARGUMENT,
-                    "cannot describe a [%lld, %lld] bf16 matrix at %p to TMA (error %d): it must be "
-                    "16-byte aligned",
-                    (long long)rows, (long long)columns, matrix, int(result));
+        return fail(
+            FLASHMOE_BAD_ARGUMENT,
+            "cannot describe a [%lld, %lld] bf16 matrix at %p to TMA (error %d): it must be "
+            "16-byte aligned",
+            (long long)rows, (long long)columns, matrix, int(result));
     }
     return FLASHMOE_OK;
 }

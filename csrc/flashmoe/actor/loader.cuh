@@ -35,11 +35,14 @@ __device__ __forceinline__ TileInfo take_tile(const Watchdog& watchdog,
                                               TileMailbox& mailbox,
                                               RingCursor<kTileSlots>& slot) {
     wait_barrier(watchdog, Role::kProcessorTile, mailbox.full[slot.index()], slot.parity());
-    const TileInfo tile = mailbox.tile[slot.index()];
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mailbox.empty[slot.index()].arrive();
+    TileInfo tile{};
+    if (threadIdx.x % 32 == 0) {  // the lane that reads is the lane that gives the slot back
+        tile = mailbox.tile[slot.index()];
+        mailbox.empty[slot.index()].arrive();
+    }
     slot.advance();
-    return tile;
+    return {__shfl_sync(~0u, tile.gemm, 0), __shfl_sync(~0u, tile.block, 0),
+            __shfl_sync(~0u, tile.m, 0), __shfl_sync(~0u, tile.n, 0)};
 }
 
 // Streams one tile's stages: B of the first stages goes ahead, then `await_a`, then the rest.
@@ -91,8 +94,8 @@ template <class Pass, class Ring>
 __device__ __forceinline__ void load_tiles(const LayerArgs& args,
                                            Ring& ring,
                                            TileMailbox& mailbox) {
-    const TileOrder order{args.num_row_blocks, args.group_blocks,
-                          {args.num_n_tiles[0], args.num_n_tiles[1]}};
+    const TileOrder order{
+        args.num_row_blocks, args.group_blocks, {args.num_n_tiles[0], args.num_n_tiles[1]}};
     const int num_local_experts = args.shape.num_local_experts();
     RingCursor<Ring::kNumStages> cursor;
     RingCursor<kTileSlots> slot;

@@ -1,6 +1,6 @@
 // The order of tiles, a total order: GEMM1 of a group of row blocks follows GEMM0 of the next
-// group, so that its inputs are old tickets, and results leave while later rows still arrive. Within
-// a group the row block moves fastest: neighbouring CTAs read the same weights.
+// group, so that its inputs are old tickets, and results leave while later rows still arrive.
+// Within a group the row block moves fastest: neighbouring CTAs read the same weights.
 #pragma once
 
 #include "flashmoe/tile/pipeline.cuh"
@@ -37,7 +37,7 @@ struct TileOrder {
         return in_group(1, num_groups - 1, ticket);
     }
 
-   private:
+ private:
     __device__ __forceinline__ int blocks_of(int group) const {
         return min(group_blocks, num_blocks - group * group_blocks);
     }

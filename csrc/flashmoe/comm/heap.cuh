@@ -24,7 +24,9 @@ struct RouteSignal {
         return uint64_t(tokens | (refused ? kRefused : 0)) << 32 | epoch;
     }
     __device__ static bool is_refused(uint64_t signal) { return signal >> 63; }
-    __device__ static uint32_t tokens(uint64_t signal) { return uint32_t(signal >> 32) & ~kRefused; }
+    __device__ static uint32_t tokens(uint64_t signal) {
+        return uint32_t(signal >> 32) & ~kRefused;
+    }
 };
 
 struct HeapLayout {

@@ -36,8 +36,8 @@ struct Fault {
 };
 
 struct Watchdog {
-    Fault* fault;         // pinned host memory
-    uint32_t* raised;     // device word: the first fault of this group wins
+    Fault* fault;      // pinned host memory
+    uint32_t* raised;  // device word: the first fault of this group wins
     uint64_t timeout_ns;
     int rank;
     uint32_t epoch;

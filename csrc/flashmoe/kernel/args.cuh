@@ -18,9 +18,9 @@ struct LayerArgs {
     uint32_t epoch;
     int num_row_blocks;
     int num_tokens;
-    int num_n_tiles[2];    // tiles along N of GEMM0 and GEMM1
+    int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];
-    int group_blocks;      // row blocks that the schedule advances by
+    int group_blocks;  // row blocks that the schedule advances by
 
     const CUtensorMap* weight_maps;  // device: fc1 of every local expert, then fc2
     char* rows;                      // [row][hidden] bf16, filled by dispatch

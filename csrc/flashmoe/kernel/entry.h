@@ -1,4 +1,5 @@
-// A compiled kernel as the host sees it. One file of instances/ per activation defines one function.
+// A compiled kernel as the host sees it. One file of instances/ per activation defines one
+// function.
 #pragma once
 
 namespace flashmoe {

@@ -1,7 +1,8 @@
 // Algorithm 1 of the paper: one persistent launch per layer and direction. Each CTA holds every
 // actor: a loader thread (the subscriber, taking the scheduler's tickets), a dispatch warp, two
-// combine warps, and two processor warpgroups; whoever has finished helps to combine. The backward is the same algorithm with other
-// matrices: dY is dispatched, fc2 and fc1 are applied transposed, dX is combined.
+// combine warps, and two processor warpgroups; whoever has finished helps to combine. The backward
+// is the same algorithm with other matrices: dY is dispatched, fc2 and fc1 are applied transposed,
+// dX is combined.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -64,15 +65,15 @@ __device__ __forceinline__ void combine(const LayerArgs& args) {
         args.heap, args.plan, args.workspace, args.watchdog, args.shape.rank, args.epoch,
         args.num_row_blocks, uint32_t(kNumProcessors * args.num_n_tiles[1]), args.result,
         args.dprob_partial, args.num_n_tiles[0]);
-    reduce_results<Pass::kIsBackward, kUnroll>(
-        args.heap, args.plan, args.workspace, args.watchdog, args.shape.rank, args.epoch,
-        args.num_tokens, args.shape.num_experts, args.out, args.grad_probs,
-        args.grad_probs_is_bf16);
+    reduce_results<Pass::kIsBackward, kUnroll>(args.heap, args.plan, args.workspace, args.watchdog,
+                                               args.shape.rank, args.epoch, args.num_tokens,
+                                               args.shape.num_experts, args.out, args.grad_probs,
+                                               args.grad_probs_is_bf16);
 }
 
 template <class Pass>
-__global__ __launch_bounds__(kLayerThreads, 1) void layer_kernel(
-    const __grid_constant__ LayerArgs args) {
+__global__ __launch_bounds__(kLayerThreads,
+                             1) void layer_kernel(const __grid_constant__ LayerArgs args) {
     extern __shared__ __align__(1024) uint8_t smem_bytes[];
     auto& smem = *reinterpret_cast<LayerSmem<Pass>*>(smem_bytes);
     static_assert(sizeof(smem) <= 227 * 1024);

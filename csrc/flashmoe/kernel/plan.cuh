@@ -29,10 +29,10 @@ struct OpenArgs {
     Watchdog watchdog;
     uint32_t epoch;
     int num_tokens;
-    const char* rows;           // [token][hidden] bf16: x, or dY
-    const void* probs;          // [token][expert]
+    const char* rows;   // [token][hidden] bf16: x, or dY
+    const void* probs;  // [token][expert]
     bool probs_is_bf16;
-    const uint8_t* routing_map; // [token][expert]
+    const uint8_t* routing_map;  // [token][expert]
     volatile PlanReport* report;
 };
 
@@ -110,8 +110,8 @@ __device__ __forceinline__ void signal_rows(const OpenArgs& args) {
     }
 }
 
-__global__ __launch_bounds__(kPlanThreads, 1) void plan_kernel(
-    const __grid_constant__ OpenArgs args) {
+__global__ __launch_bounds__(kPlanThreads,
+                             1) void plan_kernel(const __grid_constant__ OpenArgs args) {
     extern __shared__ uint32_t smem[];
     __shared__ int num_tokens[kMaxRanks];
     __shared__ bool all_routes_here;
@@ -233,8 +233,8 @@ __global__ __launch_bounds__(kPlanThreads, 1) void plan_kernel(
 }
 
 // Opens a backward: dY takes the place of x in the heap, along the plan of the forward.
-__global__ __launch_bounds__(kPlanThreads, 1) void publish_kernel(
-    const __grid_constant__ OpenArgs args) {
+__global__ __launch_bounds__(kPlanThreads,
+                             1) void publish_kernel(const __grid_constant__ OpenArgs args) {
     zero_counters(args.workspace);
     copy_rows(args);
     cooperative_groups::this_grid().sync();

@@ -100,13 +100,14 @@ __device__ __forceinline__ void deliver_results(const Heap& heap,
             __syncwarp();
             const uint32_t routes = __ballot_sync(~0u, row >= 0);
             const int nth_row = __shfl_sync(~0u, row, __fns(routes, 0, lane + 1) & 31);
-            sum_rows<kUnroll>(heap.result(token.src_rank, token.token, token.slot), int(row_bytes / 16),
-                     __popc(routes),
-                     [&](int i) { return result + __shfl_sync(~0u, nth_row, i) * row_bytes; });
+            sum_rows<kUnroll>(heap.result(token.src_rank, token.token, token.slot),
+                              int(row_bytes / 16), __popc(routes), [&](int i) {
+                                  return result + __shfl_sync(~0u, nth_row, i) * row_bytes;
+                              });
             if constexpr (kIsBackward) {
                 if (row >= 0) {
-                    heap.dprobs(token.src_rank, token.token)[lane] = sum_dprob(
-                        dprob_partial + int64_t(row) * num_dprob_tiles, num_dprob_tiles);
+                    heap.dprobs(token.src_rank, token.token)[lane] =
+                        sum_dprob(dprob_partial + int64_t(row) * num_dprob_tiles, num_dprob_tiles);
                 }
             }
         }
@@ -122,8 +123,8 @@ __device__ __forceinline__ void deliver_results(const Heap& heap,
 }
 
 template <class T>
-__device__ __forceinline__ void scatter_dprobs(T* row, int num_experts, int topk,
-                                               const int32_t* experts, const float* dprobs) {
+__device__ __forceinline__ void scatter_dprobs(
+    T* row, int num_experts, int topk, const int32_t* experts, const float* dprobs) {
     const int lane = threadIdx.x % 32;
     for (int expert = lane; expert < num_experts; expert += 32) row[expert] = T(0.0f);
     __syncwarp();
@@ -162,7 +163,7 @@ __device__ __forceinline__ void reduce_results(const Heap& heap,
             }
             __syncwarp();
             sum_rows<kUnroll>(out + token * row_bytes, int(row_bytes / 16), __popc(ranks),
-                     [&](int slot) { return heap.result(rank, token, slot); });
+                              [&](int slot) { return heap.result(rank, token, slot); });
             if constexpr (kIsBackward) {
                 const int32_t* experts = plan.own_experts + int64_t(token) * plan.topk;
                 const float* dprobs = heap.dprobs(rank, token);

@@ -11,8 +11,8 @@
 
 namespace flashmoe {
 
-constexpr int kDispatchLanes = 4;        // rows in flight of one warp
-constexpr int kDispatchPiece = 4096;     // bytes of a row in flight
+constexpr int kDispatchLanes = 4;     // rows in flight of one warp
+constexpr int kDispatchPiece = 4096;  // bytes of a row in flight
 
 struct DispatchSmem {
     alignas(128) uint8_t piece[kDispatchLanes][kDispatchPiece];

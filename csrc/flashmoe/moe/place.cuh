@@ -11,7 +11,7 @@ namespace flashmoe {
 
 struct Chunk {
     int src_rank;
-    int token;      // this lane's token, or -1 past the source's last
+    int token;  // this lane's token, or -1 past the source's last
 };
 
 __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens, int index) {
@@ -76,8 +76,8 @@ __device__ __forceinline__ void describe_rows(
     const uint8_t slot = uint8_t(__popc(ranks & ((1u << s.rank) - 1)));
     for (int k = 0; k < s.topk; ++k) {
         if (const int row = rows[k]; row >= 0) {
-            const uint8_t flags = (row == first ? RowMeta::kOwner : 0) |
-                                  (row == last ? RowMeta::kLast : 0);
+            const uint8_t flags =
+                (row == first ? RowMeta::kOwner : 0) | (row == last ? RowMeta::kLast : 0);
             plan.row_meta[row] = {chunk.token, uint8_t(chunk.src_rank), slot, flags, 0};
         }
     }

@@ -101,7 +101,7 @@ struct Traffic {
 struct Workspace {
     static constexpr int kTrafficOffset = 128;  // bytes from the start
 
-    uint32_t* raised;        // first fault wins; never zeroed
+    uint32_t* raised;  // first fault wins; never zeroed
     Traffic* traffic;
     Tickets* tickets;
     uint32_t* rows_ready;    // [block]: rows in place, 128 when full

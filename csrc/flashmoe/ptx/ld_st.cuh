@@ -82,21 +82,17 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
 
 // Adds shared memory to global memory, element by element. Part of this thread's bulk group.
 __device__ __forceinline__ void bulk_add_f32(void* target, const void* smem, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                     target),
-                 "r"(uint32_t(__cvta_generic_to_shared(smem))),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+        "r"(uint32_t(__cvta_generic_to_shared(smem))), "r"(bytes)
+        : "memory");
 }
 
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     smem_address),
-                 "r"(r[0]),
-                 "r"(r[1]),
-                 "r"(r[2]),
-                 "r"(r[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
 }
 
 }  // namespace flashmoe::ptx

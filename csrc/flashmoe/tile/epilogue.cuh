@@ -3,8 +3,8 @@
 
 #include <cuda_bf16.h>
 
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cutlass/arch/barrier.h>
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "flashmoe/base/shape.cuh"
 #include "flashmoe/ptx/ld_st.cuh"
@@ -25,7 +25,7 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
 // One warpgroup's way out of registers. After `begin`, `write` fills staging tiles (128-byte
 // swizzle) and `store` sends the first of them; all 128 threads take part.
 class TileStore {
-   public:
+ public:
     __device__ TileStore(uint8_t (*staging)[kStagingBytes], int warpgroup)
         : staging_(cute::cast_smem_ptr_to_uint(staging)), barrier_(warpgroup) {
         const uint32_t thread = threadIdx.x % 128, lane = thread % 32;
@@ -76,7 +76,7 @@ class TileStore {
         }
     }
 
-   private:
+ private:
     __device__ __forceinline__ void sync() {
         cutlass::arch::NamedBarrier::sync(128, uint32_t(barrier_));
     }

@@ -1,9 +1,9 @@
 // The matrix product of one warpgroup: 64 x BLOCK_N outputs in registers, operands from the ring.
 #pragma once
 
-#include <cute/tensor.hpp>
-#include <cute/atom/mma_atom.hpp>
 #include <cutlass/numeric_types.h>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
 
 #include "flashmoe/tile/pipeline.cuh"
 
@@ -35,8 +35,12 @@ template <Major kMajorA, Major kMajorB, int BLOCK_N>
 struct Mainloop {
     using Mma = decltype(cute::make_tiled_mma(
         cute::SM90::GMMA::ss_op_selector<
-            Bf16, Bf16, float, cute::Shape<cute::Int<64>, cute::Int<BLOCK_N>, cute::Int<BLOCK_K>>,
-            kMajorA, kMajorB>()));
+            Bf16,
+            Bf16,
+            float,
+            cute::Shape<cute::Int<64>, cute::Int<BLOCK_N>, cute::Int<BLOCK_K>>,
+            kMajorA,
+            kMajorB>()));
     using LayoutA = typename OperandLayout<kMajorA, 64>::Type;
     using LayoutB = typename OperandLayout<kMajorB, BLOCK_N>::Type;
     // Thread t of the warpgroup holds, at [4 j + 2 i + c], the output of row 16 (t / 32) + (t % 32)
@@ -60,10 +64,11 @@ struct Mainloop {
         Barrier* previous = nullptr;
 
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
-            wait_barrier(watchdog, Role::kProcessorStage, ring.full[cursor.index()], cursor.parity());
+            wait_barrier(watchdog, Role::kProcessorStage, ring.full[cursor.index()],
+                         cursor.parity());
             auto& stage = ring.stage[cursor.index()];
-            auto a = make_tensor(make_smem_ptr(reinterpret_cast<Bf16*>(stage.a[warpgroup])),
-                                 LayoutA{});
+            auto a =
+                make_tensor(make_smem_ptr(reinterpret_cast<Bf16*>(stage.a[warpgroup])), LayoutA{});
             auto b = make_tensor(make_smem_ptr(reinterpret_cast<Bf16*>(stage.b)), LayoutB{});
             auto fragment_a = thread_mma.make_fragment_A(thread_mma.partition_A(a));
             auto fragment_b = thread_mma.make_fragment_B(thread_mma.partition_B(b));

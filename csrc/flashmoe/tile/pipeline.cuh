@@ -17,10 +17,10 @@ constexpr int kABoxes = BLOCK_M / kBoxDim;
 constexpr int kNumProcessors = 2;  // warpgroups; each owns 64 rows of the tile
 
 struct TileInfo {
-    int32_t gemm;  // 0 or 1; kNoTile ends the kernel
-    int32_t block; // of 128 rows; wgrad: expert
-    int32_t m;     // wgrad only: block of 128 output rows
-    int32_t n;     // block of BLOCK_N columns
+    int32_t gemm;   // 0 or 1; kNoTile ends the kernel
+    int32_t block;  // of 128 rows; wgrad: expert
+    int32_t m;      // wgrad only: block of 128 output rows
+    int32_t n;      // block of BLOCK_N columns
 
     static constexpr int32_t kNoTile = -1;
 };
@@ -53,7 +53,7 @@ __device__ __forceinline__ void init_barriers(Ring& ring, TileMailbox& mailbox) 
         ring.empty[i].init(kNumProcessors);  // one elected thread of each warpgroup
     }
     for (int i = 0; i < kTileSlots; ++i) {
-        mailbox.full[i].init(1);                // the loader
+        mailbox.full[i].init(1);                    // the loader
         mailbox.empty[i].init(kNumProcessors * 4);  // one lane of each processor warp
     }
 }
@@ -61,7 +61,7 @@ __device__ __forceinline__ void init_barriers(Ring& ring, TileMailbox& mailbox) 
 // A position in a ring of N barriers: which slot, and the parity to wait for; one register.
 template <int N>
 class RingCursor {
-   public:
+ public:
     __device__ __forceinline__ uint32_t index() const {
         return position_ < N ? position_ : position_ - N;
     }
@@ -70,7 +70,7 @@ class RingCursor {
         position_ = position_ + 1 == 2 * N ? 0 : position_ + 1;
     }
 
-   private:
+ private:
     uint32_t position_ = 0;
 };
 

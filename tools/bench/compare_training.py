@@ -1,0 +1,87 @@
+"""Sets Megatron's training logs beside each other: losses, iteration times, and a bound of noise.
+
+    python -m tools.bench.compare_training flashmoe.log alltoall.log --noise alltoall_again.log
+
+The noise run differs from the second log only in an order of rounding (for instance
+``--moe-permute-fusion`` left out, or the router in another precision). Within noise means, at every
+iteration: the relative distance of the two losses is at most one unit of bfloat16 (2^-8), or twice
+the largest distance that the noise run has shown up to there, since training amplifies both alike.
+Prints a markdown table; the exit status is 1 if any iteration is outside.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+LINE = re.compile(
+    r"iteration +(?P<iteration>\d+)/.*elapsed time per iteration \(ms\): (?P<ms>[0-9.]+)"
+    r".*lm loss: (?P<loss>[0-9.E+-]+)"
+)
+BF16_UNIT = 2.0**-8
+WARM = 5
+"""Iterations that medians leave out."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One line of a log: milliseconds and loss."""
+
+    ms: float
+    loss: float
+
+
+def read_log(path: Path) -> dict[int, Iteration]:
+    """Reads the iterations of a log that was written with ``--log-interval 1``."""
+    found = (LINE.search(line) for line in path.read_text().splitlines())
+    return {
+        int(match["iteration"]): Iteration(float(match["ms"]), float(match["loss"]))
+        for match in found
+        if match
+    }
+
+
+def within_noise(distances: list[float], noises: list[float]) -> list[bool]:
+    """Whether each iteration's distance is explained by rounding, as the module says."""
+    largest, inside = 0.0, []
+    for distance, noise in zip(distances, noises, strict=True):
+        largest = max(largest, noise)
+        inside.append(distance <= max(BF16_UNIT, 2 * largest))
+    return inside
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ours", type=Path)
+    parser.add_argument("theirs", type=Path)
+    parser.add_argument("--noise", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    logs = [read_log(path) for path in (options.ours, options.theirs, options.noise)]
+    iterations = sorted(set.intersection(*(set(log) for log in logs)))
+    if not iterations:
+        parser.error("the logs have no iteration in common")
+    ours, theirs, noise = logs
+    distances = [abs(ours[i].loss - theirs[i].loss) / theirs[i].loss for i in iterations]
+    noises = [abs(noise[i].loss - theirs[i].loss) / theirs[i].loss for i in iterations]
+    inside = within_noise(distances, noises)
+
+    print("| iteration | ms | alltoall ms | loss | alltoall loss | noise run | distance | noise |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for i, distance, spread in zip(iterations, distances, noises, strict=True):
+        print(
+            f"| {i} | {ours[i].ms:.0f} | {theirs[i].ms:.0f} | {ours[i].loss:.5f} | "
+            f"{theirs[i].loss:.5f} | {noise[i].loss:.5f} | {distance:.1e} | {spread:.1e} |"
+        )
+    warm = [i for i in iterations if i > WARM] or iterations
+    mine, other = (statistics.median(log[i].ms for i in warm) for log in (ours, theirs))
+    print(
+        f"\nMedian from iteration {warm[0]} on: {mine:.0f} ms, alltoall {other:.0f} ms, ratio "
+        f"{other / mine:.2f}. Within noise at {sum(inside)} of {len(inside)} iterations."
+    )
+    return 0 if all(inside) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

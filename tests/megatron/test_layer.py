@@ -15,6 +15,9 @@ EP2_DP2 = Layout(expert=2)
 EP4 = Layout(expert=4)
 TOKENS_PER_SEQUENCE, SEQUENCES = 16, 2
 
+TIMEOUT_S = 110.0
+"""Includes importing Megatron in every rank, at a pool's first call."""
+
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "swiglu": (EP2_DP2, {}),
     "one_expert_per_rank": (EP4, {"num_moe_experts": 4}),
@@ -38,7 +41,9 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 def test_layer_matches_alltoall(name: str, four_ranks: RankPool) -> None:
     layout, settings = CASES[name]
     rel_l2 = 1e-2 if name == "bf16" else 1e-5
-    for stock, fused in four_ranks.run(both_layers, layout, settings, "sequential"):
+    for stock, fused in four_ranks.run(
+        both_layers, layout, settings, "sequential", timeout_s=TIMEOUT_S
+    ):
         assert fused.keys() == stock.keys()
         for tensor in fused:
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=rel_l2)
@@ -47,29 +52,31 @@ def test_layer_matches_alltoall(name: str, four_ranks: RankPool) -> None:
 @pytest.mark.parametrize("kind", ["te_grouped", "legacy_grouped"])
 def test_grouped_experts_match_alltoall(kind: str, four_ranks: RankPool) -> None:
     """The weights of TEGroupedMLP and GroupedMLP are found where these modules keep them."""
-    if kind == "legacy_grouped" and four_ranks.run(has_no_grouped_mlp)[0]:
+    if kind == "legacy_grouped" and four_ranks.run(has_no_grouped_mlp, timeout_s=TIMEOUT_S)[0]:
         pytest.skip("this Megatron-Core has no GroupedMLP")
     # GroupedMLP wants the flag; the parameters stay in float32.
-    for stock, fused in four_ranks.run(both_layers, EP2_DP2, {"bf16": True}, kind):
+    for stock, fused in four_ranks.run(
+        both_layers, EP2_DP2, {"bf16": True}, kind, timeout_s=TIMEOUT_S
+    ):
         assert fused.keys() == stock.keys()
         for tensor in fused:
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
 
 
 def test_megakernel_matches_the_layer(four_ranks: RankPool) -> None:
-    for difference, names in four_ranks.run(megakernel):
+    for difference, names in four_ranks.run(megakernel, timeout_s=TIMEOUT_S):
         assert difference == 0.0
         assert names == []
 
 
 def test_unknown_experts_are_refused_by_name(four_ranks: RankPool) -> None:
     with pytest.raises(RankError, match="experts of class Strange are not known; wanted Seq"):
-        four_ranks.run(strange_experts)
+        four_ranks.run(strange_experts, timeout_s=TIMEOUT_S)
 
 
 def test_more_tokens_than_announced_are_refused(four_ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"48 tokens.*max_tokens=32"):
-        four_ranks.run(too_many_tokens)
+        four_ranks.run(too_many_tokens, timeout_s=TIMEOUT_S)
 
 
 def make_layer(config: Any, experts: Any = None) -> Any:

@@ -78,15 +78,17 @@ class GroupMemory:
             or self._workspace.numel() < sizes.workspace_bytes
         )
 
-    def allocate(self, heap_bytes: int, workspace_bytes: int, mailbox_bytes: int) -> None:
-        """Allocates anew. Collective over the group."""
+    def allocate(self, sizes: _native.FlashMoESizes) -> None:
+        """Allocates anew, never less than before. Collective over the group."""
+        heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
+        workspace_bytes = max(int(sizes.workspace_bytes), self._workspace.numel())
         torch.cuda.synchronize(self.device)
         self._heap = None
         self._heap = symmetric.allocate(
             heap_bytes, self.group, self.device, self.options.symmetric_backend
         )
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
-        self._mailbox = torch.zeros(mailbox_bytes, dtype=torch.uint8).pin_memory()
+        self._mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8).pin_memory()
         if self.group is None or dist.get_rank(self.group) == 0:
             logger.warning(
                 "symmetric heap: %.1f MiB on each of %d ranks (%s), shared by all MoE layers",
@@ -364,16 +366,20 @@ class KernelBackend:
         if fault is not None:
             raise _native.fault_error(fault)
 
-    def _prepare(self) -> _native.FlashMoEProblem:
-        """The problem on the group's current heap, with memory for it.
+    @property
+    def heap_bytes(self) -> int:
+        """Bytes of symmetric memory on every rank, for this layer or for what it shares it with."""
+        self._describe()
+        return max(int(self._sizes.heap_bytes), self.memory.heap_bytes)
+
+    def _describe(self) -> _native.FlashMoEProblem:
+        """The problem on the group's current heap.
 
         A heap that grows between a forward and its backward changes nothing in the plan, which is
         laid out for this layer's own bound.
         """
-        memory = self.memory
-        problem = self._problem
-        if problem is None or problem.heap_tokens != memory.max_tokens:
-            config = self.config
+        problem, config = self._problem, self.config
+        if problem is None or problem.heap_tokens != self.memory.max_tokens:
             problem = _native.FlashMoEProblem(
                 rank=self.rank,
                 num_ranks=config.num_ranks,
@@ -387,18 +393,19 @@ class KernelBackend:
                 is_transposed=self._transposed,
                 skip_zero_probs=config.skip_zero_probs,
                 num_ctas=self.num_ctas,
-                heap_tokens=memory.max_tokens,
+                heap_tokens=self.memory.max_tokens,
                 timeout_ns=int(self.options.timeout_s * 1e9),
             )
             _native.call("sizes", problem, self._sizes)
             _native.call("preload", problem)
             self._problem = problem
-        if memory.needs(self._sizes):
-            memory.allocate(
-                max(self._sizes.heap_bytes, memory.heap_bytes),
-                self._sizes.workspace_bytes,
-                self._sizes.mailbox_bytes,
-            )
+        return problem
+
+    def _prepare(self) -> _native.FlashMoEProblem:
+        """The problem, with memory for it. Collective where the memory has to grow."""
+        problem = self._describe()
+        if self.memory.needs(self._sizes):
+            self.memory.allocate(self._sizes)
         return problem
 
     def _encode(self, weights: ExpertWeights) -> torch.Tensor:
@@ -416,7 +423,7 @@ class KernelBackend:
             self._check_input("expert weight", weight, torch.bfloat16)
         experts = self.config.num_local_experts
         array = ctypes.c_void_p * experts
-        problem = self._prepare()
+        problem = self._describe()
         host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8).pin_memory()
         _native.call(
             "encode_weights",

@@ -173,13 +173,12 @@ def describe(backend: Backend, config: Any) -> str:
         f"at most {shape.max_tokens} tokens per rank",
         _describe_capacity(shape, config.moe_expert_capacity_factor),
     ]
-    heap_bytes = getattr(getattr(backend, "memory", None), "heap_bytes", 0)
-    if kind == "reference":
-        parts.append("no symmetric heap")
-    elif heap_bytes:
-        parts.append(f"symmetric heap {math.ceil(heap_bytes / 2**20)} MiB")
-    else:
-        parts.append("symmetric heap allocated at the first step")
+    heap_bytes = getattr(backend, "heap_bytes", 0)
+    parts.append(
+        f"symmetric heap {math.ceil(heap_bytes / 2**20)} MiB on each rank"
+        if heap_bytes
+        else "no symmetric heap"
+    )
     return ", ".join(parts)
 
 

@@ -319,6 +319,7 @@ def _sharded_state(model: list[Any], optimizer: Any, *, is_loading: bool) -> dic
 
 def _save(directory: str, model: list[Any], optimizer: Any) -> None:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     # Megatron writes through a process of its own, which a daemon may not start.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -327,6 +328,11 @@ def _save(directory: str, model: list[Any], optimizer: Any) -> None:
     dist.barrier()
     dist_checkpointing.save(_sharded_state(model, optimizer, is_loading=False), directory)
     dist.barrier()
+    # That process would outlive this one, whose pool ends it without ado.
+    filesystem_async._results_queue = None
+    for child in multiprocessing.active_children():
+        child.terminate()
+        child.join()
 
 
 def _load(directory: str, model: list[Any], optimizer: Any) -> None:

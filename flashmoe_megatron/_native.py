@@ -159,6 +159,9 @@ def load(path: Path = LIBRARY) -> ctypes.CDLL:
             "(without FLASHMOE_SKIP_CUDA_BUILD), or choose the backend 'reference'"
         )
     library = ctypes.CDLL(str(path))
+    found = library.flashmoe_abi_version()  # before any symbol that another version may lack
+    if found != ABI_VERSION:
+        raise DeviceError(f"{path.name} has interface version {found}, wanted {ABI_VERSION}")
     library.flashmoe_last_error.restype = ctypes.c_char_p
     library.flashmoe_role_name.restype = ctypes.c_char_p
     library.flashmoe_sizeof.restype = ctypes.c_uint64
@@ -168,9 +171,6 @@ def load(path: Path = LIBRARY) -> ctypes.CDLL:
     library.flashmoe_backward.argtypes = [pointer] * 4
     library.flashmoe_wgrad.argtypes = [pointer] * 5 + [integer, integer]
     library.flashmoe_encode_weights.argtypes = [pointer] * 4
-    found = library.flashmoe_abi_version()
-    if found != ABI_VERSION:
-        raise DeviceError(f"{path.name} has interface version {found}, wanted {ABI_VERSION}")
     for struct in _STRUCTS:
         theirs = library.flashmoe_sizeof(struct.__name__.encode())
         if theirs != ctypes.sizeof(struct):

@@ -39,7 +39,6 @@ PYTHON = [
 ]
 ELSEWHERE = {
     ("api", "flashmoe.h"): "flashmoe.h",
-    ("flashmoe", "kernel", "args.cuh"): "moe",  # what a launch hands down to its parts
 }
 """Headers that belong to another layer than their directory."""
 EVERYWHERE = "__init__"  # names the public, so it may know all

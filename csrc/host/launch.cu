@@ -5,7 +5,7 @@
 #include <cstring>
 #include <thread>
 
-#include "flashmoe/kernel/args.cuh"
+#include "flashmoe/moe/args.cuh"
 #include "flashmoe/kernel/entry.h"
 #include "flashmoe/kernel/plan.cuh"
 #include "flashmoe/kernel/wgrad.cuh"

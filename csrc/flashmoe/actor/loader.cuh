@@ -6,7 +6,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "flashmoe/actor/scheduler.cuh"
-#include "flashmoe/kernel/args.cuh"
+#include "flashmoe/moe/args.cuh"
 #include "flashmoe/tile/mainloop.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 

@@ -2,7 +2,7 @@
 // the routing weight, in the backward their derivatives. GEMM1's outputs just leave.
 #pragma once
 
-#include "flashmoe/kernel/args.cuh"
+#include "flashmoe/moe/args.cuh"
 #include "flashmoe/tile/activation.cuh"
 #include "flashmoe/tile/epilogue.cuh"
 #include "flashmoe/tile/mainloop.cuh"

@@ -5,10 +5,10 @@
 #include <cstring>
 #include <thread>
 
-#include "flashmoe/moe/args.cuh"
 #include "flashmoe/kernel/entry.h"
 #include "flashmoe/kernel/plan.cuh"
 #include "flashmoe/kernel/wgrad.cuh"
+#include "flashmoe/moe/args.cuh"
 #include "flashmoe/moe/expert.cuh"
 #include "host/error.h"
 #include "host/tensor_map.h"

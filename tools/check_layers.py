@@ -37,7 +37,7 @@ PYTHON = [
     ["adapters"],
     ["autoload", "run"],
 ]
-ELSEWHERE = {
+ELSEWHERE: dict[tuple[str, ...], str] = {
     ("api", "flashmoe.h"): "flashmoe.h",
 }
 """Headers that belong to another layer than their directory."""

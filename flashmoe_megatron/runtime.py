@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -124,12 +123,10 @@ _memories: dict[tuple[int, torch.device, KernelOptions], GroupMemory] = {}
 def _shared_memory(
     group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
 ) -> GroupMemory:
-    """One memory per group and device; it goes away with the group."""
+    """One memory per group and device. It keeps its group, so the key stays that group's own."""
     key = (id(group), device, options)
     if key not in _memories:
         _memories[key] = GroupMemory(group, device, options)
-        if group is not None:
-            weakref.finalize(group, _memories.pop, key, None)
     return _memories[key]
 
 

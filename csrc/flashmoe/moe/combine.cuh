@@ -82,9 +82,7 @@ __device__ __forceinline__ void deliver_results(const Heap& heap,
     const int num_rows = num_row_blocks * BLOCK_M;
     int results_pushed = 0;
     for (;;) {
-        int first = 0;
-        if (lane == 0) first = atomicAdd(&workspace.tickets->combine, uint32_t(kCombineRows));
-        first = __shfl_sync(~0u, first, 0);
+        const int first = take_tickets(&workspace.tickets->combine, kCombineRows);
         if (first >= num_rows) break;
 
         RowMeta meta{};
@@ -147,9 +145,7 @@ __device__ __forceinline__ void reduce_results(const Heap& heap,
     const int lane = threadIdx.x % 32;
     const int64_t row_bytes = heap.hidden * 2;
     for (;;) {
-        int first = 0;
-        if (lane == 0) first = atomicAdd(&workspace.tickets->reduce, uint32_t(kCombineRows));
-        first = __shfl_sync(~0u, first, 0);
+        const int first = take_tickets(&workspace.tickets->reduce, kCombineRows);
         if (first >= num_tokens) return;
         const int end = min(first + kCombineRows, num_tokens);
         for (int token = first; token < end; ++token) {

@@ -90,9 +90,7 @@ __device__ __forceinline__ void dispatch(const Heap& heap,
     uint32_t parity = 0;
     int rows_pulled = 0, pad_rows_pulled = 0, pad_rows_made = 0;
     for (;;) {
-        int first = 0;
-        if (lane == 0) first = atomicAdd(&workspace.tickets->dispatch, uint32_t(kDispatchLanes));
-        first = __shfl_sync(~0u, first, 0);
+        const int first = take_tickets(&workspace.tickets->dispatch, kDispatchLanes);
         if (first >= num_rows) break;
 
         RowMeta meta{};

@@ -93,6 +93,13 @@ struct Tickets {
     uint32_t tile, dispatch, combine, reduce;
 };
 
+// Takes the next `count` items off a counter. Scope: one warp.
+__device__ __forceinline__ int take_tickets(uint32_t* counter, int count) {
+    int first = 0;
+    if (threadIdx.x % 32 == 0) first = int(atomicAdd(counter, uint32_t(count)));
+    return __shfl_sync(~0u, first, 0);
+}
+
 // Never zeroed by a launch. Mirrors FlashMoETraffic.
 struct Traffic {
     unsigned long long rows_pulled, pad_rows_pulled, results_pushed, pad_rows_made;

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from flashmoe_megatron import _native, ops, symmetric
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_weights
-from flashmoe_megatron.config import TILE_M, MoEConfig
+from flashmoe_megatron.config import MAX_RANKS, TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, ShapeError
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -58,16 +58,13 @@ class GroupMemory:
         self.options = options
         self.epoch = 0
         self.max_tokens = 0
-        self._configs: list[MoEConfig] = []
         self._heap: symmetric.SymmetricAllocation | None = None
         self._workspace = torch.empty(0)
         self._mailbox = torch.empty(0)
 
     def register(self, config: MoEConfig) -> None:
         """Adds a layer; a larger one than any before grows the memory at its first call."""
-        self._configs.append(config)
-        if config.max_tokens > self.max_tokens:
-            self.max_tokens = config.max_tokens
+        self.max_tokens = max(self.max_tokens, config.max_tokens)
 
     def needs(self, sizes: _native.FlashMoESizes) -> bool:
         """Whether the memory is smaller than ``sizes``."""
@@ -107,10 +104,9 @@ class GroupMemory:
         if next_epoch:
             # Wraps past 0 and 1: epochs alternate between even and odd, and 0 is fresh memory.
             self.epoch = self.epoch + 1 if self.epoch < 0xFFFFFFFF else 2
-        addresses = self._heap.addresses
         return _native.FlashMoEGroup(
             epoch=self.epoch,
-            heaps=(ctypes.c_void_p * len(_native.FlashMoEGroup().heaps))(*addresses),
+            heaps=(ctypes.c_void_p * MAX_RANKS)(*self._heap.addresses),
             workspace=self._workspace.data_ptr(),
             mailbox=self._mailbox.data_ptr(),
             stream=torch.cuda.current_stream(self.device).cuda_stream,

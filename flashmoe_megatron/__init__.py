@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flashmoe_megatron.reference import moe_reference
     from flashmoe_megatron.reference_backend import ReferenceBackend
     from flashmoe_megatron.select import select_backend
+    from flashmoe_megatron.weights import SplitWeights
 
 __all__ = [
     "Activation",
@@ -47,6 +48,7 @@ __all__ = [
     "ReferenceBackend",
     "RoutingError",
     "ShapeError",
+    "SplitWeights",
     "TrafficCounters",
     "WeightGrad",
     "__version__",
@@ -81,6 +83,7 @@ _HOME = {
         "reference": ("moe_reference",),
         "reference_backend": ("ReferenceBackend",),
         "select": ("select_backend",),
+        "weights": ("SplitWeights",),
     }.items()
     for name in names
 }

@@ -1,13 +1,14 @@
 """Makes a backend differentiable: one autograd node per layer and call."""
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
 from flashmoe_megatron.checks import check_tokens
 from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.weights import SplitGrads, SplitWeights
 
 
 def moe_apply(
@@ -15,7 +16,7 @@ def moe_apply(
     x: torch.Tensor,
     probs: torch.Tensor,
     routing_map: torch.Tensor,
-    weights: ExpertWeights,
+    weights: ExpertWeights | SplitWeights,
     *,
     accumulate_into_main_grad: bool = False,
 ) -> torch.Tensor:
@@ -33,12 +34,15 @@ def moe_apply(
         probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``.
         routing_map: ``[num_tokens, num_experts]`` bool.
         weights: The local experts, parameters or views of parameters. To take experts out of one
-            stacked parameter use ``unbind``, whose gradient is a single stack.
+            stacked parameter use ``unbind``, whose gradient is a single stack. As
+            :class:`~flashmoe_megatron.weights.SplitWeights`, gate and up projections that are
+            parameters of their own, of one expert or of a stack.
         accumulate_into_main_grad: Add the gradient of each weight that has a ``main_grad`` to it,
             set the weight's ``grad_added_to_main_grad`` and return a dummy to autograd, so that
             hooks on the parameter fire (Megatron's fused gradient accumulation). The dummy is
             uninitialised for all that autograd may assume, zero if the weight's
-            ``zero_out_wgrad`` is set. Weights without ``main_grad`` get ordinary gradients.
+            ``zero_out_wgrad`` is set. Weights without ``main_grad`` get ordinary gradients, and so
+            do all ``SplitWeights``.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
@@ -49,9 +53,9 @@ def moe_apply(
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
     """
     check_tokens(backend.config, x, probs, routing_map)
-    tensors = (x, probs, *weights.fc1, *weights.fc2)
+    tensors = (x, probs, *_tensors_of(weights))
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-        return backend.forward(x, probs, routing_map, weights, training=False)[0]
+        return backend.forward(x, probs, routing_map, _joined(weights), training=False)[0]
     out = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
         backend,
         weights,
@@ -70,21 +74,20 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         backend: Backend,
-        weights: ExpertWeights,
+        weights: ExpertWeights | SplitWeights,
         accumulate_into_main_grad: bool,
         routing_map: torch.Tensor,
         x: torch.Tensor,
         probs: torch.Tensor,
         *weight_inputs: torch.Tensor,
     ) -> torch.Tensor:
-        out, saved = backend.forward(x, probs, routing_map, weights, training=True)
+        out, saved = backend.forward(x, probs, routing_map, _joined(weights), training=True)
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
         ctx.save_for_backward(*weight_inputs, *tensors)
         ctx.backend = backend
         # The objects themselves: a hook on saved tensors may return copies without main_grad.
-        ctx.owners = weight_inputs
-        ctx.transposed = weights.transposed
+        ctx.owners = weights
         ctx.accumulate_into_main_grad = accumulate_into_main_grad
         return out
 
@@ -95,41 +98,97 @@ class _RoutedExperts(torch.autograd.Function):
                 "the gradient of the MoE layer was asked for with create_graph=True, but the layer "
                 "can be differentiated only once"
             )
-        num_weights = len(ctx.owners)
-        num_experts = num_weights // 2
+        num_weights = len(_tensors_of(ctx.owners))
         values = ctx.saved_tensors
-        weights = ExpertWeights(
-            fc1=values[:num_experts],
-            fc2=values[num_experts:num_weights],
-            transposed=ctx.transposed,
-        )
+        weights = _with_tensors(ctx.owners, values[:num_weights])
         saved = _give_tensors(ctx.skeleton, values[num_weights:])
-        is_fused = [
-            ctx.accumulate_into_main_grad and getattr(owner, "main_grad", None) is not None
-            for owner in ctx.owners
-        ]
-        destinations = [
-            WeightGrad(owner.main_grad, accumulate=True)
-            if fused
-            else WeightGrad(torch.empty(owner.shape, dtype=owner.dtype, device=owner.device), False)
-            for owner, fused in zip(ctx.owners, is_fused, strict=True)
-        ]
+        destinations: _Destinations | _SplitDestinations
+        if isinstance(weights, SplitWeights):
+            destinations = _SplitDestinations(weights)
+        else:
+            destinations = _Destinations(ctx.owners, into_main_grad=ctx.accumulate_into_main_grad)
+        targets = destinations.targets
         grad_x, grad_probs = ctx.backend.backward(
             grad_outputs[0].contiguous(),
             saved,
-            weights,
-            destinations[:num_experts],
-            destinations[num_experts:],
+            _joined(weights),
+            targets["fc1"],
+            targets["fc2"],
+            targets["fc1_bias"],
+            targets["fc2_bias"],
         )
-        grads: list[torch.Tensor | None] = [grad_x, grad_probs]
-        for owner, fused, destination in zip(ctx.owners, is_fused, destinations, strict=True):
-            if fused:
-                owner.grad_added_to_main_grad = True
-                grads.append(_dummy_grad(owner))
-            else:
-                grads.append(destination.buffer)
         # Autograd drops the gradients of inputs that need none.
-        return None, None, None, None, *grads
+        return None, None, None, None, grad_x, grad_probs, *destinations.grads()
+
+
+_KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")
+_Targets = dict[str, list[WeightGrad]]
+
+
+class _Destinations:
+    """Where the gradients of :class:`ExpertWeights` go: buffers of their own, or main_grad."""
+
+    def __init__(self, owners: ExpertWeights, *, into_main_grad: bool) -> None:
+        self._into_main_grad = into_main_grad
+        self._owners = owners
+        self.targets: _Targets = {
+            kind: [self._target(owner) for owner in getattr(owners, kind)] for kind in _KINDS
+        }
+
+    def grads(self) -> tuple[torch.Tensor, ...]:
+        """What autograd is told, in the order of the node's inputs."""
+        grads = []
+        for kind in _KINDS:
+            for owner, target in zip(getattr(self._owners, kind), self.targets[kind], strict=True):
+                if target.accumulate:
+                    owner.grad_added_to_main_grad = True
+                grads.append(_dummy_grad(owner) if target.accumulate else target.buffer)
+        return tuple(grads)
+
+    def _target(self, owner: Any) -> WeightGrad:
+        if self._into_main_grad and getattr(owner, "main_grad", None) is not None:
+            return WeightGrad(owner.main_grad, accumulate=True)
+        buffer = torch.empty(owner.shape, dtype=owner.dtype, device=owner.device)
+        return WeightGrad(buffer, accumulate=False)
+
+
+class _SplitDestinations:
+    """Where the gradients of :class:`SplitWeights` go."""
+
+    def __init__(self, weights: SplitWeights) -> None:
+        self._grads = SplitGrads(weights)
+        self.targets: _Targets = {
+            kind: [WeightGrad(buffer, False) for buffer in getattr(self._grads.buffers, kind)]
+            for kind in _KINDS
+        }
+
+    def grads(self) -> tuple[torch.Tensor, ...]:
+        """What autograd is told, in the order of the node's inputs."""
+        return _tensors_of(self._grads.split())
+
+
+def _joined(weights: ExpertWeights | SplitWeights) -> ExpertWeights:
+    return weights.join() if isinstance(weights, SplitWeights) else weights
+
+
+def _tensors_of(weights: ExpertWeights | SplitWeights) -> tuple[torch.Tensor, ...]:
+    """All tensors of either kind of weights, in the order of its fields."""
+    values = (getattr(weights, field.name) for field in dataclasses.fields(weights))
+    return tuple(tensor for value in values if isinstance(value, tuple) for tensor in value)
+
+
+_Weights = TypeVar("_Weights", ExpertWeights, SplitWeights)
+
+
+def _with_tensors(weights: _Weights, tensors: tuple[torch.Tensor, ...]) -> _Weights:
+    """The same weights with other tensors, in the order of :func:`_tensors_of`."""
+    left = iter(tensors)
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(weights):
+        value = getattr(weights, field.name)
+        if isinstance(value, tuple):
+            changes[field.name] = tuple(next(left) for _ in value)
+    return dataclasses.replace(weights, **changes)
 
 
 _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}

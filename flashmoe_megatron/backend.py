@@ -20,13 +20,19 @@ class ExpertWeights:
     Attributes:
         fc1: One ``[fc1_rows, hidden]`` tensor per local expert, gate rows first if gated.
         fc2: One ``[hidden, intermediate]`` tensor per local expert.
-        transposed: The tensors are ``[hidden, fc1_rows]`` and ``[intermediate, hidden]`` instead
+        transposed: The matrices are ``[hidden, fc1_rows]`` and ``[intermediate, hidden]`` instead
             (the legacy GroupedMLP of Megatron-Core 0.16).
+        fc1_bias: One ``[fc1_rows]`` tensor per local expert, added before the activation; empty
+            where the experts have none.
+        fc2_bias: One ``[hidden]`` tensor per local expert, added times the routing weight; empty
+            where the experts have none.
     """
 
     fc1: tuple[torch.Tensor, ...]
     fc2: tuple[torch.Tensor, ...]
     transposed: bool = False
+    fc1_bias: tuple[torch.Tensor, ...] = ()
+    fc2_bias: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,11 +107,14 @@ class Backend(Protocol):
         weights: ExpertWeights,
         grad_fc1: Sequence[WeightGrad],
         grad_fc2: Sequence[WeightGrad],
+        grad_fc1_bias: Sequence[WeightGrad] = (),
+        grad_fc2_bias: Sequence[WeightGrad] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward.
 
-        Weight gradients are plain sums over all tokens received from all ranks, written or added
-        to their buffers, also (as zeros) for experts without tokens.
+        Gradients of weights and biases are plain sums over all tokens received from all ranks,
+        written or added to their buffers, also (as zeros) for experts without tokens. Those of
+        biases are asked for exactly where ``weights`` has biases.
 
         Returns:
             Gradients of ``x`` (``[num_tokens, hidden]``) and of ``probs``

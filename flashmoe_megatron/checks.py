@@ -59,22 +59,27 @@ def check_weights(config: MoEConfig, x: torch.Tensor, weights: ExpertWeights) ->
     Args:
         config: The layer's shape.
         x: The tokens; weights share their dtype and device.
-        weights: The local experts, ``config.num_local_experts`` of each kind.
+        weights: The local experts, ``config.num_local_experts`` of each kind; biases may be left
+            out.
 
     Raises:
         ShapeError: A weight is missing or differs; the message names it.
     """
-    shapes = {
-        "fc1": (config.fc1_rows, config.hidden),
-        "fc2": (config.hidden, config.intermediate),
-    }
-    for name, tensors in (("fc1", weights.fc1), ("fc2", weights.fc2)):
+    fc1 = (config.fc1_rows, config.hidden)
+    fc2 = (config.hidden, config.intermediate)
+    for name, tensors, wanted in (
+        ("fc1", weights.fc1, fc1[::-1] if weights.transposed else fc1),
+        ("fc2", weights.fc2, fc2[::-1] if weights.transposed else fc2),
+        ("fc1_bias", weights.fc1_bias, fc1[:1]),
+        ("fc2_bias", weights.fc2_bias, fc2[:1]),
+    ):
+        if not tensors and len(wanted) == 1:
+            continue
         if len(tensors) != config.num_local_experts:
             raise ShapeError(
                 f"{len(tensors)} {name} weights, wanted one for each of the "
                 f"{config.num_local_experts} local experts"
             )
-        wanted = shapes[name][::-1] if weights.transposed else shapes[name]
         for local_expert, weight in enumerate(tensors):
             label = f"{name} of local expert {local_expert}"
             if tuple(weight.shape) != wanted:
@@ -105,7 +110,7 @@ def _check_placement(name: str, tensor: torch.Tensor, device: torch.device) -> N
 
 
 def _rows_are_contiguous(weight: torch.Tensor) -> bool:
-    return weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1]
+    return weight.dim() == 2 and weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1]
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -12,13 +12,14 @@ from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, RoutingError, ShapeError
 from flashmoe_megatron.select import BackendKind, select_backend
+from flashmoe_megatron.weights import SplitWeights
 
 
 def moe_forward(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weight: torch.Tensor,
-    weights: ExpertWeights,
+    weights: ExpertWeights | SplitWeights,
     *,
     backend: Backend,
     check_routing: bool = True,
@@ -62,6 +63,8 @@ class FlashMoELayer(nn.Module):
         backend: What computes it; may be given to further layers of the same shape.
         fc1: The local experts' ``[fc1_rows, hidden]`` parameters.
         fc2: Their ``[hidden, intermediate]`` parameters.
+        fc1_bias: Their ``[fc1_rows]`` parameters, none without ``bias``.
+        fc2_bias: Their ``[hidden]`` parameters, none without ``bias``.
         router: ``nn.Linear(hidden, num_experts)`` without bias, or ``None``.
     """
 
@@ -74,6 +77,7 @@ class FlashMoELayer(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         backend: BackendKind | Backend = "auto",
         router: bool = False,
+        bias: bool = False,
         check_routing: bool = True,
         **kernel_options: Any,
     ) -> None:
@@ -86,6 +90,7 @@ class FlashMoELayer(nn.Module):
             dtype: Of tokens and parameters.
             backend: Which to choose, or another layer's, of an equal ``config``.
             router: Own a router, so that :meth:`forward` can be called with tokens alone.
+            bias: Give both projections of every expert a bias, which the kernel does not compute.
             check_routing: See :func:`moe_forward`.
             **kernel_options: See :func:`~flashmoe_megatron.select.select_backend`.
 
@@ -104,15 +109,17 @@ class FlashMoELayer(nn.Module):
         self.backend = backend
         self.check_routing = check_routing
         self._rank = 0 if group is None else dist.get_rank(group)
-        experts = range(config.num_local_experts)
-        shape1 = (config.fc1_rows, config.hidden)
-        shape2 = (config.hidden, config.intermediate)
-        self.fc1 = nn.ParameterList(
-            [torch.empty(shape1, device=device, dtype=dtype) for _ in experts]
-        )
-        self.fc2 = nn.ParameterList(
-            [torch.empty(shape2, device=device, dtype=dtype) for _ in experts]
-        )
+
+        def make(*shape: int, count: int = config.num_local_experts) -> nn.ParameterList:
+            return nn.ParameterList(
+                [torch.empty(shape, device=device, dtype=dtype) for _ in range(count)]
+            )
+
+        biases = config.num_local_experts if bias else 0
+        self.fc1 = make(config.fc1_rows, config.hidden)
+        self.fc2 = make(config.hidden, config.intermediate)
+        self.fc1_bias = make(config.fc1_rows, count=biases)
+        self.fc2_bias = make(config.hidden, count=biases)
         self.router = (
             nn.Linear(config.hidden, config.num_experts, bias=False, device=device, dtype=dtype)
             if router
@@ -122,20 +129,26 @@ class FlashMoELayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws router and experts as ``nn.Linear`` does, uniform within ``1 / sqrt(fan_in)``.
+        """Draws router and experts as ``nn.Linear`` does: uniform within ``1 / sqrt(fan_in)``.
 
         Every rank draws all experts and keeps its own: one seed gives one model, whatever the
         number of ranks.
         """
         if self.router is not None:
-            _draw(self.router.weight)
+            _draw(self.router.weight, self.config.hidden)
         first = self._rank * self.config.num_local_experts
         for expert in range(self.config.num_experts):
             local_expert = expert - first
             is_local = 0 <= local_expert < self.config.num_local_experts
-            for parameters in (self.fc1, self.fc2):
-                target = parameters[local_expert if is_local else 0]
-                _draw(target if is_local else torch.empty_like(target))
+            for parameters, fan_in in (
+                (self.fc1, self.config.hidden),
+                (self.fc2, self.config.intermediate),
+                (self.fc1_bias, self.config.hidden),
+                (self.fc2_bias, self.config.intermediate),
+            ):
+                if parameters:
+                    target = parameters[local_expert if is_local else 0]
+                    _draw(target if is_local else torch.empty_like(target), fan_in)
 
     def forward(
         self,
@@ -172,7 +185,12 @@ class FlashMoELayer(nn.Module):
             raise ConfigError("topk_idx and topk_weight: give both or none")
         if topk_idx is None or topk_weight is None:
             topk_idx, topk_weight = self.route(tokens)
-        weights = ExpertWeights(fc1=tuple(self.fc1), fc2=tuple(self.fc2))
+        weights = ExpertWeights(
+            fc1=tuple(self.fc1),
+            fc2=tuple(self.fc2),
+            fc1_bias=tuple(self.fc1_bias),
+            fc2_bias=tuple(self.fc2_bias),
+        )
         out = moe_forward(
             tokens,
             topk_idx,
@@ -205,9 +223,9 @@ class FlashMoELayer(nn.Module):
         return top.indices, top.values.softmax(dim=1)
 
 
-def _draw(weight: torch.Tensor) -> None:
-    bound = 1 / math.sqrt(weight.shape[1])
-    nn.init.uniform_(weight, -bound, bound)
+def _draw(parameter: torch.Tensor, fan_in: int) -> None:
+    bound = 1 / math.sqrt(fan_in)
+    nn.init.uniform_(parameter, -bound, bound)
 
 
 def _routing_from_topk(

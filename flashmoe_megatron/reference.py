@@ -30,6 +30,8 @@ def moe_reference(
     *,
     activation: Activation,
     gated: bool,
+    fc1_bias: Sequence[torch.Tensor] = (),
+    fc2_bias: Sequence[torch.Tensor] = (),
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Applies all experts in one process and one precision, differentiable by autograd.
@@ -42,6 +44,8 @@ def moe_reference(
         fc2: ``[H, F]`` of every expert of the group.
         activation: Applied to fc1's output, or to its gate half.
         gated: Whether fc1 has a gate.
+        fc1_bias: ``[2F]`` or ``[F]`` of every expert, added before the activation; may be empty.
+        fc2_bias: ``[H]`` of every expert, added times the token's probability; may be empty.
         dtype: Everything is computed in it, without intermediate rounding.
 
     Returns:
@@ -52,13 +56,17 @@ def moe_reference(
     for expert in range(len(fc1)):
         tokens = routing_map[:, expert].nonzero().squeeze(1)
         projected = x[tokens].to(dtype) @ fc1[expert].to(dtype).t()
+        if fc1_bias:
+            projected = projected + fc1_bias[expert].to(dtype)
         if gated:
             gate, up = projected.chunk(2, dim=1)
             activated = function(gate) * up
         else:
             activated = function(projected)
-        weighted = activated * probs[tokens, expert].to(dtype).unsqueeze(1)
-        out = out.index_add(0, tokens, weighted @ fc2[expert].to(dtype).t())
+        prob = probs[tokens, expert].to(dtype).unsqueeze(1)
+        out = out.index_add(0, tokens, (activated * prob) @ fc2[expert].to(dtype).t())
+        if fc2_bias:
+            out = out.index_add(0, tokens, prob * fc2_bias[expert].to(dtype))
     return out
 
 

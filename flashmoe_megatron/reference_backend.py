@@ -130,8 +130,13 @@ class ReferenceBackend:
             segment = slice(start, start + count)
             fc1, fc2 = _oriented(weights, local_expert)
             torch.mm(rows[segment], fc1.t(), out=pre_activation[segment])
+            if weights.fc1_bias:
+                pre_activation[segment] += weights.fc1_bias[local_expert]
             weighted = self._activate(pre_activation[segment], row_probs[segment])
             torch.mm(weighted, fc2.t(), out=expert_out[segment])
+            if weights.fc2_bias:
+                bias = weights.fc2_bias[local_expert].to(_accumulation_dtype(x.dtype))
+                expert_out[segment] += torch.outer(row_probs[segment].to(bias.dtype), bias)
         out = self._combine(expert_out, plan, num_tokens=x.shape[0])
         saved = _Saved(plan, rows, row_probs, pre_activation) if training else None
         return out, saved
@@ -144,6 +149,8 @@ class ReferenceBackend:
         weights: ExpertWeights,
         grad_fc1: Sequence[WeightGrad],
         grad_fc2: Sequence[WeightGrad],
+        grad_fc1_bias: Sequence[WeightGrad] = (),
+        grad_fc2_bias: Sequence[WeightGrad] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward; collective over the group, see the protocol."""
         plan: _Plan = saved.plan
@@ -161,6 +168,11 @@ class ReferenceBackend:
             weighted, grad_prob, grad_pre = self._activate_backward(
                 saved.pre_activation[segment], saved.row_probs[segment], grad_weighted
             )
+            if weights.fc1_bias:
+                _store(grad_fc1_bias[local_expert], grad_pre.to(wide).sum(0))
+            if weights.fc2_bias:
+                grad_prob = grad_prob + grad_y @ weights.fc2_bias[local_expert].to(wide)
+                _store(grad_fc2_bias[local_expert], saved.row_probs[segment].to(wide) @ grad_y)
             grad_row_probs[segment] = grad_prob
             torch.mm(grad_pre, fc1, out=grad_x_rows[segment])
             rows = saved.rows[segment]

@@ -294,6 +294,8 @@ class KernelBackend:
         weights: ExpertWeights,
         grad_fc1: Sequence[WeightGrad],
         grad_fc2: Sequence[WeightGrad],
+        grad_fc1_bias: Sequence[WeightGrad] = (),
+        grad_fc2_bias: Sequence[WeightGrad] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         grad_out = grad_out.contiguous()
@@ -403,6 +405,11 @@ class KernelBackend:
 
     def _encode(self, weights: ExpertWeights) -> torch.Tensor:
         """TMA descriptors of the weights on the device; where they are is read at every call."""
+        if weights.fc1_bias or weights.fc2_bias:
+            raise ConfigError(
+                "the experts have biases, which the kernel does not compute: leave them out, or "
+                "choose the backend 'reference'"
+            )
         tensors = (*weights.fc1, *weights.fc2)
         key = tuple((w.data_ptr(), w.shape, w.stride(), w.dtype) for w in tensors)
         if weights.transposed != self._transposed:

@@ -27,7 +27,7 @@ PYTHON = [
     ["errors", "_version"],
     ["config"],
     ["backend"],
-    ["checks"],
+    ["checks", "weights"],
     ["planner", "reference", "reference_backend", "_native"],
     ["ops", "symmetric"],
     ["runtime"],

@@ -1,0 +1,94 @@
+"""Experts whose projections are parameters of their own, as the backends want them and back."""
+
+from dataclasses import dataclass
+
+import torch
+
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class SplitWeights:
+    """Gated experts with parameters for gate, up and down projection.
+
+    Each tensor is one expert's or, with one more dimension in front, that of several. A backend
+    reads gate and up as one matrix, so they are joined for the length of a call, in forward and
+    again in backward; nothing but the parameters is kept between the two.
+
+    Attributes:
+        gate: ``[intermediate, hidden]`` or ``[num_experts, intermediate, hidden]`` tensors, all
+            local experts in order.
+        up: Likewise.
+        down: ``[hidden, intermediate]`` or ``[num_experts, hidden, intermediate]`` tensors.
+        fc1_bias: See :class:`~flashmoe_megatron.backend.ExpertWeights`.
+        fc2_bias: See :class:`~flashmoe_megatron.backend.ExpertWeights`.
+    """
+
+    gate: tuple[torch.Tensor, ...]
+    up: tuple[torch.Tensor, ...]
+    down: tuple[torch.Tensor, ...]
+    fc1_bias: tuple[torch.Tensor, ...] = ()
+    fc2_bias: tuple[torch.Tensor, ...] = ()
+
+    def join(self) -> ExpertWeights:
+        """Copies gate and up into one matrix for each expert.
+
+        Raises:
+            ShapeError: A gate and its up projection differ in shape.
+        """
+        got = [tuple(tensor.shape) for tensor in self.up]
+        wanted = [tuple(tensor.shape) for tensor in self.gate]
+        if got != wanted:
+            raise ShapeError(f"the up projections have shapes {got}, wanted {wanted}, as the gates")
+        pairs = zip(self.gate, self.up, strict=True)
+        return ExpertWeights(
+            fc1=_per_expert(tuple(torch.cat(pair, dim=-2) for pair in pairs)),
+            fc2=_per_expert(self.down),
+            fc1_bias=self.fc1_bias,
+            fc2_bias=self.fc2_bias,
+        )
+
+
+class SplitGrads:
+    """Buffers for the gradients of :class:`SplitWeights`, not initialized.
+
+    Attributes:
+        buffers: One for each joined weight, as :meth:`SplitWeights.join` orders them.
+    """
+
+    def __init__(self, weights: SplitWeights) -> None:
+        self._fc1 = tuple(
+            gate.new_empty(*gate.shape[:-2], 2 * gate.shape[-2], gate.shape[-1])
+            for gate in weights.gate
+        )
+        self._fc2 = tuple(_empty(down) for down in weights.down)
+        self.buffers = ExpertWeights(
+            fc1=_per_expert(self._fc1),
+            fc2=_per_expert(self._fc2),
+            fc1_bias=tuple(_empty(bias) for bias in weights.fc1_bias),
+            fc2_bias=tuple(_empty(bias) for bias in weights.fc2_bias),
+        )
+
+    def split(self) -> SplitWeights:
+        """The gradients as the parameters are, contiguous."""
+        halves = [buffer.chunk(2, dim=-2) for buffer in self._fc1]
+        return SplitWeights(
+            gate=tuple(gate.contiguous() for gate, _ in halves),
+            up=tuple(up.contiguous() for _, up in halves),
+            down=self._fc2,
+            fc1_bias=self.buffers.fc1_bias,
+            fc2_bias=self.buffers.fc2_bias,
+        )
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _per_expert(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(
+        matrix
+        for tensor in tensors
+        for matrix in (tensor.unbind() if tensor.dim() == 3 else (tensor,))
+    )

@@ -19,6 +19,7 @@ def moe_apply(
     weights: ExpertWeights | SplitWeights,
     *,
     accumulate_into_main_grad: bool = False,
+    ordered_grads: bool = False,
 ) -> torch.Tensor:
     """Applies a layer's routed experts, with gradients for tokens, probabilities and weights.
 
@@ -43,6 +44,9 @@ def moe_apply(
             uninitialised for all that autograd may assume, zero if the weight's
             ``zero_out_wgrad`` is set. Weights without ``main_grad`` get ordinary gradients, and so
             do all ``SplitWeights``.
+        ordered_grads: Give the parameters their gradients in reverse order of ``weights``. Else
+            their order depends on what else is in a rank's graph, since autograd runs the nodes
+            that accumulate them as they lie in a heap; ZeRO pairs the ranks' gradients by order.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
@@ -53,15 +57,20 @@ def moe_apply(
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
     """
     check_tokens(backend.config, x, probs, routing_map)
-    tensors = (x, probs, *_tensors_of(weights))
-    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    parameters = _tensors_of(weights)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *parameters))):
         return backend.forward(x, probs, routing_map, _joined(weights), training=False)[0]
+    if ordered_grads:
+        # Each view is a node with a place of its own in the order of backward.
+        parameters = tuple(parameter.view_as(parameter) for parameter in parameters)
     out = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
         backend,
         weights,
         accumulate_into_main_grad,
         routing_map,
-        *tensors,
+        x,
+        probs,
+        *parameters,
     )
     assert isinstance(out, torch.Tensor)
     return out
@@ -84,7 +93,8 @@ class _RoutedExperts(torch.autograd.Function):
         out, saved = backend.forward(x, probs, routing_map, _joined(weights), training=True)
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
-        ctx.save_for_backward(*weight_inputs, *tensors)
+        # The parameters and not views of them: ZeRO-3 frees and gathers them in between.
+        ctx.save_for_backward(*_tensors_of(weights), *tensors)
         ctx.backend = backend
         # The objects themselves: a hook on saved tensors may return copies without main_grad.
         ctx.owners = weights

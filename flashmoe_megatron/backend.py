@@ -75,6 +75,11 @@ class Backend(Protocol):
 
     config: MoEConfig
 
+    @property
+    def traffic(self) -> TrafficCounters:
+        """What this rank has sent and padded so far."""
+        ...
+
     def forward(
         self,
         x: torch.Tensor,

@@ -23,6 +23,7 @@ def moe_forward(
     *,
     backend: Backend,
     check_routing: bool = True,
+    ordered_grads: bool = False,
 ) -> torch.Tensor:
     """Applies the routed experts to every token. Collective over the backend's group.
 
@@ -34,6 +35,7 @@ def moe_forward(
         weights: The local experts.
         backend: From :func:`~flashmoe_megatron.select.select_backend`.
         check_routing: Look at the values of the routing first, which makes the host wait for a GPU.
+        ordered_grads: See :func:`~flashmoe_megatron.autograd.moe_apply`.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, differentiable in ``x``, ``topk_weight`` and the
@@ -48,7 +50,7 @@ def moe_forward(
     probs, routing_map = _routing_from_topk(
         backend.config, x, topk_idx, topk_weight, check_routing=check_routing
     )
-    return moe_apply(backend, x, probs, routing_map, weights)
+    return moe_apply(backend, x, probs, routing_map, weights, ordered_grads=ordered_grads)
 
 
 class FlashMoELayer(nn.Module):

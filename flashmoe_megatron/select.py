@@ -48,25 +48,37 @@ def select_backend(
         ConfigError: ``kind`` is unknown, or the ranks disagree on ``config`` or ``kind``.
         DeviceError: ``kind`` is "kernel" and the device is not a Hopper GPU.
     """
-    if kind not in _KINDS:
-        raise ConfigError(f"backend {kind!r}: wanted one of {', '.join(_KINDS)}")
     device = torch.device(device)
-    is_hopper, found = _describe(device)
-    if kind == "kernel" and not is_hopper:
-        raise DeviceError(
-            f"the kernel needs a Hopper GPU (compute capability 9.0), found {found}; "
-            "choose the backend 'reference' or 'auto'"
-        )
-    chosen = ("kernel" if is_hopper else "reference") if kind == "auto" else kind
+    chosen = resolve_kind(kind, device)
     check_ranks_agree(group, {**dataclasses.asdict(config), "backend": chosen})
     if kind == "auto":
-        _announce(chosen, found)
+        _announce(chosen, _describe(device)[1])
     if chosen == "reference":
         return ReferenceBackend(config, group)
     from flashmoe_megatron.runtime import KernelBackend
 
     backend: Backend = KernelBackend(config, group, device, **kernel_options)
     return backend
+
+
+def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "reference"]:
+    """What :func:`select_backend` chooses on a device. Not collective.
+
+    Raises:
+        ConfigError: ``kind`` is unknown.
+        DeviceError: ``kind`` is "kernel" and the device is not a Hopper GPU.
+    """
+    if kind not in _KINDS:
+        raise ConfigError(f"backend {kind!r}: wanted one of {', '.join(_KINDS)}")
+    is_hopper, found = _describe(device)
+    if kind == "kernel" and not is_hopper:
+        raise DeviceError(
+            f"the kernel needs a Hopper GPU (compute capability 9.0), found {found}; "
+            "choose the backend 'reference' or 'auto'"
+        )
+    if kind == "auto":
+        return "kernel" if is_hopper else "reference"
+    return kind
 
 
 def check_ranks_agree(group: dist.ProcessGroup | None, settings: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ PYTHON = [
     ["layer"],
     ["telemetry"],
     ["adapters"],
-    ["autoload", "run"],
+    ["autoload", "deepspeed", "run"],
 ]
 ELSEWHERE: dict[tuple[str, ...], str] = {
     ("api", "flashmoe.h"): "flashmoe.h",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prepares .venv with torch, Megatron-Core, this package in editable form and the tools of the
-# checks, compiles csrc/, and prints the path of the interpreter; progress goes to stderr. Quick
+# Prepares .venv with torch, Megatron-Core, DeepSpeed, this package in editable form and the tools of
+# the checks, compiles csrc/, and prints the path of the interpreter; progress goes to stderr. Quick
 # when nothing has changed.
 #
 #   FLASHMOE_PYTHON           an interpreter that has everything; used as it is, nothing is built
@@ -56,9 +56,12 @@ if [ ! -x "$python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
             'import torch; print(torch.__version__)'); check pip's index settings"
         exit 1
     fi
-    say "installing Megatron-Core, the package and the tools of the checks"
-    pip install --quiet "setuptools>=77"
-    FLASHMOE_SKIP_CUDA_BUILD=1 pip install --quiet --no-build-isolation --editable ".[test,dev]"
+    say "installing Megatron-Core, DeepSpeed, the package and the tools of the checks"
+    pip install --quiet "setuptools>=77" wheel
+    # DeepSpeed compiles its operators when they are first used. Its set-up asks torch for a GPU, so
+    # that it needs this torch and not another one fetched for the build.
+    DS_BUILD_OPS=0 FLASHMOE_SKIP_CUDA_BUILD=1 \
+        pip install --quiet --no-build-isolation --editable ".[test,dev]"
     echo "$wanted" >"$stamp"
 fi
 

@@ -269,6 +269,20 @@ def test_activation_checkpointing(use_reentrant: bool, fused: bool):
         assert torch.equal(parameter.main_grad if fused else parameter.grad, grad)
 
 
+@pytest.mark.parametrize("num_others", [0, 3, 20])
+def test_ordered_grads_come_in_one_order_whatever_else_is_in_the_graph(num_others: int):
+    """ZeRO pairs the ranks' gradients by their order, and a rank's loss may have other terms."""
+    layer = Layer()
+    seen: list[int] = []
+    for index, parameter in enumerate(layer.parameters):
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: seen.append(index))
+    loss = (layer(ordered_grads=True) * layer.grad_out).sum()
+    others = [torch.ones(2, requires_grad=True) for _ in range(num_others)]
+    loss = loss + sum((other.sum() for other in others), torch.zeros(()))
+    loss.backward()
+    assert seen == list(range(8))[::-1]
+
+
 def test_micro_batches_in_flight():
     """A pipeline runs several forwards before the first backward."""
     layer = Layer()

@@ -1,0 +1,202 @@
+"""Puts flashmoe into a DeepSpeed engine: finds the layers, has all ranks agree, swaps classes.
+
+Imported after DeepSpeed. The swap comes after DeepSpeed has prepared the model, so that names of
+parameters, optimizer state and checkpoints are its own.
+"""
+
+import logging
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.utils import log_dist
+from torch import nn
+
+from flashmoe_megatron.adapters.deepspeed import autoep, native
+from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served
+from flashmoe_megatron.adapters.deepspeed.metrics import Reporter, RouteCounter
+from flashmoe_megatron.adapters.deepspeed.refusals import (
+    engine_problem,
+    hosts_problem,
+    layer_problem,
+)
+from flashmoe_megatron.adapters.deepspeed.routed import GroupBackends, RoutedExperts
+from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.select import resolve_kind
+
+logger = logging.getLogger("flashmoe_megatron")
+
+FUSED = "fused"
+"""What a report says of a layer that runs on flashmoe."""
+
+_STATE = "_flashmoe_state"
+"""Attribute of an engine that has been attached to."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A MoE layer of a model.
+
+    Attributes:
+        name: Of the module that the model's author wrote.
+        module: DeepSpeed's layer, below it for the native family.
+        family: Knows its class.
+    """
+
+    name: str
+    module: Any
+    family: ModuleType
+
+    @property
+    def is_fused(self) -> bool:
+        return isinstance(self.module, self.family.FUSED_CLASS)
+
+
+@dataclass
+class _State:
+    """What an engine remembers: its groups' backends and the outcome for every layer."""
+
+    backends: dict[dist.ProcessGroup, GroupBackends]
+    report: dict[str, str]
+
+
+def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
+    """Fuses an engine's MoE layers. Collective over all ranks; a second call adds nothing.
+
+    Args:
+        engine: DeepSpeed's, initialized.
+        settings: The user's, the same on every rank.
+
+    Returns:
+        For every MoE layer of this rank's model, by name, "fused" or why it was left alone.
+
+    Raises:
+        ConfigError: Unless ``fallback`` is "warn": a layer of any rank cannot be served, or no rank
+            has a layer.
+    """
+    layers = list(_find_layers(engine.module))
+    if not settings.enabled:
+        return {layer.name: f"{SECTION}.enabled is false" for layer in layers}
+    general = engine_problem(engine)
+    infos: dict[str, LayerInfo] = {}
+    outcomes: dict[str, str] = {}
+    for layer in layers:
+        try:
+            if not layer.is_fused:
+                infos[layer.name] = layer.family.inspect(layer.module)
+            outcomes[layer.name] = FUSED
+        except ConfigError as error:
+            outcomes[layer.name] = str(error)
+        if general is not None:
+            outcomes[layer.name] = general
+        elif layer.name in infos:
+            problem = layer_problem(infos[layer.name], settings, engine.device)
+            outcomes[layer.name] = problem or FUSED
+    report = _agree(outcomes, infos, needs_one_host=engine.device.type == "cuda")
+    _speak_up(report, settings)
+    report = {layer.name: report[layer.name] for layer in layers}
+
+    state: _State = getattr(engine, _STATE, None) or _State({}, {})
+    for layer in layers:
+        if report[layer.name] == FUSED and not layer.is_fused:
+            info = infos[layer.name]
+            layer.family.fuse(layer.module, info, _serve(info, state, engine, settings))
+    if not hasattr(engine, _STATE):
+        _watch(engine, settings, state)
+    state.report = report
+    setattr(engine, _STATE, state)
+    fused = sum(outcome == FUSED for outcome in report.values())
+    if fused:
+        kind = resolve_kind(settings.backend, engine.device)  # type: ignore[arg-type]
+        log_dist(f"flashmoe: fused {fused} of {len(report)} MoE layers, backend {kind}", ranks=[0])
+    return report
+
+
+def _find_layers(model: nn.Module) -> Iterator[_Layer]:
+    for name, module in model.named_modules():
+        for family in (native, autoep):
+            if isinstance(module, family.STOCK_CLASS):
+                yield _Layer(name.removesuffix(family.SUFFIX), module, family)
+
+
+def _agree(
+    outcomes: Mapping[str, str], infos: Mapping[str, LayerInfo], *, needs_one_host: bool
+) -> dict[str, str]:
+    """One outcome for every layer of any rank, the same on every rank. Collective.
+
+    Layers of one name on several ranks are one layer: it is fused on all of them or on none.
+    """
+    rank = dist.get_rank()
+    groups = {name: dist.get_process_group_ranks(info.group) for name, info in infos.items()}
+    mine = (socket.gethostname(), dict(outcomes), groups)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    hosts = {other: found[0] for other, found in enumerate(everyone)}
+    report: dict[str, str] = {}
+    for other, (_, its_outcomes, its_groups) in enumerate(everyone):
+        for name, outcome in its_outcomes.items():
+            if outcome == FUSED and needs_one_host and name in its_groups:
+                outcome = hosts_problem(its_groups[name], hosts) or FUSED
+            if report.get(name, FUSED) == FUSED:
+                report[name] = outcome
+                everyone_says = {found[1].get(name, outcome) for found in everyone}
+                if outcome != FUSED and len(everyone_says) > 1 and other != rank:
+                    report[name] = f"{outcome} (on rank {other})"
+    return report
+
+
+def _speak_up(report: Mapping[str, str], settings: Settings) -> None:
+    """Raises or warns, on every rank alike, if flashmoe does not serve all layers."""
+    refused = {name: outcome for name, outcome in report.items() if outcome != FUSED}
+    if report and not refused:
+        return
+    if not report:
+        message = (
+            f"{SECTION}.enabled is true, but the model has no MoE layer of DeepSpeed: neither "
+            "deepspeed.moe.layer.MoE nor one made by AutoEP (expert_parallel in the configuration)"
+        )
+    else:
+        listed = "; ".join(f"{name}: {outcome}" for name, outcome in refused.items())
+        message = f"flashmoe cannot serve {len(refused)} of {len(report)} MoE layers: {listed}"
+    if settings.fallback == "error":
+        raise ConfigError(f'{message}. Set {SECTION}.fallback to "warn" to leave them to DeepSpeed')
+    if dist.get_rank() == 0:
+        logger.warning("%s; DeepSpeed runs them", message)
+
+
+def _serve(info: LayerInfo, state: _State, engine: Any, settings: Settings) -> Served:
+    """Makes what a layer needs. Collective over the layer's group."""
+    if info.group not in state.backends:
+        state.backends[info.group] = GroupBackends(info.group, engine.device, settings)
+    return Served(
+        experts=RoutedExperts(info.shape, state.backends[info.group]),
+        routes=RouteCounter(info.shape.num_experts, engine.device),
+    )
+
+
+def _watch(engine: Any, settings: Settings, state: _State) -> None:
+    """Looks before forwards: once for layers that came later, and regularly at the metrics."""
+
+    def refuse_late_layers(*_: Any) -> None:
+        handle.remove()
+        late = {
+            layer.name: "it was added after flashmoe was attached; call attach(engine) again"
+            for layer in _find_layers(engine.module)
+            if layer.name not in state.report
+        }
+        if late:
+            _speak_up({**state.report, **late}, settings)
+
+    handle = engine.module.register_forward_pre_hook(refuse_late_layers)
+    counters = [
+        layer.module.flashmoe.routes for layer in _find_layers(engine.module) if layer.is_fused
+    ]
+    if counters and settings.metrics_interval and engine.monitor.enabled:
+        reporter = Reporter(
+            engine, counters, lambda: tuple(state.backends.values()), settings.metrics_interval
+        )
+        engine.module.register_forward_pre_hook(lambda *_: reporter())

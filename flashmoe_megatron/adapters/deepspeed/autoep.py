@@ -1,0 +1,121 @@
+"""DeepSpeed's AutoEP layer on flashmoe. Imported after DeepSpeed."""
+
+import torch
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.ep_experts import GroupedExperts
+
+from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.weights import SplitWeights
+
+_ACTIVATIONS = {"swiglu": Activation.SILU, "geglu_tanh": Activation.GELU_TANH}
+"""DeepSpeed's names of gated forms that are ours; the others clamp."""
+
+
+class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
+    """What the class of an ``AutoEPMoELayer`` becomes: its router and shared experts, our experts.
+
+    Parameters, buffers and their names are those of ``AutoEPMoELayer``.
+
+    Attributes:
+        flashmoe: Applies the experts and counts the routes.
+    """
+
+    flashmoe: Served
+
+    def forward(
+        self, hidden_states: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Routes, applies the experts and adds the shared ones.
+
+        Collective over the layer's expert-parallel group.
+
+        Args:
+            hidden_states: ``[batch, sequence, hidden]``.
+
+        Returns:
+            What ``AutoEPMoELayer`` returns for the model at hand.
+        """
+        hidden = hidden_states.shape[-1]
+        x = hidden_states.reshape(-1, hidden)
+        scores, selected, tokens_per_expert = self.router(x, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(tokens_per_expert)
+        experts = self.experts
+        # Read here, where ZeRO-3 gathers them, and kept as they are, so that it does so again.
+        weights = SplitWeights(gate=(experts.w1,), up=(experts.w3,), down=(experts.w2,))
+        out = self.flashmoe.experts(x, selected, scores, weights)
+        self.flashmoe.routes.count(tokens_per_expert, selected)
+        output: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self._finalize_output(
+            out.view(hidden_states.shape), x, hidden_states, hidden
+        )
+        return output
+
+
+STOCK_CLASS = AutoEPMoELayer
+FUSED_CLASS = FlashAutoEPMoELayer
+SUFFIX = ""
+
+
+def inspect(layer: AutoEPMoELayer) -> LayerInfo:
+    """Reads a layer's structure.
+
+    Args:
+        layer: Of DeepSpeed's class, in an engine.
+
+    Returns:
+        What it is.
+
+    Raises:
+        ConfigError: It cannot be served; says why.
+    """
+    experts = layer.experts
+    if type(layer) is not AutoEPMoELayer:
+        raise ConfigError(
+            f"{type(layer).__name__} is a subclass of AutoEPMoELayer that is not known"
+        )
+    if not hasattr(layer, "_finalize_output"):
+        raise ConfigError("AutoEP of this release is not known; install DeepSpeed 0.19.7 or newer")
+    if type(experts) is not GroupedExperts:
+        raise ConfigError(f"its experts are {type(experts).__name__}, wanted GroupedExperts")
+    if layer.ep_group is None:
+        raise ConfigError(LATE)
+    folding = layer.folding_group_handles
+    if folding is not None and folding.spec.tp_size > 1:
+        raise ConfigError(
+            f"it is in a tensor-parallel group of size {folding.spec.tp_size}, wanted 1"
+        )
+    if layer.score_apply != "post":
+        raise ConfigError(
+            f"it multiplies tokens with their scores before the experts (score_apply "
+            f"{layer.score_apply!r}), wanted 'post'"
+        )
+    if layer.comm_backend != "comm":
+        raise ConfigError(
+            f"expert_parallel.comm_backend is {layer.comm_backend!r}, wanted 'comm' or 'flashmoe'"
+        )
+    activation = getattr(experts, "activation", "swiglu")
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(
+            f"its experts compute {activation!r}, wanted one of {', '.join(_ACTIVATIONS)}"
+        )
+    # Sharded parameters are empty between uses and carry their shape beside them.
+    _, intermediate, hidden = getattr(experts.w1, "ds_shape", experts.w1.shape)
+    shape = MoEConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        num_experts=layer.num_experts,
+        topk=layer.top_k,
+        activation=_ACTIVATIONS[activation],
+        gated=True,
+        num_ranks=layer.ep_size,
+        max_tokens=1,
+    )
+    return LayerInfo(shape, layer.ep_group, experts.w1.dtype)
+
+
+def fuse(layer: AutoEPMoELayer, info: LayerInfo, served: Served) -> None:
+    """Gives a layer our class; its modules and parameters stay."""
+    layer.__class__ = FlashAutoEPMoELayer
+    layer.flashmoe = served

@@ -1,0 +1,254 @@
+"""Recognises what the experts of DeepSpeed's native MoE layer compute.
+
+An expert is any module, so its function is found by its structure (two or three ``nn.Linear``) and
+then put to the proof: the module runs with random parameters on random rows and has to give what
+one formula of ours gives, and no other. Nothing is concluded from a name.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import Activation
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.reference import moe_reference
+from flashmoe_megatron.weights import SplitWeights
+
+PROBE_ROWS = 8
+PROBE_TOLERANCE = 1e-5
+"""Relative; the two forms of GELU differ by 1e-4 and the arithmetic is that of float64."""
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """What an expert computes, and which of its linear layers are which.
+
+    Attributes:
+        hidden: Model width.
+        intermediate: FFN width.
+        activation: Applied to fc1's output, or to its gate half.
+        gated: Whether there is a gate.
+        fc1: Name of the first linear layer, or names of gate and up.
+        fc2: Name of the last linear layer.
+        up_first: The one layer ``fc1`` of a gated expert has the up rows before the gate rows.
+    """
+
+    hidden: int
+    intermediate: int
+    activation: Activation
+    gated: bool
+    fc1: tuple[str, ...]
+    fc2: str
+    up_first: bool = False
+
+
+def recognise(expert: nn.Module, hidden: int) -> ExpertForm:
+    """Finds the form of one expert.
+
+    Args:
+        expert: Takes and returns ``[..., hidden]``; is run, its parameters stay as they are.
+        hidden: The layer's width.
+
+    Returns:
+        The one form that computes what the module computes.
+
+    Raises:
+        ConfigError: There is none; says what the module has instead.
+    """
+    name = type(expert).__name__
+    linears = {path: m for path, m in expert.named_modules() if type(m) is nn.Linear}
+    known = {f"{path}.{kind}" for path in linears for kind in ("weight", "bias")}
+    for parameter, _ in expert.named_parameters():
+        if parameter not in known:
+            raise ConfigError(
+                f"expert {name} has a parameter {parameter} outside of nn.Linear layers"
+            )
+    for path, module in expert.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ConfigError(
+                f"expert {name} has forward hooks on {path or 'itself'}, which would not be called"
+            )
+    if len(linears) not in (2, 3):
+        raise ConfigError(f"expert {name} has {len(linears)} nn.Linear layers, wanted 2 or 3")
+    proofs = [_run(expert, linears, hidden, training=training) for training in (True, False)]
+    found = [
+        form
+        for form in _candidates(linears, hidden)
+        if all(proof.accepts(form) for proof in proofs)
+    ]
+    if len(found) != 1:
+        tried = ", ".join(activation.value for activation in Activation)
+        raise ConfigError(
+            f"expert {name} computes none of the known functions: {len(linears)} linear layers, "
+            f"with or without a gate, around one of {tried}, without dropout"
+        )
+    return found[0]
+
+
+def read_weights(experts: Sequence[nn.Module], form: ExpertForm) -> ExpertWeights | SplitWeights:
+    """The parameters of recognised experts, where they are now.
+
+    Args:
+        experts: The local experts, all of the one form.
+        form: From :func:`recognise`.
+
+    Returns:
+        Parameters and views of parameters, differentiable.
+    """
+    fc1 = [[_linear(expert, name) for name in form.fc1] for expert in experts]
+    fc2 = [_linear(expert, form.fc2) for expert in experts]
+    fc1_bias = tuple(bias for linears in fc1 for bias in _first_biases(linears, form))
+    fc2_bias = tuple(linear.bias for linear in fc2 if linear.bias is not None)
+    down = tuple(linear.weight for linear in fc2)
+    if len(form.fc1) == 1 and not form.up_first:
+        first = tuple(linear.weight for (linear,) in fc1)
+        return ExpertWeights(fc1=first, fc2=down, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
+    halves = [_gate_and_up([linear.weight for linear in linears], form) for linears in fc1]
+    return SplitWeights(
+        gate=tuple(gate for gate, _ in halves),
+        up=tuple(up for _, up in halves),
+        down=down,
+        fc1_bias=fc1_bias,
+        fc2_bias=fc2_bias,
+    )
+
+
+def has_biases(expert: nn.Module) -> tuple[bool, ...]:
+    """Which of an expert's linear layers have a bias, in the order of their names."""
+    return tuple(m.bias is not None for m in expert.modules() if type(m) is nn.Linear)
+
+
+def _linear(expert: nn.Module, name: str) -> nn.Linear:
+    linear = expert.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
+    return linear
+
+
+def _gate_and_up(tensors: Sequence[torch.Tensor], form: ExpertForm) -> tuple[torch.Tensor, ...]:
+    if len(tensors) == 2:
+        return tuple(tensors)
+    first, second = tensors[0].chunk(2)
+    return (second, first) if form.up_first else (first, second)
+
+
+def _first_biases(linears: Sequence[nn.Linear], form: ExpertForm) -> Iterator[torch.Tensor]:
+    """fc1's bias with the gate first, if there is one."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if biases:
+        joined = form.up_first or len(biases) == 2
+        yield torch.cat(_gate_and_up(biases, form)) if joined else biases[0]
+
+
+def _candidates(linears: dict[str, nn.Linear], hidden: int) -> Iterator[ExpertForm]:
+    """Every form that the layers' shapes admit."""
+    for *fc1, fc2 in itertools.permutations(linears):
+        intermediate = linears[fc2].in_features
+        rows = sum(linears[name].out_features for name in fc1)
+        fits = linears[fc2].out_features == hidden and all(
+            linears[name].in_features == hidden for name in fc1
+        )
+        is_plain = len(fc1) == 1 and rows == intermediate
+        is_gated = (
+            rows == 2 * intermediate
+            and len({(linears[name].out_features, linears[name].bias is None) for name in fc1}) == 1
+        )
+        if not fits or not (is_plain or is_gated):
+            continue
+        for activation in Activation:
+            for up_first in (False, True) if is_gated and len(fc1) == 1 else (False,):
+                yield ExpertForm(
+                    hidden, intermediate, activation, is_gated, tuple(fc1), fc2, up_first
+                )
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """One run of the module with random parameters.
+
+    Attributes:
+        x: ``[PROBE_ROWS, hidden]`` float64.
+        out: What the module made of it.
+        copy: Linear layers with the parameters of the run, by name.
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor
+    copy: nn.Module
+
+    def accepts(self, form: ExpertForm) -> bool:
+        """Whether the module computed what the form says."""
+        weights = read_weights([self.copy], form)
+        if isinstance(weights, SplitWeights):
+            weights = weights.join()
+        ones = torch.ones(len(self.x), 1, device=self.x.device)
+        want = moe_reference(
+            self.x,
+            ones,
+            ones.bool(),
+            weights.fc1,
+            weights.fc2,
+            activation=form.activation,
+            gated=form.gated,
+            fc1_bias=weights.fc1_bias,
+            fc2_bias=weights.fc2_bias,
+        )
+        return bool((self.out - want).norm() <= PROBE_TOLERANCE * want.norm())
+
+
+class _Copy(nn.Module):
+    """Linear layers under their dotted names, apart from any module."""
+
+    def __init__(self, linears: dict[str, nn.Linear]) -> None:
+        super().__init__()
+        self.linears = linears
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.linears[target]
+
+
+@torch.no_grad()
+def _run(
+    expert: nn.Module, linears: dict[str, nn.Linear], hidden: int, *, training: bool
+) -> _Proof:
+    """Runs the module with parameters drawn so that its activation sees values around 1."""
+    device = next(iter(linears.values())).weight.device
+    generator = torch.Generator(device).manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, device=device, generator=generator)
+
+    copies: dict[str, nn.Linear] = {}
+    values: dict[str, torch.Tensor] = {}
+    for name, linear in linears.items():
+        copy = nn.Linear(1, 1, bias=linear.bias is not None)
+        copy.weight = nn.Parameter(draw(*linear.weight.shape) / linear.in_features**0.5)
+        values[f"{name}.weight"] = copy.weight
+        if linear.bias is not None:
+            copy.bias = nn.Parameter(draw(*linear.bias.shape))
+            values[f"{name}.bias"] = copy.bias
+        copies[name] = copy
+    x = draw(PROBE_ROWS, hidden)
+    modes = [(module, module.training) for module in expert.modules()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        expert.train(training)
+        # The module may draw random numbers, which the training may not miss.
+        with torch.random.fork_rng(devices):
+            out = torch.func.functional_call(expert, values, (x.view(1, 1, PROBE_ROWS, hidden),))
+    except Exception as error:
+        raise ConfigError(
+            f"expert {type(expert).__name__} cannot be run on {PROBE_ROWS} rows in float64: {error}"
+        ) from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    if not isinstance(out, torch.Tensor) or out.shape != (1, 1, PROBE_ROWS, hidden):
+        got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+        raise ConfigError(
+            f"expert {type(expert).__name__} returns {got}, wanted one tensor shaped as its input"
+        )
+    return _Proof(x, out.view(PROBE_ROWS, hidden).double(), _Copy(copies))

@@ -1,0 +1,49 @@
+"""What both families of DeepSpeed's MoE layers have in common, as the adapter sees them."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.deepspeed.experts import ExpertForm
+from flashmoe_megatron.adapters.deepspeed.metrics import RouteCounter
+from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
+from flashmoe_megatron.config import MoEConfig
+
+LATE = (
+    "it has no expert-parallel group: it was added after deepspeed.initialize, which has to see "
+    "the whole model"
+)
+"""Why a layer is left alone that DeepSpeed has not prepared."""
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """A layer that has the right structure.
+
+    Attributes:
+        shape: Its shape; ``max_tokens`` does not count.
+        group: Its expert-parallel group.
+        dtype: Of the experts' parameters.
+        has_biases: Whether its experts have any.
+        form: What each expert module computes; ``None`` where experts are stacked.
+    """
+
+    shape: MoEConfig
+    group: dist.ProcessGroup
+    dtype: torch.dtype
+    has_biases: bool = False
+    form: ExpertForm | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a fused layer holds besides its own modules.
+
+    Attributes:
+        experts: Applies its experts.
+        routes: Counts its routes.
+    """
+
+    experts: RoutedExperts
+    routes: RouteCounter

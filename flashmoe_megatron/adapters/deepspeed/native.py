@@ -1,0 +1,115 @@
+"""DeepSpeed's native MoE layer on flashmoe. Imported after DeepSpeed."""
+
+from typing import Any
+
+import torch
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.sharded_moe import MOE_TIMER, MOELayer, TopKGate
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+
+from flashmoe_megatron.adapters.deepspeed.experts import (
+    ExpertForm,
+    has_biases,
+    read_weights,
+    recognise,
+)
+from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError
+
+
+class FlashMOELayer(MOELayer):  # type: ignore[misc]
+    """What the class of a ``MOELayer`` becomes: DeepSpeed's gate, then our experts.
+
+    Parameters, buffers and their names are those of ``MOELayer``.
+
+    Attributes:
+        flashmoe: Applies the experts and counts the routes.
+        form: What the experts compute.
+    """
+
+    flashmoe: Served
+    form: ExpertForm
+
+    def forward(self, *inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Routes and applies the experts. Collective over the layer's expert-parallel group.
+
+        Args:
+            *inputs: ``[..., hidden]`` tokens, and for k=1 a mask ``[num_tokens]`` of those in use.
+            **kwargs: Not used by DeepSpeed either.
+
+        Returns:
+            Like the tokens. ``l_aux`` and ``exp_counts`` are set as ``MOELayer`` does.
+        """
+        if self.wall_clock_breakdown:
+            self.timers(MOE_TIMER).start()
+        hidden_states, used_token = inputs
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        self.l_aux, _, _, indices, _, gates, self.exp_counts = self.gate(x, used_token, True)
+        weights = read_weights(self.experts.deepspeed_experts, self.form)
+        out = self.flashmoe.experts(x, indices.t(), gates.t(), weights)
+        self.flashmoe.routes.count(self.exp_counts, indices)
+        if self.wall_clock_breakdown:
+            # The exchanges overlap with the experts, so that neither has a time of its own.
+            self.timers(MOE_TIMER).stop()
+            self.time_moe = self.timers(MOE_TIMER).elapsed(reset=False)
+        return out.reshape(hidden_states.shape)
+
+
+STOCK_CLASS = MOELayer
+FUSED_CLASS = FlashMOELayer
+SUFFIX = ".deepspeed_moe"
+"""Names this layer below the MoE module that a model's author writes."""
+
+
+def inspect(layer: MOELayer) -> LayerInfo:
+    """Reads a layer's structure.
+
+    Args:
+        layer: Of DeepSpeed's class, in an engine.
+
+    Returns:
+        What it is.
+
+    Raises:
+        ConfigError: It cannot be served; says why.
+    """
+    if type(layer) is not MOELayer:
+        raise ConfigError(f"{type(layer).__name__} is a subclass of MOELayer that is not known")
+    if type(layer.gate) is not TopKGate:
+        raise ConfigError(f"its gate is a {type(layer.gate).__name__}, wanted a TopKGate")
+    if type(layer.experts) is not Experts:
+        raise ConfigError(f"its experts are {type(layer.experts).__name__}, wanted Experts")
+    if layer.use_tutel:
+        raise ConfigError("it uses Tutel; leave use_tutel out")
+    if layer.ep_group is None:
+        raise ConfigError(LATE)
+    tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
+    if tensor_parallel > 1:
+        raise ConfigError(f"it is in a tensor-parallel group of size {tensor_parallel}, wanted 1")
+    hidden = layer.gate.wg.in_features
+    experts = layer.experts.deepspeed_experts
+    forms = {(recognise(expert, hidden), has_biases(expert)) for expert in experts}
+    if len(forms) != 1:
+        raise ConfigError(f"its experts differ from each other: {sorted(map(str, forms))}")
+    ((form, biases),) = forms
+    shape = MoEConfig(
+        hidden=hidden,
+        intermediate=form.intermediate,
+        num_experts=layer.num_local_experts * layer.ep_size,
+        topk=layer.gate.k,
+        activation=form.activation,
+        gated=form.gated,
+        num_ranks=layer.ep_size,
+        max_tokens=1,
+    )
+    dtype = next(experts.parameters()).dtype
+    return LayerInfo(shape, layer.ep_group, dtype, has_biases=any(biases), form=form)
+
+
+def fuse(layer: MOELayer, info: LayerInfo, served: Served) -> None:
+    """Gives a layer our class; its modules and parameters stay."""
+    layer.__class__ = FlashMOELayer
+    layer.flashmoe = served
+    layer.form = info.form

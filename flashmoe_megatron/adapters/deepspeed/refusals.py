@@ -1,0 +1,83 @@
+"""Why a layer of the right structure cannot be served on this machine or in this engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo
+from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
+from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.select import resolve_kind
+
+
+def engine_problem(engine: Any) -> str | None:
+    """Says what about an engine keeps all of its layers from being served."""
+    if engine.torch_autocast_enabled():
+        return "torch_autocast is enabled; enable bf16 instead, with parameters in that dtype"
+    return None
+
+
+def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> str | None:
+    """Says what keeps this rank's device from serving a layer.
+
+    Args:
+        info: The layer.
+        settings: The user's.
+        device: The engine's.
+
+    Returns:
+        A sentence with the way out, ``None`` if the layer can be served.
+    """
+    try:
+        kind = resolve_kind(settings.backend, device)  # type: ignore[arg-type]
+        if kind == "kernel":
+            from flashmoe_megatron import _native
+
+            _native.load()
+    except FlashMoEError as error:
+        return str(error)
+    if kind == "reference" and settings.backend == "auto" and device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return (
+            f"the kernel needs a Hopper GPU (compute capability 9.0), found {name}; set "
+            f'{SECTION}.backend to "reference" to run in plain PyTorch'
+        )
+    return kernel_problem(info) if kind == "kernel" else _dtype_problem(info.dtype)
+
+
+def kernel_problem(info: LayerInfo) -> str | None:
+    """Says what keeps the kernel from serving a layer that the reference may serve."""
+    if info.dtype != torch.bfloat16:
+        return (
+            f"its experts are {info.dtype} and the kernel computes in bfloat16; enable bf16 in the "
+            "DeepSpeed configuration"
+        )
+    if info.has_biases:
+        return (
+            "its experts have biases, which the kernel does not compute; build them without, or "
+            f'set {SECTION}.backend to "reference"'
+        )
+    return None
+
+
+def hosts_problem(ranks: Sequence[int], hosts: Mapping[int, str]) -> str | None:
+    """Says whether an expert-parallel group is larger than the memory that GPUs share.
+
+    Args:
+        ranks: The group's.
+        hosts: The host of every rank.
+    """
+    used = sorted({hosts[rank] for rank in ranks})
+    if len(used) < 2:
+        return None
+    return (
+        f"its expert-parallel group {list(ranks)} spans the hosts {', '.join(used)}, wanted GPUs "
+        "of one host; lower the expert-parallel size"
+    )
+
+
+def _dtype_problem(dtype: torch.dtype) -> str | None:
+    if dtype in (torch.bfloat16, torch.float32):
+        return None
+    return f"its experts are {dtype}, wanted bfloat16 or float32; enable bf16 instead of fp16"

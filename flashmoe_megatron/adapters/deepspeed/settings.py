@@ -1,0 +1,157 @@
+"""The ``"flashmoe"`` section of a DeepSpeed configuration, validated strictly.
+
+DeepSpeed ignores keys that it does not know, so a misspelt one would switch nothing on and say
+nothing. Needs neither torch nor DeepSpeed.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from flashmoe_megatron.errors import ConfigError
+
+SECTION = "flashmoe"
+COMM_BACKEND = "flashmoe"
+"""As ``expert_parallel.comm_backend``, another way to switch flashmoe on."""
+
+_CHOICES = {
+    "fallback": ("error", "warn"),
+    "backend": ("auto", "kernel", "reference"),
+    "symmetric_memory": ("cuda", "nvshmem"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The section's keys and their defaults.
+
+    Attributes:
+        enabled: Replace DeepSpeed's MoE layers.
+        fallback: What a layer that cannot be served does: "error" refuses to start, "warn" leaves
+            it to DeepSpeed and says so.
+        backend: "kernel", "reference", or "auto": the kernel on Hopper GPUs, the reference on
+            processors.
+        symmetric_memory: What the kernel shares memory between GPUs with, "cuda" or "nvshmem".
+        timeout: Longest wait of the kernel for a peer, in seconds.
+        reserved_sms: Multiprocessors that the kernel leaves free, for NCCL's kernels.
+        max_tokens_per_rank: Most tokens of one rank and call. ``None`` has the ranks agree at each
+            call, and the memory grow with the largest.
+        metrics_interval: Optimizer steps between events for DeepSpeed's monitor; 0 sends none.
+    """
+
+    enabled: bool = False
+    fallback: str = "error"
+    backend: str = "auto"
+    symmetric_memory: str = "cuda"
+    timeout: float = 120.0
+    reserved_sms: int = 4
+    max_tokens_per_rank: int | None = None
+    metrics_interval: int = 10
+
+    def __post_init__(self) -> None:
+        """Refuses values without a meaning."""
+        _check_bool("enabled", self.enabled)
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{_key(name)} is {value!r}, wanted one of {', '.join(choices)}")
+        if not _is_number(self.timeout, (int, float)) or not self.timeout > 0:
+            raise ConfigError(f"{_key('timeout')} is {self.timeout!r}, wanted seconds above 0")
+        _check_count("reserved_sms", self.reserved_sms, least=0)
+        _check_count("metrics_interval", self.metrics_interval, least=0)
+        if self.max_tokens_per_rank is not None:
+            _check_count("max_tokens_per_rank", self.max_tokens_per_rank, least=1)
+
+    def kernel_options(self) -> dict[str, Any]:
+        """What of this is passed to the kernel's backend."""
+        return {
+            "symmetric_backend": self.symmetric_memory,
+            "timeout_s": float(self.timeout),
+            "reserved_sms": self.reserved_sms,
+        }
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Reads the section of a DeepSpeed configuration.
+
+    Args:
+        config: The whole configuration, as loaded from JSON.
+
+    Returns:
+        The settings; not enabled if there is no section.
+
+    Raises:
+        ConfigError: A key is unknown, with the nearest valid one, or a value has no meaning.
+    """
+    for key in config:
+        letters = str(key).lower().replace("_", "").replace("-", "")
+        if letters == SECTION and key != SECTION:
+            raise ConfigError(
+                f"the DeepSpeed configuration has a section {key!r}, which nobody reads; wanted "
+                f"{SECTION!r}"
+            )
+    section = config.get(SECTION, {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'{SECTION} is {section!r}, wanted an object such as {{"enabled": true}} in the '
+            "DeepSpeed configuration"
+        )
+    valid = [field.name for field in fields(Settings)]
+    for key in section:
+        if key not in valid:
+            (nearest,) = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"{_key(key)} in the DeepSpeed configuration is unknown, the nearest valid key is "
+                f"{_key(nearest)}; wanted some of {', '.join(valid)}"
+            )
+    return Settings(**section)
+
+
+def resolve_alias(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Understands ``"expert_parallel": {"comm_backend": "flashmoe"}``.
+
+    Args:
+        config: The whole configuration.
+
+    Returns:
+        A configuration that DeepSpeed accepts, with the section enabled; ``None`` if the alias is
+        not used.
+
+    Raises:
+        ConfigError: The section itself says not to enable it.
+    """
+    expert_parallel = config.get("expert_parallel")
+    if not isinstance(expert_parallel, Mapping):
+        return None
+    if expert_parallel.get("comm_backend") != COMM_BACKEND:
+        return None
+    section = config.get(SECTION, {})
+    if isinstance(section, Mapping) and section.get("enabled") is False:
+        raise ConfigError(
+            f'expert_parallel.comm_backend is "{COMM_BACKEND}" but {_key("enabled")} is false; '
+            "wanted one of the two"
+        )
+    return {
+        **config,
+        "expert_parallel": {**expert_parallel, "comm_backend": "comm"},
+        SECTION: {**section, "enabled": True} if isinstance(section, Mapping) else section,
+    }
+
+
+def _key(name: object) -> str:
+    return f"{SECTION}.{name}"
+
+
+def _is_number(value: object, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{_key(name)} is {value!r}, wanted true or false")
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if not _is_number(value, (int,)) or value < least:  # type: ignore[operator]
+        raise ConfigError(f"{_key(name)} is {value!r}, wanted a whole number, at least {least}")

@@ -1,0 +1,198 @@
+"""Trains with DeepSpeed on processors, with its own MoE layers or with ours, in one process pool.
+
+Functions that a :class:`~tests.distributed.RankPool` runs: each takes the group first.
+"""
+
+import dataclasses
+import gc
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported, also with a GPU present
+
+import torch
+import torch.distributed as dist
+
+from tests.deepspeed.models import HIDDEN, AutoEPModel, NativeModel
+
+FUSED = "fused"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        family: "native" or "autoep".
+        model: Arguments of the model.
+        zero: ZeRO stage.
+        ep_size: Of AutoEP.
+        config: Further keys of the DeepSpeed configuration, nested ones replaced as a whole.
+        tokens: Of each rank in one micro-batch, repeated over ranks.
+        used: Share of the tokens that are in use, per rank; ``None`` gives no mask.
+        steps: Optimizer steps.
+        accumulation: Micro-batches of a step.
+        flashmoe: Keys of the section besides ``enabled``.
+    """
+
+    family: str = "native"
+    model: dict[str, Any] = field(default_factory=dict)
+    zero: int = 0
+    ep_size: int = 2
+    config: dict[str, Any] = field(default_factory=dict)
+    tokens: tuple[int, ...] = (24,)
+    used: tuple[float, ...] | None = None
+    steps: int = 3
+    accumulation: int = 1
+    flashmoe: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of a training."""
+
+    losses: list[float]
+    eval_losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    report: dict[str, str]
+    fused_calls: int
+
+
+def prepare() -> None:
+    """Makes this process one of DeepSpeed's; the process group is there already."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_SIZE=size)
+    import deepspeed
+
+    # An operator for inference that DeepSpeed would compile at the first start.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("WARNING")
+
+
+def ds_config(case: Case, *, fused: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": case.zero},
+        **case.config,
+    }
+    if case.family == "autoep":
+        config["expert_parallel"] = {
+            "enabled": True,
+            "autoep_size": case.ep_size,
+            "preset_model": case.model.get("preset", "mixtral"),
+            "use_grouped_mm": False,
+        }
+    if fused:
+        config["flashmoe"] = {"enabled": True, **case.flashmoe}
+    return config
+
+
+def build(case: Case, *, fused: bool) -> Any:
+    """An engine, through our door, which leaves it alone unless ``fused``."""
+    prepare()
+    from flashmoe_megatron.deepspeed import initialize
+
+    torch.manual_seed(11)
+    if case.family == "native":
+        model: torch.nn.Module = NativeModel(**{"ep_sizes": (2, 2), **case.model})
+    else:
+        model = AutoEPModel(**case.model)
+    engine, *_ = initialize(model=model, config=ds_config(case, fused=fused))
+    return engine
+
+
+def batch(case: Case, step: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """This rank's tokens, targets and mask, the same for both kinds of layers."""
+    rank = dist.get_rank()
+    num_tokens = case.tokens[rank % len(case.tokens)]
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(num_tokens, HIDDEN, generator=g).to(dtype)
+    y = torch.randn(num_tokens, HIDDEN, generator=g).to(dtype)
+    if case.used is None:
+        return x, y
+    share = case.used[rank % len(case.used)]
+    return x, y, (torch.rand(num_tokens, generator=g) < share).to(torch.int64)
+
+
+def train_engine(engine: Any, case: Case, *, first_step: int = 0) -> Outcome:
+    """Trains, then evaluates once."""
+    dtype = torch.bfloat16 if "bf16" in case.config else torch.float32
+    losses = []
+    engine.train()
+    for step in range(first_step, first_step + case.steps):
+        for micro in range(case.accumulation):
+            torch.manual_seed(77 + step)  # random token selection and noise of the gate
+            loss = engine(*batch(case, 10 * step + micro, dtype))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+    engine.eval()
+    with torch.no_grad():
+        torch.manual_seed(5)
+        eval_losses = [float(engine(*batch(case, 999, dtype)))]
+    return Outcome(
+        losses=losses,
+        eval_losses=eval_losses,
+        parameters=full_parameters(engine),
+        report=report_of(engine) if "flashmoe" in engine.config else {},
+        fused_calls=sum(
+            module.flashmoe.experts.num_calls
+            for module in engine.module.modules()
+            if hasattr(module, "flashmoe")
+        ),
+    )
+
+
+def report_of(engine: Any) -> dict[str, str]:
+    from flashmoe_megatron.deepspeed import attach
+
+    return attach(engine)
+
+
+def full_parameters(engine: Any) -> dict[str, torch.Tensor]:
+    """This rank's parameters by name, whole."""
+    if engine.zero_optimization_stage() < 3:
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    from deepspeed.runtime.zero import GatheredParameters
+
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with GatheredParameters([parameter]):
+            found[name] = parameter.detach().clone()
+    return found
+
+
+def train(group: dist.ProcessGroup, case: Case, fused: bool) -> Outcome:
+    outcome = train_engine(build(case, fused=fused), case)
+    gc.collect()  # engines hold themselves in cycles
+    return outcome
+
+
+def train_both(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, Outcome]:
+    """The stock layers' outcome, then ours."""
+    return train(group, case, False), train(group, case, True)
+
+
+def save_and_load(
+    group: dist.ProcessGroup, case: Case, directory: str, fused_first: bool
+) -> tuple[Outcome, Outcome]:
+    """Steps without interruption, and with a checkpoint at which the kind of layer changes."""
+    whole = train_engine(
+        build(dataclasses.replace(case, steps=4), fused=False),
+        dataclasses.replace(case, steps=4),
+    )
+    first = build(case, fused=fused_first)
+    train_engine(first, dataclasses.replace(case, steps=2))
+    first.save_checkpoint(directory, tag="halfway")
+    second = build(case, fused=not fused_first)
+    with torch.no_grad():
+        for parameter in second.module.parameters():
+            parameter.add_(1)  # what is not loaded shows
+    path, _ = second.load_checkpoint(directory, tag="halfway")
+    assert path is not None
+    return whole, train_engine(second, dataclasses.replace(case, steps=2), first_step=2)

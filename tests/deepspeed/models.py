@@ -86,13 +86,19 @@ EXPERTS: dict[str, Callable[[], nn.Module]] = {
 }
 """What is recognised, by the names that cases use."""
 
+OTHER_EXPERTS: dict[str, Callable[[], nn.Module]] = {
+    "no activation": sequential,
+    "narrow": lambda: nn.Sequential(nn.Linear(HIDDEN, 96), nn.GELU(), nn.Linear(96, HIDDEN)),
+}
+"""What is not, or has a size that is not served."""
+
 
 class NativeModel(nn.Module):
     """Residual blocks of a linear layer and a native MoE layer, with a loss.
 
     Args:
         ep_sizes: Expert-parallel size of each layer.
-        expert: Name in :data:`EXPERTS`.
+        expert: Name in :data:`EXPERTS` or :data:`OTHER_EXPERTS`.
         num_experts: Of each layer.
         checkpointing: Recompute MoE layers in backward.
         **moe: Further arguments of ``deepspeed.moe.layer.MoE``.
@@ -109,10 +115,11 @@ class NativeModel(nn.Module):
         from deepspeed.moe.layer import MoE
 
         super().__init__()
+        make = {**EXPERTS, **OTHER_EXPERTS}[expert]
         self.checkpointing = checkpointing
         self.dense = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN) for _ in ep_sizes])
         self.moe = nn.ModuleList(
-            [MoE(HIDDEN, EXPERTS[expert](), num_experts, size, **moe) for size in ep_sizes]
+            [MoE(HIDDEN, make(), num_experts, size, **moe) for size in ep_sizes]
         )
         self.head = nn.Linear(HIDDEN, HIDDEN)
         _tell_experts_apart(self)

@@ -130,22 +130,24 @@ def _agree(
 
     Layers of one name on several ranks are one layer: it is fused on all of them or on none.
     """
-    rank = dist.get_rank()
     groups = {name: dist.get_process_group_ranks(info.group) for name, info in infos.items()}
-    mine = (socket.gethostname(), dict(outcomes), groups)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    hosts = {other: found[0] for other, found in enumerate(everyone)}
-    report: dict[str, str] = {}
-    for other, (_, its_outcomes, its_groups) in enumerate(everyone):
+    dist.all_gather_object(everyone, (socket.gethostname(), dict(outcomes), groups))
+    hosts = {rank: host for rank, (host, _, _) in enumerate(everyone)}
+    by_layer: dict[str, dict[int, str]] = {}
+    for rank, (_, its_outcomes, its_groups) in enumerate(everyone):
         for name, outcome in its_outcomes.items():
             if outcome == FUSED and needs_one_host and name in its_groups:
                 outcome = hosts_problem(its_groups[name], hosts) or FUSED
-            if report.get(name, FUSED) == FUSED:
-                report[name] = outcome
-                everyone_says = {found[1].get(name, outcome) for found in everyone}
-                if outcome != FUSED and len(everyone_says) > 1 and other != rank:
-                    report[name] = f"{outcome} (on rank {other})"
+            by_layer.setdefault(name, {})[rank] = outcome
+    report = {}
+    for name, by_rank in by_layer.items():
+        refused = {rank: outcome for rank, outcome in by_rank.items() if outcome != FUSED}
+        report[name] = FUSED
+        if refused:
+            rank, outcome = min(refused.items())
+            everywhere = len(refused) == len(by_rank)
+            report[name] = outcome if everywhere else f"{outcome} (on rank {rank})"
     return report
 
 

@@ -61,7 +61,7 @@ def recognise(expert: nn.Module, hidden: int) -> ExpertForm:
     """
     name = type(expert).__name__
     linears = {path: m for path, m in expert.named_modules() if type(m) is nn.Linear}
-    known = {f"{path}.{kind}" for path in linears for kind in ("weight", "bias")}
+    known = {f"{path}.{kind}".lstrip(".") for path in linears for kind in ("weight", "bias")}
     for parameter, _ in expert.named_parameters():
         if parameter not in known:
             raise ConfigError(
@@ -74,7 +74,10 @@ def recognise(expert: nn.Module, hidden: int) -> ExpertForm:
             )
     if len(linears) not in (2, 3):
         raise ConfigError(f"expert {name} has {len(linears)} nn.Linear layers, wanted 2 or 3")
-    proofs = [_run(expert, linears, hidden, training=training) for training in (True, False)]
+    device = next(iter(linears.values())).weight.device
+    # Here random numbers are drawn, which the training that follows may not miss.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        proofs = [_run(expert, linears, hidden, training=training) for training in (True, False)]
     found = [
         form
         for form in _candidates(linears, hidden)
@@ -233,12 +236,9 @@ def _run(
         copies[name] = copy
     x = draw(PROBE_ROWS, hidden)
     modes = [(module, module.training) for module in expert.modules()]
-    devices = [device] if device.type == "cuda" else []
     try:
         expert.train(training)
-        # The module may draw random numbers, which the training may not miss.
-        with torch.random.fork_rng(devices):
-            out = torch.func.functional_call(expert, values, (x.view(1, 1, PROBE_ROWS, hidden),))
+        out = torch.func.functional_call(expert, values, (x.view(1, 1, PROBE_ROWS, hidden),))
     except Exception as error:
         raise ConfigError(
             f"expert {type(expert).__name__} cannot be run on {PROBE_ROWS} rows in float64: {error}"

@@ -1,0 +1,183 @@
+"""Engines with one thing wrong, for tests of what attaching says about them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.deepspeed.harness import Case, build
+from tests.deepspeed.models import HIDDEN, TwoLinears
+
+AUTOEP = {"family": "autoep", "zero": 1}
+
+
+def first_layer(engine: Any) -> Any:
+    """The first MoE layer: DeepSpeed's MOELayer or AutoEPMoELayer."""
+    names = ("MOELayer", "AutoEPMoELayer")
+    return next(m for m in engine.module.modules() if type(m).__name__ in names)
+
+
+def subclass(engine: Any) -> None:
+    layer = first_layer(engine)
+    layer.__class__ = type("MyLayer", (type(layer),), {})
+
+
+def gate_subclass(engine: Any) -> None:
+    gate = first_layer(engine).gate
+    gate.__class__ = type("MyGate", (type(gate),), {})
+
+
+def experts_subclass(engine: Any) -> None:
+    experts = first_layer(engine).experts
+    experts.__class__ = type("MyExperts", (type(experts),), {})
+
+
+def tutel(engine: Any) -> None:
+    first_layer(engine).use_tutel = True
+
+
+def half(engine: Any) -> None:
+    first_layer(engine).experts.half()
+
+
+def tanh(engine: Any) -> None:
+    for expert in first_layer(engine).experts.deepspeed_experts:
+        expert.function = torch.tanh
+
+
+def tanh_on_rank_1(engine: Any) -> None:
+    if dist.get_rank() == 1:
+        tanh(engine)
+
+
+def different_experts(engine: Any) -> None:
+    first_layer(engine).experts.deepspeed_experts[0].function = torch.relu
+
+
+def set_attribute(name: str, value: object) -> Callable[[Any], None]:
+    return lambda engine: setattr(first_layer(engine), name, value)
+
+
+def clamped(engine: Any) -> None:
+    first_layer(engine).experts.activation = "swiglu_oai"
+
+
+def late(engine: Any) -> None:
+    from deepspeed.moe.layer import MoE
+
+    engine.module.moe.append(MoE(HIDDEN, TwoLinears(), 4, 2))
+    engine.module.dense.append(nn.Linear(HIDDEN, HIDDEN))
+
+
+def nothing(engine: Any) -> None:
+    pass
+
+
+CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
+    "subclass": ({}, subclass, "moe.0: MyLayer is a subclass of MOELayer that is not known"),
+    "gate": ({}, gate_subclass, "moe.0: its gate is a MyGate, wanted a TopKGate"),
+    "experts": ({}, experts_subclass, "moe.0: its experts are MyExperts, wanted Experts"),
+    "tutel": ({}, tutel, "moe.0: it uses Tutel; leave use_tutel out"),
+    "fp16": ({}, half, r"moe.0: its experts are torch.float16, wanted bfloat16 or float32"),
+    "activation": ({}, tanh, "moe.0: expert TwoLinears computes none of the known functions"),
+    "one rank": ({}, tanh_on_rank_1, r"moe.0: expert TwoLinears computes none of.*\(on rank 1\)"),
+    "different experts": ({}, different_experts, "moe.0: its experts differ from each other"),
+    "late layer": ({}, late, "moe.2: .*added after deepspeed.initialize"),
+    "identity": (
+        {"model": {"expert": "no activation"}},
+        nothing,
+        "moe.0: expert Sequential computes none",
+    ),
+    "width": ({"model": {"expert": "narrow"}}, nothing, "moe.0: intermediate=96: .* of 64"),
+    "topk": (
+        {"model": {"num_experts": 20, "k": 17, "drop_tokens": False}},
+        nothing,
+        "moe.0: topk=17: must be 1 to 16",
+    ),
+    "autocast": (
+        {"config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
+        nothing,
+        "moe.0: torch_autocast is enabled; enable bf16 instead",
+    ),
+    "kernel": (
+        {"flashmoe": {"backend": "kernel"}},
+        nothing,
+        "moe.0: the kernel needs a Hopper GPU",
+    ),
+    "autoep subclass": (AUTOEP, subclass, "model.layers.0.mlp: MyLayer is a subclass of AutoEPMoE"),
+    "autoep experts": (AUTOEP, experts_subclass, "its experts are MyExperts, wanted GroupedExpe"),
+    "autoep pre": (
+        AUTOEP,
+        set_attribute("score_apply", "pre"),
+        "before the experts .*wanted 'post'",
+    ),
+    "autoep deepep": (
+        AUTOEP,
+        set_attribute("comm_backend", "deepep"),
+        "comm_backend is 'deepep', wanted 'comm' or 'flashmoe'",
+    ),
+    "autoep activation": (
+        AUTOEP,
+        clamped,
+        "its experts compute 'swiglu_oai', wanted one of swiglu",
+    ),
+    "autoep late": (AUTOEP, set_attribute("ep_group", None), "added after deepspeed.initialize"),
+}
+
+
+def outcomes(
+    group: dist.ProcessGroup, name: str
+) -> tuple[str, dict[str, str], list[str], dict[str, str]]:
+    """What the two kinds of fallback do.
+
+    Returns:
+        The message of the error, the report of the warning, the classes of the layers after both,
+        and the report of a second call.
+    """
+    from flashmoe_megatron.deepspeed import attach
+    from flashmoe_megatron.errors import ConfigError
+
+    changes, change, _ = CHANGES[name]
+    case = Case(**changes)
+    engine = build(case, fused=False)
+    change(engine)
+    message = ""
+    engine.config["flashmoe"] = {"enabled": True, **case.flashmoe}
+    try:
+        attach(engine)
+    except ConfigError as error:
+        message = str(error)
+    engine.config["flashmoe"]["fallback"] = "warn"
+    report = attach(engine)
+    classes = [
+        type(module).__name__
+        for module in engine.module.modules()
+        if any(
+            "MoELayer" in base.__name__ or "MOELayer" in base.__name__
+            for base in type(module).__mro__
+        )
+    ]
+    return message, report, classes, attach(engine)
+
+
+def tensor_parallel(group: dist.ProcessGroup) -> str:
+    """The message about a layer inside of a tensor-parallel group."""
+    from deepspeed.utils import groups
+
+    from flashmoe_megatron.deepspeed import attach
+
+    class TensorParallel:
+        def get_tensor_model_parallel_world_size(self) -> int:
+            return 2
+
+    engine = build(Case(), fused=False)
+    groups.mpu = TensorParallel()
+    try:
+        attach(engine)
+    except ValueError as error:
+        return str(error)
+    finally:
+        groups.mpu = None
+    return ""

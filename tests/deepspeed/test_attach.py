@@ -1,0 +1,285 @@
+"""Which layers are fused, what is said of the others, and the ways to ask for it."""
+
+import base64
+import csv
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.deepspeed import changed
+from tests.deepspeed.harness import FUSED, Case, batch, build, ds_config, prepare, train_engine
+from tests.deepspeed.models import HIDDEN, AutoEPModel, NativeModel
+from tests.distributed import RankError, RankPool
+
+
+@pytest.mark.parametrize("name", changed.CHANGES)
+def test_refusal_and_fallback(name: str, two_ranks: RankPool) -> None:
+    wanted = changed.CHANGES[name][2]
+    for message, report, classes, again in two_ranks.run(changed.outcomes, name):
+        assert message
+        assert re.search(wanted, message), message
+        assert 'Set flashmoe.fallback to "warn" to leave them to DeepSpeed' in message
+        left_alone = [outcome != FUSED for outcome in report.values()]
+        assert any(left_alone)
+        assert left_alone == ["Flash" not in name for name in classes]
+        assert again == report
+
+
+def test_tensor_parallel_layers_are_refused(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(changed.tensor_parallel):
+        assert "tensor-parallel group of size 2, wanted 1" in message
+
+
+def report_of_partly_fused(group: dist.ProcessGroup) -> tuple[dict[str, str], list[float]]:
+    """One of two layers fused, the other DeepSpeed's, and both train."""
+    from flashmoe_megatron.deepspeed import attach
+
+    case = Case(zero=2)
+    engine = build(case, fused=False)
+    changed.tanh(engine)
+    engine.config["flashmoe"] = {"enabled": True, "fallback": "warn"}
+    report = attach(engine)
+    return report, train_engine(engine, case).losses
+
+
+def test_a_partly_fused_model_trains(two_ranks: RankPool) -> None:
+    for report, losses in two_ranks.run(report_of_partly_fused):
+        assert [report["moe.0"] == FUSED, report["moe.1"] == FUSED] == [False, True]
+        assert losses[-1] < losses[0]
+
+
+def with_settings(group: dist.ProcessGroup, sections: list[Any], dense: bool = False) -> Any:
+    """Initializes with this rank's section; returns the error or the report."""
+    prepare()
+    from flashmoe_megatron.deepspeed import attach, initialize
+
+    torch.manual_seed(1)
+    model = torch.nn.Linear(HIDDEN, HIDDEN) if dense else NativeModel((2, 2))
+    config = ds_config(Case(), fused=False)
+    section = sections[dist.get_rank() % len(sections)]
+    if section is not None:
+        config["flashmoe"] = section
+    try:
+        engine, *_ = initialize(model=model, config=config)
+    except ValueError as error:
+        return str(error)
+    return attach(engine) if section is not None else [type(m).__name__ for m in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ([{"enabled": True}, None], r"flashmoe.enabled: True on rank 0, False on rank 1"),
+        (
+            [{"enabled": True}, {"enabled": True, "max_tokens_per_rank": 64}],
+            r"flashmoe.max_tokens_per_rank: None on rank 0, 64 on rank 1",
+        ),
+    ],
+)
+def test_ranks_have_to_agree(sections: list[Any], message: str, two_ranks: RankPool) -> None:
+    for outcome in two_ranks.run(with_settings, sections):
+        assert f"the ranks disagree on {message}; wanted one value" in outcome
+
+
+def test_a_model_without_moe_layers_is_said(two_ranks: RankPool) -> None:
+    for outcome in two_ranks.run(with_settings, [{"enabled": True}], True):
+        assert "the model has no MoE layer of DeepSpeed" in outcome
+    for outcome in two_ranks.run(with_settings, [{"enabled": True, "fallback": "warn"}], True):
+        assert outcome == {}
+
+
+def test_not_enabled_leaves_all_to_deepspeed(two_ranks: RankPool) -> None:
+    for outcome in two_ranks.run(with_settings, [None]):
+        assert outcome.count("MOELayer") == 2
+    for outcome in two_ranks.run(with_settings, [{"enabled": False}]):
+        assert set(outcome.values()) == {"flashmoe.enabled is false"}
+
+
+def test_unknown_keys_stop_before_an_engine_is_made(two_ranks: RankPool) -> None:
+    for outcome in two_ranks.run(with_settings, [{"enabld": True}]):
+        assert "nearest valid key is flashmoe.enabled" in outcome
+
+
+def all_forms(group: dist.ProcessGroup, directory: str) -> dict[str, Any]:
+    """The configuration in every argument and form that DeepSpeed takes, by the alias too."""
+    prepare()
+    import deepspeed
+
+    from flashmoe_megatron import deepspeed as door
+
+    section = {**ds_config(Case(), fused=False), "flashmoe": {"enabled": True}}
+    path = Path(directory, f"ds_config_{dist.get_rank()}.json")
+    path.write_text(json.dumps(section))
+    encoded = base64.urlsafe_b64encode(json.dumps(section).encode()).decode()
+    alias = ds_config(Case(family="autoep", zero=1), fused=False)
+    alias["expert_parallel"]["comm_backend"] = "flashmoe"
+    local = dist.get_rank()
+    script = SimpleNamespace(deepspeed_config=dict(alias), local_rank=local)
+    untouched = json.dumps(alias)
+    forms: dict[str, tuple[bool, dict[str, Any]]] = {
+        "dict": (False, {"config": section}),
+        "path": (False, {"config": str(path)}),
+        "base64": (False, {"config": encoded}),
+        "config_params": (False, {"config_params": section}),
+        "args": (False, {"args": SimpleNamespace(deepspeed_config=str(path), local_rank=local)}),
+        "alias": (True, {"config": alias}),
+        "alias in args": (True, {"args": script}),
+    }
+    found: dict[str, Any] = {}
+    for name, (is_autoep, arguments) in forms.items():
+        model = AutoEPModel() if is_autoep else NativeModel((2, 2))
+        engine, *_ = door.initialize(model=model, **arguments)
+        found[name] = door.attach(engine)
+    assert json.dumps(alias) == untouched
+    assert json.dumps(script.deepspeed_config) == untouched
+    original = deepspeed.initialize
+    door.install()
+    door.install()
+    assert deepspeed.initialize is not original
+    try:
+        engine, *_ = deepspeed.initialize(model=NativeModel((2, 2)), config=section)
+        found["installed"] = door.attach(engine)
+        engine, *_ = door.initialize(model=NativeModel((2, 2)), config=section)
+        found["both"] = door.attach(engine)
+    finally:
+        door.uninstall()
+    assert deepspeed.initialize is original
+    door.uninstall()
+    assert deepspeed.initialize is original
+    engine, *_ = deepspeed.initialize(
+        model=NativeModel((2, 2)), config=ds_config(Case(), fused=False)
+    )
+    found["attach"] = door.attach(engine)
+    return found
+
+
+def test_all_ways_to_ask_for_it(two_ranks: RankPool, tmp_path: Path) -> None:
+    for found in two_ranks.run(all_forms, str(tmp_path)):
+        assert len(found) == 10
+        for name, report in found.items():
+            assert list(report.values()) == [FUSED, FUSED], name
+        assert list(found["dict"]) == ["moe.0", "moe.1"]
+        assert list(found["alias"]) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+
+
+def unreadable(group: dist.ProcessGroup) -> str:
+    prepare()
+    from flashmoe_megatron.deepspeed import initialize
+
+    try:
+        initialize(model=NativeModel((2, 2)), config="neither a path nor base64!")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_unreadable_configuration_is_deepspeeds_error(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(unreadable):
+        assert "Expected a string path to an existing deepspeed config" in message
+
+
+def late_forward(group: dist.ProcessGroup, fallback: str) -> str:
+    """A layer is added after initialize, and nobody attaches again."""
+    case = Case(flashmoe={"fallback": fallback})
+    engine = build(case, fused=True)
+    changed.late(engine)
+    engine.module.moe[2].set_deepspeed_parallelism()
+    try:
+        engine(*batch(case, 0, torch.float32))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_layers_that_come_later_are_noticed(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(late_forward, "error"):
+        assert "moe.2: it was added after flashmoe was attached; call attach(engine)" in message
+    for message in two_ranks.run(late_forward, "warn"):
+        assert message == ""
+
+
+def metrics(group: dist.ProcessGroup, directory: str) -> tuple[float, ...]:
+    case = Case(
+        model={"k": 2, "capacity_factor": 0.5, "min_capacity": 1},
+        config={
+            "wall_clock_breakdown": True,
+            "csv_monitor": {"enabled": True, "output_path": directory, "job_name": "job"},
+        },
+        steps=7,
+        flashmoe={"metrics_interval": 2},
+    )
+    engine = build(case, fused=True)
+    train_engine(engine, case)
+    layer = engine.moe_layers[0]
+    return layer.time_moe, layer.time_falltoall, layer.time_salltoall, layer.gate.gate_time
+
+
+def test_the_monitor_and_the_breakdown_receive_our_figures(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for time_moe, first, second, gate in two_ranks.run(metrics, str(tmp_path)):
+        assert time_moe > gate > 0
+        assert (first, second) == (0, 0)
+    values = {}
+    for path in (tmp_path / "job").glob("FlashMoE_*.csv"):
+        with path.open() as file:
+            _, *rows = csv.reader(file)
+        # A step has two samples, and the events of a step come with the forward after it.
+        assert [int(row[0]) for row in rows] == [4, 8, 12]
+        values[path.stem] = [float(row[1]) for row in rows]
+    assert set(values) == {
+        "FlashMoE_load_imbalance",
+        "FlashMoE_dropped_share",
+        "FlashMoE_mib_sent_per_rank_and_step",
+        "FlashMoE_pad_rows_sent",
+    }
+    assert all(1 <= value <= 4 for value in values["FlashMoE_load_imbalance"])
+    assert all(0.3 < value < 0.8 for value in values["FlashMoE_dropped_share"])
+    assert all(value > 0 for value in values["FlashMoE_mib_sent_per_rank_and_step"])
+    assert values["FlashMoE_pad_rows_sent"] == [0, 0, 0]
+
+
+def too_many_tokens(group: dist.ProcessGroup) -> None:
+    case = Case(flashmoe={"max_tokens_per_rank": 8})
+    build(case, fused=True)(*batch(case, 0, torch.float32))
+
+
+def test_more_tokens_than_said_are_refused(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"24 tokens in one call, wanted .*max_tokens_per_rank=8"):
+        two_ranks.run(too_many_tokens)
+
+
+def drops_and_uneven(group: dist.ProcessGroup) -> list[float]:
+    """Capacity, and other numbers of tokens on each rank: the stock layer cannot exchange these."""
+    case = Case(model={"k": 2, "min_capacity": 1}, tokens=(24, 0), zero=2, steps=5)
+    return train_engine(build(case, fused=True), case).losses
+
+
+def test_ranks_need_not_have_equal_capacities(two_ranks: RankPool) -> None:
+    first, _ = two_ranks.run(drops_and_uneven)
+    assert first[-1] < first[0]
+
+
+def other_release(group: dist.ProcessGroup, fallback: str) -> Any:
+    import deepspeed
+
+    version = deepspeed.__version__
+    deepspeed.__version__ = "0.20.1"
+    try:
+        return with_settings(group, [{"enabled": True, "fallback": fallback}])
+    finally:
+        deepspeed.__version__ = version
+
+
+def test_untested_releases_are_refused(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(other_release, "error"):
+        assert "DeepSpeed 0.20.1 is newer than the tested releases 0.19.5 to 0.19.8" in message
+    for report in two_ranks.run(other_release, "warn"):
+        assert len(report) == 2
+        assert all("0.20.1 is newer" in outcome for outcome in report.values())

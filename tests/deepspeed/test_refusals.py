@@ -1,0 +1,74 @@
+"""Why a machine, an engine or a group cannot serve a layer: pure functions."""
+
+import pytest
+import torch
+
+from flashmoe_megatron.adapters.deepspeed import refusals
+from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo
+from flashmoe_megatron.adapters.deepspeed.settings import Settings
+from flashmoe_megatron.errors import DeviceError
+from tests.unit import cases
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def info(**changes) -> LayerInfo:
+    return LayerInfo(**{"shape": cases.CONFIG, "group": None, "dtype": torch.bfloat16, **changes})
+
+
+def test_processors_run_the_reference() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert refusals.layer_problem(info(dtype=dtype), Settings(), CPU) is None
+    assert refusals.layer_problem(info(has_biases=True), Settings(), CPU) is None
+
+
+def test_fp16_is_refused() -> None:
+    problem = refusals.layer_problem(info(dtype=torch.float16), Settings(), CPU)
+    assert problem is not None
+    assert "float16, wanted bfloat16 or float32; enable bf16" in problem
+
+
+def test_the_kernel_is_refused_without_a_hopper_gpu() -> None:
+    problem = refusals.layer_problem(info(), Settings(backend="kernel"), CPU)
+    assert problem is not None
+    assert "needs a Hopper GPU" in problem
+    assert "found the device 'cpu'" in problem
+
+
+def test_other_gpus_have_to_ask_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "resolve_kind", lambda kind, device: "reference")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    problem = refusals.layer_problem(info(), Settings(), GPU)
+    assert problem is not None
+    assert "found Some GPU" in problem
+    assert 'flashmoe.backend to "reference"' in problem
+    assert refusals.layer_problem(info(), Settings(backend="reference"), GPU) is None
+
+
+def test_what_the_kernel_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashmoe_megatron import _native
+
+    monkeypatch.setattr(refusals, "resolve_kind", lambda kind, device: "kernel")
+    monkeypatch.setattr(_native, "load", lambda: None)
+
+    def problem(**changes) -> str | None:
+        return refusals.layer_problem(info(**changes), Settings(), GPU)
+
+    assert problem() is None
+    assert "enable bf16 in the DeepSpeed configuration" in str(problem(dtype=torch.float32))
+    assert "enable bf16" in str(problem(dtype=torch.float16))
+    assert "biases, which the kernel does not compute" in str(problem(has_biases=True))
+
+    def fail() -> None:
+        raise DeviceError("no library")
+
+    monkeypatch.setattr(_native, "load", fail)
+    assert problem() == "no library"
+
+
+def test_groups_across_hosts_are_refused() -> None:
+    hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
+    assert refusals.hosts_problem([0, 1], hosts) is None
+    problem = refusals.hosts_problem([0, 2], hosts)
+    assert problem is not None
+    assert "[0, 2] spans the hosts a, b, wanted GPUs of one host" in problem

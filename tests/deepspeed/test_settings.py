@@ -1,0 +1,107 @@
+"""The section of the configuration, the releases, and what importing the door does."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from flashmoe_megatron.adapters.deepspeed.settings import Settings, read_settings, resolve_alias
+from flashmoe_megatron.adapters.deepspeed.versions import version_problem
+from flashmoe_megatron.errors import ConfigError
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"flashmoe": {"enable": True}}, r"flashmoe\.enable .* nearest valid key is flashmoe\.enabled"),
+    ({"flashmoe": {"fall_back": "warn"}}, r"nearest valid key is flashmoe\.fallback"),
+    ({"flashmoe": {"max_tokens": 8}}, r"nearest valid key is flashmoe\.max_tokens_per_rank"),
+    ({"flashmoe": {"x": 1}}, r"flashmoe\.x .*wanted some of enabled, fallback"),
+    ({"flashmoe": True}, r'flashmoe is True, wanted an object such as {"enabled": true}'),
+    ({"flashmoe": None}, "flashmoe is None, wanted an object"),
+    (
+        {"flash_moe": {"enabled": True}},
+        "section 'flash_moe', which nobody reads; wanted 'flashmoe'",
+    ),
+    ({"FlashMoE": {}}, "section 'FlashMoE'"),
+    ({"flashmoe": {"enabled": "true"}}, r"flashmoe\.enabled is 'true', wanted true or false"),
+    ({"flashmoe": {"enabled": 1}}, r"flashmoe\.enabled is 1, wanted true or false"),
+    ({"flashmoe": {"fallback": "stock"}}, r"flashmoe\.fallback is 'stock', wanted one of error, w"),
+    ({"flashmoe": {"backend": "cuda"}}, r"flashmoe\.backend is 'cuda', wanted one of auto, kernel"),
+    ({"flashmoe": {"symmetric_memory": "nccl"}}, r"flashmoe\.symmetric_memory is 'nccl'"),
+    ({"flashmoe": {"timeout": 0}}, r"flashmoe\.timeout is 0, wanted seconds above 0"),
+    ({"flashmoe": {"timeout": "120"}}, r"flashmoe\.timeout is '120'"),
+    ({"flashmoe": {"timeout": True}}, r"flashmoe\.timeout is True"),
+    ({"flashmoe": {"reserved_sms": -1}}, r"flashmoe\.reserved_sms is -1, .* at least 0"),
+    ({"flashmoe": {"reserved_sms": 1.5}}, r"flashmoe\.reserved_sms is 1.5, wanted a whole number"),
+    ({"flashmoe": {"max_tokens_per_rank": 0}}, r"max_tokens_per_rank is 0, .* at least 1"),
+    ({"flashmoe": {"max_tokens_per_rank": "auto"}}, r"max_tokens_per_rank is 'auto'"),
+    ({"flashmoe": {"metrics_interval": None}}, r"metrics_interval is None"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD, ids=lambda value: str(value)[:50])
+def test_bad_sections(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        read_settings(config)
+    assert "\n" not in str(error.value)
+
+
+def test_good_sections() -> None:
+    assert read_settings({}) == Settings(enabled=False)
+    assert read_settings({"flashmoe": {}}) == Settings(enabled=False)
+    assert read_settings({"flashmoe": {"enabled": True}, "bf16": {}}) == Settings(enabled=True)
+    section = {"enabled": True, "timeout": 30, "max_tokens_per_rank": 64, "fallback": "warn"}
+    settings = read_settings({"flashmoe": section})
+    assert settings.kernel_options() == {
+        "symmetric_backend": "cuda",
+        "timeout_s": 30.0,
+        "reserved_sms": 4,
+    }
+
+
+def test_alias() -> None:
+    config = {"expert_parallel": {"enabled": True, "comm_backend": "flashmoe"}, "bf16": {}}
+    assert resolve_alias(config) == {
+        "expert_parallel": {"enabled": True, "comm_backend": "comm"},
+        "bf16": {},
+        "flashmoe": {"enabled": True},
+    }
+    assert config["expert_parallel"] == {"enabled": True, "comm_backend": "flashmoe"}
+    with_section = {**config, "flashmoe": {"fallback": "warn"}}
+    assert resolve_alias(with_section)["flashmoe"] == {"enabled": True, "fallback": "warn"}
+    for other in ({}, {"expert_parallel": {"comm_backend": "deepep"}}, {"expert_parallel": 3}):
+        assert resolve_alias(other) is None
+    with pytest.raises(ConfigError, match=r"comm_backend .*flashmoe.enabled is false"):
+        resolve_alias({**config, "flashmoe": {"enabled": False}})
+    with pytest.raises(ConfigError, match="wanted an object"):
+        read_settings(resolve_alias({**config, "flashmoe": 5}))
+
+
+@pytest.mark.parametrize("version", ["0.19.5", "0.19.8", "0.19.8+unknown"])
+def test_tested_releases(version: str) -> None:
+    assert version_problem(version) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "age"),
+    [
+        ("0.19.4", "older"),
+        ("0.9.5", "older"),
+        ("0.19.9", "newer"),
+        ("0.20.0+abc", "newer"),
+        ("1.0.0", "newer"),
+        ("main", "newer"),
+    ],
+)
+def test_other_releases(version: str, age: str) -> None:
+    problem = version_problem(version)
+    assert problem is not None
+    assert f"DeepSpeed {version} is {age} than the tested releases 0.19.5 to 0.19.8" in problem
+
+
+def test_importing_the_door_imports_nothing_else() -> None:
+    code = (
+        "import sys, flashmoe_megatron.deepspeed as door\n"
+        "assert 'deepspeed' not in sys.modules and 'torch' not in sys.modules\n"
+        "assert set(door.__all__) == {'attach', 'initialize', 'install', 'uninstall'}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

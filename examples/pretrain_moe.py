@@ -16,7 +16,6 @@ import os
 import platform
 import shutil
 import sys
-import sysconfig
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -29,6 +28,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+
+from python_sources import read_sources
 
 # Megatron tells on every import what it does without (Apex, Transformer Engine).
 warnings.filterwarnings("ignore", category=UserWarning)
@@ -146,15 +147,8 @@ def prepare_text(args: argparse.Namespace) -> str:
     if dist.get_rank() == 0 and not directory.is_dir():
         partial_directory = directory.with_name(f"{directory.name}.{os.getpid()}")
         partial_directory.mkdir(parents=True)
-        library = Path(sysconfig.get_paths()["stdlib"])
-        sources = sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py"))
         builder = IndexedDatasetBuilder(str(partial_directory / "text.bin"), dtype=np.uint16)
-        left = args.data_megabytes * 2**20
-        for source in sources:
-            text = source.read_bytes()
-            if not text or len(text) > left or "site-packages" in source.parts:
-                continue
-            left -= len(text)
+        for text in read_sources(args.data_megabytes):
             tokens = torch.tensor([*text, ByteTokenizer.eod])
             builder.add_document(tokens, [len(tokens)])
         builder.finalize(str(partial_directory / "text.idx"))

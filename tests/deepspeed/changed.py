@@ -123,6 +123,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
         clamped,
         "its experts compute 'swiglu_oai', wanted one of swiglu",
     ),
+    "autoep as it is": (AUTOEP, nothing, ""),
     "autoep late": (AUTOEP, set_attribute("ep_group", None), "added after deepspeed.initialize"),
 }
 

@@ -42,6 +42,11 @@ def half(engine: Any) -> None:
     first_layer(engine).experts.half()
 
 
+def replaced_forward(engine: Any) -> None:
+    layer = first_layer(engine)
+    layer.forward = layer.forward
+
+
 def tanh(engine: Any) -> None:
     for expert in first_layer(engine).experts.deepspeed_experts:
         expert.function = torch.tanh
@@ -80,6 +85,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     "gate": ({}, gate_subclass, "moe.0: its gate is a MyGate, wanted a TopKGate"),
     "experts": ({}, experts_subclass, "moe.0: its experts are MyExperts, wanted Experts"),
     "tutel": ({}, tutel, "moe.0: it uses Tutel; leave use_tutel out"),
+    "forward": ({}, replaced_forward, "moe.0: its forward method was replaced"),
     "fp16": ({}, half, r"moe.0: its experts are torch.float16, wanted bfloat16 or float32"),
     "activation": ({}, tanh, "moe.0: expert TwoLinears computes none of the known functions"),
     "one rank": ({}, tanh_on_rank_1, r"moe.0: expert TwoLinears computes none of.*\(on rank 1\)"),

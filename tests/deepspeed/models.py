@@ -101,6 +101,7 @@ class NativeModel(nn.Module):
         expert: Name in :data:`EXPERTS` or :data:`OTHER_EXPERTS`.
         num_experts: Of each layer.
         checkpointing: Recompute MoE layers in backward.
+        reentrant: In the older way of torch.
         **moe: Further arguments of ``deepspeed.moe.layer.MoE``.
     """
 
@@ -110,6 +111,7 @@ class NativeModel(nn.Module):
         expert: str = "gelu",
         num_experts: int = 4,
         checkpointing: bool = False,
+        reentrant: bool = False,
         **moe: object,
     ) -> None:
         from deepspeed.moe.layer import MoE
@@ -117,6 +119,7 @@ class NativeModel(nn.Module):
         super().__init__()
         make = {**EXPERTS, **OTHER_EXPERTS}[expert]
         self.checkpointing = checkpointing
+        self.reentrant = reentrant
         self.dense = nn.ModuleList([nn.Linear(HIDDEN, HIDDEN) for _ in ep_sizes])
         self.moe = nn.ModuleList(
             [MoE(HIDDEN, make(), num_experts, size, **moe) for size in ep_sizes]
@@ -129,7 +132,7 @@ class NativeModel(nn.Module):
         for dense, moe in zip(self.dense, self.moe, strict=True):
             x = x + dense(x)
             if self.checkpointing:
-                out, l_aux, _ = checkpoint(moe, x, used, use_reentrant=False)
+                out, l_aux, _ = checkpoint(moe, x, used, use_reentrant=self.reentrant)
             else:
                 out, l_aux, _ = moe(x, used)
             x = x + out
@@ -185,6 +188,7 @@ class AutoEPModel(nn.Module):
         num_experts: Of each block.
         topk: Experts of a token.
         checkpointing: Recompute MoE blocks in backward.
+        reentrant: In the older way of torch.
     """
 
     def __init__(
@@ -194,9 +198,11 @@ class AutoEPModel(nn.Module):
         num_experts: int = 4,
         topk: int = 2,
         checkpointing: bool = False,
+        reentrant: bool = False,
     ) -> None:
         super().__init__()
         self.checkpointing = checkpointing
+        self.reentrant = reentrant
         self.config = SimpleNamespace(
             num_local_experts=num_experts,
             num_experts=num_experts,
@@ -229,7 +235,7 @@ class AutoEPModel(nn.Module):
         for layer in self.model.layers:
             x = x + layer.dense(x)
             out = (
-                checkpoint(layer.mlp, x, use_reentrant=False)
+                checkpoint(layer.mlp, x, use_reentrant=self.reentrant)
                 if self.checkpointing
                 else layer.mlp(x)
             )

@@ -41,6 +41,7 @@ TWO_RANKS = {
     "groups_differ": Case(**native(ep_sizes=(1, 2, 2)), zero=2),
     "accumulation": Case(**native(), accumulation=3),
     "checkpointing": Case(**native(checkpointing=True), zero=2),
+    "checkpointing_reentrant": Case(**native(checkpointing=True, reentrant=True), zero=2),
     "k1_random_tokens": Case(**native(k=1, use_rts=True, capacity_factor=0.7, min_capacity=1)),
     "k1_noisy": Case(**native(k=1, noisy_gate_policy="RSample")),
     "k1_jitter_no_drop": Case(**native(k=1, noisy_gate_policy="Jitter", drop_tokens=False)),

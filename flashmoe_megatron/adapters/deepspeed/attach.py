@@ -81,22 +81,22 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     layers = list(_find_layers(engine.module))
     if not settings.enabled:
         return {layer.name: f"{SECTION}.enabled is false" for layer in layers}
-    general = engine_problem(engine)
     infos: dict[str, LayerInfo] = {}
     outcomes: dict[str, str] = {}
     for layer in layers:
+        outcomes[layer.name] = FUSED
+        if layer.is_fused:
+            continue
         try:
-            if not layer.is_fused:
-                infos[layer.name] = layer.family.inspect(layer.module)
-            outcomes[layer.name] = FUSED
+            info = infos[layer.name] = layer.family.inspect(layer.module)
+            problem = engine_problem(engine) or layer_problem(info, settings, engine.device)
         except ConfigError as error:
-            outcomes[layer.name] = str(error)
-        if general is not None:
-            outcomes[layer.name] = general
-        elif layer.name in infos:
-            problem = layer_problem(infos[layer.name], settings, engine.device)
-            outcomes[layer.name] = problem or FUSED
-    report = _agree(outcomes, infos, needs_one_host=engine.device.type == "cuda")
+            problem = str(error)
+        if "forward" in vars(layer.module):
+            problem = "its forward method was replaced, and the replacement would be lost"
+        outcomes[layer.name] = problem or FUSED
+    may_use_kernel = engine.device.type == "cuda" and settings.backend != "reference"
+    report = _agree(outcomes, infos, needs_one_host=may_use_kernel)
     _speak_up(report, settings)
     report = {layer.name: report[layer.name] for layer in layers}
 

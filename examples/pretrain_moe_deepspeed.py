@@ -309,7 +309,9 @@ def mean_of_last(losses: list[float], args: argparse.Namespace) -> float:
 def main() -> int:
     args = parse_args()
     deepspeed.utils.logger.setLevel(logging.ERROR)  # the schedule warns before its first step
-    if not HAS_GPU:
+    if HAS_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
         # An operator for inference on processors that would be compiled first.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()

@@ -62,7 +62,7 @@ if [ ! -x "$python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     # that it needs this torch and not another one fetched for the build.
     DS_BUILD_OPS=0 FLASHMOE_SKIP_CUDA_BUILD=1 \
         pip install --quiet --no-build-isolation --editable ".[test,dev]"
-    # Apart from it, 2 MB to fetch: the oldest release that the package claims to work with, for its tests.
+    # Apart from it, 2 MB to fetch: the oldest release that the package claims to work with.
     oldest=$("$python" -c 'from flashmoe_megatron.adapters.deepspeed.versions import OLDEST
 print(*OLDEST, sep=".")')
     rm -rf "build/deepspeed-$oldest"

@@ -22,19 +22,45 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "section 'flash_moe', which nobody reads; wanted 'flashmoe'",
     ),
     ({"FlashMoE": {}}, "section 'FlashMoE'"),
+    ({"flashmoe": {}}, r"flashmoe\.enabled is missing, wanted true or false"),
+    ({"flashmoe": {"backend": "kernel"}}, r"flashmoe\.enabled is missing"),
     ({"flashmoe": {"enabled": "true"}}, r"flashmoe\.enabled is 'true', wanted true or false"),
     ({"flashmoe": {"enabled": 1}}, r"flashmoe\.enabled is 1, wanted true or false"),
-    ({"flashmoe": {"fallback": "stock"}}, r"flashmoe\.fallback is 'stock', wanted one of error, w"),
-    ({"flashmoe": {"backend": "cuda"}}, r"flashmoe\.backend is 'cuda', wanted one of auto, kernel"),
-    ({"flashmoe": {"symmetric_memory": "nccl"}}, r"flashmoe\.symmetric_memory is 'nccl'"),
-    ({"flashmoe": {"timeout": 0}}, r"flashmoe\.timeout is 0, wanted seconds above 0"),
-    ({"flashmoe": {"timeout": "120"}}, r"flashmoe\.timeout is '120'"),
-    ({"flashmoe": {"timeout": True}}, r"flashmoe\.timeout is True"),
-    ({"flashmoe": {"reserved_sms": -1}}, r"flashmoe\.reserved_sms is -1, .* at least 0"),
-    ({"flashmoe": {"reserved_sms": 1.5}}, r"flashmoe\.reserved_sms is 1.5, wanted a whole number"),
-    ({"flashmoe": {"max_tokens_per_rank": 0}}, r"max_tokens_per_rank is 0, .* at least 1"),
-    ({"flashmoe": {"max_tokens_per_rank": "auto"}}, r"max_tokens_per_rank is 'auto'"),
-    ({"flashmoe": {"metrics_interval": None}}, r"metrics_interval is None"),
+    (
+        {"flashmoe": {"enabled": True, "fallback": "stock"}},
+        r"flashmoe\.fallback is 'stock', wanted one of error, w",
+    ),
+    (
+        {"flashmoe": {"enabled": True, "backend": "cuda"}},
+        r"flashmoe\.backend is 'cuda', wanted one of auto, kernel",
+    ),
+    (
+        {"flashmoe": {"enabled": True, "symmetric_memory": "nccl"}},
+        r"flashmoe\.symmetric_memory is 'nccl'",
+    ),
+    (
+        {"flashmoe": {"enabled": True, "timeout": 0}},
+        r"flashmoe\.timeout is 0, wanted seconds above 0",
+    ),
+    ({"flashmoe": {"enabled": True, "timeout": "120"}}, r"flashmoe\.timeout is '120'"),
+    ({"flashmoe": {"enabled": True, "timeout": True}}, r"flashmoe\.timeout is True"),
+    (
+        {"flashmoe": {"enabled": True, "reserved_sms": -1}},
+        r"flashmoe\.reserved_sms is -1, .* at least 0",
+    ),
+    (
+        {"flashmoe": {"enabled": True, "reserved_sms": 1.5}},
+        r"flashmoe\.reserved_sms is 1.5, wanted a whole number",
+    ),
+    (
+        {"flashmoe": {"enabled": True, "max_tokens_per_rank": 0}},
+        r"max_tokens_per_rank is 0, .* at least 1",
+    ),
+    (
+        {"flashmoe": {"enabled": True, "max_tokens_per_rank": "auto"}},
+        r"max_tokens_per_rank is 'auto'",
+    ),
+    ({"flashmoe": {"enabled": True, "metrics_interval": None}}, r"metrics_interval is None"),
 ]
 
 
@@ -47,7 +73,7 @@ def test_bad_sections(config: dict[str, Any], message: str) -> None:
 
 def test_good_sections() -> None:
     assert read_settings({}) == Settings(enabled=False)
-    assert read_settings({"flashmoe": {}}) == Settings(enabled=False)
+    assert read_settings({"flashmoe": {"enabled": False}}) == Settings(enabled=False)
     assert read_settings({"flashmoe": {"enabled": True}, "bf16": {}}) == Settings(enabled=True)
     section = {"enabled": True, "timeout": 30, "max_tokens_per_rank": 64, "fallback": "warn"}
     settings = read_settings({"flashmoe": section})

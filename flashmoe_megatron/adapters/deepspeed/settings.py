@@ -82,7 +82,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         The settings; not enabled if there is no section.
 
     Raises:
-        ConfigError: A key is unknown, with the nearest valid one, or a value has no meaning.
+        ConfigError: A key is unknown, with the nearest valid one; a value has no meaning; or
+            there is a section that does not say whether to enable it.
     """
     for key in config:
         letters = str(key).lower().replace("_", "").replace("-", "")
@@ -105,6 +106,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
                 f"{_key(key)} in the DeepSpeed configuration is unknown, the nearest valid key is "
                 f"{_key(nearest)}; wanted some of {', '.join(valid)}"
             )
+    if SECTION in config and "enabled" not in section:
+        raise ConfigError(f"{_key('enabled')} is missing, wanted true or false")
     return Settings(**section)
 
 

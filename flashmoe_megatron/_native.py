@@ -15,12 +15,13 @@ from flashmoe_megatron.errors import (
     FlashMoEError,
     PeerTimeoutError,
     RoutingError,
+    RowBoundError,
 )
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY = Path(__file__).with_name("libflashmoe.so")
 
-OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING = range(5)
+OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS = range(6)
 FLOAT32, BFLOAT16 = range(2)
 ACTIVATIONS = {
     Activation.SILU: 0,
@@ -77,15 +78,15 @@ class FlashMoESizes(_Sized):
 
 
 class FlashMoEGroup(_Sized):
-    """Memory of one expert-parallel group, and the epoch of a launch."""
+    """Memory of one expert-parallel group."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
-        ("epoch", ctypes.c_uint32),
         ("heaps", ctypes.c_void_p * MAX_RANKS),
         ("workspace", ctypes.c_void_p),
         ("mailbox", ctypes.c_void_p),
         ("stream", ctypes.c_void_p),
+        ("trace", ctypes.c_void_p),
     ]
 
 
@@ -112,6 +113,19 @@ class FlashMoETraffic(ctypes.Structure):
         ("pad_rows_pulled", ctypes.c_uint64),
         ("results_pushed", ctypes.c_uint64),
         ("pad_rows_made", ctypes.c_uint64),
+    ]
+
+
+class FlashMoEInput(_Sized):
+    """What a rank brings to a forward."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("num_tokens", ctypes.c_int32),
+        ("probs_dtype", ctypes.c_int32),
+        ("x", ctypes.c_void_p),
+        ("probs", ctypes.c_void_p),
+        ("routing_map", ctypes.c_void_p),
     ]
 
 
@@ -142,6 +156,7 @@ _STRUCTS = (
     FlashMoEGroup,
     FlashMoEFault,
     FlashMoETraffic,
+    FlashMoEInput,
     FlashMoELaunch,
 )
 
@@ -166,8 +181,8 @@ def load(path: Path = LIBRARY) -> ctypes.CDLL:
     library.flashmoe_role_name.restype = ctypes.c_char_p
     library.flashmoe_sizeof.restype = ctypes.c_uint64
     pointer, integer = ctypes.c_void_p, ctypes.c_int32
-    library.flashmoe_forward.argtypes = [pointer] * 3
-    library.flashmoe_plan.argtypes = [pointer] * 4 + [integer, pointer, integer, pointer]
+    library.flashmoe_forward.argtypes = [pointer] * 4 + [integer]
+    library.flashmoe_plan.argtypes = [pointer] * 4
     library.flashmoe_backward.argtypes = [pointer] * 4
     library.flashmoe_wgrad.argtypes = [pointer] * 5 + [integer, integer]
     library.flashmoe_encode_weights.argtypes = [pointer] * 4
@@ -194,6 +209,7 @@ def call(function: str, *arguments: Any, group: FlashMoEGroup | None = None) -> 
         DeviceError: CUDA failed.
         PeerTimeoutError: A peer did not come in time.
         RoutingError: A token selects more experts than the layer's topk, or a probability is NaN.
+        RowBoundError: A rank was to receive more rows than its buffers hold.
     """
     library = load()
     converted = [
@@ -212,6 +228,11 @@ def read_fault(group: FlashMoEGroup) -> FlashMoEFault | None:
     return fault if fault.code else None
 
 
+def clear_fault(group: FlashMoEGroup) -> None:
+    """Makes a group usable again; does nothing where the CUDA context is lost."""
+    load().flashmoe_clear_fault(ctypes.byref(group))
+
+
 def fault_error(fault: FlashMoEFault) -> FlashMoEError:
     """The error that a fault means."""
     if fault.code == BAD_ROUTING:
@@ -226,6 +247,11 @@ def fault_error(fault: FlashMoEFault) -> FlashMoEError:
             f"token {fault.index} of rank {fault.rank} selects {fault.seen} experts, wanted at "
             f"most topk={fault.expected}"
         )
+    if fault.code == TOO_MANY_ROWS:
+        return RowBoundError(
+            f"rank {fault.peer} was to receive {fault.seen} blocks of 128 rows, but its buffers "
+            f"hold {fault.expected}: raise row_bound, or leave it out for exact buffers"
+        )
     role = load().flashmoe_role_name(fault.role).decode()
     peer = f" from rank {fault.peer}" if fault.peer >= 0 else ""
     return PeerTimeoutError(
@@ -236,7 +262,7 @@ def fault_error(fault: FlashMoEFault) -> FlashMoEError:
 
 def _error(status: int, message: str, group: FlashMoEGroup | None) -> FlashMoEError:
     if group is not None and (fault := read_fault(group)) is not None:
-        load().flashmoe_clear_fault(ctypes.byref(group))  # fails where the context is lost
+        clear_fault(group)
         return fault_error(fault)
     if status == BAD_ARGUMENT:
         return ConfigError(message)

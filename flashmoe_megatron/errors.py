@@ -20,6 +20,10 @@ class RoutingError(FlashMoEError, ValueError):
     """The routing is not usable: too many experts for a token, or NaN among its probabilities."""
 
 
+class RowBoundError(FlashMoEError, RuntimeError):
+    """A rank was to receive more rows than the stated bound. Nothing was dropped or is usable."""
+
+
 class HeapError(FlashMoEError, MemoryError):
     """The symmetric heap does not fit; the message says how many bytes were asked for."""
 

@@ -14,8 +14,9 @@ _LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-c
 for _schema in (
     "plan(Tensor x, Tensor probs, Tensor routing_map, Tensor(a!) plan, int problem, int group)"
     " -> ()",
-    "forward(Tensor plan, Tensor weight_maps, Tensor(a!) rows, Tensor(b!) act, Tensor(c!) result,"
-    " Tensor(d!)? preact, Tensor(e!) out, int problem, int group) -> ()",
+    "forward(Tensor x, Tensor probs, Tensor routing_map, Tensor(f!) plan, Tensor weight_maps,"
+    " Tensor(a!) rows, Tensor(b!) act, Tensor(c!) result, Tensor(d!)? preact, Tensor(e!) out,"
+    " bool is_planned, int problem, int group) -> ()",
     "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor preact, Tensor(a!) rows,"
     " Tensor(b!) act, Tensor(c!) dpre, Tensor(d!) result, Tensor(e!) dprob_partial,"
     " Tensor(f!) grad_x, Tensor(g!) grad_probs, int problem, int group) -> ()",
@@ -36,6 +37,18 @@ def _call(function: str, problem: int, group: int, *arguments: object) -> None:
     )
 
 
+def _input(
+    x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+) -> _native.FlashMoEInput:
+    return _native.FlashMoEInput(
+        num_tokens=x.shape[0],
+        probs_dtype=dtype_code(probs.dtype),
+        x=x.data_ptr(),
+        probs=probs.data_ptr(),
+        routing_map=routing_map.data_ptr(),
+    )
+
+
 def _plan(
     x: torch.Tensor,
     probs: torch.Tensor,
@@ -44,20 +57,13 @@ def _plan(
     problem: int,
     group: int,
 ) -> None:
-    _call(
-        "plan",
-        problem,
-        group,
-        x.data_ptr(),
-        probs.data_ptr(),
-        dtype_code(probs.dtype),
-        routing_map.data_ptr(),
-        x.shape[0],
-        plan.data_ptr(),
-    )
+    _call("plan", problem, group, _input(x, probs, routing_map), plan.data_ptr())
 
 
 def _forward(
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
     rows: torch.Tensor,
@@ -65,6 +71,7 @@ def _forward(
     result: torch.Tensor,
     preact: torch.Tensor | None,
     out: torch.Tensor,
+    is_planned: bool,
     problem: int,
     group: int,
 ) -> None:
@@ -79,7 +86,7 @@ def _forward(
         preact=None if preact is None else preact.data_ptr(),
         out=out.data_ptr(),
     )
-    _call("forward", problem, group, launch)
+    _call("forward", problem, group, _input(x, probs, routing_map), launch, int(is_planned))
 
 
 def _backward(

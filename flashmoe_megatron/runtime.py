@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from flashmoe_megatron.errors import ConfigError, DeviceError, ShapeError
 logger = logging.getLogger("flashmoe_megatron")
 
 DEFAULT_TIMEOUT_S = 120.0
+TRANSIENT_BYTES = 8 * 2**30
+"""A forward that keeps nothing may take this much for the most rows that there can be."""
+CLUSTER_SIZE = 2
+"""CTAs that work together, on neighbouring SMs: the grid is a multiple of it."""
 DEFAULT_RESERVED_SMS = 4
 """SMs that the persistent kernel leaves to other kernels, NCCL's above all."""
 
@@ -29,11 +34,16 @@ class KernelOptions:
         symmetric_backend: "cuda" or "nvshmem".
         timeout_s: Bound of every wait for a peer, seconds.
         reserved_sms: SMs left to other kernels.
+        row_bound: What every buffer of received rows holds, as a multiple of the mean number of
+            rows per rank; a rank that is to receive more is an error, nothing is ever dropped. The
+            layer is then one launch that the host never waits for, and CUDA graphs can capture it.
+            ``None``: buffers are exact, for which the host waits until the rows are counted.
     """
 
     symmetric_backend: symmetric.SymmetricBackend = "cuda"
     timeout_s: float = DEFAULT_TIMEOUT_S
     reserved_sms: int = DEFAULT_RESERVED_SMS
+    row_bound: float | None = None
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""
@@ -41,10 +51,12 @@ class KernelOptions:
             raise ConfigError(f"timeout_s={self.timeout_s}: must be positive")
         if self.reserved_sms < 0:
             raise ConfigError(f"reserved_sms={self.reserved_sms}: must not be negative")
+        if self.row_bound is not None and not self.row_bound >= 1:
+            raise ConfigError(f"row_bound={self.row_bound}: wanted None, or at least 1")
 
 
 class GroupMemory:
-    """What all layers of one expert-parallel group share: heap, workspace, mailbox and epoch.
+    """What all layers of one expert-parallel group share: heap, workspace and mailbox.
 
     Sized by the largest layer registered so far, allocated at the first call that needs it. All
     ranks build the same layers in the same order, so they allocate together.
@@ -56,11 +68,13 @@ class GroupMemory:
         self.group = group
         self.device = device
         self.options = options
-        self.epoch = 0
+        self.trace: torch.Tensor | None = None  # for a library built to trace
         self.max_tokens = 0
         self._heap: symmetric.SymmetricAllocation | None = None
         self._workspace = torch.empty(0)
         self._mailbox = torch.empty(0)
+        self._fault_code = ctypes.c_uint32()
+        self._groups: dict[int, _native.FlashMoEGroup] = {}  # by stream
 
     def register(self, config: MoEConfig) -> None:
         """Adds a layer; a larger one than any before grows the memory at its first call."""
@@ -85,6 +99,8 @@ class GroupMemory:
         )
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
         self._mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8).pin_memory()
+        self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
+        self._groups.clear()
         if self.group is None or dist.get_rank(self.group) == 0:
             logger.warning(
                 "symmetric heap: %.1f MiB on each of %d ranks (%s), shared by all MoE layers",
@@ -98,19 +114,25 @@ class GroupMemory:
         """Bytes of the symmetric heap, 0 before the first call."""
         return 0 if self._heap is None else self._heap.local.numel()
 
-    def open(self, *, next_epoch: bool) -> _native.FlashMoEGroup:
+    def open(self) -> _native.FlashMoEGroup:
         """The group as the library sees it, on the current stream."""
         assert self._heap is not None
-        if next_epoch:
-            # Wraps past 0 and 1: epochs alternate between even and odd, and 0 is fresh memory.
-            self.epoch = self.epoch + 1 if self.epoch < 0xFFFFFFFF else 2
-        return _native.FlashMoEGroup(
-            epoch=self.epoch,
-            heaps=(ctypes.c_void_p * MAX_RANKS)(*self._heap.addresses),
-            workspace=self._workspace.data_ptr(),
-            mailbox=self._mailbox.data_ptr(),
-            stream=torch.cuda.current_stream(self.device).cuda_stream,
-        )
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        group = self._groups.get(stream)
+        if group is None:
+            group = self._groups[stream] = _native.FlashMoEGroup(
+                heaps=(ctypes.c_void_p * MAX_RANKS)(*self._heap.addresses),
+                workspace=self._workspace.data_ptr(),
+                mailbox=self._mailbox.data_ptr(),
+                stream=stream,
+            )
+        group.trace = self.trace.data_ptr() if self.trace is not None else None
+        return group
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether a launch has left a fault that nobody has been told of."""
+        return self._heap is not None and self._fault_code.value != 0
 
 
 _memories: dict[tuple[int, torch.device, KernelOptions], GroupMemory] = {}
@@ -146,6 +168,7 @@ class PendingForward:
     plan: torch.Tensor
     x: torch.Tensor
     probs: torch.Tensor
+    routing_map: torch.Tensor
 
 
 def _addresses(problem: _native.FlashMoEProblem, group: _native.FlashMoEGroup) -> tuple[int, int]:
@@ -211,8 +234,8 @@ class KernelBackend:
         self.memory.register(config)
         self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self.num_ctas = num_ctas or sms - self.options.reserved_sms
-        if not 1 <= self.num_ctas <= sms:
+        self.num_ctas = num_ctas or (sms - self.options.reserved_sms) // CLUSTER_SIZE * CLUSTER_SIZE
+        if not CLUSTER_SIZE <= self.num_ctas <= sms:
             raise ConfigError(f"reserved_sms={self.options.reserved_sms}: the GPU has {sms} SMs")
         self._transposed = False
         self._problem: _native.FlashMoEProblem | None = None
@@ -230,22 +253,55 @@ class KernelBackend:
         training: bool,
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
-        self._encode(weights)  # refuses bad weights while no peer waits for this rank
-        pending = self.begin_forward(x, probs, routing_map)
-        return self.finish_forward(pending, weights, training=training)
+        bound = self._row_block_bound(training)
+        if bound is None:
+            self._encode(weights)  # refuses bad weights while no peer waits for this rank
+            pending = self.begin_forward(x, probs, routing_map)
+            return self.finish_forward(pending, weights, training=training)
+        return self.bounded_forward(x, probs, routing_map, weights, bound, training=training)
+
+    def bounded_forward(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        weights: ExpertWeights,
+        num_row_blocks: int,
+        *,
+        training: bool,
+    ) -> tuple[torch.Tensor, SavedForward | None]:
+        """The whole layer in one launch that the host never waits for. Collective.
+
+        Args:
+            x: See :meth:`forward`, as the others.
+            probs: See there.
+            routing_map: See there.
+            weights: See there.
+            training: See there.
+            num_row_blocks: What each buffer of received rows holds, in blocks of 128 rows. If some
+                rank receives more, the output of every rank is NaN and the next call, or
+                :meth:`raise_pending_fault`, raises.
+        """
+        weight_maps = self._encode(weights)
+        self._check_inputs(x, probs, routing_map)
+        self.raise_pending_fault()
+        problem = self._prepare()
+        plan = self._empty(self._sizes.plan_bytes, dtype=torch.uint8)
+        pending = PendingForward(self.memory.open(), plan, x, probs, routing_map)
+        return self._launch_forward(
+            problem, pending, weight_maps, num_row_blocks, training=training, is_planned=False
+        )
 
     def begin_forward(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> PendingForward:
         """Launches the plan. Collective."""
-        self._check_input("x", x, torch.bfloat16)
-        self._check_input("probs", probs, torch.float32, torch.bfloat16)
-        self._check_input("routing_map", routing_map, torch.bool)
+        self._check_inputs(x, probs, routing_map)
         problem = self._prepare()
-        group = self.memory.open(next_epoch=True)
+        group = self.memory.open()
         plan = self._empty(self._sizes.plan_bytes, dtype=torch.uint8)
         ops.plan(x, probs, routing_map, plan, *_addresses(problem, group))
-        return PendingForward(group, plan, x, probs)
+        return PendingForward(group, plan, x, probs, routing_map)
 
     def finish_forward(
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
@@ -257,15 +313,32 @@ class KernelBackend:
         _native.call(
             "await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows), group=group
         )
-        config, rows = self.config, blocks.value * TILE_M
+        return self._launch_forward(
+            problem, pending, weight_maps, blocks.value, training=training, is_planned=True
+        )
+
+    def _launch_forward(
+        self,
+        problem: _native.FlashMoEProblem,
+        pending: PendingForward,
+        weight_maps: torch.Tensor,
+        num_row_blocks: int,
+        *,
+        training: bool,
+        is_planned: bool,
+    ) -> tuple[torch.Tensor, SavedForward | None]:
+        config, rows = self.config, num_row_blocks * TILE_M
         received = self._empty(rows, config.hidden)
         act = self._empty(rows, config.intermediate)
         result = self._empty(rows, config.hidden)
         out = torch.empty_like(pending.x)
         preact = None
         if training:
-            preact = self._empty(blocks.value * self._sizes.preact_block_bytes, dtype=torch.uint8)
+            preact = self._empty(num_row_blocks * self._sizes.preact_block_bytes, dtype=torch.uint8)
         ops.forward(
+            pending.x,
+            pending.probs,
+            pending.routing_map,
             pending.plan,
             weight_maps,
             received,
@@ -273,7 +346,8 @@ class KernelBackend:
             result,
             preact,
             out,
-            *_addresses(problem, group),
+            is_planned,
+            *_addresses(problem, pending.group),
         )
         if preact is None:
             return out, None
@@ -281,7 +355,7 @@ class KernelBackend:
             plan=pending.plan,
             rows=received,
             preact=preact,
-            num_row_blocks=blocks.value,
+            num_row_blocks=num_row_blocks,
             num_tokens=pending.x.shape[0],
             probs_dtype=pending.probs.dtype,
         )
@@ -303,7 +377,7 @@ class KernelBackend:
         grads = [*grad_fc1, *grad_fc2]
         table, grads_dtype, accumulate = self._grad_table(grads)
         problem, config = self._prepare(), self.config
-        group = self.memory.open(next_epoch=True)
+        group = self.memory.open()
         rows = saved.num_row_blocks * TILE_M
         received = self._empty(rows, config.hidden)
         act = self._empty(rows, config.intermediate)
@@ -341,7 +415,7 @@ class KernelBackend:
         Waits for the current stream.
         """
         counts = _native.FlashMoETraffic()
-        _native.call("read_traffic", self.memory.open(next_epoch=False), counts)
+        _native.call("read_traffic", self.memory.open(), counts)
         rows = counts.rows_pulled + counts.results_pushed
         return TrafficCounters(
             rows_sent=rows,
@@ -351,14 +425,23 @@ class KernelBackend:
         )
 
     def raise_pending_fault(self) -> None:
-        """Raises the error behind a kernel that trapped. Usable after CUDA itself has failed.
+        """Raises what a launch found wrong that the host did not wait for.
+
+        Usable after CUDA itself has failed. The group can be used again afterwards, unless a kernel
+        trapped.
 
         Raises:
+            RowBoundError: A rank was to receive more rows than ``row_bound`` allows.
+            RoutingError: The routing of some rank cannot be used.
             PeerTimeoutError: A wait inside the kernel ran out of time; the CUDA context of this
                 process is lost then.
         """
-        fault = _native.read_fault(self.memory.open(next_epoch=False))
+        if not self.memory.has_fault:
+            return
+        group = self.memory.open()
+        fault = _native.read_fault(group)
         if fault is not None:
+            _native.clear_fault(group)
             raise _native.fault_error(fault)
 
     @property
@@ -396,6 +479,32 @@ class KernelBackend:
             self._problem = problem
         return problem
 
+    def _row_block_bound(self, training: bool) -> int | None:
+        """Blocks of rows that every buffer holds, or ``None`` to count them first.
+
+        Without a stated bound a forward that keeps nothing takes the most that there can be, if
+        that is little: its buffers live no longer than the call.
+        """
+        config, most = self.config, int(self._describe_sizes().max_row_blocks)
+        if self.options.row_bound is not None:
+            rows = self.options.row_bound * config.max_tokens * config.topk
+            return min(most, math.ceil(rows / TILE_M) + config.num_local_experts)
+        row_bytes = 2 * (2 * config.hidden + config.intermediate)
+        if not training and most * TILE_M * row_bytes <= TRANSIENT_BYTES:
+            return most
+        return None
+
+    def _describe_sizes(self) -> _native.FlashMoESizes:
+        self._describe()
+        return self._sizes
+
+    def _check_inputs(
+        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> None:
+        self._check_input("x", x, torch.bfloat16)
+        self._check_input("probs", probs, torch.float32, torch.bfloat16)
+        self._check_input("routing_map", routing_map, torch.bool)
+
     def _prepare(self) -> _native.FlashMoEProblem:
         """The problem, with memory for it. Collective where the memory has to grow."""
         problem = self._describe()
@@ -411,7 +520,9 @@ class KernelBackend:
                 "choose the backend 'reference'"
             )
         tensors = (*weights.fc1, *weights.fc2)
-        key = tuple((w.data_ptr(), w.shape, w.stride(), w.dtype) for w in tensors)
+        # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
+        first = tensors[0]
+        key = (first.shape, first.stride(), first.dtype, *[w.data_ptr() for w in tensors])
         if weights.transposed != self._transposed:
             self._transposed, self._problem = weights.transposed, None
         if key in self._weight_maps:

@@ -24,10 +24,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: one per core)")
     parser.add_argument("--quiet", action="store_true", help="no table of the kernels")
+    parser.add_argument(
+        "--trace", action="store_true", help="libflashmoe_trace.so, with time stamps inside"
+    )
     args = parser.parse_args()
-    target = nvcc_build.ROOT / "flashmoe_megatron" / "libflashmoe.so"
+    name = "libflashmoe_trace.so" if args.trace else "libflashmoe.so"
+    target = nvcc_build.ROOT / "flashmoe_megatron" / name
     try:
-        objects = nvcc_build.build_library(target, jobs=args.jobs)
+        objects = nvcc_build.build_library(target, jobs=args.jobs, trace=args.trace)
     except nvcc_build.BuildError as error:
         print(error, file=sys.stderr)
         return 1

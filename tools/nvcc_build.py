@@ -32,6 +32,10 @@ COMPILE_FLAGS = [
     "-Xptxas=-v,--warn-on-spills,--warning-as-error",  # a register spill fails the build
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
 ]
+TRACE_FLAGS = [
+    *(flag.replace(",--warning-as-error", "") for flag in COMPILE_FLAGS),
+    "-DFLASHMOE_TRACE",
+]
 LINK_FLAGS = [
     *ARCH_FLAGS,
     "-shared",
@@ -130,12 +134,13 @@ def find_toolchain() -> Toolchain:
     )
 
 
-def build_library(target: Path, *, jobs: int | None = None) -> list[Object]:
+def build_library(target: Path, *, jobs: int | None = None, trace: bool = False) -> list[Object]:
     """Compiles every source under csrc/ and links the library.
 
     Args:
         target: The library to write; replaced only once it is linked.
         jobs: Compilers at a time; $MAX_JOBS, else one for each core, if not given.
+        trace: With time stamps from inside the kernels; these may spill.
 
     Returns:
         The objects, in the order of their sources.
@@ -149,11 +154,12 @@ def build_library(target: Path, *, jobs: int | None = None) -> list[Object]:
     if not sources:
         raise BuildError(f"{CSRC}: no .cu or .cpp file in it")
     CACHE.mkdir(parents=True, exist_ok=True)
+    flags = TRACE_FLAGS if trace else COMPILE_FLAGS
     print(f"nvcc: {toolchain.nvcc} ({toolchain.release})", flush=True)
     objects: dict[Path, Object] = {}
     failures: list[str] = []
     with ThreadPoolExecutor(jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        running = {pool.submit(_compile, toolchain, source): source for source in sources}
+        running = {pool.submit(_compile, toolchain, source, flags): source for source in sources}
         for done in as_completed(running):
             try:
                 objects[running[done]] = done.result()
@@ -224,20 +230,20 @@ def _project_files(source: Path) -> set[Path]:
     return {path.resolve() for path in found}
 
 
-def _key(toolchain: Toolchain, source: Path) -> str:
+def _key(toolchain: Toolchain, source: Path, flags: list[str]) -> str:
     digest = hashlib.sha256()
     # The headers of CUTLASS are known by their version, the project's by their content.
     version = (toolchain.cutlass / "cutlass" / "version.h").read_bytes()
-    digest.update(repr((toolchain.release, COMPILE_FLAGS, version)).encode())
+    digest.update(repr((toolchain.release, flags, version)).encode())
     for path in sorted(_project_files(source)):
         digest.update(f"{path.relative_to(CSRC)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(toolchain: Toolchain, source: Path) -> Object:
+def _compile(toolchain: Toolchain, source: Path, flags: list[str]) -> Object:
     name = str(source.relative_to(CSRC))
-    stem = name.replace("/", "-")
-    target = CACHE / f"{stem}-{_key(toolchain, source)}.o"
+    stem = ("trace-" if flags is TRACE_FLAGS else "") + name.replace("/", "-")
+    target = CACHE / f"{stem}-{_key(toolchain, source, flags)}.o"
     log_path = target.with_suffix(".log")
     if target.is_file() and log_path.is_file():
         return Object(name, target, log_path.read_text())
@@ -247,7 +253,7 @@ def _compile(toolchain: Toolchain, source: Path) -> Object:
     done = subprocess.run(
         [
             toolchain.nvcc,
-            *COMPILE_FLAGS,
+            *flags,
             f"-I{CSRC}",
             f"-isystem={toolchain.cutlass}",  # its warnings are not ours to mend
             "-c",

@@ -26,6 +26,7 @@ const char* flashmoe_role_name(uint32_t role) {
         "processor: a full pipeline stage",
         "combine: results of a block",
         "reduce: a peer's share of a token",
+        "plan: the other CTAs of the grid",
         "routing",
     };
     static_assert(sizeof(kNames) / sizeof(kNames[0]) == size_t(flashmoe::Role::kCount));
@@ -37,6 +38,7 @@ uint64_t flashmoe_sizeof(const char* name) {
     if (strcmp(name, "FlashMoESizes") == 0) return sizeof(FlashMoESizes);
     if (strcmp(name, "FlashMoEGroup") == 0) return sizeof(FlashMoEGroup);
     if (strcmp(name, "FlashMoEFault") == 0) return sizeof(FlashMoEFault);
+    if (strcmp(name, "FlashMoEInput") == 0) return sizeof(FlashMoEInput);
     if (strcmp(name, "FlashMoELaunch") == 0) return sizeof(FlashMoELaunch);
     if (strcmp(name, "FlashMoETraffic") == 0) return sizeof(FlashMoETraffic);
     return 0;

@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 1
+#define FLASHMOE_ABI_VERSION 2
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 
@@ -29,6 +29,7 @@ typedef enum {
     FLASHMOE_CUDA_ERROR = 2,
     FLASHMOE_PEER_TIMEOUT = 3,
     FLASHMOE_BAD_ROUTING = 4,
+    FLASHMOE_TOO_MANY_ROWS = 5,
 } FlashMoEStatus;
 
 typedef enum {
@@ -76,11 +77,11 @@ typedef struct {
 /* Memory of one expert-parallel group, shared by all its layers. */
 typedef struct {
     uint32_t struct_size;
-    uint32_t epoch; /* of this launch: starts at 1, grows by 1, the same on every rank */
     void* heaps[FLASHMOE_MAX_RANKS]; /* every rank's symmetric heap, mapped here */
     void* workspace;
     void* mailbox; /* pinned host memory, readable by the device at the same address */
     void* stream;
+    void* trace; /* device memory for time stamps, or null; read by a library built to trace */
 } FlashMoEGroup;
 
 /* What a wait that ran out of time, or a bad routing, left in the mailbox. */
@@ -109,23 +110,25 @@ FLASHMOE_EXPORT int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes
  */
 FLASHMOE_EXPORT int flashmoe_preload(const FlashMoEProblem* problem);
 
-/* Collective. Publishes routing and rows, and places every row that this rank's experts receive.
- *   x             [num_tokens, hidden] bf16
- *   probs         [num_tokens, num_experts] of probs_dtype
- *   routing_map   [num_tokens, num_experts] bytes, 0 or 1
- *   plan          plan_bytes
- */
+/* What a rank brings to a forward. */
+typedef struct {
+    uint32_t struct_size;
+    int32_t num_tokens;
+    int32_t probs_dtype;     /* FlashMoEDtype */
+    const void* x;           /* [num_tokens, hidden] bf16 */
+    const void* probs;       /* [num_tokens, num_experts] of probs_dtype */
+    const void* routing_map; /* [num_tokens, num_experts] bytes, 0 or 1 */
+} FlashMoEInput;
+
+/* Collective. The first half of a forward whose host wants to know the number of rows before it
+ * allocates: publishes routing and rows, and places every row that this rank's experts receive. */
 FLASHMOE_EXPORT int flashmoe_plan(const FlashMoEProblem* problem,
                                   const FlashMoEGroup* group,
-                                  const void* x,
-                                  const void* probs,
-                                  int32_t probs_dtype,
-                                  const void* routing_map,
-                                  int32_t num_tokens,
+                                  const FlashMoEInput* input,
                                   void* plan);
 
-/* Waits on the host until the plan of this epoch is there; gives the received blocks of 128 rows
- * (pad rows included) and the received rows. */
+/* Waits on the host until the plan is there; gives the received blocks of 128 rows (pad rows
+ * included) and the received rows. */
 FLASHMOE_EXPORT int flashmoe_await_plan(const FlashMoEProblem* problem,
                                         const FlashMoEGroup* group,
                                         int32_t* num_row_blocks,
@@ -159,7 +162,7 @@ FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
 /* Row buffers of one call; blocks = num_row_blocks, rows = 128 * blocks, all bf16 row-major. */
 typedef struct {
     uint32_t struct_size;
-    int32_t num_row_blocks;
+    int32_t num_row_blocks; /* that the buffers hold */
     int32_t num_tokens;
     int32_t grad_probs_dtype; /* FlashMoEDtype; backward only */
     const void* plan;
@@ -174,10 +177,14 @@ typedef struct {
     void* grad_probs;    /* [num_tokens, num_experts]; backward only */
 } FlashMoELaunch;
 
-/* Collective. Dispatch, FFN and combine in one launch, after flashmoe_plan of the same epoch. */
+/* Collective. The whole layer in one launch: routing exchange, plan, dispatch, FFN and combine; or
+ * after flashmoe_plan all but the first two. num_row_blocks bounds what a rank may receive: past it
+ * every rank's output is NaN and the mailbox holds FLASHMOE_TOO_MANY_ROWS. */
 FLASHMOE_EXPORT int flashmoe_forward(const FlashMoEProblem* problem,
                                      const FlashMoEGroup* group,
-                                     const FlashMoELaunch* launch);
+                                     const FlashMoEInput* input,
+                                     const FlashMoELaunch* launch,
+                                     int32_t is_planned);
 
 /* Collective. Gradients of x and probs: dispatches grad_out along the saved plan (an epoch of its
  * own), and fills rows, act and dpre for flashmoe_wgrad. */

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <thread>
+#include <tuple>
 
 #include "flashmoe/kernel/entry.h"
 #include "flashmoe/kernel/plan.cuh"
@@ -19,7 +20,8 @@ namespace {
 static_assert(sizeof(Fault) == sizeof(FlashMoEFault));
 static_assert(sizeof(Traffic) == sizeof(FlashMoETraffic));
 static_assert(kMaxRanks == FLASHMOE_MAX_RANKS and kMaxTopk == FLASHMOE_MAX_TOPK);
-static_assert(kFaultTimeout == FLASHMOE_PEER_TIMEOUT and kFaultRouting == FLASHMOE_BAD_ROUTING);
+static_assert(kFaultTimeout == FLASHMOE_PEER_TIMEOUT and kFaultRouting == FLASHMOE_BAD_ROUTING and
+              kFaultRows == FLASHMOE_TOO_MANY_ROWS);
 
 // In pinned host memory: written by the device, read by the host without synchronization.
 struct Mailbox {
@@ -30,6 +32,12 @@ struct Mailbox {
 Shape shape_of(const FlashMoEProblem* p) {
     return {p->rank, p->num_ranks,  p->hidden,      p->intermediate,  p->num_experts,
             p->topk, p->max_tokens, p->heap_tokens, p->is_gated != 0, p->skip_zero_probs != 0};
+}
+
+constexpr int kMaxSmemBytes = 200 * 1024;
+
+int64_t placement_bytes(const FlashMoEProblem* p) {
+    return PlacementSmem::words(shape_of(p), p->num_ctas) * int64_t(sizeof(uint32_t));
 }
 
 int check_problem(const FlashMoEProblem* p) {
@@ -47,7 +55,7 @@ int check_problem(const FlashMoEProblem* p) {
                     p->intermediate);
     }
     if (p->num_experts < 1 or p->num_experts % p->num_ranks or
-        p->num_experts / p->num_ranks > 512) {
+        p->num_experts / p->num_ranks > kMaxLocalExperts) {
         return fail(FLASHMOE_BAD_ARGUMENT,
                     "%d experts on %d ranks: wanted a multiple of the ranks, at most 512 a rank",
                     p->num_experts, p->num_ranks);
@@ -62,14 +70,23 @@ int check_problem(const FlashMoEProblem* p) {
     if (p->activation < 0 or p->activation > FLASHMOE_SQUARED_RELU) {
         return fail(FLASHMOE_BAD_ARGUMENT, "activation %d is unknown", p->activation);
     }
-    if (p->num_ctas < 1) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "num_ctas %d: wanted at least 1", p->num_ctas);
+    if (p->num_ctas < kClusterSize or p->num_ctas > kMaxCtas or p->num_ctas % kClusterSize) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "num_ctas %d: wanted a multiple of %d, at most %d",
+                    p->num_ctas, kClusterSize, kMaxCtas);
     }
     if (p->heap_tokens < p->max_tokens or p->heap_tokens > (1 << 24)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "heap_tokens %d: wanted max_tokens = %d to 2^24",
                     p->heap_tokens, p->max_tokens);
     }
     const Shape s = shape_of(p);
+    if (placement_bytes(p) > kMaxSmemBytes) {
+        return fail(
+            FLASHMOE_BAD_ARGUMENT,
+            "%d tokens of %d ranks for %d experts on %d CTAs: the plan of one CTA takes %lld "
+            "bytes of shared memory, it has %d",
+            p->max_tokens, p->num_ranks, p->num_experts, p->num_ctas, (long long)placement_bytes(p),
+            kMaxSmemBytes);
+    }
     if (s.max_row_blocks() * BLOCK_M > INT32_MAX / 2) {
         return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens of %d ranks make too many rows for one rank",
                     p->max_tokens, p->num_ranks);
@@ -88,9 +105,9 @@ int check_group(const FlashMoEProblem* p, const FlashMoEGroup* group) {
             return fail(FLASHMOE_BAD_ARGUMENT, "the heap of rank %d is not mapped", rank);
         }
     }
-    if (group->workspace == nullptr or group->mailbox == nullptr or group->epoch == 0) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "workspace %p, mailbox %p, epoch %u: all must be set",
-                    group->workspace, group->mailbox, group->epoch);
+    if (group->workspace == nullptr or group->mailbox == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "workspace %p, mailbox %p: both must be set",
+                    group->workspace, group->mailbox);
     }
     return FLASHMOE_OK;
 }
@@ -117,9 +134,22 @@ Workspace workspace_of(const Shape& s, const FlashMoEGroup* group) {
     return workspace;
 }
 
+Trace trace_of([[maybe_unused]] const FlashMoEGroup* group) {
+#ifdef FLASHMOE_TRACE
+    return {static_cast<TraceWarp*>(group->trace)};
+#else
+    return {};
+#endif
+}
+
 Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
-    return {&static_cast<Mailbox*>(group->mailbox)->fault, static_cast<uint32_t*>(group->workspace),
-            p->timeout_ns, p->rank, group->epoch};
+    const Workspace workspace = workspace_of(shape_of(p), group);
+    return {&static_cast<Mailbox*>(group->mailbox)->fault,
+            workspace.raised,
+            p->timeout_ns,
+            workspace.epoch,
+            p->rank,
+            trace_of(group)};
 }
 
 KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
@@ -135,14 +165,14 @@ KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
 }
 
 // Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
-template <class Args>
+template <class... Args>
 int launch(const void* function,
            int num_ctas,
            int num_threads,
            int smem_bytes,
            void* stream,
-           const Args& args,
-           const char* what) {
+           const char* what,
+           const Args&... args) {
     FLASHMOE_TRY(check_cuda(
         cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
         what));
@@ -156,24 +186,49 @@ int launch(const void* function,
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &cooperative;
     config.numAttrs = 1;
-    void* arguments[] = {const_cast<Args*>(&args)};
+    void* arguments[] = {const_cast<Args*>(&args)...};
     return check_cuda(cudaLaunchKernelExC(&config, function, arguments), what);
 }
 
 int forward_tiles(const FlashMoEProblem* p) {
-    return ceil_div(p->intermediate, p->is_gated ? kForwardBlockN / 2 : kForwardBlockN);
+    return ceil_div(p->intermediate, p->is_gated ? kForwardColumns<true> : kForwardColumns<false>);
 }
 
-int backward_tiles(const FlashMoEProblem* p) {
-    return ceil_div(p->intermediate, entry_of(p, true).block_n);
+int backward_tiles(const FlashMoEProblem* p) { return ceil_div(p->intermediate, BLOCK_N); }
+
+// The layer, its memory, and what this rank brings to it.
+LayerArgs layer_args(const FlashMoEProblem* p,
+                     const FlashMoEGroup* group,
+                     const void* plan,
+                     const void* x,
+                     int num_tokens) {
+    LayerArgs args{};
+    args.shape = shape_of(p);
+    args.heap = heap_of(args.shape, group);
+    args.plan = Plan::at(const_cast<void*>(plan), args.shape);
+    args.workspace = workspace_of(args.shape, group);
+    args.watchdog = watchdog_of(p, group);
+    args.x = static_cast<const char*>(x);
+    args.num_tokens = num_tokens;
+    return args;
 }
 
-// What forward and backward have in common.
-int fill_layer_args(const FlashMoEProblem* p,
-                    const FlashMoEGroup* group,
-                    const FlashMoELaunch* launch,
-                    const KernelEntry& entry,
-                    LayerArgs* args) {
+int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
+    if (input == nullptr or input->struct_size != sizeof(FlashMoEInput)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "input: struct_size is %u, wanted %zu",
+                    input ? input->struct_size : 0, sizeof(FlashMoEInput));
+    }
+    return check_tokens(p, input->num_tokens);
+}
+
+void set_routing(const FlashMoEInput* input, int row_block_bound, LayerArgs* args) {
+    args->probs = input->probs;
+    args->probs_is_bf16 = input->probs_dtype == FLASHMOE_BFLOAT16;
+    args->routing_map = static_cast<const uint8_t*>(input->routing_map);
+    args->row_block_bound = row_block_bound;
+}
+
+int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
     if (launch == nullptr or launch->struct_size != sizeof(FlashMoELaunch)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "launch: struct_size is %u, wanted %zu",
                     launch ? launch->struct_size : 0, sizeof(FlashMoELaunch));
@@ -184,52 +239,41 @@ int fill_layer_args(const FlashMoEProblem* p,
         return fail(FLASHMOE_BAD_ARGUMENT, "%d row blocks: wanted 0 to %lld",
                     launch->num_row_blocks, (long long)s.max_row_blocks());
     }
-    args->shape = s;
-    args->heap = heap_of(s, group);
-    args->plan = Plan::at(const_cast<void*>(launch->plan), s);
-    args->workspace = workspace_of(s, group);
-    args->watchdog = watchdog_of(p, group);
-    args->epoch = group->epoch;
-    args->num_row_blocks = launch->num_row_blocks;
-    args->num_tokens = launch->num_tokens;
-    args->weight_maps = static_cast<const CUtensorMap*>(launch->weight_maps);
+    return FLASHMOE_OK;
+}
+
+// The buffers of a pass and the order of its tiles.
+int set_buffers(const FlashMoEProblem* p,
+                const FlashMoELaunch* launch,
+                bool is_backward,
+                LayerArgs* args) {
+    const Shape& s = args->shape;
+    args->weight_maps = static_cast<const CUtensorMap*>(launch->weight_maps) +
+                        (is_backward ? 2 * s.num_local_experts() : 0);
     args->rows = static_cast<char*>(launch->rows);
-    args->result = static_cast<const char*>(launch->result);
+    args->act = static_cast<char*>(launch->act);
+    args->dpre = static_cast<char*>(launch->dpre);
+    args->result = static_cast<char*>(launch->result);
     args->preact = static_cast<uint4*>(launch->preact);
     args->dprob_partial = static_cast<float*>(launch->dprob_partial);
     args->out = static_cast<char*>(launch->out);
     args->grad_probs = launch->grad_probs;
     args->grad_probs_is_bf16 = launch->grad_probs_dtype == FLASHMOE_BFLOAT16;
-    args->num_n_tiles[1] = ceil_div(p->hidden, entry.block_n);
+    args->num_n_tiles[0] = is_backward ? backward_tiles(p) : forward_tiles(p);
+    args->num_n_tiles[1] = ceil_div(p->hidden, BLOCK_N);
+    const int gemm1_input = is_backward ? s.fc1_rows() : p->intermediate;
     args->num_k_blocks[0] = p->hidden / BLOCK_K;
+    args->num_k_blocks[1] = gemm1_input / BLOCK_K;
     // At least a wave of GEMM0 tiles apart, so that GEMM1 never waits for its neighbours.
-    args->group_blocks = std::max(16, ceil_div(p->num_ctas, args->num_n_tiles[0]));
+    args->group_units = std::max(8, ceil_div(p->num_ctas / kClusterSize, args->num_n_tiles[0]));
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
-        FLASHMOE_TRY(encode_map(&args->load_map[0], launch->rows, rows, p->hidden));
-        FLASHMOE_TRY(encode_map(&args->store_map[1], launch->result, rows, p->hidden));
-        FLASHMOE_TRY(encode_map(&args->act_map, launch->act, rows, p->intermediate));
+        FLASHMOE_TRY(
+            encode_map(&args->load_map[0], BoxKind::kKMajor, launch->rows, rows, p->hidden));
+        FLASHMOE_TRY(encode_map(&args->load_map[1], BoxKind::kKMajor,
+                                is_backward ? launch->dpre : launch->act, rows, gemm1_input));
     }
     return FLASHMOE_OK;
-}
-
-OpenArgs open_args(const FlashMoEProblem* p,
-                   const FlashMoEGroup* group,
-                   const void* plan,
-                   const void* rows,
-                   int num_tokens) {
-    const Shape s = shape_of(p);
-    OpenArgs args{};
-    args.shape = s;
-    args.heap = heap_of(s, group);
-    args.plan = Plan::at(const_cast<void*>(plan), s);
-    args.workspace = workspace_of(s, group);
-    args.watchdog = watchdog_of(p, group);
-    args.epoch = group->epoch;
-    args.num_tokens = num_tokens;
-    args.rows = static_cast<const char*>(rows);
-    args.report = &static_cast<Mailbox*>(group->mailbox)->report;
-    return args;
 }
 
 }  // namespace
@@ -251,9 +295,10 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->workspace_bytes = Workspace::bytes(s);
     sizes->plan_bytes = plan_layout(s).bytes;
     sizes->mailbox_bytes = sizeof(Mailbox);
-    sizes->weight_map_bytes = 2 * sizeof(CUtensorMap) * s.num_local_experts();
+    // Two matrices of every expert, read along their contiguous dimension and across it.
+    sizes->weight_map_bytes = 4 * sizeof(CUtensorMap) * s.num_local_experts();
     sizes->preact_block_bytes =
-        uint64_t(forward_tiles(problem)) * BLOCK_M * kForwardBlockN * sizeof(uint16_t);
+        uint64_t(forward_tiles(problem)) * BLOCK_M * BLOCK_N * sizeof(uint16_t);
     sizes->dprob_block_bytes = uint64_t(backward_tiles(problem)) * BLOCK_M * sizeof(float);
     return FLASHMOE_OK;
 }
@@ -262,7 +307,6 @@ int flashmoe_preload(const FlashMoEProblem* problem) {
     FLASHMOE_TRY(check_problem(problem));
     const void* const kernels[] = {
         reinterpret_cast<const void*>(&plan_kernel),
-        reinterpret_cast<const void*>(&publish_kernel),
         entry_of(problem, false).function,
         entry_of(problem, true).function,
         reinterpret_cast<const void*>(&wgrad_kernel<float>),
@@ -277,22 +321,16 @@ int flashmoe_preload(const FlashMoEProblem* problem) {
 
 int flashmoe_plan(const FlashMoEProblem* problem,
                   const FlashMoEGroup* group,
-                  const void* x,
-                  const void* probs,
-                  int32_t probs_dtype,
-                  const void* routing_map,
-                  int32_t num_tokens,
+                  const FlashMoEInput* input,
                   void* plan) {
     FLASHMOE_TRY(check_group(problem, group));
-    FLASHMOE_TRY(check_tokens(problem, num_tokens));
-    OpenArgs args = open_args(problem, group, plan, x, num_tokens);
-    args.probs = probs;
-    args.probs_is_bf16 = probs_dtype == FLASHMOE_BFLOAT16;
-    args.routing_map = static_cast<const uint8_t*>(routing_map);
-    const int experts = args.shape.num_local_experts();
-    const int smem_bytes = int(sizeof(uint32_t)) * (kPlanWarps * experts + experts + 1);
+    FLASHMOE_TRY(check_input(problem, input));
+    LayerArgs args = layer_args(problem, group, plan, input->x, input->num_tokens);
+    set_routing(input, int(args.shape.max_row_blocks()), &args);
+    PlanReport* report = &static_cast<Mailbox*>(group->mailbox)->report;
+    static_cast<volatile PlanReport*>(report)->epoch = 0;
     return launch(reinterpret_cast<const void*>(&plan_kernel), problem->num_ctas, kPlanThreads,
-                  smem_bytes, group->stream, args, "plan launch");
+                  int(placement_bytes(problem)), group->stream, "plan launch", args, report);
 }
 
 int flashmoe_await_plan(const FlashMoEProblem* problem,
@@ -305,23 +343,22 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
     using Clock = std::chrono::steady_clock;
     const auto limit = std::chrono::nanoseconds(problem->timeout_ns) + std::chrono::seconds(30);
     const auto deadline = Clock::now() + limit;
-    for (uint64_t spin = 1; mailbox->report.epoch != group->epoch; ++spin) {
+    for (uint64_t spin = 1; mailbox->report.epoch == 0; ++spin) {
         if (spin % 4096 != 0) continue;
         const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(group->stream));
         if (state != cudaSuccess and state != cudaErrorNotReady) {
             return check_cuda(state, "waiting for the plan");
         }
-        if (state == cudaSuccess and mailbox->report.epoch != group->epoch) {
-            return fail(FLASHMOE_CUDA_ERROR, "the stream is idle but plan %u never ran",
-                        group->epoch);
+        if (state == cudaSuccess and mailbox->report.epoch == 0) {
+            return fail(FLASHMOE_CUDA_ERROR, "the stream is idle but the plan never ran");
         }
         if (Clock::now() > deadline) {
-            return fail(FLASHMOE_PEER_TIMEOUT, "plan %u did not finish in time", group->epoch);
+            return fail(FLASHMOE_PEER_TIMEOUT, "the plan did not finish in time");
         }
         std::this_thread::yield();
     }
     if (mailbox->fault.code != 0) {
-        return fail(int(mailbox->fault.code), "the plan of epoch %u failed", group->epoch);
+        return fail(int(mailbox->fault.code), "the plan failed");
     }
     *num_row_blocks = mailbox->report.num_row_blocks;
     *num_rows = mailbox->report.num_rows;
@@ -369,32 +406,38 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem,
     FLASHMOE_TRY(check_problem(problem));
     const Shape s = shape_of(problem);
     const int experts = s.num_local_experts();
-    for (int expert = 0; expert < experts; ++expert) {
-        alignas(128) CUtensorMap map;
-        char* target = static_cast<char*>(weight_maps) + expert * sizeof(map);
-        const bool transposed = problem->is_transposed != 0;
-        FLASHMOE_TRY(transposed ? encode_map(&map, fc1[expert], s.hidden, s.fc1_rows())
-                                : encode_map(&map, fc1[expert], s.fc1_rows(), s.hidden));
-        memcpy(target, &map, sizeof(map));
-        FLASHMOE_TRY(transposed ? encode_map(&map, fc2[expert], s.intermediate, s.hidden)
-                                : encode_map(&map, fc2[expert], s.hidden, s.intermediate));
-        memcpy(target + experts * sizeof(map), &map, sizeof(map));
+    const bool transposed = problem->is_transposed != 0;
+    char* target = static_cast<char*>(weight_maps);
+    for (const bool is_backward : {false, true}) {
+        const BoxKind kind = transposed == is_backward ? BoxKind::kKMajor : BoxKind::kMnMajor;
+        for (const auto& [weights, num_out, num_in] :
+             {std::tuple{fc1, s.fc1_rows(), s.hidden}, {fc2, s.hidden, s.intermediate}}) {
+            for (int expert = 0; expert < experts; ++expert) {
+                alignas(128) CUtensorMap map;
+                FLASHMOE_TRY(encode_map(&map, kind, weights[expert], transposed ? num_in : num_out,
+                                        transposed ? num_out : num_in));
+                memcpy(target, &map, sizeof(map));
+                target += sizeof(map);
+            }
+        }
     }
     return FLASHMOE_OK;
 }
 
 int flashmoe_forward(const FlashMoEProblem* problem,
                      const FlashMoEGroup* group,
-                     const FlashMoELaunch* launch_args) {
+                     const FlashMoEInput* input,
+                     const FlashMoELaunch* launch_args,
+                     int32_t is_planned) {
     FLASHMOE_TRY(check_group(problem, group));
+    FLASHMOE_TRY(check_input(problem, input));
+    FLASHMOE_TRY(check_launch(problem, launch_args));
+    LayerArgs args = layer_args(problem, group, launch_args->plan, input->x, input->num_tokens);
+    if (not is_planned) set_routing(input, launch_args->num_row_blocks, &args);
+    FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
     const KernelEntry entry = entry_of(problem, false);
-    LayerArgs args{};
-    args.num_n_tiles[0] = forward_tiles(problem);
-    args.num_k_blocks[1] = problem->intermediate / BLOCK_K;
-    FLASHMOE_TRY(fill_layer_args(problem, group, launch_args, entry, &args));
-    args.store_map[0] = args.load_map[1] = args.act_map;
     return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
-                  group->stream, args, "forward launch");
+                  group->stream, "forward launch", args);
 }
 
 int flashmoe_backward(const FlashMoEProblem* problem,
@@ -402,23 +445,13 @@ int flashmoe_backward(const FlashMoEProblem* problem,
                       const FlashMoELaunch* launch_args,
                       const void* grad_out) {
     FLASHMOE_TRY(check_group(problem, group));
+    FLASHMOE_TRY(check_launch(problem, launch_args));
+    LayerArgs args =
+        layer_args(problem, group, launch_args->plan, grad_out, launch_args->num_tokens);
+    FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
     const KernelEntry entry = entry_of(problem, true);
-    LayerArgs args{};
-    args.num_n_tiles[0] = backward_tiles(problem);
-    FLASHMOE_TRY(fill_layer_args(problem, group, launch_args, entry, &args));
-    args.num_k_blocks[1] = args.shape.fc1_rows() / BLOCK_K;
-    if (launch_args->num_row_blocks > 0) {
-        const int64_t rows = int64_t(launch_args->num_row_blocks) * BLOCK_M;
-        FLASHMOE_TRY(
-            encode_map(&args.store_map[0], launch_args->dpre, rows, args.shape.fc1_rows()));
-        args.load_map[1] = args.store_map[0];
-    }
-    const OpenArgs open =
-        open_args(problem, group, launch_args->plan, grad_out, launch_args->num_tokens);
-    FLASHMOE_TRY(launch(reinterpret_cast<const void*>(&publish_kernel), problem->num_ctas,
-                        kPlanThreads, 0, group->stream, open, "publish launch"));
     return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
-                  group->stream, args, "backward launch");
+                  group->stream, "backward launch", args);
 }
 
 int flashmoe_wgrad(const FlashMoEProblem* problem,
@@ -442,10 +475,13 @@ int flashmoe_wgrad(const FlashMoEProblem* problem,
     args.product[1].num_out = s.fc1_rows();
     if (launch_args->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch_args->num_row_blocks) * BLOCK_M;
-        FLASHMOE_TRY(encode_map(&args.product[0].left, launch_args->rows, rows, s.hidden));
-        FLASHMOE_TRY(encode_map(&args.product[0].right, launch_args->act, rows, s.intermediate));
-        FLASHMOE_TRY(encode_map(&args.product[1].left, launch_args->dpre, rows, s.fc1_rows()));
-        FLASHMOE_TRY(encode_map(&args.product[1].right, x_rows, rows, s.hidden));
+        FLASHMOE_TRY(encode_map(&args.product[0].left, BoxKind::kMnMajor, launch_args->rows, rows,
+                                s.hidden));
+        FLASHMOE_TRY(encode_map(&args.product[0].right, BoxKind::kMnMajor, launch_args->act, rows,
+                                s.intermediate));
+        FLASHMOE_TRY(encode_map(&args.product[1].left, BoxKind::kMnMajor, launch_args->dpre, rows,
+                                s.fc1_rows()));
+        FLASHMOE_TRY(encode_map(&args.product[1].right, BoxKind::kMnMajor, x_rows, rows, s.hidden));
     }
     if (problem->is_transposed) {
         for (WgradProduct& product : args.product) {
@@ -453,14 +489,11 @@ int flashmoe_wgrad(const FlashMoEProblem* problem,
             std::swap(product.num_out, product.num_in);
         }
     }
-    FLASHMOE_TRY(check_cuda(cudaMemsetAsync(args.workspace.tickets, 0, sizeof(Tickets),
-                                            static_cast<cudaStream_t>(group->stream)),
-                            "resetting tickets"));
     const void* kernel = grads_dtype == FLASHMOE_BFLOAT16
                              ? reinterpret_cast<const void*>(&wgrad_kernel<__nv_bfloat16>)
                              : reinterpret_cast<const void*>(&wgrad_kernel<float>);
-    return launch(kernel, problem->num_ctas, 384, int(sizeof(WgradSmem)), group->stream, args,
-                  "wgrad launch");
+    return launch(kernel, problem->num_ctas, 384, int(sizeof(WgradSmem)), group->stream,
+                  "wgrad launch", args);
 }
 
 }  // extern "C"

@@ -1,5 +1,6 @@
-// TMA descriptors: every one describes a row-major bf16 matrix read or written in 64 x 64 boxes
-// with the 128-byte swizzle. The encoder is found through the runtime, so nothing links to libcuda.
+// TMA descriptors of row-major bf16 matrices, with the 128-byte swizzle. An operand is read along
+// its contiguous dimension (K-major), or across it (MN-major: transposed weights, weight
+// gradients). The encoder is found through the runtime, so nothing links to libcuda.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +10,10 @@
 
 namespace flashmoe {
 
-inline int encode_map(CUtensorMap* map, const void* matrix, int64_t rows, int64_t columns) {
+enum class BoxKind { kKMajor, kMnMajor };
+
+inline int encode_map(
+    CUtensorMap* map, BoxKind kind, const void* matrix, int64_t rows, int64_t columns) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     if (encode == nullptr) {
         void* found = nullptr;
@@ -22,13 +26,17 @@ inline int encode_map(CUtensorMap* map, const void* matrix, int64_t rows, int64_
         }
         encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
     }
-    const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)};
-    const cuuint64_t strides[1] = {cuuint64_t(columns) * 2};
-    const cuuint32_t box[2] = {kBoxDim, kBoxDim};
-    const cuuint32_t element_strides[2] = {1, 1};
+    // Three dimensions: 64 columns, the rows, and the blocks of 64 columns. So a box of 128 columns
+    // lies in shared memory as wgmma wants it.
+    const cuuint64_t sizes[3] = {BLOCK_K, cuuint64_t(rows), cuuint64_t(columns / BLOCK_K)};
+    const cuuint64_t strides[2] = {cuuint64_t(columns) * 2, BLOCK_K * 2};
+    const cuuint32_t k_major[3] = {BLOCK_K, kBoxRows, 1};
+    const cuuint32_t mn_major[3] = {BLOCK_K, BLOCK_K, kBoxRows / BLOCK_K};
+    const cuuint32_t element_strides[3] = {1, 1, 1};
     const CUresult result =
-        encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix), sizes, strides,
-               box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(matrix), sizes, strides,
+               kind == BoxKind::kKMajor ? k_major : mn_major, element_strides,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) {
         return fail(

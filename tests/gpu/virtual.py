@@ -15,7 +15,13 @@ import torch
 from flashmoe_megatron import _native
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions, PendingForward
+from flashmoe_megatron.runtime import (
+    CLUSTER_SIZE,
+    GroupMemory,
+    KernelBackend,
+    KernelOptions,
+    PendingForward,
+)
 
 # Read when CUDA starts: a hardware queue per stream, or one rank's launch waits behind another's.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -90,8 +96,18 @@ class _Memory(GroupMemory):
 
     peers: Sequence["_Memory"] = ()
 
-    def open(self, *, next_epoch: bool) -> _native.FlashMoEGroup:
-        group = super().open(next_epoch=next_epoch)
+    @property
+    def epoch(self) -> int:
+        """The last epoch that ended."""
+        return int(self._workspace.view(torch.int32)[1]) & 0xFFFFFFFF
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        words = self._workspace.view(torch.int32)
+        words[1] = value - (value >> 31 << 32)
+
+    def open(self) -> _native.FlashMoEGroup:
+        group = super().open()
         for rank, peer in enumerate(self.peers):
             assert peer._heap is not None
             group.heaps[rank] = peer._heap.local.data_ptr()
@@ -147,7 +163,7 @@ class VirtualGroup:
         for memory in self.memories:
             memory.peers = self.memories
         sms = torch.cuda.get_device_properties(device()).multi_processor_count
-        self.num_ctas = (sms - FREE_SMS) // num_ranks
+        self.num_ctas = (sms - FREE_SMS) // num_ranks // CLUSTER_SIZE * CLUSTER_SIZE
 
 
 class VirtualLayer:
@@ -233,6 +249,36 @@ class VirtualLayer:
         training: bool = True,
     ) -> tuple[list[torch.Tensor], list[Any]]:
         return self.finish(self.begin(x, probs, routing_map), weights, training=training)
+
+    def bounded_forward(
+        self,
+        x: Sequence[torch.Tensor],
+        probs: Sequence[torch.Tensor],
+        routing_map: Sequence[torch.Tensor],
+        weights: Sequence[ExpertWeights],
+        num_row_blocks: int,
+        *,
+        training: bool = True,
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """One launch per rank, which plans for itself."""
+        self.prepare()
+        for backend, share in zip(self.backends, weights, strict=True):
+            backend._encode(share)  # allocates, which may wait for a rank that waits for its peers
+        found = []
+        for rank, backend in enumerate(self.backends):
+            with self._on_stream(rank):
+                found.append(
+                    backend.bounded_forward(
+                        x[rank],
+                        probs[rank],
+                        routing_map[rank],
+                        weights[rank],
+                        num_row_blocks,
+                        training=training,
+                    )
+                )
+        self._join()
+        return [out for out, _ in found], [saved for _, saved in found]
 
     def backward(
         self,

@@ -1,5 +1,6 @@
-// The loader: one thread that takes tickets, tells the processors, and streams operands by TMA. It
-// is also the paper's subscriber: the only one that waits for rows to arrive.
+// The loader: one thread that streams operands by TMA. The leading CTA's also takes the cluster's
+// tickets and announces them. It is the paper's subscriber, too: the only one that waits for rows
+// to arrive.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -12,49 +13,76 @@
 
 namespace flashmoe {
 
-__device__ __forceinline__ void load_box(
-    const void* map, Barrier& full, uint8_t* box, int column, int row) {
-    cute::SM90_TMA_LOAD_2D::copy(map, reinterpret_cast<uint64_t*>(&full),
-                                 uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), box, column,
-                                 row);
-}
-
-// Hands a tile to the processors. Scope: the loader thread.
-__device__ __forceinline__ void announce_tile(const Watchdog& watchdog,
-                                              TileMailbox& mailbox,
-                                              RingCursor<kTileSlots>& slot,
-                                              const TileInfo& tile) {
-    wait_barrier(watchdog, Role::kLoaderTile, mailbox.empty[slot.index()], slot.parity() ^ 1);
-    mailbox.tile[slot.index()] = tile;
-    mailbox.full[slot.index()].arrive();
-    slot.advance();
-}
-
-// Takes the announced tile. Scope: all threads of a processor warpgroup.
-__device__ __forceinline__ TileInfo take_tile(const Watchdog& watchdog,
-                                              TileMailbox& mailbox,
-                                              RingCursor<kTileSlots>& slot) {
-    wait_barrier(watchdog, Role::kProcessorTile, mailbox.full[slot.index()], slot.parity());
-    TileInfo tile{};
-    if (threadIdx.x % 32 == 0) {  // the lane that reads is the lane that gives the slot back
-        tile = mailbox.tile[slot.index()];
-        mailbox.empty[slot.index()].arrive();
+// Loads one operand of stage k, whose K begins at `first_k`; box i begins at mn(i). If both CTAs
+// read the same boxes, each loads every other one for both.
+template <Major kMajor, int kBoxes, class BeginOfBox>
+__device__ __forceinline__ void load_boxes(const void* map,
+                                           Barrier& full,
+                                           uint8_t (&boxes)[kBoxes][kBoxBytes],
+                                           int k,
+                                           int first_k,
+                                           bool is_shared,
+                                           BeginOfBox mn) {
+    constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    auto* arrived = reinterpret_cast<uint64_t*>(&full);
+    const int cta = int(ptx::cluster_rank());
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+        // The maps' dimensions: 64 columns, rows, blocks of 64 columns.
+        const int row = kMajor == Major::K ? mn(box) : first_k + k * BLOCK_K;
+        const int block = kMajor == Major::K ? first_k / BLOCK_K + k : mn(box) / BLOCK_K;
+        if (not is_shared) {
+            cute::SM90_TMA_LOAD_3D::copy(map, arrived, kHint, boxes[box], 0, row, block);
+        } else if ((box + k) % kClusterSize == cta) {
+            cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, arrived, (1 << kClusterSize) - 1, kHint,
+                                                   boxes[box], 0, row, block);
+        }
     }
-    slot.advance();
-    return {__shfl_sync(~0u, tile.gemm, 0), __shfl_sync(~0u, tile.block, 0),
-            __shfl_sync(~0u, tile.m, 0), __shfl_sync(~0u, tile.n, 0)};
+}
+
+// Takes pairs of tiles and streams this CTA's one, in two kinds of step: `next_ticket` gives the
+// leading CTA the pair of a ticket, `stream` loads a tile and calls back once most of it is loaded.
+// The next pair is fetched then, so that it is known before this one's last stage is free. Scope:
+// one thread of each CTA.
+template <class NextTicket, class Stream>
+__device__ __forceinline__ void load_tiles(const Watchdog& watchdog,
+                                           TileMailbox& mailbox,
+                                           NextTicket next_ticket,
+                                           Stream stream) {
+    RingCursor<kTileSlots> slot;
+    const int cta = int(ptx::cluster_rank());
+    TileInfo next;
+    auto take = [&] {
+        do next = next_ticket();
+        while (next.gemm == TileInfo::kSkip);
+        announce_tile(watchdog, mailbox, slot, next);
+    };
+    if (cta == 0) take();
+    for (;;) {
+        if (cta != 0) {
+            wait_barrier(watchdog, Role::kLoaderTile, mailbox.full[slot.index()], slot.parity());
+            next = read_tile(mailbox, slot);
+            slot.advance();
+        }
+        if (next.gemm == TileInfo::kNoTile) return;
+        stream(next.of(cta), [&] {
+            if (cta == 0) take();
+        });
+    }
 }
 
 // Streams one tile's stages: B of the first stages goes ahead, then `await_a`, then the rest.
-template <class Ring, class LoadA, class LoadB, class AwaitA>
+template <class Ring, class LoadA, class LoadB, class AwaitA, class NearEnd>
 __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
                                             Ring& ring,
                                             RingCursor<Ring::kNumStages>& cursor,
                                             int num_k_blocks,
                                             LoadA load_a,
                                             LoadB load_b,
-                                            AwaitA await_a) {
+                                            AwaitA await_a,
+                                            NearEnd near_end) {
     const int ahead = min(num_k_blocks, Ring::kNumStages);
+    const int near = max(ahead, num_k_blocks - Ring::kNumStages);
     auto open_stage = [&] {
         wait_barrier(watchdog, Role::kLoaderStage, ring.empty[cursor.index()], cursor.parity() ^ 1);
         ring.full[cursor.index()].arrive_and_expect_tx(sizeof(ring.stage[0]));
@@ -70,7 +98,14 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
         load_a(ring.stage[trailing.index()], ring.full[trailing.index()], k);
         trailing.advance();
     }
-    for (int k = ahead; k < num_k_blocks; ++k) {
+    for (int k = ahead; k < near; ++k) {
+        open_stage();
+        load_b(ring.stage[cursor.index()], ring.full[cursor.index()], k);
+        load_a(ring.stage[cursor.index()], ring.full[cursor.index()], k);
+        cursor.advance();
+    }
+    near_end();
+    for (int k = near; k < num_k_blocks; ++k) {
         open_stage();
         load_b(ring.stage[cursor.index()], ring.full[cursor.index()], k);
         load_a(ring.stage[cursor.index()], ring.full[cursor.index()], k);
@@ -78,63 +113,61 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
     }
 }
 
-// The first weight row (K-major) or column (MN-major) of each 64-wide box of B.
+// The first weight row (K-major) or column (MN-major) of each box of B.
 template <class Pass>
-__device__ __forceinline__ int box_of_b(const Shape& shape, int gemm, int n, int box) {
+__device__ __forceinline__ int begin_of_b(const Shape& shape, int gemm, int n, int box) {
     if (Pass::kGatedForward and gemm == 0) {
         // Half gate, half up: the accumulator then holds both in one thread.
-        const int half = Pass::BLOCK_N / kBoxDim / 2;
-        return n * (Pass::BLOCK_N / 2) + box % half * kBoxDim + box / half * shape.intermediate;
+        static_assert(BLOCK_N == 2 * kBoxRows);
+        return n * kBoxRows + box * shape.intermediate;
     }
-    return n * Pass::BLOCK_N + box * kBoxDim;
+    return n * BLOCK_N + box * kBoxRows;
 }
 
-// Scope: one thread.
+// The layer's tiles. Scope: one thread of each CTA.
 template <class Pass, class Ring>
-__device__ __forceinline__ void load_tiles(const LayerArgs& args,
+__device__ __forceinline__ void load_layer(const LayerArgs& args,
                                            Ring& ring,
                                            TileMailbox& mailbox) {
-    const TileOrder order{
-        args.num_row_blocks, args.group_blocks, {args.num_n_tiles[0], args.num_n_tiles[1]}};
-    const int num_local_experts = args.shape.num_local_experts();
+    const TileOrder order{args.plan.units,
+                          args.plan.header->num_units,
+                          args.group_units,
+                          {args.num_n_tiles[0], args.num_n_tiles[1]}};
     RingCursor<Ring::kNumStages> cursor;
-    RingCursor<kTileSlots> slot;
-    for (;;) {
-        const TileInfo tile = order.tile(int(atomicAdd(&args.workspace.tickets->tile, 1u)));
-        announce_tile(args.watchdog, mailbox, slot, tile);
-        if (tile.gemm == TileInfo::kNoTile) return;
-
-        const int expert = args.plan.block_expert[tile.block];
-        const int matrix = Pass::kWeightOfGemm0 ^ tile.gemm;
-        const CUtensorMap* weights = args.weight_maps + matrix * num_local_experts + expert;
-        stream_tile(
-            args.watchdog, ring, cursor, args.num_k_blocks[tile.gemm],
-            [&](auto& stage, Barrier& full, int k) {
-                for (int box = 0; box < kABoxes; ++box) {
-                    load_box(&args.load_map[tile.gemm], full, stage.a[box], k * BLOCK_K,
-                             tile.block * BLOCK_M + box * kBoxDim);
-                }
-            },
-            [&](auto& stage, Barrier& full, int k) {
-                for (int box = 0; box < stage.kBBoxes; ++box) {
-                    const int n = box_of_b<Pass>(args.shape, tile.gemm, tile.n, box);
-                    const bool k_major = Pass::kMajorB == Major::K;
-                    load_box(weights, full, stage.b[box], k_major ? k * BLOCK_K : n,
-                             k_major ? n : k * BLOCK_K);
-                }
-            },
-            [&] {
-                if (tile.gemm == 0) {
-                    wait_count(args.watchdog, Role::kLoaderRows, tile.block,
-                               args.workspace.rows_ready + tile.block, BLOCK_M);
-                } else {
-                    wait_count(args.watchdog, Role::kLoaderAct, tile.block,
-                               args.workspace.act_ready + tile.block,
-                               uint32_t(kNumProcessors * args.num_n_tiles[0]));
-                }
-                ptx::fence_proxy_async_global();
-            });
-    }
+    load_tiles(
+        args.watchdog, mailbox,
+        [&] { return order.pair(int(atomicAdd(&args.workspace.tickets->tile, 1u))); },
+        [&](const TileInfo& tile, auto near_end) {
+            const int matrix = Pass::kWeightOfGemm0 ^ tile.gemm;
+            const CUtensorMap* weights =
+                args.weight_maps + matrix * args.shape.num_local_experts() + tile.expert;
+            stream_tile(
+                args.watchdog, ring, cursor, args.num_k_blocks[tile.gemm],
+                [&](auto& stage, Barrier& full, int k) {
+                    load_boxes<Major::K>(&args.load_map[tile.gemm], full, stage.a, k, 0,
+                                         tile.pair == Pair::kAlongN,
+                                         [&](int) { return tile.m * BLOCK_M; });
+                },
+                [&](auto& stage, Barrier& full, int k) {
+                    load_boxes<Pass::kMajorB>(
+                        weights, full, stage.b, k, 0, tile.pair == Pair::kAlongM, [&](int box) {
+                            return begin_of_b<Pass>(args.shape, tile.gemm, tile.n, box);
+                        });
+                },
+                [&] {
+                    if (tile.gemm == 0) {
+                        wait_count(args.watchdog, Role::kLoaderRows, tile.m,
+                                   args.workspace.rows_ready + tile.m, BLOCK_M);
+                    } else {
+                        wait_count(
+                            args.watchdog, Role::kLoaderAct, tile.m,
+                            args.workspace.tile_ready + args.workspace.tile_counter(0, tile.m),
+                            uint32_t(kProcessorWarps * args.num_n_tiles[0]));
+                    }
+                    ptx::fence_proxy_async_global();
+                },
+                near_end);
+        });
 }
 
 }  // namespace flashmoe

@@ -5,11 +5,15 @@
 
 namespace flashmoe {
 
-constexpr int BLOCK_M = 128;  // rows of a tile; expert segments start at multiples of it
-constexpr int BLOCK_K = 64;   // 128 bytes of bf16: one swizzle row
-constexpr int kBoxDim = 64;   // every TMA box is 64 x 64 bf16, 8 KiB
+constexpr int BLOCK_M = 128;     // rows of a tile; expert segments start at multiples of it
+constexpr int BLOCK_N = 256;     // columns of a tile
+constexpr int BLOCK_K = 64;      // 128 bytes of bf16: one swizzle row
+constexpr int kBoxRows = 128;    // of M or N in one TMA box, with BLOCK_K of K: 16 KiB
+constexpr int kClusterSize = 2;  // CTAs that share the operands which both need
 constexpr int kMaxRanks = 8;
 constexpr int kMaxTopk = 16;
+constexpr int kMaxCtas = 256;
+constexpr int kMaxLocalExperts = 512;
 
 template <class Int>
 __host__ __device__ constexpr Int ceil_div(Int a, Int b) {
@@ -19,6 +23,13 @@ __host__ __device__ constexpr Int ceil_div(Int a, Int b) {
 template <class Int>
 __host__ __device__ constexpr Int align_up(Int a, Int b) {
     return ceil_div(a, b) * b;
+}
+
+// The least power of two that is not less; n up to 32.
+__host__ __device__ constexpr int power_of_two(int n) {
+    int power = 1;
+    while (power < n) power *= 2;
+    return power;
 }
 
 struct Shape {

@@ -32,6 +32,7 @@ struct RouteSignal {
 struct HeapLayout {
     // Byte offsets. Words are tagged with the epoch, so none is ever reset.
     uint64_t route_signals;   // RouteSignal[rank], two parities
+    uint64_t row_bounds;      // u32[rank], two parities: blocks that fit in that rank's buffers
     uint64_t row_signals;     // u32[rank]: epoch whose rows that rank has published
     uint64_t result_signals;  // u32[token][rank]: epoch whose result that rank has delivered
     uint64_t routes;          // Route[parity 2][rank][token][topk], every rank's routing
@@ -51,6 +52,7 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
         return offset;
     };
     at.route_signals = take(2 * ranks * sizeof(uint64_t));
+    at.row_bounds = take(2 * ranks * sizeof(uint32_t));
     at.row_signals = take(ranks * sizeof(uint32_t));
     at.result_signals = take(tokens * ranks * sizeof(uint32_t));
     at.routes = take(2 * ranks * tokens * s.topk * sizeof(Route));
@@ -77,6 +79,9 @@ struct Heap {
     }
     __device__ __forceinline__ uint64_t* route_signal(int owner, uint32_t epoch, int src) const {
         return address<uint64_t>(owner, at.route_signals) + (epoch & 1) * num_ranks + src;
+    }
+    __device__ __forceinline__ uint32_t* row_bound(int owner, uint32_t epoch, int src) const {
+        return address<uint32_t>(owner, at.row_bounds) + (epoch & 1) * num_ranks + src;
     }
     __device__ __forceinline__ uint32_t* row_signal(int owner, int src) const {
         return address<uint32_t>(owner, at.row_signals) + src;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashmoe/ptx/ld_st.cuh"
+#include "flashmoe/ptx/trace.cuh"
 
 namespace flashmoe {
 
@@ -19,8 +20,18 @@ enum class Role : uint32_t {
     kProcessorStage,  // processor: a full stage of the pipeline
     kCombineResult,   // combine: results of a block
     kReduceResult,    // reduce: a peer's share of a token
+    kGridBarrier,     // plan: the other CTAs of the grid
     kRouting,         // not a wait: a token selects more experts than topk, or a probability is NaN
-    kCount
+    kCount,
+
+    // What a trace shows beside waits.
+    kGemm0 = 32,
+    kGemm1,
+    kEpilogue0,
+    kEpilogue1,
+    kDispatch,
+    kDeliver,
+    kReduce,
 };
 
 // Lives at the start of the mailbox, in pinned host memory. Mirrors FlashMoEFault.
@@ -39,8 +50,9 @@ struct Watchdog {
     Fault* fault;      // pinned host memory
     uint32_t* raised;  // device word: the first fault of this group wins
     uint64_t timeout_ns;
+    const uint32_t* epoch;  // the last one that ended
     int rank;
-    uint32_t epoch;
+    Trace trace;
 
     __device__ __noinline__ void raise(
         uint32_t code, Role role, int peer, int index, uint32_t expected, uint32_t seen) const {
@@ -50,7 +62,7 @@ struct Watchdog {
         record->rank = rank;
         record->peer = peer;
         record->index = index;
-        record->epoch = epoch;
+        record->epoch = *epoch + 1;
         record->expected = expected;
         record->seen = seen;
         __threadfence_system();
@@ -61,6 +73,7 @@ struct Watchdog {
 
 constexpr uint32_t kFaultTimeout = 3;  // FLASHMOE_PEER_TIMEOUT
 constexpr uint32_t kFaultRouting = 4;  // FLASHMOE_BAD_ROUTING
+constexpr uint32_t kFaultRows = 5;     // FLASHMOE_TOO_MANY_ROWS
 
 // Epochs are compared with wrap-around: a peer may already be one launch ahead.
 __device__ __forceinline__ bool epoch_reached(uint32_t seen, uint32_t wanted) {
@@ -76,12 +89,16 @@ __device__ __forceinline__ bool wait_for(const Watchdog& watchdog,
                                          uint32_t expected,
                                          Load load,
                                          Done done) {
+    const int64_t begin = Trace::now();
     auto seen = load();
     if (done(seen)) return true;
     const uint64_t start = ptx::globaltimer_ns();
     for (uint32_t spin = 1;; ++spin) {
         seen = load();
-        if (done(seen)) return true;
+        if (done(seen)) {
+            watchdog.trace.add(uint32_t(role), index, begin);
+            return true;
+        }
         __nanosleep(20);
         if (spin % 256 == 0 and ptx::globaltimer_ns() - start > watchdog.timeout_ns) break;
     }

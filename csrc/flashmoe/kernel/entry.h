@@ -8,7 +8,6 @@ struct KernelEntry {
     const void* function;
     int num_threads;
     int smem_bytes;
-    int block_n;  // columns of its tiles
 };
 
 KernelEntry layer_silu(bool is_backward, bool is_gated);

@@ -7,8 +7,9 @@
 #include <cuda_bf16.h>
 
 #include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/cluster_sm90.hpp>
 
-#include "flashmoe/actor/loader.cuh"
+#include "flashmoe/actor/processor.cuh"
 #include "flashmoe/moe/plan.cuh"
 #include "flashmoe/tile/mainloop.cuh"
 
@@ -32,21 +33,20 @@ struct WgradArgs {
     bool accumulate;
 };
 
-constexpr int kWgradBlockN = 256;
-
-// Ticket -> (product, expert, m, n); experts' tiles stay together, m fastest.
-__device__ __forceinline__ TileInfo wgrad_tile(const WgradArgs& args, int ticket) {
+// Ticket -> pair of tiles; an expert's pairs stay together, m fastest.
+__device__ __forceinline__ TileInfo wgrad_pair(const WgradArgs& args, int ticket) {
     for (int which = 0; which < 2; ++which) {
-        const int num_m = ceil_div(args.product[which].num_out, BLOCK_M);
-        const int num_n = ceil_div(args.product[which].num_in, kWgradBlockN);
+        const int num_m = ceil_div(args.product[which].num_out, kClusterSize * BLOCK_M);
+        const int num_n = ceil_div(args.product[which].num_in, BLOCK_N);
         const int tiles = args.shape.num_local_experts() * num_m * num_n;
         if (ticket < tiles) {
             const int in_expert = ticket % (num_m * num_n);
-            return {which, ticket / (num_m * num_n), in_expert % num_m, in_expert / num_m};
+            return {int16_t(which), Pair::kAlongM, ticket / (num_m * num_n),
+                    in_expert % num_m * kClusterSize, in_expert / num_m};
         }
         ticket -= tiles;
     }
-    return {TileInfo::kNoTile, 0, 0, 0};
+    return TileInfo::nothing(TileInfo::kNoTile);
 }
 
 __device__ __forceinline__ int wgrad_k_blocks(const Plan& plan, int expert) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ int wgrad_k_blocks(const Plan& plan, int expert) {
 
 // Half a warpgroup's share of a tile, row by row, for bulk copies into the gradient. Rows are 32
 // bytes apart in banks, which makes the accumulators' writes conflict-free.
-constexpr int kGradColumns = kWgradBlockN / 2;
+constexpr int kGradColumns = BLOCK_N / 2;
 
 struct alignas(16) GradStaging {
     static constexpr int kRowBytes = kGradColumns * 4 + 32;
@@ -63,7 +63,7 @@ struct alignas(16) GradStaging {
 };
 
 struct WgradSmem {
-    StageRing<3, kWgradBlockN> ring;
+    StageRing<3> ring;
     GradStaging staging[kNumProcessors];
     TileMailbox mailbox;
 };
@@ -90,7 +90,7 @@ __device__ __forceinline__ void send_grad_tile(Grad* grad,
     const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int first_column = tile.n * kWgradBlockN + half * kGradColumns;
+        const int first_column = tile.n * BLOCK_N + half * kGradColumns;
         if (first_column >= product.num_in) break;
         cute::tma_store_wait<0>();
         cutlass::arch::NamedBarrier::sync(128, uint32_t(warpgroup));
@@ -128,13 +128,13 @@ __device__ __forceinline__ void add_grad_tile(__nv_bfloat16* grad,
                                               const Accumulator& accumulator) {
     const int thread = threadIdx.x % 128;
     const int row = tile.m * BLOCK_M + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
-    const int column = tile.n * kWgradBlockN + thread % 4 * 2;
+    const int column = tile.n * BLOCK_N + thread % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (row + 8 * i >= product.num_out) continue;
         __nv_bfloat16* line = grad + int64_t(row + 8 * i) * product.num_in;
 #pragma unroll
-        for (int j = 0; j < kWgradBlockN / 8; ++j) {
+        for (int j = 0; j < BLOCK_N / 8; ++j) {
             if (column + 8 * j >= product.num_in) continue;
             auto* target = reinterpret_cast<__nv_bfloat162*>(line + column + 8 * j);
             const float2 old = __bfloat1622float2(*target);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void add_grad_tile(__nv_bfloat16* grad,
 template <class Grad>
 __device__ __forceinline__ Grad* grad_of(const WgradArgs& args, const TileInfo& tile) {
     const int matrix = 1 - tile.gemm;  // fc1's pointers come first
-    return static_cast<Grad*>(args.grads[matrix * args.shape.num_local_experts() + tile.block]);
+    return static_cast<Grad*>(args.grads[matrix * args.shape.num_local_experts() + tile.expert]);
 }
 
 // An expert without rows has a gradient: zero.
@@ -156,8 +156,8 @@ __device__ __forceinline__ void clear_grad_tile(const WgradArgs& args,
                                                 const TileInfo& tile,
                                                 int warpgroup) {
     const WgradProduct& product = args.product[tile.gemm];
-    const int first_column = tile.n * kWgradBlockN;
-    const int columns = min(kWgradBlockN, product.num_in - first_column);
+    const int first_column = tile.n * BLOCK_N;
+    const int columns = min(BLOCK_N, product.num_in - first_column);
     const int first_row = tile.m * BLOCK_M + warpgroup * 64;
     const int rows = min(64, product.num_out - first_row);
     Grad* grad = grad_of<Grad>(args, tile) + int64_t(first_row) * product.num_in + first_column;
@@ -183,9 +183,37 @@ __device__ __forceinline__ void finish_grad_tile(const WgradArgs& args,
     send_grad_tile(grad, product, tile, warpgroup, accumulator, args.accumulate, staging);
 }
 
+// Scope: one thread of each CTA.
+template <class Ring>
+__device__ __forceinline__ void load_wgrad(const WgradArgs& args,
+                                           Ring& ring,
+                                           TileMailbox& mailbox) {
+    RingCursor<Ring::kNumStages> cursor;
+    load_tiles(
+        args.watchdog, mailbox,
+        [&] { return wgrad_pair(args, int(atomicAdd(&args.workspace.tickets->tile, 1u))); },
+        [&](const TileInfo& tile, auto near_end) {
+            const WgradProduct& product = args.product[tile.gemm];
+            const int first_row = args.plan.expert_block[tile.expert] * BLOCK_M;
+            stream_tile(
+                args.watchdog, ring, cursor, wgrad_k_blocks(args.plan, tile.expert),
+                [&](auto& stage, Barrier& full, int k) {
+                    load_boxes<Major::MN>(&product.left, full, stage.a, k, first_row, false,
+                                          [&](int) { return tile.m * BLOCK_M; });
+                },
+                [&](auto& stage, Barrier& full, int k) {
+                    load_boxes<Major::MN>(
+                        &product.right, full, stage.b, k, first_row, true,
+                        [&](int box) { return tile.n * BLOCK_N + box * kBoxRows; });
+                },
+                [] {}, near_end);
+        });
+}
+
 template <class Grad>
-__global__ __launch_bounds__(384, 1) void wgrad_kernel(const __grid_constant__ WgradArgs args) {
-    using Main = Mainloop<Major::MN, Major::MN, kWgradBlockN>;
+__global__ __cluster_dims__(kClusterSize) __launch_bounds__(384, 1)  //
+    void wgrad_kernel(const __grid_constant__ WgradArgs args) {
+    using Main = Mainloop<Major::MN, Major::MN>;
     extern __shared__ __align__(1024) uint8_t smem_bytes[];
     auto& smem = *reinterpret_cast<WgradSmem*>(smem_bytes);
     static_assert(sizeof(smem) <= 227 * 1024);
@@ -193,57 +221,39 @@ __global__ __launch_bounds__(384, 1) void wgrad_kernel(const __grid_constant__ W
         init_barriers(smem.ring, smem.mailbox);
         cutlass::arch::fence_barrier_init();
     }
-    __syncthreads();
+    cute::cluster_sync();
 
-    const int warpgroup = threadIdx.x / 128;
-    RingCursor<3> cursor;
-    RingCursor<kTileSlots> slot;
+    const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
     if (warpgroup == 0) {
         cutlass::arch::warpgroup_reg_dealloc<40>();
-        if (threadIdx.x > 0) return;
-        for (;;) {
-            const TileInfo tile =
-                wgrad_tile(args, int(atomicAdd(&args.workspace.tickets->tile, 1u)));
-            announce_tile(args.watchdog, smem.mailbox, slot, tile);
-            if (tile.gemm == TileInfo::kNoTile) return;
-            const WgradProduct& product = args.product[tile.gemm];
-            const int first_row = args.plan.expert_block[tile.block] * BLOCK_M;
-            auto load_boxes = [&](const CUtensorMap& map, Barrier& full, auto& boxes, int column,
-                                  int k) {
-                for (auto& box : boxes) {
-                    load_box(&map, full, box, column, first_row + k * BLOCK_K);
-                    column += kBoxDim;
-                }
-            };
-            stream_tile(
-                args.watchdog, smem.ring, cursor, wgrad_k_blocks(args.plan, tile.block),
-                [&](auto& stage, Barrier& full, int k) {
-                    load_boxes(product.left, full, stage.a, tile.m * BLOCK_M, k);
-                },
-                [&](auto& stage, Barrier& full, int k) {
-                    load_boxes(product.right, full, stage.b, tile.n * kWgradBlockN, k);
-                },
-                [] {});
-        }
+        if (threadIdx.x < 32 and cute::elect_one_sync()) load_wgrad(args, smem.ring, smem.mailbox);
+        __syncwarp();
     } else {
         cutlass::arch::warpgroup_reg_alloc<232>();
         typename Main::Accumulator accumulator;
+        RingCursor<3> cursor;
+        PendingStores none(
+            args.workspace.tile_ready,
+            smem.mailbox
+                .pending[threadIdx.x / 32 - 4]);  // the gradients' readers come after the launch
+        RingCursor<kTileSlots> slot;
         for (;;) {
-            const TileInfo tile = take_tile(args.watchdog, smem.mailbox, slot);
-            if (tile.gemm == TileInfo::kNoTile) {
-                ptx::bulk_wait_complete();  // shared memory must outlive the copies from it
-                return;
-            }
-            const int num_k_blocks = wgrad_k_blocks(args.plan, tile.block);
+            const TileInfo tile = take_tile(args.watchdog, smem.mailbox, slot, none);
+            if (tile.gemm == TileInfo::kNoTile) break;
+            const int num_k_blocks = wgrad_k_blocks(args.plan, tile.expert);
             if (num_k_blocks == 0) {
                 if (not args.accumulate) clear_grad_tile<Grad>(args, tile, warpgroup - 1);
                 continue;
             }
-            Main::run(accumulator, smem.ring, cursor, num_k_blocks, warpgroup - 1, args.watchdog);
+            Main::run(accumulator, smem.ring, cursor, num_k_blocks, warpgroup - 1, args.watchdog,
+                      none);
             finish_grad_tile<Grad>(args, tile, warpgroup - 1, accumulator,
                                    smem.staging[warpgroup - 1]);
         }
+        ptx::bulk_wait_complete();  // shared memory must outlive the copies from it
     }
+    cute::cluster_sync();  // the other CTA may still write to this one's shared memory
+    leave(args.workspace, false);
 }
 
 }  // namespace flashmoe

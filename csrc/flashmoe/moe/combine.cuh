@@ -3,14 +3,13 @@
 // weights were applied before fc2, so both are plain sums, and repeatable bit by bit.
 #pragma once
 
-#include "flashmoe/comm/heap.cuh"
-#include "flashmoe/comm/wait.cuh"
-#include "flashmoe/moe/plan.cuh"
+#include "flashmoe/moe/args.cuh"
 #include "flashmoe/tile/epilogue.cuh"
+#include "flashmoe/tile/pipeline.cuh"
 
 namespace flashmoe {
 
-constexpr int kCombineRows = 8;  // rows looked at, or tokens reduced, per ticket
+constexpr int kCombineRows = 8;  // rows looked at per ticket
 
 __device__ __forceinline__ void add_bf16x8(float (&sum)[8], const uint4& loaded) {
     const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
@@ -66,58 +65,73 @@ __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) 
 
 // Delivers the results of all rows here. Scope: one warp; any number of warps share the work.
 template <bool kIsBackward, int kUnroll>
-__device__ __forceinline__ void deliver_results(const Heap& heap,
-                                                const Plan& plan,
-                                                const Workspace& workspace,
-                                                const Watchdog& watchdog,
-                                                int rank,
-                                                uint32_t epoch,
-                                                int num_row_blocks,
-                                                uint32_t block_target,
-                                                const char* result,
-                                                const float* dprob_partial,
-                                                int num_dprob_tiles) {
+__device__ __forceinline__ void deliver_results(const LayerArgs& args) {
+    const Heap& heap = args.heap;
+    const Plan& plan = args.plan;
+    const Workspace& workspace = args.workspace;
+    const int rank = args.shape.rank;
+    const uint32_t block_target = uint32_t(kProcessorWarps * args.num_n_tiles[1]);
     const int lane = threadIdx.x % 32;
     const int64_t row_bytes = heap.hidden * 2;
-    const int num_rows = num_row_blocks * BLOCK_M;
-    int results_pushed = 0;
+    const int num_rows = plan.header->num_row_blocks * BLOCK_M;
+    const int width = power_of_two(plan.topk);
+    const uint32_t width_mask = width == 32 ? ~0u : (1u << width) - 1;
     for (;;) {
         const int first = take_tickets(&workspace.tickets->combine, kCombineRows);
         if (first >= num_rows) break;
 
         RowMeta meta{};
         if (lane < kCombineRows) meta = plan.row_meta[first + lane];
-        const uint32_t last_rows = __ballot_sync(~0u, lane < kCombineRows and meta.is_last());
-        for (uint32_t todo = last_rows; todo; todo &= todo - 1) {
-            const RowMeta token = plan.row_meta[first + __ffs(todo) - 1];
-            const int row = lane < plan.topk ? plan.rows_of(token.src_rank, token.token)[lane] : -1;
+        uint32_t todo = __ballot_sync(~0u, lane < kCombineRows and meta.is_last());
+        while (todo != 0) {
+            // As many tokens as have room for their routes in a warp: what is to be known of them
+            // is loaded, and waited for, at once.
+            const int count = min(__popc(todo), 32 / width);
+            const int nth = min(lane / width, count - 1), k = lane % width;
+            const int at = int(__fns(todo, 0, nth + 1));
+            const int src_rank = __shfl_sync(~0u, int(meta.src_rank), at);
+            const int token = __shfl_sync(~0u, meta.token, at);
+            const int slot = __shfl_sync(~0u, int(meta.slot), at);
+            int row = -1;
+            if (lane / width < count and k < plan.topk) row = plan.rows_of(src_rank, token)[k];
             if (row >= 0) {
-                wait_count(watchdog, Role::kCombineResult, row / BLOCK_M,
-                           workspace.result_ready + row / BLOCK_M, block_target);
+                wait_count(args.watchdog, Role::kCombineResult, row / BLOCK_M,
+                           workspace.tile_ready + workspace.tile_counter(1, row / BLOCK_M),
+                           block_target);
             }
             __syncwarp();
-            const uint32_t routes = __ballot_sync(~0u, row >= 0);
-            const int nth_row = __shfl_sync(~0u, row, __fns(routes, 0, lane + 1) & 31);
-            sum_rows<kUnroll>(heap.result(token.src_rank, token.token, token.slot),
-                              int(row_bytes / 16), __popc(routes), [&](int i) {
-                                  return result + __shfl_sync(~0u, nth_row, i) * row_bytes;
-                              });
+            const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
+            for (int i = 0; i < count; ++i, todo &= todo - 1) {
+                const int base = i * width;
+                const uint32_t routes = all_routes & (width_mask << base);
+                char* target =
+                    heap.result(__shfl_sync(~0u, src_rank, base), __shfl_sync(~0u, token, base),
+                                __shfl_sync(~0u, slot, base));
+                sum_rows<kUnroll>(target, int(row_bytes / 16), __popc(routes), [&](int n) {
+                    const int from = int(__fns(routes, 0, n + 1));
+                    return args.result + __shfl_sync(~0u, row, from) * row_bytes;
+                });
+            }
             if constexpr (kIsBackward) {
                 if (row >= 0) {
-                    heap.dprobs(token.src_rank, token.token)[lane] =
-                        sum_dprob(dprob_partial + int64_t(row) * num_dprob_tiles, num_dprob_tiles);
+                    heap.dprobs(src_rank, token)[k] =
+                        sum_dprob(args.dprob_partial + int64_t(row) * args.num_n_tiles[0],
+                                  args.num_n_tiles[0]);
                 }
             }
         }
         __syncwarp();
         if (lane < kCombineRows and meta.is_last()) {
             ptx::fence_acq_rel_sys();
-            ptx::st_relaxed_sys(heap.result_signal(meta.src_rank, meta.token, rank), epoch);
-            results_pushed += meta.src_rank != rank;
+            ptx::st_relaxed_sys(heap.result_signal(meta.src_rank, meta.token, rank),
+                                current_epoch(workspace));
         }
-        __syncwarp();
+        const uint32_t pushed = __ballot_sync(
+            ~0u, lane < kCombineRows and meta.is_last() and meta.src_rank != rank);
+        if (lane == 0 and pushed) {
+            atomicAdd(&workspace.traffic->results_pushed, (unsigned long long)__popc(pushed));
+        }
     }
-    if (results_pushed) atomicAdd(&workspace.traffic->results_pushed, results_pushed);
 }
 
 template <class T>
@@ -129,50 +143,113 @@ __device__ __forceinline__ void scatter_dprobs(
     if (lane < topk and experts[lane] >= 0) row[experts[lane]] = T(dprobs[lane]);
 }
 
-// Sums every rank's share of this rank's tokens. Scope: one warp; any number share the work.
+// A chunk of tokens is one line of result signals: as many tokens as have room in a warp with a
+// lane for every rank. Each CTA reduces its own chunks, in whatever order they become complete.
+struct ReduceChunks {
+    int width;  // lanes of a token
+    int num_tokens;
+
+    __device__ explicit ReduceChunks(const LayerArgs& args)
+        : width(power_of_two(args.shape.num_ranks)), num_tokens(args.num_tokens) {}
+
+    __device__ __forceinline__ int tokens_per_chunk() const { return 32 / width; }
+    __device__ __forceinline__ int count() const {
+        return ceil_div(num_tokens, tokens_per_chunk());
+    }
+};
+
 template <bool kIsBackward, int kUnroll>
-__device__ __forceinline__ void reduce_results(const Heap& heap,
-                                               const Plan& plan,
-                                               const Workspace& workspace,
-                                               const Watchdog& watchdog,
-                                               int rank,
-                                               uint32_t epoch,
-                                               int num_tokens,
-                                               int num_experts,
-                                               char* out,
-                                               void* grad_probs,
-                                               bool grad_probs_is_bf16) {
-    const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, int num_shares) {
+    const Heap& heap = args.heap;
+    const int rank = args.shape.rank, num_experts = args.shape.num_experts;
     const int64_t row_bytes = heap.hidden * 2;
-    for (;;) {
-        const int first = take_tickets(&workspace.tickets->reduce, kCombineRows);
-        if (first >= num_tokens) return;
-        const int end = min(first + kCombineRows, num_tokens);
-        for (int token = first; token < end; ++token) {
-            const uint32_t ranks = plan.own_ranks[token];
-            if (lane < heap.num_ranks and (ranks >> lane & 1)) {
-                const uint32_t* signal = heap.result_signal(rank, token, lane);
-                wait_or_trap(
-                    watchdog, Role::kReduceResult, lane, token, epoch,
-                    [=] { return ptx::ld_acquire_sys(signal); },
-                    [=](uint32_t seen) { return seen == epoch; });
-            }
-            __syncwarp();
-            sum_rows<kUnroll>(out + token * row_bytes, int(row_bytes / 16), __popc(ranks),
-                              [&](int slot) { return heap.result(rank, token, slot); });
-            if constexpr (kIsBackward) {
-                const int32_t* experts = plan.own_experts + int64_t(token) * plan.topk;
-                const float* dprobs = heap.dprobs(rank, token);
-                const int64_t at = int64_t(token) * num_experts;
-                if (grad_probs_is_bf16) {
-                    scatter_dprobs(static_cast<__nv_bfloat16*>(grad_probs) + at, num_experts,
-                                   plan.topk, experts, dprobs);
-                } else {
-                    scatter_dprobs(static_cast<float*>(grad_probs) + at, num_experts, plan.topk,
-                                   experts, dprobs);
-                }
-            }
+    sum_rows<kUnroll>(args.out + token * row_bytes, int(row_bytes / 16), num_shares,
+                      [&](int slot) { return heap.result(rank, token, slot); });
+    if constexpr (kIsBackward) {
+        const int topk = args.plan.topk;
+        const int32_t* experts = args.plan.own_experts + int64_t(token) * topk;
+        const float* dprobs = heap.dprobs(rank, token);
+        const int64_t at = int64_t(token) * num_experts;
+        if (args.grad_probs_is_bf16) {
+            scatter_dprobs(static_cast<__nv_bfloat16*>(args.grad_probs) + at, num_experts, topk,
+                           experts, dprobs);
+        } else {
+            scatter_dprobs(static_cast<float*>(args.grad_probs) + at, num_experts, topk, experts,
+                           dprobs);
         }
+    }
+}
+
+enum class Progress { kNone, kSome, kFinished };
+
+// Sums all ranks' shares of those tokens of a chunk that are complete and not yet taken by another
+// warp. With `must_wait` it waits for the first one that is not. Scope: one warp.
+template <bool kIsBackward, int kUnroll>
+__device__ __forceinline__ Progress
+reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool must_wait) {
+    const uint32_t epoch = current_epoch(args.workspace);  // anew, for want of a register
+    const int lane = threadIdx.x % 32, width = chunks.width;
+    const int first = chunk * chunks.tokens_per_chunk(), nth = lane / width, src = lane % width;
+    const int in_chunk = min(chunks.tokens_per_chunk(), args.num_tokens - first);
+    const uint32_t all = in_chunk == 32 ? ~0u : (1u << in_chunk) - 1;
+    uint32_t* taken_word = args.workspace.reduced + chunk;
+    uint32_t taken = *static_cast<volatile uint32_t*>(taken_word);
+    taken = __shfl_sync(~0u, taken, 0);
+    if (taken == all) return Progress::kFinished;
+
+    const uint32_t ranks = nth < in_chunk ? args.plan.own_ranks[first + nth] : 0;
+    const uint32_t* signal = args.heap.result_signal(args.shape.rank, first + nth, src);
+    const bool is_awaited = nth < in_chunk and src < args.shape.num_ranks and (ranks >> src & 1);
+    bool is_here = not is_awaited or * static_cast<const volatile uint32_t*>(signal) == epoch;
+    if (must_wait) {
+        const int next = __ffs(all & ~taken) - 1;
+        if (nth == next and is_awaited) {
+            wait_or_trap(
+                args.watchdog, Role::kReduceResult, src, first + nth, epoch,
+                [=] { return ptx::ld_acquire_sys(signal); },
+                [=](uint32_t seen) { return seen == epoch; });
+            is_here = true;
+        }
+        __syncwarp();
+    }
+    const uint32_t lanes_here = __ballot_sync(~0u, is_here);
+    const uint32_t token_lanes = width == 32 ? ~0u : (1u << width) - 1;
+    uint32_t ready = __ballot_sync(~0u, (lanes_here >> (nth * width) & token_lanes) == token_lanes);
+    // One bit per token, from the first of its lanes.
+    uint32_t complete = 0;
+    for (int i = 0; i < in_chunk; ++i) complete |= (ready >> (i * width) & 1) << i;
+    complete &= ~taken;
+    if (complete == 0) return Progress::kNone;
+    if (lane == 0) taken = atomicOr(taken_word, complete);
+    taken = __shfl_sync(~0u, taken, 0);
+    ptx::fence_acq_rel_sys();  // the signals came before what they tell of is read
+    __syncwarp();
+    for (uint32_t mine = complete & ~taken; mine; mine &= mine - 1) {
+        const int i = __ffs(mine) - 1;
+        reduce_token<kIsBackward, kUnroll>(args, first + i,
+                                           __popc(__shfl_sync(~0u, ranks, i * width)));
+    }
+    return (taken | complete) == all ? Progress::kFinished : Progress::kSome;
+}
+
+// Reduces this CTA's tokens until all of them are taken. Scope: one warp; any number share the
+// work. A `patient` warp looks again and again while others may still deliver; else what is not
+// there yet is waited for, with a bound.
+template <bool kIsBackward, int kUnroll>
+__device__ __forceinline__ void reduce_results(const LayerArgs& args, bool is_patient) {
+    const ReduceChunks chunks(args);
+    bool must_wait = false;
+    for (;;) {
+        bool is_finished = true, moved = false;
+        for (int chunk = blockIdx.x; chunk < chunks.count(); chunk += gridDim.x) {
+            const Progress progress =
+                reduce_chunk<kIsBackward, kUnroll>(args, chunks, chunk, must_wait and is_finished);
+            is_finished &= progress == Progress::kFinished;
+            moved |= progress == Progress::kSome;
+        }
+        if (is_finished) return;
+        must_wait = not moved and not is_patient;
+        if (not moved and is_patient) __nanosleep(500);
     }
 }
 

@@ -5,33 +5,30 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "flashmoe/comm/heap.cuh"
-#include "flashmoe/moe/plan.cuh"
+#include "flashmoe/moe/args.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
 namespace flashmoe {
 
-constexpr int kDispatchLanes = 4;     // rows in flight of one warp
-constexpr int kDispatchPiece = 4096;  // bytes of a row in flight
+constexpr int kDispatchLanes = 4;  // rows in flight of one warp
 
+template <int kPiece>  // bytes of a row in flight
 struct DispatchSmem {
-    alignas(128) uint8_t piece[kDispatchLanes][kDispatchPiece];
+    alignas(128) uint8_t piece[kDispatchLanes][kPiece];
     Barrier arrived[kDispatchLanes];
 };
 
 // Scope: one warp. Every rank's signal is awaited, also of ranks that sent nothing: it is the proof
 // that the peer has finished with the previous launch.
-__device__ __forceinline__ void await_published_rows(const Heap& heap,
-                                                     const Watchdog& watchdog,
-                                                     int rank,
-                                                     uint32_t epoch) {
+__device__ __forceinline__ void await_published_rows(const LayerArgs& args, uint32_t epoch) {
+    const Heap& heap = args.heap;
     const int src = threadIdx.x % 32;
     if (src < heap.num_ranks) {
-        const uint32_t* signal = heap.row_signal(rank, src);
+        const uint32_t* signal = heap.row_signal(args.shape.rank, src);
         wait_or_trap(
-            watchdog, Role::kDispatchRows, src, 0, epoch,
+            args.watchdog, Role::kDispatchRows, src, 0, epoch,
             [=] { return ptx::ld_acquire_sys(signal); },
-            [=](uint32_t seen) { return epoch_reached(seen, epoch); });
+            [&](uint32_t seen) { return epoch_reached(seen, epoch); });
     }
     __syncwarp();
     ptx::fence_proxy_async_global();
@@ -39,29 +36,29 @@ __device__ __forceinline__ void await_published_rows(const Heap& heap,
 
 // Copies one row, piece by piece, to all of the token's rows. Scope: one thread with its own piece
 // of shared memory; up to kDispatchLanes threads of a warp do this at once.
-__device__ __forceinline__ void fetch_row(const Heap& heap,
-                                          const Plan& plan,
-                                          const Watchdog& watchdog,
+template <int kPiece>
+__device__ __forceinline__ void fetch_row(const LayerArgs& args,
                                           RowMeta meta,
-                                          uint8_t* piece,
+                                          uint8_t (&piece)[kPiece],
                                           Barrier& arrived,
-                                          uint32_t& parity,
-                                          char* rows,
-                                          uint32_t* rows_ready) {
+                                          uint32_t& parity) {
+    const Heap& heap = args.heap;
+    const Plan& plan = args.plan;
     const int row_bytes = heap.hidden * 2;
-    const char* source = heap.row(meta.src_rank, meta.token);
+    const char* source = meta.src_rank == args.shape.rank ? args.x + int64_t(meta.token) * row_bytes
+                                                          : heap.row(meta.src_rank, meta.token);
     const int32_t* token_rows = plan.rows_of(meta.src_rank, meta.token);
-    for (int offset = 0; offset < row_bytes; offset += kDispatchPiece) {
-        const int bytes = min(kDispatchPiece, row_bytes - offset);
+    for (int offset = 0; offset < row_bytes; offset += kPiece) {
+        const int bytes = min(kPiece, row_bytes - offset);
         cute::tma_store_wait<0>();  // the previous piece has left shared memory
         arrived.arrive_and_expect_tx(bytes);
         cute::SM90_BULK_COPY_G2S::copy(source + offset, reinterpret_cast<uint64_t*>(&arrived),
                                        piece, bytes);
-        wait_barrier(watchdog, Role::kDispatchCopy, arrived, parity);
+        wait_barrier(args.watchdog, Role::kDispatchCopy, arrived, parity);
         parity ^= 1;
         for (int k = 0; k < plan.topk; ++k) {
             if (const int row = token_rows[k]; row >= 0) {
-                cute::SM90_BULK_COPY_S2G::copy(piece, rows + int64_t(row) * row_bytes + offset,
+                cute::SM90_BULK_COPY_S2G::copy(piece, args.rows + int64_t(row) * row_bytes + offset,
                                                bytes);
             }
         }
@@ -70,23 +67,19 @@ __device__ __forceinline__ void fetch_row(const Heap& heap,
     ptx::bulk_wait_complete();
     for (int k = 0; k < plan.topk; ++k) {
         if (const int row = token_rows[k]; row >= 0) {
-            ptx::red_release_gpu(rows_ready + row / BLOCK_M, 1);
+            ptx::red_release_gpu(args.workspace.rows_ready + row / BLOCK_M, 1);
         }
     }
 }
 
 // Scope: one warp.
-__device__ __forceinline__ void dispatch(const Heap& heap,
-                                         const Plan& plan,
-                                         const Workspace& workspace,
-                                         const Watchdog& watchdog,
-                                         int rank,
-                                         int num_row_blocks,
-                                         char* rows,
-                                         DispatchSmem& smem) {
+template <int kPiece>
+__device__ __forceinline__ void dispatch(const LayerArgs& args, DispatchSmem<kPiece>& smem) {
+    const Plan& plan = args.plan;
+    const Workspace& workspace = args.workspace;
     const int lane = threadIdx.x % 32;
-    const int row_bytes = heap.hidden * 2;
-    const int num_rows = num_row_blocks * BLOCK_M;
+    const int row_bytes = args.shape.hidden * 2;
+    const int num_rows = plan.header->num_row_blocks * BLOCK_M;
     uint32_t parity = 0;
     int rows_pulled = 0, pad_rows_pulled = 0, pad_rows_made = 0;
     for (;;) {
@@ -96,9 +89,8 @@ __device__ __forceinline__ void dispatch(const Heap& heap,
         RowMeta meta{};
         if (lane < kDispatchLanes) meta = plan.row_meta[first + lane];
         if (lane < kDispatchLanes and meta.is_owner()) {
-            fetch_row(heap, plan, watchdog, meta, smem.piece[lane], smem.arrived[lane], parity,
-                      rows, workspace.rows_ready);
-            rows_pulled += meta.src_rank != rank;
+            fetch_row(args, meta, smem.piece[lane], smem.arrived[lane], parity);
+            rows_pulled += meta.src_rank != args.shape.rank;
             pad_rows_pulled += meta.is_pad();
         }
         __syncwarp();
@@ -107,7 +99,7 @@ __device__ __forceinline__ void dispatch(const Heap& heap,
         for (uint32_t pads = __ballot_sync(~0u, lane < kDispatchLanes and meta.is_pad()); pads;
              pads &= pads - 1) {
             const int row = first + __ffs(pads) - 1;
-            uint4* target = reinterpret_cast<uint4*>(rows + int64_t(row) * row_bytes);
+            uint4* target = reinterpret_cast<uint4*>(args.rows + int64_t(row) * row_bytes);
             for (int i = lane; i < row_bytes / 16; i += 32) target[i] = uint4{};
             __syncwarp();
             if (lane == 0) ptx::red_release_gpu(workspace.rows_ready + row / BLOCK_M, 1);

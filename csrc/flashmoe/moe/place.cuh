@@ -4,8 +4,8 @@
 // function of the routing alone, hence the same at every run.
 #pragma once
 
-#include "flashmoe/comm/heap.cuh"
-#include "flashmoe/moe/plan.cuh"
+#include "flashmoe/comm/grid.cuh"
+#include "flashmoe/moe/publish.cuh"
 
 namespace flashmoe {
 
@@ -40,24 +40,6 @@ __device__ __forceinline__ void walk_chunk(
     }
 }
 
-// Exclusive prefix sum over one expert's chunk counts, in place; returns the total. Scope: a warp.
-__device__ __forceinline__ uint32_t scan_chunks(uint32_t* counts, int num_chunks) {
-    const int lane = threadIdx.x % 32;
-    uint32_t carry = 0;
-    for (int base = 0; base < num_chunks; base += 32) {
-        const int chunk = base + lane;
-        const uint32_t count = chunk < num_chunks ? counts[chunk] : 0;
-        uint32_t sum = count;
-        for (int step = 1; step < 32; step *= 2) {
-            const uint32_t below = __shfl_up_sync(~0u, sum, step);
-            if (lane >= step) sum += below;
-        }
-        if (chunk < num_chunks) counts[chunk] = carry + sum - count;
-        carry += __shfl_sync(~0u, sum, 31);
-    }
-    return carry;
-}
-
 // Marks the rows of this lane's token: first, last, and which result slot is ours.
 __device__ __forceinline__ void describe_rows(
     const Shape& s, const Heap& heap, const Plan& plan, uint32_t epoch, Chunk chunk) {
@@ -82,6 +64,229 @@ __device__ __forceinline__ void describe_rows(
         }
     }
     if (chunk.src_rank == s.rank) plan.own_ranks[chunk.token] = ranks;
+}
+
+// One CTA's share of the placement, in the shared memory that the pipeline takes over later.
+struct PlacementSmem {
+    uint32_t* counts;       // [chunk of this CTA][local expert]: rows, then the first one's place
+    uint32_t* selections;   // [expert]: routes of this CTA's chunks to it
+    uint32_t* base;         // [local expert]: rows of earlier CTAs' chunks
+    int32_t* expert_rows;   // [local expert]
+    int32_t* expert_block;  // [local expert + 1]
+    int32_t* expert_unit;   // [local expert + 1]
+
+    // Words that a grid of `num_ctas` needs.
+    __host__ __device__ static int64_t words(const Shape& s, int num_ctas) {
+        const int64_t local = s.num_local_experts();
+        return ceil_div(s.num_chunks(), num_ctas) * local + s.num_experts + 4 * local + 2;
+    }
+    __device__ PlacementSmem(const Shape& s, void* smem) {
+        const int local = s.num_local_experts();
+        counts = static_cast<uint32_t*>(smem);
+        selections = counts + int64_t(ceil_div(s.num_chunks(), int(gridDim.x))) * local;
+        base = selections + s.num_experts;
+        expert_rows = reinterpret_cast<int32_t*>(base + local);
+        expert_block = expert_rows + local;
+        expert_unit = expert_block + local + 1;
+    }
+};
+
+// Waits for the routing of every rank and counts this CTA's chunks. A peer that does not come, or
+// that refuses its routing, is a fault on every rank, so that none goes on. Scope: the grid.
+__device__ __forceinline__ void count_routes(const LayerArgs& args,
+                                             uint32_t epoch,
+                                             const PlacementSmem& smem,
+                                             int (&num_tokens)[kMaxRanks]) {
+    const Shape& s = args.shape;
+    const int num_experts = s.num_local_experts(), num_chunks = s.num_chunks();
+    const int per_cta = ceil_div(num_chunks, int(gridDim.x)), first = int(blockIdx.x) * per_cta;
+    const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+    for (int i = threadIdx.x; i < per_cta * num_experts + s.num_experts; i += blockDim.x) {
+        smem.counts[i] = 0;  // and `selections`, behind them
+    }
+    bool is_here = true;
+    if (threadIdx.x < s.num_ranks) {
+        const uint64_t* signal = args.heap.route_signal(s.rank, epoch, threadIdx.x);
+        is_here = wait_for(
+            args.watchdog, Role::kPlanRoutes, threadIdx.x, 0, epoch,
+            [=] { return ptx::ld_acquire_sys(signal); },
+            [&](uint64_t seen) { return uint32_t(seen) == epoch; });
+        if (is_here and RouteSignal::is_refused(*signal)) {
+            args.watchdog.raise(kFaultRouting, Role::kRouting, threadIdx.x, -1, 0, 0);
+            is_here = false;
+        }
+        num_tokens[threadIdx.x] = is_here ? int(RouteSignal::tokens(*signal)) : 0;
+    }
+    if (not __syncthreads_and(is_here)) return;
+
+    for (int i = warp; i < per_cta and first + i < num_chunks; i += num_warps) {
+        const Chunk chunk = chunk_at(s, num_tokens, first + i);
+        walk_chunk(s, args.heap, epoch, chunk, smem.counts + i * num_experts,
+                   [](int, int, uint32_t, Route) {});
+        if (chunk.token >= 0) {
+            const Route* routes = args.heap.routes(s.rank, epoch, chunk.src_rank, chunk.token);
+            for (int k = 0; k < s.topk; ++k) {
+                if (routes[k].expert >= 0) atomicAdd(&smem.selections[routes[k].expert], 1u);
+            }
+        }
+    }
+    __syncthreads();
+    for (int expert = threadIdx.x; expert < s.num_experts; expert += blockDim.x) {
+        if (const uint32_t count = smem.selections[expert]) {
+            atomicAdd(args.workspace.selections + expert, count);
+        }
+    }
+    for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
+        args.workspace.cta_counts[expert * gridDim.x + blockIdx.x] =
+            smem.selections[s.first_expert() + expert];
+    }
+}
+
+// Every rank computes every rank's row blocks, so that all agree whether one has too many for its
+// buffers. Scope: a CTA, after all routes are counted.
+__device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) {
+    const Shape& s = args.shape;
+    const int num_experts = s.num_local_experts(), lane = threadIdx.x % 32;
+    bool fit = true;
+    for (int rank = threadIdx.x / 32; rank < s.num_ranks; rank += blockDim.x / 32) {
+        uint32_t blocks = 0;
+        for (int expert = lane; expert < num_experts; expert += 32) {
+            blocks +=
+                ceil_div<uint32_t>(args.workspace.selections[rank * num_experts + expert], BLOCK_M);
+        }
+        blocks = __reduce_add_sync(~0u, blocks);
+        const uint32_t bound = *args.heap.row_bound(s.rank, epoch, rank);
+        if (blocks > bound) {
+            fit = false;
+            if (lane == 0) {
+                args.watchdog.raise(kFaultRows, Role::kRouting, rank, -1, bound, blocks);
+            }
+        }
+    }
+    return __syncthreads_and(fit);
+}
+
+// Where each local expert's rows begin. Scope: a CTA; every one computes it for itself.
+__device__ __forceinline__ void place_experts(const LayerArgs& args, const PlacementSmem& smem) {
+    const Shape& s = args.shape;
+    const int num_experts = s.num_local_experts();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
+    for (int expert = warp; expert < num_experts; expert += num_warps) {
+        uint32_t before = 0;
+        for (uint32_t cta = lane; cta < blockIdx.x; cta += 32) {
+            before += args.workspace.cta_counts[expert * gridDim.x + cta];
+        }
+        before = __reduce_add_sync(~0u, before);
+        if (lane == 0) {
+            smem.base[expert] = before;
+            smem.expert_rows[expert] = int(args.workspace.selections[s.first_expert() + expert]);
+        }
+    }
+    __syncthreads();
+    if (warp == 0) {
+        int block = 0, unit = 0, rows = 0;
+        for (int first = 0; first < num_experts; first += 32) {
+            const int expert = first + lane;
+            const int own_rows = expert < num_experts ? smem.expert_rows[expert] : 0;
+            const int own_blocks = ceil_div(own_rows, BLOCK_M);
+            const int own_units = ceil_div(own_blocks, kClusterSize);
+            int blocks = own_blocks, units = own_units;
+            for (int step = 1; step < 32; step *= 2) {
+                const int more_blocks = __shfl_up_sync(~0u, blocks, step);
+                const int more_units = __shfl_up_sync(~0u, units, step);
+                if (lane >= step) blocks += more_blocks, units += more_units;
+            }
+            if (expert < num_experts) {
+                smem.expert_block[expert] = block + blocks - own_blocks;
+                smem.expert_unit[expert] = unit + units - own_units;
+            }
+            block += __shfl_sync(~0u, blocks, 31);
+            unit += __shfl_sync(~0u, units, 31);
+            rows += __reduce_add_sync(~0u, own_rows);
+        }
+        if (lane == 0) {
+            smem.expert_block[num_experts] = block;
+            smem.expert_unit[num_experts] = unit;
+            if (blockIdx.x == 0) *args.plan.header = {block, unit, rows};
+        }
+    }
+    __syncthreads();
+}
+
+// Gives every row its place, and fills the tables of experts and blocks. Scope: the grid.
+__device__ __forceinline__ void place_rows(const LayerArgs& args,
+                                           uint32_t epoch,
+                                           const PlacementSmem& smem,
+                                           const int (&num_tokens)[kMaxRanks]) {
+    const Shape& s = args.shape;
+    const Plan& plan = args.plan;
+    const int num_experts = s.num_local_experts(), num_chunks = s.num_chunks();
+    const int per_cta = ceil_div(num_chunks, int(gridDim.x)), first = int(blockIdx.x) * per_cta;
+    const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+    for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
+        uint32_t row = uint32_t(smem.expert_block[expert]) * BLOCK_M + smem.base[expert];
+        for (int i = 0; i < per_cta; ++i) {
+            const uint32_t count = smem.counts[i * num_experts + expert];
+            smem.counts[i * num_experts + expert] = row;
+            row += count;
+        }
+    }
+    __syncthreads();
+    for (int i = warp; i < per_cta and first + i < num_chunks; i += num_warps) {
+        const Chunk chunk = chunk_at(s, num_tokens, first + i);
+        int32_t* rows = chunk.token < 0 ? nullptr : plan.rows_of(chunk.src_rank, chunk.token);
+        if (rows != nullptr) {
+            for (int k = 0; k < s.topk; ++k) rows[k] = -1;
+        }
+        walk_chunk(s, args.heap, epoch, chunk, smem.counts + i * num_experts,
+                   [&](int k, int, uint32_t row, Route route) {
+                       rows[k] = int(row);
+                       plan.row_prob[row] = route.prob;
+                   });
+        describe_rows(s, args.heap, plan, epoch, chunk);
+        __syncwarp();
+    }
+
+    for (int expert = blockIdx.x; expert < num_experts; expert += gridDim.x) {
+        const int begin = smem.expert_block[expert], end = smem.expert_block[expert + 1];
+        for (int row = begin * BLOCK_M + smem.expert_rows[expert] + int(threadIdx.x);
+             row < end * BLOCK_M; row += blockDim.x) {
+            plan.row_meta[row] = {-1, 0, 0, RowMeta::kPad, 0};
+            plan.row_prob[row] = 0.0f;
+        }
+        for (int block = kClusterSize * int(threadIdx.x); block < end - begin;
+             block += kClusterSize * blockDim.x) {
+            plan.units[smem.expert_unit[expert] + block / kClusterSize] = {
+                begin + block, int16_t(expert), int16_t(min(kClusterSize, end - begin - block))};
+        }
+        if (threadIdx.x == 0) {
+            plan.expert_rows[expert] = smem.expert_rows[expert];
+            plan.expert_block[expert] = begin;
+            if (expert == num_experts - 1) plan.expert_block[num_experts] = end;
+        }
+    }
+}
+
+// From the routing map to the plan: exchanges the routing with all ranks and places the rows that
+// this rank's experts receive. False on every rank if one cannot go on; the host then finds a
+// fault. Scope: the grid.
+static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
+                                               uint32_t epoch,
+                                               void* smem_base) {
+    __shared__ int num_tokens[kMaxRanks];
+    const PlacementSmem smem(args.shape, smem_base);
+    publish_routes(args, epoch);
+    publish_rows(args, epoch);
+    count_routes(args, epoch, smem, num_tokens);
+    grid_barrier(args.watchdog, &args.workspace.tickets->barrier[0]);
+    // All CTAs see the same faults now.
+    const bool go_on = ptx::ld_acquire_gpu(args.workspace.raised) == 0 and rows_fit(args, epoch);
+    if (go_on) {
+        place_experts(args, smem);
+        place_rows(args, epoch, smem, num_tokens);
+    }
+    grid_barrier(args.watchdog, &args.workspace.tickets->barrier[1]);
+    return go_on;
 }
 
 }  // namespace flashmoe

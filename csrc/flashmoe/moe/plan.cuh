@@ -23,14 +23,22 @@ struct alignas(8) RowMeta {
 };
 static_assert(sizeof(RowMeta) == 8);
 
+// What a cluster computes together: two row blocks of one expert, or an expert's odd last one.
+struct alignas(8) RowUnit {
+    int32_t first_block;
+    int16_t expert;  // local
+    int16_t num_blocks;
+};
+
 struct PlanHeader {
     int32_t num_row_blocks;
+    int32_t num_units;
     int32_t num_rows;
 };
 
 struct PlanLayout {
-    uint64_t header, expert_rows, expert_block, block_expert, row_meta, row_prob, token_rows,
-        own_experts, own_ranks, bytes;
+    uint64_t header, expert_rows, expert_block, units, row_meta, row_prob, token_rows, own_experts,
+        own_ranks, bytes;
 };
 
 __host__ __device__ inline PlanLayout plan_layout(const Shape& s) {
@@ -45,7 +53,7 @@ __host__ __device__ inline PlanLayout plan_layout(const Shape& s) {
     at.header = take(sizeof(PlanHeader));
     at.expert_rows = take(experts * sizeof(int32_t));
     at.expert_block = take((experts + 1) * sizeof(int32_t));
-    at.block_expert = take(blocks * sizeof(int32_t));
+    at.units = take(blocks * sizeof(RowUnit));
     at.row_meta = take(blocks * BLOCK_M * sizeof(RowMeta));
     at.row_prob = take(blocks * BLOCK_M * sizeof(float));
     at.token_rows = take(uint64_t(s.num_ranks) * s.max_tokens * s.topk * sizeof(int32_t));
@@ -59,7 +67,7 @@ struct Plan {
     PlanHeader* header;
     int32_t* expert_rows;   // [local expert]: received rows
     int32_t* expert_block;  // [local expert + 1]: first block
-    int32_t* block_expert;  // [block]: local expert
+    RowUnit* units;         // ascending; none spans two experts
     RowMeta* row_meta;      // [row]
     float* row_prob;        // [row], 0 for pad rows
     int32_t* token_rows;    // [src rank][token][topk]: row, or -1 where not ours
@@ -74,7 +82,7 @@ struct Plan {
         return {reinterpret_cast<PlanHeader*>(place(layout.header)),
                 reinterpret_cast<int32_t*>(place(layout.expert_rows)),
                 reinterpret_cast<int32_t*>(place(layout.expert_block)),
-                reinterpret_cast<int32_t*>(place(layout.block_expert)),
+                reinterpret_cast<RowUnit*>(place(layout.units)),
                 reinterpret_cast<RowMeta*>(place(layout.row_meta)),
                 reinterpret_cast<float*>(place(layout.row_prob)),
                 reinterpret_cast<int32_t*>(place(layout.token_rows)),
@@ -88,9 +96,11 @@ struct Plan {
     }
 };
 
-// Counters of one launch, zeroed by the kernel that opens it.
+// Counters of one launch: zero when it begins, and zeroed by the last CTA that leaves.
 struct Tickets {
-    uint32_t tile, dispatch, combine, reduce;
+    uint32_t tile, dispatch, combine;
+    uint32_t routes_published, rows_published, leaving;
+    uint32_t barrier[2];
 };
 
 // Takes the next `count` items off a counter. Scope: one warp.
@@ -108,33 +118,47 @@ struct Traffic {
 struct Workspace {
     static constexpr int kTrafficOffset = 128;  // bytes from the start
 
-    uint32_t* raised;  // first fault wins; never zeroed
+    uint32_t* raised;  // first fault wins; never zeroed by a launch
+    uint32_t* epoch;   // the last one that ended
     Traffic* traffic;
     Tickets* tickets;
-    uint32_t* rows_ready;    // [block]: rows in place, 128 when full
-    uint32_t* act_ready;     // [block]: halves of GEMM0 tiles stored
-    uint32_t* result_ready;  // [block]: halves of GEMM1 tiles stored
-    uint32_t* chunk_counts;  // [local expert][chunk]: rows of that chunk, then their base
-    int64_t num_zeroed;      // words from `tickets` on that each launch zeroes
+    uint32_t* rows_ready;  // [block]: rows in place, 128 when full
+    uint32_t* tile_ready;  // [GEMM][block]: warps' shares of the block's tiles stored
+    uint32_t* selections;  // [expert]: routes of all ranks to it
+    uint32_t* reduced;     // [chunk of own tokens]: bits of those that a warp has taken
+    uint32_t* cta_counts;  // [local expert][CTA]: rows of the chunks that this CTA placed
+    int max_blocks;
+    int64_t num_zeroed;  // words from `tickets` on that each launch leaves as zeros
+
+    __device__ __forceinline__ int tile_counter(int gemm, int block) const {
+        return gemm * max_blocks + block;
+    }
 
     static uint64_t bytes(const Shape& s) { return at(nullptr, s, nullptr); }
 
     static uint64_t at(void* base, const Shape& s, Workspace* out) {
         const int64_t blocks = s.max_row_blocks();
-        const int64_t counts = int64_t(s.num_local_experts()) * s.num_chunks();
+        const int64_t chunks = ceil_div(s.max_tokens * power_of_two(s.num_ranks), 32);
         constexpr int64_t kHead = 64;  // words apart, so that polled words share no line
+        // Layers of other shapes share this memory: what is zero between launches begins at one
+        // place for all of them, and has no other words behind it.
+        constexpr int64_t kCounts = int64_t(kMaxLocalExperts) * kMaxCtas;
+        const int64_t zeroed = kHead + 3 * blocks + s.num_experts + chunks;
         if (out != nullptr) {
             uint32_t* words = static_cast<uint32_t*>(base);
             out->raised = words;
+            out->epoch = words + 1;
             out->traffic = reinterpret_cast<Traffic*>(static_cast<char*>(base) + kTrafficOffset);
-            out->tickets = reinterpret_cast<Tickets*>(words + kHead);
-            out->rows_ready = words + 2 * kHead;
-            out->act_ready = out->rows_ready + blocks;
-            out->result_ready = out->act_ready + blocks;
-            out->chunk_counts = out->result_ready + blocks;
-            out->num_zeroed = kHead + 3 * blocks;
+            out->cta_counts = words + kHead;
+            out->tickets = reinterpret_cast<Tickets*>(words + kHead + kCounts);
+            out->rows_ready = words + 2 * kHead + kCounts;
+            out->tile_ready = out->rows_ready + blocks;
+            out->max_blocks = int(blocks);
+            out->selections = out->tile_ready + 2 * blocks;
+            out->reduced = out->selections + s.num_experts;
+            out->num_zeroed = zeroed;
         }
-        return sizeof(uint32_t) * (2 * kHead + 3 * blocks + counts);
+        return sizeof(uint32_t) * (kHead + kCounts + zeroed);
     }
 };
 

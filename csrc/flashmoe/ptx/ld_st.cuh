@@ -23,16 +23,12 @@ __device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* ptr) {
     return value;
 }
 
-__device__ __forceinline__ void st_release_sys(uint32_t* ptr, uint32_t value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(ptr), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void st_release_sys(uint64_t* ptr, uint64_t value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(ptr), "l"(value) : "memory");
-}
-
 __device__ __forceinline__ void st_relaxed_sys(uint32_t* ptr, uint32_t value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(ptr), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_relaxed_sys(uint64_t* ptr, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(ptr), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ void red_release_gpu(uint32_t* ptr, uint32_t value) {
@@ -54,6 +50,13 @@ __device__ __forceinline__ T opaque(T value) {
     return value;
 }
 
+// threadIdx.x, read anew instead of kept in a register.
+__device__ __forceinline__ uint32_t thread_index() {
+    uint32_t index;
+    asm volatile("mov.u32 %0, %tid.x;" : "=r"(index));
+    return index;
+}
+
 // Stays where it is written, so that loads of an unrolled loop do not pile up in registers.
 __device__ __forceinline__ uint4 ld_in_order(const uint4* ptr) {
     uint4 v;
@@ -69,6 +72,11 @@ __device__ __forceinline__ void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// Orders generic accesses of shared memory before later TMA accesses of it.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // All bulk stores of this thread are complete and visible (not merely read out of shared memory).
 __device__ __forceinline__ void bulk_wait_complete() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -78,6 +86,43 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
     uint64_t now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     return now;
+}
+
+// Which CTA of its cluster this one is.
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Writes to the same shared-memory address of one CTA of the cluster; that CTA's barrier, at the
+// same address as this one's, counts the 16 bytes. Acquire and release at cluster scope would do it
+// as well, but they cost a fence of all memory and the whole L1.
+__device__ __forceinline__ void st_async_cluster(void* smem,
+                                                 const int4& v,
+                                                 const void* barrier,
+                                                 uint32_t cta) {
+    asm volatile(
+        "{\n\t.reg .b32 to, counter;\n\t"
+        "mapa.shared::cluster.u32 to, %0, %6;\n\t"
+        "mapa.shared::cluster.u32 counter, %1, %6;\n\t"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+        " [to], {%2, %3, %4, %5}, [counter];\n\t}" ::"r"(uint32_t(__cvta_generic_to_shared(smem))),
+        "r"(uint32_t(__cvta_generic_to_shared(barrier))), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+        "r"(cta)
+        : "memory");
+}
+
+// One instruction each; denormals are zero.
+__device__ __forceinline__ float exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 // Adds shared memory to global memory, element by element. Part of this thread's bulk group.
@@ -93,6 +138,15 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, const uint32_
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address),
         "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
         : "memory");
+}
+
+__device__ __forceinline__ uint4 ld_shared(uint32_t smem_address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(smem_address)
+                 : "memory");
+    return v;
 }
 
 }  // namespace flashmoe::ptx

@@ -5,6 +5,7 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
+#include "flashmoe/tile/epilogue.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
 namespace flashmoe {
@@ -12,9 +13,9 @@ namespace flashmoe {
 using cute::GMMA::Major;
 using Bf16 = cutlass::bfloat16_t;
 
-// Shared-memory layouts of what the TMA boxes (64 x 64, 128-byte swizzle) leave behind. K-major
-// boxes stack along the rows; MN-major boxes hold 64 rows of K each and follow one another along M
-// or N, hence K before M/N in the tiling order.
+// Shared-memory layouts of what the TMA boxes (128-byte swizzle) leave behind. K-major boxes stack
+// along the rows; MN-major ones are blocks of 64 rows of K that follow one another along M or N,
+// hence K before M/N in the tiling order.
 template <Major kMajor, int kRows>
 struct OperandLayout;
 
@@ -31,7 +32,7 @@ struct OperandLayout<Major::MN, kRows> {
                                               cute::Step<cute::_2, cute::_1>{}));
 };
 
-template <Major kMajorA, Major kMajorB, int BLOCK_N>
+template <Major kMajorA, Major kMajorB>
 struct Mainloop {
     using Mma = decltype(cute::make_tiled_mma(
         cute::SM90::GMMA::ss_op_selector<
@@ -48,27 +49,43 @@ struct Mainloop {
     using Accumulator = decltype(cute::partition_fragment_C(
         Mma{}, cute::Shape<cute::Int<64>, cute::Int<BLOCK_N>>{}));
 
-    // Scope: all 128 threads of one warpgroup. Releases each stage once its products are done.
+    // By then the stores of the previous tile have long become visible.
+    static constexpr int kSettleAfter = 2;
+
+    // Scope: all 128 threads of one warpgroup. Releases each stage, to both CTAs that may fill it,
+    // once its products are done.
     template <class Ring>
     __device__ __forceinline__ static void run(Accumulator& accumulator,
                                                Ring& ring,
                                                RingCursor<Ring::kNumStages>& cursor,
                                                int num_k_blocks,
                                                int warpgroup,
-                                               const Watchdog& watchdog) {
+                                               const Watchdog& watchdog,
+                                               PendingStores& pending) {
         using namespace cute;
         Mma mma;
         mma.accumulate_ = GMMA::ScaleOut::Zero;
         const int thread = threadIdx.x % 128;
         auto thread_mma = mma.get_slice(thread);
         Barrier* previous = nullptr;
+        auto release_previous = [&] {
+            // One elected thread for each CTA.
+            if (previous != nullptr and thread % 32 == 0 and thread / 32 < kClusterSize) {
+                previous->arrive(uint32_t(thread / 32));
+            }
+        };
 
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
-            wait_barrier(watchdog, Role::kProcessorStage, ring.full[cursor.index()],
-                         cursor.parity());
+            Barrier& full = ring.full[cursor.index()];
+            if (k_block <= kSettleAfter and pending.exist() and
+                not __all_sync(~0u, full.try_wait(cursor.parity()))) {
+                pending.settle();
+            }
+            wait_barrier(watchdog, Role::kProcessorStage, full, cursor.parity());
             auto& stage = ring.stage[cursor.index()];
-            auto a =
-                make_tensor(make_smem_ptr(reinterpret_cast<Bf16*>(stage.a[warpgroup])), LayoutA{});
+            auto a = make_tensor(
+                make_smem_ptr(reinterpret_cast<Bf16*>(stage.a) + warpgroup * 64 * BLOCK_K),
+                LayoutA{});
             auto b = make_tensor(make_smem_ptr(reinterpret_cast<Bf16*>(stage.b)), LayoutB{});
             auto fragment_a = thread_mma.make_fragment_A(thread_mma.partition_A(a));
             auto fragment_b = thread_mma.make_fragment_B(thread_mma.partition_B(b));
@@ -83,13 +100,14 @@ struct Mainloop {
             warpgroup_commit_batch();
             warpgroup_wait<1>();  // the previous stage's products are done
             warpgroup_fence_operand(accumulator);
-            if (previous != nullptr and thread == 0) previous->arrive();
+            release_previous();
+            if (k_block == kSettleAfter) pending.settle();
             previous = &ring.empty[cursor.index()];
             cursor.advance();
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(accumulator);
-        if (previous != nullptr and thread == 0) previous->arrive();
+        release_previous();
     }
 };
 

@@ -1,0 +1,95 @@
+// What a rank tells its peers at the start of a launch: its routing, and that its rows are in
+// place.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "flashmoe/comm/grid.cuh"
+#include "flashmoe/moe/args.cuh"
+
+namespace flashmoe {
+
+__device__ __forceinline__ float prob_of(const LayerArgs& args, int64_t at) {
+    return args.probs_is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(args.probs)[at])
+                              : static_cast<const float*>(args.probs)[at];
+}
+
+// Turns the rows of the routing map into lists of at most topk routes, and sends them to every
+// rank. One warp per token. Scope: the grid.
+__device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t epoch) {
+    const Shape& s = args.shape;
+    const int lane = threadIdx.x % 32, warps_per_cta = blockDim.x / 32;
+    const int num_warps = gridDim.x * warps_per_cta;
+    for (int token = blockIdx.x * warps_per_cta + threadIdx.x / 32; token < args.num_tokens;
+         token += num_warps) {
+        int count = 0;
+        for (int base = 0; base < s.num_experts; base += 32) {
+            const int expert = base + lane;
+            const int64_t at = int64_t(token) * s.num_experts + expert;
+            bool selected = expert < s.num_experts and args.routing_map[at] != 0;
+            float prob = 0.0f;
+            if (selected) {
+                prob = prob_of(args, at);
+                if (isnan(prob)) {
+                    args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, 0, expert);
+                }
+                selected = not(s.skip_zero_probs and prob == 0.0f);
+            }
+            const uint32_t mask = __ballot_sync(~0u, selected);
+            const int k = count + __popc(mask & ((1u << lane) - 1));
+            if (selected and k < s.topk) {
+                for (int rank = 0; rank < s.num_ranks; ++rank) {
+                    args.heap.routes(rank, epoch, s.rank, token)[k] = {expert, prob};
+                }
+                args.plan.own_experts[int64_t(token) * s.topk + k] = expert;
+            }
+            count += __popc(mask);
+        }
+        if (count > s.topk and lane == 0) {
+            args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, s.topk, count);
+        }
+        if (const int k = count + lane; k < s.topk) {
+            for (int rank = 0; rank < s.num_ranks; ++rank) {
+                args.heap.routes(rank, epoch, s.rank, token)[k] = {-1, 0.0f};
+            }
+            args.plan.own_experts[int64_t(token) * s.topk + k] = -1;
+        }
+    }
+    last_arrival(&args.workspace.tickets->routes_published, [&] {
+        for (int rank = 0; rank < s.num_ranks; ++rank) {
+            *args.heap.row_bound(rank, epoch, s.rank) = uint32_t(args.row_block_bound);
+        }
+        ptx::fence_acq_rel_sys();
+        for (int rank = 0; rank < s.num_ranks; ++rank) {
+            ptx::st_relaxed_sys(
+                args.heap.route_signal(rank, epoch, s.rank),
+                RouteSignal::make(epoch, args.num_tokens, *args.workspace.raised != 0));
+        }
+    });
+}
+
+// Copies x, or dY, to where peers pull it from. This rank's own rows are read where they are, and
+// the signal also tells that this rank is done with the previous launch. Scope: the grid.
+__device__ __forceinline__ void publish_rows(const LayerArgs& args, uint32_t epoch) {
+    const Shape& s = args.shape;
+    if (s.num_ranks > 1) {
+        const int64_t chunks = int64_t(args.num_tokens) * s.hidden * 2 / sizeof(uint4);
+        const uint4* from = reinterpret_cast<const uint4*>(args.x);
+        uint4* to = reinterpret_cast<uint4*>(args.heap.row(s.rank, 0));
+        const int64_t step = int64_t(gridDim.x) * blockDim.x;
+        int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+        for (; i + 3 * step < chunks; i += 4 * step) {
+            const uint4 a = from[i], b = from[i + step], c = from[i + 2 * step],
+                        d = from[i + 3 * step];
+            to[i] = a, to[i + step] = b, to[i + 2 * step] = c, to[i + 3 * step] = d;
+        }
+        for (; i < chunks; i += step) to[i] = from[i];
+    }
+    last_arrival(&args.workspace.tickets->rows_published, [&] {
+        for (int rank = 0; rank < s.num_ranks; ++rank) {
+            ptx::st_relaxed_sys(args.heap.row_signal(rank, s.rank), epoch);
+        }
+    });
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,104 @@
+"""A stated bound of rows: the whole layer is one launch, which plans for itself."""
+
+import pytest
+import torch
+
+from flashmoe_megatron.errors import RoutingError, RowBoundError
+from tests.gpu import steps
+from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.test_layer import TOKENS, make_config
+from tests.gpu.virtual import VirtualLayer
+from tests.unit import cases
+
+pytestmark = pytest.mark.gpu
+
+
+def enough_blocks(layer: VirtualLayer) -> int:
+    layer.prepare()
+    return int(layer.backends[0]._sizes.max_row_blocks)
+
+
+def bounded(layer, inputs, weights, blocks, *, training=True):
+    return layer.bounded_forward(
+        inputs.x, inputs.probs, inputs.routing_map, weights, blocks, training=training
+    )
+
+
+@pytest.mark.parametrize("case", ["uniform", "to_one_rank", "with_empty_experts"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_same_bits_as_with_a_plan_launch(num_ranks: int, case: str):
+    config = make_config(num_ranks)
+    inputs = steps.make_inputs(config, getattr(cases, case), TOKENS[num_ranks])
+    weights = steps.weights_of(config, inputs)
+    planned = VirtualLayer(config)
+    want = steps.step(planned, inputs, weights)
+    assert_as_good(want, expected(config, inputs))
+    layer = VirtualLayer(config)
+    blocks = enough_blocks(layer)
+    for _ in range(3):
+        got = steps.backward(layer, inputs, weights, bounded(layer, inputs, weights, blocks))
+        torch.cuda.synchronize()
+        steps.assert_same_bits(got, want)
+    layer.check_guards()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_too_many_rows_are_an_error_on_every_rank(num_ranks: int):
+    config = make_config(num_ranks)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config)
+    enough = enough_blocks(layer)
+    out, _ = bounded(layer, inputs, weights, 1, training=False)
+    torch.cuda.synchronize()
+    for rank, backend in enumerate(layer.backends):
+        assert out[rank].isnan().all()
+        with pytest.raises(RowBoundError, match="blocks of 128 rows, but its buffers hold 1"):
+            backend.raise_pending_fault()
+    got = steps.backward(layer, inputs, weights, bounded(layer, inputs, weights, enough))
+    assert_as_good(got, expected(config, inputs))
+
+
+def test_bad_routing_is_an_error_on_every_rank():
+    config = make_config(4)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config)
+    blocks = enough_blocks(layer)
+    inputs.probs[1][3] = float("nan")
+    out, _ = bounded(layer, inputs, weights, blocks, training=False)
+    torch.cuda.synchronize()
+    for rank, backend in enumerate(layer.backends):
+        assert out[rank].isnan().all()
+        with pytest.raises(RoutingError):
+            backend.raise_pending_fault()
+
+
+def test_a_graph_replays_it_with_new_inputs():
+    config = make_config(1)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
+    other = steps.make_inputs(config, cases.uniform, TOKENS[1], seed=2)
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, is_guarded=False)
+    backend = layer.backends[0]
+    blocks = enough_blocks(layer)
+
+    def forward(case: cases.Inputs) -> torch.Tensor:
+        return backend.bounded_forward(
+            case.x[0], case.probs[0], case.routing_map[0], weights[0], blocks, training=False
+        )[0]
+
+    want = [forward(case).clone() for case in (inputs, other)]
+    static = steps.make_inputs(config, cases.uniform, TOKENS[1])
+    forward(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward(static)
+    for case, result in zip((inputs, other, inputs), (*want, want[0]), strict=True):
+        static.x[0].copy_(case.x[0])
+        static.probs[0].copy_(case.probs[0])
+        static.routing_map[0].copy_(case.routing_map[0])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, result)

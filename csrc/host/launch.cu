@@ -224,7 +224,9 @@ int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
 void set_routing(const FlashMoEInput* input, int row_block_bound, LayerArgs* args) {
     args->probs = input->probs;
     args->probs_is_bf16 = input->probs_dtype == FLASHMOE_BFLOAT16;
-    args->routing_map = static_cast<const uint8_t*>(input->routing_map);
+    // Null means that the plan exists; without tokens a framework's pointer may be null, too.
+    const void* map = input->num_tokens > 0 ? input->routing_map : args->workspace.raised;
+    args->routing_map = static_cast<const uint8_t*>(map);
     args->row_block_bound = row_block_bound;
 }
 

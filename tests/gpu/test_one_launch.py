@@ -65,7 +65,7 @@ def test_bad_routing_is_an_error_on_every_rank():
     weights = steps.weights_of(config, inputs)
     layer = VirtualLayer(config)
     blocks = enough_blocks(layer)
-    inputs.probs[1][3] = float("nan")
+    inputs.probs[2][3] = float("nan")
     out, _ = bounded(layer, inputs, weights, blocks, training=False)
     torch.cuda.synchronize()
     for rank, backend in enumerate(layer.backends):

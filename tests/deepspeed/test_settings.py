@@ -45,6 +45,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"flashmoe": {"enabled": True, "timeout": "120"}}, r"flashmoe\.timeout is '120'"),
     ({"flashmoe": {"enabled": True, "timeout": True}}, r"flashmoe\.timeout is True"),
     (
+        {"flashmoe": {"enabled": True, "row_bound": 0.5}},
+        r"flashmoe\.row_bound is 0.5, wanted a number of at least 1",
+    ),
+    (
         {"flashmoe": {"enabled": True, "reserved_sms": -1}},
         r"flashmoe\.reserved_sms is -1, .* at least 0",
     ),
@@ -81,6 +85,7 @@ def test_good_sections() -> None:
         "symmetric_backend": "cuda",
         "timeout_s": 30.0,
         "reserved_sms": 4,
+        "row_bound": None,
     }
 
 

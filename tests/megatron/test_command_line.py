@@ -40,6 +40,8 @@ def test_parser_knows_the_type_and_the_flags() -> None:
             "7.5",
             "--flashmoe-reserved-sms",
             "8",
+            "--flashmoe-row-bound",
+            "1.5",
             "--flashmoe-symmetric-memory",
             "nvshmem",
             "--flashmoe-max-tokens",
@@ -50,6 +52,7 @@ def test_parser_knows_the_type_and_the_flags() -> None:
     assert parsed.flashmoe_backend == "reference"
     assert parsed.flashmoe_timeout_s == 7.5
     assert parsed.flashmoe_reserved_sms == 8
+    assert parsed.flashmoe_row_bound == 1.5
     assert parsed.flashmoe_symmetric_memory == "nvshmem"
     assert parsed.flashmoe_max_tokens == 4096
 
@@ -77,6 +80,7 @@ def test_parser_without_the_dispatcher_flag_is_refused() -> None:
         ({"symmetric_memory": "nvls"}, "--flashmoe-symmetric-memory 'nvls'"),
         ({"timeout_s": 0.0}, "--flashmoe-timeout 0.0: must be positive"),
         ({"reserved_sms": -1}, "--flashmoe-reserved-sms -1"),
+        ({"row_bound": 0.9}, "--flashmoe-row-bound 0.9: must be at least 1"),
         ({"max_tokens": 0}, "--flashmoe-max-tokens 0"),
         ({"heap": 1}, "unknown settings heap"),
     ],

@@ -35,6 +35,9 @@ class Settings:
         symmetric_memory: What the kernel shares memory between GPUs with, "cuda" or "nvshmem".
         timeout: Longest wait of the kernel for a peer, in seconds.
         reserved_sms: Multiprocessors that the kernel leaves free, for NCCL's kernels.
+        row_bound: What the kernel's buffers of received rows hold, as a multiple of the mean number
+            of rows per rank; a rank that receives more is an error, never a drop. ``None`` makes
+            them exact, for which the host waits in every forward of training.
         max_tokens_per_rank: Most tokens of one rank and call. ``None`` has the ranks agree at each
             call, and the memory grow with the largest.
         metrics_interval: Optimizer steps between events for DeepSpeed's monitor; 0 sends none.
@@ -46,6 +49,7 @@ class Settings:
     symmetric_memory: str = "cuda"
     timeout: float = 120.0
     reserved_sms: int = 4
+    row_bound: float | None = None
     max_tokens_per_rank: int | None = None
     metrics_interval: int = 10
 
@@ -59,6 +63,12 @@ class Settings:
         if not _is_number(self.timeout, (int, float)) or not self.timeout > 0:
             raise ConfigError(f"{_key('timeout')} is {self.timeout!r}, wanted seconds above 0")
         _check_count("reserved_sms", self.reserved_sms, least=0)
+        if self.row_bound is not None and not (
+            _is_number(self.row_bound, (int, float)) and self.row_bound >= 1
+        ):
+            raise ConfigError(
+                f"{_key('row_bound')} is {self.row_bound!r}, wanted a number of at least 1"
+            )
         _check_count("metrics_interval", self.metrics_interval, least=0)
         if self.max_tokens_per_rank is not None:
             _check_count("max_tokens_per_rank", self.max_tokens_per_rank, least=1)
@@ -69,6 +79,7 @@ class Settings:
             "symmetric_backend": self.symmetric_memory,
             "timeout_s": float(self.timeout),
             "reserved_sms": self.reserved_sms,
+            "row_bound": self.row_bound,
         }
 
 

@@ -81,6 +81,15 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "parameters are exchanged. Default: %(default)s.",
     )
     group.add_argument(
+        flag_of("row_bound"),
+        dest="flashmoe_row_bound",
+        metavar="FACTOR",
+        type=float,
+        default=defaults.row_bound,
+        help="Rows that a buffer of a rank holds, as a multiple of the mean; more is an error, not a "
+        "drop. The layer is then one launch that the host never waits for. Default: exact buffers.",
+    )
+    group.add_argument(
         flag_of("max_tokens"),
         dest="flashmoe_max_tokens",
         metavar="COUNT",

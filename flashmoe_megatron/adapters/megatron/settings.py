@@ -26,6 +26,9 @@ class Settings:
         symmetric_memory: What the kernel shares memory between GPUs with, "cuda" or "nvshmem".
         timeout_s: Longest wait of the kernel for a peer, in seconds.
         reserved_sms: Multiprocessors that the kernel leaves free, for NCCL's kernels.
+        row_bound: What the kernel's buffers of received rows hold, as a multiple of the mean number
+            of rows per rank; a rank that receives more is an error, never a drop. ``None`` makes
+            them exact, for which the host waits in every forward of training.
         max_tokens: Most tokens of one rank and call. ``None`` takes it from the arguments of
             Megatron's training script: sequence length, micro batch size and parallel sizes.
     """
@@ -34,6 +37,7 @@ class Settings:
     symmetric_memory: str = "cuda"
     timeout_s: float = 120.0
     reserved_sms: int = 4
+    row_bound: float | None = None
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,6 +54,8 @@ class Settings:
             raise ConfigError(
                 f"{flag_of('reserved_sms')} {self.reserved_sms}: must not be negative"
             )
+        if self.row_bound is not None and not self.row_bound >= 1:
+            raise ConfigError(f"{flag_of('row_bound')} {self.row_bound}: must be at least 1")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"{flag_of('max_tokens')} {self.max_tokens}: must be at least 1")
 
@@ -59,6 +65,7 @@ class Settings:
             "symmetric_backend": self.symmetric_memory,
             "timeout_s": self.timeout_s,
             "reserved_sms": self.reserved_sms,
+            "row_bound": self.row_bound,
         }
 
 

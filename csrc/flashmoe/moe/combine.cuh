@@ -126,8 +126,8 @@ __device__ __forceinline__ void deliver_results(const LayerArgs& args) {
             ptx::st_relaxed_sys(heap.result_signal(meta.src_rank, meta.token, rank),
                                 current_epoch(workspace));
         }
-        const uint32_t pushed = __ballot_sync(
-            ~0u, lane < kCombineRows and meta.is_last() and meta.src_rank != rank);
+        const uint32_t pushed =
+            __ballot_sync(~0u, lane < kCombineRows and meta.is_last() and meta.src_rank != rank);
         if (lane == 0 and pushed) {
             atomicAdd(&workspace.traffic->results_pushed, (unsigned long long)__popc(pushed));
         }

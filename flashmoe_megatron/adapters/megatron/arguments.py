@@ -86,7 +86,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FACTOR",
         type=float,
         default=defaults.row_bound,
-        help="Rows that a buffer of a rank holds, as a multiple of the mean; more is an error, not a "
+        help="Rows that the buffers hold, as a multiple of the mean; more is an error, never a "
         "drop. The layer is then one launch that the host never waits for. Default: exact buffers.",
     )
     group.add_argument(

@@ -38,7 +38,7 @@ struct LayerArgs {
     void* grad_probs;                // [token][expert]; backward
     bool grad_probs_is_bf16;
 
-    CUtensorMap load_map[2];  // A of each GEMM, in boxes of 64 x 64
+    CUtensorMap load_map[2];  // A of each GEMM
 };
 
 // The epoch of this launch. 0 marks fresh memory; it wraps past 0 and 1, since epochs alternate

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from python_sources import read_sources
+from two_runs import compare, log, mean_of_last
 
 # Megatron tells on every import what it does without (Apex, Transformer Engine).
 warnings.filterwarnings("ignore", category=UserWarning)
@@ -119,13 +120,6 @@ def parse_args() -> argparse.Namespace:
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
     add("--no-comparison", action="store_true", help="leave the run with alltoall out")
     return parser.parse_args()
-
-
-def log(message: str) -> None:
-    """Prints once, above the progress bar if there is one."""
-    if dist.get_rank() == 0:
-        tqdm.write(message, file=sys.stdout)
-        sys.stdout.flush()
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -366,39 +360,6 @@ def load_weights(training: Training, directory: Path) -> None:
     training.gpt.load_state_dict(state["model"])
 
 
-def compare(losses: list[float], stock: list[float], args: argparse.Namespace) -> list[str]:
-    """Prints the losses of both runs side by side and returns what does not agree.
-
-    Routing is a step function: once rounding has sent one token to another expert the runs drift
-    apart, as two runs of one dispatcher on different machines do; in bfloat16, on GPUs, sooner. So
-    the first iterations have to agree one by one, and the end in its mean.
-    """
-    num_first, first_bound = (10, 1e-2) if HAS_GPU else (20, 1e-4)
-    differences = [abs(ours - theirs) for ours, theirs in zip(losses, stock, strict=True)]
-    log("")
-    log(f"{'iteration':>9} {'flashmoe':>10} {'alltoall':>10} {'difference':>11}")
-    for iteration in [1, *range(args.log_interval, args.train_iters + 1, args.log_interval)]:
-        at = iteration - 1
-        log(f"{iteration:>9} {losses[at]:>10.5f} {stock[at]:>10.5f} {differences[at]:>11.2e}")
-    last = mean_of_last(losses, args) - mean_of_last(stock, args)
-    bounds = (
-        (f"first {num_first} iterations, largest", max(differences[:num_first]), first_bound),
-        ("last tenth, of the means", abs(last), 1e-1 if HAS_GPU else 5e-2),
-    )
-    failures = []
-    for name, difference, bound in bounds:
-        log(f"difference over the {name}: {difference:.2e} (allowed: {bound})")
-        if not difference <= bound:
-            failures.append(f"flashmoe and alltoall do not agree over the {name}")
-    return failures
-
-
-def mean_of_last(losses: list[float], args: argparse.Namespace) -> float:
-    """The mean of the last tenth of the losses."""
-    tenth = max(args.train_iters // 10, 1)
-    return sum(losses[-tenth:]) / tenth
-
-
 def main() -> int:
     args = parse_args()
     initialize(args)
@@ -427,7 +388,7 @@ def main() -> int:
         failures.append("the loss did not fall")
     if not args.no_comparison:
         stock = train(build_training(args, "alltoall"), train_set, args, "alltoall")
-        failures += compare(losses, stock, args)
+        failures += compare(losses, stock, "alltoall", args)
     log(
         f"{LOSS} of flashmoe: {losses[0]:.3f} at the first iteration, "
         f"{mean_of_last(losses, args):.3f} at the end"

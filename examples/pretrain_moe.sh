@@ -1,15 +1,4 @@
 #!/usr/bin/env bash
-# Sets everything up and pretrains a small GPT-MoE on two ranks, expert parallel; arguments go to
-# examples/pretrain_moe.py. With one GPU there is one rank; without a GPU both run on processors.
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
-    export FLASHMOE_SKIP_CUDA_BUILD=${FLASHMOE_SKIP_CUDA_BUILD:-1} # nothing here could run it
-fi
-python=$(bash tools/setup_env.sh)
-ranks=$("$python" -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
-cores=$(nproc)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores >= 2 * ranks ? cores / ranks : 1))}
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # for an environment without the package
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" \
-    examples/pretrain_moe.py "$@"
+# Sets everything up and pretrains a small GPT-MoE on two ranks, expert parallel; arguments go
+# to examples/pretrain_moe.py.
+exec bash "$(dirname "${BASH_SOURCE[0]}")/launch.sh" pretrain_moe.py "$@"

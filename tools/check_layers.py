@@ -26,14 +26,15 @@ CSRC = [
 PYTHON = [
     ["errors", "_version"],
     ["config"],
+    ["planner"],
+    ["telemetry"],
     ["backend"],
     ["checks", "weights"],
-    ["planner", "reference", "reference_backend", "_native"],
+    ["reference", "reference_backend", "_native"],
     ["ops", "symmetric"],
     ["runtime"],
     ["select", "autograd"],
     ["layer"],
-    ["telemetry"],
     ["adapters"],
     ["autoload", "deepspeed", "run"],
 ]

@@ -1,0 +1,82 @@
+"""What one launch of the fused layer tells of itself: one typed record per layer and direction."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+class Phase(enum.Enum):
+    """Where the time of a CTA goes.
+
+    A CTA has several roles that run beside each other. Those of the processors follow one another
+    and add up to the CTA's time: ``HEAD``, then ``STAGE_WAIT``, ``GEMM`` and ``EPILOGUE`` for every
+    tile, then ``TAIL``. ``ROWS_WAIT`` and ``ACT_WAIT`` are the loader's; ``DISPATCH``, ``DELIVER``
+    and ``REDUCE`` the communication roles'; both run at the same time as the processors.
+    """
+
+    HEAD = "head"
+    """From the start of the kernel until the first operands of a CTA arrive."""
+    ROWS_WAIT = "rows_wait"
+    """The loader waits for token rows."""
+    ACT_WAIT = "act_wait"
+    """The loader waits for activations, the output of GEMM0."""
+    STAGE_WAIT = "stage_wait"
+    """The processors wait for a tile or a stage, after the first and before the last: exposed."""
+    GEMM = "gemm"
+    """The processors run the main loops of both projections."""
+    EPILOGUE = "epilogue"
+    """The processors apply activation and routing weight, and store."""
+    DISPATCH = "dispatch"
+    """The communication role fetches token rows from peers."""
+    DELIVER = "deliver"
+    """The communication role sums a token's rows and sends one to the token's rank."""
+    REDUCE = "reduce"
+    """The communication role sums the shares of all ranks."""
+    TAIL = "tail"
+    """From the last tile of a CTA until the CTA leaves."""
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """One launch on one rank.
+
+    Attributes:
+        layer: The number that the caller gave the layer.
+        direction: "forward" or "backward"; a backward does not count the weight gradients.
+        epoch: Number of the launch on the group, the same on all its ranks.
+        begin_ns: When the first CTA began, nanoseconds of this GPU's clock (or of the host's
+            monotonic clock for the reference).
+        end_ns: When the last CTA left, of the same clock.
+        num_ctas: CTAs of the launch; 1 for the reference.
+        num_tokens: This rank's tokens.
+        num_rows: Routed rows that this rank's experts received, pads left out.
+        num_row_blocks: Blocks of 128 rows that hold them, each expert's aligned.
+        expert_rows: Rows of each local expert.
+        rows_pulled: Rows of ``hidden`` elements fetched from each rank, this one's own entry 0.
+        results_pushed: Rows of ``hidden`` elements sent back to each rank, as above.
+        phase_ns: Nanoseconds in each phase, the mean over CTAs; a phase that was not measured is
+            absent.
+    """
+
+    layer: int
+    direction: Direction
+    epoch: int
+    begin_ns: int
+    end_ns: int
+    num_ctas: int
+    num_tokens: int
+    num_rows: int
+    num_row_blocks: int
+    expert_rows: tuple[int, ...]
+    rows_pulled: tuple[int, ...]
+    results_pushed: tuple[int, ...]
+    phase_ns: Mapping[Phase, float]
+
+    @property
+    def duration_ns(self) -> int:
+        """Nanoseconds from the first CTA's begin to the last one's end."""
+        return self.end_ns - self.begin_ns

@@ -34,6 +34,7 @@ const char* flashmoe_role_name(uint32_t role) {
 }
 
 uint64_t flashmoe_sizeof(const char* name) {
+    if (name == nullptr) return 0;
     if (strcmp(name, "FlashMoEProblem") == 0) return sizeof(FlashMoEProblem);
     if (strcmp(name, "FlashMoESizes") == 0) return sizeof(FlashMoESizes);
     if (strcmp(name, "FlashMoEGroup") == 0) return sizeof(FlashMoEGroup);

@@ -35,6 +35,14 @@ Shape shape_of(const FlashMoEProblem* p) {
 }
 
 constexpr int kMaxSmemBytes = 200 * 1024;
+constexpr int kMaxWidth = 1 << 20;              // of hidden and intermediate
+constexpr uint64_t kMaxTimeoutNs = 1ull << 62;  // deadlines are sums of signed nanoseconds
+
+int forward_tiles(const FlashMoEProblem* p) {
+    return ceil_div(p->intermediate, p->is_gated ? kForwardColumns<true> : kForwardColumns<false>);
+}
+
+int backward_tiles(const FlashMoEProblem* p) { return ceil_div(p->intermediate, BLOCK_N); }
 
 int64_t placement_bytes(const FlashMoEProblem* p) {
     return PlacementSmem::words(shape_of(p), p->num_ctas) * int64_t(sizeof(uint32_t));
@@ -49,10 +57,12 @@ int check_problem(const FlashMoEProblem* p) {
         return fail(FLASHMOE_BAD_ARGUMENT, "rank %d of %d: wanted 1 to %d ranks", p->rank,
                     p->num_ranks, kMaxRanks);
     }
-    if (p->hidden < 64 or p->hidden % 64 or p->intermediate < 64 or p->intermediate % 64) {
-        return fail(FLASHMOE_BAD_ARGUMENT,
-                    "hidden %d, intermediate %d: wanted positive multiples of 64", p->hidden,
-                    p->intermediate);
+    for (const int width : {p->hidden, p->intermediate}) {
+        if (width < 64 or width > kMaxWidth or width % 64) {
+            return fail(FLASHMOE_BAD_ARGUMENT,
+                        "hidden %d, intermediate %d: wanted positive multiples of 64, at most %d",
+                        p->hidden, p->intermediate, kMaxWidth);
+        }
     }
     if (p->num_experts < 1 or p->num_experts % p->num_ranks or
         p->num_experts / p->num_ranks > kMaxLocalExperts) {
@@ -78,6 +88,10 @@ int check_problem(const FlashMoEProblem* p) {
         return fail(FLASHMOE_BAD_ARGUMENT, "heap_tokens %d: wanted max_tokens = %d to 2^24",
                     p->heap_tokens, p->max_tokens);
     }
+    if (p->timeout_ns < 1 or p->timeout_ns > kMaxTimeoutNs) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "timeout_ns %llu: wanted 1 to 2^62",
+                    (unsigned long long)p->timeout_ns);
+    }
     const Shape s = shape_of(p);
     if (placement_bytes(p) > kMaxSmemBytes) {
         return fail(
@@ -91,15 +105,48 @@ int check_problem(const FlashMoEProblem* p) {
         return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens of %d ranks make too many rows for one rank",
                     p->max_tokens, p->num_ranks);
     }
+    // Tickets count tiles in 32 bits, of the layer and of the weights' gradients; every CTA takes
+    // one more than there are.
+    const int64_t across = ceil_div(p->hidden, BLOCK_N);
+    const int64_t pass =
+        s.max_row_blocks() * (std::max(forward_tiles(p), backward_tiles(p)) + across);
+    const int64_t wgrad = s.num_local_experts() * across *
+                          (ceil_div(s.fc1_rows(), BLOCK_N) + ceil_div(p->intermediate, BLOCK_N));
+    if (std::max(pass, wgrad) > INT32_MAX - kMaxCtas) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "a pass of %lld tiles, weight gradients of %lld: wanted fewer than 2^31",
+                    (long long)pass, (long long)wgrad);
+    }
+    return FLASHMOE_OK;
+}
+
+int check_group_struct(const FlashMoEGroup* group) {
+    if (group == nullptr or group->struct_size != sizeof(FlashMoEGroup)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "group: struct_size is %u, wanted %zu",
+                    group ? group->struct_size : 0, sizeof(FlashMoEGroup));
+    }
+    return FLASHMOE_OK;
+}
+
+// Of memory that the call reads or writes if `is_used`.
+int check_pointer(const void* pointer, bool is_used, const char* name, int alignment = 16) {
+    if (is_used and (pointer == nullptr or uintptr_t(pointer) % alignment)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%s is at %p: wanted a %d-byte aligned address", name,
+                    pointer, alignment);
+    }
+    return FLASHMOE_OK;
+}
+
+int check_dtype(int dtype, const char* name) {
+    if (dtype != FLASHMOE_FLOAT32 and dtype != FLASHMOE_BFLOAT16) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%s %d is unknown", name, dtype);
+    }
     return FLASHMOE_OK;
 }
 
 int check_group(const FlashMoEProblem* p, const FlashMoEGroup* group) {
     FLASHMOE_TRY(check_problem(p));
-    if (group == nullptr or group->struct_size != sizeof(FlashMoEGroup)) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "group: struct_size is %u, wanted %zu",
-                    group ? group->struct_size : 0, sizeof(FlashMoEGroup));
-    }
+    FLASHMOE_TRY(check_group_struct(group));
     for (int rank = 0; rank < p->num_ranks; ++rank) {
         if (group->heaps[rank] == nullptr) {
             return fail(FLASHMOE_BAD_ARGUMENT, "the heap of rank %d is not mapped", rank);
@@ -190,12 +237,6 @@ int launch(const void* function,
     return check_cuda(cudaLaunchKernelExC(&config, function, arguments), what);
 }
 
-int forward_tiles(const FlashMoEProblem* p) {
-    return ceil_div(p->intermediate, p->is_gated ? kForwardColumns<true> : kForwardColumns<false>);
-}
-
-int backward_tiles(const FlashMoEProblem* p) { return ceil_div(p->intermediate, BLOCK_N); }
-
 // The layer, its memory, and what this rank brings to it.
 LayerArgs layer_args(const FlashMoEProblem* p,
                      const FlashMoEGroup* group,
@@ -218,7 +259,15 @@ int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
         return fail(FLASHMOE_BAD_ARGUMENT, "input: struct_size is %u, wanted %zu",
                     input ? input->struct_size : 0, sizeof(FlashMoEInput));
     }
-    return check_tokens(p, input->num_tokens);
+    FLASHMOE_TRY(check_tokens(p, input->num_tokens));
+    FLASHMOE_TRY(check_dtype(input->probs_dtype, "probs_dtype"));
+    const bool has_tokens = input->num_tokens > 0;
+    FLASHMOE_TRY(check_pointer(input->x, has_tokens, "x"));
+    if (has_tokens and (input->probs == nullptr or input->routing_map == nullptr)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "probs %p, routing_map %p: both must be set",
+                    input->probs, input->routing_map);
+    }
+    return FLASHMOE_OK;
 }
 
 void set_routing(const FlashMoEInput* input, int row_block_bound, LayerArgs* args) {
@@ -230,6 +279,7 @@ void set_routing(const FlashMoEInput* input, int row_block_bound, LayerArgs* arg
     args->row_block_bound = row_block_bound;
 }
 
+// What every pass reads.
 int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
     if (launch == nullptr or launch->struct_size != sizeof(FlashMoELaunch)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "launch: struct_size is %u, wanted %zu",
@@ -241,7 +291,25 @@ int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
         return fail(FLASHMOE_BAD_ARGUMENT, "%d row blocks: wanted 0 to %lld",
                     launch->num_row_blocks, (long long)s.max_row_blocks());
     }
-    return FLASHMOE_OK;
+    const bool has_rows = launch->num_row_blocks > 0;
+    FLASHMOE_TRY(check_pointer(launch->plan, true, "plan"));
+    FLASHMOE_TRY(check_pointer(launch->rows, has_rows, "rows"));
+    return check_pointer(launch->act, has_rows, "act");
+}
+
+// What a pass of the layer reads and writes beside that.
+int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_backward) {
+    FLASHMOE_TRY(check_launch(p, launch));
+    const bool has_rows = launch->num_row_blocks > 0, has_tokens = launch->num_tokens > 0;
+    FLASHMOE_TRY(check_pointer(launch->weight_maps, true, "weight_maps", alignof(CUtensorMap)));
+    FLASHMOE_TRY(check_pointer(launch->result, has_rows, "result"));
+    FLASHMOE_TRY(check_pointer(launch->out, has_tokens, "out"));
+    if (not is_backward) return FLASHMOE_OK;
+    FLASHMOE_TRY(check_dtype(launch->grad_probs_dtype, "grad_probs_dtype"));
+    FLASHMOE_TRY(check_pointer(launch->dpre, has_rows, "dpre"));
+    FLASHMOE_TRY(check_pointer(launch->preact, has_rows, "preact"));
+    FLASHMOE_TRY(check_pointer(launch->dprob_partial, has_rows, "dprob_partial"));
+    return check_pointer(launch->grad_probs, has_tokens, "grad_probs");
 }
 
 // The buffers of a pass and the order of its tiles.
@@ -327,6 +395,7 @@ int flashmoe_plan(const FlashMoEProblem* problem,
                   void* plan) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_input(problem, input));
+    FLASHMOE_TRY(check_pointer(plan, true, "plan"));
     LayerArgs args = layer_args(problem, group, plan, input->x, input->num_tokens);
     set_routing(input, int(args.shape.max_row_blocks()), &args);
     PlanReport* report = &static_cast<Mailbox*>(group->mailbox)->report;
@@ -340,6 +409,9 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
                         int32_t* num_row_blocks,
                         int32_t* num_rows) {
     FLASHMOE_TRY(check_group(problem, group));
+    if (num_row_blocks == nullptr or num_rows == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "num_row_blocks or num_rows is null");
+    }
     const volatile Mailbox* mailbox = static_cast<Mailbox*>(group->mailbox);
     // The device bounds its own waits; this bound is for a device that never runs.
     using Clock = std::chrono::steady_clock;
@@ -368,8 +440,9 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
 }
 
 int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault) {
-    if (group == nullptr or group->mailbox == nullptr or fault == nullptr) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "group, mailbox or fault is null");
+    FLASHMOE_TRY(check_group_struct(group));
+    if (group->mailbox == nullptr or fault == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "mailbox or fault is null");
     }
     const Fault& seen = static_cast<Mailbox*>(group->mailbox)->fault;
     *fault = {seen.code,  seen.role,  seen.rank,     seen.peer,
@@ -378,8 +451,9 @@ int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault) {
 }
 
 int flashmoe_clear_fault(const FlashMoEGroup* group) {
-    if (group == nullptr or group->mailbox == nullptr or group->workspace == nullptr) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "group, mailbox or workspace is null");
+    FLASHMOE_TRY(check_group_struct(group));
+    if (group->mailbox == nullptr or group->workspace == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "mailbox or workspace is null");
     }
     const auto stream = static_cast<cudaStream_t>(group->stream);
     FLASHMOE_TRY(check_cuda(cudaMemsetAsync(group->workspace, 0, sizeof(uint32_t), stream),
@@ -390,8 +464,9 @@ int flashmoe_clear_fault(const FlashMoEGroup* group) {
 }
 
 int flashmoe_read_traffic(const FlashMoEGroup* group, FlashMoETraffic* traffic) {
-    if (group == nullptr or group->workspace == nullptr or traffic == nullptr) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "group, workspace or traffic is null");
+    FLASHMOE_TRY(check_group_struct(group));
+    if (group->workspace == nullptr or traffic == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "workspace or traffic is null");
     }
     const auto stream = static_cast<cudaStream_t>(group->stream);
     const void* counters = static_cast<char*>(group->workspace) + Workspace::kTrafficOffset;
@@ -408,6 +483,13 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem,
     FLASHMOE_TRY(check_problem(problem));
     const Shape s = shape_of(problem);
     const int experts = s.num_local_experts();
+    if (fc1 == nullptr or fc2 == nullptr or weight_maps == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "fc1, fc2 or weight_maps is null");
+    }
+    for (int expert = 0; expert < experts; ++expert) {
+        FLASHMOE_TRY(check_pointer(fc1[expert], true, "an expert's fc1"));
+        FLASHMOE_TRY(check_pointer(fc2[expert], true, "an expert's fc2"));
+    }
     const bool transposed = problem->is_transposed != 0;
     char* target = static_cast<char*>(weight_maps);
     for (const bool is_backward : {false, true}) {
@@ -433,7 +515,11 @@ int flashmoe_forward(const FlashMoEProblem* problem,
                      int32_t is_planned) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_input(problem, input));
-    FLASHMOE_TRY(check_launch(problem, launch_args));
+    FLASHMOE_TRY(check_pass(problem, launch_args, false));
+    if (launch_args->num_tokens != input->num_tokens) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "out is for %d tokens, wanted the input's %d",
+                    launch_args->num_tokens, input->num_tokens);
+    }
     LayerArgs args = layer_args(problem, group, launch_args->plan, input->x, input->num_tokens);
     if (not is_planned) set_routing(input, launch_args->num_row_blocks, &args);
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
@@ -447,7 +533,8 @@ int flashmoe_backward(const FlashMoEProblem* problem,
                       const FlashMoELaunch* launch_args,
                       const void* grad_out) {
     FLASHMOE_TRY(check_group(problem, group));
-    FLASHMOE_TRY(check_launch(problem, launch_args));
+    FLASHMOE_TRY(check_pass(problem, launch_args, true));
+    FLASHMOE_TRY(check_pointer(grad_out, launch_args->num_tokens > 0, "grad_out"));
     LayerArgs args =
         layer_args(problem, group, launch_args->plan, grad_out, launch_args->num_tokens);
     FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
@@ -464,6 +551,12 @@ int flashmoe_wgrad(const FlashMoEProblem* problem,
                    int32_t grads_dtype,
                    int32_t accumulate) {
     FLASHMOE_TRY(check_group(problem, group));
+    FLASHMOE_TRY(check_launch(problem, launch_args));
+    const bool has_rows = launch_args->num_row_blocks > 0;
+    FLASHMOE_TRY(check_pointer(launch_args->dpre, has_rows, "dpre"));
+    FLASHMOE_TRY(check_pointer(x_rows, has_rows, "x_rows"));
+    FLASHMOE_TRY(check_pointer(grads, true, "grads"));
+    FLASHMOE_TRY(check_dtype(grads_dtype, "grads_dtype"));
     const Shape s = shape_of(problem);
     WgradArgs args{};
     args.shape = s;
@@ -475,7 +568,7 @@ int flashmoe_wgrad(const FlashMoEProblem* problem,
     args.product[0].num_out = args.product[1].num_in = s.hidden;
     args.product[0].num_in = s.intermediate;
     args.product[1].num_out = s.fc1_rows();
-    if (launch_args->num_row_blocks > 0) {
+    if (has_rows) {
         const int64_t rows = int64_t(launch_args->num_row_blocks) * BLOCK_M;
         FLASHMOE_TRY(encode_map(&args.product[0].left, BoxKind::kMnMajor, launch_args->rows, rows,
                                 s.hidden));

@@ -56,8 +56,11 @@ class LaunchRecord:
         num_rows: Routed rows that this rank's experts received, pads left out.
         num_row_blocks: Blocks of 128 rows that hold them, each expert's aligned.
         expert_rows: Rows of each local expert.
-        rows_pulled: Rows of ``hidden`` elements fetched from each rank, this one's own entry 0.
-        results_pushed: Rows of ``hidden`` elements sent back to each rank, as above.
+        rows_pulled: Rows of ``hidden`` elements fetched from the tokens of each rank of the group,
+            for the rows that this rank's experts received. The own entry counts those read from
+            this rank's own memory, which cross no link; without it, how often a row was shared
+            among a token's experts cannot be told.
+        results_pushed: Rows of ``hidden`` elements returned to each rank, the own entry as above.
         phase_ns: Nanoseconds in each phase, the mean over CTAs; a phase that was not measured is
             absent.
     """

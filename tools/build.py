@@ -24,14 +24,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: one per core)")
     parser.add_argument("--quiet", action="store_true", help="no table of the kernels")
-    parser.add_argument(
-        "--trace", action="store_true", help="libflashmoe_trace.so, with time stamps inside"
-    )
+    for name, what in (
+        ("trace", "with time stamps inside"),
+        ("delays", "whose kernels wait at random before every acquire and release"),
+        ("coverage", "whose host code tells libFuzzer what it runs"),
+    ):
+        variant = nvcc_build.VARIANTS[name]
+        parser.add_argument(
+            f"--{name}",
+            dest="variant",
+            action="store_const",
+            const=variant,
+            default=nvcc_build.SHIPPED,
+            help=f"{variant.library}, {what}",
+        )
     args = parser.parse_args()
-    name = "libflashmoe_trace.so" if args.trace else "libflashmoe.so"
-    target = nvcc_build.ROOT / "flashmoe_megatron" / name
+    target = nvcc_build.ROOT / "flashmoe_megatron" / args.variant.library
     try:
-        objects = nvcc_build.build_library(target, jobs=args.jobs, trace=args.trace)
+        objects = nvcc_build.build_library(target, jobs=args.jobs, variant=args.variant)
     except nvcc_build.BuildError as error:
         print(error, file=sys.stderr)
         return 1

@@ -32,10 +32,7 @@ COMPILE_FLAGS = [
     "-Xptxas=-v,--warn-on-spills,--warning-as-error",  # a register spill fails the build
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
 ]
-TRACE_FLAGS = [
-    *(flag.replace(",--warning-as-error", "") for flag in COMPILE_FLAGS),
-    "-DFLASHMOE_TRACE",
-]
+MAY_SPILL = [flag.replace(",--warning-as-error", "") for flag in COMPILE_FLAGS]
 LINK_FLAGS = [
     *ARCH_FLAGS,
     "-shared",
@@ -45,6 +42,53 @@ LINK_FLAGS = [
 EXPORTS = "{ global: flashmoe_*; local: *; };\n"  # hides the C++ runtime's and cudart's symbols too
 PERFORMANCE_LOSS = "Potential Performance Loss"
 """ptxas says it where it ignores setmaxnreg (C7508) or serializes wgmma: never what was meant."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A build of the library for one purpose.
+
+    Attributes:
+        name: Of the library, ``libflashmoe_NAME.so``, and of its objects; empty for the one that is
+            shipped.
+        flags: For the sources that it compiles in its own way.
+        folders: Those below csrc/ whose sources these are, all if empty; the rest is shared with
+            the library that is shipped.
+        hooks: A C source, relative to the checkout, that is linked in. It may use symbols of the
+            process that loads the library.
+    """
+
+    name: str = ""
+    flags: tuple[str, ...] = tuple(COMPILE_FLAGS)
+    folders: tuple[str, ...] = ()
+    hooks: str | None = None
+
+    @property
+    def library(self) -> str:
+        """Name of the file."""
+        return f"libflashmoe_{self.name}.so" if self.name else "libflashmoe.so"
+
+
+SHIPPED = Variant()
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        # Time stamps from inside the kernels.
+        Variant("trace", (*MAY_SPILL, "-DFLASHMOE_TRACE")),
+        # Every acquire and release of a kernel at a random time.
+        Variant("delays", (*MAY_SPILL, "-DFLASHMOE_DELAYS")),
+        # Tells libFuzzer which branches of the host's code an input takes.
+        Variant(
+            "coverage",
+            (
+                *COMPILE_FLAGS,
+                "-Xcompiler=-fsanitize-coverage=trace-pc,-fsanitize-coverage=trace-cmp",
+            ),
+            folders=("api", "host"),
+            hooks="tests/fuzz/coverage_hooks.c",
+        ),
+    )
+}
 
 
 class BuildError(RuntimeError):
@@ -134,13 +178,15 @@ def find_toolchain() -> Toolchain:
     )
 
 
-def build_library(target: Path, *, jobs: int | None = None, trace: bool = False) -> list[Object]:
+def build_library(
+    target: Path, *, jobs: int | None = None, variant: Variant = SHIPPED
+) -> list[Object]:
     """Compiles every source under csrc/ and links the library.
 
     Args:
         target: The library to write; replaced only once it is linked.
         jobs: Compilers at a time; $MAX_JOBS, else one for each core, if not given.
-        trace: With time stamps from inside the kernels; these may spill.
+        variant: What it is for.
 
     Returns:
         The objects, in the order of their sources.
@@ -154,12 +200,11 @@ def build_library(target: Path, *, jobs: int | None = None, trace: bool = False)
     if not sources:
         raise BuildError(f"{CSRC}: no .cu or .cpp file in it")
     CACHE.mkdir(parents=True, exist_ok=True)
-    flags = TRACE_FLAGS if trace else COMPILE_FLAGS
     print(f"nvcc: {toolchain.nvcc} ({toolchain.release})", flush=True)
     objects: dict[Path, Object] = {}
     failures: list[str] = []
     with ThreadPoolExecutor(jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        running = {pool.submit(_compile, toolchain, source, flags): source for source in sources}
+        running = {pool.submit(_compile, toolchain, source, variant): source for source in sources}
         for done in as_completed(running):
             try:
                 objects[running[done]] = done.result()
@@ -168,7 +213,7 @@ def build_library(target: Path, *, jobs: int | None = None, trace: bool = False)
     if failures:
         raise BuildError("\n\n".join(failures))
     ordered = [objects[source] for source in sources]
-    _link(toolchain, [one.path for one in ordered], target)
+    _link(toolchain, [one.path for one in ordered], target, variant)
     return ordered
 
 
@@ -240,9 +285,12 @@ def _key(toolchain: Toolchain, source: Path, flags: list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(toolchain: Toolchain, source: Path, flags: list[str]) -> Object:
+def _compile(toolchain: Toolchain, source: Path, variant: Variant) -> Object:
     name = str(source.relative_to(CSRC))
-    stem = ("trace-" if flags is TRACE_FLAGS else "") + name.replace("/", "-")
+    if variant.folders and source.relative_to(CSRC).parts[0] not in variant.folders:
+        variant = SHIPPED
+    flags = list(variant.flags)
+    stem = (f"{variant.name}-" if variant.name else "") + name.replace("/", "-")
     target = CACHE / f"{stem}-{_key(toolchain, source, flags)}.o"
     log_path = target.with_suffix(".log")
     if target.is_file() and log_path.is_file():
@@ -283,18 +331,23 @@ def _is_report(line: str) -> bool:
     return line.startswith("ptxas info") and PERFORMANCE_LOSS not in line
 
 
-def _link(toolchain: Toolchain, objects: list[Path], target: Path) -> None:
+def _link(toolchain: Toolchain, objects: list[Path], target: Path, variant: Variant) -> None:
     exports = CACHE / "exports.map"
     exports.write_text(EXPORTS)
     target.parent.mkdir(parents=True, exist_ok=True)
+    flags, sources = LINK_FLAGS, list(objects)
+    if variant.hooks is not None:
+        flags = [flag for flag in LINK_FLAGS if "no-undefined" not in flag]
+        flags = [*flags, "-Xcompiler=-fPIC"]
+        sources.append(ROOT / variant.hooks)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     done = subprocess.run(
         [
             toolchain.nvcc,
-            *LINK_FLAGS,
+            *flags,
             f"-Xlinker=--version-script={exports}",
             *([f"-L{toolchain.lib_dir}"] if toolchain.lib_dir else []),
-            *objects,
+            *sources,
             "-o",
             partial,
         ],

@@ -20,6 +20,7 @@ def moe_apply(
     *,
     accumulate_into_main_grad: bool = False,
     ordered_grads: bool = False,
+    layer: int = 0,
 ) -> torch.Tensor:
     """Applies a layer's routed experts, with gradients for tokens, probabilities and weights.
 
@@ -47,6 +48,7 @@ def moe_apply(
         ordered_grads: Give the parameters their gradients in reverse order of ``weights``. Else
             their order depends on what else is in a rank's graph, since autograd runs the nodes
             that accumulate them as they lie in a heap; ZeRO pairs the ranks' gradients by order.
+        layer: A number that comes back in the records of this forward and of its backward.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
@@ -59,7 +61,9 @@ def moe_apply(
     check_tokens(backend.config, x, probs, routing_map)
     parameters = _tensors_of(weights)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *parameters))):
-        return backend.forward(x, probs, routing_map, _joined(weights), training=False)[0]
+        return backend.forward(
+            x, probs, routing_map, _joined(weights), training=False, **_numbered(backend, layer)
+        )[0]
     if ordered_grads:
         # Each view is a node with a place of its own in the order of backward.
         parameters = tuple(parameter.view_as(parameter) for parameter in parameters)
@@ -67,6 +71,7 @@ def moe_apply(
         backend,
         weights,
         accumulate_into_main_grad,
+        layer,
         routing_map,
         x,
         probs,
@@ -85,12 +90,15 @@ class _RoutedExperts(torch.autograd.Function):
         backend: Backend,
         weights: ExpertWeights | SplitWeights,
         accumulate_into_main_grad: bool,
+        layer: int,
         routing_map: torch.Tensor,
         x: torch.Tensor,
         probs: torch.Tensor,
         *weight_inputs: torch.Tensor,
     ) -> torch.Tensor:
-        out, saved = backend.forward(x, probs, routing_map, _joined(weights), training=True)
+        out, saved = backend.forward(
+            x, probs, routing_map, _joined(weights), training=True, **_numbered(backend, layer)
+        )
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
         # The parameters and not views of them: ZeRO-3 frees and gathers them in between.
@@ -128,7 +136,12 @@ class _RoutedExperts(torch.autograd.Function):
             targets["fc2_bias"],
         )
         # Autograd drops the gradients of inputs that need none.
-        return None, None, None, None, grad_x, grad_probs, *destinations.grads()
+        return None, None, None, None, None, grad_x, grad_probs, *destinations.grads()
+
+
+def _numbered(backend: Backend, layer: int) -> dict[str, int]:
+    """The layer's number, for a backend that keeps records."""
+    return {"layer": layer} if hasattr(backend, "take_records") else {}
 
 
 _KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")

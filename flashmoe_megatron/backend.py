@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.telemetry.record import LaunchRecord
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ class Backend(Protocol):
         """What this rank has sent and padded so far."""
         ...
 
+    def take_records(self) -> list[LaunchRecord]:
+        """What launches have finished since the last call, oldest first. Not collective.
+
+        Never waits, neither for a device nor for a peer: a launch that is under way is in a later
+        call's list. Records that nobody takes are given up, the oldest first. Backends that share
+        memory may share their records: then each record is given once, to whoever asks first.
+        """
+        ...
+
     def forward(
         self,
         x: torch.Tensor,
@@ -88,6 +98,7 @@ class Backend(Protocol):
         weights: ExpertWeights,
         *,
         training: bool,
+        layer: int = 0,
     ) -> tuple[torch.Tensor, Any]:
         """Applies the routed experts.
 
@@ -98,6 +109,7 @@ class Backend(Protocol):
             routing_map: ``[num_tokens, num_experts]`` bool; which experts each token selects.
             weights: The local experts.
             training: Whether a backward will follow; what it needs is returned as ``saved``.
+            layer: A number that comes back in the records of this forward and of its backward.
 
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an

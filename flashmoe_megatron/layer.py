@@ -24,6 +24,7 @@ def moe_forward(
     backend: Backend,
     check_routing: bool = True,
     ordered_grads: bool = False,
+    layer: int = 0,
 ) -> torch.Tensor:
     """Applies the routed experts to every token. Collective over the backend's group.
 
@@ -36,6 +37,7 @@ def moe_forward(
         backend: From :func:`~flashmoe_megatron.select.select_backend`.
         check_routing: Look at the values of the routing first, which makes the host wait for a GPU.
         ordered_grads: See :func:`~flashmoe_megatron.autograd.moe_apply`.
+        layer: See there.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, differentiable in ``x``, ``topk_weight`` and the
@@ -50,7 +52,9 @@ def moe_forward(
     probs, routing_map = _routing_from_topk(
         backend.config, x, topk_idx, topk_weight, check_routing=check_routing
     )
-    return moe_apply(backend, x, probs, routing_map, weights, ordered_grads=ordered_grads)
+    return moe_apply(
+        backend, x, probs, routing_map, weights, ordered_grads=ordered_grads, layer=layer
+    )
 
 
 class FlashMoELayer(nn.Module):

@@ -6,6 +6,8 @@ buffer only, every sum has a fixed order, and nothing is dropped.
 """
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,14 @@ import torch.distributed as dist
 
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_tokens, check_weights
-from flashmoe_megatron.config import Activation, MoEConfig, align_capacity
+from flashmoe_megatron.config import TILE_M, Activation, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, RoutingError
+from flashmoe_megatron.telemetry.record import Direction, LaunchRecord, Phase
 
 _UNUSABLE = -1  # takes the place of every count in the exchange of a rank with unusable routing
+
+MOST_RECORDS = 4096
+"""Records kept for whoever takes them."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,34 @@ class _Saved:
         rows: ``[buffer rows, hidden]``, the dispatched tokens.
         row_probs: ``[buffer rows]``, their routing weights.
         pre_activation: ``[buffer rows, fc1_rows]``, fc1's output.
+        layer: The number that the caller gave the layer.
     """
 
     plan: _Plan
     rows: torch.Tensor
     row_probs: torch.Tensor
     pre_activation: torch.Tensor
+    layer: int
+
+
+class _Stopwatch:
+    """Nanoseconds between the steps of one call, each done on the device before it is timed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.laps_ns: dict[str, int] = {}
+        self.begin_ns = self.end_ns = self._now()
+
+    def lap(self, name: str) -> None:
+        """Gives the time since the last lap a name."""
+        now = self._now()
+        self.laps_ns[name] = now - self.end_ns
+        self.end_ns = now
+
+    def _now(self) -> int:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic_ns()
 
 
 class ReferenceBackend:
@@ -99,6 +127,19 @@ class ReferenceBackend:
         self.traffic = TrafficCounters()
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
+        self._epoch = 0
+        self._records: deque[LaunchRecord] = deque(maxlen=MOST_RECORDS)
+
+    def take_records(self) -> list[LaunchRecord]:
+        """Takes what is known of the calls so far; see the protocol.
+
+        Times are the host's, after this rank's device has done what it was told. Nothing overlaps:
+        a call plans and dispatches, computes the experts (in backward with their weights'
+        gradients), and combines.
+        """
+        records = list(self._records)
+        self._records.clear()
+        return records
 
     @torch.no_grad()
     def forward(
@@ -109,6 +150,7 @@ class ReferenceBackend:
         weights: ExpertWeights,
         *,
         training: bool,
+        layer: int = 0,
     ) -> tuple[torch.Tensor, Any]:
         """Applies the routed experts; collective over the group, see the protocol.
 
@@ -119,9 +161,12 @@ class ReferenceBackend:
         """
         check_tokens(self.config, x, probs, routing_map)
         check_weights(self.config, x, weights)
+        watch = _Stopwatch(x.device)
         plan = self._plan(probs, routing_map)
+        watch.lap("plan")
         row_probs = self._dispatch(probs[plan.token_idx, plan.expert_idx], plan)
         rows = self._dispatch(x[plan.token_idx], plan)
+        watch.lap("dispatch")
         self.traffic.pad_rows_local += plan.is_route.shape[0] - sum(plan.recv_counts)
 
         pre_activation = x.new_zeros(rows.shape[0], self.config.fc1_rows)
@@ -137,8 +182,11 @@ class ReferenceBackend:
             if weights.fc2_bias:
                 bias = weights.fc2_bias[local_expert].to(_accumulation_dtype(x.dtype))
                 expert_out[segment] += torch.outer(row_probs[segment].to(bias.dtype), bias)
+        watch.lap("experts")
         out = self._combine(expert_out, plan, num_tokens=x.shape[0])
-        saved = _Saved(plan, rows, row_probs, pre_activation) if training else None
+        watch.lap("combine")
+        self._record(watch, plan, layer, "forward", num_tokens=x.shape[0])
+        saved = _Saved(plan, rows, row_probs, pre_activation, layer) if training else None
         return out, saved
 
     @torch.no_grad()
@@ -155,7 +203,9 @@ class ReferenceBackend:
         """Computes all gradients of one forward; collective over the group, see the protocol."""
         plan: _Plan = saved.plan
         wide = _accumulation_dtype(grad_out.dtype)
+        watch = _Stopwatch(grad_out.device)
         grad_rows = self._dispatch(grad_out[plan.token_idx], plan)
+        watch.lap("dispatch")
         grad_x_rows = torch.zeros_like(saved.rows)
         grad_row_probs = saved.row_probs.new_zeros(saved.row_probs.shape, dtype=wide)
         for local_expert, (start, count) in enumerate(plan.segments):
@@ -182,12 +232,54 @@ class ReferenceBackend:
             ):
                 _store(grad, value.t() if weights.transposed else value)
 
+        watch.lap("experts")
         num_tokens = grad_out.shape[0]
         grad_x = self._combine(grad_x_rows, plan, num_tokens=num_tokens)
         grad_probs = saved.row_probs.new_zeros(num_tokens, self.config.num_experts)
         returned = self._return(grad_row_probs, plan).to(grad_probs.dtype)
         grad_probs[plan.token_idx, plan.expert_idx] = returned
+        watch.lap("combine")
+        self._record(watch, plan, saved.layer, "backward", num_tokens=num_tokens)
         return grad_x, grad_probs
+
+    def _record(
+        self,
+        watch: "_Stopwatch",
+        plan: _Plan,
+        layer: int,
+        direction: Direction,
+        *,
+        num_tokens: int,
+    ) -> None:
+        self._epoch += 1
+        expert_rows = tuple(count for _, count in plan.segments)
+        laps = watch.laps_ns
+        head = laps.get("plan", 0) + laps["dispatch"]
+        self._records.append(
+            LaunchRecord(
+                layer=layer,
+                direction=direction,
+                epoch=self._epoch,
+                begin_ns=watch.begin_ns,
+                end_ns=watch.end_ns,
+                num_ctas=1,
+                num_tokens=num_tokens,
+                num_rows=sum(expert_rows),
+                num_row_blocks=plan.is_route.shape[0] // TILE_M,
+                expert_rows=expert_rows,
+                rows_pulled=plan.recv_counts,
+                results_pushed=plan.recv_counts,
+                phase_ns={
+                    Phase.HEAD: head,
+                    Phase.ROWS_WAIT: laps["dispatch"],
+                    Phase.STAGE_WAIT: 0,
+                    Phase.GEMM: laps["experts"],
+                    Phase.DISPATCH: laps["dispatch"],
+                    Phase.DELIVER: laps["combine"],
+                    Phase.TAIL: laps["combine"],
+                },
+            )
+        )
 
     def _plan(self, probs: torch.Tensor, routing_map: torch.Tensor) -> _Plan:
         """Exchanges the counts of rows between all ranks and lays out the receive buffer."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -57,8 +57,7 @@ def select_backend(
         return ReferenceBackend(config, group)
     from flashmoe_megatron.runtime import KernelBackend
 
-    backend: Backend = KernelBackend(config, group, device, **kernel_options)
-    return backend
+    return cast(Backend, KernelBackend(config, group, device, **kernel_options))
 
 
 def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "reference"]:

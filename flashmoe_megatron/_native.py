@@ -5,6 +5,7 @@ The structs mirror csrc/api/flashmoe.h; their sizes are compared with the librar
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from flashmoe_megatron.errors import (
 
 ABI_VERSION = 2
 LIBRARY = Path(__file__).with_name("libflashmoe.so")
+LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
+"""Environment variable with the absolute path of another library; nothing is searched for."""
 
 OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS = range(6)
 FLOAT32, BFLOAT16 = range(2)
@@ -161,20 +164,43 @@ _STRUCTS = (
 )
 
 
-@functools.cache
-def load(path: Path = LIBRARY) -> ctypes.CDLL:
-    """Loads the library; needs neither a GPU nor a driver.
+def library_path() -> Path:
+    """The package's own library, or the one that ``$FLASHMOE_LIBRARY`` names.
 
     Raises:
-        DeviceError: The library is missing, is of another version, or its structs differ.
+        DeviceError: The variable has no absolute path, which would depend on where one stands.
     """
-    if not path.exists():
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if not named:
+        return LIBRARY
+    if not Path(named).is_absolute():
+        raise DeviceError(f"{LIBRARY_VARIABLE}={named}: wanted an absolute path")
+    return Path(named)
+
+
+@functools.cache
+def load(path: Path | None = None) -> ctypes.CDLL:
+    """Loads the library; needs neither a GPU nor a driver.
+
+    Args:
+        path: Where it is; by default what :func:`library_path` said at the first call.
+
+    Raises:
+        DeviceError: The library is missing, is none, is of another version, or its structs differ.
+    """
+    if path is None:
+        return load(library_path())
+    if not path.is_file():
         raise DeviceError(
             f"{path.name} is not installed: build it with `pip install .` where nvcc is "
             "(without FLASHMOE_SKIP_CUDA_BUILD), or choose the backend 'reference'"
         )
-    library = ctypes.CDLL(str(path))
-    found = library.flashmoe_abi_version()  # before any symbol that another version may lack
+    try:
+        library = ctypes.CDLL(str(path.resolve()))
+        version = library.flashmoe_abi_version
+    except (OSError, AttributeError) as error:
+        raise DeviceError(f"{path.name} is no libflashmoe: {error}") from error
+    found = version()  # before any symbol that another version may lack
     if found != ABI_VERSION:
         raise DeviceError(f"{path.name} has interface version {found}, wanted {ABI_VERSION}")
     library.flashmoe_last_error.restype = ctypes.c_char_p

@@ -1,5 +1,6 @@
 """The shape of one mixture-of-experts layer, validated once, free of any device."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -13,6 +14,23 @@ DIM_GRANULE = 64
 
 MAX_TOPK = 16
 MAX_RANKS = 8
+MAX_WIDTH = 2**20
+MAX_EXPERTS = 2**16
+MAX_TOKENS = 2**24
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-6, 1e9
+"""Nanoseconds of it are a whole number that fits 63 bits."""
+MAX_ROW_BOUND = 1e6
+
+
+def is_count(value: object, *, least: int, most: float = math.inf) -> bool:
+    """Whether a value is a whole number in a range; a bool is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_number(value: object, *, least: float, most: float) -> bool:
+    """Whether a value is a number in a range; NaN is in none, a bool is none."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and least <= value <= most  # type: ignore[operator]
 
 
 class Activation(str, Enum):
@@ -34,7 +52,7 @@ class MoEConfig:
         intermediate: FFN width F of one expert (half of fc1's rows if ``gated``).
         num_experts: Experts of the whole group.
         topk: Most experts that one token may select.
-        activation: Applied to fc1's output, or to its gate half.
+        activation: Applied to fc1's output, or to its gate half; may be given by its value.
         gated: Whether fc1 is ``[2F, H]`` with the gate rows first and the FFN computes
             ``act(gate) * up`` (SwiGLU with ``Activation.SILU``).
         num_ranks: Ranks of the expert-parallel group; each owns ``num_experts / num_ranks``
@@ -58,22 +76,40 @@ class MoEConfig:
         """Refuses what no backend of this package can honour."""
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)
-            if value <= 0 or value % DIM_GRANULE:
-                raise ConfigError(f"{name}={value}: must be a positive multiple of {DIM_GRANULE}")
-        if not 1 <= self.num_ranks <= MAX_RANKS:
+            if not is_count(value, least=1, most=MAX_WIDTH) or value % DIM_GRANULE:
+                raise ConfigError(
+                    f"{name}={value!r}: must be a positive multiple of {DIM_GRANULE}, at most "
+                    f"{MAX_WIDTH}"
+                )
+        if not is_count(self.num_ranks, least=1, most=MAX_RANKS):
             raise ConfigError(
-                f"expert-parallel size {self.num_ranks}: must be 1 to {MAX_RANKS}, "
+                f"expert-parallel size {self.num_ranks!r}: must be 1 to {MAX_RANKS}, "
                 "the GPUs of one NVLink domain"
             )
-        if self.num_experts <= 0 or self.num_experts % self.num_ranks:
+        if (
+            not is_count(self.num_experts, least=1, most=MAX_EXPERTS)
+            or self.num_experts % self.num_ranks
+        ):
             raise ConfigError(
-                f"num_experts={self.num_experts}: must be a positive multiple of the "
-                f"expert-parallel size {self.num_ranks}"
+                f"num_experts={self.num_experts!r}: must be a positive multiple of the "
+                f"expert-parallel size {self.num_ranks}, at most {MAX_EXPERTS}"
             )
-        if not 1 <= self.topk <= min(MAX_TOPK, self.num_experts):
-            raise ConfigError(f"topk={self.topk}: must be 1 to {min(MAX_TOPK, self.num_experts)}")
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens={self.max_tokens}: must be at least 1")
+        most_choices = min(MAX_TOPK, self.num_experts)
+        if not is_count(self.topk, least=1, most=most_choices):
+            raise ConfigError(f"topk={self.topk!r}: must be 1 to {most_choices}")
+        if not is_count(self.max_tokens, least=1, most=MAX_TOKENS):
+            raise ConfigError(
+                f"max_tokens={self.max_tokens!r}: must be at least 1, at most {MAX_TOKENS}"
+            )
+        try:
+            object.__setattr__(self, "activation", Activation(self.activation))
+        except ValueError as error:
+            names = ", ".join(activation.value for activation in Activation)
+            raise ConfigError(f"activation={self.activation!r}: wanted one of {names}") from error
+        for name in ("gated", "skip_zero_probs"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r}: wanted True or False")
 
     @property
     def num_local_experts(self) -> int:
@@ -90,7 +126,12 @@ def align_capacity(capacity: int, tile: int = TILE_M) -> int:
     """Rounds an expert's capacity up to whole tiles (section 3.2.1 of the paper).
 
     The router keeps dropping at the unaligned capacity; only buffers grow.
+
+    Raises:
+        ConfigError: ``capacity`` is negative, or ``tile`` is not positive.
     """
-    if capacity < 0:
-        raise ConfigError(f"capacity={capacity}: must not be negative")
+    if not is_count(capacity, least=0):
+        raise ConfigError(f"capacity={capacity!r}: must not be negative, and a whole number")
+    if not is_count(tile, least=1):
+        raise ConfigError(f"tile={tile!r}: must be at least 1, and a whole number")
     return -(-capacity // tile) * tile

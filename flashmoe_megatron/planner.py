@@ -6,8 +6,11 @@ Pure arithmetic on a layer's shape; needs neither torch nor a GPU.
 import math
 from dataclasses import dataclass
 
-from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
+from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity, is_count, is_number
 from flashmoe_megatron.errors import ConfigError
+
+_MOST = 2**53
+"""What is larger is no whole number in Megatron's arithmetic, which is that of float64."""
 
 
 def expert_capacity(
@@ -38,12 +41,14 @@ def expert_capacity(
             positive.
     """
     for name, value in (("num_tokens", num_tokens), ("topk", topk), ("min_capacity", min_capacity)):
-        if value < 0:
-            raise ConfigError(f"{name}={value}: must not be negative")
-    if num_experts < 1:
-        raise ConfigError(f"num_experts={num_experts}: must be at least 1")
-    if not 0 < capacity_factor < math.inf:
-        raise ConfigError(f"capacity_factor={capacity_factor}: must be positive and finite")
+        if not is_count(value, least=0, most=_MOST):
+            raise ConfigError(f"{name}={value!r}: must not be negative, wanted 0 to 2^53")
+    if not is_count(num_experts, least=1, most=_MOST):
+        raise ConfigError(f"num_experts={num_experts!r}: must be at least 1, wanted 1 to 2^53")
+    if not is_number(capacity_factor, least=0, most=_MOST) or not capacity_factor:
+        raise ConfigError(
+            f"capacity_factor={capacity_factor!r}: must be positive and finite, at most 2^53"
+        )
     # The order of operations is Megatron's, so that a product that rounds gives the same ceiling.
     return max(math.ceil((num_tokens * topk / num_experts) * capacity_factor), min_capacity)
 
@@ -104,10 +109,10 @@ def plan_capacity(
     Raises:
         ConfigError: An argument is out of range.
     """
-    if num_ranks < 1:
-        raise ConfigError(f"num_ranks={num_ranks}: must be at least 1")
-    if tile < 1:
-        raise ConfigError(f"tile={tile}: must be at least 1")
+    if not is_count(num_ranks, least=1):
+        raise ConfigError(f"num_ranks={num_ranks!r}: must be at least 1")
+    if not is_count(tile, least=1):
+        raise ConfigError(f"tile={tile!r}: must be at least 1")
     capacity = expert_capacity(
         num_tokens, topk, num_experts, capacity_factor, min_capacity=min_capacity
     )
@@ -146,8 +151,8 @@ def plan_buffer_rows(config: MoEConfig, *, capacity: int | None = None) -> Buffe
     Raises:
         ConfigError: ``capacity`` is negative.
     """
-    if capacity is not None and capacity < 0:
-        raise ConfigError(f"capacity={capacity}: must not be negative")
+    if capacity is not None and not is_count(capacity, least=0):
+        raise ConfigError(f"capacity={capacity!r}: must not be negative")
     num_experts = config.num_local_experts
     tokens = config.num_ranks * config.max_tokens
     # A token's experts are distinct, so at most num_local_experts of its routes come here.
@@ -199,11 +204,19 @@ def dispatch_volume(
         Both volumes, including the share for the rank's own experts.
 
     Raises:
-        ConfigError: ``num_routes`` exceeds what the capacities admit, or is negative.
+        ConfigError: A number is negative, or ``num_routes`` exceeds what the capacities admit.
     """
-    if not 0 <= num_routes <= num_experts * capacity:
+    for name, value in (
+        ("num_experts", num_experts),
+        ("capacity", capacity),
+        ("hidden", hidden),
+        ("element_bytes", element_bytes),
+    ):
+        if not is_count(value, least=0):
+            raise ConfigError(f"{name}={value!r}: must not be negative, and a whole number")
+    if not is_count(num_routes, least=0) or not 0 <= num_routes <= num_experts * capacity:
         raise ConfigError(
-            f"num_routes={num_routes}: must be 0 to num_experts * capacity = "
+            f"num_routes={num_routes!r}: must be 0 to num_experts * capacity = "
             f"{num_experts * capacity}"
         )
     row_bytes = hidden * element_bytes

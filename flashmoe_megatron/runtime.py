@@ -12,7 +12,16 @@ import torch.distributed as dist
 from flashmoe_megatron import _native, ops, symmetric
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_weights
-from flashmoe_megatron.config import MAX_RANKS, TILE_M, MoEConfig
+from flashmoe_megatron.config import (
+    MAX_RANKS,
+    MAX_ROW_BOUND,
+    MAX_TIMEOUT_S,
+    MIN_TIMEOUT_S,
+    TILE_M,
+    MoEConfig,
+    is_count,
+    is_number,
+)
 from flashmoe_megatron.errors import ConfigError, DeviceError, ShapeError
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -47,12 +56,20 @@ class KernelOptions:
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s={self.timeout_s}: must be positive")
-        if self.reserved_sms < 0:
-            raise ConfigError(f"reserved_sms={self.reserved_sms}: must not be negative")
-        if self.row_bound is not None and not self.row_bound >= 1:
-            raise ConfigError(f"row_bound={self.row_bound}: wanted None, or at least 1")
+        if not is_number(self.timeout_s, least=MIN_TIMEOUT_S, most=MAX_TIMEOUT_S):
+            raise ConfigError(
+                f"timeout_s={self.timeout_s!r}: must be positive, wanted {MIN_TIMEOUT_S:g} to "
+                f"{MAX_TIMEOUT_S:g} seconds"
+            )
+        if not is_count(self.reserved_sms, least=0):
+            raise ConfigError(f"reserved_sms={self.reserved_sms!r}: must not be negative")
+        if self.row_bound is not None and not is_number(
+            self.row_bound, least=1, most=MAX_ROW_BOUND
+        ):
+            raise ConfigError(
+                f"row_bound={self.row_bound!r}: wanted None, or at least 1, at most "
+                f"{MAX_ROW_BOUND:g}"
+            )
 
 
 class GroupMemory:

@@ -9,6 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from flashmoe_megatron.config import (
+    MAX_ROW_BOUND,
+    MAX_TIMEOUT_S,
+    MAX_TOKENS,
+    MIN_TIMEOUT_S,
+    is_count,
+    is_number,
+)
 from flashmoe_megatron.errors import ConfigError
 
 SECTION = "flashmoe"
@@ -60,18 +68,22 @@ class Settings:
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(f"{_key(name)} is {value!r}, wanted one of {', '.join(choices)}")
-        if not _is_number(self.timeout, (int, float)) or not self.timeout > 0:
-            raise ConfigError(f"{_key('timeout')} is {self.timeout!r}, wanted seconds above 0")
+        if not is_number(self.timeout, least=MIN_TIMEOUT_S, most=MAX_TIMEOUT_S):
+            raise ConfigError(
+                f"{_key('timeout')} is {self.timeout!r}, wanted seconds above 0, "
+                f"{MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g}"
+            )
         _check_count("reserved_sms", self.reserved_sms, least=0)
-        if self.row_bound is not None and not (
-            _is_number(self.row_bound, (int, float)) and self.row_bound >= 1
+        if self.row_bound is not None and not is_number(
+            self.row_bound, least=1, most=MAX_ROW_BOUND
         ):
             raise ConfigError(
-                f"{_key('row_bound')} is {self.row_bound!r}, wanted a number of at least 1"
+                f"{_key('row_bound')} is {self.row_bound!r}, wanted a number of at least 1, at "
+                f"most {MAX_ROW_BOUND:g}"
             )
         _check_count("metrics_interval", self.metrics_interval, least=0)
         if self.max_tokens_per_rank is not None:
-            _check_count("max_tokens_per_rank", self.max_tokens_per_rank, least=1)
+            _check_count("max_tokens_per_rank", self.max_tokens_per_rank, least=1, most=MAX_TOKENS)
 
     def kernel_options(self) -> dict[str, Any]:
         """What of this is passed to the kernel's backend."""
@@ -157,15 +169,13 @@ def _key(name: object) -> str:
     return f"{SECTION}.{name}"
 
 
-def _is_number(value: object, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{_key(name)} is {value!r}, wanted true or false")
 
 
-def _check_count(name: str, value: object, *, least: int) -> None:
-    if not _is_number(value, (int,)) or value < least:  # type: ignore[operator]
-        raise ConfigError(f"{_key(name)} is {value!r}, wanted a whole number, at least {least}")
+def _check_count(name: str, value: object, *, least: int, most: int = 2**31 - 1) -> None:
+    if not is_count(value, least=least, most=most):
+        raise ConfigError(
+            f"{_key(name)} is {value!r}, wanted a whole number, at least {least}, at most {most}"
+        )

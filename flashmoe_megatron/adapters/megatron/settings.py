@@ -8,6 +8,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from flashmoe_megatron.config import (
+    MAX_ROW_BOUND,
+    MAX_TIMEOUT_S,
+    MAX_TOKENS,
+    MIN_TIMEOUT_S,
+    is_count,
+    is_number,
+)
 from flashmoe_megatron.errors import ConfigError
 
 DISPATCHER_TYPE = "flashmoe"
@@ -48,16 +56,28 @@ class Settings:
         ):
             if value not in choices:
                 raise ConfigError(f"{flag_of(name)} {value!r}: wanted one of {', '.join(choices)}")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"{flag_of('timeout_s')} {self.timeout_s}: must be positive")
-        if self.reserved_sms < 0:
+        if not is_number(self.timeout_s, least=MIN_TIMEOUT_S, most=MAX_TIMEOUT_S):
             raise ConfigError(
-                f"{flag_of('reserved_sms')} {self.reserved_sms}: must not be negative"
+                f"{flag_of('timeout_s')} {self.timeout_s!r}: must be positive, wanted "
+                f"{MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} seconds"
             )
-        if self.row_bound is not None and not self.row_bound >= 1:
-            raise ConfigError(f"{flag_of('row_bound')} {self.row_bound}: must be at least 1")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"{flag_of('max_tokens')} {self.max_tokens}: must be at least 1")
+        if not is_count(self.reserved_sms, least=0):
+            raise ConfigError(
+                f"{flag_of('reserved_sms')} {self.reserved_sms!r}: must not be negative, and a "
+                "whole number"
+            )
+        if self.row_bound is not None and not is_number(
+            self.row_bound, least=1, most=MAX_ROW_BOUND
+        ):
+            raise ConfigError(
+                f"{flag_of('row_bound')} {self.row_bound!r}: must be at least 1, at most "
+                f"{MAX_ROW_BOUND:g}"
+            )
+        if self.max_tokens is not None and not is_count(self.max_tokens, least=1, most=MAX_TOKENS):
+            raise ConfigError(
+                f"{flag_of('max_tokens')} {self.max_tokens!r}: must be at least 1, at most "
+                f"{MAX_TOKENS}"
+            )
 
     def kernel_options(self) -> dict[str, Any]:
         """What of this is passed to the kernel's backend."""

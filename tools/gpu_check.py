@@ -1,9 +1,9 @@
 """Checks the kernel on this machine's GPUs, whatever their number, and records the result.
 
 One command runs, each in bounded time: the single-GPU tests (up to 8 virtual ranks on one GPU), the
-multi-GPU tests where there are 2 or 4 GPUs, and NVIDIA's compute-sanitizer on a small case where it
-is installed. The library has to be built already (``tools/build.py``); the package is used from the
-checkout.
+multi-GPU tests where there are 2 or 4 GPUs, DeepSpeed beside its own layers where it is installed,
+and NVIDIA's compute-sanitizer on a small case where it is installed. The library has to be built
+already (``tools/build.py``); the package is used from the checkout.
 
 Run: ``python tools/gpu_check.py [--quick] [--out DIR]``. The record is a JSON file
 ``DIR/DATE-gpu-check-Nx.json``; the exit status is 0 if nothing failed, 1 if something did, and 2 if
@@ -11,6 +11,7 @@ there is no GPU to check.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -29,10 +30,12 @@ RESULTS = ROOT / "tools" / "bench" / "results"
 
 SINGLE_LIMIT_S = 240
 MULTI_LIMIT_S = 260
+DEEPSPEED_LIMIT_S = 250
 SANITIZER_LIMIT_S = 75
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZER_ERROR = 86  # exit status that compute-sanitizer is told to use for its own findings
 
+PARTS = ("single", "multi", "deepspeed", "sanitizer")
 SLOW = ("thousand", "stops_within")  # what --quick leaves out, by part of its name
 
 
@@ -222,8 +225,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=("single", "multi", "sanitizer"),
-        default=["single", "multi", "sanitizer"],
+        choices=PARTS,
+        default=list(PARTS),
         help="parts to run",
     )
     options = parser.parse_args()
@@ -254,10 +257,16 @@ def main() -> int:
                 Check("several GPUs", "skipped", reason="this machine has one Hopper GPU")
             )
         else:
-            wanted = ["nvshmem"] if options.quick else []
+            left_out = ["deepspeed", *(["nvshmem"] if options.quick else [])]
             checks.append(
-                run_tests("several GPUs", "tests/multi_gpu", "multi_gpu", MULTI_LIMIT_S, wanted)
+                run_tests("several GPUs", "tests/multi_gpu", "multi_gpu", MULTI_LIMIT_S, left_out)
             )
+    if "deepspeed" in options.only and not options.quick and num_hopper > 1:
+        if importlib.util.find_spec("deepspeed") is None:
+            checks.append(Check("DeepSpeed", "skipped", reason="deepspeed is not installed"))
+        else:
+            path = "tests/multi_gpu/test_deepspeed.py"
+            checks.append(run_tests("DeepSpeed", path, "multi_gpu", DEEPSPEED_LIMIT_S, []))
     if "sanitizer" in options.only and not options.quick:
         sanitizer = find_sanitizer(options.sanitizer)
         checks += [run_sanitizer(tool, sanitizer) for tool in SANITIZER_TOOLS]

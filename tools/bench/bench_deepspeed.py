@@ -1,0 +1,307 @@
+"""Times steps of DeepSpeed training with its own MoE layers and with flashmoe, losses side by side.
+
+On all GPUs of a host, from the checkout (needs torch and DeepSpeed installed, nothing compiled):
+
+    torchrun --nproc-per-node 4 -m tools.bench.bench_deepspeed --out results.jsonl
+
+without a GPU the same in small, with gloo and the reference backend:
+
+    torchrun --nproc-per-node 2 -m tools.bench.bench_deepspeed
+
+A decoder of attention and MoE layers is trained on the sources of Python's library, with ZeRO-2 and
+all ranks in one expert-parallel group: with native layers (``deepspeed.moe.layer.MoE``, capacity
+factor 1.25), and with layers of AutoEP (nothing dropped), whose own experts are a loop of matrix
+products or torch's grouped GEMM. Every kind of experts begins with the same parameters and sees the
+same batches. A step is forward, backward with the reduction of gradients, and optimizer, from an
+idle GPU; of each the slowest rank's time is taken. The exit status is 1 if the losses do not agree.
+"""
+
+import argparse
+import faulthandler
+import importlib.metadata
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from examples.python_sources import read_sources
+from flashmoe_megatron.deepspeed import attach
+from tools.bench import common
+from tools.bench.common import Record, log
+from tools.bench.deepspeed_training import (
+    END_OF_FILE,
+    HAS_GPU,
+    Experts,
+    Family,
+    Setup,
+    build_engine,
+    mean_over_ranks,
+    release,
+    start,
+    text_batches,
+)
+from tools.bench.shapes import SHAPES, Shape
+
+KERNEL_TIMEOUT_S = 15
+"""Of the kernel's waits for a peer, so that it speaks before the watchdog does."""
+
+SMALL = {
+    "small-top2": Shape(256, 64, 128, 8, 2, gated=True),
+    "small-top4": Shape(256, 128, 64, 16, 4, gated=True),
+}
+"""For processors."""
+
+KINDS: dict[Family, tuple[Experts, ...]] = {
+    "native": (Experts("DeepSpeed", False), Experts("flashmoe", True)),
+    "autoep": (
+        Experts("DeepSpeed, loop", False),
+        Experts("DeepSpeed, grouped GEMM", False, grouped_mm=True),
+        Experts("flashmoe", True),
+    ),
+}
+"""The first of each is what the others' losses are compared with."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one kind of experts gave.
+
+    Attributes:
+        experts: Its name.
+        losses: Of every step, the mean of all ranks.
+        step_ms: Of every step, the slowest rank's.
+        model_ms: Of every step's forward and backward, the slowest rank's.
+        peak_bytes: Most memory that torch's allocator held on any rank; 0 without a GPU.
+    """
+
+    experts: str
+    losses: list[float]
+    step_ms: list[float]
+    model_ms: list[float]
+    peak_bytes: int
+
+
+class Marks:
+    """Points in time of a step: of the GPU's stream, or of the processor without one."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def add(self) -> None:
+        """Marks the work that has been launched so far."""
+        if HAS_GPU:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def since_first_ms(self) -> list[float]:
+        """Milliseconds from the first mark to each later one; waits for the GPU."""
+        synchronize()
+        first, *later = self._marks
+        if HAS_GPU:
+            return [first.elapsed_time(mark) for mark in later]
+        return [(mark - first) * 1e3 for mark in later]
+
+
+def read_text(megabytes: int) -> torch.Tensor:
+    """The training text, ``[num_tokens]`` int16: bytes, and a mark at the end of each file."""
+    files = [
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16)
+        for text in read_sources(megabytes)
+    ]
+    end = torch.tensor([END_OF_FILE], dtype=torch.int16)
+    return torch.cat([part for text in files for part in (text, end)])
+
+
+def train(
+    setup: Setup,
+    experts: Experts,
+    text: torch.Tensor,
+    device: torch.device,
+    options: argparse.Namespace,
+) -> Run:
+    """Trains one engine. Collective over all ranks."""
+    faulthandler.dump_traceback_later(options.limit_s, exit=True)
+    section = {} if options.row_bound is None else {"row_bound": options.row_bound}
+    engine = build_engine(
+        setup,
+        experts,
+        device,
+        dtype=torch.bfloat16 if HAS_GPU else torch.float32,
+        max_tokens_per_rank=setup.shape.tokens,
+        timeout=KERNEL_TIMEOUT_S,
+        **section,
+    )
+    if experts.is_fused:
+        outcomes = set(attach(engine).values())
+        if outcomes != {"fused"}:
+            raise SystemExit(f"{setup.family}: wanted every layer fused, got {outcomes}")
+    batches = text_batches(text, setup, device)
+    losses, times = [], []
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(options.warmup + options.steps):
+        batch = next(batches)
+        synchronize()
+        dist.barrier()
+        synchronize()
+        marks = Marks()
+        marks.add()
+        loss = engine(*batch)
+        engine.backward(loss)
+        marks.add()
+        engine.step()
+        marks.add()
+        times.append(marks.since_first_ms())
+        losses.append(loss.detach())
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    peak = torch.tensor([torch.cuda.max_memory_allocated() if HAS_GPU else 0], device=device)
+    for values in (slowest, peak):
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    model_ms, step_ms = slowest.t().tolist()
+    run = Run(experts.name, mean_over_ranks(losses), step_ms, model_ms, int(peak))
+    release(engine)
+    faulthandler.cancel_dump_traceback_later()
+    return run
+
+
+def synchronize() -> None:
+    if HAS_GPU:
+        torch.cuda.synchronize()
+
+
+def largest_distance(run: Run, stock: Run) -> float:
+    """Of two runs' losses, relative; infinite if one is not a number."""
+    distances = [
+        abs(ours - theirs) / abs(theirs)
+        for ours, theirs in zip(run.losses, stock.losses, strict=True)
+    ]
+    return max(d if d == d else float("inf") for d in distances)
+
+
+def print_losses(title: str, runs: list[Run]) -> None:
+    """The losses of all kinds of experts side by side."""
+    log(f"\n{title}: loss of every step\n")
+    log("| step | " + " | ".join(run.experts for run in runs) + " |")
+    log("| --- " * (len(runs) + 1) + "|")
+    for index, losses in enumerate(zip(*(run.losses for run in runs), strict=True), start=1):
+        log(f"| {index} | " + " | ".join(f"{loss:.5f}" for loss in losses) + " |")
+
+
+def print_times(rows: list[tuple[str, str, list[Run]]], warmup: int) -> None:
+    """The table of step times."""
+    log("\nmedians, ms; ratios to the fastest of DeepSpeed's own\n")
+    log("| layers | shape | experts | step | ratio | forward + backward | ratio | peak, GiB |")
+    log("| --- " * 8 + "|")
+    for family, shape, runs in rows:
+        medians = [
+            [statistics.median(times[warmup:]) for times in (run.step_ms, run.model_ms)]
+            for run in runs
+        ]
+        stock = [min(column) for column in zip(*medians[:-1], strict=True)]
+        for run, own in zip(runs, medians, strict=True):
+            figures = [f"{ms:.1f} | {best / ms:.2f}x" for ms, best in zip(own, stock, strict=True)]
+            log(
+                f"| {family} | {shape} | {run.experts} | {' | '.join(figures)} | "
+                f"{run.peak_bytes / 2**30:.1f} |"
+            )
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    shapes = {**SHAPES, **SMALL}
+    gated = [name for name, shape in shapes.items() if shape.gated]
+    usual = ["mixtral-8x7b", "qwen3-30b"] if HAS_GPU else list(SMALL)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=gated, default=usual, metavar="SHAPE", help=f"of {gated}")
+    add("--families", nargs="+", choices=list(KINDS), default=list(KINDS))
+    add("--num-layers", type=int, default=2)
+    add("--steps", type=int, default=10, help="timed")
+    add("--warmup", type=int, default=4, help="steps before them")
+    add("--lr", type=float, default=1e-4)
+    add("--row-bound", type=float, help="flashmoe.row_bound: no host wait in the forward")
+    add("--bound", type=float, default=2e-2, help="largest relative distance of two losses")
+    add("--limit-s", type=float, default=60, help="for building and training one engine")
+    add("--commit", help="what is measured, where the checkout has no git")
+    add("--out", type=Path, help="file that takes one JSON object per run")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    device = start()
+    num_ranks = dist.get_world_size()
+    release_of_deepspeed = importlib.metadata.version("deepspeed")
+    record = Record(
+        options.out,
+        **common.machine(options.commit),
+        deepspeed=release_of_deepspeed,
+        command=" ".join(["tools.bench.bench_deepspeed", *arguments]),
+        num_ranks=num_ranks,
+    )
+    text = read_text(8)
+    log(f"{num_ranks} ranks on {device.type}, DeepSpeed {release_of_deepspeed}")
+    rows, failures = [], []
+    for family in options.families:
+        for name in options.shapes:
+            shape = {**SHAPES, **SMALL}[name]
+            setup = Setup(
+                family,
+                shape,
+                num_layers=options.num_layers,
+                sequence=min(4096, shape.tokens // 2),
+                ep_size=num_ranks,
+                lr=options.lr,
+            )
+            # torch's grouped GEMM and the activation that DeepSpeed runs after it are for GPUs.
+            kinds = [experts for experts in KINDS[family] if HAS_GPU or not experts.grouped_mm]
+            runs: list[Run] = []
+            for experts in kinds:
+                run = train(setup, experts, text, device, options)
+                runs.append(run)
+                distance = largest_distance(run, runs[0])
+                if not distance <= options.bound:
+                    failures.append(f"{family}, {name}, {run.experts}: {distance:.2e}")
+                record.write(
+                    measurement="training steps",
+                    family=family,
+                    shape=name,
+                    **vars(shape),
+                    num_layers=setup.num_layers,
+                    zero=setup.zero,
+                    capacity_factor=setup.capacity_factor if family == "native" else None,
+                    warmup=options.warmup,
+                    largest_distance=distance,
+                    **rounded(run),
+                )
+            print_losses(f"{family}, {name}", runs)
+            rows.append((family, name, runs))
+    print_times(rows, options.warmup)
+    for failure in failures:
+        log(f"failed: losses further apart than {options.bound}: {failure}")
+    log("losses agree" if not failures else "losses do not agree")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 1 if failures else 0
+
+
+def rounded(run: Run) -> dict[str, Any]:
+    """For a record: times in microseconds, losses in five decimals."""
+    return {
+        **asdict(run),
+        "step_ms": [round(ms, 3) for ms in run.step_ms],
+        "model_ms": [round(ms, 3) for ms in run.model_ms],
+        "losses": [round(loss, 5) for loss in run.losses],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,319 @@
+"""The layer's time on 2 GPUs, against which overlap efficiency is measured.
+
+Overlap efficiency Oe = T(2) / T(N) needs a time that no run on N GPUs can measure, so it is
+measured once by ``flashmoe_megatron.calibrate`` and kept in a file of JSON. Nothing is ever
+estimated in its place: what is not in the file is an error at start-up, or an absent metric.
+"""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction
+
+FORMAT = "flashmoe-calibration"
+VERSION = 1
+MOST = 1e15
+"""No number in a file is larger."""
+DTYPES = ("bfloat16", "float32", "float64")
+TOKEN_TOLERANCE = 0.01
+"""How far the mean number of tokens of a launch may be from the calibrated one, relative."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One measurement on 2 GPUs.
+
+    Attributes:
+        hidden: Model width.
+        intermediate: FFN width of one expert.
+        num_experts: Experts of the group.
+        topk: Experts of a token.
+        activation: Name of the activation.
+        gated: Whether the FFN is gated.
+        num_tokens: Tokens of each of the 2 ranks in one launch.
+        gpu: Name of the GPU, as the driver gives it.
+        dtype: Of the tokens, "bfloat16", "float32" or "float64".
+        direction: "forward" or "backward".
+        time_ms: Mean time of one launch, as the metric ``kernel_ms`` has it.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    topk: int
+    activation: str
+    gated: bool
+    num_tokens: int
+    gpu: str
+    dtype: str
+    direction: Direction
+    time_ms: float
+
+    @classmethod
+    def of(
+        cls,
+        config: MoEConfig,
+        *,
+        num_tokens: int,
+        gpu: str,
+        dtype: str,
+        direction: Direction,
+        time_ms: float,
+    ) -> "Entry":
+        """The entry of a measured layer.
+
+        Args:
+            config: The layer's shape, on 2 ranks.
+            num_tokens: See the attributes, as the others.
+            gpu: See there.
+            dtype: See there.
+            direction: See there.
+            time_ms: See there.
+
+        Raises:
+            ConfigError: The layer is not on 2 ranks, or the time is none.
+        """
+        if config.num_ranks != 2:
+            raise ConfigError(f"calibrated on {config.num_ranks} ranks, wanted 2: Oe = T(2) / T(N)")
+        values = {
+            **_shape_of(config),
+            "num_tokens": num_tokens,
+            "gpu": gpu,
+            "dtype": dtype,
+            "direction": direction,
+            "time_ms": time_ms,
+        }
+        return _parse_entry(values, where="this measurement")
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What a layer has to equal."""
+        return {name: getattr(self, name) for name in _SHAPE}
+
+    def describe(self) -> str:
+        """One phrase for messages."""
+        gate = "gated " if self.gated else ""
+        return (
+            f"H={self.hidden} F={self.intermediate} E={self.num_experts} top-{self.topk} "
+            f"{gate}{self.activation}, {self.num_tokens} tokens, {self.dtype}, {self.direction}, "
+            f"on {self.gpu}"
+        )
+
+
+_SHAPE = ("hidden", "intermediate", "num_experts", "topk", "activation", "gated")
+
+
+def _shape_of(config: MoEConfig) -> dict[str, Any]:
+    shape = {name: getattr(config, name) for name in _SHAPE}
+    return {**shape, "activation": config.activation.value}
+
+
+class Calibration:
+    """What a file says, for one kind of GPU and one dtype.
+
+    Args:
+        entries: Of the file.
+        gpu: This machine's GPU.
+        dtype: Of the run's tokens.
+    """
+
+    def __init__(self, entries: Iterable[Entry], *, gpu: str, dtype: str) -> None:
+        self._entries = [one for one in entries if (one.gpu, one.dtype) == (gpu, dtype)]
+
+    def time_ms(
+        self, config: MoEConfig, direction: Direction, *, num_tokens: float
+    ) -> float | None:
+        """T(2) of a layer, ``None`` if nobody measured it.
+
+        Args:
+            config: The layer's shape, on any number of ranks.
+            direction: "forward" or "backward".
+            num_tokens: Mean tokens of one rank and launch; within 1 % of what was measured.
+        """
+        for entry in self._entries:
+            near = abs(num_tokens - entry.num_tokens) <= TOKEN_TOLERANCE * entry.num_tokens
+            if near and entry.direction == direction and entry.shape == _shape_of(config):
+                return entry.time_ms
+        return None
+
+
+def load_calibration(
+    path: str | Path,
+    configs: Iterable[MoEConfig],
+    *,
+    gpu: str,
+    dtype: str,
+    num_tokens: int | None = None,
+) -> Calibration:
+    """Reads the file for a run.
+
+    Args:
+        path: Of the file.
+        configs: Shapes of the run's layers.
+        gpu: Name of this machine's GPU.
+        dtype: Of the run's tokens.
+        num_tokens: Tokens of one rank and launch, if they are known beforehand.
+
+    Returns:
+        The times that concern the run.
+
+    Raises:
+        ConfigError: The file cannot be read, is not what it should be, or has no forward of a
+            layer with this shape, GPU and dtype; says what it has.
+    """
+    entries = read_entries(path)
+    for config in dict.fromkeys(configs):
+        wanted = {**_shape_of(config), "gpu": gpu, "dtype": dtype, "direction": "forward"}
+        if num_tokens is not None:
+            wanted["num_tokens"] = num_tokens
+        if not any(_differs(entry, wanted) is None for entry in entries):
+            _refuse(Path(path), entries, wanted)
+    return Calibration(entries, gpu=gpu, dtype=dtype)
+
+
+def _differs(entry: Entry, wanted: Mapping[str, Any]) -> str | None:
+    """The first field in which an entry is not what is wanted."""
+    return next((name for name, want in wanted.items() if getattr(entry, name) != want), None)
+
+
+def _refuse(path: Path, entries: list[Entry], wanted: Mapping[str, Any]) -> None:
+    def agreement(entry: Entry) -> int:
+        return sum(getattr(entry, name) == want for name, want in wanted.items())
+
+    nearest = max(entries, key=agreement)
+    different = ", ".join(
+        f"{name} {getattr(nearest, name)!r} and not {want!r}"
+        for name, want in wanted.items()
+        if getattr(nearest, name) != want
+    )
+    raise ConfigError(
+        f"calibration file {path}: none of its {len(entries)} entries is of this run. The nearest "
+        f"({nearest.describe()}) has {different}. Measure this layer on 2 GPUs with "
+        "python -m flashmoe_megatron.calibrate, or leave the file out"
+    )
+
+
+def read_entries(path: str | Path) -> list[Entry]:
+    """Reads and checks a file.
+
+    Args:
+        path: Of the file.
+
+    Returns:
+        Its entries, at least one.
+
+    Raises:
+        ConfigError: It cannot be read, or is not what it should be; says where.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"calibration file {path}: cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.keys() != {"format", "version", "entries"}:
+        got = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
+        raise ConfigError(
+            f"calibration file {path}: got {got}, wanted an object of format, version and entries"
+        )
+    if content["format"] != FORMAT or content["version"] != VERSION:
+        raise ConfigError(
+            f"calibration file {path}: format {content['format']!r} of version "
+            f"{content['version']!r}, wanted {FORMAT!r} of version {VERSION}"
+        )
+    if not isinstance(content["entries"], list) or not content["entries"]:
+        raise ConfigError(f"calibration file {path}: it has no list of entries, wanted at least 1")
+    entries = [
+        _parse_entry(values, where=f"calibration file {path}, entry {index}")
+        for index, values in enumerate(content["entries"])
+    ]
+    keys = [_key(entry) for entry in entries]
+    for index, key in enumerate(keys):
+        if key in keys[:index]:
+            raise ConfigError(
+                f"calibration file {path}: {entries[index].describe()} is there twice, wanted once"
+            )
+    return entries
+
+
+def write_entries(path: str | Path, entries: Iterable[Entry]) -> None:
+    """Adds entries to a file, or makes it; those of the same layer and machine are replaced.
+
+    The file is complete at every moment: it is written under another name and then renamed.
+
+    Args:
+        path: Of the file; its folder exists.
+        entries: What was measured.
+
+    Raises:
+        ConfigError: A file is there that is not one of these, or it cannot be written.
+    """
+    path = Path(path)
+    merged = {_key(entry): entry for entry in (read_entries(path) if path.exists() else [])}
+    merged |= {_key(entry): entry for entry in entries}
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "entries": [dataclasses.asdict(entry) for entry in merged.values()],
+    }
+    try:
+        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1, allow_nan=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            Path(draft).chmod(0o644)  # mkstemp gives it to its owner alone
+            Path(draft).replace(path)
+        except BaseException:
+            Path(draft).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"calibration file {path}: cannot be written: {error}") from error
+
+
+def _key(entry: Entry) -> tuple[Any, ...]:
+    return dataclasses.astuple(dataclasses.replace(entry, time_ms=1.0))
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number")
+
+
+_FIELDS: dict[str, type] = {
+    **dict.fromkeys(("hidden", "intermediate", "num_experts", "topk", "num_tokens"), int),
+    **dict.fromkeys(("activation", "gpu", "dtype", "direction"), str),
+    "gated": bool,
+    "time_ms": float,
+}
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "activation": tuple(activation.value for activation in Activation),
+    "dtype": DTYPES,
+    "direction": DIRECTIONS,
+}
+
+
+def _parse_entry(values: Any, *, where: str) -> Entry:
+    if not isinstance(values, dict) or values.keys() != _FIELDS.keys():
+        got = sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
+        raise ConfigError(f"{where}: got {got}, wanted an object of {sorted(_FIELDS)}")
+    for name, kind in _FIELDS.items():
+        value = values[name]
+        kinds = (float, int) if kind is float else (kind,)
+        if type(value) not in kinds:
+            raise ConfigError(f"{where}: {name} is {value!r}, wanted {kind.__name__}")
+        if kind in (int, float) and not 0 < value <= MOST:
+            raise ConfigError(f"{where}: {name} is {value!r}, wanted above 0, at most {MOST:.0e}")
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ConfigError(f"{where}: {name} is {value!r}, wanted one of {_CHOICES[name]}")
+        if name == "gpu" and not value:
+            raise ConfigError(f"{where}: gpu is empty, wanted the GPU's name")
+    return Entry(**values)

@@ -1,0 +1,164 @@
+"""From sums over launches to the metrics of the registry."""
+
+from collections.abc import Iterable, Iterator
+
+from flashmoe_megatron.telemetry.calibration import Calibration
+from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction
+from flashmoe_megatron.telemetry.registry import find_metric, key_of
+from flashmoe_megatron.telemetry.totals import PHASES, LaunchTotals, Totals
+
+MIB = 2**20
+
+Named = tuple[str, dict[str, object], float]
+"""Name of a metric, what its key takes, and the value."""
+
+
+def compute_metrics(
+    totals: Totals, chosen: Iterable[str], calibration: Calibration | None = None
+) -> dict[str, float]:
+    """Every chosen metric that can be told.
+
+    Args:
+        totals: Of one rank, or reduced over ranks.
+        chosen: Names of metrics.
+        calibration: Times on 2 GPUs, for the overlap efficiency.
+
+    Returns:
+        Values by key; what was not measured has none.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
+    wanted = {find_metric(name).name for name in chosen}
+    found = (*_of_directions(totals), *_of_overlap(totals, calibration), *_of_all(totals))
+    return {key_of(name, **values): value for name, values, value in found if name in wanted}
+
+
+def _of_directions(totals: Totals) -> Iterator[Named]:
+    for direction in DIRECTIONS:
+        given: dict[str, object] = {"direction": direction}
+        by_layer = {
+            layer: totals.launches[layer, direction]
+            for layer in totals.layout.layers
+            if totals.launches[layer, direction].launches
+        }
+        if not by_layer:
+            continue
+        whole = LaunchTotals()
+        for layer, one in by_layer.items():
+            whole += one
+            mean_ms = one.duration_ns / one.launches / 1e6
+            yield "layer_kernel_ms", {**given, "layer": layer}, mean_ms
+        for name, value in _of_launches(whole):
+            yield name, given, value
+        longest = max(totals.longest_ns[layer, direction] for layer in by_layer)
+        yield "kernel_ms_max", given, longest / 1e6
+        for phase, spent, of in zip(PHASES, whole.phase_ns, whole.phase_of_ns, strict=True):
+            if of:
+                yield "phase_share", {**given, "phase": phase.value}, spent / of
+
+
+def _of_launches(whole: LaunchTotals) -> Iterator[tuple[str, float]]:
+    count = whole.launches
+    yield "kernel_ms", whole.duration_ns / count / 1e6
+    yield "mib_sent", whole.sent_bytes / count / MIB
+    yield "padded_mib", whole.padded_bytes / count / MIB
+    yield "aligned_mib", whole.aligned_bytes / count / MIB
+    if whole.padded_bytes:
+        yield "payload_efficiency", whole.sent_bytes / whole.padded_bytes
+        yield "aligned_payload_efficiency", whole.sent_bytes / whole.aligned_bytes
+    if whole.overlap_ns:
+        yield "exposed_wait_ms", whole.exposed_ns / whole.overlap_launches / 1e6
+        yield "communication_ms", whole.overlap_ns / whole.overlap_launches / 1e6
+        yield "hidden_communication", max(0.0, 1 - whole.exposed_ns / whole.overlap_ns)
+    if whole.sm_ns:
+        yield "sm_utilization", whole.resident_ns / whole.sm_ns
+        yield "tensor_core_fed", whole.fed_ns / whole.sm_ns
+    if whole.duration_ns:
+        yield "tflops", whole.flops / whole.duration_ns / 1e3
+
+
+def _of_overlap(totals: Totals, calibration: Calibration | None) -> Iterator[Named]:
+    if calibration is None:
+        return
+    for direction in DIRECTIONS:
+        on_two = here = 0.0
+        for layer, place in totals.layout.layers.items():
+            one = totals.launches[layer, direction]
+            if not one.launches:
+                continue
+            tokens = one.num_tokens / one.launches
+            t2_ms = calibration.time_ms(place.config, direction, num_tokens=tokens)
+            if t2_ms is not None:
+                on_two += t2_ms * 1e6 * one.launches
+                here += one.duration_ns
+        if here:
+            yield "overlap_efficiency", {"direction": direction}, on_two / here
+
+
+def _of_all(totals: Totals) -> Iterator[Named]:
+    whole = LaunchTotals()
+    for one in totals.launches.values():
+        whole += one
+    if whole.rows_routed:
+        yield "deduplication", {}, whole.rows_fetched / whole.rows_routed
+    if whole.tile_rows:
+        yield "row_fill", {}, whole.num_rows / whole.tile_rows
+    if totals.heap_bytes:
+        yield "heap_mib", {}, totals.heap_bytes / MIB
+    if totals.routes_chosen:
+        yield "dropped_routes", {}, 1 - totals.routes_kept / totals.routes_chosen
+    tokens = _tokens(totals)
+    if totals.seconds and tokens:
+        yield "tokens_per_second", {}, tokens / totals.seconds
+    if whole.launches:
+        per_rank = whole.launches / totals.layout.num_ranks
+        for source, row in enumerate(totals.bytes_between):
+            for target, sent in enumerate(row):
+                if source != target:
+                    between: dict[str, object] = {"source": source, "target": target}
+                    yield "mib_between", between, sent / per_rank / MIB
+    yield from _of_experts(totals)
+
+
+def _tokens(totals: Totals) -> float:
+    """Tokens through each layer, the mean over layers."""
+
+    def by_layer(direction: Direction) -> list[float]:
+        counts = (totals.launches[layer, direction].num_tokens for layer in totals.layout.layers)
+        return [count for count in counts if count]
+
+    counts = by_layer("backward") or by_layer("forward")
+    return sum(counts) / len(counts) if counts else 0.0
+
+
+def _of_experts(totals: Totals) -> Iterator[Named]:
+    """Rows of experts per launch of their rank, whose launches are the group's."""
+    everyone: list[float] = []
+    expert_imbalance = rank_imbalance = 0.0
+    for layer, place in totals.layout.layers.items():
+        launches = sum(totals.launches[layer, direction].launches for direction in DIRECTIONS)
+        if not launches:
+            continue
+        per_rank = launches / place.config.num_ranks
+        rows = [count / per_rank for count in totals.expert_rows[layer]]
+        everyone += rows
+        for expert, count in enumerate(rows):
+            yield "expert_rows", {"layer": layer, "expert": expert}, count
+        local = place.config.num_local_experts
+        by_rank = [sum(rows[first : first + local]) for first in range(0, len(rows), local)]
+        expert_imbalance = max(expert_imbalance, _imbalance(rows))
+        rank_imbalance = max(rank_imbalance, _imbalance(by_rank))
+    if everyone:
+        yield "expert_rows_min", {}, min(everyone)
+        yield "expert_rows_mean", {}, sum(everyone) / len(everyone)
+        yield "expert_rows_max", {}, max(everyone)
+    if expert_imbalance:
+        yield "expert_imbalance", {}, expert_imbalance
+        yield "rank_imbalance", {}, rank_imbalance
+
+
+def _imbalance(counts: list[float]) -> float:
+    """Greatest over mean, 0 if there is nothing."""
+    total = sum(counts)
+    return max(counts) * len(counts) / total if total else 0.0

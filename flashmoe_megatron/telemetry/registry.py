@@ -1,0 +1,380 @@
+"""Every metric by name: key, unit, which way is better, how it is defined and where that is from.
+
+"Launches" below are those of all ranks since the last report. A phase is the mean over a launch's
+CTAs (see :class:`~flashmoe_megatron.telemetry.record.Phase`). A metric whose ingredients were not
+measured is absent, never 0.
+"""
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+from flashmoe_megatron.errors import ConfigError
+
+PREFIX = "flashmoe/"
+"""Begins every key."""
+
+Better = Literal["higher", "lower", "neither"]
+Reduction = Literal["sum", "mean", "ratio of sums", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What one name stands for.
+
+    Attributes:
+        name: What a user chooses it by.
+        key: What loggers show, without the prefix; one key for every value of what is in braces.
+        unit: Of the value; "1" for ratios and shares.
+        better: Which way is better.
+        reduction: How the figures of launches and ranks become one.
+        definition: The formula, in words.
+        source: Where the formula is from.
+        is_detail: Left out unless asked for: one key for each layer, peer, expert or phase.
+    """
+
+    name: str
+    key: str
+    unit: str
+    better: Better
+    reduction: Reduction
+    definition: str
+    source: str
+    is_detail: bool = False
+
+
+_OURS = "this package"
+_PAPER = "FlashMoE, arXiv:2506.04667"
+_CLOCK = "the GPU's clock, read inside the launch"
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric(
+            "kernel_ms",
+            "{direction}/kernel_ms",
+            "ms",
+            "lower",
+            "mean",
+            "time of one launch, from its first CTA's begin to its last CTA's end; the launch that "
+            "computes the weights' gradients is not in it",
+            _CLOCK,
+        ),
+        Metric(
+            "kernel_ms_max",
+            "{direction}/kernel_ms_max",
+            "ms",
+            "lower",
+            "max",
+            "the longest launch of any rank and layer",
+            _CLOCK,
+        ),
+        Metric(
+            "layer_kernel_ms",
+            "{direction}/layer_{layer}/kernel_ms",
+            "ms",
+            "lower",
+            "mean",
+            "kernel_ms of one layer",
+            _CLOCK,
+            is_detail=True,
+        ),
+        Metric(
+            "hidden_communication",
+            "{direction}/hidden_communication",
+            "1",
+            "higher",
+            "ratio of sums",
+            "1 - exposed_wait_ms / communication_ms, at least 0: the share of the communication's "
+            "time that the processors did not spend waiting for it",
+            "measured inside one run; FlashMoE and its kin call it overlap",
+        ),
+        Metric(
+            "exposed_wait_ms",
+            "{direction}/exposed_wait_ms",
+            "ms",
+            "lower",
+            "mean",
+            "processors' time lost to communication: the smaller of ROWS_WAIT (the loader waited "
+            "for rows) and HEAD + STAGE_WAIT (the processors had nothing to do), plus TAIL; the "
+            "wait for peers that begin late is before the first ROWS_WAIT and not in it",
+            _OURS,
+        ),
+        Metric(
+            "communication_ms",
+            "{direction}/communication_ms",
+            "ms",
+            "lower",
+            "mean",
+            "time that a CTA's communication roles were busy: DISPATCH + DELIVER + REDUCE",
+            _OURS,
+        ),
+        Metric(
+            "phase_share",
+            "{direction}/phase/{phase}",
+            "1",
+            "neither",
+            "ratio of sums",
+            "a phase's time over the launch's; roles run beside each other, so shares do not add "
+            "up to 1",
+            _OURS,
+            is_detail=True,
+        ),
+        Metric(
+            "overlap_efficiency",
+            "{direction}/overlap_efficiency",
+            "1",
+            "higher",
+            "ratio of sums",
+            "Oe = T(2) / T(N): the layer's time on 2 GPUs, from the calibration file, over "
+            "kernel_ms here, at equal tokens per GPU",
+            f"{_PAPER}, section 4",
+        ),
+        Metric(
+            "sm_utilization",
+            "{direction}/sm_utilization",
+            "1",
+            "higher",
+            "ratio of sums",
+            "share of the SMs' time in which they had at least one warp in flight: CTAs times "
+            "their mean time over SMs times the launch's. A persistent kernel has it near 1 by "
+            "construction; what is missing is SMs left to other kernels and CTAs that left early",
+            f"{_PAPER}, section 4",
+        ),
+        Metric(
+            "tensor_core_fed",
+            "{direction}/tensor_core_fed",
+            "1",
+            "higher",
+            "ratio of sums",
+            "share of the SMs' time in which the main loops ran with operands at hand: CTAs times "
+            "GEMM (without STAGE_WAIT) over SMs times the launch's. Taken rather than FLOPs over "
+            "peak because both sides are of one launch and clock, and no data sheet's rate that "
+            "the GPU cannot hold is in it",
+            _OURS,
+        ),
+        Metric(
+            "tflops",
+            "{direction}/tflops",
+            "TFLOP/s per GPU",
+            "higher",
+            "ratio of sums",
+            "FLOPs of the routed rows' two projections, pads and weights' gradients left out, over "
+            "kernel_ms",
+            "2 * rows * hidden * (fc1 rows + intermediate)",
+        ),
+        Metric(
+            "tokens_per_second",
+            "tokens_per_second",
+            "1/s",
+            "higher",
+            "sum",
+            "tokens of all ranks through each MoE layer, the mean over layers, over the host's "
+            "time since the last report; those of backward launches where there are any, so that "
+            "recomputation does not count twice",
+            _OURS,
+        ),
+        Metric(
+            "mib_sent",
+            "{direction}/mib_sent",
+            "MiB per rank and launch",
+            "lower",
+            "mean",
+            "rows that crossed a link, in dispatch and combine, times their bytes",
+            "counted in the kernel",
+        ),
+        Metric(
+            "padded_mib",
+            "{direction}/padded_mib",
+            "MiB per rank and launch",
+            "neither",
+            "mean",
+            "what a padded all-to-all would have sent: every expert of another rank gets its "
+            "capacity, filled or not, in dispatch and in combine. Capacity as Megatron's "
+            "drop-and-pad has it, with the run's factor, else 1, at which it would drop tokens "
+            "wherever routing is uneven",
+            "Megatron-Core's --moe-pad-expert-input-to-capacity",
+        ),
+        Metric(
+            "aligned_mib",
+            "{direction}/aligned_mib",
+            "MiB per rank and launch",
+            "neither",
+            "mean",
+            "the same with the capacity rounded up to tiles of 128 rows",
+            f"{_PAPER}, section 3.2.1",
+        ),
+        Metric(
+            "payload_efficiency",
+            "{direction}/payload_efficiency",
+            "1",
+            "lower",
+            "ratio of sums",
+            "mib_sent / padded_mib",
+            f"{_PAPER}, section 3.2",
+        ),
+        Metric(
+            "aligned_payload_efficiency",
+            "{direction}/aligned_payload_efficiency",
+            "1",
+            "lower",
+            "ratio of sums",
+            "mib_sent / aligned_mib",
+            f"{_PAPER}, section 3.2.1",
+        ),
+        Metric(
+            "mib_between",
+            "mib/rank_{source}_to_{target}",
+            "MiB per launch",
+            "lower",
+            "mean",
+            "bytes from one rank of an expert-parallel group to another, sent by the first and "
+            "received by the second; rows alone, as in mib_sent. Groups of one size are averaged",
+            "counted in the kernel",
+            is_detail=True,
+        ),
+        Metric(
+            "deduplication",
+            "deduplication",
+            "1",
+            "lower",
+            "ratio of sums",
+            "rows fetched over routed rows: 1 if each of a token's experts gets its own copy, less "
+            "where experts of one rank share one. A rank's own tokens are counted on both sides",
+            "counted in the kernel",
+        ),
+        Metric(
+            "row_fill",
+            "row_fill",
+            "1",
+            "higher",
+            "ratio of sums",
+            "routed rows over rows of the tiles of 128 that hold them; pads are in the receiver's "
+            "memory alone",
+            _OURS,
+        ),
+        Metric(
+            "expert_rows_min",
+            "expert_rows/min",
+            "rows per launch",
+            "neither",
+            "min",
+            "rows of the emptiest expert of any layer",
+            "counted in the kernel",
+        ),
+        Metric(
+            "expert_rows_mean",
+            "expert_rows/mean",
+            "rows per launch",
+            "neither",
+            "mean",
+            "rows of an expert, the mean over experts and layers",
+            "counted in the kernel",
+        ),
+        Metric(
+            "expert_rows_max",
+            "expert_rows/max",
+            "rows per launch",
+            "neither",
+            "max",
+            "rows of the fullest expert of any layer",
+            "counted in the kernel",
+        ),
+        Metric(
+            "expert_rows",
+            "layer_{layer}/expert_rows/{expert}",
+            "rows per launch",
+            "neither",
+            "mean",
+            "rows of each expert",
+            "counted in the kernel",
+            is_detail=True,
+        ),
+        Metric(
+            "expert_imbalance",
+            "expert_imbalance",
+            "1",
+            "lower",
+            "max",
+            "rows of a layer's fullest expert over the mean of its experts, in the worst layer",
+            "Megatron-Core's and DeepSpeed's load imbalance",
+        ),
+        Metric(
+            "rank_imbalance",
+            "rank_imbalance",
+            "1",
+            "lower",
+            "max",
+            "the same over ranks of the expert-parallel group, which wait for the fullest",
+            _OURS,
+        ),
+        Metric(
+            "dropped_routes",
+            "dropped_routes",
+            "1",
+            "lower",
+            "ratio of sums",
+            "routes that the router gave up at its capacity over those that it chose, where the "
+            "framework tells",
+            "DeepSpeed's gates",
+        ),
+        Metric(
+            "heap_mib",
+            "heap_mib",
+            "MiB",
+            "lower",
+            "max",
+            "high-water mark of the symmetric heap on any rank; it never shrinks",
+            _OURS,
+        ),
+    )
+}
+
+
+def find_metric(name: str) -> Metric:
+    """A metric by its name.
+
+    Raises:
+        ConfigError: There is none; names the nearest.
+    """
+    if name not in METRICS:
+        (nearest,) = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
+        raise ConfigError(
+            f"unknown metric {name!r}: the nearest is {nearest!r}; wanted some of "
+            f"{', '.join(METRICS)}, or default, all, none"
+        )
+    return METRICS[name]
+
+
+def choose_metrics(choice: str) -> frozenset[str]:
+    """Reads what a user chose.
+
+    Args:
+        choice: "default" (all but details), "all", "none", or names with commas between them, of
+            which one may be "default".
+
+    Returns:
+        Names of metrics.
+
+    Raises:
+        ConfigError: A name is unknown, or there is none.
+    """
+    if choice == "none":
+        return frozenset()
+    chosen: set[str] = set()
+    for name in (part.strip() for part in choice.split(",")):
+        if name in ("default", "all"):
+            chosen |= {key for key, one in METRICS.items() if name == "all" or not one.is_detail}
+        else:
+            chosen.add(find_metric(name).name)
+    return frozenset(chosen)
+
+
+def key_of(name: str, **values: object) -> str:
+    """What loggers show for a metric.
+
+    Args:
+        name: Of the metric.
+        **values: For what is in braces in its key.
+    """
+    return PREFIX + find_metric(name).key.format(**values)

@@ -1,0 +1,117 @@
+"""Where metrics are written; whatever happens to one of these, training goes on."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from flashmoe_megatron.telemetry.registry import PREFIX
+
+logger = logging.getLogger("flashmoe_megatron")
+
+STEP_KEY = f"{PREFIX}step"
+"""The step that values are of, in loggers that take the step at which they are told."""
+
+
+class Sink(Protocol):
+    """Takes the metrics of one report."""
+
+    def write(self, values: Mapping[str, float], *, step: int, now: int) -> None:
+        """Writes them.
+
+        Args:
+            values: By key.
+            step: That the values are of.
+            now: The framework's step, which for loggers with one clock must not go back.
+        """
+        ...
+
+
+class JsonLines:
+    """One line of JSON for every report, in a file that grows.
+
+    A line is complete once it is written, so a run that dies keeps all but the last report; one
+    that resumes goes on in the same file.
+
+    Args:
+        path: Of the file; its folder is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, values: Mapping[str, float], *, step: int, now: int) -> None:
+        """See :class:`Sink`."""
+        line = json.dumps({"step": step, "time": time.time(), **values})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+class WandbSink:
+    """A wandb run, with our steps as the axis of our charts.
+
+    Args:
+        run: The module ``wandb`` after ``init``, or a run of it.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._is_defined = False
+
+    def write(self, values: Mapping[str, float], *, step: int, now: int) -> None:
+        """See :class:`Sink`."""
+        if not self._is_defined:
+            self._run.define_metric(STEP_KEY, hidden=True)
+            self._run.define_metric(f"{PREFIX}*", step_metric=STEP_KEY)
+            self._is_defined = True
+        self._run.log({**values, STEP_KEY: step}, step=now)
+
+
+class TensorBoardSink:
+    """A TensorBoard writer.
+
+    Args:
+        writer: ``torch.utils.tensorboard.SummaryWriter`` or its like.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def write(self, values: Mapping[str, float], *, step: int, now: int) -> None:
+        """See :class:`Sink`."""
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+
+class Guarded:
+    """Another sink, given up with one warning when it fails.
+
+    Args:
+        sink: Writes.
+        name: For the warning.
+        kept: Where the values are kept all the same, for the warning.
+    """
+
+    def __init__(self, sink: Sink, name: str, kept: str = "") -> None:
+        self._sink: Sink | None = sink
+        self._name = name
+        self._kept = kept
+
+    def write(self, values: Mapping[str, float], *, step: int, now: int) -> None:
+        """See :class:`Sink`."""
+        if self._sink is None:
+            return
+        try:
+            self._sink.write(values, step=step, now=now)
+        except Exception as error:  # noqa: BLE001 - no logger's failure is worth a training run
+            self._sink = None
+            logger.warning(
+                "%s takes no more metrics of flashmoe: %s: %s; training goes on%s",
+                self._name,
+                type(error).__name__,
+                error,
+                self._kept and f", and {self._kept} has them",
+            )

@@ -1,0 +1,291 @@
+"""Sums over launches, in a form that can be added up over ranks.
+
+Everything a metric needs is a sum or a maximum, so that ranks exchange two vectors of equal length
+whatever they did, and ratios are formed once, at the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.planner import expert_capacity
+from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction, LaunchRecord, Phase
+
+PHASES = tuple(Phase)
+_PROCESSORS = (Phase.HEAD, Phase.STAGE_WAIT, Phase.GEMM, Phase.EPILOGUE, Phase.TAIL)
+_COMMUNICATION = (Phase.DISPATCH, Phase.DELIVER, Phase.REDUCE)
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """A layer, as one of its ranks sees it.
+
+    Attributes:
+        config: Its shape; ``max_tokens`` does not count.
+        rank: This rank in the layer's expert-parallel group.
+        element_bytes: Of an element of a row.
+        capacity_factor: For what padding would have sent.
+        num_sms: Multiprocessors of the GPU, 0 if it is none.
+    """
+
+    config: MoEConfig
+    rank: int
+    element_bytes: int = 2
+    capacity_factor: float = 1.0
+    num_sms: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.config.hidden * self.element_bytes
+
+    def padded_bytes(self, num_tokens: int, *, tile: int = 1) -> int:
+        """What this rank would have sent in one launch if it padded to capacity.
+
+        Args:
+            num_tokens: This rank's tokens.
+            tile: What the capacity is rounded up to.
+
+        Returns:
+            Bytes to other ranks, in dispatch and combine.
+        """
+        config = self.config
+        capacity = expert_capacity(
+            num_tokens, config.topk, config.num_experts, self.capacity_factor
+        )
+        remote_experts = config.num_experts - config.num_local_experts
+        return 2 * remote_experts * align_capacity(capacity, tile) * self.row_bytes
+
+
+@dataclass
+class LaunchTotals:
+    """Sums over the launches of one layer and direction.
+
+    Attributes:
+        launches: Their number.
+        duration_ns: Their time.
+        num_tokens: Tokens of the ranks that launched.
+        num_rows: Routed rows received.
+        tile_rows: Rows of the tiles that hold them.
+        flops: Of both projections of the routed rows.
+        sent_bytes: What crossed a link, counted where it arrived (dispatch) or left (combine).
+        padded_bytes: What padding to capacity would have sent.
+        aligned_bytes: The same with capacities of whole tiles.
+        rows_fetched: Rows fetched, own tokens included, where these are counted.
+        rows_routed: Routed rows of the same launches.
+        overlap_launches: Launches whose communication was measured.
+        overlap_ns: Time of the communication roles in them.
+        exposed_ns: The processors' wait for it.
+        sm_ns: Time of all SMs, where their number is known and the processors were measured.
+        resident_ns: That with a CTA on it, in the same launches.
+        fed_ns: That in the main loops, in the same launches.
+        phase_ns: Each phase's time, in the order of :data:`PHASES`.
+        phase_of_ns: Duration of the launches that measured the phase.
+    """
+
+    launches: float = 0
+    duration_ns: float = 0
+    num_tokens: float = 0
+    num_rows: float = 0
+    tile_rows: float = 0
+    flops: float = 0
+    sent_bytes: float = 0
+    padded_bytes: float = 0
+    aligned_bytes: float = 0
+    rows_fetched: float = 0
+    rows_routed: float = 0
+    overlap_launches: float = 0
+    overlap_ns: float = 0
+    exposed_ns: float = 0
+    sm_ns: float = 0
+    resident_ns: float = 0
+    fed_ns: float = 0
+    phase_ns: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
+    phase_of_ns: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
+
+    def add(self, record: LaunchRecord, place: LayerPlace) -> None:
+        """Adds one launch."""
+        config = place.config
+        self.launches += 1
+        self.duration_ns += record.duration_ns
+        self.num_tokens += record.num_tokens
+        self.num_rows += record.num_rows
+        self.tile_rows += record.num_row_blocks * TILE_M
+        self.flops += 2 * record.num_rows * config.hidden * (config.fc1_rows + config.intermediate)
+        rows_sent = sum(record.rows_pulled) + sum(record.results_pushed)
+        rows_sent -= record.rows_pulled[place.rank] + record.results_pushed[place.rank]
+        self.sent_bytes += rows_sent * place.row_bytes
+        self.padded_bytes += place.padded_bytes(record.num_tokens)
+        self.aligned_bytes += place.padded_bytes(record.num_tokens, tile=TILE_M)
+        if record.rows_pulled[place.rank]:
+            self.rows_fetched += sum(record.rows_pulled)
+            self.rows_routed += record.num_rows
+        self._add_phases(record, place)
+
+    def _add_phases(self, record: LaunchRecord, place: LayerPlace) -> None:
+        phases = record.phase_ns
+        for index, phase in enumerate(PHASES):
+            if phase in phases:
+                self.phase_ns[index] += phases[phase]
+                self.phase_of_ns[index] += record.duration_ns
+        busy = sum(phases.get(phase, 0.0) for phase in _COMMUNICATION)
+        idle = phases.get(Phase.HEAD, 0.0) + phases.get(Phase.STAGE_WAIT, 0.0)
+        if busy and Phase.ROWS_WAIT in phases and Phase.TAIL in phases:
+            self.overlap_launches += 1
+            self.overlap_ns += busy
+            self.exposed_ns += min(phases[Phase.ROWS_WAIT], idle) + phases[Phase.TAIL]
+        if place.num_sms and Phase.GEMM in phases:
+            self.sm_ns += place.num_sms * record.duration_ns
+            resident = sum(phases.get(phase, 0.0) for phase in _PROCESSORS)
+            self.resident_ns += record.num_ctas * resident
+            self.fed_ns += record.num_ctas * phases[Phase.GEMM]
+
+    def values(self) -> list[float]:
+        """All sums, in one order."""
+        scalars = [getattr(self, name) for name in _SCALARS]
+        return [*scalars, *self.phase_ns, *self.phase_of_ns]
+
+    @classmethod
+    def from_values(cls, values: Sequence[float]) -> "LaunchTotals":
+        """Undoes :meth:`values`."""
+        count = len(_SCALARS)
+        middle = count + len(PHASES)
+        totals = cls(phase_ns=list(values[count:middle]), phase_of_ns=list(values[middle:]))
+        vars(totals).update(zip(_SCALARS, values[:count], strict=True))
+        return totals
+
+    def __iadd__(self, other: "LaunchTotals") -> "LaunchTotals":
+        """Adds sums to sums."""
+        summed = [a + b for a, b in zip(self.values(), other.values(), strict=True)]
+        vars(self).update(vars(LaunchTotals.from_values(summed)))
+        return self
+
+
+_SCALARS = tuple(item.name for item in fields(LaunchTotals) if not item.name.startswith("phase"))
+_LAUNCH_WIDTH = len(_SCALARS) + 2 * len(PHASES)
+
+Slot = tuple[int, Direction]
+
+
+class Layout:
+    """What all ranks agree to exchange: which layers there are, and how large they are.
+
+    Args:
+        layers: Every layer of any rank by its number, the same on every rank.
+
+    Attributes:
+        layers: As given, by ascending number.
+        num_ranks: Of the largest expert-parallel group.
+    """
+
+    def __init__(self, layers: dict[int, LayerPlace]) -> None:
+        self.layers = dict(sorted(layers.items()))
+        configs = [place.config for place in self.layers.values()]
+        self.num_ranks = max((config.num_ranks for config in configs), default=0)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Every layer and direction, in the order of the vectors."""
+        return [(layer, direction) for layer in self.layers for direction in DIRECTIONS]
+
+
+class Totals:
+    """What one rank, or all of them, did since the last report.
+
+    Args:
+        layout: Agreed by all ranks.
+        places: This rank's own layers; without one, those of the layout.
+
+    Attributes:
+        layout: As given.
+        launches: Sums for every layer and direction.
+        longest_ns: The longest launch of each.
+        expert_rows: Rows of every expert of each layer's group, by layer.
+        bytes_between: ``[source][target]``, bytes between ranks of an expert-parallel group.
+        routes_chosen: Routes that routers chose, where the framework tells.
+        routes_kept: Those that were not dropped.
+        seconds: The host's time that all this took; the longest of any rank.
+        heap_bytes: High-water mark of the symmetric heap; the highest of any rank.
+    """
+
+    def __init__(self, layout: Layout, places: dict[int, LayerPlace] | None = None) -> None:
+        self.layout = layout
+        self._places = layout.layers if places is None else places
+        self.launches: dict[Slot, LaunchTotals] = {slot: LaunchTotals() for slot in layout.slots}
+        self.longest_ns: dict[Slot, float] = dict.fromkeys(layout.slots, 0.0)
+        self.expert_rows = {
+            layer: [0.0] * place.config.num_experts for layer, place in layout.layers.items()
+        }
+        self.bytes_between = [[0.0] * layout.num_ranks for _ in range(layout.num_ranks)]
+        self.routes_chosen = 0.0
+        self.routes_kept = 0.0
+        self.seconds = 0.0
+        self.heap_bytes = 0.0
+
+    def add(self, record: LaunchRecord) -> None:
+        """Adds one launch of this rank.
+
+        Raises:
+            ConfigError: The record is of no layer of this rank, or of another shape.
+        """
+        place = self._places.get(record.layer)
+        if place is None:
+            known = ", ".join(map(str, self._places)) or "none"
+            raise ConfigError(f"a record of layer {record.layer}: this rank has layers {known}")
+        config = place.config
+        for name, got, wanted in (
+            ("experts", len(record.expert_rows), config.num_local_experts),
+            ("peers", len(record.rows_pulled), config.num_ranks),
+            ("peers", len(record.results_pushed), config.num_ranks),
+        ):
+            if got != wanted:
+                raise ConfigError(
+                    f"a record of layer {record.layer} has {got} {name}, wanted {wanted}"
+                )
+        slot = (record.layer, record.direction)
+        self.launches[slot].add(record, place)
+        self.longest_ns[slot] = max(self.longest_ns[slot], float(record.duration_ns))
+        first = place.rank * config.num_local_experts
+        for expert, rows in enumerate(record.expert_rows):
+            self.expert_rows[record.layer][first + expert] += rows
+        for peer in range(config.num_ranks):
+            if peer != place.rank:
+                pulled, pushed = record.rows_pulled[peer], record.results_pushed[peer]
+                self.bytes_between[peer][place.rank] += pulled * place.row_bytes
+                self.bytes_between[place.rank][peer] += pushed * place.row_bytes
+
+    def sums(self) -> list[float]:
+        """What is added up over ranks."""
+        return [
+            *(value for totals in self.launches.values() for value in totals.values()),
+            *(rows for experts in self.expert_rows.values() for rows in experts),
+            *(value for row in self.bytes_between for value in row),
+            self.routes_chosen,
+            self.routes_kept,
+        ]
+
+    def maxima(self) -> list[float]:
+        """Of what the greatest over ranks is taken."""
+        return [*self.longest_ns.values(), self.seconds, self.heap_bytes]
+
+    @classmethod
+    def from_vectors(
+        cls, layout: Layout, sums: Sequence[float], maxima: Sequence[float]
+    ) -> "Totals":
+        """Undoes :meth:`sums` and :meth:`maxima`."""
+        totals = cls(layout)
+        given = iter(sums)
+
+        def take(count: int) -> list[float]:
+            return [next(given) for _ in range(count)]
+
+        for slot in layout.slots:
+            totals.launches[slot] = LaunchTotals.from_values(take(_LAUNCH_WIDTH))
+        for layer, experts in totals.expert_rows.items():
+            totals.expert_rows[layer] = take(len(experts))
+        totals.bytes_between = [take(layout.num_ranks) for _ in range(layout.num_ranks)]
+        totals.routes_chosen, totals.routes_kept = take(2)
+        *longest, totals.seconds, totals.heap_bytes = maxima
+        totals.longest_ns = dict(zip(layout.slots, longest, strict=True))
+        return totals

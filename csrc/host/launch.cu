@@ -148,15 +148,10 @@ int check_group(const FlashMoEProblem* p, const FlashMoEGroup* group) {
     FLASHMOE_TRY(check_problem(p));
     FLASHMOE_TRY(check_group_struct(group));
     for (int rank = 0; rank < p->num_ranks; ++rank) {
-        if (group->heaps[rank] == nullptr) {
-            return fail(FLASHMOE_BAD_ARGUMENT, "the heap of rank %d is not mapped", rank);
-        }
+        FLASHMOE_TRY(check_pointer(group->heaps[rank], true, "a rank's heap"));
     }
-    if (group->workspace == nullptr or group->mailbox == nullptr) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "workspace %p, mailbox %p: both must be set",
-                    group->workspace, group->mailbox);
-    }
-    return FLASHMOE_OK;
+    FLASHMOE_TRY(check_pointer(group->workspace, true, "workspace"));
+    return check_pointer(group->mailbox, true, "mailbox");
 }
 
 int check_tokens(const FlashMoEProblem* p, int num_tokens) {
@@ -441,9 +436,8 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
 
 int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault) {
     FLASHMOE_TRY(check_group_struct(group));
-    if (group->mailbox == nullptr or fault == nullptr) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "mailbox or fault is null");
-    }
+    FLASHMOE_TRY(check_pointer(group->mailbox, true, "mailbox"));
+    if (fault == nullptr) return fail(FLASHMOE_BAD_ARGUMENT, "fault is null");
     const Fault& seen = static_cast<Mailbox*>(group->mailbox)->fault;
     *fault = {seen.code,  seen.role,  seen.rank,     seen.peer,
               seen.index, seen.epoch, seen.expected, seen.seen};
@@ -452,9 +446,8 @@ int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault) {
 
 int flashmoe_clear_fault(const FlashMoEGroup* group) {
     FLASHMOE_TRY(check_group_struct(group));
-    if (group->mailbox == nullptr or group->workspace == nullptr) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "mailbox or workspace is null");
-    }
+    FLASHMOE_TRY(check_pointer(group->mailbox, true, "mailbox"));
+    FLASHMOE_TRY(check_pointer(group->workspace, true, "workspace"));
     const auto stream = static_cast<cudaStream_t>(group->stream);
     FLASHMOE_TRY(check_cuda(cudaMemsetAsync(group->workspace, 0, sizeof(uint32_t), stream),
                             "clearing a fault"));
@@ -465,9 +458,8 @@ int flashmoe_clear_fault(const FlashMoEGroup* group) {
 
 int flashmoe_read_traffic(const FlashMoEGroup* group, FlashMoETraffic* traffic) {
     FLASHMOE_TRY(check_group_struct(group));
-    if (group->workspace == nullptr or traffic == nullptr) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "workspace or traffic is null");
-    }
+    FLASHMOE_TRY(check_pointer(group->workspace, true, "workspace"));
+    if (traffic == nullptr) return fail(FLASHMOE_BAD_ARGUMENT, "traffic is null");
     const auto stream = static_cast<cudaStream_t>(group->stream);
     const void* counters = static_cast<char*>(group->workspace) + Workspace::kTrafficOffset;
     FLASHMOE_TRY(check_cuda(

@@ -54,8 +54,7 @@ class Variant:
         flags: For the sources that it compiles in its own way.
         folders: Those below csrc/ whose sources these are, all if empty; the rest is shared with
             the library that is shipped.
-        hooks: A C source, relative to the checkout, that is linked in. It may use symbols of the
-            process that loads the library.
+        hooks: A C source, relative to the checkout, that is linked in.
     """
 
     name: str = ""
@@ -122,6 +121,7 @@ class KernelResources:
         registers: Per thread, before any setmaxnreg.
         shared_bytes: Static shared memory; what a launch asks for comes on top.
         stack_bytes: Local memory per thread.
+        spilled_bytes: Stored to and loaded from it because registers ran out.
     """
 
     source: str
@@ -129,6 +129,7 @@ class KernelResources:
     registers: int
     shared_bytes: int
     stack_bytes: int
+    spilled_bytes: int
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ def resources(objects: list[Object]) -> list[KernelResources]:
     pattern = re.compile(
         r"Compiling entry function '(?P<kernel>\w+)'"
         r".*?(?P<stack>\d+) bytes stack frame"
+        r", (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
         r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
         re.DOTALL,
     )
@@ -236,9 +238,49 @@ def resources(objects: list[Object]) -> list[KernelResources]:
                     int(match["registers"]),
                     int(shared[1]) if shared else 0,
                     int(match["stack"]),
+                    int(match["stores"]) + int(match["loads"]),
                 )
             )
     return found
+
+
+def run_probe(source: Path, variant: Variant = SHIPPED) -> dict[str, int]:
+    """Compiles a program that asks the kernels' headers for numbers, and runs it.
+
+    Args:
+        source: A .cu file with a ``main`` that prints "name number" lines and needs no GPU.
+        variant: Whose flags the headers see.
+
+    Returns:
+        The numbers, by name.
+
+    Raises:
+        BuildError: It does not compile.
+    """
+    toolchain = find_toolchain()
+    CACHE.mkdir(parents=True, exist_ok=True)
+    flags = [flag for flag in variant.flags if "ptxas" not in flag]
+    prefix = "-".join(part for part in ("probe", variant.name, source.stem) if part)
+    program = CACHE / f"{prefix}-{_key(toolchain, source, flags)}"
+    if not program.is_file():
+        partial = program.with_suffix(f".{os.getpid()}")
+        libraries = ["-cudart=static", *([f"-L{toolchain.lib_dir}"] if toolchain.lib_dir else [])]
+        includes = [f"-I{CSRC}", f"-isystem={toolchain.cutlass}"]
+        done = subprocess.run(
+            [toolchain.nvcc, *flags, *includes, *libraries, source, "-o", partial],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            partial.unlink(missing_ok=True)
+            raise BuildError(f"{source.name} does not build:\n{done.stdout}")
+        partial.replace(program)
+        for old in CACHE.glob(f"{prefix}-*"):
+            if old != program:
+                old.unlink(missing_ok=True)
+    out = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in map(str.split, out.splitlines())}
 
 
 def _release(nvcc: Path) -> str:
@@ -281,7 +323,7 @@ def _key(toolchain: Toolchain, source: Path, flags: list[str]) -> str:
     version = (toolchain.cutlass / "cutlass" / "version.h").read_bytes()
     digest.update(repr((toolchain.release, flags, version)).encode())
     for path in sorted(_project_files(source)):
-        digest.update(f"{path.relative_to(CSRC)}\0".encode() + path.read_bytes())
+        digest.update(f"{os.path.relpath(path, CSRC)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -337,8 +379,7 @@ def _link(toolchain: Toolchain, objects: list[Path], target: Path, variant: Vari
     target.parent.mkdir(parents=True, exist_ok=True)
     flags, sources = LINK_FLAGS, list(objects)
     if variant.hooks is not None:
-        flags = [flag for flag in LINK_FLAGS if "no-undefined" not in flag]
-        flags = [*flags, "-Xcompiler=-fPIC"]
+        flags = [*LINK_FLAGS, "-Xcompiler=-fPIC,-O2"]
         sources.append(ROOT / variant.hooks)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     done = subprocess.run(

@@ -1,0 +1,12 @@
+// Prints what each kernel asks for as dynamic shared memory, in bytes: "name bytes" a line. Runs on
+// the host alone. The plan's own launch is left out, since its need depends on the layer's shape.
+#include <cstdio>
+
+#include "flashmoe/kernel/layer.cuh"
+#include "flashmoe/kernel/wgrad.cuh"
+
+int main() {
+    std::printf("layer_kernel %zu\n", sizeof(flashmoe::LayerSmem));
+    std::printf("wgrad_kernel %zu\n", sizeof(flashmoe::WgradSmem));
+    return 0;
+}

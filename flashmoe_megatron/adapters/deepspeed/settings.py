@@ -166,7 +166,9 @@ def resolve_alias(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _key(name: object) -> str:
-    return f"{SECTION}.{name}"
+    # A misspelt one comes from a file and may hold anything; a message is one line.
+    printable = (c if c.isprintable() else ascii(c)[1:-1] for c in str(name))
+    return f"{SECTION}.{''.join(printable)}"
 
 
 def _check_bool(name: str, value: object) -> None:

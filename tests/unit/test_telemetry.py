@@ -1,0 +1,238 @@
+"""Metrics from hand-made records with known answers, and what holds for all records."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.telemetry.metrics import compute_metrics
+from flashmoe_megatron.telemetry.record import DIRECTIONS, LaunchRecord, Phase
+from flashmoe_megatron.telemetry.registry import METRICS, PREFIX, choose_metrics, key_of
+from flashmoe_megatron.telemetry.totals import LaunchTotals, Layout, Totals
+from tests.unit import records
+
+ALL = frozenset(METRICS)
+
+
+def totals_of(*launches: LaunchRecord, rank: int = 0, **place: object) -> Totals:
+    places = {3: records.place(rank, **place)}
+    totals = Totals(Layout(places), places)
+    for launch in launches:
+        totals.add(launch)
+    return totals
+
+
+def metrics_of(*launches: LaunchRecord, **place: object) -> dict[str, float]:
+    return compute_metrics(totals_of(*launches, **place), ALL)
+
+
+# Of records.RECORD: 1 ms on 128 CTAs of 132 SMs; 256 tokens of top-2 of 8 experts on 2 ranks; rows
+# of 64 elements of 2 bytes, 190 of them to and 190 from the other rank.
+KNOWN = {
+    "forward/kernel_ms": 1.0,
+    "forward/kernel_ms_max": 1.0,
+    "forward/layer_3/kernel_ms": 1.0,
+    "forward/communication_ms": 0.4,
+    # The loader waited 60 us for rows, less than the 140 us the processors were idle; 80 us tail.
+    "forward/exposed_wait_ms": 0.14,
+    "forward/hidden_communication": 1 - 0.14 / 0.4,
+    "forward/phase/gemm": 0.7,
+    "forward/phase/rows_wait": 0.06,
+    "forward/sm_utilization": 128 * 1.0 / 132,  # head, waits, main loop, epilogue and tail: 1 ms
+    "forward/tensor_core_fed": 128 * 0.7 / 132,
+    "forward/tflops": 2 * 500 * 64 * (128 + 64) / 1e-3 / 1e12,
+    "forward/mib_sent": 380 * 128 / 2**20,
+    # Capacity 256 * 2 / 8 = 64 rows for each of the 4 experts there, out and back.
+    "forward/padded_mib": 2 * 4 * 64 * 128 / 2**20,
+    "forward/aligned_mib": 2 * 4 * 128 * 128 / 2**20,
+    "forward/payload_efficiency": 380 / 512,
+    "forward/aligned_payload_efficiency": 380 / 1024,
+    "mib/rank_1_to_0": 190 * 128 / 2**20 * 2,  # one launch of one of two ranks is half a launch
+    "deduplication": 420 / 500,
+    "row_fill": 500 / 768,
+    "expert_rows/mean": 125,  # of all 8 experts, per launch of both ranks
+    "expert_rows/max": 400,
+    "expert_rows/min": 0,
+    "layer_3/expert_rows/2": 400,
+    "expert_imbalance": 200 * 8 / 500,
+    "rank_imbalance": 2.0,
+}
+
+
+@pytest.mark.parametrize("key", KNOWN)
+def test_known_answer(key: str) -> None:
+    assert metrics_of(records.RECORD)[PREFIX + key] == pytest.approx(KNOWN[key])
+
+
+def test_two_launches_are_averaged_and_the_longest_kept() -> None:
+    slow = records.record(end_ns=3_005_000, layer=3)
+    values = metrics_of(records.RECORD, slow)
+    assert values["flashmoe/forward/kernel_ms"] == pytest.approx(2.0)
+    assert values["flashmoe/forward/kernel_ms_max"] == pytest.approx(3.0)
+    # A ratio of sums, not the mean of ratios.
+    assert values["flashmoe/forward/phase/gemm"] == pytest.approx(1.4 / 4)
+    assert values["flashmoe/forward/exposed_wait_ms"] == pytest.approx(0.14)
+
+
+def test_directions_are_apart() -> None:
+    values = metrics_of(records.RECORD, records.record(direction="backward", end_ns=2_005_000))
+    assert values["flashmoe/forward/kernel_ms"] == pytest.approx(1.0)
+    assert values["flashmoe/backward/kernel_ms"] == pytest.approx(2.0)
+
+
+def test_what_was_not_measured_is_absent() -> None:
+    bare = metrics_of(records.record(phase_ns={}, rows_pulled=(0, 190)), num_sms=0)
+    for name in ("hidden_communication", "sm_utilization", "tensor_core_fed", "phase/gemm"):
+        assert f"flashmoe/forward/{name}" not in bare
+    for name in ("deduplication", "heap_mib", "tokens_per_second", "dropped_routes"):
+        assert f"flashmoe/{name}" not in bare
+    assert "flashmoe/forward/overlap_efficiency" not in bare
+    assert not any("backward" in key for key in bare)
+    assert bare["flashmoe/forward/kernel_ms"] == pytest.approx(1.0)
+
+
+def test_nothing_is_known_of_no_launches() -> None:
+    assert compute_metrics(totals_of(), ALL) == {}
+
+
+def test_exposed_wait_is_at_most_the_communication() -> None:
+    phases = {**records.RECORD.phase_ns, Phase.TAIL: 900_000.0}
+    values = metrics_of(records.record(phase_ns=phases))
+    assert values["flashmoe/forward/hidden_communication"] == 0.0
+
+
+def test_late_peers_do_not_expose_communication() -> None:
+    """Waiting for a rank that begins late is in HEAD alone: the loader waits for no rows yet."""
+    phases = {**records.RECORD.phase_ns, Phase.HEAD: 5_000_000.0}
+    values = metrics_of(records.record(phase_ns=phases, end_ns=5_905_000))
+    assert values["flashmoe/forward/exposed_wait_ms"] == pytest.approx(0.14)
+
+
+def test_one_rank_sends_nothing() -> None:
+    config = records.CONFIG
+    alone = totals_of(
+        records.record(rows_pulled=(300,), results_pushed=(300,), expert_rows=(50,) * 8),
+        config=type(config)(**{**vars(config), "num_ranks": 1}),
+    )
+    values = compute_metrics(alone, ALL)
+    assert values["flashmoe/forward/mib_sent"] == 0
+    assert "flashmoe/forward/payload_efficiency" not in values
+    assert not any("/mib/" in key for key in values)
+
+
+def test_capacity_factor_widens_what_padding_sends() -> None:
+    values = metrics_of(records.RECORD, capacity_factor=1.25)
+    assert values["flashmoe/forward/padded_mib"] == pytest.approx(2 * 4 * 80 * 128 / 2**20)
+
+
+def test_tokens_per_second_counts_recomputation_once() -> None:
+    backward = records.record(direction="backward")
+    totals = totals_of(records.RECORD, records.RECORD, backward)
+    totals.seconds = 0.5
+    assert compute_metrics(totals, ["tokens_per_second"]) == {"flashmoe/tokens_per_second": 512}
+
+
+def test_what_records_do_not_have() -> None:
+    totals = totals_of(records.RECORD)
+    totals.heap_bytes, totals.routes_chosen, totals.routes_kept = 3 * 2**20, 200, 150
+    values = compute_metrics(totals, ["heap_mib", "dropped_routes"])
+    assert values == {"flashmoe/heap_mib": 3.0, "flashmoe/dropped_routes": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer": 4}, "a record of layer 4: this rank has layers 3"),
+        ({"expert_rows": (1, 2)}, "has 2 experts, wanted 4"),
+        ({"rows_pulled": (1, 2, 3)}, "has 3 peers, wanted 2"),
+    ],
+)
+def test_a_record_of_another_layer_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        totals_of(records.record(**changes))
+
+
+def test_registry_is_complete() -> None:
+    """Every metric can be reported, and nothing is reported that is not registered."""
+    places = {3: records.place()}
+    totals = Totals(Layout(places), places)
+    for direction in DIRECTIONS:
+        totals.add(records.record(direction=direction))
+    totals.heap_bytes = totals.routes_chosen = totals.seconds = 1
+    for name in ALL - {"overlap_efficiency"}:
+        assert compute_metrics(totals, [name]), name
+        assert METRICS[name].unit
+        assert METRICS[name].definition
+        assert METRICS[name].source
+
+
+def test_choices() -> None:
+    default = choose_metrics("default")
+    assert "kernel_ms" in default
+    assert "mib_between" not in default
+    assert choose_metrics("all") == ALL
+    assert choose_metrics("none") == frozenset()
+    assert choose_metrics("default, mib_between") == default | {"mib_between"}
+    assert choose_metrics("kernel_ms") == {"kernel_ms"}
+
+
+@pytest.mark.parametrize("choice", ["kernel_time", "", "default,none", "Kernel_ms", "kernel_ms,"])
+def test_unknown_metrics_are_refused(choice: str) -> None:
+    with pytest.raises(ConfigError, match="unknown metric"):
+        choose_metrics(choice)
+
+
+def test_the_nearest_metric_is_named() -> None:
+    with pytest.raises(ConfigError, match="the nearest is 'overlap_efficiency'"):
+        choose_metrics("overlap_efficency")
+    with pytest.raises(ConfigError, match="the nearest is 'heap_mib'"):
+        compute_metrics(totals_of(), ["heap_mb"])
+    assert key_of("mib_between", source=0, target=3) == "flashmoe/mib/rank_0_to_3"
+
+
+counts = st.integers(0, 10**6)
+times = st.floats(0, 1e9)
+launches = st.builds(
+    records.record,
+    direction=st.sampled_from(DIRECTIONS),
+    end_ns=st.integers(5_000, 10**12),
+    num_ctas=st.integers(1, 132),
+    num_tokens=counts,
+    num_rows=counts,
+    num_row_blocks=counts,
+    expert_rows=st.tuples(counts, counts, counts, counts),
+    rows_pulled=st.tuples(counts, counts),
+    results_pushed=st.tuples(counts, counts),
+    phase_ns=st.dictionaries(st.sampled_from(Phase), times),
+)
+
+
+@given(st.lists(launches, max_size=4), st.lists(launches, max_size=4))
+def test_totals_of_ranks_add_up(first: list[LaunchRecord], second: list[LaunchRecord]) -> None:
+    """Adding vectors is adding launches, and the vectors' length depends on the layout alone."""
+    ranks = [totals_of(*first, rank=0), totals_of(*second, rank=1)]
+    sums = [sum(pair) for pair in zip(*(rank.sums() for rank in ranks), strict=True)]
+    maxima = [max(pair) for pair in zip(*(rank.maxima() for rank in ranks), strict=True)]
+    assert len(sums) == len(totals_of().sums())
+    both = Totals.from_vectors(ranks[0].layout, sums, maxima)
+    assert both.sums() == pytest.approx(sums)
+    assert both.maxima() == pytest.approx(maxima)
+    for slot, whole in both.launches.items():
+        parts = LaunchTotals()
+        for rank in ranks:
+            parts += rank.launches[slot]
+        assert whole.values() == pytest.approx(parts.values())
+    assert sum(both.expert_rows[3]) == pytest.approx(
+        sum(sum(launch.expert_rows) for launch in [*first, *second])
+    )
+
+
+@given(st.lists(launches, max_size=6))
+def test_shares_are_shares(some: list[LaunchRecord]) -> None:
+    values = metrics_of(*some)
+    for key, value in values.items():
+        assert value >= 0, key
+        if key.endswith("hidden_communication"):
+            assert value <= 1
+        if "imbalance" in key:
+            assert value >= 1

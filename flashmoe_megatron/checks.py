@@ -30,6 +30,7 @@ def check_tokens(
     Raises:
         ShapeError: One of them differs; the message names the tensor, the got and the wanted.
     """
+    check_readable("x", x)
     if x.dim() != 2 or x.shape[1] != config.hidden:
         raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, {config.hidden}]")
     if x.dtype not in TOKEN_DTYPES:
@@ -51,6 +52,22 @@ def check_tokens(
             raise ShapeError(f"{name} is {tensor.dtype}, wanted {_names(dtypes)}")
         _check_placement(name, tensor, x.device)
     _check_placement("x", x, x.device)
+
+
+def check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Checks that a tensor is a plain array of values.
+
+    Args:
+        name: For the message.
+        tensor: Any.
+
+    Raises:
+        ShapeError: It is sparse, or on the device "meta".
+    """
+    if tensor.layout != torch.strided:
+        raise ShapeError(f"{name} is {tensor.layout}, wanted torch.strided; call .to_dense()")
+    if tensor.is_meta:
+        raise ShapeError(f"{name} is on meta and has no values, wanted a processor or a GPU")
 
 
 def check_weights(config: MoEConfig, x: torch.Tensor, weights: ExpertWeights) -> None:
@@ -88,6 +105,7 @@ def check_weights(config: MoEConfig, x: torch.Tensor, weights: ExpertWeights) ->
                 raise ShapeError(f"{label} is {weight.dtype}, wanted the dtype of x, {x.dtype}")
             if weight.device != x.device:
                 raise ShapeError(f"{label} is on {weight.device}, wanted {x.device}, as x")
+            check_readable(label, weight)
             if not weight.is_contiguous() and not _rows_are_contiguous(weight):
                 raise ShapeError(
                     f"{label} has strides {weight.stride()}, wanted rows of consecutive elements"
@@ -97,6 +115,7 @@ def check_weights(config: MoEConfig, x: torch.Tensor, weights: ExpertWeights) ->
 def _check_placement(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ShapeError(f"{name} is on {tensor.device}, wanted {device}, as x")
+    check_readable(name, tensor)
     if not tensor.is_contiguous():
         raise ShapeError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, wanted "

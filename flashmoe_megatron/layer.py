@@ -9,8 +9,9 @@ from torch import nn
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.checks import TOKEN_DTYPES, check_readable
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.errors import ConfigError, RoutingError, ShapeError
+from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.select import BackendKind, select_backend
 from flashmoe_megatron.weights import SplitWeights
 
@@ -49,6 +50,7 @@ def moe_forward(
     """
     if x.dim() != 2:
         raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
+    check_readable("x", x)
     probs, routing_map = _routing_from_topk(
         backend.config, x, topk_idx, topk_weight, check_routing=check_routing
     )
@@ -93,7 +95,7 @@ class FlashMoELayer(nn.Module):
             config: The layer's shape.
             group: The expert-parallel group, ``None`` for one rank.
             device: Where the layer lives; by default the current GPU, or the CPU without one.
-            dtype: Of tokens and parameters.
+            dtype: Of tokens and parameters, bfloat16, float32 or float64.
             backend: Which to choose, or another layer's, of an equal ``config``.
             router: Own a router, so that :meth:`forward` can be called with tokens alone.
             bias: Give both projections of every expert a bias, which the kernel does not compute.
@@ -101,16 +103,24 @@ class FlashMoELayer(nn.Module):
             **kernel_options: See :func:`~flashmoe_megatron.select.select_backend`.
 
         Raises:
-            ConfigError: The group does not fit ``config``, or ranks disagree on it.
-            DeviceError: The kernel was asked for and the device cannot run it.
+            ConfigError: The group does not fit ``config``, ranks disagree on it, or nothing can
+                be computed in ``dtype``.
+            DeviceError: The device cannot be used, or cannot run the kernel that was asked for.
         """
         super().__init__()
+        if dtype not in TOKEN_DTYPES:
+            names = ", ".join(str(known) for known in TOKEN_DTYPES)
+            raise ConfigError(f"dtype {dtype}: wanted one of {names}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if isinstance(backend, str):
             backend = select_backend(config, group, device, kind=backend, **kernel_options)
         elif backend.config != config:
             raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA
+            raise DeviceError(f"the device '{device}' cannot be used: {error}") from error
         self.config = config
         self.backend = backend
         self.check_routing = check_routing
@@ -179,6 +189,7 @@ class FlashMoELayer(nn.Module):
             ShapeError: A tensor is not what the layer was built for.
             RoutingError: As in :func:`moe_forward`.
         """
+        check_readable("x", x)
         if x.dim() < 2 or x.shape[-1] != self.config.hidden:
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [..., {self.config.hidden}]")
         if not x.is_contiguous():
@@ -254,6 +265,7 @@ def _routing_from_topk(
             raise ShapeError(f"{name} is {tensor.dtype}, wanted {dtypes[0]} or {dtypes[1]}")
         if tensor.device != x.device:
             raise ShapeError(f"{name} is on {tensor.device}, wanted {x.device}, as x")
+        check_readable(name, tensor)
     if topk_idx.shape != topk_weight.shape:
         raise ShapeError(
             f"topk_weight has shape {tuple(topk_weight.shape)}, wanted {tuple(topk_idx.shape)}, "

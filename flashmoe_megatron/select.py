@@ -46,9 +46,10 @@ def select_backend(
 
     Raises:
         ConfigError: ``kind`` is unknown, or the ranks disagree on ``config`` or ``kind``.
-        DeviceError: ``kind`` is "kernel" and the device is not a Hopper GPU.
+        DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
+            GPU.
     """
-    device = torch.device(device)
+    device = _named(device)
     chosen = resolve_kind(kind, device)
     check_ranks_agree(group, {**dataclasses.asdict(config), "backend": chosen})
     if kind == "auto":
@@ -99,6 +100,14 @@ def check_ranks_agree(group: dist.ProcessGroup | None, settings: dict[str, Any])
         if any(value != values[0] for value in values):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ConfigError(f"the ranks disagree on {name}: {listed}; wanted one value")
+
+
+def _named(device: torch.device | str) -> torch.device:
+    """The device of a name; not yet whether it is here."""
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"there is no device {str(device)!r}: {error}") from error
 
 
 def _describe(device: torch.device) -> tuple[bool, str]:

@@ -35,12 +35,26 @@ class SplitWeights:
         """Copies gate and up into one matrix for each expert.
 
         Raises:
-            ShapeError: A gate and its up projection differ in shape.
+            ShapeError: A gate and its up projection differ in shape, dtype or device, or a tensor
+                is neither one expert's nor those of several.
         """
         got = [tuple(tensor.shape) for tensor in self.up]
         wanted = [tuple(tensor.shape) for tensor in self.gate]
         if got != wanted:
             raise ShapeError(f"the up projections have shapes {got}, wanted {wanted}, as the gates")
+        for name, tensors in (("gate", self.gate), ("up", self.up), ("down", self.down)):
+            for tensor in tensors:
+                if tensor.dim() not in (2, 3) or tensor.layout != torch.strided:
+                    raise ShapeError(
+                        f"a {name} projection is {tensor.layout} of shape {tuple(tensor.shape)}, "
+                        "wanted a matrix or a stack of matrices"
+                    )
+        for gate, up in zip(self.gate, self.up, strict=True):
+            if (gate.dtype, gate.device) != (up.dtype, up.device):
+                raise ShapeError(
+                    f"an up projection is {up.dtype} on {up.device}, wanted {gate.dtype} on "
+                    f"{gate.device}, as its gate"
+                )
         pairs = zip(self.gate, self.up, strict=True)
         return ExpertWeights(
             fc1=_per_expert(tuple(torch.cat(pair, dim=-2) for pair in pairs)),

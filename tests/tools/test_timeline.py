@@ -1,0 +1,293 @@
+"""Traces of launches, read from buffers that an independent writer packed by hand."""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from tests.tools.synthetic_trace import EVENTS, KIND, ROLES, WARPS, Warp, made_up_launch, pack
+from tools.timeline import __main__ as command
+from tools.timeline import draw
+from tools.timeline.chrome import write_chrome_trace
+from tools.timeline.clock import cycles_per_ns, on_common_axis, rank_offsets_ns
+from tools.timeline.records import (
+    ROLE_HEADER,
+    TRACE_HEADER,
+    LaunchTrace,
+    Layout,
+    RankTrace,
+    TraceError,
+    layout_of_sources,
+    read_buffer,
+    roles_of_sources,
+)
+from tools.timeline.states import OUTER, SPANS, Kinds, State
+
+LAYOUT = Layout(WARPS, EVENTS)
+RATE = 1.6  # cycles per ns
+START_NS = 1_700_000_000_000_000_000  # a %globaltimer of our days
+
+
+def two_warps(start_ns: int = START_NS, sm: int = 7) -> tuple[np.ndarray, np.ndarray]:
+    """A launch of one CTA with a processor and a dispatch warp, and the next one 1 ms later."""
+    launches = []
+    for later_ns in (0, 1_000_000):
+        cycles = 5_000 + int(later_ns * RATE)
+        processor = Warp(start_ns + later_ns, cycles, sm)
+        processor.add("kGemm0", 1_600, 16_000, 3)  # 1 to 10 us
+        processor.add("kProcessorStage", 3_200, 4_800)  # 2 to 3 us
+        dispatch = Warp(start_ns + later_ns, cycles, sm)
+        dispatch.add("kDispatch", 0, 8_000)  # 0 to 5 us
+        launches.append(pack([[processor, dispatch] + [None] * (WARPS - 2)]))
+    return launches[0], launches[1]
+
+
+def one_launch(*ranks: RankTrace, roles: dict[int, str] = ROLES) -> LaunchTrace:
+    about = {"direction": "forward", "name": "made-up", "shape": {"tokens": 8192}, "gpu": "none"}
+    return LaunchTrace(about, roles, list(ranks))
+
+
+def made_up(num_ranks: int = 2, num_ctas: int = 4) -> LaunchTrace:
+    return one_launch(
+        *(
+            read_buffer(
+                *made_up_launch(num_ctas, start_ns=START_NS + 3_000 * rank, rate=RATE, seed=rank),
+                LAYOUT,
+                num_ctas,
+                (-2_000, 2_000),
+            )
+            for rank in range(num_ranks)
+        )
+    )
+
+
+def test_the_layout_is_the_kernels():
+    assert layout_of_sources() == LAYOUT
+    text = TRACE_HEADER.read_text()
+    event = re.search(r"struct TraceEvent \{(.*?)\};", text, re.S)
+    warp = re.search(r"struct TraceWarp \{(.*?)\};", text, re.S)
+    assert event is not None
+    assert warp is not None
+    fields = r"\b(?:uint32_t|int32_t|uint64_t|int64_t|TraceEvent) [^;]+;"
+    assert re.findall(fields, event[1]) == [
+        "uint32_t kind;",
+        "int32_t index;",
+        "int64_t begin, end;",
+    ]
+    assert re.findall(fields, re.sub(r"//[^\n]*", "", warp[1])) == [
+        "uint64_t nanoseconds;",
+        "int64_t cycles;",
+        "uint32_t count;",
+        "uint32_t sm;",
+        "TraceEvent event[kTraceEvents];",
+    ]
+
+
+def test_the_roles_are_the_kernels():
+    roles = roles_of_sources()
+    names = set(roles.values())
+    assert roles[0] == "kNone"
+    assert OUTER.keys() - {"kPlan"} <= names
+    assert roles[{name: kind for kind, name in roles.items()}["kGemm0"] + 1] == "kGemm1"
+    declared = re.search(r"enum class Role[^{]*\{(.*?)\};", ROLE_HEADER.read_text(), re.S)
+    assert declared is not None
+    assert names == set(re.findall(r"^\s*(k\w+)", declared[1], re.M))
+
+
+def test_roles_count_on_from_the_last_number(tmp_path: Path):
+    header = tmp_path / "wait.cuh"
+    header.write_text("enum class Role : int {\n kA = 0, // one, two\n kB,\n kC = 32,\n kD, };")
+    assert roles_of_sources(header) == {0: "kA", 1: "kB", 32: "kC", 33: "kD"}
+    header.write_text("struct Role;")
+    with pytest.raises(TraceError, match="enumeration"):
+        roles_of_sources(header)
+
+
+def test_the_buffer_is_read_event_by_event():
+    trace = read_buffer(*two_warps(), LAYOUT, 1)
+    assert trace.num_ctas == 1
+    assert list(trace.warp) == [0, 0, 1]
+    assert [ROLES[kind] for kind in trace.kind] == ["kGemm0", "kProcessorStage", "kDispatch"]
+    assert list(trace.index) == [3, -1, -1]
+    assert list(trace.begin) == [1_600, 3_200, 0]
+    assert list(trace.duration) == [14_400, 1_600, 8_000]
+    assert list(trace.nanoseconds[0]) == [START_NS, START_NS] + [0] * (WARPS - 2)
+    assert not trace.dropped.any()
+
+
+def test_events_that_did_not_fit_are_counted():
+    warp = Warp(START_NS, 0, 0)
+    for at in range(EVENTS):
+        warp.add("kGemm0", 10 * at, 10 * at + 5)
+    warp.count = EVENTS + 17
+    buffer = pack([[warp] + [None] * (WARPS - 1)])
+    trace = read_buffer(buffer, buffer, LAYOUT, 1)
+    assert len(trace.kind) == EVENTS
+    assert trace.dropped[0, 0] == 17
+    assert trace.dropped.sum() == 17
+
+
+def test_what_cannot_be_read_is_refused():
+    buffer, following = two_warps()
+    with pytest.raises(TraceError, match="wanted"):
+        read_buffer(buffer[:-1], following, LAYOUT, 1)
+    with pytest.raises(TraceError, match="built to trace"):
+        read_buffer(np.zeros_like(buffer), following, LAYOUT, 1)
+    backwards = Warp(START_NS, 0, 0)
+    backwards.add("kGemm0", 10, 5)
+    broken = pack([[backwards] + [None] * (WARPS - 1)])
+    with pytest.raises(TraceError, match="before it begins"):
+        read_buffer(broken, following, LAYOUT, 1)
+    with pytest.raises(TraceError, match="following"):
+        cycles_per_ns(read_buffer(buffer, np.zeros_like(buffer), LAYOUT, 1))
+
+
+def test_a_file_gives_back_what_was_saved(tmp_path: Path):
+    launch = made_up()
+    path = tmp_path / "folder" / "forward.npz"
+    launch.save(path)
+    loaded = LaunchTrace.load(path)
+    assert loaded.about == launch.about
+    assert loaded.roles == launch.roles
+    for ours, theirs in zip(launch.ranks, loaded.ranks, strict=True):
+        for name, values in vars(ours).items():
+            assert values.dtype == getattr(theirs, name).dtype
+            assert np.array_equal(values, getattr(theirs, name))
+    (tmp_path / "other.npz").write_bytes(b"no archive")
+    with pytest.raises(TraceError, match="not a recorded launch"):
+        LaunchTrace.load(tmp_path / "other.npz")
+
+
+def test_events_are_placed_in_microseconds():
+    (events,) = on_common_axis(one_launch(read_buffer(*two_warps(), LAYOUT, 1)))
+    assert events.begin == pytest.approx([1.0, 2.0, 0.0], abs=1e-3)
+    assert events.end == pytest.approx([10.0, 3.0, 5.0], abs=1e-3)
+    assert list(events.sm) == [7]
+
+
+@pytest.mark.parametrize(
+    ("uncertainty_ns", "offset_ns", "apart_us"),
+    [
+        (10_000, 4_000, 4.0),  # the timers may agree: then the ranks began 4 us apart
+        (500, 4_000, 0.0),  # the host's clock proves that the timers differ by 4 us
+    ],
+)
+def test_ranks_are_aligned(uncertainty_ns: int, offset_ns: int, apart_us: float):
+    ranks = [
+        read_buffer(
+            *two_warps(START_NS + rank * offset_ns),
+            LAYOUT,
+            1,
+            (rank * offset_ns - uncertainty_ns, rank * offset_ns + uncertainty_ns),
+        )
+        for rank in range(2)
+    ]
+    launch = one_launch(*ranks)
+    first, second = on_common_axis(launch)
+    assert second.begin - first.begin == pytest.approx([apart_us] * 3, abs=1e-3)
+    assert rank_offsets_ns(launch)[1] == (0 if apart_us else offset_ns)
+
+
+def test_clocks_of_sms_with_zeros_of_their_own_agree():
+    launch = made_up(num_ranks=1, num_ctas=6)
+    assert cycles_per_ns(launch.ranks[0]) == pytest.approx(RATE, rel=1e-4)
+    (events,) = on_common_axis(launch)
+    # Every CTA's dispatch begins 20,000 cycles after its first stamp.
+    dispatch = events.kind == KIND["kDispatch"]
+    first_of_cta = {int(c): float(events.begin[dispatch & (events.cta == c)][0]) for c in range(6)}
+    for cta, begin in first_of_cta.items():
+        assert begin - events.first[cta] == pytest.approx(20_000 / RATE / 1e3, abs=0.05)
+        assert 0 <= events.first[cta] < 3.1
+
+
+def test_a_wait_hides_the_work_that_it_interrupts():
+    (events,) = on_common_axis(one_launch(read_buffer(*two_warps(), LAYOUT, 1)))
+    times = np.array([0.5, 1.5, 2.5, 3.5, 9.5, 10.5])
+    fed = draw.tensor_share(events, Kinds(ROLES), times)
+    assert list(fed) == [0, 1, 0, 1, 1, 0]
+    moving = draw.communication_shares(events, Kinds(ROLES), times)
+    assert list(moving[State.DISPATCH]) == [1, 1, 1, 1, 0, 0]
+    assert not moving[State.DELIVER].any()
+
+
+def test_the_trace_has_a_track_per_sm_and_role(tmp_path: Path):
+    path = tmp_path / "forward.trace.json.gz"
+    launch = made_up(num_ranks=2, num_ctas=3)
+    written = write_chrome_trace(launch, path, shortest_us=0.0)
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert len(slices) == written > 0
+    tracks = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
+    names = {name for (pid, _), name in tracks.items() if pid == 0}
+    roles = ("loader", "dispatch", "finisher 2", "finisher 3", "processor 1", "processor 2")
+    assert names == {f"SM {sm:3d} {role}" for sm in range(3) for role in roles}
+    by_track = defaultdict(list)
+    for event in slices:
+        assert (event["pid"], event["tid"]) in tracks
+        assert event["dur"] >= 0
+        by_track[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for spans in by_track.values():  # viewers need slices inside each other or apart
+        open_ends: list[float] = []
+        for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while open_ends and open_ends[-1] <= begin + 2e-3:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1] + 2e-3
+            open_ends.append(end)
+    found = {event["name"] for event in slices}
+    assert {"Gemm0", "Gemm1", "Dispatch", "Deliver", "Reduce", "wait: LoaderRows"} <= found
+    assert not found & {name.removeprefix("k") for name in SPANS}
+
+
+def test_short_waits_are_left_out_and_work_is_not(tmp_path: Path):
+    path = tmp_path / "trace.json.gz"
+    launch = made_up(num_ranks=1, num_ctas=1)
+    everything = write_chrome_trace(launch, path, shortest_us=0.0)
+    assert write_chrome_trace(launch, path, shortest_us=1e6) < everything
+    with gzip.open(path, "rt") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event["ph"] == "X"]
+    assert events
+    assert not any(event["name"].startswith("wait") for event in events)
+
+
+def test_the_picture_names_its_axes_and_units(tmp_path: Path, monkeypatch):
+    launch = made_up(num_ranks=2, num_ctas=4)
+    launch.save(tmp_path / "forward.npz")
+    drawn: list[Figure] = []
+    save = draw.save
+
+    def keep(figure: Figure, path: Path) -> list[Path]:
+        drawn.append(figure)
+        return save(figure, path)
+
+    monkeypatch.setattr(draw, "save", keep)
+    file, out = tmp_path / "forward.npz", tmp_path / "out"
+    assert command.main(["draw", str(file), "--out", str(out)]) == 0
+    for name in ("forward.png", "forward.svg", "forward.trace.json.gz"):
+        assert (out / name).stat().st_size > 1000
+    (figure,) = drawn
+    *shares, roles = figure.axes
+    assert len(shares) == 2
+    for rank, ax in enumerate(shares):
+        assert "%" in ax.get_ylabel()
+        assert ax.get_title(loc="left").startswith(f"rank {rank}: in products")
+    assert roles.get_xlabel().endswith("µs")
+    labels = [label.get_text() for label in roles.get_yticklabels()]
+    assert labels[:4] == ["SM 0 loader", "SM 0 dispatch", "SM 0 finisher", "SM 0 processor"]
+    legend = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert {"GEMM0", "GEMM1", "dispatch", "combine: deliver", "combine: reduce", "wait"} <= legend
+
+
+def test_another_file_is_an_error_that_says_so(tmp_path: Path, capsys):
+    (tmp_path / "x.npz").write_bytes(b"")
+    assert command.main(["draw", str(tmp_path / "x.npz")]) == 2
+    assert "x.npz is not a recorded launch" in capsys.readouterr().err

@@ -1,0 +1,14 @@
+"""What happens inside one launch, on every SM of every rank.
+
+    python tools/build.py --trace
+    torchrun --nproc-per-node 4 -m tools.timeline capture --shape paper-8k --out runs/timeline
+
+records a forward and a backward with the library that stamps the time, one ``.npz`` each; and then,
+on any machine,
+
+    python -m tools.timeline draw runs/timeline/forward.npz
+
+writes beside it a picture (PNG and SVG: what the tensor cores and the links do over time, all ranks
+above each other, and a few SMs role by role) and ``forward.trace.json.gz`` for Perfetto
+(https://ui.perfetto.dev) or chrome://tracing, with a track per SM and role.
+"""

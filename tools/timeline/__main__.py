@@ -1,0 +1,64 @@
+"""The command line; see the package."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tools import timeline
+from tools.bench.shapes import SHAPES
+from tools.timeline.records import LaunchTrace, TraceError
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.timeline",
+        description=timeline.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    capture = commands.add_parser("capture", help="record on GPUs, under torchrun")
+    capture.add_argument("--out", type=Path, required=True, help="folder for the .npz files")
+    capture.add_argument("--shape", choices=list(SHAPES), default="paper-8k")
+    capture.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")
+    capture.add_argument(
+        "--row-bound", type=float, default=1.5, help="so that a forward is one launch, plan and all"
+    )
+    capture.add_argument("--commit", help="what is recorded, where the checkout has no git")
+    draw = commands.add_parser("draw", help="picture and trace of recorded launches")
+    draw.add_argument("files", type=Path, nargs="+", help=".npz files")
+    draw.add_argument("--out", type=Path, help="folder; default: beside each file")
+    return parser.parse_args(arguments)
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Draws every file."""
+    from tools.timeline.chrome import write_chrome_trace
+    from tools.timeline.draw import draw_launch
+
+    for file in options.files:
+        launch = LaunchTrace.load(file)
+        folder = options.out or file.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in draw_launch(launch, folder / file.stem):
+            print(f"wrote {path}")
+        trace = folder / f"{file.stem}.trace.json.gz"
+        slices = write_chrome_trace(launch, trace)
+        print(f"wrote {trace}, {slices} slices")
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    try:
+        if options.command == "capture":
+            from tools.timeline.capture import capture
+
+            return capture(options)
+        draw(options)
+    except TraceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

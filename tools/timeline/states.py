@@ -1,0 +1,126 @@
+"""What events mean: groups of the kernel's roles, and who was in which at what time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tools.timeline.clock import Events
+
+
+class State(Enum):
+    """What a reader tells apart; the value is how a figure names it."""
+
+    GEMM0 = "GEMM0"
+    GEMM1 = "GEMM1"
+    EPILOGUE = "epilogue"
+    DISPATCH = "dispatch"
+    DELIVER = "combine: deliver"
+    REDUCE = "combine: reduce"
+    PLAN = "plan"
+    WAIT = "wait"
+
+
+OUTER = {
+    "kGemm0": State.GEMM0,
+    "kGemm1": State.GEMM1,
+    "kEpilogue0": State.EPILOGUE,
+    "kEpilogue1": State.EPILOGUE,
+    "kDispatch": State.DISPATCH,
+    "kDispatchCopy": State.DISPATCH,  # a row on its way is what dispatching is
+    "kDeliver": State.DELIVER,
+    "kReduce": State.REDUCE,
+    "kPlan": State.PLAN,
+}
+"""Roles that work; all others are waits, or spans around what is recorded in detail anyway."""
+SPANS = ("kProcess", "kFinish")
+
+ACTORS = ("loader", "dispatch", "finisher", "processor", "combine")
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of a launch's events by meaning."""
+
+    names: Mapping[int, str]
+
+    def state(self, kind: int) -> State | None:
+        """The state of a kind, ``None`` if it tells nothing of its own."""
+        name = self.names.get(kind, "")
+        if name in SPANS:
+            return None
+        return OUTER.get(name, State.WAIT)
+
+    def of(self, *states: State) -> list[int]:
+        """All kinds in one of some states."""
+        return [kind for kind in self.names if self.state(kind) in states]
+
+    def title(self, kind: int) -> str:
+        """How a trace names an event."""
+        name = self.names.get(kind, f"kind {kind}").removeprefix("k")
+        return f"wait: {name}" if self.state(kind) is State.WAIT else name
+
+
+def actors_of_warps(events: Events, kinds: Kinds, num_ctas: int) -> dict[tuple[int, int], str]:
+    """What each warp is, found by what it does rather than by its number.
+
+    Returns:
+        By CTA and warp; warps without events are left out.
+    """
+    marks = {
+        "processor": [k for k, name in kinds.names.items() if name in ("kGemm0", "kGemm1")],
+        "dispatch": [k for k, name in kinds.names.items() if name == "kDispatch"],
+        "loader": [k for k, name in kinds.names.items() if name.startswith("kLoader")],
+        "finisher": [k for k, name in kinds.names.items() if name.startswith("kEpilogue")],
+    }
+    found: dict[tuple[int, int], str] = {
+        (int(cta), int(warp)): "combine"
+        for cta, warp in np.unique(np.stack([events.cta, events.warp], 1), axis=0)
+    }
+    for actor in ("finisher", "loader", "dispatch", "processor"):  # the last one wins
+        has = np.isin(events.kind, marks[actor])
+        pairs = np.unique(np.stack([events.cta[has], events.warp[has]], 1), axis=0)
+        found.update({(int(cta), int(warp)): actor for cta, warp in pairs})
+    return found
+
+
+NOTHING = -1
+
+
+def paint(
+    events: Events, kinds: Kinds, rows: Mapping[tuple[int, int], int], times: NDArray[np.float64]
+) -> NDArray[np.int8]:
+    """Who was in which state at some moments.
+
+    A wait lies inside the work that it interrupts, and hides it.
+
+    Args:
+        events: Of one rank.
+        kinds: Of the launch.
+        rows: CTA and warp of each row of the result.
+        times: Ascending and equally spaced, microseconds.
+
+    Returns:
+        ``[rows, times]``, the state's position in :class:`State`, or ``NOTHING``.
+    """
+    painted = np.full((len(set(rows.values())), len(times)), NOTHING, dtype=np.int8)
+    code = {state: number for number, state in enumerate(State)}
+    states = {int(k): kinds.state(int(k)) for k in np.unique(events.kind)}
+    begin = np.searchsorted(times, events.begin)
+    end = np.searchsorted(times, events.end)
+    for is_inner in (False, True):
+        for at in np.flatnonzero(end > begin):
+            state = states[int(events.kind[at])]
+            row = rows.get((int(events.cta[at]), int(events.warp[at])))
+            if state is None or row is None or (state is State.WAIT) != is_inner:
+                continue
+            painted[row, begin[at] : end[at]] = code[state]
+    return painted
+
+
+def share(painted: NDArray[np.int8], state: State) -> NDArray[np.float64]:
+    """Share of the rows in a state over time."""
+    found: NDArray[np.float64] = (painted == list(State).index(state)).mean(axis=0)
+    return found

@@ -21,7 +21,6 @@ import faulthandler
 import importlib.metadata
 import statistics
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ from tools.bench.deepspeed_training import (
     text_batches,
 )
 from tools.bench.shapes import SHAPES, Shape
+from tools.bench.stopwatch import between_ms, now, synchronize
 
 KERNEL_TIMEOUT_S = 15
 """Of the kernel's waits for a peer, so that it speaks before the watchdog does."""
@@ -84,29 +84,6 @@ class Run:
     step_ms: list[float]
     model_ms: list[float]
     peak_bytes: int
-
-
-class Marks:
-    """Points in time of a step: of the GPU's stream, or of the processor without one."""
-
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-
-    def add(self) -> None:
-        """Marks the work that has been launched so far."""
-        if HAS_GPU:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
-
-    def since_first_ms(self) -> list[float]:
-        """Milliseconds from the first mark to each later one; waits for the GPU."""
-        synchronize()
-        first, *later = self._marks
-        if HAS_GPU:
-            return [first.elapsed_time(mark) for mark in later]
-        return [(mark - first) * 1e3 for mark in later]
 
 
 def read_text(megabytes: int) -> torch.Tensor:
@@ -151,14 +128,14 @@ def train(
         synchronize()
         dist.barrier()
         synchronize()
-        marks = Marks()
-        marks.add()
+        begin = now()
         loss = engine(*batch)
         engine.backward(loss)
-        marks.add()
+        middle = now()
         engine.step()
-        marks.add()
-        times.append(marks.since_first_ms())
+        end = now()
+        synchronize()
+        times.append([between_ms(begin, middle), between_ms(begin, end)])
         losses.append(loss.detach())
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     peak = torch.tensor([torch.cuda.max_memory_allocated() if HAS_GPU else 0], device=device)
@@ -169,11 +146,6 @@ def train(
     release(engine)
     faulthandler.cancel_dump_traceback_later()
     return run
-
-
-def synchronize() -> None:
-    if HAS_GPU:
-        torch.cuda.synchronize()
 
 
 def largest_distance(run: Run, stock: Run) -> float:

@@ -19,13 +19,13 @@ from flashmoe_megatron.errors import (
     RowBoundError,
 )
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY = Path(__file__).with_name("libflashmoe.so")
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
 
 OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS = range(6)
-FLOAT32, BFLOAT16 = range(2)
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
 ACTIVATIONS = {
     Activation.SILU: 0,
     Activation.GELU: 1,
@@ -54,6 +54,7 @@ class FlashMoEProblem(_Sized):
         ("num_experts", ctypes.c_int32),
         ("topk", ctypes.c_int32),
         ("max_tokens", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("is_gated", ctypes.c_int32),
         ("is_transposed", ctypes.c_int32),
@@ -75,7 +76,6 @@ class FlashMoESizes(_Sized):
         ("plan_bytes", ctypes.c_uint64),
         ("mailbox_bytes", ctypes.c_uint64),
         ("weight_map_bytes", ctypes.c_uint64),
-        ("preact_block_bytes", ctypes.c_uint64),
         ("dprob_block_bytes", ctypes.c_uint64),
     ]
 
@@ -108,14 +108,39 @@ class FlashMoEFault(ctypes.Structure):
     ]
 
 
-class FlashMoETraffic(ctypes.Structure):
-    """What has crossed the links."""
+NUM_SPANS = 48
+MAX_LOCAL_EXPERTS = 512
+
+
+class FlashMoECounters(ctypes.Structure):
+    """What a rank's launches have counted so far."""
 
     _fields_ = [
-        ("rows_pulled", ctypes.c_uint64),
+        ("nanoseconds", ctypes.c_uint64 * NUM_SPANS),
+        ("rows_pulled", ctypes.c_uint64 * MAX_RANKS),
+        ("results_pushed", ctypes.c_uint64 * MAX_RANKS),
         ("pad_rows_pulled", ctypes.c_uint64),
-        ("results_pushed", ctypes.c_uint64),
         ("pad_rows_made", ctypes.c_uint64),
+    ]
+
+
+class FlashMoERecord(ctypes.Structure):
+    """What one launch tells of itself."""
+
+    _fields_ = [
+        ("sequence", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint32),
+        ("layer", ctypes.c_int32),
+        ("is_backward", ctypes.c_int32),
+        ("num_ctas", ctypes.c_int32),
+        ("num_tokens", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("num_row_blocks", ctypes.c_int32),
+        ("num_experts", ctypes.c_int32),
+        ("begin_ns", ctypes.c_uint64),
+        ("end_ns", ctypes.c_uint64),
+        ("counters", FlashMoECounters),
+        ("expert_rows", ctypes.c_int32 * MAX_LOCAL_EXPERTS),
     ]
 
 
@@ -140,8 +165,10 @@ class FlashMoELaunch(_Sized):
         ("num_row_blocks", ctypes.c_int32),
         ("num_tokens", ctypes.c_int32),
         ("grad_probs_dtype", ctypes.c_int32),
+        ("layer", ctypes.c_int32),
         ("plan", ctypes.c_void_p),
         ("weight_maps", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
         ("act", ctypes.c_void_p),
         ("dpre", ctypes.c_void_p),
@@ -158,7 +185,8 @@ _STRUCTS = (
     FlashMoESizes,
     FlashMoEGroup,
     FlashMoEFault,
-    FlashMoETraffic,
+    FlashMoECounters,
+    FlashMoERecord,
     FlashMoEInput,
     FlashMoELaunch,
 )
@@ -211,6 +239,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     library.flashmoe_plan.argtypes = [pointer] * 4
     library.flashmoe_backward.argtypes = [pointer] * 4
     library.flashmoe_wgrad.argtypes = [pointer] * 5 + [integer, integer]
+    library.flashmoe_read_record.argtypes = [pointer, ctypes.c_uint64, pointer]
     library.flashmoe_encode_weights.argtypes = [pointer] * 4
     for struct in _STRUCTS:
         theirs = library.flashmoe_sizeof(struct.__name__.encode())

@@ -15,20 +15,32 @@ for _schema in (
     "plan(Tensor x, Tensor probs, Tensor routing_map, Tensor(a!) plan, int problem, int group)"
     " -> ()",
     "forward(Tensor x, Tensor probs, Tensor routing_map, Tensor(f!) plan, Tensor weight_maps,"
-    " Tensor(a!) rows, Tensor(b!) act, Tensor(c!) result, Tensor(d!)? preact, Tensor(e!) out,"
-    " bool is_planned, int problem, int group) -> ()",
-    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor preact, Tensor(a!) rows,"
-    " Tensor(b!) act, Tensor(c!) dpre, Tensor(d!) result, Tensor(e!) dprob_partial,"
-    " Tensor(f!) grad_x, Tensor(g!) grad_probs, int problem, int group) -> ()",
+    " Tensor? biases, Tensor(a!) rows, Tensor(b!) act, Tensor(c!) result, Tensor(d!)? preact,"
+    " Tensor(e!) out, bool is_planned, int layer, int problem, int group) -> ()",
+    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor preact,"
+    " Tensor(a!) rows, Tensor(b!) act, Tensor(c!) dpre, Tensor(d!) result,"
+    " Tensor(e!) dprob_partial, Tensor(f!) grad_x, Tensor(g!) grad_probs, int layer, int problem,"
+    " int group) -> ()",
     "wgrad(Tensor plan, Tensor x_rows, Tensor rows, Tensor act, Tensor dpre, Tensor grads,"
     " int grads_dtype, bool accumulate, int problem, int group) -> ()",
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
 
+_DTYPES = {
+    torch.float32: _native.FLOAT32,
+    torch.bfloat16: _native.BFLOAT16,
+    torch.float16: _native.FLOAT16,
+}
+
+
 def dtype_code(dtype: torch.dtype) -> int:
-    """The library's number of a dtype, float32 or bfloat16."""
-    return _native.BFLOAT16 if dtype == torch.bfloat16 else _native.FLOAT32
+    """The library's number of a dtype: float32, bfloat16 or float16."""
+    return _DTYPES[dtype]
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _call(function: str, problem: int, group: int, *arguments: object) -> None:
@@ -66,24 +78,28 @@ def _forward(
     routing_map: torch.Tensor,
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
+    biases: torch.Tensor | None,
     rows: torch.Tensor,
     act: torch.Tensor,
     result: torch.Tensor,
     preact: torch.Tensor | None,
     out: torch.Tensor,
     is_planned: bool,
+    layer: int,
     problem: int,
     group: int,
 ) -> None:
     launch = _native.FlashMoELaunch(
         num_row_blocks=rows.shape[0] // TILE_M,
         num_tokens=out.shape[0],
+        layer=layer,
         plan=plan.data_ptr(),
         weight_maps=weight_maps.data_ptr(),
+        biases=_address(biases),
         rows=rows.data_ptr(),
         act=act.data_ptr(),
         result=result.data_ptr(),
-        preact=None if preact is None else preact.data_ptr(),
+        preact=_address(preact),
         out=out.data_ptr(),
     )
     _call("forward", problem, group, _input(x, probs, routing_map), launch, int(is_planned))
@@ -93,6 +109,7 @@ def _backward(
     grad_out: torch.Tensor,
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
+    biases: torch.Tensor | None,
     preact: torch.Tensor,
     rows: torch.Tensor,
     act: torch.Tensor,
@@ -101,6 +118,7 @@ def _backward(
     dprob_partial: torch.Tensor,
     grad_x: torch.Tensor,
     grad_probs: torch.Tensor,
+    layer: int,
     problem: int,
     group: int,
 ) -> None:
@@ -108,8 +126,10 @@ def _backward(
         num_row_blocks=rows.shape[0] // TILE_M,
         num_tokens=grad_out.shape[0],
         grad_probs_dtype=dtype_code(grad_probs.dtype),
+        layer=layer,
         plan=plan.data_ptr(),
         weight_maps=weight_maps.data_ptr(),
+        biases=_address(biases),
         rows=rows.data_ptr(),
         act=act.data_ptr(),
         dpre=dpre.data_ptr(),

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from flashmoe_megatron.config import (
     is_count,
     is_number,
 )
-from flashmoe_megatron.errors import ConfigError, DeviceError, ShapeError
+from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
+from flashmoe_megatron.records import launch_record
+from flashmoe_megatron.telemetry.record import LaunchRecord
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -72,6 +75,14 @@ class KernelOptions:
             )
 
 
+DTYPES = (torch.bfloat16, torch.float16)
+"""What tokens and weights may be."""
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype) for dtype in dtypes)
+
+
 class GroupMemory:
     """What all layers of one expert-parallel group share: heap, workspace and mailbox.
 
@@ -92,6 +103,10 @@ class GroupMemory:
         self._mailbox = torch.empty(0)
         self._fault_code = ctypes.c_uint32()
         self._groups: dict[int, _native.FlashMoEGroup] = {}  # by stream
+        self.is_void = False
+        """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
+        allocate anew."""
+        self._last_record = _native.FlashMoERecord()
 
     def register(self, config: MoEConfig) -> None:
         """Adds a layer; a larger one than any before grows the memory at its first call."""
@@ -101,6 +116,7 @@ class GroupMemory:
         """Whether the memory is smaller than ``sizes``."""
         return (
             self._heap is None
+            or self.is_void
             or self._heap.local.numel() < sizes.heap_bytes
             or self._workspace.numel() < sizes.workspace_bytes
         )
@@ -118,6 +134,8 @@ class GroupMemory:
         self._mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8).pin_memory()
         self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
         self._groups.clear()
+        self._last_record = _native.FlashMoERecord()
+        self.is_void = False
         if self.group is None or dist.get_rank(self.group) == 0:
             logger.warning(
                 "symmetric heap: %.1f MiB on each of %d ranks (%s), shared by all MoE layers",
@@ -151,6 +169,36 @@ class GroupMemory:
         """Whether a launch has left a fault that nobody has been told of."""
         return self._heap is not None and self._fault_code.value != 0
 
+    def take_fault(self) -> FlashMoEError | None:
+        """The error that a launch has left, once."""
+        if not self.has_fault:
+            return None
+        group = self.open()
+        fault = _native.read_fault(group)
+        if fault is None:
+            return None
+        self.is_void = fault.code == _native.PEER_TIMEOUT
+        _native.clear_fault(group)
+        return _native.fault_error(fault)
+
+    def take_records(self, num_ranks: int) -> list[LaunchRecord]:
+        """What launches have ended since the last call, oldest first; waits for none."""
+        if self._heap is None:
+            return []
+        group = self.open()
+        records: list[LaunchRecord] = []
+        while True:
+            last, record = self._last_record, _native.FlashMoERecord()
+            sequence = last.sequence + 1
+            _native.call("read_record", group, ctypes.c_uint64(sequence), record)
+            if record.sequence == 0:
+                return records
+            if record.sequence == sequence:
+                records.append(launch_record(record, last, num_ranks))
+                self._last_record = record
+            else:  # the ring has gone round: go on with what it still holds
+                self._last_record = _native.FlashMoERecord(sequence=record.sequence - 1)
+
 
 _memories: dict[tuple[int, torch.device, KernelOptions], GroupMemory] = {}
 
@@ -175,6 +223,20 @@ class SavedForward:
     num_row_blocks: int
     num_tokens: int
     probs_dtype: torch.dtype
+    layer: int
+
+
+@dataclass(frozen=True)
+class WeightTables:
+    """Where the kernel finds the experts' weights.
+
+    Attributes:
+        maps: TMA descriptors of all matrices, on the device.
+        biases: Addresses of fc1's and then fc2's biases, on the device; ``None`` without any.
+    """
+
+    maps: torch.Tensor
+    biases: torch.Tensor | None
 
 
 @dataclass
@@ -194,10 +256,11 @@ def _addresses(problem: _native.FlashMoEProblem, group: _native.FlashMoEGroup) -
 
 
 _MOST_LAYERS = 1024
+_Table = TypeVar("_Table")
 
 
 def _remember(
-    tables: dict[tuple[Hashable, ...], torch.Tensor], key: tuple[Hashable, ...], table: torch.Tensor
+    tables: dict[tuple[Hashable, ...], _Table], key: tuple[Hashable, ...], table: _Table
 ) -> None:
     """Keeps one table per layer that shares the backend; weights that move must not pile up."""
     if len(tables) >= _MOST_LAYERS:
@@ -255,9 +318,10 @@ class KernelBackend:
         if not CLUSTER_SIZE <= self.num_ctas <= sms:
             raise ConfigError(f"reserved_sms={self.options.reserved_sms}: the GPU has {sms} SMs")
         self._transposed = False
+        self._dtype = torch.bfloat16
         self._problem: _native.FlashMoEProblem | None = None
         self._sizes = _native.FlashMoESizes()
-        self._weight_maps: dict[tuple[Hashable, ...], torch.Tensor] = {}
+        self._tables: dict[tuple[Hashable, ...], WeightTables] = {}
         self._grad_tables: dict[tuple[Hashable, ...], torch.Tensor] = {}
 
     def forward(
@@ -268,14 +332,17 @@ class KernelBackend:
         weights: ExpertWeights,
         *,
         training: bool,
+        layer: int = 0,
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
+        tables = self._encode(weights)  # refuses bad weights while no peer waits for this rank
         bound = self._row_block_bound(training)
         if bound is None:
-            self._encode(weights)  # refuses bad weights while no peer waits for this rank
             pending = self.begin_forward(x, probs, routing_map)
-            return self.finish_forward(pending, weights, training=training)
-        return self.bounded_forward(x, probs, routing_map, weights, bound, training=training)
+            return self._finish_forward(pending, tables, training=training, layer=layer)
+        return self._bounded_forward(
+            x, probs, routing_map, tables, bound, training=training, layer=layer
+        )
 
     def bounded_forward(
         self,
@@ -299,14 +366,34 @@ class KernelBackend:
                 rank receives more, the output of every rank is NaN and the next call, or
                 :meth:`raise_pending_fault`, raises.
         """
-        weight_maps = self._encode(weights)
+        tables = self._encode(weights)
+        return self._bounded_forward(
+            x, probs, routing_map, tables, num_row_blocks, training=training, layer=0
+        )
+
+    def _bounded_forward(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        tables: WeightTables,
+        num_row_blocks: int,
+        *,
+        training: bool,
+        layer: int,
+    ) -> tuple[torch.Tensor, SavedForward | None]:
         self._check_inputs(x, probs, routing_map)
-        self.raise_pending_fault()
         problem = self._prepare()
         plan = self._empty(self._sizes.plan_bytes, dtype=torch.uint8)
         pending = PendingForward(self.memory.open(), plan, x, probs, routing_map)
         return self._launch_forward(
-            problem, pending, weight_maps, num_row_blocks, training=training, is_planned=False
+            problem,
+            pending,
+            tables,
+            num_row_blocks,
+            training=training,
+            is_planned=False,
+            layer=layer,
         )
 
     def begin_forward(
@@ -324,25 +411,38 @@ class KernelBackend:
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """Waits for the row count, then launches the layer. Collective."""
-        weight_maps = self._encode(weights)
+        return self._finish_forward(pending, self._encode(weights), training=training, layer=0)
+
+    def _finish_forward(
+        self, pending: PendingForward, tables: WeightTables, *, training: bool, layer: int
+    ) -> tuple[torch.Tensor, SavedForward | None]:
         problem, group = self._prepare(), pending.group
         blocks, num_rows = ctypes.c_int32(), ctypes.c_int32()
-        _native.call(
-            "await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows), group=group
-        )
+        try:
+            _native.call("await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows))
+        except FlashMoEError:
+            self.raise_pending_fault()  # says more
+            raise
         return self._launch_forward(
-            problem, pending, weight_maps, blocks.value, training=training, is_planned=True
+            problem,
+            pending,
+            tables,
+            blocks.value,
+            training=training,
+            is_planned=True,
+            layer=layer,
         )
 
     def _launch_forward(
         self,
         problem: _native.FlashMoEProblem,
         pending: PendingForward,
-        weight_maps: torch.Tensor,
+        tables: WeightTables,
         num_row_blocks: int,
         *,
         training: bool,
         is_planned: bool,
+        layer: int,
     ) -> tuple[torch.Tensor, SavedForward | None]:
         config, rows = self.config, num_row_blocks * TILE_M
         received = self._empty(rows, config.hidden)
@@ -351,19 +451,21 @@ class KernelBackend:
         out = torch.empty_like(pending.x)
         preact = None
         if training:
-            preact = self._empty(num_row_blocks * self._sizes.preact_block_bytes, dtype=torch.uint8)
+            preact = self._empty(rows, config.fc1_rows)
         ops.forward(
             pending.x,
             pending.probs,
             pending.routing_map,
             pending.plan,
-            weight_maps,
+            tables.maps,
+            tables.biases,
             received,
             act,
             result,
             preact,
             out,
             is_planned,
+            layer,
             *_addresses(problem, pending.group),
         )
         if preact is None:
@@ -375,6 +477,7 @@ class KernelBackend:
             num_row_blocks=num_row_blocks,
             num_tokens=pending.x.shape[0],
             probs_dtype=pending.probs.dtype,
+            layer=layer,
         )
         return out, saved
 
@@ -390,7 +493,8 @@ class KernelBackend:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         grad_out = grad_out.contiguous()
-        self._check_input("grad_out", grad_out, torch.bfloat16)
+        tables = self._encode(weights)
+        self._check_input("grad_out", grad_out, self._dtype)
         grads = [*grad_fc1, *grad_fc2]
         table, grads_dtype, accumulate = self._grad_table(grads)
         problem, config = self._prepare(), self.config
@@ -409,7 +513,8 @@ class KernelBackend:
         ops.backward(
             grad_out,
             saved.plan,
-            self._encode(weights),
+            tables.maps,
+            tables.biases,
             saved.preact,
             received,
             act,
@@ -418,6 +523,7 @@ class KernelBackend:
             partial,
             grad_x,
             grad_probs,
+            saved.layer,
             *addresses,
         )
         ops.wgrad(
@@ -431,9 +537,10 @@ class KernelBackend:
 
         Waits for the current stream.
         """
-        counts = _native.FlashMoETraffic()
-        _native.call("read_traffic", self.memory.open(), counts)
-        rows = counts.rows_pulled + counts.results_pushed
+        counts = _native.FlashMoECounters()
+        _native.call("read_counters", self.memory.open(), counts)
+        rows = sum(counts.rows_pulled) + sum(counts.results_pushed)
+        rows -= counts.rows_pulled[self.rank] + counts.results_pushed[self.rank]
         return TrafficCounters(
             rows_sent=rows,
             bytes_sent=rows * self.config.hidden * 2,
@@ -444,22 +551,21 @@ class KernelBackend:
     def raise_pending_fault(self) -> None:
         """Raises what a launch found wrong that the host did not wait for.
 
-        Usable after CUDA itself has failed. The group can be used again afterwards, unless a kernel
-        trapped.
+        Usable after CUDA itself has failed. The group can be used again afterwards; after a timeout
+        its next call allocates its memory anew, on all ranks.
 
         Raises:
             RowBoundError: A rank was to receive more rows than ``row_bound`` allows.
             RoutingError: The routing of some rank cannot be used.
-            PeerTimeoutError: A wait inside the kernel ran out of time; the CUDA context of this
-                process is lost then.
+            PeerTimeoutError: A wait ran out of time, on this rank or on another.
         """
-        if not self.memory.has_fault:
-            return
-        group = self.memory.open()
-        fault = _native.read_fault(group)
-        if fault is not None:
-            _native.clear_fault(group)
-            raise _native.fault_error(fault)
+        error = self.memory.take_fault()
+        if error is not None:
+            raise error
+
+    def take_records(self) -> list[LaunchRecord]:
+        """See :class:`flashmoe_megatron.backend.Backend`. All layers of a group share them."""
+        return self.memory.take_records(self.config.num_ranks)
 
     @property
     def heap_bytes(self) -> int:
@@ -483,6 +589,7 @@ class KernelBackend:
                 num_experts=config.num_experts,
                 topk=config.topk,
                 max_tokens=config.max_tokens,
+                dtype=ops.dtype_code(self._dtype),
                 activation=_native.ACTIVATIONS[config.activation],
                 is_gated=config.gated,
                 is_transposed=self._transposed,
@@ -518,39 +625,36 @@ class KernelBackend:
     def _check_inputs(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> None:
-        self._check_input("x", x, torch.bfloat16)
-        self._check_input("probs", probs, torch.float32, torch.bfloat16)
+        self._check_input("x", x, self._dtype)
+        self._check_input("probs", probs, torch.float32, self._dtype)
         self._check_input("routing_map", routing_map, torch.bool)
 
     def _prepare(self) -> _native.FlashMoEProblem:
-        """The problem, with memory for it. Collective where the memory has to grow."""
+        """The problem, with memory for it. Collective where the memory is made anew."""
+        self.raise_pending_fault()
         problem = self._describe()
         if self.memory.needs(self._sizes):
             self.memory.allocate(self._sizes)
         return problem
 
-    def _encode(self, weights: ExpertWeights) -> torch.Tensor:
-        """TMA descriptors of the weights on the device; where they are is read at every call."""
-        if weights.fc1_bias or weights.fc2_bias:
-            raise ConfigError(
-                "the experts have biases, which the kernel does not compute: leave them out, or "
-                "choose the backend 'reference'"
-            )
-        tensors = (*weights.fc1, *weights.fc2)
+    def _encode(self, weights: ExpertWeights) -> WeightTables:
+        """Tables of the weights on the device; where they are is read at every call."""
+        tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
         # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
         first = tensors[0]
         key = (first.shape, first.stride(), first.dtype, *[w.data_ptr() for w in tensors])
-        if weights.transposed != self._transposed:
-            self._transposed, self._problem = weights.transposed, None
-        if key in self._weight_maps:
-            return self._weight_maps[key]
-        check_weights(
-            self.config, torch.empty(0, dtype=torch.bfloat16, device=self.device), weights
-        )
+        if weights.transposed != self._transposed or first.dtype != self._dtype:
+            if first.dtype not in DTYPES:
+                raise ShapeError(f"expert weights: dtype {first.dtype}, wanted {_names(DTYPES)}")
+            self._transposed, self._dtype, self._problem = weights.transposed, first.dtype, None
+        if key in self._tables:
+            return self._tables[key]
+        check_weights(self.config, torch.empty(0, dtype=self._dtype, device=self.device), weights)
         for weight in tensors:
-            self._check_input("expert weight", weight, torch.bfloat16)
-        experts = self.config.num_local_experts
-        array = ctypes.c_void_p * experts
+            self._check_input("expert weight", weight, self._dtype)
+        if bool(weights.fc1_bias) != bool(weights.fc2_bias):
+            raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
+        array = ctypes.c_void_p * self.config.num_local_experts
         problem = self._describe()
         host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8).pin_memory()
         _native.call(
@@ -560,9 +664,17 @@ class KernelBackend:
             array(*(weight.data_ptr() for weight in weights.fc2)),
             host.data_ptr(),
         )
-        maps = host.to(self.device, non_blocking=True)
-        _remember(self._weight_maps, key, maps)
-        return maps
+        biases = [bias.data_ptr() for bias in (*weights.fc1_bias, *weights.fc2_bias)]
+        tables = WeightTables(
+            host.to(self.device, non_blocking=True),
+            self._address_table(biases) if biases else None,
+        )
+        _remember(self._tables, key, tables)
+        return tables
+
+    def _address_table(self, addresses: Sequence[int]) -> torch.Tensor:
+        host = torch.tensor(addresses, dtype=torch.int64).pin_memory()
+        return host.to(self.device, non_blocking=True)
 
     def _grad_table(self, grads: Sequence[WeightGrad]) -> tuple[torch.Tensor, int, bool]:
         """Device array of gradient addresses, their dtype and whether to add to them."""
@@ -573,12 +685,11 @@ class KernelBackend:
                     f"weight gradients of {grad.buffer.dtype} (accumulate={grad.accumulate}) "
                     f"beside {first.buffer.dtype} (accumulate={first.accumulate}): wanted one kind"
                 )
-            self._check_input("weight gradient", grad.buffer, torch.float32, torch.bfloat16)
+            self._check_input("weight gradient", grad.buffer, torch.float32, self._dtype)
         addresses = tuple(grad.buffer.data_ptr() for grad in grads)
         table = self._grad_tables.get(addresses)
         if table is None:
-            host = torch.tensor(addresses, dtype=torch.int64).pin_memory()
-            table = host.to(self.device, non_blocking=True)
+            table = self._address_table(addresses)
             if first.accumulate:  # main_grad stays where it is; ordinary gradients do not
                 _remember(self._grad_tables, addresses, table)
         return table, ops.dtype_code(first.buffer.dtype), first.accumulate
@@ -587,12 +698,11 @@ class KernelBackend:
         if tensor.device != self.device:
             raise ShapeError(f"{name}: on {tensor.device}, wanted {self.device}")
         if tensor.dtype not in dtypes:
-            names = " or ".join(str(dtype) for dtype in dtypes)
-            raise ShapeError(f"{name}: dtype {tensor.dtype}, wanted {names}")
+            raise ShapeError(f"{name}: dtype {tensor.dtype}, wanted {_names(dtypes)}")
         if not tensor.is_contiguous():
             raise ShapeError(f"{name}: strides {tensor.stride()}, wanted contiguous")
-        if tensor.data_ptr() % 16 and tensor.numel() and tensor.dtype == torch.bfloat16:
+        if tensor.data_ptr() % 16 and tensor.numel() and tensor.dtype == self._dtype:
             raise ShapeError(f"{name}: at address {tensor.data_ptr():#x}, wanted 16-byte aligned")
 
-    def _empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self.device)

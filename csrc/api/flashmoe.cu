@@ -24,10 +24,14 @@ const char* flashmoe_role_name(uint32_t role) {
         "loader: activations of a block",
         "processor: a tile",
         "processor: a full pipeline stage",
+        "processor: the finisher",
+        "finisher: a tile",
+        "finisher: a processor's outputs",
         "combine: results of a block",
         "reduce: a peer's share of a token",
         "plan: the other CTAs of the grid",
         "routing",
+        "gave up in another wait",
     };
     static_assert(sizeof(kNames) / sizeof(kNames[0]) == size_t(flashmoe::Role::kCount));
     return role < uint32_t(flashmoe::Role::kCount) ? kNames[role] : "unknown";
@@ -41,7 +45,8 @@ uint64_t flashmoe_sizeof(const char* name) {
     if (strcmp(name, "FlashMoEFault") == 0) return sizeof(FlashMoEFault);
     if (strcmp(name, "FlashMoEInput") == 0) return sizeof(FlashMoEInput);
     if (strcmp(name, "FlashMoELaunch") == 0) return sizeof(FlashMoELaunch);
-    if (strcmp(name, "FlashMoETraffic") == 0) return sizeof(FlashMoETraffic);
+    if (strcmp(name, "FlashMoECounters") == 0) return sizeof(FlashMoECounters);
+    if (strcmp(name, "FlashMoERecord") == 0) return sizeof(FlashMoERecord);
     return 0;
 }
 

@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 2
+#define FLASHMOE_ABI_VERSION 3
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 
@@ -40,7 +40,7 @@ typedef enum {
     FLASHMOE_SQUARED_RELU = 4,
 } FlashMoEActivation;
 
-typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1 } FlashMoEDtype;
+typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1, FLASHMOE_FLOAT16 = 2 } FlashMoEDtype;
 
 /* What is computed; the same on every rank but for `rank`. */
 typedef struct {
@@ -52,6 +52,7 @@ typedef struct {
     int32_t num_experts;   /* of all ranks, a multiple of num_ranks */
     int32_t topk;          /* most experts of one token */
     int32_t max_tokens;    /* most tokens of one rank */
+    int32_t dtype;         /* of tokens and weights: FLASHMOE_BFLOAT16 or FLASHMOE_FLOAT16 */
     int32_t activation;    /* FlashMoEActivation */
     int32_t is_gated;      /* fc1 is [2F, H], gate rows first */
     int32_t is_transposed; /* weights are [in, out]: fc1 [H, 2F or F], fc2 [F, H] */
@@ -64,14 +65,13 @@ typedef struct {
 /* Sizes in bytes unless named otherwise. */
 typedef struct {
     uint32_t struct_size;
-    uint32_t max_row_blocks;     /* worst case, blocks of 128 rows */
-    uint64_t heap_bytes;         /* symmetric, on every rank; zero-initialized once */
-    uint64_t workspace_bytes;    /* local, one per group; zero-initialized once */
-    uint64_t plan_bytes;         /* local, one per forward, kept for its backward */
-    uint64_t mailbox_bytes;      /* pinned host memory, one per group */
-    uint64_t weight_map_bytes;   /* host, then device: TMA descriptors of all local weights */
-    uint64_t preact_block_bytes; /* saved pre-activations, per block of 128 rows */
-    uint64_t dprob_block_bytes;  /* partial sums of the probabilities' gradient, per block */
+    uint32_t max_row_blocks;    /* worst case, blocks of 128 rows */
+    uint64_t heap_bytes;        /* symmetric, on every rank; zero-initialized once */
+    uint64_t workspace_bytes;   /* local, one per group; zero-initialized once */
+    uint64_t plan_bytes;        /* local, one per forward, kept for its backward */
+    uint64_t mailbox_bytes;     /* pinned host memory, one per group */
+    uint64_t weight_map_bytes;  /* host, then device: TMA descriptors of all local weights */
+    uint64_t dprob_block_bytes; /* partial sums of the probabilities' gradient, per block */
 } FlashMoESizes;
 
 /* Memory of one expert-parallel group, shared by all its layers. */
@@ -140,16 +140,45 @@ FLASHMOE_EXPORT int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFaul
 /* Forgets a fault, so that the group can be used again; waits for the stream. */
 FLASHMOE_EXPORT int flashmoe_clear_fault(const FlashMoEGroup* group);
 
-/* What has crossed the links, as counted by this rank's kernels since the workspace was zeroed. */
+#define FLASHMOE_NUM_SPANS 48
+#define FLASHMOE_MAX_LOCAL_EXPERTS 512
+#define FLASHMOE_NUM_RECORDS 256
+
+/* What this rank's launches have counted since the workspace was zeroed. */
 typedef struct {
-    uint64_t rows_pulled;     /* rows fetched from other ranks, dispatch of both directions */
-    uint64_t pad_rows_pulled; /* pad rows among them */
-    uint64_t results_pushed;  /* rows delivered to other ranks, combine of both directions */
-    uint64_t pad_rows_made;   /* pad rows written into this rank's own buffers */
-} FlashMoETraffic;
+    uint64_t nanoseconds[FLASHMOE_NUM_SPANS];    /* by flashmoe::Role, summed over CTAs and warps:
+                                                    waited,    or for the later roles busy */
+    uint64_t rows_pulled[FLASHMOE_MAX_RANKS];    /* by rank, the own one too: fetched by dispatch */
+    uint64_t results_pushed[FLASHMOE_MAX_RANKS]; /* likewise: delivered by combine */
+    uint64_t pad_rows_pulled;                    /* among them */
+    uint64_t pad_rows_made;                      /* written into this rank's own buffers */
+} FlashMoECounters;
 
 /* Reads the counters; waits for the stream. */
-FLASHMOE_EXPORT int flashmoe_read_traffic(const FlashMoEGroup* group, FlashMoETraffic* traffic);
+FLASHMOE_EXPORT int flashmoe_read_counters(const FlashMoEGroup* group, FlashMoECounters* counters);
+
+/* What one launch of a layer tells of itself. */
+typedef struct {
+    uint64_t sequence; /* 1 for the group's first launch */
+    uint32_t epoch;
+    int32_t layer;
+    int32_t is_backward;
+    int32_t num_ctas;
+    int32_t num_tokens;     /* of this rank */
+    int32_t num_rows;       /* received, without pad rows */
+    int32_t num_row_blocks; /* of 128 rows */
+    int32_t num_experts;    /* local */
+    uint64_t begin_ns;      /* by the GPU's global timer */
+    uint64_t end_ns;
+    FlashMoECounters counters; /* of this launch and all before */
+    int32_t expert_rows[FLASHMOE_MAX_LOCAL_EXPERTS];
+} FlashMoERecord;
+
+/* Gives the record of a launch, without waiting. record->sequence is 0 if the launch has not ended
+ * yet, and larger than asked for if the ring of FLASHMOE_NUM_RECORDS has gone round. */
+FLASHMOE_EXPORT int flashmoe_read_record(const FlashMoEGroup* group,
+                                         uint64_t sequence,
+                                         FlashMoERecord* record);
 
 /* Encodes the TMA descriptors of the local experts' weights into host memory.
  *   fc1[e] [fc1_rows, hidden] bf16, fc2[e] [hidden, intermediate] bf16, or their transposes;
@@ -159,19 +188,23 @@ FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             const void* const* fc2,
                                             void* weight_maps);
 
-/* Row buffers of one call; blocks = num_row_blocks, rows = 128 * blocks, all bf16 row-major. */
+/* Row buffers of one call; blocks = num_row_blocks, rows = 128 * blocks, all row-major and of the
+ * problem's dtype. */
 typedef struct {
     uint32_t struct_size;
     int32_t num_row_blocks; /* that the buffers hold */
     int32_t num_tokens;
     int32_t grad_probs_dtype; /* FlashMoEDtype; backward only */
+    int32_t layer;            /* comes back in the launch's record */
     const void* plan;
     const void* weight_maps; /* device copy */
+    const void* biases;      /* device: num_local_experts pointers to fc1's biases [fc1_rows], then
+                                to fc2's [hidden]; or NULL */
     void* rows;              /* [rows, hidden]: received x (forward) or received dY (backward) */
     void* act;               /* [rows, intermediate]: scaled activation, fc2's input */
     void* dpre;              /* [rows, fc1_rows]: gradient of fc1's output; backward only */
     void* result;        /* [rows, hidden]: fc2's output, or the gradient of the received rows */
-    void* preact;        /* blocks * preact_block_bytes; NULL in a forward without backward */
+    void* preact;        /* [rows, fc1_rows]; NULL in a forward without backward */
     void* dprob_partial; /* blocks * dprob_block_bytes; backward only */
     void* out;           /* [num_tokens, hidden]: layer output, or gradient of x */
     void* grad_probs;    /* [num_tokens, num_experts]; backward only */

@@ -1,6 +1,7 @@
 // The bodies of the C interface's launches: arguments are checked, device structs are filled, and
 // kernels go to the stream. Nothing here waits, except flashmoe_await_plan.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -10,7 +11,6 @@
 #include "flashmoe/kernel/plan.cuh"
 #include "flashmoe/kernel/wgrad.cuh"
 #include "flashmoe/moe/args.cuh"
-#include "flashmoe/moe/expert.cuh"
 #include "host/error.h"
 #include "host/tensor_map.h"
 
@@ -18,7 +18,11 @@ namespace flashmoe {
 namespace {
 
 static_assert(sizeof(Fault) == sizeof(FlashMoEFault));
-static_assert(sizeof(Traffic) == sizeof(FlashMoETraffic));
+static_assert(sizeof(Totals) == sizeof(FlashMoECounters));
+static_assert(sizeof(Record) == sizeof(FlashMoERecord) and kNumRecords == FLASHMOE_NUM_RECORDS);
+static_assert(kNumSpans == FLASHMOE_NUM_SPANS and kMaxLocalExperts == FLASHMOE_MAX_LOCAL_EXPERTS);
+static_assert(int(Dtype::kBFloat16) == FLASHMOE_BFLOAT16 and
+              int(Dtype::kFloat16) == FLASHMOE_FLOAT16);
 static_assert(kMaxRanks == FLASHMOE_MAX_RANKS and kMaxTopk == FLASHMOE_MAX_TOPK);
 static_assert(kFaultTimeout == FLASHMOE_PEER_TIMEOUT and kFaultRouting == FLASHMOE_BAD_ROUTING and
               kFaultRows == FLASHMOE_TOO_MANY_ROWS);
@@ -27,6 +31,7 @@ static_assert(kFaultTimeout == FLASHMOE_PEER_TIMEOUT and kFaultRouting == FLASHM
 struct Mailbox {
     Fault fault;
     PlanReport report;
+    Record records[kNumRecords];
 };
 
 Shape shape_of(const FlashMoEProblem* p) {
@@ -39,7 +44,8 @@ constexpr int kMaxWidth = 1 << 20;              // of hidden and intermediate
 constexpr uint64_t kMaxTimeoutNs = 1ull << 62;  // deadlines are sums of signed nanoseconds
 
 int forward_tiles(const FlashMoEProblem* p) {
-    return ceil_div(p->intermediate, p->is_gated ? kForwardColumns<true> : kForwardColumns<false>);
+    // Half of a gated tile's columns are `up`.
+    return ceil_div(p->intermediate, p->is_gated ? BLOCK_N / 2 : BLOCK_N);
 }
 
 int backward_tiles(const FlashMoEProblem* p) { return ceil_div(p->intermediate, BLOCK_N); }
@@ -76,6 +82,10 @@ int check_problem(const FlashMoEProblem* p) {
     }
     if (p->max_tokens < 1 or p->max_tokens > (1 << 24)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "max_tokens %d: wanted 1 to 2^24", p->max_tokens);
+    }
+    if (p->dtype != FLASHMOE_BFLOAT16 and p->dtype != FLASHMOE_FLOAT16) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "dtype %d: wanted bfloat16 (1) or float16 (2)",
+                    p->dtype);
     }
     if (p->activation < 0 or p->activation > FLASHMOE_SQUARED_RELU) {
         return fail(FLASHMOE_BAD_ARGUMENT, "activation %d is unknown", p->activation);
@@ -137,9 +147,10 @@ int check_pointer(const void* pointer, bool is_used, const char* name, int align
     return FLASHMOE_OK;
 }
 
-int check_dtype(int dtype, const char* name) {
-    if (dtype != FLASHMOE_FLOAT32 and dtype != FLASHMOE_BFLOAT16) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "%s %d is unknown", name, dtype);
+int check_dtype(const FlashMoEProblem* p, int dtype, const char* name) {
+    if (dtype != FLASHMOE_FLOAT32 and dtype != p->dtype) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%s %d: wanted float32 (0) or the problem's dtype, %d",
+                    name, dtype, p->dtype);
     }
     return FLASHMOE_OK;
 }
@@ -186,24 +197,31 @@ Trace trace_of([[maybe_unused]] const FlashMoEGroup* group) {
 
 Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
     const Workspace workspace = workspace_of(shape_of(p), group);
-    return {&static_cast<Mailbox*>(group->mailbox)->fault,
-            workspace.raised,
-            p->timeout_ns,
-            workspace.epoch,
-            p->rank,
-            trace_of(group)};
+    const Heap heap = heap_of(shape_of(p), group);
+    Watchdog watchdog{&static_cast<Mailbox*>(group->mailbox)->fault,
+                      workspace.raised,
+                      p->timeout_ns,
+                      workspace.epoch,
+                      p->rank,
+                      p->num_ranks,
+                      {},
+                      trace_of(group)};
+    for (int rank = 0; rank < p->num_ranks; ++rank) watchdog.gave_up[rank] = heap.gave_up(rank);
+    return watchdog;
 }
 
 KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
-    using Select = KernelEntry (*)(bool, bool);
-    constexpr Select kInstances[][2] = {
-        {layer_silu, layer_silu_transposed},
-        {layer_gelu, layer_gelu_transposed},
-        {layer_gelu_tanh, layer_gelu_tanh_transposed},
-        {layer_relu, layer_relu_transposed},
-        {layer_squared_relu, layer_squared_relu_transposed},
+    using Select = KernelEntry (*)(bool);
+    constexpr Select kInstances[2][2][2] = {
+        {{forward_bf16, forward_bf16_transposed}, {forward_fp16, forward_fp16_transposed}},
+        {{backward_bf16, backward_bf16_transposed}, {backward_fp16, backward_fp16_transposed}},
     };
-    return kInstances[p->activation][p->is_transposed != 0](is_backward, p->is_gated != 0);
+    const bool is_fp16 = p->dtype == FLASHMOE_FLOAT16;
+    return kInstances[is_backward][is_fp16][p->is_transposed != 0](p->is_gated != 0);
+}
+
+KernelEntry wgrad_entry_of(const FlashMoEProblem* p, bool into_float32) {
+    return p->dtype == FLASHMOE_FLOAT16 ? wgrad_fp16(into_float32) : wgrad_bf16(into_float32);
 }
 
 // Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
@@ -244,6 +262,7 @@ LayerArgs layer_args(const FlashMoEProblem* p,
     args.plan = Plan::at(const_cast<void*>(plan), args.shape);
     args.workspace = workspace_of(args.shape, group);
     args.watchdog = watchdog_of(p, group);
+    args.records = static_cast<Mailbox*>(group->mailbox)->records;
     args.x = static_cast<const char*>(x);
     args.num_tokens = num_tokens;
     return args;
@@ -255,7 +274,7 @@ int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
                     input ? input->struct_size : 0, sizeof(FlashMoEInput));
     }
     FLASHMOE_TRY(check_tokens(p, input->num_tokens));
-    FLASHMOE_TRY(check_dtype(input->probs_dtype, "probs_dtype"));
+    FLASHMOE_TRY(check_dtype(p, input->probs_dtype, "probs_dtype"));
     const bool has_tokens = input->num_tokens > 0;
     FLASHMOE_TRY(check_pointer(input->x, has_tokens, "x"));
     if (has_tokens and (input->probs == nullptr or input->routing_map == nullptr)) {
@@ -267,7 +286,7 @@ int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
 
 void set_routing(const FlashMoEInput* input, int row_block_bound, LayerArgs* args) {
     args->probs = input->probs;
-    args->probs_is_bf16 = input->probs_dtype == FLASHMOE_BFLOAT16;
+    args->probs_dtype = Dtype(input->probs_dtype);
     // Null means that the plan exists; without tokens a framework's pointer may be null, too.
     const void* map = input->num_tokens > 0 ? input->routing_map : args->workspace.raised;
     args->routing_map = static_cast<const uint8_t*>(map);
@@ -300,7 +319,7 @@ int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_b
     FLASHMOE_TRY(check_pointer(launch->result, has_rows, "result"));
     FLASHMOE_TRY(check_pointer(launch->out, has_tokens, "out"));
     if (not is_backward) return FLASHMOE_OK;
-    FLASHMOE_TRY(check_dtype(launch->grad_probs_dtype, "grad_probs_dtype"));
+    FLASHMOE_TRY(check_dtype(p, launch->grad_probs_dtype, "grad_probs_dtype"));
     FLASHMOE_TRY(check_pointer(launch->dpre, has_rows, "dpre"));
     FLASHMOE_TRY(check_pointer(launch->preact, has_rows, "preact"));
     FLASHMOE_TRY(check_pointer(launch->dprob_partial, has_rows, "dprob_partial"));
@@ -319,11 +338,17 @@ int set_buffers(const FlashMoEProblem* p,
     args->act = static_cast<char*>(launch->act);
     args->dpre = static_cast<char*>(launch->dpre);
     args->result = static_cast<char*>(launch->result);
-    args->preact = static_cast<uint4*>(launch->preact);
+    args->preact = static_cast<char*>(launch->preact);
     args->dprob_partial = static_cast<float*>(launch->dprob_partial);
     args->out = static_cast<char*>(launch->out);
     args->grad_probs = launch->grad_probs;
-    args->grad_probs_is_bf16 = launch->grad_probs_dtype == FLASHMOE_BFLOAT16;
+    args->grad_probs_dtype = Dtype(launch->grad_probs_dtype);
+    args->activation = Activation(p->activation);
+    args->layer = launch->layer;
+    if (launch->biases != nullptr) {
+        args->biases[0] = static_cast<const void* const*>(launch->biases);
+        args->biases[1] = args->biases[0] + s.num_local_experts();
+    }
     args->num_n_tiles[0] = is_backward ? backward_tiles(p) : forward_tiles(p);
     args->num_n_tiles[1] = ceil_div(p->hidden, BLOCK_N);
     const int gemm1_input = is_backward ? s.fc1_rows() : p->intermediate;
@@ -362,8 +387,6 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->mailbox_bytes = sizeof(Mailbox);
     // Two matrices of every expert, read along their contiguous dimension and across it.
     sizes->weight_map_bytes = 4 * sizeof(CUtensorMap) * s.num_local_experts();
-    sizes->preact_block_bytes =
-        uint64_t(forward_tiles(problem)) * BLOCK_M * BLOCK_N * sizeof(uint16_t);
     sizes->dprob_block_bytes = uint64_t(backward_tiles(problem)) * BLOCK_M * sizeof(float);
     return FLASHMOE_OK;
 }
@@ -374,8 +397,8 @@ int flashmoe_preload(const FlashMoEProblem* problem) {
         reinterpret_cast<const void*>(&plan_kernel),
         entry_of(problem, false).function,
         entry_of(problem, true).function,
-        reinterpret_cast<const void*>(&wgrad_kernel<float>),
-        reinterpret_cast<const void*>(&wgrad_kernel<__nv_bfloat16>),
+        wgrad_entry_of(problem, true).function,
+        wgrad_entry_of(problem, false).function,
     };
     for (const void* kernel : kernels) {
         cudaFuncAttributes attributes;
@@ -456,16 +479,35 @@ int flashmoe_clear_fault(const FlashMoEGroup* group) {
     return FLASHMOE_OK;
 }
 
-int flashmoe_read_traffic(const FlashMoEGroup* group, FlashMoETraffic* traffic) {
+int flashmoe_read_counters(const FlashMoEGroup* group, FlashMoECounters* counters) {
     FLASHMOE_TRY(check_group_struct(group));
     FLASHMOE_TRY(check_pointer(group->workspace, true, "workspace"));
-    if (traffic == nullptr) return fail(FLASHMOE_BAD_ARGUMENT, "traffic is null");
+    if (counters == nullptr) return fail(FLASHMOE_BAD_ARGUMENT, "counters is null");
     const auto stream = static_cast<cudaStream_t>(group->stream);
-    const void* counters = static_cast<char*>(group->workspace) + Workspace::kTrafficOffset;
+    const void* totals = static_cast<char*>(group->workspace) + Workspace::kTotalsOffset;
     FLASHMOE_TRY(check_cuda(
-        cudaMemcpyAsync(traffic, counters, sizeof(*traffic), cudaMemcpyDeviceToHost, stream),
-        "reading traffic"));
-    return check_cuda(cudaStreamSynchronize(stream), "reading traffic");
+        cudaMemcpyAsync(counters, totals, sizeof(*counters), cudaMemcpyDeviceToHost, stream),
+        "reading counters"));
+    return check_cuda(cudaStreamSynchronize(stream), "reading counters");
+}
+
+int flashmoe_read_record(const FlashMoEGroup* group, uint64_t sequence, FlashMoERecord* record) {
+    FLASHMOE_TRY(check_group_struct(group));
+    FLASHMOE_TRY(check_pointer(group->mailbox, true, "mailbox"));
+    if (record == nullptr) return fail(FLASHMOE_BAD_ARGUMENT, "record is null");
+    const Record& slot = static_cast<Mailbox*>(group->mailbox)->records[sequence % kNumRecords];
+    const auto& written = static_cast<const volatile uint64_t&>(slot.sequence);
+    const uint64_t before = written;
+    if (before < sequence) {
+        record->sequence = 0;
+        return FLASHMOE_OK;
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+    memcpy(record, &slot, sizeof(*record));
+    std::atomic_thread_fence(std::memory_order_acquire);
+    // A launch that writes to the slot meanwhile is one of a later round.
+    record->sequence = written == before ? before : before + kNumRecords;
+    return FLASHMOE_OK;
 }
 
 int flashmoe_encode_weights(const FlashMoEProblem* problem,
@@ -548,7 +590,7 @@ int flashmoe_wgrad(const FlashMoEProblem* problem,
     FLASHMOE_TRY(check_pointer(launch_args->dpre, has_rows, "dpre"));
     FLASHMOE_TRY(check_pointer(x_rows, has_rows, "x_rows"));
     FLASHMOE_TRY(check_pointer(grads, true, "grads"));
-    FLASHMOE_TRY(check_dtype(grads_dtype, "grads_dtype"));
+    FLASHMOE_TRY(check_dtype(problem, grads_dtype, "grads_dtype"));
     const Shape s = shape_of(problem);
     WgradArgs args{};
     args.shape = s;
@@ -576,11 +618,9 @@ int flashmoe_wgrad(const FlashMoEProblem* problem,
             std::swap(product.num_out, product.num_in);
         }
     }
-    const void* kernel = grads_dtype == FLASHMOE_BFLOAT16
-                             ? reinterpret_cast<const void*>(&wgrad_kernel<__nv_bfloat16>)
-                             : reinterpret_cast<const void*>(&wgrad_kernel<float>);
-    return launch(kernel, problem->num_ctas, 384, int(sizeof(WgradSmem)), group->stream,
-                  "wgrad launch", args);
+    const KernelEntry entry = wgrad_entry_of(problem, grads_dtype == FLASHMOE_FLOAT32);
+    return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
+                  group->stream, "wgrad launch", args);
 }
 
 }  // extern "C"

@@ -1,8 +1,9 @@
 """What a layer should compute, and how close to it an unfused bfloat16 path comes.
 
 The bound on the kernel's error is the error of a plain torch path on the same inputs that rounds to
-bfloat16 at the same points: fc1's output, the scaled activation, fc2's output, each rank's share of
-a token and the token's sum. Products are accumulated in float32 by both.
+bfloat16 at the same points, wherever a product of matrices leaves an unfused layer's kernel: fc1's
+output, the scaled activation, fc2's output and the gradient of its input, fc1's output's gradient,
+each rank's share of a token and the token's sum. Products are accumulated in float32 by both.
 """
 
 from dataclasses import dataclass
@@ -159,7 +160,7 @@ def _unfused(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Re
         scaled = _round(value.detach() * prob)
         shares[0, rank].index_add_(0, tokens, _round(scaled @ fc2.t()))
 
-        grad_value = grad_rows @ fc2
+        grad_value = _round(grad_rows @ fc2)
         grad_probs[tokens, expert] = (grad_value * value.detach()).sum(1)
         grad_projected = _round(torch.autograd.grad(value, projected, grad_value * prob)[0])
         shares[1, rank].index_add_(0, tokens, _round(grad_projected @ fc1))

@@ -85,10 +85,10 @@ class GuardedBackend(KernelBackend):
 
     allocator: GuardedAllocator | None = None
 
-    def _empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if self.allocator is None:
             return super()._empty(*shape, dtype=dtype)
-        return self.allocator(shape, dtype)
+        return self.allocator(shape, dtype or self._dtype)
 
 
 class _Memory(GroupMemory):

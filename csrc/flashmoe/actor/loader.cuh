@@ -8,6 +8,7 @@
 
 #include "flashmoe/actor/scheduler.cuh"
 #include "flashmoe/moe/args.cuh"
+#include "flashmoe/tile/handover.cuh"
 #include "flashmoe/tile/mainloop.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
@@ -162,7 +163,7 @@ __device__ __forceinline__ void load_layer(const LayerArgs& args,
                         wait_count(
                             args.watchdog, Role::kLoaderAct, tile.m,
                             args.workspace.tile_ready + args.workspace.tile_counter(0, tile.m),
-                            uint32_t(kProcessorWarps * args.num_n_tiles[0]));
+                            uint32_t(kNumProcessors * args.num_n_tiles[0]));
                     }
                     ptx::fence_proxy_async_global();
                 },

@@ -1,68 +1,72 @@
-// The processor (Algorithm 2 of the paper): a warpgroup that turns tiles into results. The two of a
-// CTA own 64 rows each and drift apart by up to the pipeline's depth, so that one's epilogue runs
-// under the other's products.
+// The processor (Algorithm 2 of the paper): a warpgroup that does nothing but matrix products. The
+// two of a CTA own 64 rows each of a tile.
 #pragma once
 
 #include "flashmoe/actor/loader.cuh"
-#include "flashmoe/moe/expert.cuh"
+#include "flashmoe/tile/handover.cuh"
 
 namespace flashmoe {
 
-// Takes the announced tile. Scope: all threads of a processor warpgroup.
-__device__ __forceinline__ TileInfo take_tile(const Watchdog& watchdog,
-                                              TileMailbox& mailbox,
-                                              RingCursor<kTileSlots>& slot,
-                                              PendingStores& pending) {
-    Barrier& full = mailbox.full[slot.index()];
-    if (pending.exist() and not __all_sync(~0u, full.try_wait(slot.parity()))) {
-        pending.settle();
+// fc1's bias, or fc2's times the routing weight, is added before the product is rounded.
+template <class Pass, class Accumulator>
+__device__ __forceinline__ void add_bias(const LayerArgs& args,
+                                         const TileInfo& tile,
+                                         int warpgroup,
+                                         const void* bias,
+                                         Accumulator& accumulator) {
+    using T = typename Pass::Element;
+    const int thread = threadIdx.x % 128;
+    const int row = tile.m * BLOCK_M + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    float scale[2] = {1.0f, 1.0f};
+    if (tile.gemm == 1) scale[0] = args.plan.row_prob[row], scale[1] = args.plan.row_prob[row + 8];
+    const int num_columns = tile.gemm == 0 ? args.shape.intermediate : args.shape.hidden;
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+        // Gate and up are two halves of one tile.
+        const bool is_split = Pass::kGatedForward and tile.gemm == 0;
+        const int in_tile = j * 8 + thread % 4 * 2;
+        const int column =
+            is_split ? tile.n * kBoxRows + in_tile % kBoxRows : tile.n * BLOCK_N + in_tile;
+        const int offset = is_split and j >= kBoxRows / 8 ? num_columns : 0;
+        float2 value{};
+        if (column < num_columns) {
+            value = unpack<T>(
+                *reinterpret_cast<const uint32_t*>(static_cast<const T*>(bias) + offset + column));
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            accumulator(4 * j + 2 * i) += value.x * scale[i];
+            accumulator(4 * j + 2 * i + 1) += value.y * scale[i];
+        }
     }
-    wait_barrier(watchdog, Role::kProcessorTile, full, slot.parity());
-    int4 tile{};
-    if (threadIdx.x % 32 == 0) {  // the lane that reads is the lane that gives the slot back
-        reinterpret_cast<TileInfo&>(tile) = read_tile(mailbox, slot);
-    }
-    slot.advance();
-    tile = {__shfl_sync(~0u, tile.x, 0), __shfl_sync(~0u, tile.y, 0), __shfl_sync(~0u, tile.z, 0),
-            __shfl_sync(~0u, tile.w, 0)};
-    return reinterpret_cast<TileInfo&>(tile).of(int(ptx::cluster_rank()));
 }
-
-template <class Pass>
-using StagingOf = WarpStaging<Pass::kStagingTiles, Pass::kStagingColumns>[kProcessorWarps];
 
 template <class Pass, class Ring>
 __device__ __forceinline__ void process_tiles(
-    const LayerArgs& args,
-    Ring& ring,
-    TileMailbox& mailbox,
-    WarpStaging<Pass::kStagingTiles, Pass::kStagingColumns>& staging,
-    int warpgroup) {
-    using Main = Mainloop<Major::K, Pass::kMajorB>;
+    const LayerArgs& args, Ring& ring, TileMailbox& mailbox, Handover& handover, int warpgroup) {
+    using Main = Mainloop<typename Pass::Element, Major::K, Pass::kMajorB>;
     typename Main::Accumulator accumulator;
-    TileStore out(staging);
-    PendingStores pending(args.workspace.tile_ready, mailbox.pending[threadIdx.x / 32 - 4]);
     RingCursor<Ring::kNumStages> cursor;
     RingCursor<kTileSlots> slot;
+    RingCursor<1> handed;
+    begin_span(uint32_t(Role::kProcess));
     for (;;) {
-        const TileInfo tile = take_tile(args.watchdog, mailbox, slot, pending);
+        const TileInfo tile = take_tile(args.watchdog, Role::kProcessorTile, mailbox, slot);
         if (tile.gemm == TileInfo::kNoTile) break;
         const int64_t begin = Trace::now();
-        Main::run(accumulator, ring, cursor, args.num_k_blocks[tile.gemm], warpgroup, args.watchdog,
-                  pending);
+        Main::run(accumulator, ring, cursor, args.num_k_blocks[tile.gemm], warpgroup,
+                  args.watchdog);
         args.watchdog.trace.add(uint32_t(Role::kGemm0) + uint32_t(tile.gemm), tile.m, begin);
-        const int64_t end = Trace::now();
         // A single block's last pair may reach past N: its second tile is for nothing.
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
-        if (tile.gemm == 0) {
-            Pass::finish_gemm0(args, tile, warpgroup, accumulator, out);
-        } else {
-            store_result_tile(args, tile, warpgroup, accumulator, out);
+        if constexpr (Pass::kHasBias) {
+            if (const void* const* biases = args.biases[tile.gemm]) {
+                add_bias<Pass>(args, tile, warpgroup, biases[tile.expert], accumulator);
+            }
         }
-        pending.add(args.workspace.tile_counter(tile.gemm, tile.m));
-        args.watchdog.trace.add(uint32_t(Role::kEpilogue0) + uint32_t(tile.gemm), tile.m, end);
+        hand_over<typename Pass::Element>(args.watchdog, handover, warpgroup, handed, accumulator);
     }
-    pending.settle();
+    end_span(uint32_t(Role::kProcess));
 }
 
 }  // namespace flashmoe

@@ -15,6 +15,9 @@ constexpr int kMaxTopk = 16;
 constexpr int kMaxCtas = 256;
 constexpr int kMaxLocalExperts = 512;
 
+// Mirrors FlashMoEDtype.
+enum class Dtype : int { kFloat32, kBFloat16, kFloat16 };
+
 template <class Int>
 __host__ __device__ constexpr Int ceil_div(Int a, Int b) {
     return (a + b - 1) / b;

@@ -20,16 +20,37 @@ __device__ __forceinline__ void last_arrival(uint32_t* counter, Then then) {
     }
 }
 
-// Scope: all threads of every CTA, which are resident together. Each barrier has its own counter.
-__device__ __forceinline__ void grid_barrier(const Watchdog& watchdog, uint32_t* counter) {
+struct GridBarrier {
+    static constexpr uint32_t kGo = 1, kStop = 2;
+
+    uint32_t arrived;
+    uint32_t verdict;
+};
+
+// Waits for all CTAs, each barrier once a launch. Whether to go on is decided once, by the last CTA
+// to arrive, which calls may_go_on, or by the first to give up; so all CTAs return the same. Scope:
+// all threads of every CTA, which are resident together.
+template <class MayGoOn>
+__device__ __forceinline__ bool grid_barrier(const Watchdog& watchdog,
+                                             GridBarrier* barrier,
+                                             MayGoOn may_go_on) {
+    bool goes_on = false;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        atomicAdd(counter, 1u);
-        wait_count(watchdog, Role::kGridBarrier, 0, counter, gridDim.x);
+        if (atomicAdd(&barrier->arrived, 1u) == gridDim.x - 1) {
+            __threadfence();
+            atomicCAS(&barrier->verdict, 0u, may_go_on() ? GridBarrier::kGo : GridBarrier::kStop);
+        }
+        const bool decided = wait_for(
+            watchdog, {Role::kGridBarrier, -1, 0, GridBarrier::kGo},
+            [=] { return ptx::ld_acquire_gpu(&barrier->verdict); },
+            [](uint32_t seen) { return seen != 0; });
+        if (not decided) atomicCAS(&barrier->verdict, 0u, GridBarrier::kStop);
+        goes_on = ptx::ld_acquire_gpu(&barrier->verdict) == GridBarrier::kGo;
         __threadfence();
     }
-    __syncthreads();
+    return __syncthreads_or(goes_on);
 }
 
 }  // namespace flashmoe

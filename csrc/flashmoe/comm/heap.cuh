@@ -31,6 +31,7 @@ struct RouteSignal {
 
 struct HeapLayout {
     // Byte offsets. Words are tagged with the epoch, so none is ever reset.
+    uint64_t gave_up;         // u32: see Watchdog
     uint64_t route_signals;   // RouteSignal[rank], two parities
     uint64_t row_bounds;      // u32[rank], two parities: blocks that fit in that rank's buffers
     uint64_t row_signals;     // u32[rank]: epoch whose rows that rank has published
@@ -51,6 +52,7 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
         end = align_up<uint64_t>(end + bytes, 1024);
         return offset;
     };
+    at.gave_up = take(sizeof(uint32_t));
     at.route_signals = take(2 * ranks * sizeof(uint64_t));
     at.row_bounds = take(2 * ranks * sizeof(uint32_t));
     at.row_signals = take(ranks * sizeof(uint32_t));
@@ -76,6 +78,9 @@ struct Heap {
     template <class T>
     __device__ __forceinline__ T* address(int owner, uint64_t offset) const {
         return reinterpret_cast<T*>(base[owner] + offset);
+    }
+    uint32_t* gave_up(int owner) const {
+        return reinterpret_cast<uint32_t*>(base[owner] + at.gave_up);
     }
     __device__ __forceinline__ uint64_t* route_signal(int owner, uint32_t epoch, int src) const {
         return address<uint64_t>(owner, at.route_signals) + (epoch & 1) * num_ranks + src;

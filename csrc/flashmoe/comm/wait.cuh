@@ -1,7 +1,9 @@
 // The one place that waits. Every wait has a bound; one that runs out leaves a record in host
-// memory that says who waited for what.
+// memory that says who waited for what, and all ranks leave their launches.
 #pragma once
 
+#include "flashmoe/base/shape.cuh"
+#include "flashmoe/comm/counters.cuh"
 #include "flashmoe/ptx/ld_st.cuh"
 #include "flashmoe/ptx/trace.cuh"
 
@@ -9,22 +11,26 @@ namespace flashmoe {
 
 enum class Role : uint32_t {
     kNone = 0,
-    kPlanRoutes,      // plan: the routing of a peer
-    kDispatchRows,    // dispatch: a peer's rows are published
-    kDispatchCopy,    // dispatch: a row on its way from the peer
-    kLoaderStage,     // loader: a free stage of the pipeline
-    kLoaderTile,      // loader: the processors take the next tile
-    kLoaderRows,      // loader: rows of a block for GEMM0
-    kLoaderAct,       // loader: activations of a block for GEMM1
-    kProcessorTile,   // processor: the next tile
-    kProcessorStage,  // processor: a full stage of the pipeline
-    kCombineResult,   // combine: results of a block
-    kReduceResult,    // reduce: a peer's share of a token
-    kGridBarrier,     // plan: the other CTAs of the grid
-    kRouting,         // not a wait: a token selects more experts than topk, or a probability is NaN
+    kPlanRoutes,         // plan: the routing of a peer
+    kDispatchRows,       // dispatch: a peer's rows are published
+    kDispatchCopy,       // dispatch: a row on its way from the peer
+    kLoaderStage,        // loader: a free stage of the pipeline
+    kLoaderTile,         // loader: the other roles take the next tile
+    kLoaderRows,         // loader: rows of a block for GEMM0
+    kLoaderAct,          // loader: activations of a block for GEMM1
+    kProcessorTile,      // processor: the next tile
+    kProcessorStage,     // processor: a full stage of the pipeline
+    kProcessorHandover,  // processor: the finisher has taken the last tile
+    kFinisherTile,       // finisher: the next tile
+    kFinisherRows,       // finisher: a processor's outputs
+    kCombineResult,      // combine: results of a block
+    kReduceResult,       // reduce: a peer's share of a token
+    kGridBarrier,        // plan: the other CTAs of the grid
+    kRouting,     // not a wait: a token selects more experts than topk, or a probability is NaN
+    kPeerGaveUp,  // not a wait: another rank's wait ran out of time
     kCount,
 
-    // What a trace shows beside waits.
+    // What a trace or a record shows beside waits.
     kGemm0 = 32,
     kGemm1,
     kEpilogue0,
@@ -32,6 +38,9 @@ enum class Role : uint32_t {
     kDispatch,
     kDeliver,
     kReduce,
+    kPlan,     // what a launch begins with: publishing, and the plan
+    kProcess,  // a processor's time from its first tile to its last
+    kFinish,   // likewise a finisher's
 };
 
 // Lives at the start of the mailbox, in pinned host memory. Mirrors FlashMoEFault.
@@ -46,15 +55,24 @@ struct Fault {
     uint32_t seen;
 };
 
+constexpr uint32_t kFaultTimeout = 3;  // FLASHMOE_PEER_TIMEOUT
+constexpr uint32_t kFaultRouting = 4;  // FLASHMOE_BAD_ROUTING
+constexpr uint32_t kFaultRows = 5;     // FLASHMOE_TOO_MANY_ROWS
+
 struct Watchdog {
     Fault* fault;      // pinned host memory
     uint32_t* raised;  // device word: the first fault of this group wins
     uint64_t timeout_ns;
     const uint32_t* epoch;  // the last one that ended
     int rank;
+    int num_ranks;
+    // Every rank's word that tells it that some rank has given up: that rank, plus one. It stays
+    // set; the host makes new memory.
+    uint32_t* gave_up[kMaxRanks];
     Trace trace;
 
-    __device__ __noinline__ void raise(
+    // Inlined, as the others: a call would have to save the caller's registers.
+    __device__ __forceinline__ void raise(
         uint32_t code, Role role, int peer, int index, uint32_t expected, uint32_t seen) const {
         if (atomicCAS(raised, 0u, 1u) != 0u) return;
         volatile Fault* record = fault;
@@ -69,63 +87,64 @@ struct Watchdog {
         record->code = code;
         __threadfence_system();
     }
+    // Tells every rank that this one no longer waits, so that none waits for it.
+    __device__ __forceinline__ void give_up(
+        Role role, int peer, int index, uint32_t expected, uint32_t seen) const {
+        raise(kFaultTimeout, role, peer, index, expected, seen);
+        for (int to = 0; to < num_ranks; ++to) ptx::st_relaxed_sys(gave_up[to], uint32_t(rank) + 1);
+    }
+    // The rank that has given up, plus one; else 0.
+    __device__ __forceinline__ uint32_t who_gave_up() const {
+        return ptx::ld_acquire_sys(gave_up[rank]);
+    }
 };
-
-constexpr uint32_t kFaultTimeout = 3;  // FLASHMOE_PEER_TIMEOUT
-constexpr uint32_t kFaultRouting = 4;  // FLASHMOE_BAD_ROUTING
-constexpr uint32_t kFaultRows = 5;     // FLASHMOE_TOO_MANY_ROWS
 
 // Epochs are compared with wrap-around: a peer may already be one launch ahead.
 __device__ __forceinline__ bool epoch_reached(uint32_t seen, uint32_t wanted) {
     return int32_t(seen - wanted) >= 0;
 }
 
-// Polls `load` until `done` accepts its value. False when the time is up; the fault is then raised.
+// What is waited for, as a fault tells it.
+struct Awaited {
+    Role role;
+    int peer;
+    int index;
+    uint32_t expected;
+};
+
+// Polls `load` until `done` accepts its value. False once this rank or another has given up; then
+// every wait of the launch ends at once, and the launch with it: what it computes is void, but
+// stays inside its buffers, since places come from a plan that was complete.
 template <class Load, class Done>
 __device__ __forceinline__ bool wait_for(const Watchdog& watchdog,
-                                         Role role,
-                                         int peer,
-                                         int index,
-                                         uint32_t expected,
+                                         const Awaited& what,
                                          Load load,
                                          Done done) {
     const int64_t begin = Trace::now();
     auto seen = load();
     if (done(seen)) return true;
     const uint64_t start = ptx::globaltimer_ns();
-    for (uint32_t spin = 1;; ++spin) {
+    for (uint32_t spin = 0;; ++spin) {
         seen = load();
-        if (done(seen)) {
-            watchdog.trace.add(uint32_t(role), index, begin);
-            return true;
-        }
+        if (done(seen)) break;
         __nanosleep(20);
-        if (spin % 256 == 0 and ptx::globaltimer_ns() - start > watchdog.timeout_ns) break;
+        if (spin % 256 != 0) continue;
+        if (watchdog.who_gave_up() != 0) return false;
+        if (ptx::globaltimer_ns() - start > watchdog.timeout_ns) {
+            watchdog.give_up(what.role, what.peer, what.index, what.expected, uint32_t(seen));
+            return false;
+        }
     }
-    watchdog.raise(kFaultTimeout, role, peer, index, expected, uint32_t(seen));
-    return false;
+    watchdog.trace.add(uint32_t(what.role), what.index, begin);
+    count_time(uint32_t(what.role), uint32_t(ptx::globaltimer_ns() - start));
+    return true;
 }
 
-// As wait_for, in the middle of the fused kernel, where no other way out is left than to trap.
-template <class Load, class Done>
-__device__ __forceinline__ void wait_or_trap(const Watchdog& watchdog,
-                                             Role role,
-                                             int peer,
-                                             int index,
-                                             uint32_t expected,
-                                             Load load,
-                                             Done done) {
-    if (not wait_for(watchdog, role, peer, index, expected, load, done)) {
-        __trap();
-        __builtin_unreachable();  // or the compiler would save the accumulators for afterwards
-    }
-}
-
-// Waits until a counter of this GPU holds `target`.
-__device__ __forceinline__ void wait_count(
+// Waits until a counter of this GPU holds `target`, or a rank has given up.
+__device__ __forceinline__ bool wait_count(
     const Watchdog& watchdog, Role role, int index, const uint32_t* counter, uint32_t target) {
-    wait_or_trap(
-        watchdog, role, -1, index, target, [=] { return ptx::ld_acquire_gpu(counter); },
+    return wait_for(
+        watchdog, {role, -1, index, target}, [=] { return ptx::ld_acquire_gpu(counter); },
         [=](uint32_t seen) { return seen == target; });
 }
 

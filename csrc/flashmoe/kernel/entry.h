@@ -1,5 +1,5 @@
-// A compiled kernel as the host sees it. One file of instances/ per activation defines one
-// function.
+// A compiled kernel as the host sees it. One file of instances/ per direction, type of tokens and
+// weights, and layout of weights defines one function.
 #pragma once
 
 namespace flashmoe {
@@ -10,15 +10,17 @@ struct KernelEntry {
     int smem_bytes;
 };
 
-KernelEntry layer_silu(bool is_backward, bool is_gated);
-KernelEntry layer_silu_transposed(bool is_backward, bool is_gated);
-KernelEntry layer_gelu(bool is_backward, bool is_gated);
-KernelEntry layer_gelu_transposed(bool is_backward, bool is_gated);
-KernelEntry layer_gelu_tanh(bool is_backward, bool is_gated);
-KernelEntry layer_gelu_tanh_transposed(bool is_backward, bool is_gated);
-KernelEntry layer_relu(bool is_backward, bool is_gated);
-KernelEntry layer_relu_transposed(bool is_backward, bool is_gated);
-KernelEntry layer_squared_relu(bool is_backward, bool is_gated);
-KernelEntry layer_squared_relu_transposed(bool is_backward, bool is_gated);
+KernelEntry forward_bf16(bool is_gated);
+KernelEntry forward_bf16_transposed(bool is_gated);
+KernelEntry forward_fp16(bool is_gated);
+KernelEntry forward_fp16_transposed(bool is_gated);
+KernelEntry backward_bf16(bool is_gated);
+KernelEntry backward_bf16_transposed(bool is_gated);
+KernelEntry backward_fp16(bool is_gated);
+KernelEntry backward_fp16_transposed(bool is_gated);
+
+// Weight gradients from 16-bit rows, into buffers of another type or the same.
+KernelEntry wgrad_bf16(bool into_float32);
+KernelEntry wgrad_fp16(bool into_float32);
 
 }  // namespace flashmoe

@@ -17,6 +17,7 @@ struct PlanReport {
 __global__ __launch_bounds__(kPlanThreads, 1)  //
     void plan_kernel(const __grid_constant__ LayerArgs args, volatile PlanReport* report) {
     extern __shared__ uint32_t smem[];
+    open_counters();
     const uint32_t epoch = current_epoch(args.workspace);
     const bool go_on = plan_layer(args, epoch, smem);
     if (blockIdx.x == 0 and threadIdx.x == 0) {
@@ -25,7 +26,7 @@ __global__ __launch_bounds__(kPlanThreads, 1)  //
         __threadfence_system();
         report->epoch = epoch;
     }
-    leave(args.workspace, not go_on);
+    leave(args.workspace, not go_on, [] {});
 }
 
 }  // namespace flashmoe

@@ -4,13 +4,14 @@
 #pragma once
 
 #include <cuda.h>
-#include <cuda_bf16.h>
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/cluster_sm90.hpp>
 
-#include "flashmoe/actor/processor.cuh"
-#include "flashmoe/moe/plan.cuh"
+#include "flashmoe/actor/loader.cuh"
+#include "flashmoe/kernel/entry.h"
+#include "flashmoe/moe/args.cuh"
+#include "flashmoe/tile/element.cuh"
 #include "flashmoe/tile/mainloop.cuh"
 
 namespace flashmoe {
@@ -71,8 +72,9 @@ struct WgradSmem {
 __device__ __forceinline__ void put_pair(float* at, float a, float b) {
     *reinterpret_cast<float2*>(at) = {a, b};
 }
-__device__ __forceinline__ void put_pair(__nv_bfloat16* at, float a, float b) {
-    *reinterpret_cast<__nv_bfloat162*>(at) = __floats2bfloat162_rn(a, b);
+template <class T>
+__device__ __forceinline__ void put_pair(T* at, float a, float b) {
+    *reinterpret_cast<uint32_t*>(at) = pack<T>(a, b);
 }
 
 // Writes the tile, or adds it to a float gradient: staged in shared memory, then one bulk copy or
@@ -119,9 +121,9 @@ __device__ __forceinline__ void send_grad_tile(Grad* grad,
     }
 }
 
-// Adds the tile to a bf16 gradient, rounding once: read, add in float32, write.
-template <class Accumulator>
-__device__ __forceinline__ void add_grad_tile(__nv_bfloat16* grad,
+// Adds the tile to a 16-bit gradient, rounding once: read, add in float32, write.
+template <class Grad, class Accumulator>
+__device__ __forceinline__ void add_grad_tile(Grad* grad,
                                               const WgradProduct& product,
                                               const TileInfo& tile,
                                               int warpgroup,
@@ -132,14 +134,14 @@ __device__ __forceinline__ void add_grad_tile(__nv_bfloat16* grad,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (row + 8 * i >= product.num_out) continue;
-        __nv_bfloat16* line = grad + int64_t(row + 8 * i) * product.num_in;
+        Grad* line = grad + int64_t(row + 8 * i) * product.num_in;
 #pragma unroll
         for (int j = 0; j < BLOCK_N / 8; ++j) {
             if (column + 8 * j >= product.num_in) continue;
-            auto* target = reinterpret_cast<__nv_bfloat162*>(line + column + 8 * j);
-            const float2 old = __bfloat1622float2(*target);
-            *target = __floats2bfloat162_rn(old.x + accumulator(4 * j + 2 * i),
-                                            old.y + accumulator(4 * j + 2 * i + 1));
+            auto* target = reinterpret_cast<uint32_t*>(line + column + 8 * j);
+            const float2 old = unpack<Grad>(*target);
+            *target = pack<Grad>(old.x + accumulator(4 * j + 2 * i),
+                                 old.y + accumulator(4 * j + 2 * i + 1));
         }
     }
 }
@@ -210,15 +212,18 @@ __device__ __forceinline__ void load_wgrad(const WgradArgs& args,
         });
 }
 
-template <class Grad>
-__global__ __cluster_dims__(kClusterSize) __launch_bounds__(384, 1)  //
+constexpr int kWgradThreads = 384;
+
+template <class T, class Grad>
+__global__ __cluster_dims__(kClusterSize) __launch_bounds__(kWgradThreads, 1)  //
     void wgrad_kernel(const __grid_constant__ WgradArgs args) {
-    using Main = Mainloop<Major::MN, Major::MN>;
+    using Main = Mainloop<T, Major::MN, Major::MN>;
     extern __shared__ __align__(1024) uint8_t smem_bytes[];
     auto& smem = *reinterpret_cast<WgradSmem*>(smem_bytes);
     static_assert(sizeof(smem) <= 227 * 1024);
+    open_counters();
     if (threadIdx.x == 0) {
-        init_barriers(smem.ring, smem.mailbox);
+        init_barriers(smem.ring, smem.mailbox, kNumProcessors * kProcessorWarps);
         cutlass::arch::fence_barrier_init();
     }
     cute::cluster_sync();
@@ -232,28 +237,31 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(384, 1)  //
         cutlass::arch::warpgroup_reg_alloc<232>();
         typename Main::Accumulator accumulator;
         RingCursor<3> cursor;
-        PendingStores none(
-            args.workspace.tile_ready,
-            smem.mailbox
-                .pending[threadIdx.x / 32 - 4]);  // the gradients' readers come after the launch
         RingCursor<kTileSlots> slot;
         for (;;) {
-            const TileInfo tile = take_tile(args.watchdog, smem.mailbox, slot, none);
+            const TileInfo tile =
+                take_tile(args.watchdog, Role::kProcessorTile, smem.mailbox, slot);
             if (tile.gemm == TileInfo::kNoTile) break;
             const int num_k_blocks = wgrad_k_blocks(args.plan, tile.expert);
             if (num_k_blocks == 0) {
                 if (not args.accumulate) clear_grad_tile<Grad>(args, tile, warpgroup - 1);
                 continue;
             }
-            Main::run(accumulator, smem.ring, cursor, num_k_blocks, warpgroup - 1, args.watchdog,
-                      none);
+            Main::run(accumulator, smem.ring, cursor, num_k_blocks, warpgroup - 1, args.watchdog);
             finish_grad_tile<Grad>(args, tile, warpgroup - 1, accumulator,
                                    smem.staging[warpgroup - 1]);
         }
         ptx::bulk_wait_complete();  // shared memory must outlive the copies from it
     }
     cute::cluster_sync();  // the other CTA may still write to this one's shared memory
-    leave(args.workspace, false);
+    leave(args.workspace, false, [] {});
+}
+
+template <class T>
+KernelEntry wgrad_entry(bool into_float32) {
+    return {into_float32 ? reinterpret_cast<const void*>(&wgrad_kernel<T, float>)
+                         : reinterpret_cast<const void*>(&wgrad_kernel<T, T>),
+            kWgradThreads, int(sizeof(WgradSmem))};
 }
 
 }  // namespace flashmoe

@@ -1,4 +1,4 @@
-// Everything the fused launch reads, passed by value.
+// Everything the fused launch reads, passed by value. Tokens and weights are of one 16-bit type.
 #pragma once
 
 #include <cuda.h>
@@ -6,8 +6,27 @@
 #include "flashmoe/comm/heap.cuh"
 #include "flashmoe/comm/wait.cuh"
 #include "flashmoe/moe/plan.cuh"
+#include "flashmoe/tile/activation.cuh"
 
 namespace flashmoe {
+
+constexpr int kNumRecords = 256;
+
+// What one launch tells the host. Mirrors FlashMoERecord.
+struct Record {
+    uint64_t sequence;  // written last
+    uint32_t epoch;
+    int32_t layer;
+    int32_t is_backward;
+    int32_t num_ctas;
+    int32_t num_tokens;
+    int32_t num_rows;  // received, without pad rows
+    int32_t num_row_blocks;
+    int32_t num_experts;  // local
+    uint64_t begin_ns, end_ns;
+    Totals totals;  // of all launches so far
+    int32_t expert_rows[kMaxLocalExperts];
+};
 
 struct LayerArgs {
     Shape shape;
@@ -17,26 +36,31 @@ struct LayerArgs {
     Watchdog watchdog;
     // What this rank brings.
     int num_tokens;
-    const char* x;               // [token][hidden] bf16; in the backward dY
+    const char* x;               // [token][hidden]; in the backward dY
     const void* probs;           // [token][expert], and
     const uint8_t* routing_map;  // [token][expert]: null if the plan exists already
-    bool probs_is_bf16;
+    Dtype probs_dtype;
     int row_block_bound;  // blocks that the row buffers hold
 
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];
     int group_units;  // row units that the schedule advances by
+    Activation activation;
+    const void* const* biases[2];  // device: fc1's and fc2's by local expert, or null; forward
 
     const CUtensorMap* weight_maps;  // device: fc1 of every local expert, then fc2
-    char* rows;                      // [row][hidden] bf16, filled by dispatch
-    char* act;                       // [row][intermediate] bf16: fc2's input
-    char* dpre;                      // [row][fc1_rows] bf16; backward
-    char* result;                    // [row][hidden] bf16, read by combine
-    uint4* preact;                   // pre-activations in fragment order, or null
+    char* rows;                      // [row][hidden], filled by dispatch
+    char* act;                       // [row][intermediate]: fc2's input
+    char* dpre;                      // [row][fc1_rows]; backward
+    char* result;                    // [row][hidden], read by combine
+    char* preact;                    // [row][fc1_rows]: fc1's outputs, or null
     float* dprob_partial;            // [row][GEMM0 tile]; backward
-    char* out;                       // [token][hidden] bf16
+    char* out;                       // [token][hidden]
     void* grad_probs;                // [token][expert]; backward
-    bool grad_probs_is_bf16;
+    Dtype grad_probs_dtype;
+
+    int layer;        // a number that the caller knows the layer by
+    Record* records;  // a ring of kNumRecords in pinned host memory, or null
 
     CUtensorMap load_map[2];  // A of each GEMM
 };
@@ -47,9 +71,11 @@ __device__ __forceinline__ uint32_t current_epoch(const Workspace& workspace) {
     return *workspace.epoch + 1;
 }
 
-// The last thing that a launch does: the last CTA to come zeroes the counters, so no launch needs a
-// memset, and ends the epoch if its results are complete. Scope: all threads of the grid.
-__device__ __forceinline__ void leave(const Workspace& workspace, bool ends_epoch) {
+// The last thing that a launch does: the last CTA to come calls `then`, zeroes the counters, so no
+// launch needs a memset, and ends the epoch if its results are complete. Scope: all threads of the
+// grid.
+template <class Then>
+__device__ __forceinline__ void leave(const Workspace& workspace, bool ends_epoch, Then then) {
     __syncthreads();
     bool is_last = false;
     if (threadIdx.x == 0) {
@@ -57,6 +83,8 @@ __device__ __forceinline__ void leave(const Workspace& workspace, bool ends_epoc
         is_last = atomicAdd(&workspace.tickets->leaving, 1u) == gridDim.x - 1;
     }
     if (not __syncthreads_or(is_last)) return;
+    __threadfence();
+    then();
     uint32_t* words = reinterpret_cast<uint32_t*>(workspace.tickets);
     for (int64_t i = threadIdx.x; i < workspace.num_zeroed; i += blockDim.x) words[i] = 0;
     if (ends_epoch and threadIdx.x == 0) {

@@ -1,29 +1,28 @@
 // Combine: the rows of a token on this rank are summed here, in float32 and in a fixed order, and
-// one row goes to the token's rank; that rank sums the shares of all ranks in rank order. Routing
-// weights were applied before fc2, so both are plain sums, and repeatable bit by bit.
+// one row goes to the token's rank; that rank sums the shares of all ranks in rank order. A row
+// that is the only one of its token here has gone there straight from GEMM1. Routing weights were
+// applied before fc2, so both are plain sums, and repeatable bit by bit.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
-#include "flashmoe/tile/epilogue.cuh"
+#include "flashmoe/tile/handover.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
 namespace flashmoe {
 
-constexpr int kCombineRows = 8;  // rows looked at per ticket
+constexpr int kCombineRows = 16;  // rows looked at per ticket
 
-__device__ __forceinline__ void add_bf16x8(float (&sum)[8], const uint4& loaded) {
-    const uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+template <class T>
+__device__ __forceinline__ void add8(float (&sum)[8], const uint4& loaded) {
+    float values[8];
+    unpack8<T>(loaded, values);
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-        const float2 pair = unpack_bf16(words[w]);
-        sum[2 * w] += pair.x;
-        sum[2 * w + 1] += pair.y;
-    }
+    for (int c = 0; c < 8; ++c) sum[c] += values[c];
 }
 
 // Sums `count` rows of `chunks` 16-byte chunks into `target`; row i starts at source(i). Per lane,
 // kUnroll chunks of two rows are in flight. Scope: one warp.
-template <int kUnroll, class Source>
+template <class T, int kUnroll, class Source>
 __device__ __forceinline__ void sum_rows(char* target, int chunks, int count, Source source) {
     // The loops are uniform over the warp, since source() may shuffle.
     for (int first = 0; first < chunks; first += 32 * kUnroll) {
@@ -42,16 +41,14 @@ __device__ __forceinline__ void sum_rows(char* target, int chunks, int count, So
             }
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
-                add_bf16x8(sum[u], loaded[u]);
-                add_bf16x8(sum[u], loaded_next[u]);
+                add8<T>(sum[u], loaded[u]);
+                add8<T>(sum[u], loaded_next[u]);
             }
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
             if (base + u * 32 >= chunks) continue;
-            reinterpret_cast<uint4*>(target)[base + u * 32] = {
-                pack_bf16(sum[u][0], sum[u][1]), pack_bf16(sum[u][2], sum[u][3]),
-                pack_bf16(sum[u][4], sum[u][5]), pack_bf16(sum[u][6], sum[u][7])};
+            reinterpret_cast<uint4*>(target)[base + u * 32] = pack8<T>(sum[u]);
         }
     }
 }
@@ -64,13 +61,13 @@ __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) 
 }
 
 // Delivers the results of all rows here. Scope: one warp; any number of warps share the work.
-template <bool kIsBackward, int kUnroll>
+template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ void deliver_results(const LayerArgs& args) {
     const Heap& heap = args.heap;
     const Plan& plan = args.plan;
     const Workspace& workspace = args.workspace;
     const int rank = args.shape.rank;
-    const uint32_t block_target = uint32_t(kProcessorWarps * args.num_n_tiles[1]);
+    const uint32_t block_target = uint32_t(kNumProcessors * args.num_n_tiles[1]);
     const int lane = threadIdx.x % 32;
     const int64_t row_bytes = heap.hidden * 2;
     const int num_rows = plan.header->num_row_blocks * BLOCK_M;
@@ -104,10 +101,11 @@ __device__ __forceinline__ void deliver_results(const LayerArgs& args) {
             for (int i = 0; i < count; ++i, todo &= todo - 1) {
                 const int base = i * width;
                 const uint32_t routes = all_routes & (width_mask << base);
+                if (__popc(routes) == 1) continue;  // its finishers have sent it
                 char* target =
                     heap.result(__shfl_sync(~0u, src_rank, base), __shfl_sync(~0u, token, base),
                                 __shfl_sync(~0u, slot, base));
-                sum_rows<kUnroll>(target, int(row_bytes / 16), __popc(routes), [&](int n) {
+                sum_rows<T, kUnroll>(target, int(row_bytes / 16), __popc(routes), [&](int n) {
                     const int from = int(__fns(routes, 0, n + 1));
                     return args.result + __shfl_sync(~0u, row, from) * row_bytes;
                 });
@@ -125,22 +123,25 @@ __device__ __forceinline__ void deliver_results(const LayerArgs& args) {
             ptx::fence_acq_rel_sys();
             ptx::st_relaxed_sys(heap.result_signal(meta.src_rank, meta.token, rank),
                                 current_epoch(workspace));
-        }
-        const uint32_t pushed =
-            __ballot_sync(~0u, lane < kCombineRows and meta.is_last() and meta.src_rank != rank);
-        if (lane == 0 and pushed) {
-            atomicAdd(&workspace.traffic->results_pushed, (unsigned long long)__popc(pushed));
+            atomicAdd_block(&counters().results_pushed[meta.src_rank], 1u);
         }
     }
 }
 
-template <class T>
-__device__ __forceinline__ void scatter_dprobs(
-    T* row, int num_experts, int topk, const int32_t* experts, const float* dprobs) {
-    const int lane = threadIdx.x % 32;
-    for (int expert = lane; expert < num_experts; expert += 32) row[expert] = T(0.0f);
+__device__ __forceinline__ void scatter_dprobs(const LayerArgs& args, int token) {
+    const int lane = threadIdx.x % 32, num_experts = args.shape.num_experts;
+    const int topk = args.plan.topk;
+    const int64_t row = int64_t(token) * num_experts;
+    for (int expert = lane; expert < num_experts; expert += 32) {
+        store_float(args.grad_probs, args.grad_probs_dtype, row + expert, 0.0f);
+    }
     __syncwarp();
-    if (lane < topk and experts[lane] >= 0) row[experts[lane]] = T(dprobs[lane]);
+    if (lane >= topk) return;
+    const int expert = args.plan.own_experts[int64_t(token) * topk + lane];
+    if (expert >= 0) {
+        store_float(args.grad_probs, args.grad_probs_dtype, row + expert,
+                    args.heap.dprobs(args.shape.rank, token)[lane]);
+    }
 }
 
 // A chunk of tokens is one line of result signals: as many tokens as have room in a warp with a
@@ -158,33 +159,21 @@ struct ReduceChunks {
     }
 };
 
-template <bool kIsBackward, int kUnroll>
+template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, int num_shares) {
     const Heap& heap = args.heap;
-    const int rank = args.shape.rank, num_experts = args.shape.num_experts;
+    const int rank = args.shape.rank;
     const int64_t row_bytes = heap.hidden * 2;
-    sum_rows<kUnroll>(args.out + token * row_bytes, int(row_bytes / 16), num_shares,
-                      [&](int slot) { return heap.result(rank, token, slot); });
-    if constexpr (kIsBackward) {
-        const int topk = args.plan.topk;
-        const int32_t* experts = args.plan.own_experts + int64_t(token) * topk;
-        const float* dprobs = heap.dprobs(rank, token);
-        const int64_t at = int64_t(token) * num_experts;
-        if (args.grad_probs_is_bf16) {
-            scatter_dprobs(static_cast<__nv_bfloat16*>(args.grad_probs) + at, num_experts, topk,
-                           experts, dprobs);
-        } else {
-            scatter_dprobs(static_cast<float*>(args.grad_probs) + at, num_experts, topk, experts,
-                           dprobs);
-        }
-    }
+    sum_rows<T, kUnroll>(args.out + token * row_bytes, int(row_bytes / 16), num_shares,
+                         [&](int slot) { return heap.result(rank, token, slot); });
+    if constexpr (kIsBackward) scatter_dprobs(args, token);
 }
 
 enum class Progress { kNone, kSome, kFinished };
 
 // Sums all ranks' shares of those tokens of a chunk that are complete and not yet taken by another
 // warp. With `must_wait` it waits for the first one that is not. Scope: one warp.
-template <bool kIsBackward, int kUnroll>
+template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ Progress
 reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool must_wait) {
     const uint32_t epoch = current_epoch(args.workspace);  // anew, for want of a register
@@ -204,8 +193,8 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
     if (must_wait) {
         const int next = __ffs(all & ~taken) - 1;
         if (nth == next and is_awaited) {
-            wait_or_trap(
-                args.watchdog, Role::kReduceResult, src, first + nth, epoch,
+            wait_for(
+                args.watchdog, {Role::kReduceResult, src, first + nth, epoch},
                 [=] { return ptx::ld_acquire_sys(signal); },
                 [=](uint32_t seen) { return seen == epoch; });
             is_here = true;
@@ -226,30 +215,28 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
     __syncwarp();
     for (uint32_t mine = complete & ~taken; mine; mine &= mine - 1) {
         const int i = __ffs(mine) - 1;
-        reduce_token<kIsBackward, kUnroll>(args, first + i,
-                                           __popc(__shfl_sync(~0u, ranks, i * width)));
+        reduce_token<T, kIsBackward, kUnroll>(args, first + i,
+                                              __popc(__shfl_sync(~0u, ranks, i * width)));
     }
     return (taken | complete) == all ? Progress::kFinished : Progress::kSome;
 }
 
 // Reduces this CTA's tokens until all of them are taken. Scope: one warp; any number share the
-// work. A `patient` warp looks again and again while others may still deliver; else what is not
-// there yet is waited for, with a bound.
-template <bool kIsBackward, int kUnroll>
-__device__ __forceinline__ void reduce_results(const LayerArgs& args, bool is_patient) {
+// work. What is not there yet is waited for, with a bound.
+template <class T, bool kIsBackward, int kUnroll>
+__device__ __forceinline__ void reduce_results(const LayerArgs& args) {
     const ReduceChunks chunks(args);
     bool must_wait = false;
     for (;;) {
         bool is_finished = true, moved = false;
         for (int chunk = blockIdx.x; chunk < chunks.count(); chunk += gridDim.x) {
-            const Progress progress =
-                reduce_chunk<kIsBackward, kUnroll>(args, chunks, chunk, must_wait and is_finished);
+            const Progress progress = reduce_chunk<T, kIsBackward, kUnroll>(
+                args, chunks, chunk, must_wait and is_finished);
             is_finished &= progress == Progress::kFinished;
             moved |= progress == Progress::kSome;
         }
         if (is_finished) return;
-        must_wait = not moved and not is_patient;
-        if (not moved and is_patient) __nanosleep(500);
+        must_wait = not moved;
     }
 }
 

@@ -25,8 +25,8 @@ __device__ __forceinline__ void await_published_rows(const LayerArgs& args, uint
     const int src = threadIdx.x % 32;
     if (src < heap.num_ranks) {
         const uint32_t* signal = heap.row_signal(args.shape.rank, src);
-        wait_or_trap(
-            args.watchdog, Role::kDispatchRows, src, 0, epoch,
+        wait_for(
+            args.watchdog, {Role::kDispatchRows, src, 0, epoch},
             [=] { return ptx::ld_acquire_sys(signal); },
             [&](uint32_t seen) { return epoch_reached(seen, epoch); });
     }
@@ -75,13 +75,16 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
 // Scope: one warp.
 template <int kPiece>
 __device__ __forceinline__ void dispatch(const LayerArgs& args, DispatchSmem<kPiece>& smem) {
+    await_published_rows(args, current_epoch(args.workspace));
+    const int64_t begin = Trace::now();
+    begin_span(uint32_t(Role::kDispatch));
     const Plan& plan = args.plan;
     const Workspace& workspace = args.workspace;
     const int lane = threadIdx.x % 32;
     const int row_bytes = args.shape.hidden * 2;
     const int num_rows = plan.header->num_row_blocks * BLOCK_M;
     uint32_t parity = 0;
-    int rows_pulled = 0, pad_rows_pulled = 0, pad_rows_made = 0;
+    int pad_rows_pulled = 0, pad_rows_made = 0;
     for (;;) {
         const int first = take_tickets(&workspace.tickets->dispatch, kDispatchLanes);
         if (first >= num_rows) break;
@@ -90,7 +93,7 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args, DispatchSmem<kPi
         if (lane < kDispatchLanes) meta = plan.row_meta[first + lane];
         if (lane < kDispatchLanes and meta.is_owner()) {
             fetch_row(args, meta, smem.piece[lane], smem.arrived[lane], parity);
-            rows_pulled += meta.src_rank != args.shape.rank;
+            atomicAdd_block(&counters().rows_pulled[meta.src_rank], 1u);
             pad_rows_pulled += meta.is_pad();
         }
         __syncwarp();
@@ -106,9 +109,10 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args, DispatchSmem<kPi
             pad_rows_made += lane == 0;
         }
     }
-    if (rows_pulled) atomicAdd(&workspace.traffic->rows_pulled, rows_pulled);
-    if (pad_rows_pulled) atomicAdd(&workspace.traffic->pad_rows_pulled, pad_rows_pulled);
-    if (pad_rows_made) atomicAdd(&workspace.traffic->pad_rows_made, pad_rows_made);
+    if (pad_rows_pulled) atomicAdd_block(&counters().pad_rows_pulled, uint32_t(pad_rows_pulled));
+    if (pad_rows_made) atomicAdd_block(&counters().pad_rows_made, uint32_t(pad_rows_made));
+    args.watchdog.trace.add(uint32_t(Role::kDispatch), 0, begin);
+    end_span(uint32_t(Role::kDispatch));
 }
 
 }  // namespace flashmoe

@@ -108,7 +108,7 @@ __device__ __forceinline__ void count_routes(const LayerArgs& args,
     if (threadIdx.x < s.num_ranks) {
         const uint64_t* signal = args.heap.route_signal(s.rank, epoch, threadIdx.x);
         is_here = wait_for(
-            args.watchdog, Role::kPlanRoutes, threadIdx.x, 0, epoch,
+            args.watchdog, {Role::kPlanRoutes, int(threadIdx.x), 0, epoch},
             [=] { return ptx::ld_acquire_sys(signal); },
             [&](uint64_t seen) { return uint32_t(seen) == epoch; });
         if (is_here and RouteSignal::is_refused(*signal)) {
@@ -278,15 +278,13 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
     publish_routes(args, epoch);
     publish_rows(args, epoch);
     count_routes(args, epoch, smem, num_tokens);
-    grid_barrier(args.watchdog, &args.workspace.tickets->barrier[0]);
-    // All CTAs see the same faults now.
-    const bool go_on = ptx::ld_acquire_gpu(args.workspace.raised) == 0 and rows_fit(args, epoch);
-    if (go_on) {
-        place_experts(args, smem);
-        place_rows(args, epoch, smem, num_tokens);
-    }
-    grid_barrier(args.watchdog, &args.workspace.tickets->barrier[1]);
-    return go_on;
+    const bool counted = grid_barrier(args.watchdog, &args.workspace.tickets->barrier[0], [&] {
+        return ptx::ld_acquire_gpu(args.workspace.raised) == 0;
+    });
+    if (not counted or not rows_fit(args, epoch)) return false;
+    place_experts(args, smem);
+    place_rows(args, epoch, smem, num_tokens);
+    return grid_barrier(args.watchdog, &args.workspace.tickets->barrier[1], [] { return true; });
 }
 
 }  // namespace flashmoe

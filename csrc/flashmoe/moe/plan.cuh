@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
+#include "flashmoe/comm/grid.cuh"
 
 namespace flashmoe {
 
@@ -20,6 +21,8 @@ struct alignas(8) RowMeta {
     __device__ bool is_owner() const { return flags & kOwner; }
     __device__ bool is_last() const { return flags & kLast; }
     __device__ bool is_pad() const { return flags & kPad; }
+    // The only row of its token on this rank.
+    __device__ bool is_alone() const { return is_owner() and is_last(); }
 };
 static_assert(sizeof(RowMeta) == 8);
 
@@ -100,7 +103,7 @@ struct Plan {
 struct Tickets {
     uint32_t tile, dispatch, combine;
     uint32_t routes_published, rows_published, leaving;
-    uint32_t barrier[2];
+    GridBarrier barrier[2];
 };
 
 // Takes the next `count` items off a counter. Scope: one warp.
@@ -110,17 +113,14 @@ __device__ __forceinline__ int take_tickets(uint32_t* counter, int count) {
     return __shfl_sync(~0u, first, 0);
 }
 
-// Never zeroed by a launch. Mirrors FlashMoETraffic.
-struct Traffic {
-    unsigned long long rows_pulled, pad_rows_pulled, results_pushed, pad_rows_made;
-};
-
 struct Workspace {
-    static constexpr int kTrafficOffset = 128;  // bytes from the start
+    static constexpr int kTotalsOffset = 128;  // bytes from the start
 
-    uint32_t* raised;  // first fault wins; never zeroed by a launch
-    uint32_t* epoch;   // the last one that ended
-    Traffic* traffic;
+    uint32_t* raised;       // first fault wins; never zeroed by a launch
+    uint32_t* epoch;        // the last one that ended
+    uint64_t* begun_ns;     // when this launch began
+    uint64_t* num_records;  // that all launches have written
+    Totals* totals;         // never zeroed
     Tickets* tickets;
     uint32_t* rows_ready;  // [block]: rows in place, 128 when full
     uint32_t* tile_ready;  // [GEMM][block]: warps' shares of the block's tiles stored
@@ -140,6 +140,8 @@ struct Workspace {
         const int64_t blocks = s.max_row_blocks();
         const int64_t chunks = ceil_div(s.max_tokens * power_of_two(s.num_ranks), 32);
         constexpr int64_t kHead = 64;  // words apart, so that polled words share no line
+        constexpr int64_t kFront = 256;
+        static_assert(kTotalsOffset + sizeof(Totals) <= kFront * sizeof(uint32_t));
         // Layers of other shapes share this memory: what is zero between launches begins at one
         // place for all of them, and has no other words behind it.
         constexpr int64_t kCounts = int64_t(kMaxLocalExperts) * kMaxCtas;
@@ -148,17 +150,19 @@ struct Workspace {
             uint32_t* words = static_cast<uint32_t*>(base);
             out->raised = words;
             out->epoch = words + 1;
-            out->traffic = reinterpret_cast<Traffic*>(static_cast<char*>(base) + kTrafficOffset);
-            out->cta_counts = words + kHead;
-            out->tickets = reinterpret_cast<Tickets*>(words + kHead + kCounts);
-            out->rows_ready = words + 2 * kHead + kCounts;
+            out->begun_ns = reinterpret_cast<uint64_t*>(words + 2);
+            out->num_records = reinterpret_cast<uint64_t*>(words + 4);
+            out->totals = reinterpret_cast<Totals*>(static_cast<char*>(base) + kTotalsOffset);
+            out->cta_counts = words + kFront;
+            out->tickets = reinterpret_cast<Tickets*>(words + kFront + kCounts);
+            out->rows_ready = words + kFront + kCounts + kHead;
             out->tile_ready = out->rows_ready + blocks;
             out->max_blocks = int(blocks);
             out->selections = out->tile_ready + 2 * blocks;
             out->reduced = out->selections + s.num_experts;
             out->num_zeroed = zeroed;
         }
-        return sizeof(uint32_t) * (kHead + kCounts + zeroed);
+        return sizeof(uint32_t) * (kFront + kCounts + zeroed);
     }
 };
 

@@ -2,17 +2,11 @@
 // place.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include "flashmoe/comm/grid.cuh"
 #include "flashmoe/moe/args.cuh"
+#include "flashmoe/tile/element.cuh"
 
 namespace flashmoe {
-
-__device__ __forceinline__ float prob_of(const LayerArgs& args, int64_t at) {
-    return args.probs_is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(args.probs)[at])
-                              : static_cast<const float*>(args.probs)[at];
-}
 
 // Turns the rows of the routing map into lists of at most topk routes, and sends them to every
 // rank. One warp per token. Scope: the grid.
@@ -29,7 +23,7 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
             bool selected = expert < s.num_experts and args.routing_map[at] != 0;
             float prob = 0.0f;
             if (selected) {
-                prob = prob_of(args, at);
+                prob = load_as_float(args.probs, args.probs_dtype, at);
                 if (isnan(prob)) {
                     args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, 0, expert);
                 }

@@ -1,67 +1,62 @@
 // The matrix product of one warpgroup: 64 x BLOCK_N outputs in registers, operands from the ring.
 #pragma once
 
-#include <cutlass/numeric_types.h>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
-#include "flashmoe/tile/epilogue.cuh"
+#include "flashmoe/tile/element.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
 namespace flashmoe {
 
 using cute::GMMA::Major;
-using Bf16 = cutlass::bfloat16_t;
 
 // Shared-memory layouts of what the TMA boxes (128-byte swizzle) leave behind. K-major boxes stack
 // along the rows; MN-major ones are blocks of 64 rows of K that follow one another along M or N,
 // hence K before M/N in the tiling order.
-template <Major kMajor, int kRows>
+template <class T, Major kMajor, int kRows>
 struct OperandLayout;
 
-template <int kRows>
-struct OperandLayout<Major::K, kRows> {
-    using Type = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Bf16>{},
+template <class T, int kRows>
+struct OperandLayout<T, Major::K, kRows> {
+    using Type = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<T>{},
                                               cute::Shape<cute::Int<kRows>, cute::Int<BLOCK_K>>{}));
 };
 
-template <int kRows>
-struct OperandLayout<Major::MN, kRows> {
-    using Type = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Bf16>{},
+template <class T, int kRows>
+struct OperandLayout<T, Major::MN, kRows> {
+    using Type = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<T>{},
                                               cute::Shape<cute::Int<kRows>, cute::Int<BLOCK_K>>{},
                                               cute::Step<cute::_2, cute::_1>{}));
 };
 
-template <Major kMajorA, Major kMajorB>
+template <class Element, Major kMajorA, Major kMajorB>
 struct Mainloop {
+    using T = typename CutlassElement<Element>::Type;
     using Mma = decltype(cute::make_tiled_mma(
         cute::SM90::GMMA::ss_op_selector<
-            Bf16,
-            Bf16,
+            T,
+            T,
             float,
             cute::Shape<cute::Int<64>, cute::Int<BLOCK_N>, cute::Int<BLOCK_K>>,
             kMajorA,
             kMajorB>()));
-    using LayoutA = typename OperandLayout<kMajorA, 64>::Type;
-    using LayoutB = typename OperandLayout<kMajorB, BLOCK_N>::Type;
+    using LayoutA = typename OperandLayout<T, kMajorA, 64>::Type;
+    using LayoutB = typename OperandLayout<T, kMajorB, BLOCK_N>::Type;
     // Thread t of the warpgroup holds, at [4 j + 2 i + c], the output of row 16 (t / 32) + (t % 32)
     // / 4 + 8 i and column 8 j + 2 (t % 4) + c.
     using Accumulator = decltype(cute::partition_fragment_C(
         Mma{}, cute::Shape<cute::Int<64>, cute::Int<BLOCK_N>>{}));
 
-    // By then the stores of the previous tile have long become visible.
-    static constexpr int kSettleAfter = 2;
-
-    // Scope: all 128 threads of one warpgroup. Releases each stage, to both CTAs that may fill it,
-    // once its products are done.
+    // Releases each stage, to both CTAs that may fill it, once its products are done. Scope: all
+    // 128 threads of one warpgroup.
     template <class Ring>
     __device__ __forceinline__ static void run(Accumulator& accumulator,
                                                Ring& ring,
                                                RingCursor<Ring::kNumStages>& cursor,
                                                int num_k_blocks,
                                                int warpgroup,
-                                               const Watchdog& watchdog,
-                                               PendingStores& pending) {
+                                               const Watchdog& watchdog) {
         using namespace cute;
         Mma mma;
         mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -76,17 +71,12 @@ struct Mainloop {
         };
 
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
-            Barrier& full = ring.full[cursor.index()];
-            if (k_block <= kSettleAfter and pending.exist() and
-                not __all_sync(~0u, full.try_wait(cursor.parity()))) {
-                pending.settle();
-            }
-            wait_barrier(watchdog, Role::kProcessorStage, full, cursor.parity());
+            wait_barrier(watchdog, Role::kProcessorStage, ring.full[cursor.index()],
+                         cursor.parity());
             auto& stage = ring.stage[cursor.index()];
             auto a = make_tensor(
-                make_smem_ptr(reinterpret_cast<Bf16*>(stage.a) + warpgroup * 64 * BLOCK_K),
-                LayoutA{});
-            auto b = make_tensor(make_smem_ptr(reinterpret_cast<Bf16*>(stage.b)), LayoutB{});
+                make_smem_ptr(reinterpret_cast<T*>(stage.a) + warpgroup * 64 * BLOCK_K), LayoutA{});
+            auto b = make_tensor(make_smem_ptr(reinterpret_cast<T*>(stage.b)), LayoutB{});
             auto fragment_a = thread_mma.make_fragment_A(thread_mma.partition_A(a));
             auto fragment_b = thread_mma.make_fragment_B(thread_mma.partition_B(b));
 
@@ -101,7 +91,6 @@ struct Mainloop {
             warpgroup_wait<1>();  // the previous stage's products are done
             warpgroup_fence_operand(accumulator);
             release_previous();
-            if (k_block == kSettleAfter) pending.settle();
             previous = &ring.empty[cursor.index()];
             cursor.advance();
         }

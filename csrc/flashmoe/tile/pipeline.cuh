@@ -12,10 +12,9 @@ namespace flashmoe {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
-constexpr int kTileSlots = 2;
+constexpr int kTileSlots = 4;  // the finishing warps lag behind the processors
 constexpr int kBoxBytes = kBoxRows * BLOCK_K * 2;
 constexpr int kNumProcessors = 2;  // warpgroups; each owns 64 rows of the tile
-constexpr int kProcessorWarps = 4 * kNumProcessors;
 
 // How the tiles of the two CTAs lie: along M they share B, along N they share A.
 enum class Pair : int16_t { kAlongM, kAlongN };
@@ -48,8 +47,7 @@ struct alignas(1024) Stage {
 struct TileMailbox {
     TileInfo tile[kTileSlots];
     Barrier full[kTileSlots];
-    Barrier empty[kTileSlots];     // the leading CTA's counts for both
-    int pending[kProcessorWarps];  // see PendingStores
+    Barrier empty[kTileSlots];  // the leading CTA's counts for both
 };
 
 template <int kStages>
@@ -60,15 +58,16 @@ struct StageRing {
     Barrier empty[kStages];
 };
 
+// `reader_warps`: of each CTA, beside the loader.
 template <class Ring>
-__device__ __forceinline__ void init_barriers(Ring& ring, TileMailbox& mailbox) {
+__device__ __forceinline__ void init_barriers(Ring& ring, TileMailbox& mailbox, int reader_warps) {
     for (int i = 0; i < Ring::kNumStages; ++i) {
         ring.full[i].init(1);  // the own loader's expect_tx; bytes do the rest
         ring.empty[i].init(kClusterSize * kNumProcessors);  // both loaders may write to a stage
     }
     for (int i = 0; i < kTileSlots; ++i) {
-        mailbox.full[i].init(1);                                    // the leading loader
-        mailbox.empty[i].init(kClusterSize * kProcessorWarps + 1);  // and the other loader
+        mailbox.full[i].init(1);                                           // the leading loader
+        mailbox.empty[i].init(uint32_t(kClusterSize * reader_warps + 1));  // and the other loader
     }
 }
 
@@ -88,6 +87,8 @@ class RingCursor {
     uint32_t position_ = 0;
 };
 
+// Barriers within a cluster always come, whoever has given up: the loader never stops loading. So
+// one that does not is a broken GPU, or a defect here.
 __device__ __forceinline__ void wait_barrier(const Watchdog& watchdog,
                                              Role role,
                                              Barrier& barrier,
@@ -99,10 +100,16 @@ __device__ __forceinline__ void wait_barrier(const Watchdog& watchdog,
 #endif
         return;
     }
-    wait_or_trap(
-        watchdog, role, -1, int(blockIdx.x), parity,
-        [&] { return uint32_t(barrier.try_wait(parity)); },
-        [](uint32_t arrived) { return arrived != 0; });
+    const uint64_t start = ptx::globaltimer_ns();
+    while (not barrier.try_wait(parity)) {
+        if (ptx::globaltimer_ns() - start > 2 * watchdog.timeout_ns) {
+            watchdog.give_up(role, -1, int(blockIdx.x), parity, 0);
+            __trap();
+            __builtin_unreachable();  // or the compiler would save the accumulators for afterwards
+        }
+    }
+    watchdog.trace.add(uint32_t(role), -1, begin);
+    count_time(uint32_t(role), uint32_t(ptx::globaltimer_ns() - start));
 }
 
 // Hands a pair of tiles to both CTAs. Scope: the leading CTA's loader thread.
@@ -125,6 +132,22 @@ __device__ __forceinline__ TileInfo read_tile(TileMailbox& mailbox, RingCursor<k
     const TileInfo tile = mailbox.tile[slot.index()];
     mailbox.empty[slot.index()].arrive(0u);
     return tile;
+}
+
+// Waits for the announced pair and takes this CTA's tile of it. Scope: one warp.
+__device__ __forceinline__ TileInfo take_tile(const Watchdog& watchdog,
+                                              Role role,
+                                              TileMailbox& mailbox,
+                                              RingCursor<kTileSlots>& slot) {
+    wait_barrier(watchdog, role, mailbox.full[slot.index()], slot.parity());
+    int4 tile{};
+    if (threadIdx.x % 32 == 0) {  // the lane that reads is the lane that gives the slot back
+        reinterpret_cast<TileInfo&>(tile) = read_tile(mailbox, slot);
+    }
+    slot.advance();
+    tile = {__shfl_sync(~0u, tile.x, 0), __shfl_sync(~0u, tile.y, 0), __shfl_sync(~0u, tile.z, 0),
+            __shfl_sync(~0u, tile.w, 0)};
+    return reinterpret_cast<TileInfo&>(tile).of(int(ptx::cluster_rank()));
 }
 
 }  // namespace flashmoe

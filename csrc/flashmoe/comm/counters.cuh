@@ -1,0 +1,64 @@
+// Where a launch's time went and what it moved, counted by each CTA in shared memory and added up
+// when it leaves. On in every launch: a busy CTA touches a counter a few times per tile, at most.
+#pragma once
+
+#include "flashmoe/base/shape.cuh"
+#include "flashmoe/ptx/ld_st.cuh"
+
+namespace flashmoe {
+
+constexpr int kNumSpans = 48;  // by Role
+
+// Sums over threads, CTAs and launches; the mirror of the last part of FlashMoERecord.
+template <class Word>
+struct CounterSet {
+    Word nanoseconds[kNumSpans];     // by Role: waited, or busy; of one lane per warp
+    Word rows_pulled[kMaxRanks];     // by peer, dispatch of both directions
+    Word results_pushed[kMaxRanks];  // by peer, combine of both directions
+    Word pad_rows_pulled;            // among them
+    Word pad_rows_made;              // written into this rank's own buffers
+
+    static constexpr int kWords = kNumSpans + 2 * kMaxRanks + 2;
+};
+using Totals = CounterSet<unsigned long long>;
+
+__device__ __forceinline__ CounterSet<uint32_t>& counters() {
+    __shared__ CounterSet<uint32_t> of_cta;
+    return of_cta;
+}
+
+// Scope: the active threads of a warp, of which one counts.
+__device__ __forceinline__ void count_time(uint32_t role, uint32_t nanoseconds) {
+    if (int(threadIdx.x % 32) != __ffs(__activemask()) - 1) return;
+    atomicAdd_block(&counters().nanoseconds[role], nanoseconds);
+}
+// A span is subtracted at its begin and added at its end, modulo 2^32, and so takes no register.
+__device__ __forceinline__ void begin_span(uint32_t role) {
+    count_time(role, -uint32_t(ptx::globaltimer_ns()));
+}
+__device__ __forceinline__ void end_span(uint32_t role) {
+    count_time(role, uint32_t(ptx::globaltimer_ns()));
+}
+
+// Scope: a CTA, before it counts. The first barrier of the launch comes before the first count of
+// another thread.
+__device__ __forceinline__ void open_counters() {
+    static_assert(sizeof(CounterSet<uint32_t>) == CounterSet<uint32_t>::kWords * 4);
+    for (int i = threadIdx.x; i < CounterSet<uint32_t>::kWords; i += blockDim.x) {
+        reinterpret_cast<uint32_t*>(&counters())[i] = 0;
+    }
+    __syncthreads();
+}
+
+// Adds a CTA's counts to the totals. Scope: a CTA, after its last count.
+__device__ __forceinline__ void close_counters(Totals* totals) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < Totals::kWords; i += blockDim.x) {
+        const uint32_t count = reinterpret_cast<uint32_t*>(&counters())[i];
+        if (count != 0) {
+            atomicAdd(reinterpret_cast<unsigned long long*>(totals) + i, (unsigned long long)count);
+        }
+    }
+}
+
+}  // namespace flashmoe

@@ -1,7 +1,0 @@
-#include "flashmoe/kernel/layer.cuh"
-
-namespace flashmoe {
-KernelEntry layer_gelu_tanh(bool is_backward, bool is_gated) {
-    return layer_entry<Activation::kGeluTanh, false>(is_backward, is_gated);
-}
-}  // namespace flashmoe

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction
@@ -177,6 +179,11 @@ def load_calibration(
         if not any(_differs(entry, wanted) is None for entry in entries):
             _refuse(Path(path), entries, wanted)
     return Calibration(entries, gpu=gpu, dtype=dtype)
+
+
+def gpu_name(device: torch.device) -> str:
+    """What entries call a device: the GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _differs(entry: Entry, wanted: Mapping[str, Any]) -> str | None:

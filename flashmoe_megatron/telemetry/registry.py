@@ -357,8 +357,10 @@ def choose_metrics(choice: str) -> frozenset[str]:
         Names of metrics.
 
     Raises:
-        ConfigError: A name is unknown, or there is none.
+        ConfigError: A name is unknown, there is none, or it is no text.
     """
+    if not isinstance(choice, str):
+        raise ConfigError(f"metrics are {choice!r}, wanted names with commas between them")
     if choice == "none":
         return frozenset()
     chosen: set[str] = set()

@@ -6,7 +6,7 @@ Megatron is imported inside the functions: in a rank it has to come after the CP
 import dataclasses
 import functools
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ class Layout:
 class Case:
     """One training run.
 
-    ``config``, ``ddp`` and ``optimizer`` override fields of Megatron's configurations.
+    ``config``, ``ddp`` and ``optimizer`` override fields of Megatron's configurations. The last
+    rank writes the layers' metrics to ``metrics_to``. ``settings`` are flashmoe's.
     """
 
     layout: Layout
@@ -45,6 +46,8 @@ class Case:
     save_to: str | None = None
     load_from: str | None = None
     first_iteration: int = 0
+    metrics_to: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,14 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def prepare(layout: Layout) -> None:
+def prepare(layout: Layout, **settings: Any) -> None:
     """Brings Megatron up in this rank, once, and divides the world as wanted."""
     from examples import cpu_bridge
     from flashmoe_megatron.adapters import megatron as adapter
 
     cpu_bridge.enable()
     adapter.install()
-    adapter.configure(max_tokens=SEQ_LENGTH * MICRO_BATCH)
+    adapter.configure(max_tokens=SEQ_LENGTH * MICRO_BATCH, **settings)
     _divide(layout)
 
 
@@ -133,7 +136,7 @@ def transformer_config(layout: Layout, dispatcher: str, **overrides: Any) -> Any
 
 def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     """Trains a model from one seed; the same numbers come out for every right dispatcher."""
-    prepare(case.layout)
+    prepare(case.layout, **case.settings)
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -174,6 +177,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     if case.load_from is not None:
         _load(case.load_from, model, optimizer)
     step = get_forward_backward_func()
+    report = _metrics(case.metrics_to, chunks)
     losses, grad_norms = [], []
     for iteration in range(case.first_iteration, case.first_iteration + case.iterations):
         for chunk in model:
@@ -183,6 +187,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
         _, grad_norm, _ = optimizer.step()
         losses.append(_mean(reduced))
         grad_norms.append(float(grad_norm))
+        report(iteration + 1, is_last=iteration + 1 == case.first_iteration + case.iterations)
     if ddp_config.overlap_param_gather:
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -204,6 +209,17 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
         layer_classes={type(layer).__name__ for layer in _dispatchers(chunks)},
         fused_calls=sum(_fused_calls(layer) for layer in _moe_layers(chunks)),
     )
+
+
+def _metrics(path: str | None, model: list[Any]) -> Callable[..., None]:
+    """Reports as a training loop of one's own does."""
+    if path is None:
+        return lambda *_, **__: None
+    from flashmoe_megatron.adapters.megatron.metrics import MoEMetrics
+    from flashmoe_megatron.telemetry.sinks import JsonLines
+
+    is_writer = dist.get_rank() == dist.get_world_size() - 1
+    return MoEMetrics([JsonLines(Path(path))] if is_writer else [], model=model)
 
 
 def _forget_metrics() -> None:

@@ -23,6 +23,8 @@ def install() -> None:
     when_imported("megatron.core.transformer.moe.moe_utils", _fix_router)
     when_imported("megatron.core.datasets.utils", _fix_datasets)
     when_imported("megatron.training.arguments", _patch_arguments)
+    when_imported("megatron.training.global_vars", _patch_global_vars)
+    when_imported("megatron.training.training", _patch_training)
 
 
 # The patches import torch, so they are imported when there is something to patch.
@@ -56,3 +58,15 @@ def _patch_arguments(module: ModuleType) -> None:
     from flashmoe_megatron.adapters.megatron.arguments import patch_arguments
 
     patch_arguments(module)
+
+
+def _patch_global_vars(module: ModuleType) -> None:
+    from flashmoe_megatron.adapters.megatron.metrics import patch_global_vars
+
+    patch_global_vars(module)
+
+
+def _patch_training(module: ModuleType) -> None:
+    from flashmoe_megatron.adapters.megatron.metrics import patch_training
+
+    patch_training(module)

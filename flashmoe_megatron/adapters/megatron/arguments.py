@@ -98,6 +98,22 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Most tokens of one rank and call. Default: from the sequence length, the micro "
         "batch size and the parallel sizes.",
     )
+    group.add_argument(
+        flag_of("metrics"),
+        dest="flashmoe_metrics",
+        metavar="NAMES",
+        default=defaults.metrics,
+        help="What wandb and TensorBoard are told of the MoE layers: default, all, none, or names "
+        "with commas between them. Default: %(default)s.",
+    )
+    group.add_argument(
+        flag_of("calibration"),
+        dest="flashmoe_calibration",
+        metavar="FILE",
+        default=defaults.calibration,
+        help="The layer's time on 2 GPUs, from python -m flashmoe_megatron.calibrate, for the "
+        "overlap efficiency. Default: none, and no such metric.",
+    )
     return parser
 
 

@@ -16,7 +16,7 @@ import torch
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
 
 _PATCHED = "_flashmoe_patched"
-_ROUTED = "flashmoe_routed_experts"
+ROUTED = "flashmoe_routed_experts"
 """Attribute of a layer that runs on flashmoe."""
 
 
@@ -86,14 +86,14 @@ def _flashmoe_init(original: _Method) -> _Method:
             config=config,
             pg_collection=arguments.get("pg_collection") or get_default_pg_collection(),
         )
-        setattr(self, _ROUTED, RoutedExperts(config, self.experts, self.ep_group))
+        setattr(self, ROUTED, RoutedExperts(config, self.experts, self.ep_group))
 
     return init
 
 
 def _fused_step(original: _Method) -> _Method:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(self, _ROUTED):
+        if not hasattr(self, ROUTED):
             return original(self, *args, **kwargs)
         with self.token_dispatcher.fused():
             return original(self, *args, **kwargs)
@@ -103,7 +103,7 @@ def _fused_step(original: _Method) -> _Method:
 
 def _identity(original: _Method) -> _Method:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(self, _ROUTED):
+        if not hasattr(self, ROUTED):
             return original(self, *args, **kwargs)
         tensors = (*args, *kwargs.values())
         return tensors[0] if len(tensors) == 1 else tensors
@@ -115,9 +115,10 @@ def _fused_compute(original: _Method) -> _Method:
     def routed_experts_compute(
         self: Any, hidden_states: torch.Tensor, probs: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        if not hasattr(self, _ROUTED):
+        if not hasattr(self, ROUTED):
             return original(self, hidden_states, probs, *args, **kwargs)
-        routed = getattr(self, _ROUTED)
-        return routed(hidden_states, probs, self.token_dispatcher.routing_map), None
+        routed = getattr(self, ROUTED)
+        routing_map = self.token_dispatcher.routing_map
+        return routed(hidden_states, probs, routing_map, layer=self.layer_number or 0), None
 
     return routed_experts_compute

@@ -24,6 +24,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference_backend import ReferenceBackend
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.telemetry.calibration import Calibration, gpu_name, load_calibration
 
 
 class RoutedExperts:
@@ -39,6 +40,10 @@ class RoutedExperts:
 
     Attributes:
         num_calls: Forward calls so far, recomputation included.
+        layer: The layer's number in the model, 0 until a call tells it.
+        dtype: Of the tokens; the configuration's until a call tells it.
+        rank: This rank in the group.
+        calibration: Of the settings' file, ``None`` without one or before the backend is made.
 
     Raises:
         ConfigError: The configuration, the training script's arguments or the experts' class
@@ -54,11 +59,21 @@ class RoutedExperts:
         self._experts = experts
         self._group = group
         expert_weights(experts, hidden=config.hidden_size)
+        self.dtype: torch.dtype = torch.bfloat16 if config.bf16 else config.params_dtype
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.layer = 0
+        self.calibration: Calibration | None = None
         self._settings = current_settings()
         self._backend: Backend | None = None
         self.num_calls = 0
         if resolve_max_tokens(config, self._settings) is not None:
             self._backend = self._make_backend()
+        _live.add(self)
+
+    @property
+    def capacity_factor(self) -> float:
+        """That of the router; 1 where nothing is dropped."""
+        return float(self._config.moe_expert_capacity_factor or 1.0)
 
     @property
     def backend(self) -> Backend:
@@ -68,7 +83,7 @@ class RoutedExperts:
         return self._backend
 
     def __call__(
-        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, *, layer: int = 0
     ) -> torch.Tensor:
         """Applies the experts. Collective over the group.
 
@@ -76,11 +91,13 @@ class RoutedExperts:
             x: ``[num_tokens, hidden]``.
             probs: ``[num_tokens, num_experts]``, in any float dtype.
             routing_map: ``[num_tokens, num_experts]`` bool.
+            layer: The layer's number in the model, for the records.
 
         Returns:
             ``[num_tokens, hidden]`` in ``x.dtype``.
         """
         self.num_calls += 1
+        self.layer, self.dtype = layer, x.dtype
         wait_for_parameters(self._experts)
         if probs.dtype not in (torch.float32, x.dtype):
             # --moe-router-dtype fp64: the choice of experts has been made in it.
@@ -92,6 +109,7 @@ class RoutedExperts:
             routing_map.contiguous(),
             expert_weights(self._experts, hidden=self._config.hidden_size),
             accumulate_into_main_grad=bool(self._config.gradient_accumulation_fusion),
+            layer=layer,
         )
 
     def _make_backend(self) -> Backend:
@@ -114,8 +132,24 @@ class RoutedExperts:
                 f"params_dtype={self._config.params_dtype}: the kernel computes in bfloat16; pass "
                 f"--bf16, or {flag_of('backend')} reference"
             )
+        if self._settings.calibration is not None:
+            self.calibration = load_calibration(
+                self._settings.calibration,
+                [shape],
+                gpu=gpu_name(device),
+                dtype=str(self.dtype).removeprefix("torch."),
+            )
         _announce(backend, self._config)
         return backend
+
+
+_live: "weakref.WeakSet[RoutedExperts]" = weakref.WeakSet()
+
+
+def live_experts() -> list[RoutedExperts]:
+    """Those of all layers of this process that exist and have been called, by their number."""
+    called = (routed for routed in _live if routed.num_calls)
+    return sorted(called, key=lambda routed: routed.layer)
 
 
 _Key = tuple[MoEConfig, torch.device, Settings]

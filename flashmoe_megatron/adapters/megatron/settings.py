@@ -17,6 +17,7 @@ from flashmoe_megatron.config import (
     is_number,
 )
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.telemetry.registry import choose_metrics
 
 DISPATCHER_TYPE = "flashmoe"
 """The choice for ``--moe-token-dispatcher-type``."""
@@ -39,6 +40,9 @@ class Settings:
             them exact, for which the host waits in every forward of training.
         max_tokens: Most tokens of one rank and call. ``None`` takes it from the arguments of
             Megatron's training script: sequence length, micro batch size and parallel sizes.
+        metrics: What is told to wandb and TensorBoard: "default", "all", "none", or names with
+            commas between them.
+        calibration: File with the layer's time on 2 GPUs, for the overlap efficiency.
     """
 
     backend: str = "auto"
@@ -47,6 +51,8 @@ class Settings:
     reserved_sms: int = 4
     row_bound: float | None = None
     max_tokens: int | None = None
+    metrics: str = "default"
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         """Refuses values without a meaning."""
@@ -77,6 +83,16 @@ class Settings:
             raise ConfigError(
                 f"{flag_of('max_tokens')} {self.max_tokens!r}: must be at least 1, at most "
                 f"{MAX_TOKENS}"
+            )
+        try:
+            choose_metrics(self.metrics)
+        except ConfigError as error:
+            raise ConfigError(f"{flag_of('metrics')} {self.metrics!r}: {error}") from None
+        if self.calibration is not None and not (
+            isinstance(self.calibration, str) and self.calibration
+        ):
+            raise ConfigError(
+                f"{flag_of('calibration')} {self.calibration!r}: wanted the path of a file"
             )
 
     def kernel_options(self) -> dict[str, Any]:

@@ -1,0 +1,231 @@
+"""Puts the metrics of all MoE layers where a Megatron run keeps its own: wandb and TensorBoard.
+
+Works with either alone. Megatron's own script is wrapped at two places: where it ends an iteration,
+which every rank does, and where it starts wandb, whose absence must not end a training run. A
+training loop of one's own makes a :class:`MoEMetrics` and calls it after each iteration.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.megatron.layer import ROUTED
+from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, live_experts
+from flashmoe_megatron.adapters.megatron.settings import (
+    DISPATCHER_TYPE,
+    Settings,
+    current_settings,
+    megatron_args,
+)
+from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.telemetry.registry import choose_metrics
+from flashmoe_megatron.telemetry.reporter import Reporter
+from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, Sink, TensorBoardSink, WandbSink
+from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
+
+logger = logging.getLogger("flashmoe_megatron")
+
+FILE_NAME = "flashmoe_metrics.jsonl"
+"""What is kept of every report, beside the run."""
+
+_PATCHED = "_flashmoe_patched"
+
+
+class MoEMetrics:
+    """Reports the flashmoe layers of this process, together with those of all ranks.
+
+    Args:
+        sinks: Where this rank writes; none on ranks that do not.
+        model: This rank's model, or its chunks; by default all layers of this process.
+        interval: Iterations between reports.
+        settings: Which metrics; by default the current ones.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink] = (),
+        *,
+        model: Iterable[torch.nn.Module] | None = None,
+        interval: int = 1,
+        settings: Settings | None = None,
+    ) -> None:
+        self._chosen = choose_metrics((settings or current_settings()).metrics)
+        self._sinks = sinks
+        self._model = None if model is None else tuple(model)
+        self._interval = interval
+        self._reporter: Reporter | None = None
+
+    def __call__(self, iteration: int, *, is_last: bool = False) -> None:
+        """Ends an iteration. Collective over all ranks, which make the same calls.
+
+        The first call only looks at what layers there are; metrics begin with the next iteration.
+
+        Args:
+            iteration: Its number.
+            is_last: None follows: waits for the last report, and writes it.
+        """
+        if not self._chosen:
+            return
+        if self._reporter is None:
+            self._reporter = self._start()
+        else:
+            self._reporter.step(iteration, is_last=is_last)
+
+    def _start(self) -> Reporter:
+        layers = live_experts() if self._model is None else _experts_of(self._model)
+        world = dist.group.WORLD if dist.is_initialized() else None
+        device = torch.empty(0, device=torch.cuda.current_device()).device
+        return Reporter(
+            {routed.layer: _place(routed, device) for routed in layers},
+            world,
+            device,
+            chosen=self._chosen,
+            take_records=functools.partial(_take_records, weakref.WeakSet(layers)),
+            annotate=functools.partial(_annotate, weakref.WeakSet(layers)),
+            calibration=next((routed.calibration for routed in layers), None),
+            sinks=self._sinks,
+            interval=self._interval,
+        )
+
+
+def _experts_of(model: Iterable[torch.nn.Module]) -> list[RoutedExperts]:
+    modules = (module for chunk in model for module in chunk.modules())
+    return [getattr(module, ROUTED) for module in modules if hasattr(module, ROUTED)]
+
+
+def _place(routed: RoutedExperts, device: torch.device) -> LayerPlace:
+    num_sms = 0
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return LayerPlace(
+        config=routed.backend.config,
+        rank=routed.rank,
+        element_bytes=routed.dtype.itemsize,
+        capacity_factor=routed.capacity_factor,
+        num_sms=num_sms,
+    )
+
+
+def _backends(layers: "weakref.WeakSet[RoutedExperts]") -> Iterator[Any]:
+    return iter({id(routed.backend): routed.backend for routed in layers}.values())
+
+
+def _take_records(layers: "weakref.WeakSet[RoutedExperts]") -> list[LaunchRecord]:
+    return [record for backend in _backends(layers) for record in backend.take_records()]
+
+
+def _annotate(layers: "weakref.WeakSet[RoutedExperts]", totals: Totals) -> None:
+    sizes = [getattr(backend, "heap_bytes", 0) for backend in _backends(layers)]
+    totals.heap_bytes = float(max(sizes, default=0))
+
+
+def patch_training(training: ModuleType) -> None:
+    """Reports after each iteration of ``megatron.training.training``."""
+    original = training.training_log
+    if getattr(original, _PATCHED, False):
+        return
+    signature = inspect.signature(original)
+    report = _ScriptMetrics(training)
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        report(signature.bind(*args, **kwargs).arguments["iteration"])
+        return result
+
+    setattr(training_log, _PATCHED, True)
+    training.training_log = training_log  # type: ignore[attr-defined]
+
+
+class _ScriptMetrics:
+    """The metrics of Megatron's own training script, as its arguments say; made when needed."""
+
+    def __init__(self, training: ModuleType) -> None:
+        self._training = training
+        self._metrics: MoEMetrics | None = None
+        self._last = -1
+
+    def __call__(self, iteration: int) -> None:
+        args = megatron_args()
+        if iteration == self._last or not _is_served(args) or not _has_logger(args):
+            return
+        self._last = iteration
+        if self._metrics is None:
+            interval = getattr(args, "tensorboard_log_interval", None) or 1
+            self._metrics = MoEMetrics(self._sinks(args), interval=interval)
+        last = getattr(args, "train_iters", None)
+        self._metrics(iteration, is_last=last is not None and iteration >= last)
+
+    def _sinks(self, args: Any) -> list[Sink]:
+        """On the rank on which Megatron has its writers."""
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return []
+        kept = str(_folder(args) / FILE_NAME)
+        sinks: list[Sink] = [Guarded(JsonLines(Path(kept)), kept)]
+        wandb = self._training.get_wandb_writer()
+        if wandb is not None:
+            sinks.append(Guarded(WandbSink(wandb), "wandb", kept))
+        tensorboard = self._training.get_tensorboard_writer()
+        if tensorboard is not None:
+            sinks.append(Guarded(TensorBoardSink(tensorboard), "TensorBoard", kept))
+        return sinks
+
+
+def _is_served(args: Any) -> bool:
+    return getattr(args, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE and bool(
+        getattr(args, "num_experts", None)
+    )
+
+
+def _has_logger(args: Any) -> bool:
+    """Whether the user asked for one; the same on every rank, whoever has the writer."""
+    return bool(getattr(args, "wandb_project", None) or getattr(args, "tensorboard_dir", None))
+
+
+def _folder(args: Any) -> Path:
+    """Where a run keeps what it logs."""
+    names = ("wandb_save_dir", "save", "tensorboard_dir")
+    given = (getattr(args, name, None) for name in names)
+    return Path(next((folder for folder in given if folder), "."))
+
+
+def patch_global_vars(global_vars: ModuleType) -> None:
+    """Lets training go on where ``megatron.training`` cannot start wandb.
+
+    Besides, gives the run the name and the folder that Megatron ends without.
+    """
+    original: Callable[[Any], None] = global_vars._set_wandb_writer
+    if getattr(original, _PATCHED, False):
+        return
+
+    @functools.wraps(original)
+    def set_wandb_writer(args: Any) -> None:
+        if not _is_served(args) or not getattr(args, "wandb_project", None):
+            original(args)
+            return
+        args.wandb_exp_name = args.wandb_exp_name or "flashmoe"
+        if not args.wandb_save_dir and not args.save:
+            args.wandb_save_dir = os.curdir
+        try:
+            original(args)
+        except Exception as error:  # noqa: BLE001 - a logger's failure is not worth a training run
+            kept = _folder(args) / FILE_NAME
+            logger.warning(
+                "wandb does not start: %s: %s; training goes on without it, and %s has flashmoe's "
+                "metrics. WANDB_MODE=offline keeps a run here, for wandb sync",
+                type(error).__name__,
+                error,
+                kept,
+            )
+
+    setattr(set_wandb_writer, _PATCHED, True)
+    global_vars._set_wandb_writer = set_wandb_writer  # type: ignore[attr-defined]

@@ -1,0 +1,249 @@
+"""What wandb, TensorBoard and the file beside a run are told of Megatron's MoE layers."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoe_megatron.adapters.megatron.arguments import extend_parser
+from flashmoe_megatron.adapters.megatron.settings import Settings
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.telemetry.calibration import Entry, write_entries
+from tests.distributed import RankError, RankPool
+from tests.megatron.harness import MICRO_BATCH, SEQ_LENGTH, Case, Layout, train
+from tests.megatron.test_command_line import megatron_parser
+from tests.megatron.test_megatron_lm import MODEL, torchrun
+from tests.tools.offline_wandb import offline_runs
+from tests.unit import cases
+
+TIMEOUT_S = 110.0
+TOKENS = SEQ_LENGTH * MICRO_BATCH
+
+
+def test_flags_reach_the_settings() -> None:
+    parsed = extend_parser(megatron_parser()).parse_args(
+        ["--flashmoe-metrics", "kernel_ms,heap_mib", "--flashmoe-calibration", "t2.json"]
+    )
+    assert parsed.flashmoe_metrics == "kernel_ms,heap_mib"
+    assert parsed.flashmoe_calibration == "t2.json"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"metrics": "kernel_time"}, "--flashmoe-metrics 'kernel_time': unknown .*'kernel_ms'"),
+        ({"metrics": None}, "--flashmoe-metrics None: metrics are None"),
+        ({"calibration": ""}, "--flashmoe-calibration '': wanted the path of a file"),
+    ],
+)
+def test_settings_without_meaning_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Settings(**options)
+
+
+def reports(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(expert=2), Layout(expert=2, pipeline=2)], ids=["ep2_dp2", "pp2_ep2"]
+)
+def test_layers_of_all_ranks_are_reported(
+    layout: Layout, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    case = Case(layout, iterations=4, metrics_to=str(path), settings={"metrics": "all"})
+    four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+    lines = reports(path)
+    # The first iteration is not reported, and the last is although none follows.
+    assert [line["step"] for line in lines] == [2, 3, 4]
+    for line in lines:
+        for layer in (1, 2):
+            assert line[f"flashmoe/forward/layer_{layer}/kernel_ms"] > 0
+            assert line[f"flashmoe/backward/layer_{layer}/kernel_ms"] > 0
+            rows = [line[f"flashmoe/layer_{layer}/expert_rows/{expert}"] for expert in range(8)]
+            # Per launch: both ranks of a group hold all tokens, of which each chose two experts.
+            assert sum(rows) == pytest.approx(2 * TOKENS * 2)
+        assert line["flashmoe/forward/hidden_communication"] == 0
+        assert line["flashmoe/deduplication"] == 1
+        assert line["flashmoe/tokens_per_second"] > 0
+        assert line["flashmoe/forward/mib_sent"] == line["flashmoe/backward/mib_sent"] > 0
+        sent = line["flashmoe/mib/rank_0_to_1"] + line["flashmoe/mib/rank_1_to_0"]
+        assert sent == pytest.approx(2 * line["flashmoe/forward/mib_sent"])
+        assert "flashmoe/forward/overlap_efficiency" not in line
+
+
+def test_a_choice_of_metrics(four_ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    case = Case(
+        Layout(expert=2), iterations=2, metrics_to=str(path), settings={"metrics": "kernel_ms"}
+    )
+    four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+    (line,) = reports(path)
+    assert set(line) == {
+        "step",
+        "time",
+        "flashmoe/forward/kernel_ms",
+        "flashmoe/backward/kernel_ms",
+    }
+    path.unlink()
+    case = dataclasses.replace(case, settings={"metrics": "none"})
+    four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+    assert not path.exists()
+
+
+def calibration(path: Path, **changes: Any) -> str:
+    config = cases.make_config(num_ranks=2, **changes)
+    measured = {"num_tokens": TOKENS, "gpu": "cpu", "dtype": "float32"}
+    write_entries(path, [Entry.of(config, **measured, direction="forward", time_ms=1.0)])
+    return str(path)
+
+
+def test_overlap_efficiency_comes_from_the_file(four_ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    settings = {"calibration": calibration(tmp_path / "t2.json")}
+    case = Case(Layout(expert=4), iterations=2, metrics_to=str(path), settings=settings)
+    four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+    (line,) = reports(path)
+    efficiency = line["flashmoe/forward/overlap_efficiency"]
+    assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
+    assert "flashmoe/backward/overlap_efficiency" not in line
+
+
+def test_a_calibration_of_another_shape_ends_the_run(four_ranks: RankPool, tmp_path: Path) -> None:
+    file = calibration(tmp_path / "t2.json", intermediate=128)
+    case = Case(Layout(expert=4), settings={"calibration": file})
+    with pytest.raises(RankError, match="has intermediate 128 and not 64"):
+        four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+
+
+OFFLINE = {
+    "WANDB_MODE": "offline",
+    "WANDB_CONSOLE": "off",
+    "WANDB_SILENT": "true",
+    "WANDB_X_DISABLE_STATS": "true",
+}
+
+
+def stock_script(megatron_lm: Path, directory: Path, *arguments: str, **environment: str) -> str:
+    """Runs ``pretrain_gpt.py`` of a checkout with flashmoe on two ranks; returns its output."""
+    script = ("-m", "flashmoe_megatron.run", str(megatron_lm / "pretrain_gpt.py"), *MODEL)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**OFFLINE, **environment}.items():
+            patch.setenv(name, value)
+        return torchrun(
+            megatron_lm, directory, *script, "--moe-token-dispatcher-type", "flashmoe", *arguments
+        )
+
+
+def test_stock_script_with_wandb_alone(megatron_lm: Path, tmp_path: Path) -> None:
+    """Neither name, folder nor TensorBoard: Megatron's own script would end with an error."""
+    stock_script(megatron_lm, tmp_path, "--wandb-project", "overlap")
+    (run,) = offline_runs(tmp_path)
+    assert run.project == "overlap"
+    ours = [row for row in run.history if "flashmoe/step" in row]
+    assert [row["flashmoe/step"] for row in ours] == [2, 3]
+    assert all(row["flashmoe/forward/kernel_ms"] > 0 for row in ours)
+    assert [line["step"] for line in reports(tmp_path / "flashmoe_metrics.jsonl")] == [2, 3]
+
+
+def test_stock_script_with_tensorboard_alone(megatron_lm: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "events"
+    stock_script(megatron_lm, tmp_path, "--tensorboard-dir", str(folder))
+    events = EventAccumulator(str(folder)).Reload()
+    assert [one.step for one in events.Scalars("flashmoe/forward/kernel_ms")] == [2, 3]
+    assert events.Scalars("lm loss vs samples")
+    assert [line["step"] for line in reports(folder / "flashmoe_metrics.jsonl")] == [2, 3]
+
+
+def test_stock_script_goes_on_without_wandb(megatron_lm: Path, tmp_path: Path) -> None:
+    """As where it is not installed: its import fails."""
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    (absent / "wandb.py").write_text("raise ImportError('No module named wandb')\n")
+    path = os.pathsep.join([str(absent), os.environ.get("PYTHONPATH", "")])
+    output = stock_script(megatron_lm, tmp_path, "--wandb-project", "overlap", PYTHONPATH=path)
+    assert output.count("wandb does not start: ImportError: No module named wandb") == 1
+    assert [line["step"] for line in reports(tmp_path / "flashmoe_metrics.jsonl")] == [2, 3]
+
+
+def test_stock_script_goes_on_where_wandb_is_unreachable(megatron_lm: Path, tmp_path: Path) -> None:
+    output = stock_script(
+        megatron_lm,
+        tmp_path,
+        "--wandb-project",
+        "overlap",
+        WANDB_MODE="online",
+        WANDB_API_KEY="0" * 40,
+        WANDB_BASE_URL="http://127.0.0.1:9",  # nobody listens there
+        WANDB_INIT_TIMEOUT="5",
+    )
+    assert output.count("wandb does not start") == 1
+    assert [line["step"] for line in reports(tmp_path / "flashmoe_metrics.jsonl")] == [2, 3]
+
+
+WRITERS = """
+import sys
+from types import SimpleNamespace
+from flashmoe_megatron.adapters.megatron.metrics import patch_global_vars
+
+def start(args):
+    if args.wandb_project == "broken":
+        raise ValueError("no wandb here")
+    print("started", args.wandb_exp_name or "unnamed", args.wandb_save_dir)
+
+module = SimpleNamespace(_set_wandb_writer=start)
+patch_global_vars(module)
+patch_global_vars(module)
+args = SimpleNamespace(
+    moe_token_dispatcher_type=sys.argv[1],
+    num_experts=4,
+    wandb_project=sys.argv[2],
+    wandb_exp_name="",
+    wandb_save_dir="",
+    save=None,
+)
+module._set_wandb_writer(args)
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "project", "words"),
+    [
+        ("flashmoe", "overlap", "started flashmoe .\ngoes on"),
+        ("flashmoe", "broken", "goes on"),
+        ("alltoall", "overlap", "started unnamed \ngoes on"),
+    ],
+)
+def test_wandb_starts_or_is_done_without(dispatcher: str, project: str, words: str) -> None:
+    done = run_python(WRITERS, dispatcher, project)
+    assert done.stdout.strip() == words, done.stderr
+    assert ("wandb does not start: ValueError: no wandb here" in done.stderr) == (
+        project == "broken"
+    )
+
+
+def test_runs_with_other_dispatchers_keep_their_errors() -> None:
+    done = run_python(WRITERS, "alltoall", "broken")
+    assert done.returncode == 1
+    assert "ValueError: no wandb here" in done.stderr
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )

@@ -125,7 +125,7 @@ class NativeModel(nn.Module):
             [MoE(HIDDEN, make(), num_experts, size, **moe) for size in ep_sizes]
         )
         self.head = nn.Linear(HIDDEN, HIDDEN)
-        _tell_experts_apart(self)
+        tell_experts_apart(self)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, used: torch.Tensor | None = None):
         aux = 0.0
@@ -142,7 +142,7 @@ class NativeModel(nn.Module):
         return loss + 0.1 * aux if len(y) else loss
 
 
-def _tell_experts_apart(model: nn.Module) -> None:
+def tell_experts_apart(model: nn.Module) -> None:
     """DeepSpeed copies one expert, on every rank; this gives each its own parameters."""
     for name, module in model.named_modules():
         if type(module).__name__ != "Experts":

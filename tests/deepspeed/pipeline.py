@@ -1,0 +1,84 @@
+"""Trains with DeepSpeed's PipelineEngine, with its own MoE layers or with ours, in one process."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.deepspeed.harness import prepare
+from tests.deepspeed.models import EXPERTS, HIDDEN, tell_experts_apart
+
+NUM_STAGES = 2
+STEPS = 3
+MICRO_BATCHES = 3
+SAMPLES = 12
+
+
+class Block(nn.Module):
+    """What a pipeline hands from stage to stage is a tensor, so the auxiliary loss stays here."""
+
+    def __init__(self, ep_size: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.dense = nn.Linear(HIDDEN, HIDDEN)
+        self.moe = MoE(HIDDEN, EXPERTS["swiglu"](), 4, ep_size, k=2, drop_tokens=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dense(x)
+        out, _, _ = self.moe(x)
+        return x + out
+
+
+def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def batches(replica: int) -> Any:
+    """Inputs and targets of one data-parallel replica, micro-batch by micro-batch."""
+    generator = torch.Generator().manual_seed(40 + replica)
+    while True:
+        yield tuple(torch.randn(SAMPLES, HIDDEN, generator=generator) for _ in range(2))
+
+
+def train(
+    group: dist.ProcessGroup, fused: bool, zero: int
+) -> tuple[list[float], dict[str, str], list[int]]:
+    """Returns the losses, the report, and the calls of every fused layer of this stage."""
+    prepare()
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    from flashmoe_megatron.deepspeed import attach, initialize
+
+    deepspeed.init_distributed()  # a pipeline asks for its ranks before there is an engine
+    torch.manual_seed(11)
+    ep_size = dist.get_world_size() // NUM_STAGES
+    model = PipelineModule(
+        [LayerSpec(Block, ep_size) for _ in range(2 * NUM_STAGES)],
+        num_stages=NUM_STAGES,
+        loss_fn=mean_square,
+        partition_method="uniform",
+    )
+    tell_experts_apart(model)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": zero},
+    }
+    if fused:
+        config["flashmoe"] = {"enabled": True}
+    engine, *_ = initialize(model=model, config=config)
+    iterator = batches(engine.grid.get_data_parallel_rank())
+    torch.manual_seed(77)  # for the noise of the gates
+    losses = [float(engine.train_batch(iterator)) for _ in range(STEPS)]
+    layers = [module for module in engine.module.modules() if hasattr(module, "flashmoe")]
+    report = attach(engine) if fused else {}
+    return losses, report, [layer.flashmoe.experts.num_calls for layer in layers]
+
+
+def train_both(group: dist.ProcessGroup, zero: int) -> Any:
+    return train(group, False, zero), train(group, True, zero)

@@ -1,0 +1,21 @@
+"""DeepSpeed's PipelineEngine: stages with layers of their own, several micro-batches in flight."""
+
+import pytest
+
+from tests.deepspeed import pipeline
+from tests.distributed import run_ranks
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_pipeline_engine(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    outcomes = run_ranks(pipeline.train_both, 4, zero, timeout_s=200)
+    names = set()
+    for (stock, _, no_calls), (fused, report, calls) in outcomes:
+        assert fused == pytest.approx(stock, rel=1e-5)
+        assert stock[-1] != stock[0]
+        assert set(report.values()) == {"fused"}
+        assert no_calls == []
+        assert calls == [pipeline.STEPS * pipeline.MICRO_BATCHES] * 2
+        names |= report.keys()
+    assert len(names) == 2 * pipeline.NUM_STAGES  # each stage reports the layers that it has

@@ -74,12 +74,12 @@ class Reporter:
 
         Args:
             step: Its number.
-            now: What loggers take for the step; the same if left out.
-            is_last: No further step comes: waits for what is under way, and writes it.
+            now: The step at which loggers are told of earlier ones, by default this one; has not
+                gone back since the last call.
+            is_last: No further step comes: waits for this step's report, and writes it.
         """
-        now = step if now is None else now
         self._collect()
-        self._write(now)
+        self._write(step if now is None else now)
         if step % self._interval == 0:
             self._annotate(self._totals)
             began, self._since = self._since, time.monotonic()
@@ -87,7 +87,7 @@ class Reporter:
             self._pending.append((step, Reduction(self._totals, self._group, self._device)))
             self._totals = Totals(self._layout, self._places)
         if is_last:
-            self._write(now, wait=True)
+            self._write(step, wait=True)
 
     def _collect(self) -> None:
         for record in self._take_records():

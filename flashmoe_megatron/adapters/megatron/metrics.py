@@ -65,7 +65,9 @@ class MoEMetrics:
         self._reporter: Reporter | None = None
 
     def __call__(self, iteration: int, *, is_last: bool = False) -> None:
-        """Ends an iteration. Collective over all ranks, which make the same calls.
+        """Ends an iteration, before anything else is logged of it.
+
+        Collective over all ranks, which make the same calls.
 
         The first call only looks at what layers there are; metrics begin with the next iteration.
 
@@ -78,7 +80,7 @@ class MoEMetrics:
         if self._reporter is None:
             self._reporter = self._start()
         else:
-            self._reporter.step(iteration, is_last=is_last)
+            self._reporter.step(iteration, now=iteration - 1, is_last=is_last)
 
     def _start(self) -> Reporter:
         layers = live_experts() if self._model is None else _experts_of(self._model)
@@ -129,7 +131,10 @@ def _annotate(layers: "weakref.WeakSet[RoutedExperts]", totals: Totals) -> None:
 
 
 def patch_training(training: ModuleType) -> None:
-    """Reports after each iteration of ``megatron.training.training``."""
+    """Reports each iteration of ``megatron.training.training`` before that logs it itself.
+
+    A report is ready one iteration later; wandb then still has the row of its own iteration open.
+    """
     original = training.training_log
     if getattr(original, _PATCHED, False):
         return
@@ -138,9 +143,8 @@ def patch_training(training: ModuleType) -> None:
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
         report(signature.bind(*args, **kwargs).arguments["iteration"])
-        return result
+        return original(*args, **kwargs)
 
     setattr(training_log, _PATCHED, True)
     training.training_log = training_log  # type: ignore[attr-defined]

@@ -1,0 +1,375 @@
+"""Calls the C interface with arguments made of bytes, on a machine without a GPU.
+
+Every call has to come back with a status of the header and a sentence about it; nothing may crash,
+hang or print. Structs lie at the end of a page behind which nothing may be read, and are as long as
+their ``struct_size`` says. Where a problem is accepted its sizes are compared with a model in whole
+numbers that cannot overflow.
+
+Arrays that the caller has to provide are there, with whatever is in them: no interface of C can
+refuse a wild pointer.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoe_megatron import _native
+from tests.fuzz.choices import Choices
+from tests.fuzz.guarded import GuardedBytes
+
+STATUSES = range(6)
+MOST_LOCAL_EXPERTS = 512
+GOOD_PROBLEM: dict[str, int] = {
+    "rank": 1,
+    "num_ranks": 2,
+    "hidden": 128,
+    "intermediate": 192,
+    "num_experts": 8,
+    "topk": 2,
+    "max_tokens": 96,
+    "activation": 0,
+    "is_gated": 1,
+    "is_transposed": 0,
+    "skip_zero_probs": 0,
+    "num_ctas": 128,
+    "heap_tokens": 96,
+    "timeout_ns": 10**9,
+    "dtype": 1,
+}
+
+
+class ContractError(AssertionError):
+    """The library did what its header says it never does."""
+
+
+@dataclass
+class Arena:
+    """Memory of the calls; made once.
+
+    Attributes:
+        problem: Where a struct of this name goes, as the others.
+        group: See there.
+        input: See there.
+        launch: See there.
+        sizes: See there.
+        buffer: Stands for every array of the caller.
+        tables: Of pointers to weights, one too few entries for none.
+    """
+
+    problem: GuardedBytes
+    group: GuardedBytes
+    input: GuardedBytes
+    launch: GuardedBytes
+    sizes: GuardedBytes
+    buffer: GuardedBytes
+    tables: GuardedBytes
+
+
+BUFFER_BYTES = 2**21
+"""As much as the largest has: the mailbox with its ring of records."""
+
+
+@functools.cache
+def arena() -> Arena:
+    return Arena(
+        **{name: GuardedBytes(256) for name in ("problem", "group", "input", "launch", "sizes")},
+        buffer=GuardedBytes(BUFFER_BYTES),
+        tables=GuardedBytes(8 * MOST_LOCAL_EXPERTS),
+    )
+
+
+@functools.cache
+def open_library() -> ctypes.CDLL:
+    """The library with all arguments declared: pointers are addresses here."""
+    _native.load()  # refuses another version
+    library = ctypes.CDLL(str(_native.library_path()))
+    pointer, integer = ctypes.c_void_p, ctypes.c_int32
+    for name, arguments in {
+        "sizes": [pointer] * 2,
+        "preload": [pointer],
+        "plan": [pointer] * 4,
+        "await_plan": [pointer] * 4,
+        "forward": [pointer] * 4 + [integer],
+        "backward": [pointer] * 4,
+        "wgrad": [pointer] * 5 + [integer] * 2,
+        "encode_weights": [pointer] * 4,
+        "read_fault": [pointer] * 2,
+        "clear_fault": [pointer],
+        "read_counters": [pointer] * 2,
+        "read_record": [pointer, ctypes.c_uint64, pointer],
+        "role_name": [ctypes.c_uint32],
+        "sizeof": [ctypes.c_char_p],
+    }.items():
+        getattr(library, f"flashmoe_{name}").argtypes = arguments
+    library.flashmoe_last_error.restype = ctypes.c_char_p
+    library.flashmoe_role_name.restype = ctypes.c_char_p
+    library.flashmoe_sizeof.restype = ctypes.c_uint64
+    return library
+
+
+def exercise(data: bytes) -> str:
+    """Makes one call.
+
+    Returns:
+        What came of it: the function, and the sentence about the refusal if there was one.
+
+    Raises:
+        ContractError: The interface broke its promise.
+    """
+    choices = Choices(data)
+    library = open_library()
+    function = choices.pick(list(_CALLS))
+    problem, fields = _problem(choices)
+    status = _CALLS[function](library, choices, problem, fields)
+    if status is None:
+        return function
+    if status not in STATUSES:
+        raise ContractError(f"{function} returned {status}, which the header does not have")
+    if status == _native.OK:
+        return function
+    sentence = library.flashmoe_last_error()
+    if not sentence or not 8 <= len(sentence) < 512:
+        raise ContractError(f"{function} failed with status {status} and says {sentence!r}")
+    return f"{function}: {sentence.decode('ascii')}"
+
+
+def _int32(value: int) -> int:
+    return (value + 2**31) % 2**32 - 2**31
+
+
+def _struct(choices: Choices, room: GuardedBytes, kind: type[Any], fields: dict[str, Any]) -> Any:
+    """A struct's address, or null, or one that is shorter than it should be and says so."""
+    how = choices.integer(1) % 16
+    if how == 15:
+        return None
+    content = bytes(kind(**fields))
+    if how == 14:
+        size = 4 + choices.integer(1) % len(content)
+    elif how == 13:
+        size = choices.integer(4)
+        content += bytes(max(0, min(size, 256) - len(content)))
+    else:
+        size = len(content)
+    claimed = size.to_bytes(4, "little")
+    # A struct that claims to be longer than the room is still refused by its first field.
+    return room.place((claimed + content[4:])[: max(4, min(size, room.num_bytes))])
+
+
+def _problem(choices: Choices) -> tuple[Any, dict[str, int] | None]:
+    """The problem's address, and its fields if its size is right."""
+    fields = dict(GOOD_PROBLEM)
+    for _ in range(choices.integer(1) % 4):
+        name = choices.pick(list(fields))
+        bits = 64 if name == "timeout_ns" else 32
+        value = choices.number()
+        fields[name] = value % 2**64 if bits == 64 else _int32(value)
+    address = _struct(choices, arena().problem, _native.FlashMoEProblem, fields)
+    if address is None:
+        return None, None
+    size = ctypes.c_uint32.from_address(address).value
+    return address, fields if size == ctypes.sizeof(_native.FlashMoEProblem) else None
+
+
+def _pointer(choices: Choices) -> int | None:
+    """Where an array of the caller is: mostly well, sometimes misaligned or null."""
+    how = choices.integer(1) % 8
+    if how == 7:
+        return None
+    base = arena().buffer.end - BUFFER_BYTES
+    return base + (choices.pick((1, 2, 4, 8, 24)) if how == 6 else 0)
+
+
+def _group(choices: Choices) -> Any:
+    heaps = (ctypes.c_void_p * 8)(*[_pointer(choices) for _ in range(8)])
+    # A mailbox as a device may leave it: a fault or none, a plan or none yet.
+    start = arena().buffer.end - BUFFER_BYTES
+    ctypes.memset(start, 0, 32)
+    ctypes.memset(start, choices.pick(STATUSES), 1)
+    ctypes.memset(start + 32, choices.integer(1), 512)
+    fields = {"heaps": heaps, "workspace": _pointer(choices), "mailbox": _pointer(choices)}
+    return _struct(choices, arena().group, _native.FlashMoEGroup, fields)
+
+
+def _input(choices: Choices) -> Any:
+    return _struct(
+        choices,
+        arena().input,
+        _native.FlashMoEInput,
+        {
+            "num_tokens": _count(choices),
+            "probs_dtype": _int32(choices.number()) if choices.flag() else 0,
+            "x": _pointer(choices),
+            "probs": _pointer(choices),
+            "routing_map": _pointer(choices),
+        },
+    )
+
+
+def _count(choices: Choices) -> int:
+    return _int32(choices.number()) if choices.flag() else choices.integer(1) % 97
+
+
+def _launch(choices: Choices) -> Any:
+    pointers = [name for name, kind in _native.FlashMoELaunch._fields_ if kind is ctypes.c_void_p]
+    return _struct(
+        choices,
+        arena().launch,
+        _native.FlashMoELaunch,
+        {
+            "num_row_blocks": _count(choices),
+            "num_tokens": _count(choices),
+            "grad_probs_dtype": _int32(choices.number()) if choices.flag() else 1,
+            **{name: _pointer(choices) for name in pointers},
+        },
+    )
+
+
+def _sizes(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    sizes = _struct(choices, arena().sizes, _native.FlashMoESizes, {})
+    status: int = library.flashmoe_sizes(problem, sizes)
+    if status == _native.OK:
+        if fields is None or sizes is None:
+            raise ContractError("sizes accepted a struct of another size")
+        check_sizes(fields, _native.FlashMoESizes.from_address(sizes))
+    return status
+
+
+def _preload(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    return int(library.flashmoe_preload(problem))
+
+
+def _plan(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    return int(library.flashmoe_plan(problem, _group(choices), _input(choices), _pointer(choices)))
+
+
+def _await_plan(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    counts = (ctypes.c_int32 * 2)()
+    where = [ctypes.byref(counts, 4 * index) if choices.flag() else None for index in range(2)]
+    return int(library.flashmoe_await_plan(problem, _group(choices), *where))
+
+
+def _forward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    group, given, launch = _group(choices), _input(choices), _launch(choices)
+    return int(library.flashmoe_forward(problem, group, given, launch, _int32(choices.number())))
+
+
+def _backward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    group, launch = _group(choices), _launch(choices)
+    return int(library.flashmoe_backward(problem, group, launch, _pointer(choices)))
+
+
+def _wgrad(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    group, launch = _group(choices), _launch(choices)
+    dtype = _int32(choices.number()) if choices.flag() else 0
+    return int(
+        library.flashmoe_wgrad(
+            problem,
+            group,
+            launch,
+            _pointer(choices),
+            _pointer(choices),
+            dtype,
+            _int32(choices.number()),
+        )
+    )
+
+
+def _encode_weights(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    local = MOST_LOCAL_EXPERTS
+    if fields is not None and fields["num_ranks"] > 0:
+        local = min(max(fields["num_experts"] // fields["num_ranks"], 1), MOST_LOCAL_EXPERTS)
+    pointers = [_pointer(choices) for _ in range(min(local, 8))]
+    table = (ctypes.c_void_p * local)(*(pointers * (local // len(pointers) + 1))[:local])
+    tables = arena().tables.place(bytes(table))
+    given = [None if choices.integer(1) % 8 == 7 else tables for _ in range(2)]
+    return int(library.flashmoe_encode_weights(problem, *given, _pointer(choices)))
+
+
+def _read_fault(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    fault = _native.FlashMoEFault()
+    where = ctypes.byref(fault) if choices.integer(1) % 8 else None
+    return int(library.flashmoe_read_fault(_group(choices), where))
+
+
+def _clear_fault(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    return int(library.flashmoe_clear_fault(_group(choices)))
+
+
+def _read_counters(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    counters = _native.FlashMoECounters()
+    where = ctypes.byref(counters) if choices.integer(1) % 8 else None
+    return int(library.flashmoe_read_counters(_group(choices), where))
+
+
+def _read_record(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    record = _native.FlashMoERecord()
+    where = ctypes.byref(record) if choices.integer(1) % 8 else None
+    sequence = choices.number() % 2**64
+    status: int = library.flashmoe_read_record(_group(choices), sequence, where)
+    if status == _native.OK and 0 < record.sequence < sequence:
+        raise ContractError(f"asked for record {sequence}, got {record.sequence}")
+    return status
+
+
+def _names(library: Any, choices: Choices, problem: Any, fields: Any) -> None:
+    if not library.flashmoe_role_name(choices.integer(4)):
+        raise ContractError("a role has no name")
+    name = choices.text().encode() if choices.flag() else None
+    known = {struct.__name__.encode() for struct in _native._STRUCTS}
+    size = library.flashmoe_sizeof(name)
+    if (size > 0) != (name is not None and name.split(b"\0")[0] in known):
+        raise ContractError(f"sizeof({name!r}) is {size}")
+
+
+_CALLS = {
+    "sizes": _sizes,
+    "preload": _preload,
+    "plan": _plan,
+    "await_plan": _await_plan,
+    "forward": _forward,
+    "backward": _backward,
+    "wgrad": _wgrad,
+    "encode_weights": _encode_weights,
+    "read_fault": _read_fault,
+    "clear_fault": _clear_fault,
+    "read_counters": _read_counters,
+    "read_record": _read_record,
+    "names": _names,
+}
+
+
+def check_sizes(fields: dict[str, int], sizes: Any) -> None:
+    """Compares what an accepted problem is told to allocate with sums that cannot overflow.
+
+    Raises:
+        ContractError: Something would be too small, or the problem should have been refused.
+    """
+    ranks, tokens, topk = fields["num_ranks"], fields["max_tokens"], fields["topk"]
+    hidden, width, heap_tokens = fields["hidden"], fields["intermediate"], fields["heap_tokens"]
+    local = fields["num_experts"] // ranks
+    blocks = -(-ranks * tokens * min(topk, local) // 128) + local
+    # What the heap holds at least: signals and routes of all ranks, rows, results and dprobs.
+    heap = heap_tokens * (
+        4 * ranks + 2 * ranks * topk * 8 + 2 * hidden * (1 + min(topk, ranks)) + 4 * topk
+    )
+    plan = blocks * (8 + 128 * (8 + 4)) + 4 * tokens * (ranks * topk + topk + 1)
+    exact = {
+        "max_row_blocks": blocks,
+        "weight_map_bytes": 4 * 128 * local,
+        "dprob_block_bytes": -(-width // 256) * 128 * 4,
+    }
+    for name, want in exact.items():
+        if getattr(sizes, name) != want:
+            raise ContractError(f"{name} is {getattr(sizes, name)}, wanted {want}, for {fields}")
+    slack = 64 * 1024
+    for name, least, room in (
+        ("heap_bytes", heap, slack),
+        ("plan_bytes", plan, slack),
+        ("workspace_bytes", 12 * blocks, 2**30),
+    ):
+        if not least <= getattr(sizes, name) <= least + room:
+            raise ContractError(
+                f"{name} is {getattr(sizes, name)}, wanted {least} and at most {room} more, for "
+                f"{fields}"
+            )

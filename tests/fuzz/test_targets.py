@@ -1,0 +1,124 @@
+"""The fuzzing targets on drawn bytes, on the committed inputs, and for seconds under libFuzzer.
+
+Longer: ``python -m tests.fuzz.guided TARGET --seconds 3600``.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nvcc_build
+from flashmoe_megatron import _native
+from tests.fuzz import c_interface
+from tests.fuzz.guided import COMMITTED, ROOT, TARGETS
+
+SECONDS = int(os.environ.get("FLASHMOE_FUZZ_SECONDS", "12"))
+EXAMPLES = int(os.environ.get("FLASHMOE_FUZZ_EXAMPLES", "400"))
+
+
+@functools.cache
+def target(name: str) -> ModuleType:
+    if name == "c_interface" and not _native.library_path().is_file():
+        pytest.fail(f"{_native.library_path()} is not built: run python tools/build.py")
+    return importlib.import_module(f"tests.fuzz.{name}")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is accepted must not reach a GPU: buffers are not on one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_drawn_bytes(name: str, data: bytes):
+    target(name).exercise(data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_committed_inputs(name: str, capfd: pytest.CaptureFixture[str]):
+    """Each once led to code that none before it had led to."""
+    inputs = sorted((COMMITTED / name).iterdir())
+    outcomes = {target(name).exercise(path.read_bytes()).split(":")[0] for path in inputs}
+    everything = c_interface._CALLS if name == "c_interface" else target(name)._TARGETS
+    assert outcomes == set(everything), "some target is reached by none of them"
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", ""), "the library or the parsers print"
+
+
+def test_a_good_problem_is_accepted():
+    """Else the target would only ever see its first check."""
+    assert c_interface.exercise(bytes(300)) == "sizes"
+    for function in ("plan", "forward", "backward", "wgrad"):
+        index = list(c_interface._CALLS).index(function)
+        outcome = c_interface.exercise(bytes([index]) + bytes(300))
+        assert "launch: " in outcome, outcome  # as far as it gets without a GPU
+
+
+@pytest.mark.parametrize("kind", ["overflowing heap", "small plan", "wrong blocks"])
+def test_the_model_of_sizes_notices(kind: str):
+    fields = dict(c_interface.GOOD_PROBLEM)
+    problem = _native.FlashMoEProblem(
+        **{name: fields[name] for name, _ in _native.FlashMoEProblem._fields_[1:]}
+    )
+    sizes = _native.FlashMoESizes()
+    _native.call("sizes", problem, sizes)
+    c_interface.check_sizes(fields, sizes)
+    if kind == "overflowing heap":
+        sizes.heap_bytes %= 2**14
+    elif kind == "small plan":
+        sizes.plan_bytes //= 2
+    else:
+        sizes.max_row_blocks -= 1
+    with pytest.raises(c_interface.ContractError):
+        c_interface.check_sizes(fields, sizes)
+
+
+@pytest.fixture(scope="session")
+def library_with_coverage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library whose host code tells its branches; only that is compiled anew."""
+    if "FLASHMOE_LIBRARY" in os.environ:
+        return _native.library_path()
+    variant = nvcc_build.VARIANTS["coverage"]
+    path = tmp_path_factory.mktemp("coverage") / variant.library
+    nvcc_build.build_library(path, variant=variant)
+    return path
+
+
+@pytest.mark.timeout(SECONDS + 200)
+@pytest.mark.parametrize("name", TARGETS)
+def test_guided(name: str, request: pytest.FixtureRequest, tmp_path: Path):
+    if importlib.util.find_spec("atheris") is None:
+        pytest.skip("atheris has no wheel for this Python or platform")
+    environment = dict(os.environ)
+    if name == "c_interface":
+        environment["FLASHMOE_LIBRARY"] = str(request.getfixturevalue("library_with_coverage"))
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.fuzz.guided", name),
+            *("--seconds", str(SECONDS), "--corpus", str(tmp_path)),
+        ],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS + 120,
+        check=False,
+    )
+    log = run.stdout + run.stderr
+    assert run.returncode == 0, log[-4000:]
+    if name == "c_interface":
+        assert "the library tells its coverage" in log
+    inputs = int(re.findall(r"stat::number_of_executed_units:\s*(\d+)", log)[-1])
+    assert inputs > 100 * SECONDS, f"only {inputs} inputs in {SECONDS} s"

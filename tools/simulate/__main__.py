@@ -1,0 +1,151 @@
+"""The command line; see the package."""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tools import simulate
+from tools.bench.common import ROOT
+from tools.bench.shapes import SHAPES
+from tools.simulate import figures as figures_file
+from tools.simulate.figures import FigureError
+from tools.simulate.fit import Comparison, compare, fit
+from tools.simulate.fit import table as comparison_table
+from tools.simulate.measured import Measurement, PointError, read_points
+
+TOLERANCE = 0.1
+
+
+def positive(text: str) -> float:
+    """An argument that has to be a positive number."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted more than 0")
+    return value
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.simulate",
+        description=simulate.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    fitting = commands.add_parser("fit", help="fit anew, keep the result, and compare")
+    fitting.add_argument("files", type=Path, nargs="+", help="JSON lines of measured times")
+    fitting.add_argument("--dry-run", action="store_true", help="do not keep the result")
+    comparing = commands.add_parser("compare", help="what is kept, against measured times")
+    comparing.add_argument("files", type=Path, nargs="*", help="default: those of the last fit")
+    for command in (fitting, comparing):
+        command.add_argument("--tolerance", type=positive, default=TOLERANCE)
+        command.add_argument("--out", type=Path, help="folder for a figure of it")
+    predicting = commands.add_parser("predict", help="weak scaling to 4096 GPUs")
+    predicting.add_argument("--out", type=Path, required=True, help="folder for tables and plots")
+    predicting.add_argument("--domains", type=int, nargs="+", default=[8, 72])
+    predicting.add_argument("--nic-gbps", type=positive, default=50.0, help="GB/s of one GPU's NIC")
+    predicting.add_argument("--shape", choices=list(SHAPES), default="paper-8k")
+    predicting.add_argument("--backward", action="store_true", help="forward and backward")
+    return parser.parse_args(arguments)
+
+
+def points_of(files: list[Path]) -> list[Measurement]:
+    """All points of some files."""
+    return [point for file in files for point in read_points(file)]
+
+
+def judge(comparisons: list[Comparison], options: argparse.Namespace) -> int:
+    """Prints the comparison.
+
+    Returns:
+        0 if all that was held out is within the tolerance, else 1.
+    """
+    print("\n".join(comparison_table(comparisons, options.tolerance)))
+    if options.out is not None:
+        from tools.simulate.predict import draw_comparison
+
+        options.out.mkdir(parents=True, exist_ok=True)
+        for path in draw_comparison(comparisons, options.tolerance, options.out / "comparison"):
+            print(f"wrote {path}")
+    held_out = [abs(c.error) for c in comparisons if not c.point.is_fitted]
+    return int(any(error > options.tolerance for error in held_out))
+
+
+def run_fit(options: argparse.Namespace) -> int:
+    """Fits, keeps and compares."""
+    files = [file.resolve() for file in options.files]
+    outside = [str(file) for file in files if ROOT.resolve() not in file.parents]
+    if outside and not options.dry_run:
+        raise PointError(
+            f"{', '.join(outside)}: not in the checkout, so the fit would name files "
+            "that others lack; copy them, or try it by --dry-run"
+        )
+    figures, _ = figures_file.load()
+    points = points_of(files)
+    fitted = fit(points, figures)
+    if not options.dry_run:
+        names = tuple(str(file.relative_to(ROOT.resolve())) for file in files)
+        fitted = replace(fitted, files=names)
+        figures_file.store(fitted)
+        _, fitted = figures_file.load()  # what is kept is what is judged
+    return judge(compare(points, figures, fitted), options)
+
+
+def run_predict(options: argparse.Namespace) -> int:
+    """Predicts, writes and prints."""
+    from tools.simulate import predict
+
+    figures, fitted = figures_file.load()
+    shape = SHAPES[options.shape]
+    by_domain = {
+        domain: predict.weak_scaling(
+            shape, domain, options.nic_gbps, figures, fitted, backward=options.backward
+        )
+        for domain in options.domains
+    }
+    measured = [
+        point
+        for point in points_of([ROOT / file for file in fitted.files])
+        if point.shape == shape and point.backward is options.backward
+    ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"weak_scaling_{options.shape}{'_backward' if options.backward else ''}"
+    rows = []
+    for predictions in by_domain.values():
+        titles, of_domain = predict.table(predictions, shape)
+        rows += of_domain
+    predict.write_table(options.out / f"{name}.csv", titles, rows)
+    print("| " + " | ".join(titles) + " |")
+    print("| " + " | ".join("---" for _ in titles) + " |")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    drawn = predict.draw_predictions(
+        by_domain,
+        measured,
+        shape,
+        options.nic_gbps,
+        options.out / name,
+        backward=options.backward,
+    )
+    for path in (options.out / f"{name}.csv", *drawn):
+        print(f"wrote {path}")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    try:
+        if options.command == "fit":
+            return run_fit(options)
+        if options.command == "predict":
+            return run_predict(options)
+        figures, fitted = figures_file.load()
+        files = options.files or [ROOT / file for file in fitted.files]
+        return judge(compare(points_of(files), figures, fitted), options)
+    except (FigureError, PointError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

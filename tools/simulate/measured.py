@@ -1,0 +1,109 @@
+"""Measured times, from what ``tools.bench.bench_layer`` and ``tools.weak_scaling`` write."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.bench.shapes import SHAPES, Shape
+
+FITTED_SHAPES = ("paper-1k", "paper-16k-e64", "qwen3-30b", "mixtral-8x7b")
+"""What the model is fitted to, on any number of GPUs: the ends of the ranges of tokens and
+widths. It is judged by all other shapes."""
+
+
+class PointError(Exception):
+    """A file holds no times that can be used."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measured time.
+
+    Attributes:
+        run: The file, whose points share a host.
+        name: Of the shape.
+        shape: The layer.
+        num_gpus: Ranks of the group.
+        backward: Forward and backward, else the forward alone.
+        median_ms: Of the slowest rank, from an idle GPU.
+        cublas_tflops, link_gbps: Of the same run, if it measured them.
+    """
+
+    run: str
+    name: str
+    shape: Shape
+    num_gpus: int
+    backward: bool
+    median_ms: float
+    cublas_tflops: float | None
+    link_gbps: float | None
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the model may see it before it is judged."""
+        return self.name in FITTED_SHAPES or self.shape in (SHAPES[name] for name in FITTED_SHAPES)
+
+    @property
+    def title(self) -> str:
+        """For a table."""
+        return f"{self.name} {'forward+backward' if self.backward else 'forward'}"
+
+
+def read_points(path: Path) -> list[Measurement]:
+    """The fused kernel's times in a file.
+
+    Raises:
+        PointError: There are none, or the file cannot be read.
+    """
+    found: list[Measurement] = []
+    try:
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            found += _of_sweep(path, row) if "key" in row else _of_bench(path, row)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PointError(f"{path}: {error!r}") from error
+    if not found:
+        raise PointError(f"{path}: no times of the fused kernel in it")
+    return found
+
+
+def _of_bench(path: Path, row: dict[str, Any]) -> list[Measurement]:
+    if row["implementation"] != "fused" or row["measurement"] == "gate":
+        return []
+    if row.get("zipf") or row.get("flush_l2"):  # neither is in the model
+        return []
+    names = ("tokens", "hidden", "intermediate", "num_experts", "topk", "gated")
+    return [
+        Measurement(
+            run=path.name,
+            name=row["shape"],
+            shape=Shape(**{name: row[name] for name in names}),
+            num_gpus=row["num_ranks"],
+            backward=row["measurement"] == "forward+backward",
+            median_ms=row["median_ms"],
+            cublas_tflops=row["cublas_tflops"],
+            link_gbps=row["link_gbps"],
+        )
+    ]
+
+
+def _of_sweep(path: Path, row: dict[str, Any]) -> list[Measurement]:
+    if row["status"] != "ok":
+        return []
+    point, result = dict(row["point"]), row["result"]
+    num_gpus = point.pop("num_gpus")
+    shape = Shape(**point, gated=False)
+    return [
+        Measurement(
+            run=f"{path.parent.name}/{path.name}",
+            name=f"{shape.tokens // 1024}K tokens, {shape.num_experts} experts",
+            shape=shape,
+            num_gpus=num_gpus,
+            backward=which == "forward+backward",
+            median_ms=timing["median_ms"],
+            cublas_tflops=result.get("cublas_tflops"),
+            link_gbps=result.get("link_gbps"),
+        )
+        for which, timing in result["times"]["fused"].items()
+    ]

@@ -1,0 +1,295 @@
+"""The simulation of one rank: tickets, clusters and links."""
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tools.bench.shapes import Shape
+from tools.simulate.figures import Figures, Fitted
+from tools.simulate.routing import ELEMENT_BYTES, Load, busiest_rank
+
+BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+CLUSTER = 2
+STAGE_FLOPS = 2 * BLOCK_M * BLOCK_N * BLOCK_K
+MAIN_GRAD_BYTES = 8  # a float32 is read and written
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a cluster takes at once: two row blocks of an expert, or its odd last one.
+
+    Attributes:
+        expert: Whose.
+        blocks: 2 or 1.
+        rows: Rows without pads.
+    """
+
+    expert: int
+    blocks: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Products:
+    """The two products of a direction, as tiles.
+
+    Attributes:
+        num_n: Tiles along N of both.
+        num_k: Blocks along K of both.
+    """
+
+    num_n: tuple[int, int]
+    num_k: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a simulated pass took, in microseconds.
+
+    Attributes:
+        total: From asking for it to its end.
+        products: Of one cluster's tiles without any wait, mean.
+        links: How long the busier kind of link was in use.
+    """
+
+    total: float
+    products: float
+    links: float
+
+
+def products_of(shape: Shape, *, backward: bool) -> Products:
+    """A direction's products."""
+    fc1_rows = shape.intermediate * (2 if shape.gated else 1)
+    if backward:
+        return Products(
+            (_tiles(shape.intermediate, BLOCK_N), _tiles(shape.hidden, BLOCK_N)),
+            (_tiles(shape.hidden, BLOCK_K), _tiles(fc1_rows, BLOCK_K)),
+        )
+    return Products(
+        (_tiles(fc1_rows, BLOCK_N), _tiles(shape.hidden, BLOCK_N)),
+        (_tiles(shape.hidden, BLOCK_K), _tiles(shape.intermediate, BLOCK_K)),
+    )
+
+
+def units_of(load: Load) -> list[Unit]:
+    """The row units of a rank, in the order of its buffer."""
+    units = []
+    for expert, rows in enumerate(load.expert_rows.tolist()):
+        for first in range(0, rows, CLUSTER * BLOCK_M):
+            here = min(rows - first, CLUSTER * BLOCK_M)
+            units.append(Unit(expert, _tiles(here, BLOCK_M), here))
+    return units
+
+
+def tickets(
+    units: list[Unit], num_n: tuple[int, int], group: int
+) -> Iterator[tuple[int, int, int, bool]]:
+    """The kernel's order: GEMM1 of a group of units follows GEMM0 of the next group.
+
+    A single block's pair is two tiles along N, so that every other of its tickets is empty.
+
+    Args:
+        units: Of a rank.
+        num_n: Tiles along N of both products.
+        group: Units that the order advances by.
+
+    Yields:
+        The product, the unit, the tiles along N that the ticket stands for, and whether the group
+        has not yet used these weights.
+    """
+    num_groups = _tiles(len(units), group)
+
+    def of_group(gemm: int, number: int) -> Iterator[tuple[int, int, int, bool]]:
+        first = number * group
+        members = range(first, min(first + group, len(units)))
+        for n in range(num_n[gemm]):
+            previous = -1
+            for unit in members:
+                is_new = units[unit].expert != previous
+                previous = units[unit].expert
+                if units[unit].blocks == CLUSTER:
+                    yield gemm, unit, 1, is_new
+                elif n % CLUSTER == 0:
+                    yield gemm, unit, min(CLUSTER, num_n[gemm] - n), is_new
+
+    for number in range(num_groups):
+        yield from of_group(0, number)
+        if number > 0:
+            yield from of_group(1, number - 1)
+    if num_groups:
+        yield from of_group(1, num_groups - 1)
+
+
+def simulate_launch(
+    shape: Shape, load: Load, figures: Figures, fitted: Fitted, *, backward: bool
+) -> Times:
+    """Simulates the layer kernel of one direction on the busiest rank.
+
+    Args:
+        shape: The layer.
+        load: What the rank receives.
+        figures: Of GPUs and links.
+        fitted: Efficiencies.
+        backward: The direction.
+
+    Returns:
+        Times without what is spent once per call.
+    """
+    products = products_of(shape, backward=backward)
+    units = units_of(load)
+    row_bytes = shape.hidden * ELEMENT_BYTES
+    num_clusters = figures.num_ctas // CLUSTER
+    rate = figures.cublas_tflops * fitted.product_efficiency / figures.num_sms
+    stage_us = STAGE_FLOPS / rate / 1e6
+    epilogue_us = (
+        fitted.tile_us + _derivative_parts(shape) * fitted.derivative_us * backward,
+        fitted.tile_us,
+    )
+    weight_us = BLOCK_N * BLOCK_K * ELEMENT_BYTES * num_clusters / figures.hbm_gbps / 1e3
+
+    # Rows are published, then arrive in the order of the units.
+    published = 2 * shape.tokens * row_bytes / figures.hbm_gbps / 1e3
+    inbound = _Links(load, figures, fitted, row_bytes, published)
+    total_rows = sum(unit.rows for unit in units)
+    arrived = [inbound.receive(unit.rows / total_rows) for unit in units]
+
+    free = [published] * num_clusters
+    heapq.heapify(free)
+    gemm0_done = [0.0] * len(units)
+    done = [0.0] * len(units)
+    busy = 0.0
+    group = max(8, _tiles(num_clusters, products.num_n[0]))
+    for gemm, unit, columns, is_new in tickets(units, products.num_n, group):
+        stages = products.num_k[gemm]
+        # Both tiles of a pair run side by side; weights come from memory once per group.
+        duration = max(stages * stage_us, stages * weight_us * columns * is_new)
+        duration += epilogue_us[gemm]
+        ready = arrived[unit] if gemm == 0 else gemm0_done[unit]
+        end = max(heapq.heappop(free), ready) + duration
+        heapq.heappush(free, end)
+        busy += duration
+        if gemm == 0:
+            gemm0_done[unit] = max(gemm0_done[unit], end)
+        else:
+            done[unit] = max(done[unit], end)
+
+    # Results of the other ranks arrive here as those of this rank leave: at the same pace.
+    last = max(done, default=published)
+    for at in sorted(range(len(units)), key=done.__getitem__):
+        last = max(last, inbound.receive(units[at].rows / total_rows, not_before=done[at]))
+    return Times(total=last, products=busy / num_clusters, links=inbound.busiest)
+
+
+def simulate_wgrad(shape: Shape, load: Load, figures: Figures, fitted: Fitted) -> float:
+    """Microseconds of the weight gradients: every tile has all rows of its expert as K."""
+    fc1_rows = shape.intermediate * (2 if shape.gated else 1)
+    rate = figures.cublas_tflops * fitted.wgrad_efficiency / figures.num_sms
+    stage_us = STAGE_FLOPS / rate / 1e6
+    num_clusters = figures.num_ctas // CLUSTER
+    tile_bytes = CLUSTER * BLOCK_M * BLOCK_N * MAIN_GRAD_BYTES
+    store_us = tile_bytes * num_clusters / figures.hbm_gbps / 1e3
+    free = [0.0] * num_clusters
+    for num_out, num_in in ((shape.hidden, shape.intermediate), (fc1_rows, shape.hidden)):
+        pairs = _tiles(num_out, CLUSTER * BLOCK_M) * _tiles(num_in, BLOCK_N)
+        for rows in load.expert_rows.tolist():
+            stages = _tiles(rows, BLOCK_K)
+            # The sum into the gradient is done by the L2 while the next tile is computed.
+            duration = max(stages * stage_us, store_us) + fitted.wgrad_tile_us
+            for _ in range(pairs):
+                heapq.heappush(free, heapq.heappop(free) + duration)
+    return max(free)
+
+
+def simulate(
+    shape: Shape,
+    num_gpus: int,
+    figures: Figures,
+    fitted: Fitted,
+    *,
+    backward: bool = False,
+    run: str | None = None,
+) -> Times:
+    """Simulates a forward, or a forward and backward, from an idle GPU.
+
+    Args:
+        shape: The layer.
+        num_gpus: Ranks of its expert-parallel group.
+        figures: Of GPUs and links.
+        fitted: Efficiencies.
+        backward: With the backward and the weight gradients.
+        run: Whose fixed cost counts; of the fastest host if not given.
+
+    Raises:
+        ValueError: The experts do not divide among the GPUs, or there are several domains and no
+            network.
+    """
+    if num_gpus > figures.domain and figures.nic_gbps <= 0:
+        raise ValueError(f"{num_gpus} GPUs in domains of {figures.domain}: the NIC rate is missing")
+    load = busiest_rank(shape, num_gpus, figures.domain)
+    times = simulate_launch(shape, load, figures, fitted, backward=False)
+    total, products, links = times.total + fitted.once_us(run), times.products, times.links
+    if backward:
+        times = simulate_launch(shape, load, figures, fitted, backward=True)
+        wgrad = simulate_wgrad(shape, load, figures, fitted)
+        total = max(total, fitted.launched_us(run)) + times.total + wgrad
+        products += times.products + wgrad
+        links += times.links
+    return Times(total, products, links)
+
+
+class _Links:
+    """One rank's way in: NVLink and, beside it, its NIC; both in order of arrival."""
+
+    def __init__(
+        self, load: Load, figures: Figures, fitted: Fitted, row_bytes: int, begin_us: float
+    ) -> None:
+        def us(rows: float, gbps: float) -> float:
+            return rows * row_bytes / gbps / 1e3 if rows else 0.0
+
+        self._whole = {
+            "nvlink": us(load.domain_rows, figures.nvlink_gbps * fitted.link_efficiency),
+            "nic": us(load.network_rows, figures.nic_gbps),
+        }
+        self._latency = {"nvlink": figures.nvlink_latency_us, "nic": figures.nic_latency_us}
+        self._free = dict.fromkeys(self._whole, begin_us)
+        self._begin = begin_us
+        self._used = dict.fromkeys(self._whole, 0.0)
+
+    def receive(self, part: float, not_before: float = 0.0) -> float:
+        """When a part of a direction's rows is here that is sent as soon as it may be."""
+        last = max(self._begin, not_before)
+        for link, whole in self._whole.items():
+            if whole == 0.0:
+                continue
+            self._free[link] = max(self._free[link], not_before) + part * whole
+            self._used[link] += part * whole
+            last = max(last, self._free[link] + self._latency[link])
+        return last
+
+    @property
+    def busiest(self) -> float:
+        """Microseconds for which the busier kind of link was in use."""
+        return max(self._used.values())
+
+
+def with_run(figures: Figures, cublas_tflops: float | None, link_gbps: float | None) -> Figures:
+    """The figures with the ceilings that a run measured of its own machine."""
+    return replace(
+        figures,
+        cublas_tflops=cublas_tflops or figures.cublas_tflops,
+        nvlink_gbps=link_gbps or figures.nvlink_gbps,
+    )
+
+
+def _derivative_parts(shape: Shape) -> int:
+    """Tiles that GEMM0's epilogue reads and writes in the backward beside one product's.
+
+    It reads what the forward kept before the activation, and writes the activation once more (for
+    the gradient of fc2) and the gradient before it, the latter two of gated experts twice.
+    """
+    return 5 if shape.gated else 3
+
+
+def _tiles(size: int, block: int) -> int:
+    return math.ceil(size / block)

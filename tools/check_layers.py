@@ -31,7 +31,7 @@ PYTHON = [
     ["backend"],
     ["checks", "weights"],
     ["reference", "reference_backend", "_native"],
-    ["ops", "symmetric", "records"],
+    ["memory", "ops", "symmetric", "records"],
     ["runtime"],
     ["select", "autograd"],
     ["layer"],

@@ -1,0 +1,117 @@
+"""Bytes that a layer takes on the kernel, known before training.
+
+Sizes of memory that the kernel lays out itself are asked of the library, which has the one copy of
+that layout; needs neither torch nor a GPU.
+"""
+
+import math
+from dataclasses import dataclass
+
+from flashmoe_megatron import _native
+from flashmoe_megatron.config import TILE_M, MoEConfig
+from flashmoe_megatron.planner import plan_buffer_rows
+
+ELEMENT_BYTES = 2
+"""Of tokens and weights: bfloat16 or float16."""
+
+DEFAULT_CTAS = 128
+"""The grid on a GPU of 132 multiprocessors of which 4 are left to other kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on one rank's GPU; weights, their gradients and the layer's input are not counted.
+
+    Attributes:
+        token_buffer: A rank's tokens, ``max_tokens * hidden`` elements; what the rest is measured
+            in.
+        symmetric: The symmetric heap, one for all layers of a group: the token buffer, a slot for
+            each rank that may compute for a token, and the routing of all ranks. No more than
+            ``(1 + min(topk, num_ranks))`` token buffers and 16 MiB as long as the group's routes,
+            ``num_ranks * max_tokens * topk``, are at most 2**19; independent of the number of
+            experts.
+        workspace: Counters, one for all layers of a group.
+        weight_maps: Descriptors of one layer's weights.
+        kept: What one forward keeps for its backward: the plan, the received rows and the
+            pre-activations.
+        forward: What a forward that a backward follows takes besides, while it runs: activations
+            and results of all rows.
+        backward: The same of a backward: received gradients, activations, gradients of fc1's output
+            and results of all rows, and partial sums of the probabilities' gradient.
+        forward_out: The forward's output.
+        backward_out: The gradients of tokens and of float32 probabilities.
+        num_row_blocks: Blocks of 128 received rows, pad rows included, that ``kept``, ``forward``
+            and ``backward`` are for.
+    """
+
+    token_buffer: int
+    symmetric: int
+    workspace: int
+    weight_maps: int
+    kept: int
+    forward: int
+    backward: int
+    forward_out: int
+    backward_out: int
+    num_row_blocks: int
+
+
+def plan_memory(
+    config: MoEConfig, *, num_row_blocks: int | None = None, num_ctas: int = DEFAULT_CTAS
+) -> MemoryPlan:
+    """Computes what a layer takes.
+
+    Args:
+        config: The layer's shape; every rank has ``config.max_tokens`` tokens.
+        num_row_blocks: Blocks of 128 rows that this rank receives; ``None`` takes the mean under
+            uniform random routing.
+        num_ctas: The kernel's grid.
+
+    Returns:
+        The bytes.
+
+    Raises:
+        ConfigError: The kernel cannot run such a layer.
+        DeviceError: The library is not there.
+    """
+    sizes = _native.FlashMoESizes()
+    problem = _native.FlashMoEProblem(
+        rank=0,
+        num_ranks=config.num_ranks,
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        num_experts=config.num_experts,
+        topk=config.topk,
+        max_tokens=config.max_tokens,
+        dtype=_native.BFLOAT16,
+        activation=_native.ACTIVATIONS[config.activation],
+        is_gated=config.gated,
+        skip_zero_probs=config.skip_zero_probs,
+        num_ctas=num_ctas,
+        heap_tokens=config.max_tokens,
+        timeout_ns=10**9,
+    )
+    _native.call("sizes", problem, sizes)
+    if num_row_blocks is None:
+        num_row_blocks = math.ceil(plan_buffer_rows(config).expected / TILE_M)
+    tokens = config.max_tokens
+
+    def rows_of(width: int) -> int:
+        return num_row_blocks * TILE_M * width * ELEMENT_BYTES
+
+    partial_sums = num_row_blocks * int(sizes.dprob_block_bytes)
+    return MemoryPlan(
+        token_buffer=tokens * config.hidden * ELEMENT_BYTES,
+        symmetric=int(sizes.heap_bytes),
+        workspace=int(sizes.workspace_bytes),
+        weight_maps=int(sizes.weight_map_bytes),
+        kept=int(sizes.plan_bytes) + rows_of(config.hidden) + rows_of(config.fc1_rows),
+        forward=rows_of(config.intermediate) + rows_of(config.hidden),
+        backward=2 * rows_of(config.hidden)
+        + rows_of(config.intermediate)
+        + rows_of(config.fc1_rows)
+        + partial_sums,
+        forward_out=tokens * config.hidden * ELEMENT_BYTES,
+        backward_out=tokens * (config.hidden * ELEMENT_BYTES + config.num_experts * 4),
+        num_row_blocks=num_row_blocks,
+    )

@@ -1,0 +1,110 @@
+"""What the planner says of memory, by the library's own account of its layout."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.memory import MemoryPlan, plan_memory
+from tools import memory_table
+from tools.bench.shapes import SHAPES
+
+MIB = 2**20
+MOST_ROUTES = 2**19
+"""Of a group and call, up to which 16 MiB are enough for what is not rows of tokens."""
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> MoEConfig:
+    num_ranks = draw(st.integers(1, 8))
+    num_experts = num_ranks * draw(st.integers(1, 64))
+    topk = draw(st.integers(1, min(16, num_experts)))
+    return MoEConfig(
+        hidden=64 * draw(st.integers(1, 128)),
+        intermediate=64 * draw(st.integers(1, 256)),
+        num_experts=num_experts,
+        topk=topk,
+        activation=draw(st.sampled_from(Activation)),
+        gated=draw(st.booleans()),
+        num_ranks=num_ranks,
+        max_tokens=draw(st.integers(1, MOST_ROUTES // (num_ranks * topk))),
+    )
+
+
+def plan_of(config: MoEConfig) -> MemoryPlan | None:
+    """``None`` for what the kernel refuses: too many counters for its shared memory."""
+    try:
+        return plan_memory(config)
+    except ConfigError as error:
+        if "shared memory" not in str(error):
+            raise
+        return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=layers(), more=st.integers(2, 4))
+def test_symmetric_memory_is_bounded(config: MoEConfig, more: int) -> None:
+    plan = plan_of(config)
+    if plan is None:
+        return
+    assert plan.token_buffer == config.max_tokens * config.hidden * 2
+    copies = (1 + min(config.topk, config.num_ranks)) * plan.token_buffer
+    assert copies <= plan.symmetric <= copies + 16 * MIB
+    # Of what else the layer may be, the heap knows nothing.
+    others = plan_of(
+        dataclasses.replace(
+            config,
+            num_experts=more * config.num_experts,
+            intermediate=more * config.intermediate,
+            gated=not config.gated,
+        )
+    )
+    assert others is None or others.symmetric == plan.symmetric
+
+
+@settings(max_examples=100, deadline=None)
+@given(config=layers(), blocks=st.integers(0, 4096))
+def test_local_memory_grows_with_the_rows(config: MoEConfig, blocks: int) -> None:
+    if plan_of(config) is None:
+        return
+    none, some = (plan_memory(config, num_row_blocks=number) for number in (0, blocks))
+    rows = 128 * blocks
+    assert some.kept - none.kept == rows * (config.hidden + config.fc1_rows) * 2
+    assert none.forward == none.backward == 0
+    assert some.forward == rows * (config.hidden + config.intermediate) * 2
+    assert some.backward >= some.forward + rows * (config.hidden + config.fc1_rows) * 2
+    assert dataclasses.replace(some, num_row_blocks=0, kept=0, forward=0, backward=0) == (
+        dataclasses.replace(none, kept=0)
+    )
+
+
+def test_refuses_a_layer_that_the_kernel_cannot_run() -> None:
+    config = SHAPES["qwen3-30b"].config(1)
+    with pytest.raises(ConfigError, match="num_ctas 3: wanted a multiple of 2"):
+        plan_memory(config, num_ctas=3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_table(num_ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory_table.main(["--ranks", str(num_ranks)]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split(",")[0].strip("| "): line for line in printed.splitlines()}
+    assert set(SHAPES) <= set(rows)
+    plan = plan_memory(SHAPES["mixtral-8x7b"].config(num_ranks))
+    assert f"| {plan.symmetric / MIB:.1f} |" in rows["mixtral-8x7b"]
+
+
+def test_table_finds_what_is_not_as_planned() -> None:
+    shape = SHAPES["paper-8k"]
+    plan = plan_memory(shape.config(4))
+    found = {"symmetric": plan.symmetric, "kept": plan.kept + 5000, "forward": plan.forward}
+    assert memory_table.problems("layer", shape, plan, found, 4, tolerance=8192) == []
+    (wrong,) = memory_table.problems("layer", shape, plan, found, 4, tolerance=4096)
+    assert "kept" in wrong
+    larger = dataclasses.replace(plan, symmetric=plan.symmetric + 16 * MIB)
+    heap, bound = memory_table.problems("layer", shape, larger, found, 4, tolerance=8192)
+    assert "bound" in heap
+    assert "symmetric is" in bound

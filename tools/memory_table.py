@@ -1,0 +1,187 @@
+"""Prints what a layer takes on the kernel, and checks it against what is allocated where GPUs are.
+
+Without a GPU, from the planner alone, for 4 ranks:
+
+    python -m tools.memory_table
+
+on all GPUs of a host, beside what the heap and torch's allocator say of a forward and a backward:
+
+    torchrun --nproc-per-node 4 -m tools.memory_table --out results.jsonl
+
+The allocator's figures are bytes that were requested, current after the forward and at the peak of
+either direction, counted from before it. The exit status is 1 if one differs from the plan by more
+than ``--tolerance``, or if the symmetric heap exceeds its bound.
+"""
+
+import argparse
+import gc
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import WeightGrad
+from flashmoe_megatron.memory import MemoryPlan, plan_memory
+from tools.bench import common
+from tools.bench.common import Record, log
+from tools.bench.shapes import SHAPES, Shape, make_problem
+
+MIB = 2**20
+TIMEOUT_S = 20.0
+BOUND_BYTES = 16 * MIB
+"""The symmetric heap may exceed 1 + min(topk, ranks) token buffers by this much."""
+
+
+def symmetric_bound(shape: Shape, plan: MemoryPlan, num_ranks: int) -> int:
+    """Most bytes of the symmetric heap."""
+    return (1 + min(shape.topk, num_ranks)) * plan.token_buffer + BOUND_BYTES
+
+
+def requested(what: str) -> int:
+    """Bytes that torch's allocator has been asked for: "current", or "peak" since its reset."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{what}"])
+
+
+def measure(shape: Shape, num_ranks: int) -> tuple[MemoryPlan, dict[str, int]]:
+    """Allocates one layer and runs it. Collective over the default group if there is one.
+
+    Returns:
+        The plan for as many rows as this rank received, and by the names of its attributes what
+        this rank's heap and allocator say.
+    """
+    from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions
+
+    rank = dist.get_rank() if num_ranks > 1 else 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    problem = make_problem(shape, num_ranks, rank=rank, device=device)
+    group = dist.group.WORLD if num_ranks > 1 else None
+    memory = GroupMemory(group, device, KernelOptions(timeout_s=TIMEOUT_S))  # shared with no other
+    backend = KernelBackend(
+        problem.config, group, device, memory=memory, rank=rank, timeout_s=TIMEOUT_S
+    )
+    x, probs = problem.x.detach(), problem.probs.detach()
+    weights = problem.weights
+    grads = [
+        [WeightGrad(torch.empty_like(w), False) for w in share]
+        for share in (weights.fc1, weights.fc2)
+    ]
+    found: dict[str, int] = {}
+
+    def step() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = requested("current")
+        out, saved = backend.forward(x, probs, problem.routing_map, weights, training=True)
+        assert saved is not None
+        torch.cuda.synchronize()
+        found["kept"] = requested("current") - before - out.numel() * out.element_size()
+        found["forward"] = requested("peak") - requested("current")
+        torch.cuda.reset_peak_memory_stats()
+        before = requested("current")
+        grad_x, grad_probs = backend.backward(problem.grad_out, saved, weights, *grads)
+        torch.cuda.synchronize()
+        outputs = sum(t.numel() * t.element_size() for t in (grad_x, grad_probs))
+        found["backward_out"] = outputs
+        found["backward"] = requested("peak") - before - outputs
+        return saved.num_row_blocks
+
+    step()  # makes what is made once
+    num_row_blocks = step()
+    found["symmetric"] = memory.heap_bytes
+    plan = plan_memory(problem.config, num_row_blocks=num_row_blocks, num_ctas=backend.num_ctas)
+    return plan, found
+
+
+def print_table(rows: list[tuple[str, Shape, MemoryPlan, dict[str, int]]], num_ranks: int) -> None:
+    """Prints all layers as Markdown, MiB."""
+    log(f"\n{num_ranks} ranks, MiB on each; planned, and in brackets measured\n")
+    titles = ("layer", "token buffer", "symmetric", "token buffers", "bound", "workspace")
+    titles += ("kept per forward", "besides in forward", "besides in backward")
+    log("| " + " | ".join(titles) + " |")
+    log("| --- " * len(titles) + "|")
+    for name, shape, plan, found in rows:
+
+        def cell(key: str, plan: MemoryPlan = plan, found: dict[str, int] = found) -> str:
+            planned = f"{getattr(plan, key) / MIB:.1f}"
+            return f"{planned} ({found[key] / MIB:.1f})" if key in found else planned
+
+        figures = (
+            cell("token_buffer"),
+            cell("symmetric"),
+            f"{plan.symmetric / plan.token_buffer:.2f}",
+            f"{symmetric_bound(shape, plan, num_ranks) / MIB:.1f}",
+            cell("workspace"),
+            cell("kept"),
+            cell("forward"),
+            cell("backward"),
+        )
+        log(f"| {name}, {shape.tokens} tokens | " + " | ".join(figures) + " |")
+
+
+def problems(
+    name: str, shape: Shape, plan: MemoryPlan, found: dict[str, int], num_ranks: int, tolerance: int
+) -> list[str]:
+    """What does not hold of one layer."""
+    wrong = []
+    bound = symmetric_bound(shape, plan, num_ranks)
+    if plan.symmetric > bound:
+        wrong.append(f"{name}: the symmetric heap has {plan.symmetric} bytes, bound {bound}")
+    for key, value in found.items():
+        planned = getattr(plan, key)
+        if abs(value - planned) > (0 if key == "symmetric" else tolerance):
+            wrong.append(f"{name}: {key} is {value} bytes, planned {planned}")
+    return wrong
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
+    add("--ranks", type=int, default=4, help="where there is no GPU")
+    add("--tolerance", type=int, default=256 * 2**10, help="bytes, for small tables")
+    add("--commit", help="what is measured, where the checkout has no git")
+    add("--out", type=Path, help="file that takes one JSON object per layer")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    has_gpu = torch.cuda.is_available()
+    num_ranks = common.join_group() if has_gpu else options.ranks
+    record = Record(
+        options.out,
+        **(common.machine(options.commit) if has_gpu else {}),
+        command=" ".join(["tools.memory_table", *arguments]),
+        num_ranks=num_ranks,
+    )
+    rows, wrong = [], []
+    for name in options.shapes:
+        shape = SHAPES[name]
+        plan, found = plan_memory(shape.config(num_ranks)), {}
+        if has_gpu:
+            plan, found = measure(shape, num_ranks)
+            gc.collect()
+            torch.cuda.empty_cache()
+        rows.append((name, shape, plan, found))
+        wrong += problems(name, shape, plan, found, num_ranks, options.tolerance)
+        record.write(measurement="memory", shape=name, planned=asdict(plan), measured=found)
+    print_table(rows, num_ranks)
+    everyone: list[Any] = [wrong]
+    if dist.is_initialized():
+        everyone = [None] * num_ranks
+        dist.all_gather_object(everyone, wrong)
+    for rank, lines in enumerate(everyone):
+        for line in lines:
+            log(f"failed on rank {rank}: {line}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(any(everyone))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

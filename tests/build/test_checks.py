@@ -46,7 +46,10 @@ def test_layers_of_csrc(tmp_path, files, found):
             {"config.py": "def late():\n    from flashmoe_megatron import layer\n"},
             ["'config'", "'layer'"],
         ),
-        ({"reference.py": "from flashmoe_megatron import planner\n"}, ["'reference'", "'planner'"]),
+        (
+            {"reference.py": "from flashmoe_megatron import reference_backend\n"},
+            ["'reference'", "'reference_backend'"],
+        ),
         ({"news.py": "from flashmoe_megatron import config\n"}, ["'news'", "no layer"]),
     ],
 )

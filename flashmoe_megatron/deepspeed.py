@@ -5,6 +5,7 @@ Importing this changes nothing and imports no DeepSpeed. A training program call
 calls that (Hugging Face Trainer, accelerate); :func:`attach` serves an engine that exists already.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -107,7 +108,12 @@ def _initialize(
             config = rewritten
             _replace_config(call.arguments, config)
         settings = read_settings(config)
-    outcome: tuple[Any, Any, Any, Any] = original(*call.args, **call.kwargs)
+    with contextlib.ExitStack() as stack:
+        if settings.enabled:
+            from flashmoe_megatron.adapters.deepspeed.metrics import wandb_may_fail
+
+            stack.enter_context(wandb_may_fail())
+        outcome: tuple[Any, Any, Any, Any] = original(*call.args, **call.kwargs)
     _attach(outcome[0], settings)
     return outcome
 

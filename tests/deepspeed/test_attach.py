@@ -1,7 +1,6 @@
 """Which layers are fused, what is said of the others, and the ways to ask for it."""
 
 import base64
-import csv
 import json
 import re
 from pathlib import Path
@@ -208,47 +207,6 @@ def test_layers_that_come_later_are_noticed(two_ranks: RankPool) -> None:
         assert "moe.2: it was added after flashmoe was attached; call attach(engine)" in message
     for message in two_ranks.run(late_forward, "warn"):
         assert message == ""
-
-
-def metrics(group: dist.ProcessGroup, directory: str) -> tuple[float, ...]:
-    case = Case(
-        model={"k": 2, "capacity_factor": 0.5, "min_capacity": 1},
-        config={
-            "wall_clock_breakdown": True,
-            "csv_monitor": {"enabled": True, "output_path": directory, "job_name": "job"},
-        },
-        steps=7,
-        flashmoe={"metrics_interval": 2},
-    )
-    engine = build(case, fused=True)
-    train_engine(engine, case)
-    layer = engine.moe_layers[0]
-    return layer.time_moe, layer.time_falltoall, layer.time_salltoall, layer.gate.gate_time
-
-
-def test_the_monitor_and_the_breakdown_receive_our_figures(
-    two_ranks: RankPool, tmp_path: Path
-) -> None:
-    for time_moe, first, second, gate in two_ranks.run(metrics, str(tmp_path)):
-        assert time_moe > gate > 0
-        assert (first, second) == (0, 0)
-    values = {}
-    for path in (tmp_path / "job").glob("FlashMoE_*.csv"):
-        with path.open() as file:
-            _, *rows = csv.reader(file)
-        # A step has two samples, and the events of a step come with the forward after it.
-        assert [int(row[0]) for row in rows] == [4, 8, 12]
-        values[path.stem] = [float(row[1]) for row in rows]
-    assert set(values) == {
-        "FlashMoE_load_imbalance",
-        "FlashMoE_dropped_share",
-        "FlashMoE_mib_sent_per_rank_and_step",
-        "FlashMoE_pad_rows_sent",
-    }
-    assert all(1 <= value <= 4 for value in values["FlashMoE_load_imbalance"])
-    assert all(0.3 < value < 0.8 for value in values["FlashMoE_dropped_share"])
-    assert all(value > 0 for value in values["FlashMoE_mib_sent_per_rank_and_step"])
-    assert values["FlashMoE_pad_rows_sent"] == [0, 0, 0]
 
 
 def too_many_tokens(group: dist.ProcessGroup) -> None:

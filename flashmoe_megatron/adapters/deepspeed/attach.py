@@ -6,18 +6,19 @@ parameters, optimizer state and checkpoints are its own.
 
 import logging
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.utils import log_dist
 from torch import nn
 
 from flashmoe_megatron.adapters.deepspeed import autoep, native
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served
-from flashmoe_megatron.adapters.deepspeed.metrics import Reporter, RouteCounter
+from flashmoe_megatron.adapters.deepspeed.metrics import EngineMetrics, RouteCounter
 from flashmoe_megatron.adapters.deepspeed.refusals import (
     engine_problem,
     hosts_problem,
@@ -27,6 +28,9 @@ from flashmoe_megatron.adapters.deepspeed.routed import GroupBackends, RoutedExp
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.select import resolve_kind
+from flashmoe_megatron.telemetry.calibration import Calibration, gpu_name, load_calibration
+from flashmoe_megatron.telemetry.registry import choose_metrics
+from flashmoe_megatron.telemetry.totals import LayerPlace
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -58,10 +62,11 @@ class _Layer:
 
 @dataclass
 class _State:
-    """What an engine remembers: its groups' backends and the outcome for every layer."""
+    """What an engine remembers: its groups' backends, every layer's outcome, the fused ones."""
 
     backends: dict[dist.ProcessGroup, GroupBackends]
     report: dict[str, str]
+    places: dict[int, LayerPlace]
 
 
 def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
@@ -76,7 +81,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
 
     Raises:
         ConfigError: Unless ``fallback`` is "warn": a layer of any rank cannot be served, or no rank
-            has a layer.
+            has a layer. The calibration file is not of these layers.
     """
     layers = list(_find_layers(engine.module))
     if not settings.enabled:
@@ -100,13 +105,20 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     _speak_up(report, settings)
     report = {layer.name: report[layer.name] for layer in layers}
 
-    state: _State = getattr(engine, _STATE, None) or _State({}, {})
-    for layer in layers:
-        if report[layer.name] == FUSED and not layer.is_fused:
-            info = infos[layer.name]
-            layer.family.fuse(layer.module, info, _serve(info, state, engine, settings))
+    state: _State = getattr(engine, _STATE, None) or _State({}, {}, {})
+    fusing = {
+        number: layer
+        for number, layer in enumerate(layers)
+        if report[layer.name] == FUSED and not layer.is_fused
+    }
+    calibration = _calibrate([infos[layer.name] for layer in fusing.values()], engine, settings)
+    for number, layer in fusing.items():
+        info = infos[layer.name]
+        served = _serve(info, number, state, engine, settings)
+        state.places[number] = _place(info, layer.module, engine.device)
+        layer.family.fuse(layer.module, info, served)
     if not hasattr(engine, _STATE):
-        _watch(engine, settings, state)
+        _watch(engine, settings, state, calibration)
     state.report = report
     setattr(engine, _STATE, state)
     fused = sum(outcome == FUSED for outcome in report.values())
@@ -170,17 +182,42 @@ def _speak_up(report: Mapping[str, str], settings: Settings) -> None:
         logger.warning("%s; DeepSpeed runs them", message)
 
 
-def _serve(info: LayerInfo, state: _State, engine: Any, settings: Settings) -> Served:
+def _calibrate(infos: Sequence[LayerInfo], engine: Any, settings: Settings) -> Calibration | None:
+    """Reads the calibration file, if there is one and something to compare with it."""
+    if settings.calibration is None or not infos:
+        return None
+    return load_calibration(
+        settings.calibration,
+        [info.shape for info in infos],
+        gpu=gpu_name(engine.device),
+        dtype=str(infos[0].dtype).removeprefix("torch."),
+    )
+
+
+def _place(info: LayerInfo, module: Any, device: torch.device) -> LayerPlace:
+    num_sms = 0
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return LayerPlace(
+        config=info.shape,
+        rank=dist.get_rank(info.group),
+        element_bytes=info.dtype.itemsize,
+        capacity_factor=float(getattr(getattr(module, "gate", None), "capacity_factor", 1.0)),
+        num_sms=num_sms,
+    )
+
+
+def _serve(info: LayerInfo, number: int, state: _State, engine: Any, settings: Settings) -> Served:
     """Makes what a layer needs. Collective over the layer's group."""
     if info.group not in state.backends:
         state.backends[info.group] = GroupBackends(info.group, engine.device, settings)
     return Served(
-        experts=RoutedExperts(info.shape, state.backends[info.group]),
-        routes=RouteCounter(info.shape.num_experts, engine.device),
+        experts=RoutedExperts(info.shape, state.backends[info.group], number),
+        routes=RouteCounter(engine.device),
     )
 
 
-def _watch(engine: Any, settings: Settings, state: _State) -> None:
+def _watch(engine: Any, settings: Settings, state: _State, calibration: Calibration | None) -> None:
     """Looks before forwards: once for layers that came later, and regularly at the metrics."""
 
     def refuse_late_layers(*_: Any) -> None:
@@ -197,8 +234,9 @@ def _watch(engine: Any, settings: Settings, state: _State) -> None:
     counters = [
         layer.module.flashmoe.routes for layer in _find_layers(engine.module) if layer.is_fused
     ]
-    if counters and settings.metrics_interval and engine.monitor.enabled:
-        reporter = Reporter(
-            engine, counters, lambda: tuple(state.backends.values()), settings.metrics_interval
+    is_wanted = bool(settings.metrics_interval and choose_metrics(settings.metrics))
+    if counters and is_wanted and engine.monitor.enabled:
+        report = EngineMetrics(
+            engine, state.places, counters, state.backends.values, settings, calibration
         )
-        engine.module.register_forward_pre_hook(lambda *_: reporter())
+        engine.module.register_forward_pre_hook(lambda *_: report())

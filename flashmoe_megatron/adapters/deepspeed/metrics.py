@@ -1,33 +1,43 @@
-"""What the fused layers report through DeepSpeed's monitor, on its own axis of steps."""
+"""What the fused layers tell DeepSpeed's monitor, on its own axis of samples."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.deepspeed.routed import GroupBackends
+from flashmoe_megatron.adapters.deepspeed.settings import Settings
+from flashmoe_megatron.telemetry.calibration import Calibration
+from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.telemetry.registry import choose_metrics
+from flashmoe_megatron.telemetry.reporter import Reporter
+from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, Sink
+from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
 
-Event = tuple[str, float, int]
+logger = logging.getLogger("flashmoe_megatron")
+
+FILE_NAME = "flashmoe_metrics.jsonl"
+"""What is kept of every report, beside the run."""
 
 
 class RouteCounter:
     """Counts the routes of one layer on the device, without waiting for it.
 
     Args:
-        num_experts: Of the layer, on all ranks.
         device: Where its routes are.
 
     Attributes:
         is_on: Whether to count.
-        per_expert: ``[num_experts]`` int64, routes that the router chose.
-        kept: ``[1]`` int64, those that were not dropped.
+        counts: ``[2]`` int64, routes that the router chose so far, and those that were kept.
     """
 
-    def __init__(self, num_experts: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.is_on = False
-        self.per_expert = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        self.kept = torch.zeros(1, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def count(self, per_expert: torch.Tensor, expert_idx: torch.Tensor) -> None:
@@ -38,74 +48,161 @@ class RouteCounter:
             expert_idx: Each route's expert, -1 where it was dropped.
         """
         if self.is_on:
-            self.per_expert += per_expert
-            self.kept += (expert_idx >= 0).sum()
-
-    def take(self) -> torch.Tensor:
-        """The counts since the last call, kept routes last, ``[num_experts + 1]``."""
-        counts = torch.cat((self.per_expert, self.kept))
-        self.per_expert.zero_()
-        self.kept.zero_()
-        return counts
+            self.counts += torch.stack((per_expert.sum(), (expert_idx >= 0).sum()))
 
 
-class Reporter:
-    """Writes events every few optimizer steps, before the forward that follows them.
+class RouteReader:
+    """Reads the counters of all layers, on a GPU one reading late so that nobody waits.
+
+    Args:
+        counters: Of this rank's layers.
+    """
+
+    def __init__(self, counters: Sequence[RouteCounter]) -> None:
+        self._counters = counters
+        self._seen = [0, 0]
+        self._copy: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        for counter in counters:
+            counter.is_on = True
+
+    def read(self) -> tuple[int, int]:
+        """Routes chosen and kept since the last reading, as far as they are known."""
+        if self._copied is None or self._copied.query():  # type: ignore[no-untyped-call]
+            arrived, self._copy = self._copy, self._start()
+            if self._copied is None:  # no GPU: it is there already
+                arrived = self._copy
+        else:
+            arrived = None
+        if arrived is None:
+            return 0, 0
+        seen, self._seen = self._seen, arrived.tolist()
+        return self._seen[0] - seen[0], self._seen[1] - seen[1]
+
+    def _start(self) -> torch.Tensor:
+        total = torch.stack([counter.counts for counter in self._counters]).sum(0)
+        if total.device.type != "cuda":
+            return total
+        copy = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
+        copy.copy_(total, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+        return copy
+
+
+class MonitorSink:
+    """DeepSpeed's monitor: its wandb, TensorBoard, CSV files and Comet.
+
+    Args:
+        monitor: The engine's.
+    """
+
+    def __init__(self, monitor: Any) -> None:
+        self._monitor = monitor
+
+    def write(self, values: Mapping[str, float], *, step: int, now: int) -> None:
+        """See :class:`~flashmoe_megatron.telemetry.sinks.Sink`; the axis is that of samples."""
+        self._monitor.write_events([(key, value, now) for key, value in values.items()])
+
+
+class EngineMetrics:
+    """Reports the fused layers of an engine before the forwards that follow its steps.
+
+    Making one is collective over the data-parallel group.
 
     Args:
         engine: DeepSpeed's.
-        counters: Those of all fused layers of this rank.
-        backends: Those of all their groups.
-        interval: Optimizer steps between events, above 0.
+        places: This rank's fused layers by number.
+        counters: Of their routes.
+        backends: Of their groups, as they are at each call.
+        settings: The user's.
+        calibration: For the overlap efficiency.
     """
 
     def __init__(
         self,
         engine: Any,
+        places: Mapping[int, LayerPlace],
         counters: Sequence[RouteCounter],
-        backends: Callable[[], Sequence[GroupBackends]],
-        interval: int,
+        backends: Callable[[], Iterable[GroupBackends]],
+        settings: Settings,
+        calibration: Calibration | None,
     ) -> None:
         self._engine = engine
-        self._counters = counters
         self._backends = backends
-        self._interval = interval
+        self._routes = RouteReader(counters)
         self._last_step = int(engine.global_steps)
-        self._last_traffic = (0, 0)
-        for counter in counters:
-            counter.is_on = True
+        self._reporter = Reporter(
+            places,
+            engine.data_parallel_group,
+            engine.device,
+            chosen=choose_metrics(settings.metrics),
+            take_records=self._take_records,
+            annotate=self._annotate,
+            calibration=calibration,
+            sinks=_sinks(engine),
+            interval=settings.metrics_interval,
+        )
 
     def __call__(self) -> None:
-        """Reports if it is time. Collective over the data-parallel group, whose steps agree."""
+        """Ends a step, if one has ended. Collective over the group, whose steps agree."""
         step = int(self._engine.global_steps)
-        if step == self._last_step or step % self._interval:
-            return
-        events = self._events(step - self._last_step)
-        self._last_step = step
-        self._engine.monitor.write_events(events)
+        if step != self._last_step:
+            self._last_step = step
+            self._reporter.step(step, now=int(self._engine.global_samples))
 
-    def _events(self, num_steps: int) -> list[Event]:
-        rows = [counter.take() for counter in self._counters]
-        sent_bytes, pad_rows = (sum(values) for values in zip(*self._traffic(), strict=True))
-        traffic = [sent_bytes - self._last_traffic[0], pad_rows - self._last_traffic[1]]
-        self._last_traffic = (sent_bytes, pad_rows)
-        counts = torch.cat((*rows, torch.tensor(traffic, device=rows[0].device)))
-        group = self._engine.data_parallel_group
-        dist.all_reduce(counts, group=group)
-        *layers, totals = torch.split(counts, [len(row) for row in rows] + [2])
-        loads = [layer[:-1].double() for layer in layers]
-        wanted = sum(int(load.sum()) for load in loads)
-        kept = sum(int(layer[-1]) for layer in layers)
-        megabytes = float(totals[0]) / 2**20 / num_steps / dist.get_world_size(group)
-        values = {
-            "load_imbalance": max(float(load.max() / load.mean().clamp(min=1)) for load in loads),
-            "dropped_share": 1 - kept / wanted if wanted else 0.0,
-            "mib_sent_per_rank_and_step": megabytes,
-            "pad_rows_sent": float(totals[1]),
-        }
-        samples = int(self._engine.global_samples)
-        return [(f"FlashMoE/{name}", value, samples) for name, value in values.items()]
+    def _take_records(self) -> list[LaunchRecord]:
+        backends = [one for group in self._backends() for one in group.backends()]
+        return [record for backend in backends for record in backend.take_records()]
 
-    def _traffic(self) -> list[tuple[int, int]]:
-        counted = [backend.traffic for group in self._backends() for backend in group.backends()]
-        return [(traffic.bytes_sent, traffic.pad_rows_sent) for traffic in counted] or [(0, 0)]
+    def _annotate(self, totals: Totals) -> None:
+        backends = [one for group in self._backends() for one in group.backends()]
+        sizes = [getattr(backend, "heap_bytes", 0) for backend in backends]
+        totals.heap_bytes = float(max(sizes, default=0))
+        totals.routes_chosen, totals.routes_kept = self._routes.read()
+
+
+def _sinks(engine: Any) -> list[Sink]:
+    """On the rank on which DeepSpeed has its monitors."""
+    if dist.get_rank() != 0:
+        return []
+    kept = str(_folder(engine.monitor.monitor_config) / FILE_NAME)
+    return [
+        Guarded(JsonLines(Path(kept)), kept),
+        Guarded(MonitorSink(engine.monitor), "DeepSpeed's monitor", kept),
+    ]
+
+
+def _folder(config: Any) -> Path:
+    """Where a run keeps what it logs."""
+    for monitor in (config.csv_monitor, config.tensorboard):
+        if monitor.enabled and monitor.output_path:
+            return Path(str(monitor.output_path), str(monitor.job_name))
+    return Path()
+
+
+@contextlib.contextmanager
+def wandb_may_fail() -> Iterator[None]:
+    """Lets an engine be made where DeepSpeed cannot start its wandb monitor."""
+    from deepspeed.monitor import monitor
+
+    stock = monitor.WandbMonitor
+
+    def start(config: Any) -> Any:
+        try:
+            return stock(config)
+        except Exception as error:  # noqa: BLE001 - a logger's failure is not worth a training run
+            logger.warning(
+                "wandb does not start: %s: %s; training goes on without it, and %s has flashmoe's "
+                "metrics. WANDB_MODE=offline keeps a run here, for wandb sync",
+                type(error).__name__,
+                error,
+                FILE_NAME,
+            )
+            return None
+
+    monitor.WandbMonitor = start
+    try:
+        yield
+    finally:
+        monitor.WandbMonitor = stock

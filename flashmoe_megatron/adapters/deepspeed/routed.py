@@ -86,13 +86,15 @@ class RoutedExperts:
     Args:
         shape: The layer's; its ``max_tokens`` does not count.
         backends: Those of the layer's group.
+        layer: The layer's number in the model, for the records.
 
     Attributes:
         num_calls: Forward calls so far, recomputation included.
     """
 
-    def __init__(self, shape: MoEConfig, backends: GroupBackends) -> None:
+    def __init__(self, shape: MoEConfig, backends: GroupBackends, layer: int = 0) -> None:
         self.shape = shape
+        self.layer = layer
         self.num_calls = 0
         self._backends = backends
         backends.backend_of(shape, 0)  # what cannot run is to fail now, not in the first step
@@ -124,4 +126,5 @@ class RoutedExperts:
             backend=self._backends.backend_of(self.shape, x.shape[0]),
             check_routing=False,
             ordered_grads=True,
+            layer=self.layer,
         )

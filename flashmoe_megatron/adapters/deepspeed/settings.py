@@ -18,6 +18,7 @@ from flashmoe_megatron.config import (
     is_number,
 )
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.telemetry.registry import choose_metrics
 
 SECTION = "flashmoe"
 COMM_BACKEND = "flashmoe"
@@ -49,6 +50,8 @@ class Settings:
         max_tokens_per_rank: Most tokens of one rank and call. ``None`` has the ranks agree at each
             call, and the memory grow with the largest.
         metrics_interval: Optimizer steps between events for DeepSpeed's monitor; 0 sends none.
+        metrics: What it is told: "default", "all", "none", or names with commas between them.
+        calibration: File with the layers' time on 2 GPUs, for the overlap efficiency.
     """
 
     enabled: bool = False
@@ -60,6 +63,8 @@ class Settings:
     row_bound: float | None = None
     max_tokens_per_rank: int | None = None
     metrics_interval: int = 10
+    metrics: str = "default"
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         """Refuses values without a meaning."""
@@ -84,6 +89,16 @@ class Settings:
         _check_count("metrics_interval", self.metrics_interval, least=0)
         if self.max_tokens_per_rank is not None:
             _check_count("max_tokens_per_rank", self.max_tokens_per_rank, least=1, most=MAX_TOKENS)
+        try:
+            choose_metrics(self.metrics)
+        except ConfigError as error:
+            raise ConfigError(f"{_key('metrics')} is {self.metrics!r}: {error}") from None
+        if self.calibration is not None and not (
+            isinstance(self.calibration, str) and self.calibration
+        ):
+            raise ConfigError(
+                f"{_key('calibration')} is {self.calibration!r}, wanted the path of a file"
+            )
 
     def kernel_options(self) -> dict[str, Any]:
         """What of this is passed to the kernel's backend."""

@@ -1,0 +1,190 @@
+"""What DeepSpeed's monitors and the file beside a run are told of its MoE layers."""
+
+import csv
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.deepspeed.settings import read_settings
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.telemetry.calibration import Entry, write_entries
+from tests.deepspeed.harness import Case, build, train_engine
+from tests.distributed import RankError, RankPool
+from tests.tools.offline_wandb import offline_runs
+from tests.unit import cases
+
+STEPS = 7
+INTERVAL = 2
+
+
+def case(directory: str, *, monitors: dict[str, Any] | None = None, **flashmoe: Any) -> Case:
+    """Two layers of 8 experts, top-2, at half of the capacity that would drop nothing."""
+    output = {"enabled": True, "output_path": directory, "job_name": "job"}
+    return Case(
+        model={"k": 2, "capacity_factor": 0.5, "min_capacity": 1},
+        config={"wall_clock_breakdown": True, **(monitors or {"csv_monitor": output})},
+        steps=STEPS,
+        flashmoe={"metrics_interval": INTERVAL, **flashmoe},
+    )
+
+
+def run(group: dist.ProcessGroup, given: Case) -> tuple[float, ...]:
+    engine = build(given, fused=True)
+    train_engine(engine, given)
+    layer = engine.moe_layers[0]
+    return layer.time_moe, layer.time_falltoall, layer.time_salltoall, layer.gate.gate_time
+
+
+def reports(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "flashmoe_metrics.jsonl").open()]
+
+
+def test_the_monitor_and_the_breakdown_receive_our_figures(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for time_moe, first, second, gate in two_ranks.run(run, case(str(tmp_path))):
+        assert time_moe > gate > 0
+        assert (first, second) == (0, 0)
+    values = {}
+    for path in (tmp_path / "job").glob("flashmoe_*.csv"):
+        with path.open() as file:
+            _, *rows = csv.reader(file)
+        # A step has two samples; the report of a step comes with the forward after the next one.
+        assert [int(row[0]) for row in rows] == [6, 10, 14], path.stem
+        values[path.stem] = [float(row[1]) for row in rows]
+    assert {"flashmoe_forward_kernel_ms", "flashmoe_tokens_per_second"} <= set(values)
+    assert all(1 <= value <= 8 for value in values["flashmoe_expert_imbalance"])
+    assert all(0.3 < value < 0.8 for value in values["flashmoe_dropped_routes"])
+    # Dropped routes are not sent, nor are pads.
+    assert all(0 < value <= 1 for value in values["flashmoe_forward_payload_efficiency"])
+    lines = reports(tmp_path / "job")
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert [line["flashmoe/dropped_routes"] for line in lines] == pytest.approx(
+        values["flashmoe_dropped_routes"]
+    )
+
+
+def test_a_choice_of_metrics(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(run, case(str(tmp_path), metrics="row_fill"))
+    for line in reports(tmp_path / "job"):
+        assert set(line) == {"step", "time", "flashmoe/row_fill"}
+    for number, choice in enumerate(({"metrics": "none"}, {"metrics_interval": 0})):
+        folder = tmp_path / str(number)
+        two_ranks.run(run, case(str(folder), **choice))
+        assert not list(folder.rglob("flashmoe*"))
+
+
+def calibration(path: Path, **changes: Any) -> str:
+    shape = {"hidden": 64, "intermediate": 128, "num_experts": 8, "topk": 2, "num_ranks": 2}
+    activation = {"activation": cases.CONFIG.activation, "gated": True}
+    config = MoEConfig(**{**shape, **activation, "max_tokens": 24, **changes})
+    measured = {"num_tokens": 24, "gpu": "cpu", "dtype": "float32"}
+    entry = Entry.of(config, **measured, direction="forward", time_ms=1.0)
+    write_entries(path, [entry])
+    return str(path)
+
+
+def shape_of(group: dist.ProcessGroup) -> MoEConfig:
+    """What the model of these tests is."""
+    engine = build(case(""), fused=True)
+    return engine.moe_layers[0].flashmoe.experts.shape
+
+
+def test_overlap_efficiency_comes_from_the_file(two_ranks: RankPool, tmp_path: Path) -> None:
+    shape = vars(two_ranks.run(shape_of)[0])
+    file = calibration(tmp_path / "t2.json", **shape)
+    two_ranks.run(run, case(str(tmp_path), calibration=file))
+    for line in reports(tmp_path / "job"):
+        efficiency = line["flashmoe/forward/overlap_efficiency"]
+        assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
+        assert "flashmoe/backward/overlap_efficiency" not in line
+    wider = calibration(tmp_path / "wider.json", **{**shape, "hidden": 192})
+    with pytest.raises(RankError, match="wider.json: none of its 1 entries is of this run.*hidden"):
+        two_ranks.run(run, case(str(tmp_path), calibration=wider))
+
+
+def with_wandb(group: dist.ProcessGroup, given: Case, environment: dict[str, str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        quiet = {"WANDB_CONSOLE": "off", "WANDB_SILENT": "true", "WANDB_X_DISABLE_STATS": "true"}
+        for name, value in {**quiet, **environment}.items():
+            patch.setenv(name, value)
+        patch.chdir(environment["WANDB_DIR"])
+        run(group, given)
+        if dist.get_rank() == 0:
+            import wandb
+
+            if wandb.run is not None:
+                wandb.finish()
+            wandb.teardown()
+
+
+WANDB = {"wandb": {"enabled": True, "project": "overlap"}}
+
+
+def test_wandb_offline(two_ranks: RankPool, tmp_path: Path) -> None:
+    given = case(str(tmp_path), monitors=WANDB)
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    two_ranks.run(with_wandb, given, environment)
+    (found,) = offline_runs(tmp_path)
+    rows = [row for row in found.history if "flashmoe/forward/kernel_ms" in row]
+    assert [row["_step"] for row in rows] == [6, 10, 14]
+
+
+def without_wandb(group: dist.ProcessGroup, given: Case, directory: str) -> list[str]:
+    """As where it is not installed; the warnings."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("flashmoe_megatron")
+    logger.addHandler(handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(directory)
+            patch.setitem(sys.modules, "wandb", None)
+            run(group, given)
+    finally:
+        logger.removeHandler(handler)
+    return [message for message in told if "wandb" in message]
+
+
+def test_training_goes_on_without_wandb(two_ranks: RankPool, tmp_path: Path) -> None:
+    given = case(str(tmp_path), monitors=WANDB)
+    told, nothing = two_ranks.run(without_wandb, given, str(tmp_path))
+    assert nothing == []
+    (message,) = told
+    assert message.startswith("wandb does not start: ModuleNotFoundError")
+    assert [line["step"] for line in reports(tmp_path)] == [2, 4, 6]
+
+
+def test_routes_are_counted_on_the_device() -> None:
+    from flashmoe_megatron.adapters.deepspeed.metrics import RouteCounter, RouteReader
+
+    counters = [RouteCounter(torch.device("cpu")) for _ in range(2)]
+    counters[0].count(torch.tensor([5, 5]), torch.tensor([0]))  # nobody reads yet
+    reader = RouteReader(counters)
+    for counter in counters:
+        counter.count(torch.tensor([3, 1]), torch.tensor([0, 0, -1, 1]))
+    assert reader.read() == (8, 6)
+    counters[1].count(torch.tensor([0, 2]), torch.tensor([-1, -1]))
+    assert reader.read() == (2, 0)
+    assert reader.read() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("metrics", "kernel_time", "flashmoe.metrics is 'kernel_time': unknown .*'kernel_ms'"),
+        ("metrics", ["kernel_ms"], r"flashmoe.metrics is \['kernel_ms'\]: metrics are"),
+        ("calibration", True, "flashmoe.calibration is True, wanted the path of a file"),
+    ],
+)
+def test_settings_without_meaning_are_refused(key: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_settings({"flashmoe": {"enabled": True, key: value}})

@@ -76,7 +76,8 @@ class Run:
         losses: Of every step, the mean of all ranks.
         step_ms: Of every step, the slowest rank's.
         model_ms: Of every step's forward and backward, the slowest rank's.
-        peak_bytes: Most memory that torch's allocator held on any rank; 0 without a GPU.
+        peak_bytes: Most memory that torch's allocator gave out on any rank, which leaves out the
+            symmetric heap; 0 without a GPU.
     """
 
     experts: str

@@ -233,6 +233,7 @@ def main(arguments: list[str]) -> int:
                 sequence=min(4096, shape.tokens // 2),
                 ep_size=num_ranks,
                 lr=options.lr,
+                zero_options={"overlap_comm": True},
             )
             # torch's grouped GEMM and the activation that DeepSpeed runs after it are for GPUs.
             kinds = [experts for experts in KINDS[family] if HAS_GPU or not experts.grouped_mm]

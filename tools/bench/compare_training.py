@@ -43,13 +43,29 @@ def read_log(path: Path) -> dict[int, Iteration]:
     }
 
 
-def within_noise(distances: list[float], noises: list[float]) -> list[bool]:
-    """Whether each iteration's distance is explained by rounding, as the module says."""
-    largest, inside = 0.0, []
-    for distance, noise in zip(distances, noises, strict=True):
-        largest = max(largest, noise)
-        inside.append(distance <= max(BF16_UNIT, 2 * largest))
-    return inside
+def band_of_noise(noises: list[float], *, ahead: int = 0) -> list[float]:
+    """The largest distance that rounding explains, at each iteration.
+
+    Args:
+        noises: Relative distance of the noise run at each iteration, the largest of several runs'.
+        ahead: Iterations by which a run may drift sooner than these. Runs drift apart
+            exponentially, so that one which begins a little further away, because it rounds in
+            other places and not only in another order, is as far a few iterations earlier.
+
+    Returns:
+        One unit of bfloat16, or twice the largest noise up to there.
+    """
+    largest, band = 0.0, []
+    for index in range(len(noises)):
+        largest = max([largest, *noises[index : index + ahead + 1]])
+        band.append(max(BF16_UNIT, 2 * largest))
+    return band
+
+
+def within_noise(distances: list[float], noises: list[float], *, ahead: int = 0) -> list[bool]:
+    """Whether each iteration's distance is explained by rounding, see :func:`band_of_noise`."""
+    band = band_of_noise(noises, ahead=ahead)
+    return [distance <= bound for distance, bound in zip(distances, band, strict=True)]
 
 
 def main(arguments: list[str]) -> int:

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.bench.compare_training import BF16_UNIT
+from tools.bench.compare_training import band_of_noise
 
 WINDOW = 10
 """Iterations that the thick lines average over."""
+
+AHEAD = 20
+"""Iterations by which a run may drift sooner than the noise."""
 
 
 def draw(record: Path) -> list[Path]:
@@ -54,7 +57,7 @@ def draw(record: Path) -> list[Path]:
         return np.abs(losses[name] - stock) / stock
 
     noise = np.max([apart(name) for name in others], axis=0)
-    band = np.maximum(BF16_UNIT, 2 * np.maximum.accumulate(noise))
+    band = np.array(band_of_noise(noise.tolist(), ahead=AHEAD))
     below.fill_between(iterations, band, 1e-7, color="0.9", label="band of noise")
     for index, name in enumerate(others):
         below.plot(iterations, apart(name), color=f"C{index + 2}", linewidth=0.8, label=name)

@@ -1,13 +1,18 @@
 """Checks the kernel on this machine's GPUs, whatever their number, and records the result.
 
 One command runs, each in bounded time: the single-GPU tests (up to 8 virtual ranks on one GPU), the
-multi-GPU tests where there are 2 or 4 GPUs, DeepSpeed beside its own layers where it is installed,
-and NVIDIA's compute-sanitizer on a small case where it is installed. The library has to be built
-already (``tools/build.py``); the package is used from the checkout.
+multi-GPU tests where there are 2 or 4 GPUs, faults of ranks there, DeepSpeed beside its own layers
+where it is installed, and NVIDIA's compute-sanitizer on a small case where it is installed. The
+library has to be built already (``tools/build.py``); the package is used from the checkout.
 
-Run: ``python tools/gpu_check.py [--quick] [--out DIR]``. The record is a JSON file
-``DIR/DATE-gpu-check-Nx.json``; the exit status is 0 if nothing failed, 1 if something did, and 2 if
-there is no GPU to check.
+``--stress`` runs nothing of this but the layer, again and again, in random order, with random
+lateness and in poisoned memory, on virtual ranks and on all GPUs, for ``--stress-seconds``
+together; every result has to repeat its bits. Where ``libflashmoe_delays.so`` is built
+(``tools/build.py --delays``) half of the time is its, whose kernels are late at random, too.
+
+Run: ``python tools/gpu_check.py [--quick | --stress] [--out DIR]``. The record is a JSON file
+``DIR/DATE-gpu-check-Nx.json``, of a stress ``DIR/DATE-gpu-stress-Nx.json``; the exit status is 0 if
+nothing failed, 1 if something did, and 2 if there is no GPU to check.
 """
 
 import argparse
@@ -31,11 +36,13 @@ RESULTS = ROOT / "tools" / "bench" / "results"
 SINGLE_LIMIT_S = 240
 MULTI_LIMIT_S = 260
 DEEPSPEED_LIMIT_S = 250
+FAULTS_LIMIT_S = 400
 SANITIZER_LIMIT_S = 75
+STRESS_MARGIN_S = 90  # to load kernels, to end
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZER_ERROR = 86  # exit status that compute-sanitizer is told to use for its own findings
 
-PARTS = ("single", "multi", "deepspeed", "sanitizer")
+PARTS = ("single", "multi", "faults", "deepspeed", "sanitizer")
 SLOW = ("thousand", "stops_within")  # what --quick leaves out, by part of its name
 
 
@@ -51,6 +58,7 @@ class Check:
         reason: Why it was skipped or what went wrong, if not in ``failures``.
         counts: Tests passed, failed and skipped.
         failures: Each failed test's name and the first line of its message.
+        report: What else the part tells of itself.
     """
 
     name: str
@@ -60,20 +68,24 @@ class Check:
     reason: str = ""
     counts: dict[str, int] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
 
 
-def run_bounded(command: list[str], limit_s: float, *, tail: int = 0) -> tuple[int | None, str]:
+def run_bounded(
+    command: list[str], limit_s: float, *, tail: int = 0, variables: dict[str, str] | None = None
+) -> tuple[int | None, str]:
     """Runs a command in the checkout.
 
     Args:
         command: Program and arguments.
         limit_s: Then it is ended.
         tail: Keep this many characters of its output and print none; 0 prints as it comes.
+        variables: Environment variables of its own.
 
     Returns:
         Its exit status, ``None`` if it ran out of time; and the end of its output.
     """
-    environment = dict(os.environ, PYTHONUNBUFFERED="1")
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", **(variables or {}))
     environment["PYTHONPATH"] = os.pathsep.join(
         part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
     )
@@ -207,6 +219,68 @@ def run_sanitizer(tool: str, sanitizer: str | None) -> Check:
     return check
 
 
+def run_stress(num_hopper: int, seconds: float, wanted_launches: int) -> list[Check]:
+    """Shares the time among numbers of virtual ranks, the GPUs and the libraries."""
+    package = ROOT / "flashmoe_megatron"
+    libraries = [package / "libflashmoe.so"]
+    checks = []
+    delays = package / "libflashmoe_delays.so"
+    if delays.exists():
+        libraries.append(delays)
+    else:
+        reason = "libflashmoe_delays.so is not built: python tools/build.py --delays"
+        checks.append(Check("stress with delays", "skipped", reason=reason))
+    virtual = [[sys.executable, "-m", "tests.gpu.stress", "--ranks", str(n)] for n in (2, 4, 8)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    real = [
+        [*launcher, str(n), "-m", "tests.multi_gpu.stress"] for n in (2, 4, 8) if n <= num_hopper
+    ]
+    runs = [(library, command) for library in libraries for command in virtual + real]
+    for seed, (library, command) in enumerate(runs):
+        checks.append(_run_stress(command, library, seconds / len(runs), seed))
+    launches = sum(check.report.get("launches", 0) for check in checks)
+    total = Check(
+        "launches stressed",
+        "passed" if launches >= wanted_launches else "failed",
+        reason=f"{launches} launches, wanted at least {wanted_launches}",
+        report={
+            what: sum(check.report.get(what, 0) for check in checks)
+            for what in ("launches", "steps", "scenarios", "compared", "differences")
+        },
+    )
+    return [*checks, total]
+
+
+def _run_stress(command: list[str], library: Path, seconds: float, seed: int) -> Check:
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "report.json")
+        arguments = ["--seconds", str(round(seconds)), "--seed", str(seed)]
+        start = time.monotonic()
+        status, _ = run_bounded(
+            [*command, *arguments, "--out", str(out)],
+            seconds + STRESS_MARGIN_S,
+            variables={"FLASHMOE_LIBRARY": str(library)},
+        )
+        report = json.loads(out.read_text()) if out.exists() else {}
+    ranks = f"{report['num_ranks']} {report['mode']} ranks" if report else " ".join(command[2:])
+    check = Check(
+        f"stress, {ranks}, {library.name}",
+        status="timed out" if status is None else "passed" if status == 0 else "failed",
+        command=" ".join(["python", *command[1:], *arguments]),
+        seconds=round(time.monotonic() - start, 1),
+        report=report,
+    )
+    if status is None:
+        check.reason = f"not done after {seconds + STRESS_MARGIN_S:.0f} s"
+    elif not report:
+        check.reason = f"ended with status {status} and no report"
+    else:
+        check.reason = f"{report['launches']} launches, {report['differences']} differences"
+        if report["failure"]:
+            check.failures["first"] = report["failure"].strip().splitlines()[-1]
+    return check
+
+
 def describe_machine() -> dict[str, Any]:
     """In a process of its own, so that no context is held while the checks run."""
     status, output = run_bounded([sys.executable, "-m", "tools.bench.common"], 60, tail=20_000)
@@ -219,6 +293,9 @@ def describe_machine() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="no long tests and no sanitizer")
+    parser.add_argument("--stress", action="store_true", help="repeat launches, and nothing else")
+    parser.add_argument("--stress-seconds", type=float, default=900, help="of all its parts")
+    parser.add_argument("--stress-launches", type=int, default=20_000, help="that it has to reach")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     parser.add_argument("--commit", help="what is checked, where the checkout has no git")
     parser.add_argument("--sanitizer", help="path of compute-sanitizer")
@@ -249,6 +326,9 @@ def main() -> int:
     deselect = list(SLOW) if options.quick else []
     checks = []
     start = time.monotonic()
+    if options.stress:
+        options.only = []
+        checks += run_stress(num_hopper, options.stress_seconds, options.stress_launches)
     if "single" in options.only:
         checks.append(run_tests("one GPU", "tests/gpu", "gpu", SINGLE_LIMIT_S, deselect))
     if "multi" in options.only:
@@ -257,10 +337,13 @@ def main() -> int:
                 Check("several GPUs", "skipped", reason="this machine has one Hopper GPU")
             )
         else:
-            left_out = ["deepspeed", *(["nvshmem"] if options.quick else [])]
+            left_out = ["deepspeed", "faults", *(["nvshmem"] if options.quick else [])]
             checks.append(
                 run_tests("several GPUs", "tests/multi_gpu", "multi_gpu", MULTI_LIMIT_S, left_out)
             )
+    if "faults" in options.only and not options.quick and num_hopper > 1:
+        path = "tests/multi_gpu/test_faults.py"
+        checks.append(run_tests("faults of ranks", path, "multi_gpu", FAULTS_LIMIT_S, []))
     if "deepspeed" in options.only and not options.quick and num_hopper > 1:
         if importlib.util.find_spec("deepspeed") is None:
             checks.append(Check("DeepSpeed", "skipped", reason="deepspeed is not installed"))
@@ -278,8 +361,11 @@ def main() -> int:
         "checks": [asdict(check) for check in checks],
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{machine['date'][:10]}-gpu-check-{num_hopper}x.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    what = "stress" if options.stress else "check"
+    path = options.out / f"{machine['date'][:10]}-gpu-{what}-{num_hopper}x.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.replace(path)
     print()
     for check in checks:
         counts = ", ".join(f"{number} {what}" for what, number in check.counts.items())

@@ -1,0 +1,108 @@
+"""The stress of launches itself, on a processor: it must notice what it is there to notice."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_megatron.backend import WeightGrad
+from flashmoe_megatron.reference_backend import ReferenceBackend
+from tests.gpu import stress
+from tests.gpu.stress import Report, Scenario, Values, Way, make_scenario, schedule
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stress, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(stress, "SCENARIOS", 6)
+    monkeypatch.setattr(stress, "CHECK_EVERY", 10)
+
+
+class ReferenceRun:
+    """One rank, computed by the reference; flips one bit of one result where it is told to."""
+
+    rank, num_ranks = 0, 1
+
+    def __init__(self, spoiled: str | None = None, after: int = 20) -> None:
+        self._spoiled, self._left = spoiled, after
+
+    def prepare(self, scenario: Scenario) -> None:
+        pass
+
+    def run(self, scenario: Scenario, way: Way) -> list[Values]:
+        inputs, weights = scenario.inputs, scenario.weights[0]
+        if scenario.dtype == torch.float16:  # which the reference does not compute in
+            inputs = replace(inputs, x=[inputs.x[0].float()], grad_out=[inputs.grad_out[0].float()])
+            weights = replace(
+                weights,
+                fc1=tuple(weight.float() for weight in weights.fc1),
+                fc2=tuple(weight.float() for weight in weights.fc2),
+            )
+        backend = ReferenceBackend(scenario.config)
+        given = inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights
+        out, saved = backend.forward(*given, training=way.training)
+        found = {"out": out}
+        if way.training:
+            grads = [
+                [
+                    WeightGrad(torch.empty_like(weight, dtype=torch.float32), False)
+                    for weight in part
+                ]
+                for part in (weights.fc1, weights.fc2)
+            ]
+            grad_x, grad_probs = backend.backward(inputs.grad_out[0], saved, weights, *grads)
+            found.update(grad_x=grad_x, grad_probs=grad_probs)
+            for name, part in zip(("grad_fc1", "grad_fc2"), grads, strict=True):
+                found.update({f"{name}[{i}]": grad.buffer for i, grad in enumerate(part)})
+        self._left -= 1
+        if self._left <= 0 and self._spoiled in found and found[self._spoiled].numel():
+            value = found[self._spoiled]
+            bits = torch.int16 if value.dtype.itemsize == 2 else torch.int32
+            value.view(bits).view(-1)[-1] ^= 1
+        return [found]
+
+    def enter(self, ledger: Any, scenario: Scenario, got: list[Values]) -> None:
+        ledger.enter(scenario, 0, got[0])
+
+    def check_first(self, scenario: Scenario, got: list[Values]) -> None:
+        assert got[0]["out"].isfinite().all()
+
+
+def run(spoiled: str | None, steps: int) -> Report:
+    report = Report("reference", 1, "none", seed=3)
+    left = itertools.count(steps // stress.CHECK_EVERY - 1, -1)
+    stress.stress(ReferenceRun(spoiled), report, 1e-9, lambda _: next(left) <= 0)
+    return report
+
+
+def test_repeats_are_counted_and_equal():
+    report = run(None, 60)
+    assert report.failure == ""
+    assert (report.steps, report.differences) == (60, 0)
+    assert report.scenarios >= 4
+    assert report.launches > report.steps
+    assert report.compared > 100_000
+
+
+@pytest.mark.parametrize("name", ["out", "grad_x", "grad_fc1[0]", "grad_probs"])
+def test_one_bit_is_noticed(name: str):
+    report = run(name, 200)
+    assert "values differ from the first run's" in report.failure
+    assert name in report.failure
+    assert report.differences >= 1
+
+
+def test_ranks_draw_the_same_scenarios_and_order():
+    first, second = make_scenario(5, 4), make_scenario(5, 4)
+    assert first.config == second.config
+    for one, other in zip(first.inputs.x, second.inputs.x, strict=True):
+        assert torch.equal(one, other)
+    orders = [list(itertools.islice(schedule(7), 500)) for _ in range(2)]
+    assert orders[0] == orders[1]
+    number, way, on_nan = zip(*orders[0], strict=True)
+    assert set(number) == set(range(stress.SCENARIOS))
+    assert {one.bounded for one in way} == {one.training for one in way} == set(on_nan)
+    assert not on_nan[: number.index(1) + 1].count(True), "a first run on NaN"

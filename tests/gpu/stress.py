@@ -1,0 +1,450 @@
+"""Launch after launch in random order, late and early, in poisoned memory: the bits stay the same.
+
+    python -m tests.gpu.stress --ranks 4 --seconds 120
+    FLASHMOE_LIBRARY=$PWD/flashmoe_megatron/libflashmoe_delays.so python -m tests.gpu.stress ...
+
+A scenario is a layer of random shape, dtype and routing, all of it from one seed. Its first run is
+compared with the oracle and kept; every later run has to repeat all results bit for bit: output,
+gradients of tokens, probabilities and weights. Runs of all scenarios are mixed at random, share one
+heap and one workspace, and follow one another without waiting. Before every launch its buffers are
+filled with NaN; now and then a whole run on NaN leaves them in the heap as well. Ranks launch in
+random order, after random pauses of the host and of the GPU.
+
+Here all ranks are virtual ones on one GPU; :mod:`tests.multi_gpu.stress` is the same on real ranks.
+"""
+
+# ruff: noqa: T201 - a program: it prints
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashmoe_megatron import _native
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.runtime import KernelBackend
+from tests.gpu import steps
+from tests.gpu.expected import Results, assert_as_good, expected, to_device
+from tests.gpu.test_layer import zipf
+from tests.gpu.virtual import VirtualGroup, VirtualLayer, device, poisoned_empties, streams
+from tests.unit import cases
+
+TIMEOUT_S = 30.0
+SCENARIOS = 48  # distinct ones; each is then run again and again
+NAN_EVERY = 8  # steps on NaN among them
+EVALUATION_EVERY = 6  # forwards that keep nothing
+CHECK_EVERY = 40  # steps between two looks at the differences
+MAX_TOKENS = 320
+ROUTINGS: tuple[cases.Routing, ...] = (
+    cases.uniform,
+    cases.uniform,
+    zipf,
+    cases.skewed,
+    cases.to_one_expert,
+    cases.to_one_rank,
+    cases.with_empty_experts,
+    cases.with_dropped_tokens,
+    cases.to_nobody,
+)
+Values = dict[str, torch.Tensor]
+
+
+@dataclass
+class Scenario:
+    """One layer and its inputs on all ranks, made of a seed."""
+
+    seed: int
+    config: MoEConfig
+    dtype: torch.dtype
+    transposed: bool
+    inputs: cases.Inputs
+    weights: list[ExpertWeights]
+
+    def on_nan(self) -> "Scenario":
+        """The same with NaN for every token and gradient."""
+        nan = [torch.full_like(x, float("nan")) for x in self.inputs.x]
+        return replace(self, inputs=replace(self.inputs, x=nan, grad_out=nan))
+
+    def __str__(self) -> str:
+        config = self.config
+        tokens = [len(x) for x in self.inputs.x]
+        return (
+            f"scenario {self.seed}: H={config.hidden} F={config.intermediate} "
+            f"E={config.num_experts} top-{config.topk} {config.activation.value}"
+            f"{' gated' if config.gated else ''}{' transposed' if self.transposed else ''} "
+            f"{self.dtype}, {tokens} tokens"
+        )
+
+
+def make_scenario(seed: int, num_ranks: int) -> Scenario:
+    """Draws one; the same on every rank."""
+    draw = random.Random(1000 * num_ranks + seed)
+    num_experts = num_ranks * draw.choice((1, 2, 3, 4, 8))
+    config = MoEConfig(
+        hidden=64 * draw.randint(1, 8),
+        intermediate=64 * draw.randint(1, 6),
+        num_experts=num_experts,
+        topk=min(draw.choice((1, 2, 2, 3, 4, 6, 8)), num_experts),
+        activation=draw.choice(list(Activation)),
+        gated=draw.random() < 0.6,
+        num_ranks=num_ranks,
+        max_tokens=MAX_TOKENS,
+    )
+    most = draw.choice((3, 40, 130, MAX_TOKENS))
+    tokens = [draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(num_ranks)]
+    dtype = draw.choice((torch.bfloat16, torch.bfloat16, torch.float16))
+    transposed = draw.random() < 0.25
+    inputs = to_device(
+        cases.make_inputs(config, draw.choice(ROUTINGS), tokens, dtype=dtype, seed=seed), device()
+    )
+    weights = steps.weights_of(config, inputs, transposed=transposed)
+    return Scenario(seed, config, dtype, transposed, inputs, weights)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one step is run; the same on every rank."""
+
+    training: bool
+    bounded: bool  # one launch that plans for itself
+
+
+def phases(
+    backend: KernelBackend, scenario: Scenario, rank: int, way: Way
+) -> Generator[None, None, Values]:
+    """One rank's launches, one for each pause; in between other ranks may launch theirs.
+
+    Returns:
+        What was computed.
+    """
+    inputs, weights = scenario.inputs, scenario.weights[rank]
+    given = inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank]
+    if way.bounded:
+        most = int(backend._describe_sizes().max_row_blocks)
+        out, saved = backend.bounded_forward(*given, weights, most, training=way.training)
+    else:
+        pending = backend.begin_forward(*given)
+        yield
+        out, saved = backend.finish_forward(pending, weights, training=way.training)
+    yield
+    found = {"out": out}
+    if way.training:
+        fc1, fc2 = (
+            [WeightGrad(torch.empty_like(weight, dtype=torch.float32), False) for weight in share]
+            for share in (weights.fc1, weights.fc2)
+        )
+        grad_x, grad_probs = backend.backward(inputs.grad_out[rank], saved, weights, fc1, fc2)
+        found.update(grad_x=grad_x, grad_probs=grad_probs)
+        found.update({f"grad_fc1[{i}]": grad.buffer for i, grad in enumerate(fc1)})
+        found.update({f"grad_fc2[{i}]": grad.buffer for i, grad in enumerate(fc2)})
+    yield
+    return found
+
+
+@dataclass
+class Report:
+    """The record of a run.
+
+    Attributes:
+        mode: "virtual" or "real" ranks.
+        num_ranks: How many.
+        library: The file that was loaded.
+        seed: Of the order, the pauses and the poison.
+        steps: Forwards with or without backward, of all ranks together.
+        launches: Launches of the layer, forward or backward, each by all ranks together.
+        scenarios: Distinct ones that were run.
+        compared: Values compared with the first run's.
+        differences: Values that differed.
+        seconds: How long it took.
+        failure: What went wrong, if anything.
+    """
+
+    mode: str
+    num_ranks: int
+    library: str
+    seed: int
+    steps: int = 0
+    launches: int = 0
+    scenarios: int = 0
+    compared: int = 0
+    differences: int = 0
+    seconds: float = 0.0
+    failure: str = ""
+
+
+@dataclass
+class Ledger:
+    """Keeps the first results of every scenario and counts where later ones differ."""
+
+    report: Report
+    first: dict[tuple[int, int], Values] = field(default_factory=dict)
+    pending: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def enter(self, scenario: Scenario, rank: int, got: Values) -> None:
+        """Compares on the current stream; nothing waits."""
+        known = self.first.setdefault((scenario.seed, rank), got)
+        for name, tensor in got.items():
+            want = known.setdefault(name, tensor)
+            if want is tensor or not tensor.numel():
+                continue
+            bits = torch.int16 if tensor.dtype.itemsize == 2 else torch.int32
+            wrong = (tensor.view(bits) != want.view(bits)).sum()
+            self.report.compared += tensor.numel()
+            where = f"step {self.report.steps}, rank {rank}, {name} of {scenario}"
+            self.pending.append((where, wrong))
+
+    def settle(self) -> None:
+        """Waits, and fails with the first difference since the last time.
+
+        Raises:
+            AssertionError: Some values differ.
+        """
+        torch.cuda.synchronize()
+        counts = [int(wrong) for _, wrong in self.pending]
+        self.report.differences += sum(counts)
+        for (where, _), count in zip(self.pending, counts, strict=True):
+            assert count == 0, f"{count} values differ from the first run's: {where}"
+        self.pending.clear()
+
+
+class Pauses:
+    """Random lateness: of the host before it launches, and of the GPU before it runs that."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def take(self) -> None:
+        kind = self._draw.random()
+        if kind < 0.15:
+            time.sleep(self._draw.uniform(0, 4e-4))
+        elif kind < 0.155:
+            time.sleep(self._draw.uniform(0, 2e-2))
+        if self._draw.random() < 0.2:
+            torch.cuda._sleep(int(self._draw.expovariate(1 / 40_000)))  # cycles; on one SM
+
+
+def schedule(seed: int) -> Iterator[tuple[int, Way, bool]]:
+    """Without end: which scenario, how it is run, and whether on NaN. The same on every rank."""
+    draw = random.Random(seed)
+    seen = 0
+    for step in range(10**9):
+        is_new = seen < SCENARIOS and (seen < 4 or draw.random() < 0.05)
+        scenario = seen if is_new else draw.randrange(seen)
+        seen += is_new
+        training = is_new or draw.randrange(EVALUATION_EVERY) != 0
+        on_nan = not is_new and step % NAN_EVERY == NAN_EVERY - 1
+        yield scenario, Way(training, draw.random() < 0.4), on_nan
+
+
+def check_first(scenario: Scenario, got: list[Values], rank: int | None = None) -> None:
+    """Compares the first results of all ranks, or those of one, with the oracle's."""
+    if scenario.dtype != torch.bfloat16:  # the bound is that of bfloat16
+        assert all(bool(value.isfinite().all()) for values in got for value in values.values())
+        return
+
+    def all_of(name: str) -> torch.Tensor:
+        return torch.cat([values[name] for values in got])
+
+    def stacked(kind: str) -> torch.Tensor:
+        grads = torch.stack(
+            [value for values in got for name, value in values.items() if name.startswith(kind)]
+        )
+        return grads.mT if scenario.transposed else grads
+
+    found = Results(
+        all_of("out"),
+        all_of("grad_x"),
+        all_of("grad_probs"),
+        stacked("grad_fc1"),
+        stacked("grad_fc2"),
+    )
+    want = expected(scenario.config, scenario.inputs)
+    if rank is not None:
+        want = want.share(scenario.config, [len(x) for x in scenario.inputs.x], rank)
+    assert_as_good(found, want)
+
+
+class Progress:
+    """A line every few seconds, or a bar on a terminal."""
+
+    def __init__(self, report: Report, seconds: float, *, is_shown: bool) -> None:
+        from tqdm import tqdm
+
+        self._report = report
+        self._start = time.monotonic()
+        self._limit = seconds
+        self._bar = tqdm(
+            total=round(seconds),
+            unit="s",
+            desc=f"{report.num_ranks} {report.mode} ranks",
+            mininterval=1 if sys.stderr.isatty() else 20,
+            disable=not is_shown,
+        )
+
+    def show(self) -> None:
+        passed = time.monotonic() - self._start
+        self._bar.set_postfix_str(
+            f"{self._report.launches} launches, {self._report.scenarios} scenarios, "
+            f"{self._report.differences} differences",
+            refresh=False,
+        )
+        self._bar.update(min(round(passed), round(self._limit)) - self._bar.n)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self._start >= self._limit
+
+    def close(self) -> None:
+        self._report.seconds = round(time.monotonic() - self._start, 1)
+        self.show()
+        self._bar.close()
+
+
+class VirtualRun:
+    """All ranks in this process."""
+
+    rank = 0
+
+    def __init__(self, num_ranks: int, seed: int) -> None:
+        self.num_ranks = num_ranks
+        self._draw = random.Random(seed)
+        self._pauses = Pauses(seed + 1)
+        self._group = VirtualGroup(num_ranks, timeout_s=TIMEOUT_S)
+        self._layers: dict[int, VirtualLayer] = {}
+
+    def prepare(self, scenario: Scenario) -> None:
+        """Allocates and loads whatever could wait for a launch that waits for another rank's."""
+        torch.cuda.synchronize()
+        layer = VirtualLayer(scenario.config, self._group, is_guarded=False)
+        self._layers[scenario.seed] = layer
+        for backend, weights in zip(layer.backends, scenario.weights, strict=True):
+            backend._encode(weights)
+        layer.prepare()
+
+    def run(self, scenario: Scenario, way: Way) -> list[Values]:
+        """One step of all ranks; returns without waiting for its last launches."""
+        layer = self._layers[scenario.seed]
+        if any(backend.memory.needs(backend._sizes) for backend in layer.backends):
+            layer.prepare()
+        runs = [phases(backend, scenario, rank, way) for rank, backend in enumerate(layer.backends)]
+        found: dict[int, Values] = {}
+        while len(found) < self.num_ranks:
+            for rank in self._draw.sample(range(self.num_ranks), self.num_ranks):
+                with torch.cuda.stream(streams()[rank]), poisoned_empties():
+                    self._pauses.take()
+                    try:
+                        next(runs[rank])
+                    except StopIteration as done:
+                        found[rank] = done.value
+        return [found[rank] for rank in range(self.num_ranks)]
+
+    def enter(self, ledger: Ledger, scenario: Scenario, got: list[Values]) -> None:
+        """Compares each rank's results on its stream."""
+        for rank, values in enumerate(got):
+            with torch.cuda.stream(streams()[rank]):
+                ledger.enter(scenario, rank, values)
+
+    def check_first(self, scenario: Scenario, got: list[Values]) -> None:
+        """Compares with the oracle."""
+        check_first(scenario, got)
+
+
+def load_kernels(seed: int) -> None:
+    """Runs everything once on one rank, which waits for nobody; see ``virtual.load_kernels``."""
+    run = VirtualRun(1, seed)
+    report = Report("warm-up", 1, "", seed)
+    ledger = Ledger(report)
+    seen = set()
+    for number in range(64):
+        scenario = make_scenario(number, 1)
+        kind = (scenario.dtype, scenario.transposed)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        run.prepare(scenario)
+        for bounded in (False, True):
+            for training in (True, False):
+                got = run.run(scenario, Way(training, bounded))
+                run.enter(ledger, scenario, got)
+        ledger.settle()
+
+
+def stress(run: Any, report: Report, seconds: float, agree_to_stop: Callable[[bool], bool]) -> None:
+    """Runs until the time is over or something is wrong, and fills the report."""
+    ledger = Ledger(report)
+    scenarios: dict[int, Scenario] = {}
+    on_nan: dict[int, Scenario] = {}
+    progress = Progress(report, seconds, is_shown=run.rank == 0)
+    try:
+        for number, way, is_nan in schedule(report.seed):
+            is_new = number not in scenarios
+            if is_new:
+                scenarios[number] = make_scenario(number, run.num_ranks)
+                on_nan[number] = scenarios[number].on_nan()
+                run.prepare(scenarios[number])
+                report.scenarios = len(scenarios)
+            scenario = scenarios[number]
+            got = run.run(on_nan[number] if is_nan else scenario, way)
+            report.steps += 1
+            report.launches += 1 + way.training
+            if not is_nan:
+                run.enter(ledger, scenario, got)
+            if is_new:
+                torch.cuda.synchronize()
+                run.check_first(scenario, got)
+            if report.steps % CHECK_EVERY == 0:
+                ledger.settle()
+                progress.show()
+                if agree_to_stop(progress.is_over):
+                    break
+        ledger.settle()
+    except Exception:  # noqa: BLE001 - it is the record of the run
+        report.failure = traceback.format_exc()[-3000:]
+    finally:
+        progress.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="file that takes the report as JSON")
+
+
+def finish(report: Report, out: Path | None) -> int:
+    """Prints and writes the report; the program's exit status."""
+    print(json.dumps(asdict(report)), flush=True)
+    if report.failure:
+        print(report.failure, file=sys.stderr, flush=True)
+    if out is not None:
+        out.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    return int(bool(report.failure))
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4, choices=range(1, 9))
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    load_kernels(options.seed)
+    report = Report("virtual", options.ranks, _native.library_path().name, options.seed)
+    run = VirtualRun(options.ranks, options.seed)
+    stress(run, report, options.seconds, lambda is_over: is_over)
+    return finish(report, options.out)
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)  # a launch that hangs must not keep the process

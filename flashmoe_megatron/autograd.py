@@ -62,7 +62,7 @@ def moe_apply(
     parameters = _tensors_of(weights)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *parameters))):
         return backend.forward(
-            x, probs, routing_map, _joined(weights), training=False, **_numbered(backend, layer)
+            x, probs, routing_map, _joined(weights), training=False, layer=layer
         )[0]
     if ordered_grads:
         # Each view is a node with a place of its own in the order of backward.
@@ -81,6 +81,11 @@ def moe_apply(
     return out
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread, as it is in recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class _RoutedExperts(torch.autograd.Function):
     """The node. Weights are inputs, so that autograd sees them; the tokens are not saved here."""
 
@@ -97,7 +102,7 @@ class _RoutedExperts(torch.autograd.Function):
         *weight_inputs: torch.Tensor,
     ) -> torch.Tensor:
         out, saved = backend.forward(
-            x, probs, routing_map, _joined(weights), training=True, **_numbered(backend, layer)
+            x, probs, routing_map, _joined(weights), training=True, layer=layer
         )
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
@@ -137,11 +142,6 @@ class _RoutedExperts(torch.autograd.Function):
         )
         # Autograd drops the gradients of inputs that need none.
         return None, None, None, None, None, grad_x, grad_probs, *destinations.grads()
-
-
-def _numbered(backend: Backend, layer: int) -> dict[str, int]:
-    """The layer's number, for a backend that keeps records."""
-    return {"layer": layer} if hasattr(backend, "take_records") else {}
 
 
 _KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,8 @@ def select_backend(
         return ReferenceBackend(config, group)
     from flashmoe_megatron.runtime import KernelBackend
 
-    return cast(Backend, KernelBackend(config, group, device, **kernel_options))
+    backend: Backend = KernelBackend(config, group, device, **kernel_options)
+    return backend
 
 
 def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "reference"]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from flashmoe_megatron.telemetry.calibration import Calibration
-from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction
+from flashmoe_megatron.telemetry.record import DIRECTIONS
 from flashmoe_megatron.telemetry.registry import find_metric, key_of
 from flashmoe_megatron.telemetry.totals import PHASES, LaunchTotals, Totals
 
@@ -61,9 +61,10 @@ def _of_directions(totals: Totals) -> Iterator[Named]:
 def _of_launches(whole: LaunchTotals) -> Iterator[tuple[str, float]]:
     count = whole.launches
     yield "kernel_ms", whole.duration_ns / count / 1e6
-    yield "mib_sent", whole.sent_bytes / count / MIB
-    yield "padded_mib", whole.padded_bytes / count / MIB
-    yield "aligned_mib", whole.aligned_bytes / count / MIB
+    if whole.counted_launches:
+        yield "mib_sent", whole.sent_bytes / whole.counted_launches / MIB
+        yield "padded_mib", whole.padded_bytes / whole.counted_launches / MIB
+        yield "aligned_mib", whole.aligned_bytes / whole.counted_launches / MIB
     if whole.padded_bytes:
         yield "payload_efficiency", whole.sent_bytes / whole.padded_bytes
         yield "aligned_payload_efficiency", whole.sent_bytes / whole.aligned_bytes
@@ -108,28 +109,17 @@ def _of_all(totals: Totals) -> Iterator[Named]:
         yield "heap_mib", {}, totals.heap_bytes / MIB
     if totals.routes_chosen:
         yield "dropped_routes", {}, 1 - totals.routes_kept / totals.routes_chosen
-    tokens = _tokens(totals)
+    tokens = [count for count in totals.tokens.values() if count]
     if totals.seconds and tokens:
-        yield "tokens_per_second", {}, tokens / totals.seconds
-    if whole.launches:
-        per_rank = whole.launches / totals.layout.num_ranks
+        yield "tokens_per_second", {}, sum(tokens) / len(tokens) / totals.seconds
+    if whole.counted_launches:
+        per_rank = whole.counted_launches / totals.layout.num_ranks
         for source, row in enumerate(totals.bytes_between):
             for target, sent in enumerate(row):
                 if source != target:
                     between: dict[str, object] = {"source": source, "target": target}
                     yield "mib_between", between, sent / per_rank / MIB
     yield from _of_experts(totals)
-
-
-def _tokens(totals: Totals) -> float:
-    """Tokens through each layer, the mean over layers."""
-
-    def by_layer(direction: Direction) -> list[float]:
-        counts = (totals.launches[layer, direction].num_tokens for layer in totals.layout.layers)
-        return [count for count in counts if count]
-
-    counts = by_layer("backward") or by_layer("forward")
-    return sum(counts) / len(counts) if counts else 0.0
 
 
 def _of_experts(totals: Totals) -> Iterator[Named]:

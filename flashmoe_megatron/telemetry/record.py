@@ -59,7 +59,7 @@ class LaunchRecord:
         rows_pulled: Rows of ``hidden`` elements fetched from the tokens of each rank of the group,
             for the rows that this rank's experts received. The own entry counts those read from
             this rank's own memory, which cross no link; without it, how often a row was shared
-            among a token's experts cannot be told.
+            among a token's experts cannot be told. Empty where it is not known.
         results_pushed: Rows of ``hidden`` elements returned to each rank, the own entry as above.
         phase_ns: Nanoseconds in each phase, the mean over CTAs; a phase that was not measured is
             absent.

@@ -1,6 +1,7 @@
 """Every metric by name: key, unit, which way is better, how it is defined and where that is from.
 
-"Launches" below are those of all ranks since the last report. A phase is the mean over a launch's
+"Launches" below are those of all ranks since the last report, as far as backends still have them:
+the kernel keeps its last 256, so that larger steps are sampled. A phase is the mean over a launch's
 CTAs (see :class:`~flashmoe_megatron.telemetry.record.Phase`). A metric whose ingredients were not
 measured is absent, never 0.
 """
@@ -169,9 +170,8 @@ METRICS: dict[str, Metric] = {
             "1/s",
             "higher",
             "sum",
-            "tokens of all ranks through each MoE layer, the mean over layers, over the host's "
-            "time since the last report; those of backward launches where there are any, so that "
-            "recomputation does not count twice",
+            "tokens that training put through each MoE layer on all ranks, recomputation left out, "
+            "the mean over layers, over the host's time since the last report",
             _OURS,
         ),
         Metric(

@@ -78,9 +78,9 @@ class Reporter:
                 gone back since the last call.
             is_last: No further step comes: waits for this step's report, and writes it.
         """
-        self._collect()
         self._write(step if now is None else now)
         if step % self._interval == 0:
+            self._collect()
             self._annotate(self._totals)
             began, self._since = self._since, time.monotonic()
             self._totals.seconds = self._since - began

@@ -125,11 +125,23 @@ def test_capacity_factor_widens_what_padding_sends() -> None:
     assert values["flashmoe/forward/padded_mib"] == pytest.approx(2 * 4 * 80 * 128 / 2**20)
 
 
-def test_tokens_per_second_counts_recomputation_once() -> None:
-    backward = records.record(direction="backward")
-    totals = totals_of(records.RECORD, records.RECORD, backward)
+def test_tokens_per_second_is_a_mean_over_layers() -> None:
+    """Of the layers that some rank has put tokens through."""
+    places = {layer: records.place() for layer in (1, 2, 3)}
+    totals = Totals(Layout(places), places)
     totals.seconds = 0.5
-    assert compute_metrics(totals, ["tokens_per_second"]) == {"flashmoe/tokens_per_second": 512}
+    totals.tokens = {1: 100, 2: 200, 3: 0}
+    assert compute_metrics(totals, ["tokens_per_second"]) == {"flashmoe/tokens_per_second": 300}
+
+
+def test_launches_whose_traffic_is_unknown_are_left_out_of_it() -> None:
+    unknown = records.record(rows_pulled=(), results_pushed=(), phase_ns={}, num_tokens=10_000)
+    values = metrics_of(records.RECORD, unknown)
+    for key in ("mib_sent", "padded_mib", "payload_efficiency", "exposed_wait_ms", "phase/gemm"):
+        assert values[f"flashmoe/forward/{key}"] == pytest.approx(KNOWN[f"forward/{key}"])
+    assert values["flashmoe/mib/rank_1_to_0"] == pytest.approx(KNOWN["mib/rank_1_to_0"])
+    assert values["flashmoe/deduplication"] == pytest.approx(KNOWN["deduplication"])
+    assert values["flashmoe/forward/kernel_ms"] == pytest.approx(1.0)
 
 
 def test_what_records_do_not_have() -> None:
@@ -145,6 +157,7 @@ def test_what_records_do_not_have() -> None:
         ({"layer": 4}, "a record of layer 4: this rank has layers 3"),
         ({"expert_rows": (1, 2)}, "has 2 experts, wanted 4"),
         ({"rows_pulled": (1, 2, 3)}, "has 3 peers, wanted 2"),
+        ({"results_pushed": ()}, "has 0 peers, wanted 2"),
     ],
 )
 def test_a_record_of_another_layer_is_refused(changes: dict[str, object], words: str) -> None:
@@ -158,7 +171,7 @@ def test_registry_is_complete() -> None:
     totals = Totals(Layout(places), places)
     for direction in DIRECTIONS:
         totals.add(records.record(direction=direction))
-    totals.heap_bytes = totals.routes_chosen = totals.seconds = 1
+    totals.heap_bytes = totals.routes_chosen = totals.seconds = totals.tokens[3] = 1
     for name in ALL - {"overlap_efficiency"}:
         assert compute_metrics(totals, [name]), name
         assert METRICS[name].unit

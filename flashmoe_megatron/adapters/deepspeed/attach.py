@@ -231,12 +231,16 @@ def _watch(engine: Any, settings: Settings, state: _State, calibration: Calibrat
             _speak_up({**state.report, **late}, settings)
 
     handle = engine.module.register_forward_pre_hook(refuse_late_layers)
-    counters = [
-        layer.module.flashmoe.routes for layer in _find_layers(engine.module) if layer.is_fused
-    ]
+    served = [layer.module.flashmoe for layer in _find_layers(engine.module) if layer.is_fused]
     is_wanted = bool(settings.metrics_interval and choose_metrics(settings.metrics))
-    if counters and is_wanted and engine.monitor.enabled:
+    if served and is_wanted and engine.monitor.enabled:
         report = EngineMetrics(
-            engine, state.places, counters, state.backends.values, settings, calibration
+            engine,
+            state.places,
+            [one.experts for one in served],
+            [one.routes for one in served],
+            state.backends.values,
+            settings,
+            calibration,
         )
         engine.module.register_forward_pre_hook(lambda *_: report())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.adapters.deepspeed.routed import GroupBackends
+from flashmoe_megatron.adapters.deepspeed.routed import GroupBackends, RoutedExperts
 from flashmoe_megatron.adapters.deepspeed.settings import Settings
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.record import LaunchRecord
@@ -113,6 +113,7 @@ class EngineMetrics:
     Args:
         engine: DeepSpeed's.
         places: This rank's fused layers by number.
+        experts: Those layers' own.
         counters: Of their routes.
         backends: Of their groups, as they are at each call.
         settings: The user's.
@@ -123,6 +124,7 @@ class EngineMetrics:
         self,
         engine: Any,
         places: Mapping[int, LayerPlace],
+        experts: Sequence[RoutedExperts],
         counters: Sequence[RouteCounter],
         backends: Callable[[], Iterable[GroupBackends]],
         settings: Settings,
@@ -130,6 +132,8 @@ class EngineMetrics:
     ) -> None:
         self._engine = engine
         self._backends = backends
+        self._experts = experts
+        self._tokens = [one.num_tokens for one in experts]
         self._routes = RouteReader(counters)
         self._last_step = int(engine.global_steps)
         self._reporter = Reporter(
@@ -146,6 +150,8 @@ class EngineMetrics:
 
     def __call__(self) -> None:
         """Ends a step, if one has ended. Collective over the group, whose steps agree."""
+        for experts in self._experts:
+            experts.is_training = self._engine.module.training
         step = int(self._engine.global_steps)
         if step != self._last_step:
             self._last_step = step
@@ -160,6 +166,10 @@ class EngineMetrics:
         sizes = [getattr(backend, "heap_bytes", 0) for backend in backends]
         totals.heap_bytes = float(max(sizes, default=0))
         totals.routes_chosen, totals.routes_kept = self._routes.read()
+        for index, experts in enumerate(self._experts):
+            if experts.layer in totals.tokens:
+                totals.tokens[experts.layer] += experts.num_tokens - self._tokens[index]
+            self._tokens[index] = experts.num_tokens
 
 
 def _sinks(engine: Any) -> list[Sink]:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
+from flashmoe_megatron.autograd import in_backward
 from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ShapeError
@@ -90,12 +91,16 @@ class RoutedExperts:
 
     Attributes:
         num_calls: Forward calls so far, recomputation included.
+        num_tokens: Tokens of calls while ``is_training``, recomputation left out.
+        is_training: Whether the model is; told by whoever reads ``num_tokens``.
     """
 
     def __init__(self, shape: MoEConfig, backends: GroupBackends, layer: int = 0) -> None:
         self.shape = shape
         self.layer = layer
         self.num_calls = 0
+        self.num_tokens = 0
+        self.is_training = True
         self._backends = backends
         backends.backend_of(shape, 0)  # what cannot run is to fail now, not in the first step
 
@@ -118,6 +123,8 @@ class RoutedExperts:
             ``[num_tokens, hidden]`` in ``x.dtype``.
         """
         self.num_calls += 1
+        if self.is_training and not in_backward():
+            self.num_tokens += x.shape[0]
         return moe_forward(
             x.contiguous(),
             expert_idx,

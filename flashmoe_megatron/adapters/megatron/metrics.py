@@ -26,6 +26,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
     current_settings,
     megatron_args,
 )
+from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter
@@ -86,13 +87,14 @@ class MoEMetrics:
         layers = live_experts() if self._model is None else _experts_of(self._model)
         world = dist.group.WORLD if dist.is_initialized() else None
         device = torch.empty(0, device=torch.cuda.current_device()).device
+        source = _Source(layers)
         return Reporter(
             {routed.layer: _place(routed, device) for routed in layers},
             world,
             device,
             chosen=self._chosen,
-            take_records=functools.partial(_take_records, weakref.WeakSet(layers)),
-            annotate=functools.partial(_annotate, weakref.WeakSet(layers)),
+            take_records=source.take_records,
+            annotate=source.annotate,
             calibration=next((routed.calibration for routed in layers), None),
             sinks=self._sinks,
             interval=self._interval,
@@ -117,17 +119,27 @@ def _place(routed: RoutedExperts, device: torch.device) -> LayerPlace:
     )
 
 
-def _backends(layers: "weakref.WeakSet[RoutedExperts]") -> Iterator[Any]:
-    return iter({id(routed.backend): routed.backend for routed in layers}.values())
+class _Source:
+    """What layers tell, as long as they live."""
 
+    def __init__(self, layers: Iterable[RoutedExperts]) -> None:
+        self._tokens = weakref.WeakKeyDictionary({routed: routed.num_tokens for routed in layers})
 
-def _take_records(layers: "weakref.WeakSet[RoutedExperts]") -> list[LaunchRecord]:
-    return [record for backend in _backends(layers) for record in backend.take_records()]
+    def take_records(self) -> list[LaunchRecord]:
+        """What their backends have finished."""
+        return [record for backend in self._backends() for record in backend.take_records()]
 
+    def annotate(self, totals: Totals) -> None:
+        """Adds the heap's size, and the tokens since the last call."""
+        sizes = [getattr(backend, "heap_bytes", 0) for backend in self._backends()]
+        totals.heap_bytes = float(max(sizes, default=0))
+        for routed, counted in list(self._tokens.items()):
+            if routed.layer in totals.tokens:
+                totals.tokens[routed.layer] += routed.num_tokens - counted
+            self._tokens[routed] = routed.num_tokens
 
-def _annotate(layers: "weakref.WeakSet[RoutedExperts]", totals: Totals) -> None:
-    sizes = [getattr(backend, "heap_bytes", 0) for backend in _backends(layers)]
-    totals.heap_bytes = float(max(sizes, default=0))
+    def _backends(self) -> Iterator[Backend]:
+        return iter({id(routed.backend): routed.backend for routed in self._tokens}.values())
 
 
 def patch_training(training: ModuleType) -> None:

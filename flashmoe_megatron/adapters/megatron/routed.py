@@ -17,7 +17,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
 )
 from flashmoe_megatron.adapters.megatron.shape import moe_config, resolve_max_tokens
 from flashmoe_megatron.adapters.megatron.weights import expert_weights, wait_for_parameters
-from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.autograd import in_backward, moe_apply
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -40,6 +40,7 @@ class RoutedExperts:
 
     Attributes:
         num_calls: Forward calls so far, recomputation included.
+        num_tokens: Tokens of training's calls so far, recomputation left out.
         layer: The layer's number in the model, 0 until a call tells it.
         dtype: Of the tokens; the configuration's until a call tells it.
         rank: This rank in the group.
@@ -66,6 +67,7 @@ class RoutedExperts:
         self._settings = current_settings()
         self._backend: Backend | None = None
         self.num_calls = 0
+        self.num_tokens = 0
         if resolve_max_tokens(config, self._settings) is not None:
             self._backend = self._make_backend()
         _live.add(self)
@@ -98,6 +100,8 @@ class RoutedExperts:
         """
         self.num_calls += 1
         self.layer, self.dtype = layer, x.dtype
+        if self._experts.training and not in_backward():
+            self.num_tokens += x.shape[0]
         wait_for_parameters(self._experts)
         if probs.dtype not in (torch.float32, x.dtype):
             # --moe-router-dtype fp64: the choice of experts has been made in it.

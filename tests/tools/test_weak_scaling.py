@@ -319,7 +319,7 @@ def test_an_unreachable_server_costs_one_warning_and_no_data(tmp_path: Path, mon
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(wandb_log, "INIT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(wandb_log, "SERVER_TIMEOUT_S", 2.0)
     settings = small_settings((1, 2))
     results = Results.create(tmp_path / "run", settings)
     log = ExperimentLog(results.folder, settings)

@@ -14,7 +14,8 @@ from tools.weak_scaling.points import Settings
 logger = logging.getLogger("flashmoe.weak_scaling")
 
 PROJECT = "flashmoe-weak-scaling"
-INIT_TIMEOUT_S = 20.0
+SERVER_TIMEOUT_S = 20.0
+LOCAL_TIMEOUT_S = 90.0  # of wandb's own process, on a machine that is busy
 FINISH_TIMEOUT_S = 30.0  # what was not sent by then stays in the folder
 
 
@@ -55,22 +56,25 @@ def wandb_mode() -> str:
     return os.environ.get("WANDB_MODE") or default
 
 
-class ExperimentLog:
-    """Logs points.
+class RunLog:
+    """Logs finished runs of one group.
 
     Args:
-        folder: Of the run; wandb writes into it.
-        settings: Of all points.
+        folder: wandb writes into it.
+        group: Of all runs, unless ``WANDB_RUN_GROUP`` names one.
+        way_out: What to do where wandb is missing, for the warning.
     """
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
+    def __init__(self, folder: Path, group: str, way_out: str = "install it to have runs") -> None:
         self._folder = folder
-        self._settings = settings
+        self._group = os.environ.get("WANDB_RUN_GROUP") or group
+        self._way_out = way_out
         self._mode: str | None = wandb_mode()
-        self._group = os.environ.get("WANDB_RUN_GROUP") or f"weak-scaling-{folder.resolve().name}"
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Logs one line of ``results.jsonl``; never raises for what wandb cannot do."""
+    def add(
+        self, name: str, config: dict[str, Any], metrics: dict[str, Any], *, failed: bool = False
+    ) -> None:
+        """Logs one run; never raises for what wandb cannot do, but warns once."""
         if self._mode is None:
             return
         try:
@@ -78,17 +82,17 @@ class ExperimentLog:
         except ImportError:
             self._mode = None
             logger.warning(
-                "wandb is not installed: the points are kept in results.jsonl alone; "
-                "`python -m tools.weak_scaling log %s` logs them where it is",
+                "wandb is not installed: results are kept in %s alone; %s",
                 self._folder,
+                self._way_out,
             )
             return
         try:
-            self._log(wandb, row)
+            self._log(wandb, name, config, metrics, failed=failed)
         except (wandb.Error, OSError) as error:
             if self._mode == "offline":
                 self._mode = None
-                logger.warning("wandb cannot be used, results.jsonl has all: %s", error)
+                logger.warning("wandb cannot be used, %s has all: %s", self._folder, error)
                 return
             self._mode = "offline"
             logger.warning(
@@ -96,29 +100,59 @@ class ExperimentLog:
                 self._folder / "wandb",
                 error,
             )
-            self.add(row)
+            self.add(name, config, metrics, failed=failed)
 
-    def _log(self, wandb: Any, row: dict[str, Any]) -> None:
+    def _log(
+        self,
+        wandb: Any,
+        name: str,
+        config: dict[str, Any],
+        metrics: dict[str, Any],
+        *,
+        failed: bool,
+    ) -> None:
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
             group=self._group,
-            name=row["key"],
+            name=name,
             job_type="point",
             dir=str(self._folder),
             mode=self._mode,
-            config={
-                **row["point"],
-                "settings": self._settings.as_dict(),
-                "machine": row["machine"],
-                **({"reason": row["reason"]} if "reason" in row else {}),
-            },
+            config=config,
             settings=wandb.Settings(
                 silent=True,
                 console="off",
                 x_disable_stats=True,
-                init_timeout=INIT_TIMEOUT_S,
+                init_timeout=SERVER_TIMEOUT_S if self._mode == "online" else LOCAL_TIMEOUT_S,
                 finish_timeout=FINISH_TIMEOUT_S,
             ),
         )
-        run.log(metrics_of(row))
-        run.finish(exit_code=int(row["status"] != "ok"))
+        run.log(metrics)
+        run.finish(exit_code=int(failed))
+
+
+class ExperimentLog:
+    """Logs points of the experiments.
+
+    Args:
+        folder: Of the run.
+        settings: Of all points.
+    """
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self._settings = settings
+        self._log = RunLog(
+            folder,
+            f"weak-scaling-{folder.resolve().name}",
+            f"`python -m tools.weak_scaling log {folder}` logs them where it is",
+        )
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Logs one line of ``results.jsonl``."""
+        config = {
+            **row["point"],
+            "settings": self._settings.as_dict(),
+            "machine": row["machine"],
+            **({"reason": row["reason"]} if "reason" in row else {}),
+        }
+        self._log.add(row["key"], config, metrics_of(row), failed=row["status"] != "ok")

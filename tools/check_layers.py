@@ -36,7 +36,7 @@ PYTHON = [
     ["select", "autograd"],
     ["layer"],
     ["adapters"],
-    ["autoload", "deepspeed", "run"],
+    ["autoload", "calibrate", "deepspeed", "run"],
 ]
 ELSEWHERE: dict[tuple[str, ...], str] = {
     ("api", "flashmoe.h"): "flashmoe.h",

@@ -1,0 +1,159 @@
+r"""Measures a layer on 2 GPUs, once, for the overlap efficiency of runs on more of them.
+
+::
+
+    torchrun --nproc-per-node 2 -m flashmoe_megatron.calibrate t2.json \
+        --hidden 2048 --intermediate 768 --num-experts 128 --topk 8 --gated --tokens 8192
+
+The file then goes to ``--flashmoe-calibration``, or to ``"calibration"`` in DeepSpeed's section.
+Tokens are those of one rank and call, as in the run; routing is uniform at random. Measuring
+another layer into the same file adds it. Without a GPU the reference backend is measured.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.telemetry.calibration import Entry, gpu_name, read_entries, write_entries
+from flashmoe_megatron.telemetry.record import DIRECTIONS
+from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
+from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
+
+NUM_RANKS = 2
+WARM_UP = 5
+MOST_ITERATIONS = 100
+"""The kernel keeps the records of 128 forwards with their backwards."""
+
+
+def measure(layer: FlashMoELayer, *, num_tokens: int, iterations: int) -> list[Entry]:
+    """Times a layer's launches, forward and backward. Collective over the world of 2 ranks.
+
+    Args:
+        layer: On 2 ranks.
+        num_tokens: Of each rank.
+        iterations: Launches that are averaged, per direction.
+
+    Returns:
+        One entry for each direction, the same on both ranks.
+
+    Raises:
+        ConfigError: The layer is not on 2 ranks.
+    """
+    config, weight = layer.config, layer.fc1[0]
+    group, device = dist.group.WORLD, weight.device
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (num_tokens, config.num_experts)
+    chosen = torch.rand(shape, generator=generator).topk(config.topk, dim=1).indices.to(device)
+    share = torch.full(chosen.shape, 1 / config.topk, device=device)
+    x = torch.randn(num_tokens, config.hidden, generator=generator).to(weight).requires_grad_()
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            out = layer(x, chosen, share)
+            out.backward(torch.ones_like(out))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        dist.barrier()
+
+    run(WARM_UP)
+    layer.backend.take_records()
+    run(iterations)
+    places = {0: LayerPlace(config, dist.get_rank())}
+    totals = Totals(agree_layout(places, group), places)
+    for record in layer.backend.take_records():
+        totals.add(record)
+    launches = Reduction(totals, group, device).result().launches
+    return [
+        Entry.of(
+            config,
+            num_tokens=num_tokens,
+            gpu=gpu_name(device),
+            dtype=str(weight.dtype).removeprefix("torch."),
+            direction=direction,
+            time_ms=launches[0, direction].duration_ns / launches[0, direction].launches / 1e6,
+        )
+        for direction in DIRECTIONS
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Runs from the command line; under torchrun, one process for each GPU."""
+    options = _parser().parse_args(arguments)
+    if not 1 <= options.iterations <= MOST_ITERATIONS:
+        return _fail(f"--iterations {options.iterations}: wanted 1 to {MOST_ITERATIONS}")
+    if os.environ.get("WORLD_SIZE") != str(NUM_RANKS):
+        return _fail(
+            f"{os.environ.get('WORLD_SIZE', 'no')} ranks, wanted {NUM_RANKS}: Oe = T(2) / T(N); "
+            "run torchrun --nproc-per-node 2 -m flashmoe_megatron.calibrate ..."
+        )
+    try:
+        if options.file.exists():
+            read_entries(options.file)  # refuses another file before it takes time to measure
+        config = MoEConfig(
+            hidden=options.hidden,
+            intermediate=options.intermediate,
+            num_experts=options.num_experts,
+            topk=options.topk,
+            activation=Activation(options.activation),
+            gated=options.gated,
+            num_ranks=NUM_RANKS,
+            max_tokens=options.tokens,
+        )
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+        layer = FlashMoELayer(
+            config,
+            group=dist.group.WORLD,
+            dtype=getattr(torch, options.dtype),
+            backend=options.backend,
+            check_routing=False,
+        )
+        entries = measure(layer, num_tokens=options.tokens, iterations=options.iterations)
+        if dist.get_rank() == 0:
+            write_entries(options.file, entries)
+            for entry in entries:
+                sys.stdout.write(f"{entry.time_ms:.4f} ms: {entry.describe()}\n")
+        dist.barrier()
+    except FlashMoEError as error:
+        return _fail(str(error))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write(f"flashmoe_megatron.calibrate: {message}\n")
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser("flashmoe_megatron.calibrate", description=summary)
+    parser.add_argument("file", type=Path, help="what is written, or added to")
+    for name, text in (
+        ("hidden", "model width"),
+        ("intermediate", "FFN width of one expert"),
+        ("num-experts", "experts of the whole group"),
+        ("topk", "experts of each token"),
+        ("tokens", "tokens of one rank and call"),
+    ):
+        parser.add_argument(f"--{name}", type=int, required=True, help=text)
+    parser.add_argument("--gated", action="store_true", help="gated experts, such as SwiGLU")
+    parser.add_argument("--activation", choices=[one.value for one in Activation], default="silu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--backend", choices=("auto", "kernel", "reference"), default="auto")
+    parser.add_argument("--iterations", type=int, default=20)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""The calibration command, as a user runs it on 2 ranks, and what it refuses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoe_megatron.calibrate import main
+from flashmoe_megatron.telemetry.calibration import read_entries
+
+LAYER = [
+    "--hidden",
+    "64",
+    "--intermediate",
+    "128",
+    "--num-experts",
+    "4",
+    "--topk",
+    "2",
+    "--tokens",
+    "48",
+    "--gated",
+]
+QUICK = [*LAYER, "--dtype", "float32", "--iterations", "2"]
+
+
+def calibrate(file: Path, *arguments: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return subprocess.run(
+        [sys.executable, *launch, "-m", "flashmoe_megatron.calibrate", str(file), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "t2.json"
+    done = calibrate(file, *QUICK)
+    assert done.returncode == 0, done.stderr
+    first = read_entries(file)
+    assert [entry.direction for entry in first] == ["forward", "backward"]
+    for entry in first:
+        assert entry.time_ms > 0
+        assert (entry.hidden, entry.num_tokens, entry.gpu) == (64, 48, "cpu")
+        assert f"{entry.time_ms:.4f} ms: {entry.describe()}" in done.stdout
+    assert calibrate(file, *QUICK, "--topk", "1").returncode == 0
+    assert [entry.topk for entry in read_entries(file)] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "words"),
+    [
+        (None, [], "no ranks, wanted 2"),
+        ("4", [], "4 ranks, wanted 2"),
+        ("2", ["--iterations", "0"], "--iterations 0: wanted 1 to 100"),
+        ("2", ["--hidden", "65"], "hidden=65: must be a positive multiple"),
+        ("2", ["--num-experts", "3"], "num_experts=3: must be a positive multiple"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    ranks: str | None,
+    changes: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert main([str(tmp_path / "t2.json"), *QUICK, *changes]) == 1
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_file_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = tmp_path / "results.json"
+    file.write_text("{}")
+    assert main([str(file), *QUICK]) == 1
+    assert "wanted an object of format, version and entries" in capsys.readouterr().err
+    assert file.read_text() == "{}"

@@ -1,5 +1,7 @@
 """Metrics from hand-made records with known answers, and what holds for all records."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -249,3 +251,22 @@ def test_shares_are_shares(some: list[LaunchRecord]) -> None:
             assert value <= 1
         if "imbalance" in key:
             assert value >= 1
+
+
+def test_the_readme_lists_every_metric() -> None:
+    text = Path(__file__).parents[2].joinpath("README.md").read_text()
+    table = text.partition("<!-- metrics: begin -->")[2].partition("<!-- metrics: end -->")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in table.strip().splitlines()[2:]
+    ]
+    listed = {row[0].strip("`*"): tuple(row[:4]) for row in rows}
+    assert listed == {
+        metric.name: (
+            f"`{metric.name}`" + "*" * metric.is_detail,
+            f"`{metric.key}`",
+            metric.unit,
+            metric.better.replace("neither", ""),
+        )
+        for metric in METRICS.values()
+    }

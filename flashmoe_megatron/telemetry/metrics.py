@@ -1,5 +1,6 @@
 """From sums over launches to the metrics of the registry."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from flashmoe_megatron.telemetry.calibration import Calibration
@@ -30,7 +31,12 @@ def compute_metrics(
         ConfigError: A name is unknown.
     """
     wanted = {find_metric(name).name for name in chosen}
-    found = (*_of_directions(totals), *_of_overlap(totals, calibration), *_of_all(totals))
+    found = itertools.chain(
+        _of_directions(totals),
+        _of_overlap(totals, calibration),
+        _of_all(totals),
+        _of_experts(totals, one_by_one="expert_rows" in wanted),
+    )
     return {key_of(name, **values): value for name, values, value in found if name in wanted}
 
 
@@ -44,11 +50,10 @@ def _of_directions(totals: Totals) -> Iterator[Named]:
         }
         if not by_layer:
             continue
-        whole = LaunchTotals()
         for layer, one in by_layer.items():
-            whole += one
             mean_ms = one.duration_ns / one.launches / 1e6
             yield "layer_kernel_ms", {**given, "layer": layer}, mean_ms
+        whole = LaunchTotals.sum(by_layer.values())
         for name, value in _of_launches(whole):
             yield name, given, value
         longest = max(totals.longest_ns[layer, direction] for layer in by_layer)
@@ -98,9 +103,7 @@ def _of_overlap(totals: Totals, calibration: Calibration | None) -> Iterator[Nam
 
 
 def _of_all(totals: Totals) -> Iterator[Named]:
-    whole = LaunchTotals()
-    for one in totals.launches.values():
-        whole += one
+    whole = LaunchTotals.sum(totals.launches.values())
     if whole.rows_routed:
         yield "deduplication", {}, whole.rows_fetched / whole.rows_routed
     if whole.tile_rows:
@@ -119,10 +122,9 @@ def _of_all(totals: Totals) -> Iterator[Named]:
                 if source != target:
                     between: dict[str, object] = {"source": source, "target": target}
                     yield "mib_between", between, sent / per_rank / MIB
-    yield from _of_experts(totals)
 
 
-def _of_experts(totals: Totals) -> Iterator[Named]:
+def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
     """Rows of experts per launch of their rank, whose launches are the group's."""
     everyone: list[float] = []
     expert_imbalance = rank_imbalance = 0.0
@@ -133,7 +135,7 @@ def _of_experts(totals: Totals) -> Iterator[Named]:
         per_rank = launches / place.config.num_ranks
         rows = [count / per_rank for count in totals.expert_rows[layer]]
         everyone += rows
-        for expert, count in enumerate(rows):
+        for expert, count in enumerate(rows if one_by_one else ()):
             yield "expert_rows", {"layer": layer, "expert": expert}, count
         local = place.config.num_local_experts
         by_rank = [sum(rows[first : first + local]) for first in range(0, len(rows), local)]

@@ -4,7 +4,7 @@ Everything a metric needs is a sum or a maximum, so that ranks exchange two vect
 whatever they did, and ratios are formed once, at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
@@ -163,11 +163,11 @@ class LaunchTotals:
         vars(totals).update(zip(_SCALARS, values[:count], strict=True))
         return totals
 
-    def __iadd__(self, other: "LaunchTotals") -> "LaunchTotals":
+    @classmethod
+    def sum(cls, parts: Iterable["LaunchTotals"]) -> "LaunchTotals":
         """Adds sums to sums."""
-        summed = [a + b for a, b in zip(self.values(), other.values(), strict=True)]
-        vars(self).update(vars(LaunchTotals.from_values(summed)))
-        return self
+        columns = zip(*(part.values() for part in (cls(), *parts)), strict=True)
+        return cls.from_values([sum(column) for column in columns])
 
 
 _SCALARS = tuple(item.name for item in fields(LaunchTotals) if not item.name.startswith("phase"))

@@ -233,9 +233,7 @@ def test_totals_of_ranks_add_up(first: list[LaunchRecord], second: list[LaunchRe
     assert both.sums() == pytest.approx(sums)
     assert both.maxima() == pytest.approx(maxima)
     for slot, whole in both.launches.items():
-        parts = LaunchTotals()
-        for rank in ranks:
-            parts += rank.launches[slot]
+        parts = LaunchTotals.sum(rank.launches[slot] for rank in ranks)
         assert whole.values() == pytest.approx(parts.values())
     assert sum(both.expert_rows[3]) == pytest.approx(
         sum(sum(launch.expert_rows) for launch in [*first, *second])

@@ -5,14 +5,16 @@ import json
 import re
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from tests.tools.synthetic_trace import EVENTS, KIND, ROLES, WARPS, Warp, made_up_launch, pack
 from tools.timeline import __main__ as command
-from tools.timeline import draw
+from tools.timeline import capture, draw
 from tools.timeline.chrome import write_chrome_trace
 from tools.timeline.clock import cycles_per_ns, on_common_axis, rank_offsets_ns
 from tools.timeline.records import (
@@ -291,3 +293,44 @@ def test_another_file_is_an_error_that_says_so(tmp_path: Path, capsys):
     (tmp_path / "x.npz").write_bytes(b"")
     assert command.main(["draw", str(tmp_path / "x.npz")]) == 2
     assert "x.npz is not a recorded launch" in capsys.readouterr().err
+
+
+def test_only_layer_kernels_are_recorded(monkeypatch):
+    """Others share the group's struct, and would write into a layer kernel's record."""
+    group = SimpleNamespace(trace=None)
+    backend = SimpleNamespace(
+        device=torch.device("cpu"), num_ctas=2, memory=SimpleNamespace(open=lambda: group)
+    )
+    recorder = capture.Recorder(backend, Layout(warps=1, events=1))
+    seen: list[tuple[str, bool]] = []
+
+    def launch(name: str):
+        def launched(*arguments: object) -> None:
+            seen.append((name, group.trace is not None))
+            if group.trace is not None:
+                recorder._buffer[0] += len(seen)  # what a kernel would leave
+            if arguments:
+                raise RuntimeError("a launch that fails")
+
+        return launched
+
+    for name in ("plan", "forward", "backward", "wgrad"):
+        monkeypatch.setattr(capture.ops, name, launch(name))
+    forward = capture.ops.forward
+    with recorder.recording():
+        for name in ("plan", "forward", "backward", "wgrad"):
+            getattr(capture.ops, name)()
+        with pytest.raises(RuntimeError, match="a launch that fails"):
+            capture.ops.forward("broken")
+        assert group.trace is None
+    assert capture.ops.forward is forward
+    assert seen[:4] == [("plan", False), ("forward", True), ("backward", True), ("wgrad", False)]
+    assert [name for name, _ in recorder.taken] == ["forward", "backward"]
+    assert [int(buffer[0]) for _, buffer in recorder.taken] == [2, 3]  # each begins with zeros
+
+
+def test_without_a_gpu_nothing_is_recorded(tmp_path: Path, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert command.main(["capture", "--out", str(tmp_path)]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().out

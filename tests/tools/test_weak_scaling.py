@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.tools.offline_wandb import offline_runs
@@ -218,7 +219,7 @@ def test_ranks_that_are_killed_or_hang_fail_their_point_alone(tmp_path: Path, mo
     points = sorted(settings.points(), reverse=True)  # 2049, 2048, 32 tokens
     outcomes = []
     pids = []
-    for happening in run_points(points, settings, tmp_path, Limits(60, 6)):
+    for happening in run_points(points, settings, tmp_path, Limits(120, 10)):
         if isinstance(happening, Outcome):
             outcomes.append(happening)
         elif isinstance(happening, Begun) and happening.point.tokens > 32:
@@ -231,11 +232,10 @@ def test_ranks_that_are_killed_or_hang_fail_their_point_alone(tmp_path: Path, mo
     assert hung.result is None
     # Either torchrun tells of the signal, or the other rank of its lost peer.
     assert "SIGKILL" in killed.reason or "rank 0" in killed.reason
-    assert hung.reason == "no result within 6 s"
+    assert hung.reason == "no result within 10 s"
     assert fine.result is not None
     for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_job_that_cannot_start_fails_its_points(tmp_path: Path, monkeypatch):

@@ -21,6 +21,7 @@ from typing import Any
 from tools.bench.common import ROOT
 from tools.weak_scaling.points import Point, Settings
 
+WORKER = "tools.weak_scaling.worker"
 POLL_S = 0.1
 GRACE_S = 5.0
 """How long a job may take to end once it is told to."""
@@ -126,7 +127,7 @@ class _Job:
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                     *("--nproc-per-node", str(num_gpus)),
-                    *("-m", "tools.weak_scaling.worker", "--job", str(self._folder.resolve())),
+                    *("-m", WORKER, "--job", str(self._folder.resolve())),
                 ],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -175,18 +176,20 @@ class _Job:
         yield Outcome(current or next(iter(self._points.values())), self._machine, reason=reason)
 
     def end(self) -> None:
-        """Ends the job if it runs, gently at first, and every rank that is left of it."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._pids.clear()
+        """Ends the job if it runs, gently at first; torchrun ends its ranks unless they hang."""
+        if self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            for pid in self._pids:
+                # A rank may have ended meanwhile, and its number have become another process's.
+                with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                    if WORKER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        os.kill(pid, signal.SIGKILL)
 
     def _new_events(self) -> list[dict[str, Any]]:
         """What the ranks have told since the last call, in the order of time."""

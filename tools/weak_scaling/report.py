@@ -151,7 +151,9 @@ def _markdown(results: Results, tables: dict[str, Table], drawn: Sequence[Path])
         "Size(T) is one GPU's tokens. The symmetric heap is shared by all layers of a model. "
         '"Rows" are the buffers of received tokens, activations and results, as planned before a '
         "run: expected under uniform routing, and at worst. Peaks are what torch's allocator held "
-        "above inputs, weights and gradients during one call; the heap is not in them.",
+        "above inputs, weights and gradients during one call; the heap is not in them. The "
+        "kernel's forward that keeps nothing takes the worst case, up to 8 GiB, rather than wait "
+        "for the number of rows.",
         "",
     ]
     if failed:

@@ -1,0 +1,224 @@
+"""Faults on one GPU, with virtual ranks: each ends in an error or in the right result, in time.
+
+After every error the process, its CUDA context and the group are used again.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import FlashMoEError, HeapError, PeerTimeoutError
+from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions
+from tests.gpu import steps
+from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.spinner import Spinner
+from tests.gpu.test_layer import TOKENS, make_config
+from tests.gpu.virtual import VirtualLayer, device, streams
+from tests.unit import cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90)]
+
+TIMEOUT_S = 1.0
+MARGIN_S = 4.0
+
+
+class Case:
+    """A layer on virtual ranks with a short patience, and what it should compute."""
+
+    def __init__(self, num_ranks: int = 2, **changes: Any) -> None:
+        self.config = make_config(num_ranks, **changes)
+        self.inputs = steps.make_inputs(self.config, cases.uniform, TOKENS[num_ranks])
+        self.weights = steps.weights_of(self.config, self.inputs)
+        self.layer = VirtualLayer(self.config, timeout_s=TIMEOUT_S, is_guarded=False)
+        self.want = expected(self.config, self.inputs)
+
+    def check(self) -> None:
+        assert_as_good(steps.step(self.layer, self.inputs, self.weights), self.want)
+
+    def begin(self) -> list[Any]:
+        inputs = self.inputs
+        return self.layer.begin(inputs.x, inputs.probs, inputs.routing_map)
+
+    def gives_up(self, rank: int, call: Callable[..., Any], *arguments: Any) -> str:
+        """The error of a rank whose call, or the look after it, has to time out."""
+
+        def call_and_look() -> None:
+            call(*arguments)
+            torch.cuda.synchronize()
+            self.layer.backends[rank].raise_pending_fault()
+
+        start = time.monotonic()
+        with torch.cuda.stream(streams()[rank]), pytest.raises(PeerTimeoutError) as error:
+            call_and_look()
+        assert time.monotonic() - start < TIMEOUT_S + MARGIN_S
+        return str(error.value)
+
+
+def finish(case: Case, pending: list[Any], rank: int) -> Any:
+    return case.layer.backends[rank].finish_forward(
+        pending[rank], case.weights[rank], training=True
+    )
+
+
+def test_a_rank_that_stops_after_its_plan():
+    case = Case()
+    case.check()
+    pending = case.begin()
+    message = case.gives_up(0, finish, case, pending, 0)
+    assert "rank 0 waited too long" in message
+    # The other comes late: it learns that it was given up, and does not wait as long.
+    start = time.monotonic()
+    case.gives_up(1, finish, case, pending, 1)
+    assert time.monotonic() - start < TIMEOUT_S + 1
+    for _ in range(2):
+        case.check()
+
+
+def test_a_rank_that_stops_before_its_backward():
+    case = Case()
+    inputs, weights = case.inputs, case.weights
+    for _ in range(2):
+        _, saved = case.layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
+        torch.cuda.synchronize()
+        grads = steps.make_grads(case.layer, weights)
+        for rank in range(2):  # the second one late
+            message = case.gives_up(
+                rank,
+                case.layer.backends[rank].backward,
+                inputs.grad_out[rank],
+                saved[rank],
+                weights[rank],
+                grads[0][rank],
+                grads[1][rank],
+            )
+            assert rank == 1 or "waited too long" in message
+        case.check()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_signals_that_never_arrive(num_ranks: int):
+    """The last rank writes everything that is for rank 0 elsewhere."""
+    case = Case(num_ranks)
+    case.check()
+    memories = case.layer.group.memories
+    heap = memories[0]._heap
+    assert heap is not None
+    elsewhere = torch.zeros_like(heap.local)
+    faulty = memories[-1]
+    honest_open = faulty.open
+
+    def open_elsewhere() -> Any:
+        group = honest_open()
+        group.heaps[0] = elsewhere.data_ptr()
+        return group
+
+    faulty.open = open_elsewhere
+    pending = case.begin()
+    messages = [case.gives_up(rank, finish, case, pending, rank) for rank in range(num_ranks)]
+    del faulty.open
+    assert f"rank 0 waited too long from rank {num_ranks - 1}" in messages[0]
+    case.check()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_not_a_number_stays_with_its_token(value: float):
+    """As in the unfused path: its own row and the weights that it met, and nothing else."""
+    case = Case(4)
+    clean = steps.step(case.layer, case.inputs, case.weights)
+    victim_rank, victim = 2, 5
+    x = [tensor.clone() for tensor in case.inputs.x]
+    x[victim_rank][victim, 7] = value
+    spoiled = replace(case.inputs, x=x)
+    got = steps.step(case.layer, spoiled, case.weights)
+    torch.cuda.synchronize()
+    index = sum(len(tensor) for tensor in case.inputs.x[:victim_rank]) + victim
+    others = torch.arange(len(got.out), device=device()) != index
+    for name in ("out", "grad_x", "grad_probs"):
+        assert torch.equal(getattr(got, name)[others], getattr(clean, name)[others]), name
+    assert not got.out[index].isfinite().all()
+    met = case.inputs.routing_map[victim_rank][victim]
+    for name in ("grad_fc1", "grad_fc2"):
+        grad = getattr(got, name)
+        assert torch.equal(grad[~met], getattr(clean, name)[~met]), name
+        assert all(not grad[expert].isfinite().all() for expert in met.nonzero().flatten())
+    again = steps.step(case.layer, case.inputs, case.weights)
+    steps.assert_same_bits(again, clean)
+
+
+def lone_backend(config: MoEConfig, **options: Any) -> KernelBackend:
+    memory = GroupMemory(None, device(), KernelOptions())
+    return KernelBackend(config, None, device(), memory=memory, rank=0, **options)
+
+
+def lone_step(backend: KernelBackend, case: Case) -> torch.Tensor:
+    inputs = case.inputs
+    given = inputs.x[0], inputs.probs[0], inputs.routing_map[0], case.weights[0]
+    return backend.forward(*given, training=True)[0]
+
+
+def test_multiprocessors_held_by_another_kernel():
+    """Within the reserved ones the layer runs beside it; else it waits for it and is right."""
+    case = Case(1)
+    backend = lone_backend(case.config)
+    want = lone_step(backend, case)
+    torch.cuda.synchronize()
+    spinner = Spinner()
+    with spinner.hold(2):
+        assert torch.equal(lone_step(backend, case), want)
+        torch.cuda.current_stream().synchronize()
+        assert spinner.is_running, "the layer waited for the other kernel to leave"
+    for hold_s in (0.5, 2.0):
+        with spinner.hold(24, at_most_s=hold_s):
+            start = time.monotonic()
+            got = lone_step(backend, case)  # waits on the host for its plan
+            torch.cuda.current_stream().synchronize()
+            assert time.monotonic() - start < hold_s + MARGIN_S
+        assert torch.equal(got, want)
+
+
+def test_two_streams_at_once():
+    """One group's launches share a workspace: on two streams they are an error or in order."""
+    case = Case(1)
+    backend = lone_backend(case.config, num_ctas=32)  # two launches would fit the GPU together
+    want = lone_step(backend, case)
+    torch.cuda.synchronize()
+    lanes = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(50):
+        got = []
+        for lane in lanes:
+            with torch.cuda.stream(lane):
+                torch.cuda._sleep(200_000)
+                try:
+                    got.append(lone_step(backend, case))
+                except FlashMoEError:
+                    continue
+        torch.cuda.synchronize()
+        assert got, "both were refused"
+        assert all(torch.equal(one, want) for one in got)
+
+
+def test_no_memory_to_grow_the_heap():
+    memory = GroupMemory(None, device(), KernelOptions())
+    small, large = Case(1), make_config(1, hidden=4096, max_tokens=2**17, topk=1)
+    first = KernelBackend(small.config, None, device(), memory=memory, rank=0)
+    want = lone_step(first, small)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    filler = torch.empty(free - 2**30, dtype=torch.uint8, device=device())
+    second = KernelBackend(large, None, device(), memory=memory, rank=0)
+    x = torch.zeros(8, 4096, dtype=torch.bfloat16, device=device())
+    probs = torch.ones(8, large.num_experts, device=device())
+    routing_map = probs.cumsum(1) == 1
+    with pytest.raises(HeapError, match=r"needs \d+ bytes .* has \d+ free"):
+        second.begin_forward(x, probs, routing_map)
+    del filler
+    torch.cuda.empty_cache()
+    second.begin_forward(x, probs, routing_map)
+    torch.cuda.synchronize()
+    assert torch.equal(lone_step(first, small), want)

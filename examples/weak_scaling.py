@@ -31,7 +31,7 @@ SMALL = (
     "--data-megabytes 1"
 )
 LARGE = (
-    "--train-iters 30 --num-layers 4 --hidden-size 2048 --moe-ffn-hidden-size 2048 "
+    "--train-iters 30 --num-layers 2 --hidden-size 2048 --moe-ffn-hidden-size 2048 "
     "--num-attention-heads 16 --num-experts 64 --seq-length 2048 --micro-batch-size 4 "
     "--num-microbatches 1 --data-megabytes 32"
 )

@@ -22,6 +22,7 @@ class Figures:
         num_ctas: CTAs of the kernel; two of them take tiles together.
         hbm_gbps: Of a copy, read and written bytes.
         nvlink_gbps: One GPU to its domain, one direction, while all copy.
+        nvlink_row_gbps: The same, of a kernel that pulls rows.
         nvlink_latency_us: Until a first row arrives.
         nic_gbps: One GPU to other domains, one direction; 0 if there are none.
         nic_latency_us: Until a first row of another domain arrives.
@@ -33,6 +34,7 @@ class Figures:
     num_ctas: int
     hbm_gbps: float
     nvlink_gbps: float
+    nvlink_row_gbps: float
     nvlink_latency_us: float
     nic_latency_us: float
     nic_gbps: float = 0.0
@@ -100,6 +102,7 @@ def load(path: Path = FILE) -> tuple[Figures, Fitted]:
             num_ctas=int(tiles["num_ctas"]["value"]),
             hbm_gbps=float(tiles["hbm_gbps"]["value"]),
             nvlink_gbps=float(links["nvlink_gbps"]["value"]),
+            nvlink_row_gbps=float(links["nvlink_row_gbps"]["value"]),
             nvlink_latency_us=float(links["nvlink_latency_us"]["value"]),
             nic_latency_us=float(links["nic_latency_us"]["value"]),
         )

@@ -54,7 +54,7 @@ def fit(points: list[Measurement], figures: Figures) -> Fitted:
         raise PointError("none of the points is of a shape that the model is fitted to")
     runs = sorted({point.run for point in points})
     names = [name for name in BOUNDS if any(p.backward for p in seen) or not _is_backward(name)]
-    start = Fitted()
+    start = Fitted(link_efficiency=min(figures.nvlink_row_gbps / figures.nvlink_gbps, 1.0))
     count = len(runs)
     bounds = [BOUNDS[name] for name in names]
     bounds += [HOST_BOUNDS] * count + [HOST_BACKWARD_BOUNDS] * count

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.shapes import SHAPES, Shape
+from tools.weak_scaling.style import tokens_label
 
 FITTED_SHAPES = ("paper-1k", "paper-16k-e64", "qwen3-30b", "mixtral-8x7b")
 """What the model is fitted to, on any number of GPUs: the ends of the ranges of tokens and
@@ -97,7 +98,7 @@ def _of_sweep(path: Path, row: dict[str, Any]) -> list[Measurement]:
     return [
         Measurement(
             run=f"{path.parent.name}/{path.name}",
-            name=f"{shape.tokens // 1024}K tokens, {shape.num_experts} experts",
+            name=f"{tokens_label(shape.tokens)} tokens, {shape.num_experts} experts",
             shape=shape,
             num_gpus=num_gpus,
             backward=which == "forward+backward",

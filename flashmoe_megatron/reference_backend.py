@@ -18,7 +18,7 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig, align_capacity
-from flashmoe_megatron.errors import ConfigError, RoutingError
+from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.telemetry.record import Direction, LaunchRecord, Phase
 
 _UNUSABLE = -1  # takes the place of every count in the exchange of a rank with unusable routing
@@ -158,6 +158,7 @@ class ReferenceBackend:
             ShapeError: A tensor is not what the layer was built for.
             RoutingError: On every rank, if any rank's token selects more than ``topk`` experts or
                 has a NaN among its selected probabilities.
+            PeerTimeoutError: A rank is gone or did not call in time, here and in backward.
         """
         check_tokens(self.config, x, probs, routing_map)
         check_weights(self.config, x, weights)
@@ -351,8 +352,23 @@ class ReferenceBackend:
         if self._group is None:
             return send
         recv = torch.empty_like(send)
-        dist.all_to_all_single(recv, send, group=self._group)
+        self._all_to_all(recv, send)
         return recv
+
+    def _all_to_all(self, recv: torch.Tensor, send: torch.Tensor, *counts: list[int]) -> None:
+        """The group's exchange; its bound is the timeout of the process group.
+
+        Raises:
+            PeerTimeoutError: A rank is gone or did not come in time. The process group cannot be
+                used again.
+        """
+        try:
+            dist.all_to_all_single(recv, send, *counts, group=self._group)
+        except RuntimeError as error:  # what torch.distributed raises for it
+            raise PeerTimeoutError(
+                f"rank {self._rank}: an exchange with the other {self.config.num_ranks - 1} ranks "
+                f"failed, since one of them is gone or did not come: {error}"
+            ) from error
 
     def _dispatch(self, routed: torch.Tensor, plan: _Plan) -> torch.Tensor:
         """Sends one entry per route to the rank of its expert.
@@ -400,7 +416,7 @@ class ReferenceBackend:
         if self._group is None:
             return send
         recv = send.new_empty(sum(recv_counts), *send.shape[1:])
-        dist.all_to_all_single(recv, send, list(recv_counts), list(send_counts), group=self._group)
+        self._all_to_all(recv, send, list(recv_counts), list(send_counts))
         return recv
 
     def _activate(self, pre_activation: torch.Tensor, row_probs: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ Run by the test, one process per rank, without torchrun, which would end the sur
 
 import argparse
 import datetime
-import json
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import HeapError, PeerTimeoutError
 from flashmoe_megatron.runtime import KernelBackend
+from tests.faults.jobs import write_record
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.spinner import Spinner
 from tests.gpu.test_layer import make_config
@@ -287,10 +287,7 @@ def main(arguments: list[str]) -> int:
         record = {"passed": True, **CASES[options.case](job)}
     except Exception:  # noqa: BLE001 - the test reports it
         record = {"passed": False, "error": traceback.format_exc()}
-    path = options.out / f"{rank}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record))
-    partial.replace(path)
+    write_record(options.out, rank, record)
     return int(not record["passed"])
 
 

@@ -1,0 +1,30 @@
+"""Ranks that die, stay away or go wrong: the others get an error in time, never a hang."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import run_job
+from tests.faults.worker import CASES
+
+JOB_TIMEOUT_S = 80.0
+NUM_RANKS = 3
+
+
+@pytest.mark.timeout(JOB_TIMEOUT_S + 20)
+@pytest.mark.parametrize("case", CASES)
+def test_faults(case: str, tmp_path: Path):
+    job = run_job("tests.faults.worker", case, NUM_RANKS, tmp_path, timeout_s=JOB_TIMEOUT_S)
+    living = range(NUM_RANKS)
+    if case.startswith("killed"):
+        living = range(NUM_RANKS - 1)
+        assert job.statuses[-1] == -signal.SIGKILL, job.log
+    records = [job.passed(rank) for rank in living]
+    if case == "broken_router":
+        assert records[-1]["error"].startswith("topk_idx[7, 1] is 10000, wanted an expert id")
+        records.pop()
+    if case == "dataset_that_ends":
+        records.pop()
+    for rank, record in enumerate(records):
+        assert record["error"].startswith(f"rank {rank}: an exchange with the other 2 ranks failed")

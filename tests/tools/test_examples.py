@@ -12,7 +12,8 @@ import pytest
 from tests.tools.offline_wandb import offline_runs
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 150
+TIMEOUT_S = 200
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
 def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +31,6 @@ def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(TIMEOUT_S + 20)
 @pytest.mark.parametrize("framework", ["megatron", "deepspeed"])
 def test_weak_scaling_of_training(framework: str, tmp_path: Path):
     pytest.importorskip("megatron.core" if framework == "megatron" else "deepspeed")

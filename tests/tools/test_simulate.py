@@ -273,6 +273,7 @@ def points_of(truth: Fitted, figures: Figures = FIGURES) -> list[Measurement]:
     return found
 
 
+@pytest.mark.timeout(200)
 def test_a_fit_finds_what_made_the_times():
     truth = replace(
         FITTED,

@@ -32,7 +32,8 @@ SWEEP = [
     *("--hidden", "64", "--intermediate", "64", "--iterations", "3"),
 ]
 FAILING = "gpus2-tokens32-experts3-hidden64-ffn64-top2"
-TIMEOUT_S = 100
+TIMEOUT_S = 200
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
 def environment() -> dict[str, str]:
@@ -66,7 +67,6 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
     return folder, call("run", *SWEEP, "--out", folder)
 
 
-@pytest.mark.timeout(TIMEOUT_S + 20)
 def test_a_failed_point_is_recorded_and_the_others_are_measured(sweep):
     folder, ran = sweep
     assert ran.returncode == 1, ran.stdout
@@ -212,14 +212,13 @@ def worker_of(logs: Path, rank: int) -> int:
     return json.loads(first)["pid"]
 
 
-@pytest.mark.timeout(TIMEOUT_S + 20)
 def test_ranks_that_are_killed_or_hang_fail_their_point_alone(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     settings = slow_settings()
     points = sorted(settings.points(), reverse=True)  # 2049, 2048, 32 tokens
     outcomes = []
     pids = []
-    for happening in run_points(points, settings, tmp_path, Limits(120, 10)):
+    for happening in run_points(points, settings, tmp_path, Limits(TIMEOUT_S, 10)):
         if isinstance(happening, Outcome):
             outcomes.append(happening)
         elif isinstance(happening, Begun) and happening.point.tokens > 32:

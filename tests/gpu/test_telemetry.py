@@ -1,0 +1,172 @@
+"""Records of real launches, and that reading and reducing them waits for nothing, on one GPU."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions
+from flashmoe_megatron.telemetry.metrics import compute_metrics
+from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
+from flashmoe_megatron.telemetry.reduce import Reduction
+from flashmoe_megatron.telemetry.registry import METRICS
+from flashmoe_megatron.telemetry.reporter import Reporter
+from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
+from tests.gpu import steps
+from tests.gpu.test_layer import make_config
+from tests.gpu.virtual import device
+from tests.unit import cases
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = make_config(1)
+LAYER = 7
+NUM_TOKENS = 300
+
+
+class Run:
+    """One layer that can be called again and again."""
+
+    def __init__(self) -> None:
+        memory = GroupMemory(None, device(), KernelOptions())
+        self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0)
+        self.inputs = steps.make_inputs(CONFIG, cases.with_empty_experts, [NUM_TOKENS])
+        num_sms = torch.cuda.get_device_properties(device()).multi_processor_count
+        self.places = {LAYER: LayerPlace(CONFIG, 0, num_sms=num_sms)}
+
+    def __call__(self) -> None:
+        x = self.inputs.x[0].clone().requires_grad_()
+        weights = ExpertWeights(tuple(self.inputs.fc1), tuple(self.inputs.fc2))
+        probs, routing_map = self.inputs.probs[0], self.inputs.routing_map[0]
+        out = moe_apply(self.backend, x, probs, routing_map, weights, layer=LAYER)
+        out.backward(self.inputs.grad_out[0])
+
+    def records(self, times: int = 1) -> list[LaunchRecord]:
+        for _ in range(times):
+            self()
+        torch.cuda.synchronize()
+        return self.backend.take_records()
+
+
+def test_a_launch_tells_of_itself() -> None:
+    run = Run()
+    taken = run.records(times=2)
+    assert run.backend.take_records() == []
+    assert [(one.layer, one.direction) for one in taken] == [
+        (LAYER, "forward"),
+        (LAYER, "backward"),
+    ] * 2
+    epochs = [one.epoch for one in taken]
+    assert epochs == sorted(set(epochs))
+    selected = run.inputs.routing_map[0]
+    for one in taken:
+        assert one.num_tokens == NUM_TOKENS
+        assert list(one.expert_rows) == selected.sum(0).tolist()
+        assert one.num_rows == int(selected.sum())
+        assert one.num_row_blocks == sum(-(-rows // 128) for rows in one.expert_rows)
+        # A token's row is fetched once, whatever the number of its experts here.
+        assert one.rows_pulled == (int(selected.any(1).sum()),)
+        assert one.num_ctas == run.backend.num_ctas
+    for earlier, later in itertools.pairwise(taken):
+        assert 0 < earlier.begin_ns < earlier.end_ns <= later.begin_ns
+
+
+def test_the_phases_of_the_processors_are_the_launch() -> None:
+    for one in Run().records(times=3)[2:]:
+        assert set(Phase) - {Phase.REDUCE} <= set(one.phase_ns)
+        assert all(spent >= 0 for spent in one.phase_ns.values()), one.phase_ns
+        ours = (Phase.HEAD, Phase.STAGE_WAIT, Phase.GEMM, Phase.EPILOGUE, Phase.TAIL)
+        spent = sum(one.phase_ns[phase] for phase in ours)
+        assert spent == pytest.approx(one.duration_ns, rel=0.1)
+
+
+def test_metrics_of_real_launches() -> None:
+    run = Run()
+    totals = Totals(Layout(run.places), run.places)
+    for one in run.records(times=4):
+        totals.add(one)
+    values = compute_metrics(totals, METRICS)
+    for direction in ("forward", "backward"):
+        for name in ("hidden_communication", "sm_utilization", "tensor_core_fed"):
+            assert 0 <= values[f"flashmoe/{direction}/{name}"] <= 1
+        assert values[f"flashmoe/{direction}/sm_utilization"] > 0.8
+        assert values[f"flashmoe/{direction}/kernel_ms"] > 0
+        assert values[f"flashmoe/{direction}/mib_sent"] == 0
+    selected = run.inputs.routing_map[0]
+    shared = float(selected.any(1).sum() / selected.sum())
+    assert values["flashmoe/deduplication"] == pytest.approx(shared)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A group of NCCL with this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_reduction_on_the_gpu(world: dist.ProcessGroup) -> None:
+    run = Run()
+    totals = Totals(Layout(run.places), run.places)
+    for one in run.records():
+        totals.add(one)
+    reduced = Reduction(totals, world, device()).result()
+    assert reduced.sums() == totals.sums()
+    assert reduced.maxima() == totals.maxima()
+
+
+def test_reports_wait_for_no_device(world: dist.ProcessGroup) -> None:
+    """While the GPU is busy, steps return, and what it has not finished comes later."""
+    run, written = Run(), []
+
+    class Sink:
+        def write(self, values: dict[str, float], *, step: int, now: int) -> None:
+            written.append((step, now, values))
+
+    reporter = Reporter(
+        run.places,
+        world,
+        device(),
+        chosen=frozenset({"kernel_ms"}),
+        take_records=run.backend.take_records,
+        sinks=[Sink()],
+    )
+    run()
+    torch.cuda.synchronize()
+    reporter.step(1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    busy = torch.cuda.Event()
+    busy.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reporter.step(2)  # behind the sleep, on its stream
+        reporter.step(3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not busy.query(), "a step waited for the GPU"
+    assert [(step, now) for step, now, _ in written] == [(1, 2)]
+    reporter.step(4, is_last=True)
+    assert [(step, now) for step, now, _ in written] == [(1, 2), (2, 4), (3, 4), (4, 4)]
+    assert set(written[0][2]) == {
+        "flashmoe/forward/kernel_ms",
+        "flashmoe/backward/kernel_ms",
+    }
+
+
+def test_routes_are_read_late() -> None:
+    pytest.importorskip("deepspeed")
+    from flashmoe_megatron.adapters.deepspeed.metrics import RouteCounter, RouteReader
+
+    counter = RouteCounter(device())
+    reader = RouteReader([counter])
+    counter.count(torch.tensor([3, 1], device=device()), torch.tensor([0, -1], device=device()))
+    assert reader.read() == (0, 0)
+    torch.cuda.synchronize()
+    assert reader.read() == (4, 1)

@@ -355,7 +355,13 @@ class ReferenceBackend:
         self._all_to_all(recv, send)
         return recv
 
-    def _all_to_all(self, recv: torch.Tensor, send: torch.Tensor, *counts: list[int]) -> None:
+    def _all_to_all(
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        recv_counts: list[int] | None = None,
+        send_counts: list[int] | None = None,
+    ) -> None:
         """The group's exchange; its bound is the timeout of the process group.
 
         Raises:
@@ -363,7 +369,7 @@ class ReferenceBackend:
                 used again.
         """
         try:
-            dist.all_to_all_single(recv, send, *counts, group=self._group)
+            dist.all_to_all_single(recv, send, recv_counts, send_counts, group=self._group)
         except RuntimeError as error:  # what torch.distributed raises for it
             raise PeerTimeoutError(
                 f"rank {self._rank}: an exchange with the other {self.config.num_ranks - 1} ranks "

@@ -80,5 +80,6 @@ def train(
     return losses, report, [layer.flashmoe.experts.num_calls for layer in layers]
 
 
-def train_both(group: dist.ProcessGroup, zero: int) -> Any:
-    return train(group, False, zero), train(group, True, zero)
+def train_all(group: dist.ProcessGroup, stages: tuple[int, ...]) -> list[Any]:
+    """The stock layers' outcome and ours, for each stage of ZeRO."""
+    return [(train(group, False, zero), train(group, True, zero)) for zero in stages]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ class JsonLines:
     """One line of JSON for every report, in a file that grows.
 
     A line is complete once it is written, so a run that dies keeps all but the last report; one
-    that resumes goes on in the same file.
+    that resumes goes on in the same file, on a line of its own.
 
     Args:
         path: Of the file; its folder is made.
@@ -44,10 +45,14 @@ class JsonLines:
 
     def write(self, values: Mapping[str, float], *, step: int, now: int) -> None:
         """See :class:`Sink`."""
-        line = json.dumps({"step": step, "time": time.time(), **values})
+        line = json.dumps({"step": step, "time": time.time(), **values}) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with self.path.open("ab+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # the run before was ended within a line
+                    line = "\n" + line
+            file.write(line.encode())
 
 
 class WandbSink:

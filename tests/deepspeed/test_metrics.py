@@ -137,8 +137,19 @@ def test_wandb_offline(two_ranks: RankPool, tmp_path: Path) -> None:
     assert [row["_step"] for row in rows] == [6, 10, 14]
 
 
-def without_wandb(group: dist.ProcessGroup, given: Case, directory: str) -> list[str]:
-    """As where it is not installed; the warnings."""
+UNREACHABLE = {
+    "WANDB_MODE": "online",
+    "WANDB_API_KEY": "0" * 40,
+    "WANDB_BASE_URL": "http://127.0.0.1:9",  # nobody listens there
+    "WANDB_INIT_TIMEOUT": "5",
+    "WANDB_SILENT": "true",
+}
+
+
+def without_wandb(
+    group: dist.ProcessGroup, given: Case, directory: str, is_installed: bool
+) -> list[str]:
+    """As where it does not answer, or is not installed; the warnings."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
@@ -147,19 +158,28 @@ def without_wandb(group: dist.ProcessGroup, given: Case, directory: str) -> list
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(directory)
-            patch.setitem(sys.modules, "wandb", None)
+            if is_installed:
+                for name, value in UNREACHABLE.items():
+                    patch.setenv(name, value)
+            else:
+                patch.setitem(sys.modules, "wandb", None)
             run(group, given)
     finally:
         logger.removeHandler(handler)
     return [message for message in told if "wandb" in message]
 
 
-def test_training_goes_on_without_wandb(two_ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_installed", "error"), [(True, "CommError"), (False, "ModuleNotFoundError")]
+)
+def test_training_goes_on_without_wandb(
+    is_installed: bool, error: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
     given = case(str(tmp_path), monitors=WANDB)
-    told, nothing = two_ranks.run(without_wandb, given, str(tmp_path))
+    told, nothing = two_ranks.run(without_wandb, given, str(tmp_path), is_installed)
     assert nothing == []
     (message,) = told
-    assert message.startswith("wandb does not start: ModuleNotFoundError")
+    assert message.startswith(f"wandb does not start: {error}")
     assert [line["step"] for line in reports(tmp_path)] == [2, 4, 6]
 
 

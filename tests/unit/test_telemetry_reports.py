@@ -2,6 +2,9 @@
 
 import json
 import logging
+import signal
+import subprocess
+import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -208,7 +211,7 @@ def test_records_of_unknown_layers_are_told_of_once(caplog: pytest.LogCaptureFix
         run_layer(None, backend, 9)
         reporter.step(step, is_last=True)
     assert [record.message for record in caplog.records] == [
-        "launches of layer 9 are in no metric, only of 0"
+        "some launches are in no metric: a record of layer 9: this rank has layers 0"
     ]
     assert [values for _, values in written.reports] == [{}, {}]
 
@@ -247,6 +250,45 @@ def test_json_lines_keep_what_was_written_and_go_on(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [1, 3]
     assert [line["flashmoe/heap_mib"] for line in lines] == [3.0, 4.0]
     assert all(line["time"] > 1e9 for line in lines)
+
+
+def test_json_lines_go_on_after_a_broken_one(tmp_path: Path) -> None:
+    path = tmp_path / "flashmoe_metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "flashm')
+    JsonLines(path).write(VALUES, step=3, now=4)
+    first, _, last = path.read_text().splitlines()
+    assert json.loads(first) == {"step": 1}
+    assert json.loads(last)["step"] == 3
+
+
+DYING = """
+import os, signal, sys
+import torch
+from pathlib import Path
+from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.telemetry.sinks import JsonLines
+from tests.unit import cases
+from tests.unit.test_telemetry_reports import make_reporter, place, run_layer
+
+backend = ReferenceBackend(cases.CONFIG)
+sinks = [JsonLines(Path(sys.argv[1]))]
+reporter = make_reporter(None, {0: place(backend, 0)}, backend, sinks)
+for step in range(1, 6):
+    run_layer(None, backend, 0)
+    reporter.step(step)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_dies_keeps_its_points(tmp_path: Path) -> None:
+    path = tmp_path / "flashmoe_metrics.jsonl"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", DYING, str(path)], cwd=root, timeout=100, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    # The report of the last step was to be written by the next one.
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 def test_wandb_offline_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

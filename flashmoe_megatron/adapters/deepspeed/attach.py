@@ -198,11 +198,12 @@ def _place(info: LayerInfo, module: Any, device: torch.device) -> LayerPlace:
     num_sms = 0
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    factor = float(getattr(getattr(module, "gate", None), "capacity_factor", 1.0))
     return LayerPlace(
         config=info.shape,
         rank=dist.get_rank(info.group),
         element_bytes=info.dtype.itemsize,
-        capacity_factor=float(getattr(getattr(module, "gate", None), "capacity_factor", 1.0)),
+        capacity_factor=factor if factor > 0 else 1.0,
         num_sms=num_sms,
     )
 

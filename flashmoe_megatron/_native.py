@@ -206,6 +206,25 @@ def library_path() -> Path:
     return Path(named)
 
 
+def _check_complete(path: Path) -> None:
+    """Refuses a file whose end is missing: the dynamic linker would crash where it would be.
+
+    Raises:
+        DeviceError: It is no ELF file, or shorter than its header says.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        raise DeviceError(f"{path.name} is no libflashmoe: it is no shared library")
+    # The table of sections comes last in the file.
+    start, entry_bytes, num_entries = (
+        int.from_bytes(header[at:end], "little") for at, end in ((40, 48), (58, 60), (60, 62))
+    )
+    wanted, size = start + entry_bytes * num_entries, path.stat().st_size
+    if size < wanted:
+        raise DeviceError(f"{path.name} is no libflashmoe: {size} bytes of {wanted} are there")
+
+
 @functools.cache
 def load(path: Path | None = None) -> ctypes.CDLL:
     """Loads the library; needs neither a GPU nor a driver.
@@ -223,6 +242,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
             f"{path.name} is not installed: build it with `pip install .` where nvcc is "
             "(without FLASHMOE_SKIP_CUDA_BUILD), or choose the backend 'reference'"
         )
+    _check_complete(path)
     try:
         library = ctypes.CDLL(str(path.resolve()))
         version = library.flashmoe_abi_version

@@ -130,7 +130,7 @@ def phases(
     inputs, weights = scenario.inputs, scenario.weights[rank]
     given = inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank]
     if way.bounded:
-        most = int(backend._describe_sizes().max_row_blocks)
+        most = int(backend._sizes.max_row_blocks)  # known since the layer was prepared
         out, saved = backend.bounded_forward(*given, weights, most, training=way.training)
     else:
         pending = backend.begin_forward(*given)

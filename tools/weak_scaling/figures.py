@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 
 from tools.weak_scaling.points import IMPLEMENTATIONS, PASSES, Point
-from tools.weak_scaling.results import Results
+from tools.weak_scaling.results import Measured, Results, median_ms, overlap_efficiency
 from tools.weak_scaling.style import (
     ACCENT,
     COLORS,
@@ -20,25 +19,6 @@ from tools.weak_scaling.style import (
     save,
     tokens_label,
 )
-
-Measured = dict[Point, dict[str, Any]]
-
-
-def median_ms(result: dict[str, Any], implementation: str, which: str) -> float:
-    """The median time of one pass."""
-    return float(result["times"][implementation][which]["median_ms"])
-
-
-def overlap_efficiency(
-    measured: Measured, point: Point, implementation: str, which: str
-) -> float | None:
-    """The paper's Oe = T(2) / T(N): 1 if more GPUs cost nothing; ``None`` without 2 GPUs."""
-    pair = measured.get(replace(point, num_gpus=2))
-    if pair is None or point not in measured or point.num_gpus < 2:
-        return None
-    return median_ms(pair, implementation, which) / median_ms(
-        measured[point], implementation, which
-    )
 
 
 def draw_all(results: Results) -> list[Path]:

@@ -3,12 +3,10 @@
 import csv
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from tools.weak_scaling.points import IMPLEMENTATIONS, PASSES, Point
-from tools.weak_scaling.results import Results
+from tools.weak_scaling.points import IMPLEMENTATIONS, PASSES
+from tools.weak_scaling.results import Measured, Results, median_ms, overlap_efficiency
 
 logger = logging.getLogger("flashmoe.weak_scaling")
 
@@ -49,7 +47,7 @@ def write_report(results: Results) -> list[Path]:
     return [report, *written, *drawn]
 
 
-def latency_table(measured: dict[Point, dict[str, Any]]) -> Table:
+def latency_table(measured: Measured) -> Table:
     """Times, throughput and overlap efficiency of every point."""
     titles = ["GPUs", "tokens per GPU", "experts"]
     for which in PASSES:
@@ -65,23 +63,21 @@ def latency_table(measured: dict[Point, dict[str, Any]]) -> Table:
     for point, result in measured.items():
         row = [str(point.num_gpus), str(point.tokens), str(point.num_experts)]
         for which in PASSES:
-            fused, unfused = (_median(result, name, which) for name in IMPLEMENTATIONS)
-            pair = measured.get(replace(point, num_gpus=2)) if point.num_gpus >= 2 else None
+            fused, unfused = (median_ms(result, name, which) for name in IMPLEMENTATIONS)
             row += [
                 f"{fused:.4g}",
                 f"{unfused:.4g}",
                 f"{unfused / fused:.2f}",
                 f"{point.tokens * point.num_gpus / fused / 1e3:.3g}",
             ]
-            row += [
-                f"{_median(pair, name, which) / _median(result, name, which):.3f}" if pair else ""
-                for name in IMPLEMENTATIONS
-            ]
+            for name in IMPLEMENTATIONS:
+                efficiency = overlap_efficiency(measured, point, name, which)
+                row.append("" if efficiency is None else f"{efficiency:.3f}")
         rows.append(row)
     return titles, rows
 
 
-def memory_table(measured: dict[Point, dict[str, Any]]) -> Table:
+def memory_table(measured: Measured) -> Table:
     """The paper's table 3, per GPU; what was not measured is empty."""
     titles = [
         "GPUs",
@@ -185,10 +181,6 @@ def _table(titles: list[str], rows: list[list[str]]) -> list[str]:
         "| " + " | ".join(cells[index] for index in shown) + " |"
         for cells in (titles, ["---"] * len(titles), *rows)
     ]
-
-
-def _median(result: dict[str, Any], implementation: str, which: str) -> float:
-    return float(result["times"][implementation][which]["median_ms"])
 
 
 def _mib(value: int | None) -> str:

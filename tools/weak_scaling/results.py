@@ -1,12 +1,31 @@
 """The folder of a run: its settings, and one line per point that ended."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tools.weak_scaling.jobs import Outcome
 from tools.weak_scaling.points import Point, Settings
+
+Measured = dict[Point, dict[str, Any]]
+"""Results of :meth:`Bench.measure` by point."""
+
+
+def median_ms(result: dict[str, Any], implementation: str, which: str) -> float:
+    """The median time of one pass."""
+    return float(result["times"][implementation][which]["median_ms"])
+
+
+def overlap_efficiency(
+    measured: Measured, point: Point, implementation: str, which: str
+) -> float | None:
+    """The paper's Oe = T(2) / T(N): 1 if more GPUs cost nothing; ``None`` without 2 GPUs."""
+    pair = measured.get(replace(point, num_gpus=2))
+    if pair is None or point.num_gpus < 2:
+        return None
+    ours = measured[point]
+    return median_ms(pair, implementation, which) / median_ms(ours, implementation, which)
 
 
 class FolderError(Exception):
@@ -106,7 +125,7 @@ class Results:
             or (retry_failed and self.rows[point.key]["status"] == "failed")
         ]
 
-    def measured(self) -> dict[Point, dict[str, Any]]:
+    def measured(self) -> Measured:
         """The results of all points that did not fail, in order."""
         found = {
             Point(**row["point"]): row["result"]

@@ -201,7 +201,7 @@ def start(args):
         raise ValueError("no wandb here")
     print("started", args.wandb_exp_name or "unnamed", args.wandb_save_dir)
 
-module = SimpleNamespace(_set_wandb_writer=start)
+module = SimpleNamespace(__name__="global_vars", _set_wandb_writer=start)
 patch_global_vars(module)
 patch_global_vars(module)
 args = SimpleNamespace(
@@ -248,3 +248,17 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
+
+
+OTHER_RELEASE = """
+from types import SimpleNamespace
+from flashmoe_megatron.adapters.megatron.metrics import patch_training
+patch_training(SimpleNamespace(__name__="megatron.training.training"))
+print("goes on")
+"""
+
+
+def test_a_release_without_the_place_is_told_of() -> None:
+    done = run_python(OTHER_RELEASE)
+    assert done.stdout.strip() == "goes on", done.stderr
+    assert "megatron.training.training has no training_log: no metrics" in done.stderr

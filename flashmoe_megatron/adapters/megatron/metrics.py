@@ -147,8 +147,8 @@ def patch_training(training: ModuleType) -> None:
 
     A report is ready one iteration later; wandb then still has the row of its own iteration open.
     """
-    original = training.training_log
-    if getattr(original, _PATCHED, False):
+    original = _patchable(training, "training_log")
+    if original is None:
         return
     signature = inspect.signature(original)
     report = _ScriptMetrics(training)
@@ -160,6 +160,14 @@ def patch_training(training: ModuleType) -> None:
 
     setattr(training_log, _PATCHED, True)
     training.training_log = training_log  # type: ignore[attr-defined]
+
+
+def _patchable(module: ModuleType, name: str) -> Callable[..., Any] | None:
+    """A function of a module, ``None`` if it is wrapped already or a release does not have it."""
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if function is None:
+        logger.warning("%s has no %s: no metrics of flashmoe are logged", module.__name__, name)
+    return None if getattr(function, _PATCHED, False) else function
 
 
 class _ScriptMetrics:
@@ -219,8 +227,8 @@ def patch_global_vars(global_vars: ModuleType) -> None:
 
     Besides, gives the run the name and the folder that Megatron ends without.
     """
-    original: Callable[[Any], None] = global_vars._set_wandb_writer
-    if getattr(original, _PATCHED, False):
+    original = _patchable(global_vars, "_set_wandb_writer")
+    if original is None:
         return
 
     @functools.wraps(original)

@@ -87,11 +87,11 @@ struct Watchdog {
         record->code = code;
         __threadfence_system();
     }
-    // Tells every rank that this one no longer waits, so that none waits for it.
-    __device__ __forceinline__ void give_up(
-        Role role, int peer, int index, uint32_t expected, uint32_t seen) const {
-        raise(kFaultTimeout, role, peer, index, expected, seen);
-        for (int to = 0; to < num_ranks; ++to) ptx::st_relaxed_sys(gave_up[to], uint32_t(rank) + 1);
+    // Tells every rank that `who`, less one, has given up, so that none waits for it. Every thread
+    // does so whose wait ends early, not only the first: else one that was told could hand void
+    // rows to a rank that has not been yet, and that would take them for right.
+    __device__ __forceinline__ void give_up(uint32_t who) const {
+        for (int to = 0; to < num_ranks; ++to) ptx::st_relaxed_sys(gave_up[to], who);
     }
     // The rank that has given up, plus one; else 0.
     __device__ __forceinline__ uint32_t who_gave_up() const {
@@ -129,11 +129,15 @@ __device__ __forceinline__ bool wait_for(const Watchdog& watchdog,
         if (done(seen)) break;
         __nanosleep(20);
         if (spin % 256 != 0) continue;
-        if (watchdog.who_gave_up() != 0) return false;
-        if (ptx::globaltimer_ns() - start > watchdog.timeout_ns) {
-            watchdog.give_up(what.role, what.peer, what.index, what.expected, uint32_t(seen));
-            return false;
+        uint32_t who = watchdog.who_gave_up();
+        if (who == 0) {
+            if (ptx::globaltimer_ns() - start <= watchdog.timeout_ns) continue;
+            watchdog.raise(kFaultTimeout, what.role, what.peer, what.index, what.expected,
+                           uint32_t(seen));
+            who = uint32_t(watchdog.rank) + 1;
         }
+        watchdog.give_up(who);
+        return false;
     }
     watchdog.trace.add(uint32_t(what.role), what.index, begin);
     count_time(uint32_t(what.role), uint32_t(ptx::globaltimer_ns() - start));

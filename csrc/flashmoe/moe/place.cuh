@@ -279,7 +279,8 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
     publish_rows(args, epoch);
     count_routes(args, epoch, smem, num_tokens);
     const bool counted = grid_barrier(args.watchdog, &args.workspace.tickets->barrier[0], [&] {
-        return ptx::ld_acquire_gpu(args.workspace.raised) == 0;
+        // A CTA that was told that a peer gave up has not counted its share.
+        return ptx::ld_acquire_gpu(args.workspace.raised) == 0 and args.watchdog.who_gave_up() == 0;
     });
     if (not counted or not rows_fit(args, epoch)) return false;
     place_experts(args, smem);

@@ -103,7 +103,8 @@ __device__ __forceinline__ void wait_barrier(const Watchdog& watchdog,
     const uint64_t start = ptx::globaltimer_ns();
     while (not barrier.try_wait(parity)) {
         if (ptx::globaltimer_ns() - start > 2 * watchdog.timeout_ns) {
-            watchdog.give_up(role, -1, int(blockIdx.x), parity, 0);
+            watchdog.raise(kFaultTimeout, role, -1, int(blockIdx.x), parity, 0);
+            watchdog.give_up(uint32_t(watchdog.rank) + 1);
             __trap();
             __builtin_unreachable();  // or the compiler would save the accumulators for afterwards
         }

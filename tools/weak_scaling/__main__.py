@@ -60,6 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--intermediate", type=positive, help="a multiple of 64")
     add("--topk", type=positive)
     add("--iterations", type=positive)
+    add("--gate", type=float, help="largest relative L2 error of any result")
     add("--symmetric", choices=("cuda", "nvshmem"))
     add("--start-timeout", type=float, default=Limits.start_s, help="seconds, of a job")
     add("--point-timeout", type=float, default=Limits.point_s, help="seconds, of a point")

@@ -189,6 +189,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
+@pytest.mark.timeout(240)
 def test_training_writes_nothing_into_the_package(tmp_path: Path):
     """From a copy that is read-only; for a superuser, whom that does not stop, by an audit hook."""
     package = tmp_path / "site" / "flashmoe_megatron"
@@ -209,7 +210,7 @@ def test_training_writes_nothing_into_the_package(tmp_path: Path):
             },
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
             check=False,
         )
     finally:

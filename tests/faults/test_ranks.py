@@ -8,7 +8,7 @@ import pytest
 from tests.faults.jobs import run_job
 from tests.faults.worker import CASES
 
-JOB_TIMEOUT_S = 80.0
+JOB_TIMEOUT_S = 120.0
 NUM_RANKS = 3
 
 

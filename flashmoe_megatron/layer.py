@@ -51,6 +51,8 @@ def moe_forward(
     if x.dim() != 2:
         raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
     check_readable("x", x)
+    if x.dtype not in TOKEN_DTYPES:  # before its routing weights, which may have its dtype
+        raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
     probs, routing_map = _routing_from_topk(
         backend.config, x, topk_idx, topk_weight, check_routing=check_routing
     )
@@ -109,8 +111,7 @@ class FlashMoELayer(nn.Module):
         """
         super().__init__()
         if dtype not in TOKEN_DTYPES:
-            names = ", ".join(str(known) for known in TOKEN_DTYPES)
-            raise ConfigError(f"dtype {dtype}: wanted one of {names}")
+            raise ConfigError(f"dtype {dtype}: wanted one of {_names(TOKEN_DTYPES)}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if isinstance(backend, str):
@@ -238,6 +239,10 @@ class FlashMoELayer(nn.Module):
         logits = nn.functional.linear(tokens.float(), self.router.weight.float())
         top = logits.topk(self.config.topk, dim=1)
         return top.indices, top.values.softmax(dim=1)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)
 
 
 def _draw(parameter: torch.Tensor, fan_in: int) -> None:

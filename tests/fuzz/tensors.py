@@ -74,7 +74,9 @@ CHANGES: dict[str, Change] = {
     "huge": _filled(3e38),
     "with a gradient": lambda t: t.detach().requires_grad_() if t.is_floating_point() else t,
     "negated lazily": _strided_only(
-        lambda t: torch._neg_view(t) if t.is_floating_point() and not t.is_meta else t
+        lambda t: torch._neg_view(t)
+        if t.is_floating_point() and t.dtype.itemsize > 1 and not t.is_meta
+        else t
     ),
     **{str(dtype): _strided_only(lambda t, to=dtype: t.to(to)) for dtype in DTYPES},
 }

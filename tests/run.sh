@@ -20,7 +20,7 @@ check mypy
 check clang-format --dry-run -Werror "${device_sources[@]}"
 check codespell
 check python tools/check_layers.py
-check pytest tests/unit tests/build tests/megatron tests/deepspeed tests/tools tests/fuzz tests/faults "$@"
+check pytest tests/unit tests/build tests/megatron tests/deepspeed tests/tools tests/fuzz tests/faults tests/protocol "$@"
 
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "failed: ${failed[*]}"

@@ -13,6 +13,7 @@ from pathlib import Path
 CSRC = [
     ["flashmoe.h"],  # the contract with the outside; everyone may know it
     ["base"],
+    ["protocol"],  # plain C++: the tests compile it for the host
     ["ptx"],
     ["comm"],
     ["tile"],

@@ -1,0 +1,29 @@
+// How a launch ends when somebody does not come. Every wait has a bound; whoever's ends without
+// what it waited for tells all ranks, by a word in each one's heap, and then every wait of every
+// rank ends at once. What is computed from there on is void, and every rank that gets any of it
+// learns so.
+#pragma once
+
+#include "flashmoe/protocol/atomics.h"
+
+namespace flashmoe::protocol {
+
+// The rank that gave up, plus one, as this rank was told; else 0.
+template <class A>
+FLASHMOE_PROTOCOL uint32_t who_gave_up(const typename A::U32* word) {
+    return A::template load_acquire<Scope::kSystem>(word);
+}
+
+// Called by every thread whose wait ends early, whether its own time is up or it was told, before
+// it goes on. It is not enough that the first one tells all: a thread that was told could hand void
+// rows to a rank that has not been yet, and that would take them for right. The signal that comes
+// with the rows is behind this thread's stores.
+template <class A, class WordOf>
+FLASHMOE_PROTOCOL void give_up(int num_ranks, uint32_t who, WordOf word_of) {
+    FLASHMOE_KEEP_LOOP
+    for (int rank = 0; rank < num_ranks; ++rank) {
+        A::template store<Scope::kSystem>(word_of(rank), who);
+    }
+}
+
+}  // namespace flashmoe::protocol

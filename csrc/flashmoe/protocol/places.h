@@ -1,0 +1,35 @@
+// Where each word lies within its array of the owner's heap. Every place contains its writer, hence
+// no two ranks write the same address (Theorem 3.1 of the paper).
+#pragma once
+
+#include "flashmoe/protocol/epoch.h"
+
+namespace flashmoe::protocol {
+
+// Of RouteSignal[parity][src] and row_bounds[parity][src]; written by `src`.
+FLASHMOE_PROTOCOL_CONST int64_t route_word(uint32_t epoch, int num_ranks, int src) {
+    return int64_t(parity(epoch)) * num_ranks + src;
+}
+
+// Of routes[parity][src][token], in tokens; written by `src`.
+FLASHMOE_PROTOCOL_CONST int64_t
+route_row(uint32_t epoch, int num_ranks, int src, int heap_tokens, int token) {
+    return route_word(epoch, num_ranks, src) * heap_tokens + token;
+}
+
+// Of result_signals[token][src]; written by `src`.
+FLASHMOE_PROTOCOL_CONST int64_t result_word(int token, int num_ranks, int src) {
+    return int64_t(token) * num_ranks + src;
+}
+
+// Of results[token][slot], in rows; written by the rank that has the slot.
+FLASHMOE_PROTOCOL_CONST int64_t result_row(int token, int num_slots, int slot) {
+    return int64_t(token) * num_slots + slot;
+}
+
+// The ranks that precede `rank` among those that compute for a token; their number is its slot.
+FLASHMOE_PROTOCOL_CONST uint32_t slots_before(uint32_t ranks, int rank) {
+    return ranks & ((1u << rank) - 1);
+}
+
+}  // namespace flashmoe::protocol

@@ -1,0 +1,52 @@
+// How work is handed on within one GPU: tickets say who does it, counters when it can be done.
+#pragma once
+
+#include "flashmoe/protocol/atomics.h"
+
+namespace flashmoe::protocol {
+
+// Takes the next `count` items. Scope: one thread.
+template <class A>
+FLASHMOE_PROTOCOL uint32_t take(typename A::U32* tickets, uint32_t count) {
+    return A::add(tickets, count);
+}
+
+// Counts something that this warp has written with ordinary stores. Scope: one thread, after the
+// warp has come together.
+template <class A>
+FLASHMOE_PROTOCOL void publish(typename A::U32* counter) {
+    A::add_release(counter, 1);
+}
+
+// Counts what this thread has written with bulk copies: `for_each` calls back with every counter.
+// The copies have to be complete, not merely read out of shared memory.
+template <class A, class ForEach>
+FLASHMOE_PROTOCOL void publish_copies(ForEach for_each) {
+    A::bulk_wait_complete();
+    for_each([](typename A::U32* counter) { A::add_release(counter, 1); });
+}
+
+// Waits until all of `target` have been counted, to read them with ordinary loads.
+template <class A, class Wait>
+FLASHMOE_PROTOCOL void await(const typename A::U32* counter, uint32_t target, Wait wait) {
+    wait([=] { return A::template load_acquire<Scope::kGpu>(counter); },
+         [=](uint32_t seen) { return seen == target; });
+}
+
+// The same, to read them by TMA from the same thread.
+template <class A, class Wait>
+FLASHMOE_PROTOCOL void await_for_tma(const typename A::U32* counter, uint32_t target, Wait wait) {
+    await<A>(counter, target, wait);
+    A::fence_proxy_async();
+}
+
+// Marks `items` (bits) as taken and returns those that this thread is the first to take. `taken` is
+// updated to all that are taken now.
+template <class A>
+FLASHMOE_PROTOCOL uint32_t take_bits(typename A::U32* word, uint32_t items, uint32_t* taken) {
+    const uint32_t before = A::fetch_or(word, items);
+    *taken = before | items;
+    return items & ~before;
+}
+
+}  // namespace flashmoe::protocol

@@ -1,0 +1,92 @@
+// What ranks tell each other: that their routing is there, that their rows are, that a result is.
+#pragma once
+
+#include "flashmoe/protocol/epoch.h"
+
+namespace flashmoe::protocol {
+
+// One word: the tokens that a rank brings to an epoch, or that its routing cannot be used.
+struct RouteSignal {
+    static constexpr uint32_t kRefused = 1u << 31;
+
+    FLASHMOE_PROTOCOL static uint64_t make(uint32_t epoch, uint32_t tokens, bool refused) {
+        return uint64_t(tokens | (refused ? kRefused : 0)) << 32 | epoch;
+    }
+    FLASHMOE_PROTOCOL static uint32_t epoch(uint64_t signal) { return uint32_t(signal); }
+    FLASHMOE_PROTOCOL static bool is_refused(uint64_t signal) { return signal >> 63; }
+    FLASHMOE_PROTOCOL static uint32_t tokens(uint64_t signal) {
+        return uint32_t(signal >> 32) & ~kRefused;
+    }
+};
+
+// Tells every rank that this one's routes are in its heap, and how many blocks of rows fit in this
+// rank's buffers. Scope: the last thread of the grid to arrive.
+template <class A, class BoundOf, class SignalOf>
+FLASHMOE_PROTOCOL void publish_routes(
+    int num_ranks, uint32_t row_bound, uint64_t signal, BoundOf bound_of, SignalOf signal_of) {
+    for (int rank = 0; rank < num_ranks; ++rank) A::write(bound_of(rank), row_bound);
+    A::template fence<Scope::kSystem>();
+    for (int rank = 0; rank < num_ranks; ++rank) {
+        A::template store<Scope::kSystem>(signal_of(rank), signal);
+    }
+}
+
+// Equality: the word of this parity holds this epoch or the one two before.
+template <class A, class Wait>
+FLASHMOE_PROTOCOL auto await_routes(const typename A::U64* signal, uint32_t epoch, Wait wait) {
+    return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },
+                [=](uint64_t seen) { return RouteSignal::epoch(seen) == epoch; });
+}
+
+// Tells every rank that this one's rows are in its heap, and that it is done with the previous
+// launch. Scope: the last thread of the grid to arrive.
+template <class A, class SignalOf>
+FLASHMOE_PROTOCOL void publish_rows(int num_ranks, uint32_t epoch, SignalOf signal_of) {
+    for (int rank = 0; rank < num_ranks; ++rank) {
+        A::template store<Scope::kSystem>(signal_of(rank), epoch);
+    }
+}
+
+// Every rank is awaited, also one that sent nothing: its signal is the proof that it has finished
+// with the previous launch. At least the epoch, since a peer that needs nothing from here may be
+// one ahead. Afterwards rows may be read by TMA. Scope: a warp.
+template <class A, class SignalOf, class Wait>
+FLASHMOE_PROTOCOL void await_rows(int num_ranks, uint32_t epoch, SignalOf signal_of, Wait wait) {
+    for (int src = A::lane(); src < num_ranks; src += A::kLanes) {
+        const auto* signal = signal_of(src);
+        wait(
+            src, [=] { return A::template load_acquire<Scope::kSystem>(signal); },
+            [=](uint32_t seen) { return epoch_reached(seen, epoch); });
+    }
+    A::sync_warp();
+    A::fence_proxy_async();
+}
+
+// Tells a token's rank that the share that this warp has written is there. Scope: one thread, after
+// the warp has come together.
+template <class A>
+FLASHMOE_PROTOCOL void publish_result(typename A::U32* signal, uint32_t epoch) {
+    A::template fence<Scope::kSystem>();
+    A::template store<Scope::kSystem>(signal, epoch);
+}
+
+// A look, without order: see acquire_results.
+template <class A>
+FLASHMOE_PROTOCOL bool result_is_here(const typename A::U32* signal, uint32_t epoch) {
+    return A::load(signal) == epoch;
+}
+
+template <class A, class Wait>
+FLASHMOE_PROTOCOL auto await_result(const typename A::U32* signal, uint32_t epoch, Wait wait) {
+    return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },
+                [=](uint32_t seen) { return seen == epoch; });
+}
+
+// Orders what the signals told of after them. Scope: every lane that looked.
+template <class A>
+FLASHMOE_PROTOCOL void acquire_results() {
+    A::template fence<Scope::kSystem>();
+    A::sync_warp();
+}
+
+}  // namespace flashmoe::protocol

@@ -1,0 +1,748 @@
+// One forward or backward of the kernel, with its real order of steps and its real protocol, over
+// plain memory and small integers in place of rows: a row's value tells its epoch, rank and token,
+// and what arrives is compared with what the routing alone says should.
+//
+// A is the policy of the protocol (flashmoe/protocol/atomics.h). The harness asks more of it:
+// read_by_tma and write_by_bulk for the asynchronous proxy, `wait` with a name and with the word
+// that ends all waits, `join` where hardware or the stream brings threads together, `forget` where
+// what a thread knows is given by its place in the program, and `check`.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "flashmoe/protocol/give_up.h"
+#include "flashmoe/protocol/grid.h"
+#include "flashmoe/protocol/order.h"
+#include "flashmoe/protocol/places.h"
+#include "flashmoe/protocol/queue.h"
+#include "flashmoe/protocol/signals.h"
+
+namespace protocol_test {
+
+namespace protocol = flashmoe::protocol;
+
+constexpr int kMaxRanks = 4, kMaxTopk = 4, kMaxTokens = 16, kMaxExperts = 16;
+
+struct Sizes {
+    int ranks;
+    int ctas;    // of each rank
+    int agents;  // of each CTA: 1 does everything; 2 are dispatch and tiles; a third combines
+    int experts;
+    int topk;
+    int tokens;           // most of one rank
+    int block_rows;       // BLOCK_M
+    int n_tiles[2];       // along N, of GEMM0 and GEMM1
+    int warps;            // that share a tile, and count it
+    int group_units;      // what the order of tiles advances by
+    int rows_per_ticket;  // of dispatch and deliver
+    int chunk_tokens;     // of reduce
+
+    int local_experts() const { return experts / ranks; }
+    int slots() const { return topk < ranks ? topk : ranks; }
+    int local_routes() const { return topk < local_experts() ? topk : local_experts(); }
+    int max_blocks() const {
+        return (ranks * tokens * local_routes() + block_rows - 1) / block_rows + local_experts();
+    }
+    int max_rows() const { return max_blocks() * block_rows; }
+    int chunks() const { return (tokens + chunk_tokens - 1) / chunk_tokens; }
+};
+
+enum class Kind {
+    kForward,   // plans in the launch
+    kPlan,      // the plan alone; the epoch goes on
+    kPlanned,   // the rest of it
+    kBackward,  // along the last plan
+};
+
+struct Launch {
+    Kind kind = Kind::kForward;
+    int tokens[kMaxRanks] = {};
+    int8_t expert[kMaxRanks][kMaxTokens][kMaxTopk] = {};  // or -1
+    int refusing_rank = -1;                               // finds its routing unusable
+    int row_bound = 1 << 20;                              // blocks that fit in every rank's buffers
+    bool fails = false;                                   // hence no rank goes on
+    int absent_rank = -1;                                 // does not launch, and exits
+};
+
+inline uint64_t mix(uint64_t a, uint64_t b) {
+    uint64_t x = a * 0x9e3779b97f4a7c15ull + b + 1;
+    x = (x ^ x >> 29) * 0xbf58476d1ce4e5b9ull;
+    return x ^ x >> 32;
+}
+
+// What rows hold at each step.
+inline uint64_t x_value(uint32_t epoch, int rank, int token) {
+    return mix(epoch, uint64_t(rank) << 8 | token);
+}
+inline uint64_t gemm_value(int gemm, uint64_t row, int expert, int n) {
+    return mix(row, uint64_t(gemm) << 16 | expert << 8 | n);
+}
+inline uint64_t dprob_value(uint64_t row, int expert) { return mix(row, 1u << 20 | expert); }
+
+inline uint64_t expected_result(const Sizes& s, uint64_t x, int expert) {
+    uint64_t act = 0, sum = 0;
+    for (int n = 0; n < s.n_tiles[0]; ++n) act += gemm_value(0, x, expert, n);
+    for (int n = 0; n < s.n_tiles[1]; ++n) sum += gemm_value(1, act, expert, n);
+    return sum;
+}
+
+// How a wait ended.
+enum class WaitEnd { kDone, kTimeIsUp, kTold };
+
+struct Row {
+    int token, src, slot;
+    bool owner, last, pad;
+
+    bool alone() const { return owner and last; }
+    static Row unpack(uint64_t word) {
+        return {int(word & 255),      int(word >> 8 & 255), int(word >> 16 & 255),
+                bool(word >> 24 & 1), bool(word >> 25 & 1), bool(word >> 26 & 1)};
+    }
+    uint64_t pack() const {
+        return uint64_t(token) | uint64_t(src) << 8 | uint64_t(slot) << 16 | uint64_t(owner) << 24 |
+               uint64_t(last) << 25 | uint64_t(pad) << 26;
+    }
+};
+
+// Lists of up to kMaxTopk small numbers in one word; -1 means none.
+inline int entry(uint64_t word, int k) { return int16_t(word >> (16 * k)); }
+inline uint64_t with_entry(uint64_t word, int k, int value) {
+    return (word & ~(uint64_t(0xffff) << 16 * k)) | uint64_t(uint16_t(value)) << 16 * k;
+}
+
+// The memory of one rank.
+template <class A>
+struct Memory {
+    using Words = typename A::template Array<typename A::U32>;
+    using Cells = typename A::template Array<typename A::Plain>;
+
+    // The symmetric heap.
+    typename A::template Array<typename A::U64> route_signals;
+    Words gave_up, row_signals, result_signals;
+    Cells row_bounds, routes, rows, results, dprobs;
+    // The workspace.
+    Words raised, counters;
+    Cells epoch, cta_counts;
+    // The plan, and the buffers of a launch.
+    Cells header, units, row_meta, token_rows, own_ranks, received, act, result, out;
+    // What CTAs tell their own agents through shared memory.
+    Cells go_on, spoiled;
+    std::vector<typename A::Join> cta_join;
+    typename A::Join launch_join;
+
+    Memory(const Sizes& s, int rank)
+        : route_signals(2 * s.ranks, "route_signal", rank),
+          gave_up(1, "gave_up", rank),
+          row_signals(s.ranks, "row_signal", rank),
+          result_signals(s.tokens * s.ranks, "result_signal", rank),
+          row_bounds(2 * s.ranks, "row_bound", rank),
+          routes(2 * s.ranks * s.tokens, "routes", rank),
+          rows(s.tokens, "rows", rank),
+          results(s.tokens * s.slots() * s.n_tiles[1], "results", rank),
+          dprobs(s.tokens * s.topk, "dprobs", rank),
+          raised(1, "raised", rank),
+          counters(num_counters(s), "counter", rank),
+          epoch(1, "epoch", rank),
+          cta_counts(s.local_experts() * s.ctas, "cta_counts", rank),
+          header(1, "plan.header", rank),
+          units(s.max_blocks(), "plan.units", rank),
+          row_meta(s.max_rows(), "plan.row_meta", rank),
+          token_rows(s.ranks * s.tokens, "plan.token_rows", rank),
+          own_ranks(s.tokens, "plan.own_ranks", rank),
+          received(s.max_rows(), "received", rank),
+          act(s.max_rows() * s.n_tiles[0], "act", rank),
+          result(s.max_rows() * s.n_tiles[1], "result", rank),
+          out(s.tokens, "out", rank),
+          go_on(s.ctas, "go_on", rank),
+          spoiled(1, "spoiled", rank),
+          launch_join(s.ctas * s.agents) {
+        for (int cta = 0; cta < s.ctas; ++cta) cta_join.emplace_back(s.agents);
+    }
+
+    // Counters of one launch, in one piece as `reset` wants them.
+    enum Counter { kTile, kDispatch, kCombine, kRoutes, kRows, kLeaving, kBarrier, kTickets = 10 };
+
+    static int num_counters(const Sizes& s) {
+        return kTickets + 3 * s.max_blocks() + s.experts + s.chunks();
+    }
+    typename A::U32* counter(int index) { return &counters[index]; }
+    typename A::U32* rows_ready(const Sizes&, int block) { return &counters[kTickets + block]; }
+    typename A::U32* tile_ready(const Sizes& s, int gemm, int block) {
+        return &counters[kTickets + (1 + gemm) * s.max_blocks() + block];
+    }
+    typename A::U32* selections(const Sizes& s, int expert) {
+        return &counters[kTickets + 3 * s.max_blocks() + expert];
+    }
+    typename A::U32* reduced(const Sizes& s, int chunk) {
+        return &counters[kTickets + 3 * s.max_blocks() + s.experts + chunk];
+    }
+};
+
+template <class A>
+struct World {
+    Sizes sizes;
+    const std::vector<Launch>& launches;
+    std::vector<Memory<A>*> ranks;
+};
+
+// What one warp (`role` of a CTA) does in all launches.
+template <class A>
+class Agent {
+ public:
+    Agent(World<A>& world, int rank, int cta, int role)
+        : s_(world.sizes),
+          world_(world),
+          here_(*world.ranks[rank]),
+          rank_(rank),
+          cta_(cta),
+          role_(role) {}
+
+    void run() {
+        for (size_t i = 0; i < world_.launches.size(); ++i) {
+            launch_index_ = int(i);
+            A::join(here_.launch_join, true);
+            forget(0);
+            // After a fault that nobody mends the host launches no more.
+            if (world_.launches[i].absent_rank == rank_ or A::read(&here_.spoiled[0])) return;
+            run_launch(world_.launches[i]);
+        }
+    }
+
+ private:
+    using M = Memory<A>;
+
+    void run_launch(const Launch& launch) {
+        const uint32_t epoch = uint32_t(A::read(&here_.epoch[0])) + 1;
+        bool go_on = true;
+        if (launch.kind != Kind::kPlanned) {
+            if (role_ == 0) {
+                if (launch.kind == Kind::kBackward) {
+                    publish_rows(launch, epoch);
+                } else {
+                    go_on = plan(launch, epoch);
+                    A::check(go_on == not launch.fails or A::is_void(),
+                             "ranks disagree whether to go on");
+                }
+                A::write(&here_.go_on[cta_], go_on);
+            }
+            join_cta();
+            go_on = A::read(&here_.go_on[cta_]) != 0;
+        }
+        forget(1);
+        if (launch.kind != Kind::kPlan and go_on) {
+            // As in kernel/layer.cuh: every warp helps to combine once its own part is done.
+            if (role_ == 0) dispatch(epoch);
+            if (role_ == 1 or s_.agents == 1) compute_tiles();
+            deliver(launch, epoch);
+            reduce(launch, epoch);
+        }
+        forget(2);
+        join_cta();
+        if (role_ == 0) leave(launch, epoch, go_on);
+    }
+
+    // Publish: moe/publish.cuh.
+
+    void publish_routes(const Launch& launch, uint32_t epoch) {
+        if (launch.refusing_rank == rank_ and cta_ == 0) A::fetch_or(&here_.raised[0], 1);
+        for (int token = cta_; token < launch.tokens[rank_]; token += s_.ctas) {
+            uint64_t routes = ~0ull;
+            for (int k = 0; k < s_.topk; ++k) {
+                routes = with_entry(routes, k, launch.expert[rank_][token][k]);
+            }
+            for (int rank = 0; rank < s_.ranks; ++rank) {
+                A::write(routes_of(rank, epoch, rank_, token), routes);
+            }
+        }
+        protocol::arrive<A>(here_.counter(M::kRoutes), s_.ctas, [&] {
+            const bool refused = A::load(&here_.raised[0]) != 0;
+            protocol::publish_routes<A>(
+                s_.ranks, uint32_t(launch.row_bound),
+                protocol::RouteSignal::make(epoch, launch.tokens[rank_], refused),
+                [&](int rank) {
+                    return &world_.ranks[rank]
+                                ->row_bounds[protocol::route_word(epoch, s_.ranks, rank_)];
+                },
+                [&](int rank) {
+                    return &world_.ranks[rank]
+                                ->route_signals[protocol::route_word(epoch, s_.ranks, rank_)];
+                });
+        });
+    }
+
+    void publish_rows(const Launch& launch, uint32_t epoch) {
+        if (s_.ranks > 1) {
+            for (int token = cta_; token < launch.tokens[rank_]; token += s_.ctas) {
+                A::write(&here_.rows[token], x_value(epoch, rank_, token));
+            }
+        }
+        protocol::arrive<A>(here_.counter(M::kRows), s_.ctas, [&] {
+            protocol::publish_rows<A>(
+                s_.ranks, epoch, [&](int rank) { return &world_.ranks[rank]->row_signals[rank_]; });
+        });
+    }
+
+    typename A::Plain* routes_of(int owner, uint32_t epoch, int src, int token) {
+        return &world_.ranks[owner]
+                    ->routes[protocol::route_row(epoch, s_.ranks, src, s_.tokens, token)];
+    }
+
+    // Plan: moe/place.cuh, with one token a chunk.
+
+    bool plan(const Launch& launch, uint32_t epoch) {
+        publish_routes(launch, epoch);
+        publish_rows(launch, epoch);
+        int num_tokens[kMaxRanks];
+        if (await_routes(epoch, num_tokens)) count_routes(epoch, num_tokens);
+        const bool counted = grid_barrier(0, [&] {
+            return A::template load_acquire<protocol::Scope::kGpu>(&here_.raised[0]) == 0 and
+                   protocol::who_gave_up<A>(&here_.gave_up[0]) == 0;
+        });
+        if (not counted or not rows_fit(epoch)) return false;
+        check_counts(launch);
+        place_rows(epoch, num_tokens);
+        return grid_barrier(1, [] { return true; });
+    }
+
+    bool await_routes(uint32_t epoch, int (&num_tokens)[kMaxRanks]) {
+        bool all = true;
+        for (int src = 0; src < s_.ranks; ++src) {
+            const auto* signal = &here_.route_signals[protocol::route_word(epoch, s_.ranks, src)];
+            uint64_t seen = 0;
+            const bool is_here =
+                protocol::await_routes<A>(signal, epoch, [&](auto load, auto done) {
+                    return wait("the plan waits for routes", [&] { return seen = load(); }, done);
+                });
+            if (is_here and protocol::RouteSignal::is_refused(seen)) {
+                A::fetch_or(&here_.raised[0], 1);
+                all = false;
+            }
+            num_tokens[src] = is_here ? int(protocol::RouteSignal::tokens(seen)) : 0;
+            all &= is_here;
+        }
+        return all;
+    }
+
+    template <class Visit>
+    void for_own_chunks(const int (&num_tokens)[kMaxRanks], Visit visit) {
+        const int chunks = s_.ranks * s_.tokens, per_cta = (chunks + s_.ctas - 1) / s_.ctas;
+        for (int i = cta_ * per_cta; i < (cta_ + 1) * per_cta and i < chunks; ++i) {
+            const int src = (rank_ + i % s_.ranks) % s_.ranks, token = i / s_.ranks;
+            if (token < num_tokens[src]) visit(src, token);
+        }
+    }
+
+    void count_routes(uint32_t epoch, const int (&num_tokens)[kMaxRanks]) {
+        uint32_t counts[kMaxExperts] = {};
+        for_own_chunks(num_tokens, [&](int src, int token) {
+            const uint64_t routes = A::read(routes_of(rank_, epoch, src, token));
+            for (int k = 0; k < s_.topk; ++k) {
+                if (entry(routes, k) >= 0) ++counts[entry(routes, k)];
+            }
+        });
+        for (int expert = 0; expert < s_.experts; ++expert) {
+            if (counts[expert] > 0) A::add(here_.selections(s_, expert), counts[expert]);
+        }
+        for (int i = 0; i < s_.local_experts(); ++i) {
+            A::write(&here_.cta_counts[i * s_.ctas + cta_], counts[rank_ * s_.local_experts() + i]);
+        }
+    }
+
+    // A plan that goes on is whole, also when everything that it is for is void: no row lies
+    // outside its buffer.
+    void check_counts(const Launch& launch) {
+        uint32_t counts[kMaxExperts] = {};
+        for (int src = 0; src < s_.ranks; ++src) {
+            for (int token = 0; token < launch.tokens[src]; ++token) {
+                for (int k = 0; k < s_.topk; ++k) {
+                    if (const int expert = launch.expert[src][token][k]; expert >= 0) {
+                        ++counts[expert];
+                    }
+                }
+            }
+        }
+        for (int expert = 0; expert < s_.experts; ++expert) {
+            A::check(A::read(here_.selections(s_, expert)) == counts[expert],
+                     "a plan is made of some of the routes");
+        }
+    }
+
+    int blocks_of(int expert) {
+        return int(A::read(here_.selections(s_, expert)) + s_.block_rows - 1) / s_.block_rows;
+    }
+
+    bool rows_fit(uint32_t epoch) {
+        bool fit = true;
+        for (int rank = 0; rank < s_.ranks; ++rank) {
+            int blocks = 0;
+            for (int i = 0; i < s_.local_experts(); ++i) {
+                blocks += blocks_of(rank * s_.local_experts() + i);
+            }
+            const uint64_t bound =
+                A::read(&here_.row_bounds[protocol::route_word(epoch, s_.ranks, rank)]);
+            if (uint64_t(blocks) > bound) fit = false;
+        }
+        if (not fit) A::fetch_or(&here_.raised[0], 1);
+        return fit;
+    }
+
+    void place_rows(uint32_t epoch, const int (&num_tokens)[kMaxRanks]) {
+        int next[kMaxExperts], begin = 0, unit = 0;
+        for (int i = 0; i < s_.local_experts(); ++i) {
+            const int expert = rank_ * s_.local_experts() + i, blocks = blocks_of(expert);
+            next[i] = begin * s_.block_rows;
+            for (int cta = 0; cta < cta_; ++cta) {
+                next[i] += int(A::read(&here_.cta_counts[i * s_.ctas + cta]));
+            }
+            if (i % s_.ctas == cta_) {
+                const int rows = int(A::read(here_.selections(s_, expert)));
+                for (int row = begin * s_.block_rows + rows; row < (begin + blocks) * s_.block_rows;
+                     ++row) {
+                    A::write(&here_.row_meta[row], Row{0, 0, 0, false, false, true}.pack());
+                }
+                for (int block = 0; block < blocks; block += 2) {
+                    A::write(&here_.units[unit + block / 2],
+                             uint64_t(begin + block) << 16 | uint64_t(i) << 8 |
+                                 uint64_t(blocks - block > 1 ? 2 : 1));
+                }
+            }
+            begin += blocks;
+            unit += (blocks + 1) / 2;
+        }
+        if (cta_ == 0) A::write(&here_.header[0], uint64_t(begin) << 32 | uint64_t(unit));
+        for_own_chunks(num_tokens, [&](int src, int token) { place(epoch, src, token, next); });
+    }
+
+    void place(uint32_t epoch, int src, int token, int (&next)[kMaxExperts]) {
+        const uint64_t routes = A::read(routes_of(rank_, epoch, src, token));
+        uint64_t rows = ~0ull;
+        uint32_t ranks = 0;
+        int first = 1 << 30, last = -1;
+        for (int k = 0; k < s_.topk; ++k) {
+            const int expert = entry(routes, k);
+            if (expert < 0) continue;
+            ranks |= 1u << (expert / s_.local_experts());
+            const int local = expert - rank_ * s_.local_experts();
+            if (local < 0 or local >= s_.local_experts()) continue;
+            const int row = next[local]++;
+            rows = with_entry(rows, k, row);
+            first = row < first ? row : first;
+            last = row > last ? row : last;
+        }
+        const int slot = __builtin_popcount(protocol::slots_before(ranks, rank_));
+        for (int k = 0; k < s_.topk; ++k) {
+            if (const int row = entry(rows, k); row >= 0) {
+                A::write(&here_.row_meta[row],
+                         Row{token, src, slot, row == first, row == last, false}.pack());
+            }
+        }
+        A::write(&here_.token_rows[src * s_.tokens + token], rows);
+        if (src == rank_) A::write(&here_.own_ranks[token], ranks);
+    }
+
+    template <class MayGoOn>
+    bool grid_barrier(int which, MayGoOn may_go_on) {
+        return protocol::barrier<A>(
+            here_.counter(M::kBarrier + 2 * which), here_.counter(M::kBarrier + 2 * which + 1),
+            s_.ctas, may_go_on,
+            [&](auto load, auto done) { return wait("a grid barrier", load, done); });
+    }
+
+    // False once this rank or another has given up: comm/wait.cuh.
+    template <class Load, class Done>
+    bool wait(const char* what, Load load, Done done) {
+        uint32_t who = 0;
+        const WaitEnd end = A::wait(what, load, done, &here_.gave_up[0], &who);
+        if (end == WaitEnd::kDone) return true;
+        if (end == WaitEnd::kTimeIsUp) {
+            A::fetch_or(&here_.raised[0], 1);
+            who = uint32_t(rank_) + 1;
+        }
+        protocol::give_up<A>(s_.ranks, who,
+                             [&](int rank) { return &world_.ranks[rank]->gave_up[0]; });
+        return false;
+    }
+
+    // Dispatch: moe/dispatch.cuh.
+
+    int num_blocks() { return int(A::read(&here_.header[0]) >> 32); }
+
+    void dispatch(uint32_t epoch) {
+        protocol::await_rows<A>(
+            s_.ranks, epoch, [&](int src) { return &here_.row_signals[src]; },
+            [&](int, auto load, auto done) { wait("dispatch waits for rows", load, done); });
+        const int num_rows = num_blocks() * s_.block_rows;
+        for (;;) {
+            forget(3);
+            const int first =
+                int(protocol::take<A>(here_.counter(M::kDispatch), s_.rows_per_ticket));
+            if (first >= num_rows) return;
+            for (int row = first; row < first + s_.rows_per_ticket and row < num_rows; ++row) {
+                const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+                if (meta.owner) fetch_row(epoch, meta);
+                if (meta.pad) {
+                    A::write(&here_.received[row], 0);
+                    protocol::publish<A>(here_.rows_ready(s_, row / s_.block_rows));
+                }
+            }
+        }
+    }
+
+    void fetch_row(uint32_t epoch, const Row& meta) {
+        const uint64_t value = meta.src == rank_
+                                   ? x_value(epoch, rank_, meta.token)
+                                   : A::read_by_tma(&world_.ranks[meta.src]->rows[meta.token]);
+        A::check(value == x_value(epoch, meta.src, meta.token) or A::is_void(),
+                 "a row of another epoch is read");
+        const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
+        auto for_each_row = [&](auto visit) {
+            for (int k = 0; k < s_.topk; ++k) {
+                if (const int row = entry(rows, k); row >= 0) visit(row);
+            }
+        };
+        for_each_row([&](int row) { A::write_by_bulk(&here_.received[row], value); });
+        protocol::publish_copies<A>([&](auto count) {
+            for_each_row([&](int row) { count(here_.rows_ready(s_, row / s_.block_rows)); });
+        });
+    }
+
+    // Tiles: actor/loader.cuh and actor/processor.cuh as one agent.
+
+    void compute_tiles() {
+        const uint64_t header = A::read(&here_.header[0]);
+        const protocol::TileOrder order{
+            int(header & 0xffff), s_.group_units, {s_.n_tiles[0], s_.n_tiles[1]}};
+        for (;;) {
+            forget(4);
+            const auto pair = order.at(int(protocol::take<A>(here_.counter(M::kTile), 1)));
+            if (pair.gemm == protocol::TilePlace::kNone) return;
+            const uint64_t unit = A::read(&here_.units[pair.unit]);
+            const int block = int(unit >> 16 & 0xffff), local = int(unit >> 8 & 255);
+            const int expert = rank_ * s_.local_experts() + local;
+            if ((unit & 255) == 2) {
+                compute_tile(pair.gemm, block, pair.n, expert);
+                compute_tile(pair.gemm, block + 1, pair.n, expert);
+            } else if (pair.n % 2 == 0) {  // of a single block, two tiles along N
+                compute_tile(pair.gemm, block, pair.n, expert);
+                if (pair.n + 1 < s_.n_tiles[pair.gemm]) {
+                    compute_tile(pair.gemm, block, pair.n + 1, expert);
+                }
+            }
+        }
+    }
+
+    void compute_tile(int gemm, int block, int n, int expert) {
+        if (gemm == 0) {
+            protocol::await_for_tma<A>(
+                here_.rows_ready(s_, block), s_.block_rows,
+                [&](auto load, auto done) { wait("GEMM0 waits for rows", load, done); });
+        } else {
+            protocol::await_for_tma<A>(
+                here_.tile_ready(s_, 0, block), s_.warps * s_.n_tiles[0],
+                [&](auto load, auto done) { wait("GEMM1 waits for GEMM0", load, done); });
+        }
+        for (int row = block * s_.block_rows; row < (block + 1) * s_.block_rows; ++row) {
+            uint64_t input = 0;
+            if (gemm == 0) {
+                input = A::read_by_tma(&here_.received[row]);
+            } else {
+                for (int i = 0; i < s_.n_tiles[0]; ++i) {
+                    input += A::read_by_tma(&here_.act[row * s_.n_tiles[0] + i]);
+                }
+            }
+            auto* out = gemm == 0 ? &here_.act[row * s_.n_tiles[0] + n]
+                                  : &here_.result[row * s_.n_tiles[1] + n];
+            const uint64_t value = input == 0 ? 0 : gemm_value(gemm, input, expert, n);
+            if (gemm == 1) {
+                const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+                if (meta.alone()) {  // a token's only row here goes straight to its rank
+                    A::write(result_of(meta, n), value);
+                    continue;
+                }
+            }
+            A::check(value == 0 or A::read(out) != value or A::is_void(),
+                     "a tile is computed twice");
+            A::write(out, value);
+        }
+        for (int warp = 0; warp < s_.warps; ++warp) {
+            protocol::publish<A>(here_.tile_ready(s_, gemm, block));
+        }
+    }
+
+    // Deliver and reduce: moe/combine.cuh.
+
+    void deliver(const Launch& launch, uint32_t epoch) {
+        const int num_rows = num_blocks() * s_.block_rows;
+        for (;;) {
+            forget(5);
+            const int first =
+                int(protocol::take<A>(here_.counter(M::kCombine), s_.rows_per_ticket));
+            if (first >= num_rows) return;
+            for (int row = first; row < first + s_.rows_per_ticket and row < num_rows; ++row) {
+                const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+                if (meta.last) deliver_token(launch, epoch, meta);
+            }
+        }
+    }
+
+    typename A::Plain* result_of(const Row& meta, int n) {
+        const int64_t row = protocol::result_row(meta.token, s_.slots(), meta.slot);
+        return &world_.ranks[meta.src]->results[row * s_.n_tiles[1] + n];
+    }
+
+    void deliver_token(const Launch& launch, uint32_t epoch, const Row& meta) {
+        const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
+        M& there = *world_.ranks[meta.src];
+        for (int k = 0; k < s_.topk; ++k) {
+            const int row = entry(rows, k);
+            if (row < 0) continue;
+            protocol::await<A>(
+                here_.tile_ready(s_, 1, row / s_.block_rows), s_.warps * s_.n_tiles[1],
+                [&](auto load, auto done) { wait("deliver waits for GEMM1", load, done); });
+            if (launch.kind == Kind::kBackward) {
+                A::write(&there.dprobs[meta.token * s_.topk + k],
+                         dprob_value(x_value(epoch, meta.src, meta.token),
+                                     launch.expert[meta.src][meta.token][k]));
+            }
+        }
+        for (int n = 0; n < s_.n_tiles[1] and not meta.alone(); ++n) {
+            uint64_t sum = 0;
+            for (int k = 0; k < s_.topk; ++k) {
+                if (const int row = entry(rows, k); row >= 0) {
+                    sum += A::read(&here_.result[row * s_.n_tiles[1] + n]);
+                }
+            }
+            A::write(result_of(meta, n), sum);
+        }
+        protocol::publish_result<A>(
+            &there.result_signals[protocol::result_word(meta.token, s_.ranks, rank_)], epoch);
+    }
+
+    const typename A::U32* result_signal(int token, int src) {
+        return &here_.result_signals[protocol::result_word(token, s_.ranks, src)];
+    }
+
+    enum class Progress { kNone, kSome, kFinished };
+
+    Progress reduce_chunk(const Launch& launch, uint32_t epoch, int chunk, bool must_wait) {
+        const int first = chunk * s_.chunk_tokens, left = launch.tokens[rank_] - first;
+        const int in_chunk = left < s_.chunk_tokens ? left : s_.chunk_tokens;
+        const uint32_t all = (1u << in_chunk) - 1;
+        uint32_t taken = A::load(here_.reduced(s_, chunk));
+        if (taken == all) return Progress::kFinished;
+        uint32_t complete = 0;
+        for (int i = 0; i < in_chunk; ++i) {
+            if (taken >> i & 1) continue;
+            const uint32_t ranks = uint32_t(A::read(&here_.own_ranks[first + i]));
+            bool is_here = true;
+            for (int src = 0; src < s_.ranks and is_here; ++src) {
+                if (not(ranks >> src & 1)) continue;
+                if (must_wait) {
+                    protocol::await_result<A>(
+                        result_signal(first + i, src), epoch, [&](auto load, auto done) {
+                            return wait("reduce waits for a result", load, done);
+                        });
+                } else {
+                    is_here = protocol::result_is_here<A>(result_signal(first + i, src), epoch);
+                }
+            }
+            must_wait = false;  // the first one only
+            if (is_here) complete |= 1u << i;
+        }
+        if (complete == 0) return Progress::kNone;
+        const uint32_t mine = protocol::take_bits<A>(here_.reduced(s_, chunk), complete, &taken);
+        protocol::acquire_results<A>();
+        for (int i = 0; i < in_chunk; ++i) {
+            if (mine >> i & 1) reduce_token(launch, epoch, first + i);
+        }
+        return taken == all ? Progress::kFinished : Progress::kSome;
+    }
+
+    uint64_t expected_sum(const Launch& launch, uint32_t epoch, int token) {
+        uint64_t sum = 0;
+        for (int k = 0; k < s_.topk; ++k) {
+            const int expert = launch.expert[rank_][token][k];
+            if (expert >= 0) sum += expected_result(s_, x_value(epoch, rank_, token), expert);
+        }
+        return sum;
+    }
+
+    void reduce_token(const Launch& launch, uint32_t epoch, int token) {
+        const uint32_t ranks = uint32_t(A::read(&here_.own_ranks[token]));
+        const int slots = __builtin_popcount(ranks);
+        uint64_t sum = 0;
+        for (int slot = 0; slot < slots; ++slot) {
+            for (int n = 0; n < s_.n_tiles[1]; ++n) {
+                sum += A::read(result_of({token, rank_, slot, false, false, false}, n));
+            }
+        }
+        for (int k = 0; k < s_.topk and launch.kind == Kind::kBackward; ++k) {
+            const int expert = launch.expert[rank_][token][k];
+            if (expert < 0) continue;
+            A::check(A::read(&here_.dprobs[token * s_.topk + k]) ==
+                             dprob_value(x_value(epoch, rank_, token), expert) or
+                         A::is_void(),
+                     "the gradient of a probability is wrong");
+        }
+        A::check(sum == expected_sum(launch, epoch, token) or A::is_void(),
+                 "a token's sum is wrong");
+        A::check(A::read(&here_.out[token]) != mix(epoch, sum) or A::is_void(),
+                 "a token is reduced twice");
+        A::write(&here_.out[token], mix(epoch, sum));
+    }
+
+    // Until all tokens of this CTA are taken; after a round without progress what is not there yet
+    // is waited for.
+    void reduce(const Launch& launch, uint32_t epoch) {
+        const int chunks = (launch.tokens[rank_] + s_.chunk_tokens - 1) / s_.chunk_tokens;
+        bool must_wait = false;
+        for (;;) {
+            forget(6 + must_wait);
+            bool is_finished = true, moved = false;
+            for (int chunk = cta_; chunk < chunks; chunk += s_.ctas) {
+                const Progress progress =
+                    reduce_chunk(launch, epoch, chunk, must_wait and is_finished);
+                is_finished &= progress == Progress::kFinished;
+                moved |= progress == Progress::kSome;
+            }
+            if (is_finished) return;
+            must_wait = not moved;
+        }
+    }
+
+    // The end of a launch: moe/args.cuh, and spoil_output of kernel/layer.cuh.
+    void leave(const Launch& launch, uint32_t epoch, bool go_on) {
+        if (not protocol::leave<A>(here_.counter(M::kLeaving), s_.ctas)) return;
+        const bool computes = launch.kind != Kind::kPlan;
+        if (protocol::who_gave_up<A>(&here_.gave_up[0]) != 0) A::fetch_or(&here_.raised[0], 1);
+        const bool is_raised = A::load(&here_.raised[0]) != 0;
+        if (is_raised and not launch.fails) A::write(&here_.spoiled[0], 1);
+        for (int token = 0; token < launch.tokens[rank_] and computes and not is_raised; ++token) {
+            A::check(go_on and A::read(&here_.out[token]) ==
+                                   mix(epoch, expected_sum(launch, epoch, token)),
+                     "a token was lost, or is wrong and passes for right");
+        }
+        protocol::reset<A>(here_.counter(0), 0, 1, M::num_counters(s_));
+        if (computes or not go_on) A::write(&here_.epoch[0], protocol::ended_epoch(epoch));
+        if (launch.fails) A::write(&here_.raised[0], 0);  // the host clears the fault
+    }
+
+    void join_cta() {
+        if (s_.agents > 1) A::join(here_.cta_join[cta_], false);
+    }
+    // Place 0 begins a launch, 2 its end.
+    void forget(int place) {
+        A::forget(launch_index_ * 16 + place, launch_index_ * 3 + (place == 0   ? 0
+                                                                   : place == 2 ? 2
+                                                                                : 1));
+    }
+
+    const Sizes s_;
+    World<A>& world_;
+    M& here_;
+    const int rank_, cta_, role_;
+    int launch_index_ = 0;
+};
+
+}  // namespace protocol_test

@@ -1,0 +1,166 @@
+// Sizes and routings to run, by name.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "forward.h"
+
+namespace protocol_test {
+
+struct Scenario {
+    const char* name;
+    Sizes sizes;
+    std::vector<Launch> launches;
+    int early_timeouts = -1;  // -1: no wait ever runs out of time
+};
+
+inline Launch launch_of(Kind kind,
+                        const Sizes& s,
+                        std::vector<std::vector<std::vector<int>>> experts) {
+    Launch launch;
+    launch.kind = kind;
+    for (int rank = 0; rank < s.ranks; ++rank) {
+        launch.tokens[rank] = int(experts[rank].size());
+        for (int token = 0; token < s.tokens; ++token) {
+            for (int k = 0; k < s.topk; ++k) {
+                const bool is_some =
+                    token < launch.tokens[rank] and k < int(experts[rank][token].size());
+                launch.expert[rank][token][k] = is_some ? int8_t(experts[rank][token][k]) : -1;
+            }
+        }
+    }
+    return launch;
+}
+
+inline Launch again(Launch launch, Kind kind) {
+    launch.kind = kind;
+    return launch;
+}
+
+inline std::vector<Scenario> small_scenarios() {
+    std::vector<Scenario> all;
+    {
+        // Two GPUs. The second has no tokens in the first launch and may hurry ahead; then nothing
+        // crosses; then everything does.
+        Sizes s{};
+        s.ranks = 2, s.ctas = 1, s.agents = 2, s.experts = 2, s.topk = 1, s.tokens = 1;
+        s.block_rows = 2, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
+        s.rows_per_ticket = 2, s.chunk_tokens = 1;
+        const Launch first = launch_of(Kind::kForward, s, {{{1}}, {}});
+        const Launch second = launch_of(Kind::kForward, s, {{{0}}, {{1}}});
+        const Launch third = launch_of(Kind::kForward, s, {{{1}}, {{0}}});
+        all.push_back({"ranks2", s, {first, second, third}});
+        all.push_back({"ranks2_backward", s, {second, again(second, Kind::kBackward), third}});
+    }
+    {
+        // Three GPUs, one agent each; empty experts, a rank without tokens.
+        Sizes s{};
+        s.ranks = 3, s.ctas = 1, s.agents = 1, s.experts = 3, s.topk = 2, s.tokens = 1;
+        s.block_rows = 2, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
+        s.rows_per_ticket = 4, s.chunk_tokens = 1;
+        const Launch first = launch_of(Kind::kForward, s, {{{1, 2}}, {}, {{2}}});
+        const Launch second = launch_of(Kind::kForward, s, {{{0, 1}}, {{0, 2}}, {}});
+        const Launch own = launch_of(Kind::kForward, s, {{{0}}, {{1}}, {{2}}});
+        all.push_back({"ranks3", s, {first, again(first, Kind::kBackward), second}});
+        all.push_back({"ranks3_apart", s, {own, again(own, Kind::kBackward), first}});
+        all.push_back(
+            {"ranks3_split", s, {again(first, Kind::kPlan), again(first, Kind::kPlanned), own}});
+        Launch refused = first, large = second;
+        refused.refusing_rank = 1, refused.fails = true;
+        large.row_bound = 0, large.fails = true;
+        Launch absent = second;
+        absent.absent_rank = 1;
+        all.push_back({"ranks3_absent", s, {first, absent}, 0});
+        // The first rank's waits may run out of time although nobody is late; whoever has void rows
+        // by then must not take them for right.
+        s.topk = 1;
+        all.push_back({"ranks3_late", s, {launch_of(Kind::kForward, s, {{}, {}, {{1}}})}, 1});
+        all.push_back({"ranks3_refused", s, {refused, second, large}});
+    }
+    {
+        // One GPU with two CTAs: tickets, counters, barriers and the reset.
+        Sizes s{};
+        s.ranks = 1, s.ctas = 2, s.agents = 1, s.experts = 2, s.topk = 2, s.tokens = 2;
+        s.block_rows = 2, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
+        s.rows_per_ticket = 2, s.chunk_tokens = 2;
+        const Launch both = launch_of(Kind::kForward, s, {{{0, 1}, {0, 1}}});
+        const Launch one = launch_of(Kind::kForward, s, {{{1}}});
+        all.push_back({"ctas2", s, {both, one, both}});
+        Sizes three = s;
+        three.ctas = 3, three.tokens = 3, three.chunk_tokens = 1;
+        all.push_back({"ctas3", three, {launch_of(Kind::kForward, three, {{{0}, {0}, {0}}})}});
+        Sizes two = s;
+        two.ranks = 2, two.tokens = 2, two.topk = 1, two.chunk_tokens = 1;
+        const Launch across = launch_of(Kind::kForward, two, {{{1}, {1}}, {}});
+        all.push_back({"ctas2_backward", two, {across, again(across, Kind::kBackward)}});
+        s.agents = 2;
+        all.push_back({"ctas2_agents2", s, {one, one, one}});
+    }
+    return all;
+}
+
+class Random {
+ public:
+    explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 0x1234567) { (*this)(); }
+    uint64_t operator()() {
+        state_ ^= state_ << 13;
+        state_ ^= state_ >> 7;
+        state_ ^= state_ << 17;
+        return state_ >> 8;
+    }
+    int below(int bound) { return int((*this)() % uint64_t(bound)); }
+
+ private:
+    uint64_t state_;
+};
+
+// Some launches are crowded, some leave experts or whole ranks without anything to do.
+inline Launch random_launch(const Sizes& s, Random& random) {
+    Launch launch;
+    const int crowd = random.below(3);
+    for (int rank = 0; rank < s.ranks; ++rank) {
+        launch.tokens[rank] = random.below(4) == 0 ? 0 : 1 + random.below(s.tokens);
+        for (int token = 0; token < s.tokens; ++token) {
+            bool used[kMaxExperts] = {};
+            for (int k = 0; k < s.topk; ++k) {
+                int expert = random.below(s.experts);
+                if (crowd == 1) expert %= s.local_experts();
+                if (crowd == 2) expert = expert / 2 * 2;
+                const bool is_none = used[expert] or random.below(8) == 0;
+                used[expert] = true;
+                launch.expert[rank][token][k] = is_none ? -1 : int8_t(expert);
+            }
+        }
+    }
+    return launch;
+}
+
+inline std::vector<Launch> random_launches(const Sizes& s, int count, uint64_t seed) {
+    Random random(seed);
+    std::vector<Launch> launches;
+    while (int(launches.size()) < count) {
+        Launch launch = random_launch(s, random);
+        switch (random.below(8)) {
+            case 0:
+                launches.push_back(again(launch, Kind::kPlan));
+                launches.push_back(again(launch, Kind::kPlanned));
+                break;
+            case 1:
+                launch.refusing_rank = random.below(s.ranks);
+                launch.fails = true;
+                launches.push_back(launch);
+                break;
+            default:
+                launches.push_back(launch);
+        }
+        if (not launch.fails and random.below(3) > 0) {
+            launches.push_back(again(launch, Kind::kBackward));
+        }
+    }
+    return launches;
+}
+
+}  // namespace protocol_test

@@ -1,0 +1,464 @@
+"""Faults put into the protocol, one at a time, and who has to catch each.
+
+A mutant is an edit of the protocol's own text, so that the shipped headers carry no trace of it.
+Text that is not found exactly once is an error: no mutant goes stale unnoticed.
+"""
+
+from dataclasses import dataclass
+
+GIVE_UP = "flashmoe/protocol/give_up.h"
+GRID = "flashmoe/protocol/grid.h"
+SIGNALS = "flashmoe/protocol/signals.h"
+QUEUE = "flashmoe/protocol/queue.h"
+EPOCH = "flashmoe/protocol/epoch.h"
+PLACES = "flashmoe/protocol/places.h"
+ORDER = "flashmoe/protocol/order.h"
+FORWARD = "forward.h"  # what is control flow: the steps of a launch, as the tests have them
+
+SYSTEM = "A::template fence<Scope::kSystem>();\n"
+GPU = "A::template fence<Scope::kGpu>();\n"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault.
+
+    Attributes:
+        name: What is wrong.
+        scenario: The explorer's scenario that finds it.
+        failure: Part of what the explorer says.
+        by_stress: Whether host threads have to find it, too: by a race that ThreadSanitizer
+            reports, a wrong value or a hang. They find more than those that are marked so, which
+            each stand for a kind; what they cannot see is scopes, and what TMA does.
+        edits: ``(file, text, replacement)``; each text is once in its file.
+    """
+
+    name: str
+    scenario: str
+    failure: str
+    by_stress: bool
+    edits: tuple[tuple[str, str, str], ...]
+
+
+def dropped(file: str, text: str, line: str) -> tuple[str, str, str]:
+    """An edit that takes ``line`` out of ``text``."""
+    return file, text, text.replace(line, "", 1)
+
+
+UNWRITTEN = "is read before it is known to be written"
+BY_TMA = "is read by TMA before it is known to be written"
+STILL_READ = "is written over while it may still be read"
+TWICE = "is written over by one who does not know of the last write"
+HANG = "nobody can go on"
+
+MUTANTS = [
+    # Fences.
+    Mutant(
+        "no fence before a CTA arrives",
+        "ctas2_backward",
+        UNWRITTEN,
+        True,
+        (dropped(GRID, SYSTEM + "    if (A::add", SYSTEM),),
+    ),
+    Mutant(
+        "no fence after the last CTA has arrived",
+        "ctas2_backward",
+        "rows",
+        False,
+        (dropped(GRID, SYSTEM + "        then();", SYSTEM),),
+    ),
+    Mutant(
+        "no fence between row bounds and the signal of routes",
+        "ranks3",
+        "row_bound",
+        True,
+        (dropped(SIGNALS, "row_bound);\n    " + SYSTEM, SYSTEM),),
+    ),
+    Mutant(
+        "no fence between a result and its signal",
+        "ranks3",
+        "results",
+        True,
+        (
+            dropped(
+                SIGNALS, SYSTEM + "    A::template store<Scope::kSystem>(signal, epoch);\n}", SYSTEM
+            ),
+        ),
+    ),
+    Mutant(
+        "the fence between a result and its signal is for this GPU only",
+        "ranks3",
+        "results",
+        False,
+        (
+            (
+                SIGNALS,
+                SYSTEM + "    A::template store<Scope::kSystem>(signal, epoch);\n}",
+                GPU + "    A::template store<Scope::kSystem>(signal, epoch);\n}",
+            ),
+        ),
+    ),
+    Mutant(
+        "no fence between a look at signals and the results",
+        "ranks2",
+        "results",
+        True,
+        (dropped(SIGNALS, SYSTEM + "    A::sync_warp();", SYSTEM),),
+    ),
+    Mutant(
+        "no fence between arriving last at a grid barrier and the verdict",
+        "ctas3",
+        UNWRITTEN,
+        False,
+        (dropped(GRID, GPU + "        A::compare_and_swap", GPU),),
+    ),
+    Mutant(
+        "no fence before a CTA arrives at a grid barrier",
+        "ctas2_backward",
+        UNWRITTEN,
+        False,
+        (dropped(GRID, GPU + "    if (A::add(arrived", GPU),),
+    ),
+    Mutant(
+        "no fence before a CTA leaves",
+        "ctas2",
+        "is",
+        False,
+        (dropped(GRID, GPU + "    if (A::add(counter", GPU),),
+    ),
+    Mutant(
+        "no fence after the last CTA has left",
+        "ctas2",
+        "is",
+        False,
+        (dropped(GRID, GPU + "    return true;", GPU),),
+    ),
+    Mutant(
+        "no proxy fence before rows of peers are read by TMA",
+        "ranks3",
+        BY_TMA,
+        False,
+        (dropped(SIGNALS, "    A::fence_proxy_async();\n", "    A::fence_proxy_async();\n"),),
+    ),
+    Mutant(
+        "no proxy fence before tiles are loaded by TMA",
+        "ranks3",
+        BY_TMA,
+        False,
+        (dropped(QUEUE, "    A::fence_proxy_async();\n", "    A::fence_proxy_async();\n"),),
+    ),
+    Mutant(
+        "rows are counted before their copies are complete",
+        "ranks2",
+        "received",
+        False,
+        (dropped(QUEUE, "    A::bulk_wait_complete();\n", "    A::bulk_wait_complete();\n"),),
+    ),
+    # Orders and scopes of single accesses.
+    Mutant(
+        "the signal of rows is read without acquiring",
+        "ranks3",
+        "rows",
+        True,
+        (
+            (
+                SIGNALS,
+                "src, [=] { return A::template load_acquire<Scope::kSystem>(signal); },",
+                "src, [=] { return A::load(signal); },",
+            ),
+        ),
+    ),
+    Mutant(
+        "the signal of routes is acquired from this GPU only",
+        "ranks3",
+        UNWRITTEN,
+        False,
+        (
+            (
+                SIGNALS,
+                "load_acquire<Scope::kSystem>(signal); },\n                [=](uint64_t seen)",
+                "load_acquire<Scope::kGpu>(signal); },\n                [=](uint64_t seen)",
+            ),
+        ),
+    ),
+    Mutant(
+        "what a warp has written is counted without releasing it",
+        "ranks2",
+        "is read",
+        True,
+        ((QUEUE, "    A::add_release(counter, 1);\n}\n", "    A::add(counter, 1);\n}\n"),),
+    ),
+    Mutant(
+        "counters are read without acquiring",
+        "ranks2",
+        "is read",
+        True,
+        ((QUEUE, "A::template load_acquire<Scope::kGpu>(counter)", "A::load(counter)"),),
+    ),
+    # Epochs and parities.
+    Mutant(
+        "routes have one copy",
+        "ranks2",
+        STILL_READ,
+        True,
+        ((EPOCH, "return epoch & 1;", "return epoch & 0;"),),
+    ),
+    Mutant(
+        "a signal of rows has to be of this very epoch",
+        "ranks3",
+        "has gone past what is waited for",
+        False,
+        ((SIGNALS, "return epoch_reached(seen, epoch);", "return seen == epoch;"),),
+    ),
+    Mutant(
+        "signals of results tell no epoch",
+        "ranks3",
+        "is wrong",
+        False,
+        (
+            (
+                SIGNALS,
+                "A::template store<Scope::kSystem>(signal, epoch);\n}",
+                "A::template store<Scope::kSystem>(signal, 1u);\n}",
+            ),
+            (SIGNALS, "return A::load(signal) == epoch;", "return A::load(signal) == 1;"),
+            (
+                SIGNALS,
+                "return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },\n"
+                "                [=](uint32_t seen) { return seen == epoch; });",
+                "return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },\n"
+                "                [=](uint32_t seen) { return seen == 1; });",
+            ),
+        ),
+    ),
+    Mutant(
+        "ranks from which nothing comes are not awaited",
+        "ranks3_apart",
+        STILL_READ,
+        False,
+        (
+            (
+                FORWARD,
+                "[&](int src) { return &here_.row_signals[src]; },",
+                """[&](int src) {
+                const Launch& launch = world_.launches[launch_index_];
+                bool sends = false;
+                for (int token = 0; token < launch.tokens[src]; ++token) {
+                    for (int k = 0; k < s_.topk; ++k) {
+                        const int expert = launch.expert[src][token][k];
+                        sends |= expert >= 0 and expert / s_.local_experts() == rank_;
+                    }
+                }
+                return &here_.row_signals[sends ? src : rank_];
+            },""",
+            ),
+        ),
+    ),
+    Mutant(
+        "a rank without tokens says nothing",
+        "ranks3",
+        HANG,
+        True,
+        (
+            (
+                FORWARD,
+                "    void publish_rows(const Launch& launch, uint32_t epoch) {\n",
+                "    void publish_rows(const Launch& launch, uint32_t epoch) {\n"
+                "        if (launch.tokens[rank_] == 0) return;\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a rank does not tell that its routing is refused",
+        "ranks3_refused",
+        "ranks disagree whether to go on",
+        False,
+        ((SIGNALS, "(refused ? kRefused : 0)", "(refused ? 0 : 0)"),),
+    ),
+    # Giving up.
+    Mutant(
+        "only the first to give up tells the others",
+        "ranks3_late",
+        "passes for right",
+        False,
+        (
+            (
+                FORWARD,
+                "        if (end == WaitEnd::kTimeIsUp) {\n"
+                "            A::fetch_or(&here_.raised[0], 1);\n",
+                "        if (end == WaitEnd::kTold) return false;\n"
+                "        {\n"
+                "            A::fetch_or(&here_.raised[0], 1);\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a plan goes on although routes were given up",
+        "late",
+        "a plan is made of some of the routes",
+        False,
+        (
+            (
+                FORWARD,
+                "&here_.raised[0]) == 0 and\n"
+                "                   protocol::who_gave_up<A>(&here_.gave_up[0]) == 0;",
+                "&here_.raised[0]) == 0;",
+            ),
+        ),
+    ),
+    Mutant(
+        "nobody is told that a rank gives up",
+        "ranks3_absent",
+        HANG,
+        False,
+        (
+            (
+                GIVE_UP,
+                "A::template store<Scope::kSystem>(word_of(rank), who);",
+                "(void)word_of(rank);",
+            ),
+        ),
+    ),
+    # Counters and tickets.
+    Mutant(
+        "counters are zeroed after publishing instead of when a launch ends",
+        "ctas2",
+        "",
+        True,
+        (
+            (GRID, "i < count; i += step) A::write", "i < 0; i += step) A::write"),
+            (
+                FORWARD,
+                "        publish_rows(launch, epoch);\n        int num_tokens",
+                "        publish_rows(launch, epoch);\n"
+                "        for (int i = 0; i < M::num_counters(s_) and cta_ == 0; ++i) {\n"
+                "            A::write(here_.counter(i), 0u);\n"
+                "        }\n"
+                "        int num_tokens",
+            ),
+        ),
+    ),
+    Mutant(
+        "counters are not zeroed",
+        "ctas2",
+        "",
+        False,
+        ((GRID, "i < count; i += step) A::write", "i < 0; i += step) A::write"),),
+    ),
+    Mutant(
+        "a block is taken for full one row short",
+        "ranks2",
+        "",
+        False,
+        (
+            (
+                FORWARD,
+                "here_.rows_ready(s_, block), s_.block_rows,",
+                "here_.rows_ready(s_, block), s_.block_rows - 1,",
+            ),
+        ),
+    ),
+    Mutant(
+        "a block's tiles are taken for done one warp short",
+        "ranks2",
+        "",
+        False,
+        ((FORWARD, "s_.warps * s_.n_tiles[1],", "s_.warps * s_.n_tiles[1] - 1,"),),
+    ),
+    Mutant(
+        "an empty expert's block of pad rows is not counted",
+        "ranks2",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "A::write(&here_.received[row], 0);\n                    protocol::publish<A>(",
+                "A::write(&here_.received[row], 0);\n                    (void)(",
+            ),
+        ),
+    ),
+    Mutant(
+        "the first CTA publishes instead of the last",
+        "ctas2_backward",
+        UNWRITTEN,
+        False,
+        ((GRID, "if (A::add(counter, 1) == expected - 1) {", "if (A::add(counter, 1) == 0) {"),),
+    ),
+    Mutant(
+        "a grid barrier does not wait for its last CTA",
+        "ctas2_backward",
+        "",
+        False,
+        ((GRID, "if (A::add(arrived, 1) == expected - 1) {", "if (A::add(arrived, 1) == 0) {"),),
+    ),
+    Mutant(
+        "the first CTA to leave zeroes the counters",
+        "ctas2",
+        "",
+        False,
+        (
+            (
+                GRID,
+                "if (A::add(counter, 1) != expected - 1) return false;",
+                "if (A::add(counter, 1) != 0) return false;",
+            ),
+        ),
+    ),
+    Mutant(
+        "tickets are read and written instead of added to",
+        "ctas2",
+        "",
+        False,
+        (
+            (
+                QUEUE,
+                "    return A::add(tickets, count);",
+                "    const uint32_t first = A::load(tickets);\n"
+                "    A::template store<Scope::kGpu>(tickets, first + count);\n"
+                "    return first;",
+            ),
+        ),
+    ),
+    Mutant(
+        "tokens that another warp has taken are reduced again",
+        "ranks2",
+        "",
+        False,
+        ((QUEUE, "return items & ~before;", "return items;"),),
+    ),
+    Mutant(
+        "GEMM1 of a group comes before its GEMM0",
+        "ranks2",
+        HANG,
+        False,
+        ((ORDER, "return in_group(0, 0, ticket);", "return in_group(1, 0, ticket);"),),
+    ),
+    # Places.
+    Mutant(
+        "all ranks write a token's result to one slot",
+        "ranks3",
+        "",
+        False,
+        (
+            (
+                PLACES,
+                "return ranks & ((1u << rank) - 1);",
+                "return ranks & ~ranks & uint32_t(rank);",
+            ),
+        ),
+    ),
+    Mutant(
+        "all ranks share a token's signal of results",
+        "ranks3",
+        "",
+        False,
+        (
+            (
+                PLACES,
+                "return int64_t(token) * num_ranks + src;",
+                "return int64_t(token) * num_ranks + 0 * src;",
+            ),
+        ),
+    ),
+]

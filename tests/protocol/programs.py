@@ -1,0 +1,82 @@
+"""Compiles the programs of ``cc/`` over the protocol's headers, as they are or with a mutant."""
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.protocol.mutants import Mutant
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+SOURCES = Path(__file__).resolve().parent / "cc"
+FLAGS = {
+    "explore": ["-O2"],
+    "stress": ["-O1", "-g", "-fsanitize=thread", "-pthread"],
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+        code: Its exit status.
+        record: Its line of JSON, empty where it did not come to that.
+        text: All that it wrote to stderr.
+    """
+
+    code: int
+    record: dict[str, object]
+    text: str
+
+
+def compiler() -> str:
+    """The C++ compiler, $CXX or what is called g++ or c++."""
+    for name in (os.environ.get("CXX"), "g++", "c++"):
+        if name and shutil.which(name):
+            return name
+    raise RuntimeError("no C++ compiler: set CXX, or install g++")
+
+
+def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
+    """Compiles ``program`` ("explore" or "stress") to ``directory``.
+
+    Raises:
+        ValueError: A text that the mutant replaces is not exactly once in its file.
+        subprocess.CalledProcessError: It does not compile.
+    """
+    shutil.copytree(CSRC / "flashmoe" / "protocol", directory / "flashmoe" / "protocol")
+    for source in SOURCES.iterdir():
+        shutil.copy(source, directory)
+    for file, text, replacement in mutant.edits if mutant else ():
+        path = directory / file
+        old = path.read_text()
+        if old.count(text) != 1:
+            raise ValueError(f"{file}: found {old.count(text)} times, wanted once:\n{text}")
+        path.write_text(old.replace(text, replacement))
+    target = directory / program
+    command = [compiler(), "-std=c++17", "-Wall", *FLAGS[program], f"-I{directory}"]
+    subprocess.run(
+        [*command, str(directory / f"{program}.cc"), "-o", str(target)], check=True, timeout=300
+    )
+    return target
+
+
+def run(program: Path, *arguments: object, timeout: float = 300) -> Outcome:
+    """Runs a program of ``build``; a race that ThreadSanitizer finds ends it at once."""
+    done = subprocess.run(
+        [str(program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"},
+    )
+    line = done.stdout.strip().splitlines()[-1:] or ["{}"]
+    return Outcome(done.returncode, json.loads(line[0]), done.stderr)
+
+
+def summary(outcome: Outcome) -> str:
+    """The figures of a program's record on one line."""
+    return ", ".join(f"{name} {value}" for name, value in outcome.record.items() if value != "")

@@ -1,0 +1,54 @@
+"""The protocol under the explorer: every order of small scenarios, random orders of larger ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.protocol.programs import run, summary
+
+# States that each has; a search that ends earlier has lost some.
+COMPLETE = {
+    "ranks2": 60_000,
+    "ranks3": 1_300,
+    "ranks3_apart": 4_000,
+    "ranks3_split": 290,
+    "ranks3_refused": 190,
+    "ranks3_absent": 30_000,
+    "ctas2": 30_000,
+}
+BOUNDED = {"ranks2_backward": 30_000, "ctas2_backward": 30_000, "ranks3_late": 20_000}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", COMPLETE)
+def test_no_order_of_a_small_scenario_breaks_a_rule(
+    explore: Path, scenario: str, tell: Callable[[str], None]
+) -> None:
+    outcome = run(explore, scenario, 10_000_000)
+    tell(summary(outcome))
+    assert outcome.code == 0, f"{outcome.record}\n{outcome.text}"
+    assert outcome.record["complete"]
+    assert outcome.record["states"] >= COMPLETE[scenario]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", BOUNDED)
+def test_no_order_that_is_tried_of_a_larger_scenario_breaks_a_rule(
+    explore: Path, scenario: str, tell: Callable[[str], None]
+) -> None:
+    outcome = run(explore, scenario, BOUNDED[scenario])
+    tell(summary(outcome))
+    assert outcome.code == 0, f"{outcome.record}\n{outcome.text}"
+    assert outcome.record["states"] >= BOUNDED[scenario]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "runs"), [("walk", 4000), ("late", 20_000)])
+def test_no_random_order_of_random_sizes_breaks_a_rule(
+    explore: Path, kind: str, runs: int, tell: Callable[[str], None]
+) -> None:
+    outcome = run(explore, kind, runs, 7)
+    tell(summary(outcome))
+    assert outcome.code == 0, f"{outcome.record}\n{outcome.text}"
+    assert outcome.record["runs"] >= runs

@@ -1,0 +1,44 @@
+"""Every mutant of the protocol is caught, by whom mutants.py says."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.protocol.mutants import MUTANTS, Mutant
+from tests.protocol.programs import build, run
+
+STATES = 20_000  # or runs, of a random walk; each is found in fewer
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_explorer_catches(mutant: Mutant, tmp_path: Path, tell: Callable[[str], None]) -> None:
+    program = build("explore", tmp_path / "mutant", mutant)
+    outcome = run(program, mutant.scenario, STATES)
+    said = f"{outcome.record['failure']}"
+    tell(f"{mutant.name}: {mutant.scenario}: {said}")
+    assert outcome.code == 1, "the explorer found nothing wrong"
+    assert mutant.failure in said
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "mutant", [one for one in MUTANTS if one.by_stress], ids=lambda mutant: mutant.name
+)
+def test_threads_catch(mutant: Mutant, tmp_path: Path, tell: Callable[[str], None]) -> None:
+    program = build("stress", tmp_path / "mutant", mutant)
+    outcome = run(program, 400, 1, 5)
+    said = next((line for line in outcome.text.splitlines() if "=" * 8 not in line), "")
+    tell(f"{mutant.name}: {said}")
+    assert outcome.code in (3, 66), outcome.text
+
+
+def test_mutants_have_different_names() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_a_mutant_that_fits_nothing_is_an_error(tmp_path: Path) -> None:
+    stale = Mutant("stale", "ranks2", "", False, (("forward.h", "no such text", ""),))
+    with pytest.raises(ValueError, match="found 0 times"):
+        build("explore", tmp_path / "mutant", stale)

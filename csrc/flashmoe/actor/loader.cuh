@@ -8,6 +8,7 @@
 
 #include "flashmoe/actor/scheduler.cuh"
 #include "flashmoe/moe/args.cuh"
+#include "flashmoe/protocol/queue.h"
 #include "flashmoe/tile/handover.cuh"
 #include "flashmoe/tile/mainloop.cuh"
 #include "flashmoe/tile/pipeline.cuh"
@@ -131,13 +132,13 @@ __device__ __forceinline__ void load_layer(const LayerArgs& args,
                                            Ring& ring,
                                            TileMailbox& mailbox) {
     const TileOrder order{args.plan.units,
-                          args.plan.header->num_units,
-                          args.group_units,
-                          {args.num_n_tiles[0], args.num_n_tiles[1]}};
+                          {args.plan.header->num_units,
+                           args.group_units,
+                           {args.num_n_tiles[0], args.num_n_tiles[1]}}};
     RingCursor<Ring::kNumStages> cursor;
     load_tiles(
         args.watchdog, mailbox,
-        [&] { return order.pair(int(atomicAdd(&args.workspace.tickets->tile, 1u))); },
+        [&] { return order.pair(int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1))); },
         [&](const TileInfo& tile, auto near_end) {
             const int matrix = Pass::kWeightOfGemm0 ^ tile.gemm;
             const CUtensorMap* weights =
@@ -156,16 +157,16 @@ __device__ __forceinline__ void load_layer(const LayerArgs& args,
                         });
                 },
                 [&] {
-                    if (tile.gemm == 0) {
-                        wait_count(args.watchdog, Role::kLoaderRows, tile.m,
-                                   args.workspace.rows_ready + tile.m, BLOCK_M);
-                    } else {
-                        wait_count(
-                            args.watchdog, Role::kLoaderAct, tile.m,
-                            args.workspace.tile_ready + args.workspace.tile_counter(0, tile.m),
-                            uint32_t(kNumProcessors * args.num_n_tiles[0]));
-                    }
-                    ptx::fence_proxy_async_global();
+                    const Workspace& workspace = args.workspace;
+                    const uint32_t* counter =
+                        tile.gemm == 0 ? workspace.rows_ready + tile.m
+                                       : workspace.tile_ready + workspace.tile_counter(0, tile.m);
+                    const uint32_t target =
+                        tile.gemm == 0 ? BLOCK_M : uint32_t(kNumProcessors * args.num_n_tiles[0]);
+                    const Role role = tile.gemm == 0 ? Role::kLoaderRows : Role::kLoaderAct;
+                    protocol::await_for_tma<Atomics>(counter, target, [&](auto load, auto done) {
+                        wait_for(args.watchdog, {role, -1, tile.m, target}, load, done);
+                    });
                 },
                 near_end);
         });

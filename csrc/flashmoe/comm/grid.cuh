@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashmoe/comm/wait.cuh"
+#include "flashmoe/protocol/grid.h"
 
 namespace flashmoe {
 
@@ -11,18 +12,10 @@ namespace flashmoe {
 template <class Then>
 __device__ __forceinline__ void last_arrival(uint32_t* counter, Then then) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        ptx::fence_acq_rel_sys();
-        if (atomicAdd(counter, 1u) == gridDim.x - 1) {
-            ptx::fence_acq_rel_sys();
-            then();
-        }
-    }
+    if (threadIdx.x == 0) protocol::arrive<Atomics>(counter, gridDim.x, then);
 }
 
 struct GridBarrier {
-    static constexpr uint32_t kGo = 1, kStop = 2;
-
     uint32_t arrived;
     uint32_t verdict;
 };
@@ -37,18 +30,10 @@ __device__ __forceinline__ bool grid_barrier(const Watchdog& watchdog,
     bool goes_on = false;
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();
-        if (atomicAdd(&barrier->arrived, 1u) == gridDim.x - 1) {
-            __threadfence();
-            atomicCAS(&barrier->verdict, 0u, may_go_on() ? GridBarrier::kGo : GridBarrier::kStop);
-        }
-        const bool decided = wait_for(
-            watchdog, {Role::kGridBarrier, -1, 0, GridBarrier::kGo},
-            [=] { return ptx::ld_acquire_gpu(&barrier->verdict); },
-            [](uint32_t seen) { return seen != 0; });
-        if (not decided) atomicCAS(&barrier->verdict, 0u, GridBarrier::kStop);
-        goes_on = ptx::ld_acquire_gpu(&barrier->verdict) == GridBarrier::kGo;
-        __threadfence();
+        goes_on = protocol::barrier<Atomics>(
+            &barrier->arrived, &barrier->verdict, gridDim.x, may_go_on, [&](auto load, auto done) {
+                return wait_for(watchdog, {Role::kGridBarrier, -1, 0, protocol::kGo}, load, done);
+            });
     }
     return __syncthreads_or(goes_on);
 }

@@ -7,6 +7,8 @@
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
+#include "flashmoe/protocol/places.h"
+#include "flashmoe/protocol/signals.h"
 
 namespace flashmoe {
 
@@ -16,18 +18,7 @@ struct alignas(8) Route {
     float prob;
 };
 
-// One word: the tokens that a rank brings to an epoch, or that its routing cannot be used.
-struct RouteSignal {
-    static constexpr uint32_t kRefused = 1u << 31;
-
-    __device__ static uint64_t make(uint32_t epoch, uint32_t tokens, bool refused) {
-        return uint64_t(tokens | (refused ? kRefused : 0)) << 32 | epoch;
-    }
-    __device__ static bool is_refused(uint64_t signal) { return signal >> 63; }
-    __device__ static uint32_t tokens(uint64_t signal) {
-        return uint32_t(signal >> 32) & ~kRefused;
-    }
-};
+using protocol::RouteSignal;
 
 struct HeapLayout {
     // Byte offsets. Words are tagged with the epoch, so none is ever reset.
@@ -83,27 +74,30 @@ struct Heap {
         return reinterpret_cast<uint32_t*>(base[owner] + at.gave_up);
     }
     __device__ __forceinline__ uint64_t* route_signal(int owner, uint32_t epoch, int src) const {
-        return address<uint64_t>(owner, at.route_signals) + (epoch & 1) * num_ranks + src;
+        return address<uint64_t>(owner, at.route_signals) +
+               protocol::route_word(epoch, num_ranks, src);
     }
     __device__ __forceinline__ uint32_t* row_bound(int owner, uint32_t epoch, int src) const {
-        return address<uint32_t>(owner, at.row_bounds) + (epoch & 1) * num_ranks + src;
+        return address<uint32_t>(owner, at.row_bounds) +
+               protocol::route_word(epoch, num_ranks, src);
     }
     __device__ __forceinline__ uint32_t* row_signal(int owner, int src) const {
         return address<uint32_t>(owner, at.row_signals) + src;
     }
     __device__ __forceinline__ uint32_t* result_signal(int owner, int token, int src) const {
-        return address<uint32_t>(owner, at.result_signals) + int64_t(token) * num_ranks + src;
+        return address<uint32_t>(owner, at.result_signals) +
+               protocol::result_word(token, num_ranks, src);
     }
     __device__ __forceinline__ Route* routes(int owner, uint32_t epoch, int src, int token) const {
-        const int64_t row = (int64_t(epoch & 1) * num_ranks + src) * heap_tokens + token;
-        return address<Route>(owner, at.routes) + row * topk;
+        return address<Route>(owner, at.routes) +
+               protocol::route_row(epoch, num_ranks, src, heap_tokens, token) * topk;
     }
     __device__ __forceinline__ char* row(int owner, int token) const {
         return address<char>(owner, at.rows) + int64_t(token) * hidden * 2;
     }
     __device__ __forceinline__ char* result(int owner, int token, int slot) const {
-        const int64_t row = int64_t(token) * num_slots + slot;
-        return address<char>(owner, at.results) + row * hidden * 2;
+        return address<char>(owner, at.results) +
+               protocol::result_row(token, num_slots, slot) * hidden * 2;
     }
     __device__ __forceinline__ float* dprobs(int owner, int token) const {
         return address<float>(owner, at.dprobs) + int64_t(token) * topk;

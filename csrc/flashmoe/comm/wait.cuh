@@ -3,7 +3,10 @@
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
+#include "flashmoe/comm/atomics.cuh"
 #include "flashmoe/comm/counters.cuh"
+#include "flashmoe/protocol/epoch.h"
+#include "flashmoe/protocol/give_up.h"
 #include "flashmoe/ptx/ld_st.cuh"
 #include "flashmoe/ptx/trace.cuh"
 
@@ -91,18 +94,15 @@ struct Watchdog {
     // does so whose wait ends early, not only the first: else one that was told could hand void
     // rows to a rank that has not been yet, and that would take them for right.
     __device__ __forceinline__ void give_up(uint32_t who) const {
-        for (int to = 0; to < num_ranks; ++to) ptx::st_relaxed_sys(gave_up[to], who);
+        protocol::give_up<Atomics>(num_ranks, who, [this](int to) { return gave_up[to]; });
     }
     // The rank that has given up, plus one; else 0.
     __device__ __forceinline__ uint32_t who_gave_up() const {
-        return ptx::ld_acquire_sys(gave_up[rank]);
+        return protocol::who_gave_up<Atomics>(gave_up[rank]);
     }
 };
 
-// Epochs are compared with wrap-around: a peer may already be one launch ahead.
-__device__ __forceinline__ bool epoch_reached(uint32_t seen, uint32_t wanted) {
-    return int32_t(seen - wanted) >= 0;
-}
+using protocol::epoch_reached;
 
 // What is waited for, as a fault tells it.
 struct Awaited {

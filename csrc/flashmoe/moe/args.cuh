@@ -79,17 +79,14 @@ __device__ __forceinline__ void leave(const Workspace& workspace, bool ends_epoc
     __syncthreads();
     bool is_last = false;
     if (threadIdx.x == 0) {
-        __threadfence();
-        is_last = atomicAdd(&workspace.tickets->leaving, 1u) == gridDim.x - 1;
+        is_last = protocol::leave<Atomics>(&workspace.tickets->leaving, gridDim.x);
     }
     if (not __syncthreads_or(is_last)) return;
-    __threadfence();
     then();
-    uint32_t* words = reinterpret_cast<uint32_t*>(workspace.tickets);
-    for (int64_t i = threadIdx.x; i < workspace.num_zeroed; i += blockDim.x) words[i] = 0;
+    protocol::reset<Atomics>(reinterpret_cast<uint32_t*>(workspace.tickets), threadIdx.x,
+                             blockDim.x, workspace.num_zeroed);
     if (ends_epoch and threadIdx.x == 0) {
-        const uint32_t epoch = current_epoch(workspace);
-        *workspace.epoch = epoch == ~0u ? 1 : epoch;
+        *workspace.epoch = protocol::ended_epoch(current_epoch(workspace));
     }
 }
 

@@ -55,7 +55,7 @@ __device__ __forceinline__ void describe_rows(
             last = max(last, rows[k]);
         }
     }
-    const uint8_t slot = uint8_t(__popc(ranks & ((1u << s.rank) - 1)));
+    const uint8_t slot = uint8_t(__popc(protocol::slots_before(ranks, s.rank)));
     for (int k = 0; k < s.topk; ++k) {
         if (const int row = rows[k]; row >= 0) {
             const uint8_t flags =
@@ -107,10 +107,10 @@ __device__ __forceinline__ void count_routes(const LayerArgs& args,
     bool is_here = true;
     if (threadIdx.x < s.num_ranks) {
         const uint64_t* signal = args.heap.route_signal(s.rank, epoch, threadIdx.x);
-        is_here = wait_for(
-            args.watchdog, {Role::kPlanRoutes, int(threadIdx.x), 0, epoch},
-            [=] { return ptx::ld_acquire_sys(signal); },
-            [&](uint64_t seen) { return uint32_t(seen) == epoch; });
+        is_here = protocol::await_routes<Atomics>(signal, epoch, [&](auto load, auto done) {
+            return wait_for(args.watchdog, {Role::kPlanRoutes, int(threadIdx.x), 0, epoch}, load,
+                            done);
+        });
         if (is_here and RouteSignal::is_refused(*signal)) {
             args.watchdog.raise(kFaultRouting, Role::kRouting, threadIdx.x, -1, 0, 0);
             is_here = false;

@@ -50,15 +50,12 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
         }
     }
     last_arrival(&args.workspace.tickets->routes_published, [&] {
-        for (int rank = 0; rank < s.num_ranks; ++rank) {
-            *args.heap.row_bound(rank, epoch, s.rank) = uint32_t(args.row_block_bound);
-        }
-        ptx::fence_acq_rel_sys();
-        for (int rank = 0; rank < s.num_ranks; ++rank) {
-            ptx::st_relaxed_sys(
-                args.heap.route_signal(rank, epoch, s.rank),
-                RouteSignal::make(epoch, args.num_tokens, *args.workspace.raised != 0));
-        }
+        const bool refused = Atomics::load(args.workspace.raised) != 0;
+        protocol::publish_routes<Atomics>(
+            s.num_ranks, uint32_t(args.row_block_bound),
+            RouteSignal::make(epoch, args.num_tokens, refused),
+            [&](int rank) { return args.heap.row_bound(rank, epoch, s.rank); },
+            [&](int rank) { return args.heap.route_signal(rank, epoch, s.rank); });
     });
 }
 
@@ -80,9 +77,8 @@ __device__ __forceinline__ void publish_rows(const LayerArgs& args, uint32_t epo
         for (; i < chunks; i += step) to[i] = from[i];
     }
     last_arrival(&args.workspace.tickets->rows_published, [&] {
-        for (int rank = 0; rank < s.num_ranks; ++rank) {
-            ptx::st_relaxed_sys(args.heap.row_signal(rank, s.rank), epoch);
-        }
+        protocol::publish_rows<Atomics>(
+            s.num_ranks, epoch, [&](int rank) { return args.heap.row_signal(rank, s.rank); });
     });
 }
 

@@ -323,7 +323,7 @@ MUTANTS = [
     Mutant(
         "counters are zeroed after publishing instead of when a launch ends",
         "ctas2",
-        "",
+        "is used before it is known to be reset",
         True,
         (
             (GRID, "i < count; i += step) A::write", "i < 0; i += step) A::write"),
@@ -341,14 +341,14 @@ MUTANTS = [
     Mutant(
         "counters are not zeroed",
         "ctas2",
-        "",
+        HANG,
         False,
         ((GRID, "i < count; i += step) A::write", "i < 0; i += step) A::write"),),
     ),
     Mutant(
         "a block is taken for full one row short",
         "ranks2",
-        "",
+        HANG,
         False,
         (
             (
@@ -361,12 +361,12 @@ MUTANTS = [
     Mutant(
         "a block's tiles are taken for done one warp short",
         "ranks2",
-        "",
+        "a token's sum is wrong",
         False,
         ((FORWARD, "s_.warps * s_.n_tiles[1],", "s_.warps * s_.n_tiles[1] - 1,"),),
     ),
     Mutant(
-        "an empty expert's block of pad rows is not counted",
+        "pad rows are not counted",
         "ranks2",
         HANG,
         False,
@@ -388,14 +388,14 @@ MUTANTS = [
     Mutant(
         "a grid barrier does not wait for its last CTA",
         "ctas2_backward",
-        "",
+        UNWRITTEN,
         False,
         ((GRID, "if (A::add(arrived, 1) == expected - 1) {", "if (A::add(arrived, 1) == 0) {"),),
     ),
     Mutant(
         "the first CTA to leave zeroes the counters",
         "ctas2",
-        "",
+        UNWRITTEN,
         False,
         (
             (
@@ -408,7 +408,7 @@ MUTANTS = [
     Mutant(
         "tickets are read and written instead of added to",
         "ctas2",
-        "",
+        TWICE,
         False,
         (
             (
@@ -423,7 +423,7 @@ MUTANTS = [
     Mutant(
         "tokens that another warp has taken are reduced again",
         "ranks2",
-        "",
+        "out",
         False,
         ((QUEUE, "return items & ~before;", "return items;"),),
     ),
@@ -438,7 +438,7 @@ MUTANTS = [
     Mutant(
         "all ranks write a token's result to one slot",
         "ranks3",
-        "",
+        TWICE,
         False,
         (
             (
@@ -451,7 +451,7 @@ MUTANTS = [
     Mutant(
         "all ranks share a token's signal of results",
         "ranks3",
-        "",
+        "results",
         False,
         (
             (

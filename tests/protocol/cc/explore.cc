@@ -1,6 +1,7 @@
 // explore NAME MAX_STATES            every order of a small scenario, or as many as that
 // explore walk RUNS SEED             random orders of larger ones, with random routings
 // explore late RUNS SEED             the same, with ranks that are late or absent
+// explore order MOST                 the order of tiles, for all sizes up to MOST
 //
 // Prints one line of JSON; exits with 1 and the way there if a rule broke.
 #include "explorer.h"
@@ -88,11 +89,48 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
     }
 }
 
+// Every tile has one ticket, and GEMM1 of a unit has larger ones than all of its GEMM0: a wait for
+// tiles is a wait for those who came before.
+int order(int most) {
+    long tickets = 0;
+    for (int units = 0; units <= most; ++units) {
+        for (int group = 1; group <= most; ++group) {
+            for (int n = 1; n <= most * most; ++n) {
+                const int n_tiles[2] = {1 + n % most, 1 + n / most % most};
+                const protocol::TileOrder order{units, group, {n_tiles[0], n_tiles[1]}};
+                const int count = units * (n_tiles[0] + n_tiles[1]);
+                std::vector<int> done(units), seen(count);
+                for (int ticket = 0; ticket < count; ++ticket, ++tickets) {
+                    const protocol::TilePlace place = order.at(ticket);
+                    const bool is_tile = place.gemm >= 0 and place.gemm < 2 and place.unit >= 0 and
+                                         place.unit < units and place.n >= 0 and
+                                         place.n < n_tiles[place.gemm];
+                    if (not is_tile) return std::fprintf(stderr, "no tile\n"), 1;
+                    const int first = place.gemm * units * n_tiles[0];
+                    if (seen[first + place.unit * n_tiles[place.gemm] + place.n]++) {
+                        return std::fprintf(stderr, "a tile has two tickets\n"), 1;
+                    }
+                    if (place.gemm == 0) ++done[place.unit];
+                    if (place.gemm == 1 and done[place.unit] != n_tiles[0]) {
+                        return std::fprintf(stderr, "GEMM1 comes before its GEMM0\n"), 1;
+                    }
+                }
+                if (order.at(count).gemm != protocol::TilePlace::kNone) {
+                    return std::fprintf(stderr, "the order has no end\n"), 1;
+                }
+            }
+        }
+    }
+    std::printf("{\"scenario\": \"order\", \"tickets\": %ld}\n", tickets);
+    return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     if (argc < 3) return 2;
     const uint64_t bound = std::strtoull(argv[2], nullptr, 10);
+    if (std::strcmp(argv[1], "order") == 0) return order(int(bound));
     const bool is_late = std::strcmp(argv[1], "late") == 0;
     if (is_late or std::strcmp(argv[1], "walk") == 0) {
         return walk(argv[1], bound, argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1, is_late);

@@ -119,7 +119,11 @@ struct Statistics {
 
 class Engine {
  public:
-    Engine() { current() = this; }
+    Engine() {
+        current() = this;
+        uint64_t x = 1;
+        for (uint64_t& weight : weights_) weight = x = hash(x, 0x9e3779b97f4a7c15ull) | 1;
+    }
     Engine(const Engine&) = delete;
 
     static Engine*& current() {
@@ -132,6 +136,10 @@ class Engine {
         if (int(locations_.size()) == kMaxLocations) die("too many locations");
         locations_.push_back({name, index, rank, 0, 0, 0, 0, false, false, false, {}});
         return int(locations_.size()) - 1;
+    }
+    void name_location(int at, const char* name, int index) {
+        locations_[at].name = name;
+        locations_[at].index = index;
     }
     int add_join(int threads) {
         joins_.push_back({threads, 0, false, 0});
@@ -446,12 +454,14 @@ class Engine {
     // Whoever has read before the last ordinary write is of no interest any more.
     void join(View& to, const View& from) const {
         const int count = int(locations_.size());
+        uint16_t* __restrict to_version = to.version;
+        uint16_t* __restrict to_readers = to.readers;
         for (int i = 0; i < count; ++i) {
-            const uint16_t floor = last_plain_[i];
-            const uint16_t a = to.version[i] >= floor ? to.readers[i] : 0;
-            const uint16_t b = from.version[i] >= floor ? from.readers[i] : 0;
-            to.readers[i] = a | b;
-            to.version[i] = std::max(to.version[i], from.version[i]);
+            const uint16_t floor = last_plain_[i], own = to_version[i], told = from.version[i];
+            const uint16_t a = own >= floor ? to_readers[i] : 0;
+            const uint16_t b = told >= floor ? from.readers[i] : 0;
+            to_readers[i] = a | b;
+            to_version[i] = own > told ? own : told;
         }
     }
 
@@ -741,29 +751,30 @@ class Engine {
     // what every thread knows already is left out: to be told of it again changes nothing.
     uint64_t state() {
         const size_t count = locations_.size();
-        uint16_t common[kMaxLocations], common_readers[kMaxLocations];
+        uint16_t latest[kMaxLocations], common[kMaxLocations], unknown_readers[kMaxLocations];
         for (size_t i = 0; i < count; ++i) {
-            common[i] = locations_[i].version;
-            common_readers[i] = locations_[i].readers;
+            latest[i] = common[i] = locations_[i].version;
+            uint16_t readers = locations_[i].readers;
             for (const Thread* thread : threads_) {
                 if (thread->is_finished) continue;
                 common[i] = std::min(common[i], thread->now.version[i]);
-                common_readers[i] &= readers_in(thread->now, i);
+                readers &= readers_in(thread->now, i);
             }
+            unknown_readers[i] = locations_[i].readers & ~readers;
         }
         uint64_t all = 7 + uint64_t(timeouts_left_) * 2 + is_void_;
-        auto add_view = [&](const View& view, const View* known) {
+        static const View nothing{};
+        auto add_view = [&](const View& view, const View& known) {
             uint64_t sum = 0;
             for (size_t i = 0; i < count; ++i) {
-                uint16_t version = std::max(view.version[i], common[i]);
-                uint16_t readers = readers_in(view, i) & locations_[i].readers & ~common_readers[i];
-                if (known != nullptr) {
-                    version = std::max(version, known->version[i]);
-                    readers &= ~readers_in(*known, i);
-                }
-                const uint32_t behind = uint16_t(locations_[i].version - version);
-                sum = (sum ^ (behind << 16 | readers)) * 0x9e3779b97f4a7c15ull;
-                sum ^= sum >> 32;
+                const uint16_t floor = last_plain_[i];
+                const uint16_t version =
+                    std::max(std::max(view.version[i], known.version[i]), common[i]);
+                const uint16_t told = view.version[i] >= floor ? view.readers[i] : 0;
+                const uint16_t own = known.version[i] >= floor ? known.readers[i] : 0;
+                const uint32_t readers = told & ~own & unknown_readers[i];
+                sum +=
+                    uint64_t(uint32_t(uint16_t(latest[i] - version)) << 16 | readers) * weights_[i];
             }
             all = hash(all, sum);
         };
@@ -776,11 +787,11 @@ class Engine {
                 all = hash(all,
                            uint64_t(thread->request.op) << 32 | uint64_t(thread->request.location));
             }
-            add_view(thread->now, nullptr);
-            add_view(thread->release_gpu, nullptr);
-            add_view(thread->release_system, nullptr);
-            add_view(thread->acquire_gpu, &thread->now);
-            add_view(thread->acquire_system, &thread->now);
+            add_view(thread->now, nothing);
+            add_view(thread->release_gpu, nothing);
+            add_view(thread->release_system, nothing);
+            add_view(thread->acquire_gpu, thread->now);
+            add_view(thread->acquire_system, thread->now);
             for (size_t i = 0; i < count; ++i) {
                 if (thread->async.version[i] != locations_[i].version) {
                     all = hash(
@@ -791,7 +802,7 @@ class Engine {
         }
         for (size_t i = 0; i < count; ++i) {
             const Location& location = locations_[i];
-            all = hash(all, location.readers & ~common_readers[i]);
+            all = hash(all, unknown_readers[i]);
             all = hash(all, location.is_complete);
             if (location.messages.empty()) {
                 all = hash(all, location.value);
@@ -805,8 +816,8 @@ class Engine {
                 all = hash(all, message->value);
                 all = hash(all, uint64_t(location.version - message->version) << 8 |
                                     uint64_t(message->rank));
-                add_view(message->gpu, nullptr);
-                add_view(message->system, nullptr);
+                add_view(message->gpu, nothing);
+                add_view(message->system, nothing);
             }
         }
         return all;
@@ -833,6 +844,7 @@ class Engine {
     size_t messages_used_ = 0;
     uint16_t last_plain_[kMaxLocations] = {};
     View scratch_[2];
+    uint64_t weights_[kMaxLocations];
     Thread* running_ = nullptr;
     Thread* chosen_ = nullptr;
     jmp_buf scheduler_;
@@ -952,6 +964,9 @@ struct Atomics {
     }
     static bool is_void() { return Engine::current()->is_void(); }
     static void forget(int place, int stage) { Engine::current()->forget(place, stage); }
+    static void name(const U32* word, const char* name, int index) {
+        Engine::current()->name_location(word->id, name, index);
+    }
     static void check(bool is_right, const char* message) {
         if (not is_right) Engine::current()->fail(message);
     }

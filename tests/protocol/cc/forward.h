@@ -158,6 +158,20 @@ struct Memory {
           spoiled(1, "spoiled", rank),
           launch_join(s.ctas * s.agents) {
         for (int cta = 0; cta < s.ctas; ++cta) cta_join.emplace_back(s.agents);
+        auto name = [&](int first, int count, const char* what) {
+            for (int i = 0; i < count; ++i) A::name(&counters[first + i], what, i);
+        };
+        static const char* const tickets[kTickets] = {
+            "tickets.tile",     "tickets.dispatch", "tickets.combine",  "routes_published",
+            "rows_published",   "leaving",          "barrier0.arrived", "barrier0.verdict",
+            "barrier1.arrived", "barrier1.verdict"};
+        for (int i = 0; i < kTickets; ++i) name(i, 1, tickets[i]);
+        const int blocks = s.max_blocks();
+        name(kTickets, blocks, "rows_ready");
+        name(kTickets + blocks, blocks, "tile_ready[0]");
+        name(kTickets + 2 * blocks, blocks, "tile_ready[1]");
+        name(kTickets + 3 * blocks, s.experts, "selections");
+        name(kTickets + 3 * blocks + s.experts, s.chunks(), "reduced");
     }
 
     // Counters of one launch, in one piece as `reset` wants them.

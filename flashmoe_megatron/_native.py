@@ -38,8 +38,8 @@ ACTIVATIONS = {
 class _Sized(ctypes.Structure):
     """A struct that begins with its own size."""
 
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        super().__init__(ctypes.sizeof(self), *values, **fields)
 
 
 class FlashMoEProblem(_Sized):
@@ -76,7 +76,8 @@ class FlashMoESizes(_Sized):
         ("plan_bytes", ctypes.c_uint64),
         ("mailbox_bytes", ctypes.c_uint64),
         ("weight_map_bytes", ctypes.c_uint64),
-        ("dprob_block_bytes", ctypes.c_uint64),
+        ("kept_block_bytes", ctypes.c_uint64 * 2),
+        ("scratch_block_bytes", ctypes.c_uint64 * 2),
     ]
 
 
@@ -158,23 +159,20 @@ class FlashMoEInput(_Sized):
 
 
 class FlashMoELaunch(_Sized):
-    """Row buffers of one call."""
+    """One call of a pass."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("num_row_blocks", ctypes.c_int32),
         ("num_tokens", ctypes.c_int32),
+        ("keeps_preact", ctypes.c_int32),
         ("grad_probs_dtype", ctypes.c_int32),
         ("layer", ctypes.c_int32),
         ("plan", ctypes.c_void_p),
         ("weight_maps", ctypes.c_void_p),
         ("biases", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("act", ctypes.c_void_p),
-        ("dpre", ctypes.c_void_p),
-        ("result", ctypes.c_void_p),
-        ("preact", ctypes.c_void_p),
-        ("dprob_partial", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("grad_probs", ctypes.c_void_p),
     ]
@@ -258,7 +256,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     library.flashmoe_forward.argtypes = [pointer] * 4 + [integer]
     library.flashmoe_plan.argtypes = [pointer] * 4
     library.flashmoe_backward.argtypes = [pointer] * 4
-    library.flashmoe_wgrad.argtypes = [pointer] * 5 + [integer, integer]
+    library.flashmoe_wgrad.argtypes = [pointer] * 4 + [integer, integer]
     library.flashmoe_read_record.argtypes = [pointer, ctypes.c_uint64, pointer]
     library.flashmoe_encode_weights.argtypes = [pointer] * 4
     for struct in _STRUCTS:
@@ -271,29 +269,31 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     return library
 
 
-def call(function: str, *arguments: Any, group: FlashMoEGroup | None = None) -> None:
+@functools.cache
+def function(name: str) -> Any:
+    """The library's function of that name, without its ``flashmoe_`` prefix; gives a status."""
+    return getattr(load(), f"flashmoe_{name}")
+
+
+def call(name: str, *arguments: Any) -> None:
     """Calls the library and turns a status into an error.
 
     Args:
-        function: Name without the ``flashmoe_`` prefix.
+        name: See :func:`function`.
         *arguments: Structs (passed by reference), integers and addresses.
-        group: Where to look for the record of a wait that ran out of time.
 
     Raises:
         ConfigError: An argument was refused.
         DeviceError: CUDA failed.
         PeerTimeoutError: A peer did not come in time.
-        RoutingError: A token selects more experts than the layer's topk, or a probability is NaN.
-        RowBoundError: A rank was to receive more rows than its buffers hold.
     """
-    library = load()
     converted = [
         ctypes.byref(argument) if isinstance(argument, ctypes.Structure) else argument
         for argument in arguments
     ]
-    status = getattr(library, f"flashmoe_{function}")(*converted)
+    status = function(name)(*converted)
     if status != OK:
-        raise _error(status, library.flashmoe_last_error().decode(), group)
+        raise error(status)
 
 
 def read_fault(group: FlashMoEGroup) -> FlashMoEFault | None:
@@ -335,10 +335,9 @@ def fault_error(fault: FlashMoEFault) -> FlashMoEError:
     )
 
 
-def _error(status: int, message: str, group: FlashMoEGroup | None) -> FlashMoEError:
-    if group is not None and (fault := read_fault(group)) is not None:
-        clear_fault(group)
-        return fault_error(fault)
+def error(status: int) -> FlashMoEError:
+    """The error that a status means, with the library's last sentence."""
+    message = load().flashmoe_last_error().decode()
     if status == BAD_ARGUMENT:
         return ConfigError(message)
     if status == PEER_TIMEOUT:

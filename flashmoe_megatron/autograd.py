@@ -59,8 +59,8 @@ def moe_apply(
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
     """
     check_tokens(backend.config, x, probs, routing_map)
-    parameters = _tensors_of(weights)
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, probs, *parameters))):
+    parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
+    if not parameters or not any(t.requires_grad for t in (x, probs, *parameters)):
         return backend.forward(
             x, probs, routing_map, _joined(weights), training=False, layer=layer
         )[0]
@@ -196,7 +196,8 @@ def _joined(weights: ExpertWeights | SplitWeights) -> ExpertWeights:
 
 def _tensors_of(weights: ExpertWeights | SplitWeights) -> tuple[torch.Tensor, ...]:
     """All tensors of either kind of weights, in the order of its fields."""
-    values = (getattr(weights, field.name) for field in dataclasses.fields(weights))
+    # Not by dataclasses.fields: this runs before every launch.
+    values = vars(weights).values()
     return tuple(tensor for value in values if isinstance(value, tuple) for tensor in value)
 
 

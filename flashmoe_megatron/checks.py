@@ -13,7 +13,7 @@ from flashmoe_megatron.errors import ShapeError
 ALIGNMENT_BYTES = 16
 """Every row that a TMA descriptor or a 16-byte load touches starts at a multiple of it."""
 
-TOKEN_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_tokens(
@@ -31,6 +31,54 @@ def check_tokens(
         ShapeError: One of them differs; the message names the tensor, the got and the wanted.
     """
     check_readable("x", x)
+    wanted = (len(x), config.num_experts) if x.dim() else ()
+    if (  # runs before every launch, while the GPU may be idle
+        x.dim() == 2
+        and x.shape[1] == config.hidden
+        and x.shape[0] <= config.max_tokens
+        and x.dtype in TOKEN_DTYPES
+        and probs.shape == wanted
+        and routing_map.shape == wanted
+        and (probs.dtype == torch.float32 or probs.dtype == x.dtype)
+        and routing_map.dtype == torch.bool
+        and probs.device == x.device == routing_map.device
+        and x.is_contiguous()
+        and probs.is_contiguous()
+        and routing_map.is_contiguous()
+        and x.data_ptr() % ALIGNMENT_BYTES == 0
+    ):
+        return
+    _refuse_tokens(config, x, probs, routing_map)
+
+
+def _refuse_tokens(
+    config: MoEConfig, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+) -> None:
+    """Says what is wrong; nothing may be, since an empty tensor can be anywhere."""
+    wanted = (len(x), config.num_experts) if x.dim() else ()
+    if (  # runs before every launch, while the GPU may be idle
+        x.dim() == 2
+        and x.shape[1] == config.hidden
+        and x.shape[0] <= config.max_tokens
+        and x.dtype in TOKEN_DTYPES
+        and probs.shape == wanted
+        and routing_map.shape == wanted
+        and (probs.dtype == torch.float32 or probs.dtype == x.dtype)
+        and routing_map.dtype == torch.bool
+        and probs.device == x.device == routing_map.device
+        and x.is_contiguous()
+        and probs.is_contiguous()
+        and routing_map.is_contiguous()
+        and x.data_ptr() % ALIGNMENT_BYTES == 0
+    ):
+        return
+    _refuse_tokens(config, x, probs, routing_map)
+
+
+def _refuse_tokens(
+    config: MoEConfig, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+) -> None:
+    """Says what is wrong; nothing may be, since an empty tensor can be anywhere."""
     if x.dim() != 2 or x.shape[1] != config.hidden:
         raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, {config.hidden}]")
     if x.dtype not in TOKEN_DTYPES:

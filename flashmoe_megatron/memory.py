@@ -96,21 +96,14 @@ def plan_memory(
         num_row_blocks = math.ceil(plan_buffer_rows(config).expected / TILE_M)
     tokens = config.max_tokens
 
-    def rows_of(width: int) -> int:
-        return num_row_blocks * TILE_M * width * ELEMENT_BYTES
-
-    partial_sums = num_row_blocks * int(sizes.dprob_block_bytes)
     return MemoryPlan(
         token_buffer=tokens * config.hidden * ELEMENT_BYTES,
         symmetric=int(sizes.heap_bytes),
         workspace=int(sizes.workspace_bytes),
         weight_maps=int(sizes.weight_map_bytes),
-        kept=int(sizes.plan_bytes) + rows_of(config.hidden) + rows_of(config.fc1_rows),
-        forward=rows_of(config.intermediate) + rows_of(config.hidden),
-        backward=2 * rows_of(config.hidden)
-        + rows_of(config.intermediate)
-        + rows_of(config.fc1_rows)
-        + partial_sums,
+        kept=int(sizes.plan_bytes) + num_row_blocks * int(sizes.kept_block_bytes[True]),
+        forward=num_row_blocks * int(sizes.scratch_block_bytes[False]),
+        backward=num_row_blocks * int(sizes.scratch_block_bytes[True]),
         forward_out=tokens * config.hidden * ELEMENT_BYTES,
         backward_out=tokens * (config.hidden * ELEMENT_BYTES + config.num_experts * 4),
         num_row_blocks=num_row_blocks,

@@ -3,26 +3,27 @@
 The only file that registers operators. Buffers are made by the caller, who knows their sizes;
 ``problem`` and ``group`` are addresses of the library's structs, alive during the call. Gradients
 are not registered here: the autograd function is outside, which costs half as much per call.
+Everything here runs before a launch while the GPU may be idle, hence structs by position.
 """
+
+import ctypes
 
 import torch
 
 from flashmoe_megatron import _native
-from flashmoe_megatron.config import TILE_M
 
 _LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-call]
 for _schema in (
     "plan(Tensor x, Tensor probs, Tensor routing_map, Tensor(a!) plan, int problem, int group)"
     " -> ()",
-    "forward(Tensor x, Tensor probs, Tensor routing_map, Tensor(f!) plan, Tensor weight_maps,"
-    " Tensor? biases, Tensor(a!) rows, Tensor(b!) act, Tensor(c!) result, Tensor(d!)? preact,"
-    " Tensor(e!) out, bool is_planned, int layer, int problem, int group) -> ()",
-    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor preact,"
-    " Tensor(a!) rows, Tensor(b!) act, Tensor(c!) dpre, Tensor(d!) result,"
-    " Tensor(e!) dprob_partial, Tensor(f!) grad_x, Tensor(g!) grad_probs, int layer, int problem,"
-    " int group) -> ()",
-    "wgrad(Tensor plan, Tensor x_rows, Tensor rows, Tensor act, Tensor dpre, Tensor grads,"
-    " int grads_dtype, bool accumulate, int problem, int group) -> ()",
+    "forward(Tensor x, Tensor probs, Tensor routing_map, Tensor(a!) plan, Tensor weight_maps,"
+    " Tensor? biases, Tensor(b!) kept, Tensor(c!) scratch, Tensor(d!) out, int num_row_blocks,"
+    " bool keeps_preact, bool is_planned, int layer, int problem, int group) -> ()",
+    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor kept,"
+    " Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs, int num_row_blocks, int layer,"
+    " int problem, int group) -> ()",
+    "wgrad(Tensor plan, Tensor? biases, Tensor kept, Tensor scratch, Tensor grads,"
+    " int num_row_blocks, int grads_dtype, bool accumulate, int problem, int group) -> ()",
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
@@ -39,25 +40,21 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _DTYPES[dtype]
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _call(function: str, problem: int, group: int, *arguments: object) -> None:
-    _native.call(
-        function, problem, group, *arguments, group=_native.FlashMoEGroup.from_address(group)
-    )
+    status = _native.function(function)(problem, group, *arguments)
+    if status != _native.OK:
+        raise _native.error(status)
 
 
-def _input(
-    x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
-) -> _native.FlashMoEInput:
-    return _native.FlashMoEInput(
-        num_tokens=x.shape[0],
-        probs_dtype=dtype_code(probs.dtype),
-        x=x.data_ptr(),
-        probs=probs.data_ptr(),
-        routing_map=routing_map.data_ptr(),
+def _input(x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> object:
+    return ctypes.byref(
+        _native.FlashMoEInput(
+            x.shape[0],
+            _DTYPES[probs.dtype],
+            x.data_ptr(),
+            probs.data_ptr(),
+            routing_map.data_ptr(),
+        )
     )
 
 
@@ -79,30 +76,32 @@ def _forward(
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
     biases: torch.Tensor | None,
-    rows: torch.Tensor,
-    act: torch.Tensor,
-    result: torch.Tensor,
-    preact: torch.Tensor | None,
+    kept: torch.Tensor,
+    scratch: torch.Tensor,
     out: torch.Tensor,
+    num_row_blocks: int,
+    keeps_preact: bool,
     is_planned: bool,
     layer: int,
     problem: int,
     group: int,
 ) -> None:
     launch = _native.FlashMoELaunch(
-        num_row_blocks=rows.shape[0] // TILE_M,
-        num_tokens=out.shape[0],
-        layer=layer,
-        plan=plan.data_ptr(),
-        weight_maps=weight_maps.data_ptr(),
-        biases=_address(biases),
-        rows=rows.data_ptr(),
-        act=act.data_ptr(),
-        result=result.data_ptr(),
-        preact=_address(preact),
-        out=out.data_ptr(),
+        num_row_blocks,
+        out.shape[0],
+        keeps_preact,
+        0,
+        layer,
+        plan.data_ptr(),
+        weight_maps.data_ptr(),
+        None if biases is None else biases.data_ptr(),
+        kept.data_ptr(),
+        scratch.data_ptr(),
+        out.data_ptr(),
+        None,
     )
-    _call("forward", problem, group, _input(x, probs, routing_map), launch, int(is_planned))
+    given = _input(x, probs, routing_map)
+    _call("forward", problem, group, given, ctypes.byref(launch), is_planned)
 
 
 def _backward(
@@ -110,67 +109,53 @@ def _backward(
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
     biases: torch.Tensor | None,
-    preact: torch.Tensor,
-    rows: torch.Tensor,
-    act: torch.Tensor,
-    dpre: torch.Tensor,
-    result: torch.Tensor,
-    dprob_partial: torch.Tensor,
+    kept: torch.Tensor,
+    scratch: torch.Tensor,
     grad_x: torch.Tensor,
     grad_probs: torch.Tensor,
+    num_row_blocks: int,
     layer: int,
     problem: int,
     group: int,
 ) -> None:
     launch = _native.FlashMoELaunch(
-        num_row_blocks=rows.shape[0] // TILE_M,
-        num_tokens=grad_out.shape[0],
-        grad_probs_dtype=dtype_code(grad_probs.dtype),
-        layer=layer,
-        plan=plan.data_ptr(),
-        weight_maps=weight_maps.data_ptr(),
-        biases=_address(biases),
-        rows=rows.data_ptr(),
-        act=act.data_ptr(),
-        dpre=dpre.data_ptr(),
-        result=result.data_ptr(),
-        preact=preact.data_ptr(),
-        dprob_partial=dprob_partial.data_ptr(),
-        out=grad_x.data_ptr(),
-        grad_probs=grad_probs.data_ptr(),
+        num_row_blocks,
+        grad_out.shape[0],
+        True,
+        _DTYPES[grad_probs.dtype],
+        layer,
+        plan.data_ptr(),
+        weight_maps.data_ptr(),
+        None if biases is None else biases.data_ptr(),
+        kept.data_ptr(),
+        scratch.data_ptr(),
+        grad_x.data_ptr(),
+        grad_probs.data_ptr(),
     )
-    _call("backward", problem, group, launch, grad_out.data_ptr())
+    _call("backward", problem, group, ctypes.byref(launch), grad_out.data_ptr())
 
 
 def _wgrad(
     plan: torch.Tensor,
-    x_rows: torch.Tensor,
-    rows: torch.Tensor,
-    act: torch.Tensor,
-    dpre: torch.Tensor,
+    biases: torch.Tensor | None,
+    kept: torch.Tensor,
+    scratch: torch.Tensor,
     grads: torch.Tensor,
+    num_row_blocks: int,
     grads_dtype: int,
     accumulate: bool,
     problem: int,
     group: int,
 ) -> None:
     launch = _native.FlashMoELaunch(
-        num_row_blocks=rows.shape[0] // TILE_M,
+        num_row_blocks=num_row_blocks,
+        keeps_preact=True,
         plan=plan.data_ptr(),
-        rows=rows.data_ptr(),
-        act=act.data_ptr(),
-        dpre=dpre.data_ptr(),
+        biases=None if biases is None else biases.data_ptr(),
+        kept=kept.data_ptr(),
+        scratch=scratch.data_ptr(),
     )
-    _call(
-        "wgrad",
-        problem,
-        group,
-        launch,
-        x_rows.data_ptr(),
-        grads.data_ptr(),
-        grads_dtype,
-        int(accumulate),
-    )
+    _call("wgrad", problem, group, ctypes.byref(launch), grads.data_ptr(), grads_dtype, accumulate)
 
 
 def _writes_only(*_: object) -> None:

@@ -27,8 +27,8 @@ def launch_record(
     is_known = before.sequence + 1 == record.sequence and (before.epoch or not before.sequence)
 
     def mean(role: int, warps: int = 1) -> float:
-        spent: int = counters.nanoseconds[role] - earlier.nanoseconds[role]
-        return spent / (warps * record.num_ctas)
+        spent = counters.nanoseconds[role] - earlier.nanoseconds[role]
+        return float(spent / (warps * record.num_ctas))
 
     phases: dict[Phase, float] = {}
     if is_known:

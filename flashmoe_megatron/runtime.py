@@ -99,7 +99,10 @@ class GroupMemory:
         self.trace: torch.Tensor | None = None  # for a library built to trace
         self.max_tokens = 0
         self._heap: symmetric.SymmetricAllocation | None = None
+        self.heap_bytes = 0
+        """Bytes of the symmetric heap; 0 before the first call."""
         self._workspace = torch.empty(0)
+        self._workspace_bytes = 0
         self._mailbox = torch.empty(0)
         self._fault_code = ctypes.c_uint32()
         self._groups: dict[int, _native.FlashMoEGroup] = {}  # by stream
@@ -107,6 +110,7 @@ class GroupMemory:
         """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
         allocate anew."""
         self._last_record = _native.FlashMoERecord()
+        self._last_stream: int | None = None
 
     def register(self, config: MoEConfig) -> None:
         """Adds a layer; a larger one than any before grows the memory at its first call."""
@@ -117,22 +121,23 @@ class GroupMemory:
         return (
             self._heap is None
             or self.is_void
-            or self._heap.local.numel() < sizes.heap_bytes
-            or self._workspace.numel() < sizes.workspace_bytes
+            or self.heap_bytes < sizes.heap_bytes
+            or self._workspace_bytes < sizes.workspace_bytes
         )
 
     def allocate(self, sizes: _native.FlashMoESizes) -> None:
         """Allocates anew, never less than before. Collective over the group."""
         heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
-        workspace_bytes = max(int(sizes.workspace_bytes), self._workspace.numel())
+        workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
         torch.cuda.synchronize(self.device)
-        self._heap = None
+        self._heap, self.heap_bytes = None, 0
         self._heap = symmetric.allocate(
             heap_bytes, self.group, self.device, self.options.symmetric_backend
         )
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
         self._mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8).pin_memory()
         self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
+        self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
         self._groups.clear()
         self._last_record = _native.FlashMoERecord()
         self.is_void = False
@@ -144,15 +149,13 @@ class GroupMemory:
                 self.options.symmetric_backend,
             )
 
-    @property
-    def heap_bytes(self) -> int:
-        """Bytes of the symmetric heap, 0 before the first call."""
-        return 0 if self._heap is None else self._heap.local.numel()
-
     def open(self) -> _native.FlashMoEGroup:
         """The group as the library sees it, on the current stream."""
         assert self._heap is not None
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        # What torch.cuda.current_stream() asks, without a stream object for every launch.
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream != self._last_stream:
+            self._follow(stream)
         group = self._groups.get(stream)
         if group is None:
             group = self._groups[stream] = _native.FlashMoEGroup(
@@ -163,6 +166,13 @@ class GroupMemory:
             )
         group.trace = self.trace.data_ptr() if self.trace is not None else None
         return group
+
+    def _follow(self, stream: int) -> None:
+        """Puts the launches on this stream behind those on the last one: all share their memory."""
+        last, self._last_stream = self._last_stream, stream
+        if last is not None and not torch.cuda.is_current_stream_capturing():
+            before = torch.cuda.ExternalStream(last, device=self.device)
+            torch.cuda.current_stream(self.device).wait_stream(before)
 
     @property
     def has_fault(self) -> bool:
@@ -218,8 +228,7 @@ class SavedForward:
     """What a forward keeps for its backward."""
 
     plan: torch.Tensor
-    rows: torch.Tensor
-    preact: torch.Tensor
+    kept: torch.Tensor
     num_row_blocks: int
     num_tokens: int
     probs_dtype: torch.dtype
@@ -320,6 +329,8 @@ class KernelBackend:
         self._transposed = False
         self._dtype = torch.bfloat16
         self._problem: _native.FlashMoEProblem | None = None
+        self._heap_tokens = 0
+        self._bounds: dict[bool, int | None] = {}
         self._sizes = _native.FlashMoESizes()
         self._tables: dict[tuple[Hashable, ...], WeightTables] = {}
         self._grad_tables: dict[tuple[Hashable, ...], torch.Tensor] = {}
@@ -336,9 +347,10 @@ class KernelBackend:
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         tables = self._encode(weights)  # refuses bad weights while no peer waits for this rank
-        bound = self._row_block_bound(training)
+        self._describe()
+        bound = self._bounds[training]
         if bound is None:
-            pending = self.begin_forward(x, probs, routing_map)
+            pending = self._begin_forward(x, probs, routing_map)
             return self._finish_forward(pending, tables, training=training, layer=layer)
         return self._bounded_forward(
             x, probs, routing_map, tables, bound, training=training, layer=layer
@@ -384,7 +396,7 @@ class KernelBackend:
     ) -> tuple[torch.Tensor, SavedForward | None]:
         self._check_inputs(x, probs, routing_map)
         problem = self._prepare()
-        plan = self._empty(self._sizes.plan_bytes, dtype=torch.uint8)
+        plan = self._empty(self._sizes.plan_bytes)
         pending = PendingForward(self.memory.open(), plan, x, probs, routing_map)
         return self._launch_forward(
             problem,
@@ -400,10 +412,16 @@ class KernelBackend:
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> PendingForward:
         """Launches the plan. Collective."""
+        self._adopt(self._transposed, x.dtype)
+        return self._begin_forward(x, probs, routing_map)
+
+    def _begin_forward(
+        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> PendingForward:
         self._check_inputs(x, probs, routing_map)
         problem = self._prepare()
         group = self.memory.open()
-        plan = self._empty(self._sizes.plan_bytes, dtype=torch.uint8)
+        plan = self._empty(self._sizes.plan_bytes)
         ops.plan(x, probs, routing_map, plan, *_addresses(problem, group))
         return PendingForward(group, plan, x, probs, routing_map)
 
@@ -444,14 +462,10 @@ class KernelBackend:
         is_planned: bool,
         layer: int,
     ) -> tuple[torch.Tensor, SavedForward | None]:
-        config, rows = self.config, num_row_blocks * TILE_M
-        received = self._empty(rows, config.hidden)
-        act = self._empty(rows, config.intermediate)
-        result = self._empty(rows, config.hidden)
+        sizes = self._sizes
+        kept = self._empty(num_row_blocks * sizes.kept_block_bytes[training])
+        scratch = self._empty(num_row_blocks * sizes.scratch_block_bytes[False])
         out = torch.empty_like(pending.x)
-        preact = None
-        if training:
-            preact = self._empty(rows, config.fc1_rows)
         ops.forward(
             pending.x,
             pending.probs,
@@ -459,21 +473,20 @@ class KernelBackend:
             pending.plan,
             tables.maps,
             tables.biases,
-            received,
-            act,
-            result,
-            preact,
+            kept,
+            scratch,
             out,
+            num_row_blocks,
+            training,
             is_planned,
             layer,
             *_addresses(problem, pending.group),
         )
-        if preact is None:
+        if not training:
             return out, None
         saved = SavedForward(
             plan=pending.plan,
-            rows=received,
-            preact=preact,
+            kept=kept,
             num_row_blocks=num_row_blocks,
             num_tokens=pending.x.shape[0],
             probs_dtype=pending.probs.dtype,
@@ -495,39 +508,39 @@ class KernelBackend:
         grad_out = grad_out.contiguous()
         tables = self._encode(weights)
         self._check_input("grad_out", grad_out, self._dtype)
-        grads = [*grad_fc1, *grad_fc2]
+        grads = [*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias]
         table, grads_dtype, accumulate = self._grad_table(grads)
-        problem, config = self._prepare(), self.config
-        group = self.memory.open()
-        rows = saved.num_row_blocks * TILE_M
-        received = self._empty(rows, config.hidden)
-        act = self._empty(rows, config.intermediate)
-        dpre = self._empty(rows, config.fc1_rows)
-        result = self._empty(rows, config.hidden)
-        partial = self._empty(
-            saved.num_row_blocks * self._sizes.dprob_block_bytes, dtype=torch.uint8
-        )
+        problem = self._prepare()
+        addresses = _addresses(problem, self.memory.open())
+        blocks = saved.num_row_blocks
+        scratch = self._empty(blocks * self._sizes.scratch_block_bytes[True])
         grad_x = torch.empty_like(grad_out)
-        grad_probs = self._empty(saved.num_tokens, config.num_experts, dtype=saved.probs_dtype)
-        addresses = _addresses(problem, group)
+        grad_probs = torch.empty(
+            saved.num_tokens, self.config.num_experts, dtype=saved.probs_dtype, device=self.device
+        )
         ops.backward(
             grad_out,
             saved.plan,
             tables.maps,
             tables.biases,
-            saved.preact,
-            received,
-            act,
-            dpre,
-            result,
-            partial,
+            saved.kept,
+            scratch,
             grad_x,
             grad_probs,
+            blocks,
             saved.layer,
             *addresses,
         )
         ops.wgrad(
-            saved.plan, saved.rows, received, act, dpre, table, grads_dtype, accumulate, *addresses
+            saved.plan,
+            tables.biases,
+            saved.kept,
+            scratch,
+            table,
+            blocks,
+            grads_dtype,
+            accumulate,
+            *addresses,
         )
         return grad_x, grad_probs
 
@@ -580,7 +593,7 @@ class KernelBackend:
         laid out for this layer's own bound.
         """
         problem, config = self._problem, self.config
-        if problem is None or problem.heap_tokens != self.memory.max_tokens:
+        if problem is None or self._heap_tokens != self.memory.max_tokens:
             problem = _native.FlashMoEProblem(
                 rank=self.rank,
                 num_ranks=config.num_ranks,
@@ -600,7 +613,8 @@ class KernelBackend:
             )
             _native.call("sizes", problem, self._sizes)
             _native.call("preload", problem)
-            self._problem = problem
+            self._problem, self._heap_tokens = problem, self.memory.max_tokens
+            self._bounds = {training: self._row_block_bound(training) for training in (False, True)}
         return problem
 
     def _row_block_bound(self, training: bool) -> int | None:
@@ -609,7 +623,7 @@ class KernelBackend:
         Without a stated bound a forward that keeps nothing takes the most that there can be, if
         that is little: its buffers live no longer than the call.
         """
-        config, most = self.config, int(self._describe_sizes().max_row_blocks)
+        config, most = self.config, int(self._sizes.max_row_blocks)
         if self.options.row_bound is not None:
             rows = self.options.row_bound * config.max_tokens * config.topk
             return min(most, math.ceil(rows / TILE_M) + config.num_local_experts)
@@ -618,13 +632,20 @@ class KernelBackend:
             return most
         return None
 
-    def _describe_sizes(self) -> _native.FlashMoESizes:
-        self._describe()
-        return self._sizes
-
     def _check_inputs(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> None:
+        if (  # runs before every launch, while the GPU may be idle
+            x.dtype == self._dtype
+            and (probs.dtype == torch.float32 or probs.dtype == self._dtype)
+            and routing_map.dtype == torch.bool
+            and x.device == probs.device == routing_map.device == self.device
+            and x.is_contiguous()
+            and probs.is_contiguous()
+            and routing_map.is_contiguous()
+            and x.data_ptr() % 16 == 0
+        ):
+            return
         self._check_input("x", x, self._dtype)
         self._check_input("probs", probs, torch.float32, self._dtype)
         self._check_input("routing_map", routing_map, torch.bool)
@@ -643,14 +664,11 @@ class KernelBackend:
         # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
         first = tensors[0]
         key = (first.shape, first.stride(), first.dtype, *[w.data_ptr() for w in tensors])
-        if weights.transposed != self._transposed or first.dtype != self._dtype:
-            if first.dtype not in DTYPES:
-                raise ShapeError(f"expert weights: dtype {first.dtype}, wanted {_names(DTYPES)}")
-            self._transposed, self._dtype, self._problem = weights.transposed, first.dtype, None
+        self._adopt(weights.transposed, first.dtype)
         if key in self._tables:
             return self._tables[key]
         check_weights(self.config, torch.empty(0, dtype=self._dtype, device=self.device), weights)
-        for weight in tensors:
+        for weight in (*weights.fc1, *weights.fc2):
             self._check_input("expert weight", weight, self._dtype)
         if bool(weights.fc1_bias) != bool(weights.fc2_bias):
             raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
@@ -671,6 +689,14 @@ class KernelBackend:
         )
         _remember(self._tables, key, tables)
         return tables
+
+    def _adopt(self, transposed: bool, dtype: torch.dtype) -> None:
+        """Makes the problem one of such weights."""
+        if transposed == self._transposed and dtype == self._dtype:
+            return
+        if dtype not in DTYPES:
+            raise ShapeError(f"tokens or weights of {dtype}: wanted {_names(DTYPES)}")
+        self._transposed, self._dtype, self._problem = transposed, dtype, None
 
     def _address_table(self, addresses: Sequence[int]) -> torch.Tensor:
         host = torch.tensor(addresses, dtype=torch.int64).pin_memory()
@@ -704,5 +730,5 @@ class KernelBackend:
         if tensor.data_ptr() % 16 and tensor.numel() and tensor.dtype == self._dtype:
             raise ShapeError(f"{name}: at address {tensor.data_ptr():#x}, wanted 16-byte aligned")
 
-    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -65,13 +65,15 @@ typedef struct {
 /* Sizes in bytes unless named otherwise. */
 typedef struct {
     uint32_t struct_size;
-    uint32_t max_row_blocks;    /* worst case, blocks of 128 rows */
-    uint64_t heap_bytes;        /* symmetric, on every rank; zero-initialized once */
-    uint64_t workspace_bytes;   /* local, one per group; zero-initialized once */
-    uint64_t plan_bytes;        /* local, one per forward, kept for its backward */
-    uint64_t mailbox_bytes;     /* pinned host memory, one per group */
-    uint64_t weight_map_bytes;  /* host, then device: TMA descriptors of all local weights */
-    uint64_t dprob_block_bytes; /* partial sums of the probabilities' gradient, per block */
+    uint32_t max_row_blocks;   /* worst case, blocks of 128 rows */
+    uint64_t heap_bytes;       /* symmetric, on every rank; zero-initialized once */
+    uint64_t workspace_bytes;  /* local, one per group; zero-initialized once */
+    uint64_t plan_bytes;       /* local, one per forward, kept for its backward */
+    uint64_t mailbox_bytes;    /* pinned host memory, one per group */
+    uint64_t weight_map_bytes; /* host, then device: TMA descriptors of all local weights */
+    /* Per block of 128 rows: */
+    uint64_t kept_block_bytes[2];    /* without and with pre-activations */
+    uint64_t scratch_block_bytes[2]; /* of a forward, and of a backward with its weight gradients */
 } FlashMoESizes;
 
 /* Memory of one expert-parallel group, shared by all its layers. */
@@ -188,26 +190,24 @@ FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             const void* const* fc2,
                                             void* weight_maps);
 
-/* Row buffers of one call; blocks = num_row_blocks, rows = 128 * blocks, all row-major and of the
- * problem's dtype. */
+/* One call of a pass. Rows come in blocks of 128 and are of the problem's dtype. */
 typedef struct {
     uint32_t struct_size;
     int32_t num_row_blocks; /* that the buffers hold */
     int32_t num_tokens;
+    int32_t keeps_preact;     /* kept holds pre-activations, too: a backward will follow */
     int32_t grad_probs_dtype; /* FlashMoEDtype; backward only */
     int32_t layer;            /* comes back in the launch's record */
     const void* plan;
     const void* weight_maps; /* device copy */
-    const void* biases;      /* device: num_local_experts pointers to fc1's biases [fc1_rows], then
-                                to fc2's [hidden]; or NULL */
-    void* rows;              /* [rows, hidden]: received x (forward) or received dY (backward) */
-    void* act;               /* [rows, intermediate]: scaled activation, fc2's input */
-    void* dpre;              /* [rows, fc1_rows]: gradient of fc1's output; backward only */
-    void* result;        /* [rows, hidden]: fc2's output, or the gradient of the received rows */
-    void* preact;        /* [rows, fc1_rows]; NULL in a forward without backward */
-    void* dprob_partial; /* blocks * dprob_block_bytes; backward only */
-    void* out;           /* [num_tokens, hidden]: layer output, or gradient of x */
-    void* grad_probs;    /* [num_tokens, num_experts]; backward only */
+    const void* biases;      /* device, 16-byte aligned biases: num_local_experts pointers to fc1's
+                                biases [fc1_rows], then      to fc2's [hidden]; or NULL */
+    void* kept;       /* num_row_blocks * kept_block_bytes[keeps_preact]: the received x, from
+                         a forward for its backward */
+    void* scratch;    /* num_row_blocks * scratch_block_bytes[is backward]: free after the
+                         launch, or for a backward after its flashmoe_wgrad */
+    void* out;        /* [num_tokens, hidden]: layer output, or gradient of x */
+    void* grad_probs; /* [num_tokens, num_experts]; backward only */
 } FlashMoELaunch;
 
 /* Collective. The whole layer in one launch: routing exchange, plan, dispatch, FFN and combine; or
@@ -220,18 +220,18 @@ FLASHMOE_EXPORT int flashmoe_forward(const FlashMoEProblem* problem,
                                      int32_t is_planned);
 
 /* Collective. Gradients of x and probs: dispatches grad_out along the saved plan (an epoch of its
- * own), and fills rows, act and dpre for flashmoe_wgrad. */
+ * own), and leaves in scratch what flashmoe_wgrad multiplies. */
 FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
                                       const FlashMoEGroup* group,
                                       const FlashMoELaunch* launch,
                                       const void* grad_out);
 
-/* Local. Weight gradients from the forward's rows (x_rows) and what flashmoe_backward left.
- *   grads  device array of 2 * num_local_experts pointers, fc1's first; layouts as the weights */
+/* Local. Weight gradients, from the same launch's plan, kept and scratch.
+ *   grads  device array of 2 * num_local_experts pointers, fc1's first; layouts as the weights; and
+ *          with biases as many again for theirs */
 FLASHMOE_EXPORT int flashmoe_wgrad(const FlashMoEProblem* problem,
                                    const FlashMoEGroup* group,
                                    const FlashMoELaunch* launch,
-                                   const void* x_rows,
                                    void* const* grads,
                                    int32_t grads_dtype,
                                    int32_t accumulate);

@@ -7,6 +7,7 @@
 #include <thread>
 #include <tuple>
 
+#include "flashmoe/kernel/bias_grad.cuh"
 #include "flashmoe/kernel/entry.h"
 #include "flashmoe/kernel/plan.cuh"
 #include "flashmoe/kernel/wgrad.cuh"
@@ -220,6 +221,11 @@ KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
     return kInstances[is_backward][is_fp16][p->is_transposed != 0](p->is_gated != 0);
 }
 
+KernelEntry bias_grad_entry_of(const FlashMoEProblem* p, bool into_float32) {
+    return p->dtype == FLASHMOE_FLOAT16 ? bias_grad_fp16(into_float32)
+                                        : bias_grad_bf16(into_float32);
+}
+
 KernelEntry wgrad_entry_of(const FlashMoEProblem* p, bool into_float32) {
     return p->dtype == FLASHMOE_FLOAT16 ? wgrad_fp16(into_float32) : wgrad_bf16(into_float32);
 }
@@ -268,6 +274,66 @@ LayerArgs layer_args(const FlashMoEProblem* p,
     return args;
 }
 
+// What a forward leaves for its backward: buffers of all row blocks one after the other.
+struct KeptRows {
+    char* rows;
+    char* preact;
+    uint64_t bytes;
+};
+
+// What a pass needs for itself.
+struct ScratchRows {
+    char* act;
+    char* result;
+    // Of a backward: received dY, the gradient of fc1's output, and partial sums.
+    char* rows;
+    char* dpre;
+    float* dprob_partial;
+    uint64_t bytes;
+};
+
+// Lays buffers out behind one another. Block sizes are multiples of 128 bytes.
+class Layout {
+ public:
+    explicit Layout(void* base) : base_(static_cast<char*>(base)) {}
+    char* take(uint64_t bytes) {
+        char* at = base_ + bytes_;
+        bytes_ += bytes;
+        return at;
+    }
+    uint64_t bytes() const { return bytes_; }
+
+ private:
+    char* base_;
+    uint64_t bytes_ = 0;
+};
+
+KeptRows kept_at(const FlashMoEProblem* p, void* base, int num_blocks, bool keeps_preact) {
+    const uint64_t rows = uint64_t(num_blocks) * BLOCK_M;
+    Layout layout(base);
+    KeptRows kept{};
+    kept.rows = layout.take(rows * p->hidden * 2);
+    if (keeps_preact) kept.preact = layout.take(rows * shape_of(p).fc1_rows() * 2);
+    kept.bytes = layout.bytes();
+    return kept;
+}
+
+ScratchRows scratch_at(const FlashMoEProblem* p, void* base, int num_blocks, bool is_backward) {
+    const uint64_t rows = uint64_t(num_blocks) * BLOCK_M;
+    Layout layout(base);
+    ScratchRows scratch{};
+    scratch.act = layout.take(rows * p->intermediate * 2);
+    scratch.result = layout.take(rows * p->hidden * 2);
+    if (is_backward) {
+        scratch.rows = layout.take(rows * p->hidden * 2);
+        scratch.dpre = layout.take(rows * shape_of(p).fc1_rows() * 2);
+        scratch.dprob_partial =
+            reinterpret_cast<float*>(layout.take(rows * backward_tiles(p) * sizeof(float)));
+    }
+    scratch.bytes = layout.bytes();
+    return scratch;
+}
+
 int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
     if (input == nullptr or input->struct_size != sizeof(FlashMoEInput)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "input: struct_size is %u, wanted %zu",
@@ -293,6 +359,11 @@ void set_routing(const FlashMoEInput* input, int row_block_bound, LayerArgs* arg
     args->row_block_bound = row_block_bound;
 }
 
+int check_keeps_preact(const FlashMoELaunch* launch) {
+    if (launch->keeps_preact != 0) return FLASHMOE_OK;
+    return fail(FLASHMOE_BAD_ARGUMENT, "a backward needs the pre-activations of its forward");
+}
+
 // What every pass reads.
 int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
     if (launch == nullptr or launch->struct_size != sizeof(FlashMoELaunch)) {
@@ -307,22 +378,19 @@ int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
     }
     const bool has_rows = launch->num_row_blocks > 0;
     FLASHMOE_TRY(check_pointer(launch->plan, true, "plan"));
-    FLASHMOE_TRY(check_pointer(launch->rows, has_rows, "rows"));
-    return check_pointer(launch->act, has_rows, "act");
+    FLASHMOE_TRY(check_pointer(launch->kept, has_rows, "kept", 128));
+    return check_pointer(launch->scratch, has_rows, "scratch", 128);
 }
 
 // What a pass of the layer reads and writes beside that.
 int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_backward) {
     FLASHMOE_TRY(check_launch(p, launch));
-    const bool has_rows = launch->num_row_blocks > 0, has_tokens = launch->num_tokens > 0;
+    const bool has_tokens = launch->num_tokens > 0;
     FLASHMOE_TRY(check_pointer(launch->weight_maps, true, "weight_maps", alignof(CUtensorMap)));
-    FLASHMOE_TRY(check_pointer(launch->result, has_rows, "result"));
     FLASHMOE_TRY(check_pointer(launch->out, has_tokens, "out"));
     if (not is_backward) return FLASHMOE_OK;
     FLASHMOE_TRY(check_dtype(p, launch->grad_probs_dtype, "grad_probs_dtype"));
-    FLASHMOE_TRY(check_pointer(launch->dpre, has_rows, "dpre"));
-    FLASHMOE_TRY(check_pointer(launch->preact, has_rows, "preact"));
-    FLASHMOE_TRY(check_pointer(launch->dprob_partial, has_rows, "dprob_partial"));
+    FLASHMOE_TRY(check_keeps_preact(launch));
     return check_pointer(launch->grad_probs, has_tokens, "grad_probs");
 }
 
@@ -334,12 +402,15 @@ int set_buffers(const FlashMoEProblem* p,
     const Shape& s = args->shape;
     args->weight_maps = static_cast<const CUtensorMap*>(launch->weight_maps) +
                         (is_backward ? 2 * s.num_local_experts() : 0);
-    args->rows = static_cast<char*>(launch->rows);
-    args->act = static_cast<char*>(launch->act);
-    args->dpre = static_cast<char*>(launch->dpre);
-    args->result = static_cast<char*>(launch->result);
-    args->preact = static_cast<char*>(launch->preact);
-    args->dprob_partial = static_cast<float*>(launch->dprob_partial);
+    const KeptRows kept =
+        kept_at(p, launch->kept, launch->num_row_blocks, launch->keeps_preact != 0);
+    const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, is_backward);
+    args->rows = is_backward ? scratch.rows : kept.rows;
+    args->preact = kept.preact;
+    args->act = scratch.act;
+    args->dpre = scratch.dpre;
+    args->result = scratch.result;
+    args->dprob_partial = scratch.dprob_partial;
     args->out = static_cast<char*>(launch->out);
     args->grad_probs = launch->grad_probs;
     args->grad_probs_dtype = Dtype(launch->grad_probs_dtype);
@@ -358,12 +429,37 @@ int set_buffers(const FlashMoEProblem* p,
     args->group_units = std::max(8, ceil_div(p->num_ctas / kClusterSize, args->num_n_tiles[0]));
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
-        FLASHMOE_TRY(
-            encode_map(&args->load_map[0], BoxKind::kKMajor, launch->rows, rows, p->hidden));
+        FLASHMOE_TRY(encode_map(&args->load_map[0], BoxKind::kKMajor, args->rows, rows, p->hidden));
         FLASHMOE_TRY(encode_map(&args->load_map[1], BoxKind::kKMajor,
-                                is_backward ? launch->dpre : launch->act, rows, gemm1_input));
+                                is_backward ? args->dpre : args->act, rows, gemm1_input));
     }
     return FLASHMOE_OK;
+}
+
+int launch_bias_grads(const FlashMoEProblem* p,
+                      const FlashMoEGroup* group,
+                      const FlashMoELaunch* launch,
+                      const WgradArgs& wgrad,
+                      bool into_float32) {
+    const Shape& s = wgrad.shape;
+    const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, true);
+    BiasGradArgs args{};
+    args.plan = wgrad.plan;
+    args.rows[0] = scratch.dpre;
+    args.rows[1] = scratch.rows;
+    args.width[0] = s.fc1_rows();
+    args.width[1] = s.hidden;
+    args.grads[0] = wgrad.grads + 2 * s.num_local_experts();
+    args.grads[1] = args.grads[0] + s.num_local_experts();
+    args.accumulate = wgrad.accumulate;
+    const KernelEntry entry = bias_grad_entry_of(p, into_float32);
+    const int widest = std::max(args.width[0], args.width[1]);
+    const dim3 grid(unsigned(ceil_div(widest, kBiasGradColumns)), unsigned(s.num_local_experts()),
+                    2);
+    void* arguments[] = {&args};
+    return check_cuda(cudaLaunchKernel(entry.function, grid, dim3(unsigned(entry.num_threads)),
+                                       arguments, 0, static_cast<cudaStream_t>(group->stream)),
+                      "bias gradient launch");
 }
 
 }  // namespace
@@ -387,7 +483,10 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->mailbox_bytes = sizeof(Mailbox);
     // Two matrices of every expert, read along their contiguous dimension and across it.
     sizes->weight_map_bytes = 4 * sizeof(CUtensorMap) * s.num_local_experts();
-    sizes->dprob_block_bytes = uint64_t(backward_tiles(problem)) * BLOCK_M * sizeof(float);
+    for (const bool is_set : {false, true}) {
+        sizes->kept_block_bytes[is_set] = kept_at(problem, nullptr, 1, is_set).bytes;
+        sizes->scratch_block_bytes[is_set] = scratch_at(problem, nullptr, 1, is_set).bytes;
+    }
     return FLASHMOE_OK;
 }
 
@@ -399,6 +498,8 @@ int flashmoe_preload(const FlashMoEProblem* problem) {
         entry_of(problem, true).function,
         wgrad_entry_of(problem, true).function,
         wgrad_entry_of(problem, false).function,
+        bias_grad_entry_of(problem, true).function,
+        bias_grad_entry_of(problem, false).function,
     };
     for (const void* kernel : kernels) {
         cudaFuncAttributes attributes;
@@ -580,15 +681,13 @@ int flashmoe_backward(const FlashMoEProblem* problem,
 int flashmoe_wgrad(const FlashMoEProblem* problem,
                    const FlashMoEGroup* group,
                    const FlashMoELaunch* launch_args,
-                   const void* x_rows,
                    void* const* grads,
                    int32_t grads_dtype,
                    int32_t accumulate) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_launch(problem, launch_args));
     const bool has_rows = launch_args->num_row_blocks > 0;
-    FLASHMOE_TRY(check_pointer(launch_args->dpre, has_rows, "dpre"));
-    FLASHMOE_TRY(check_pointer(x_rows, has_rows, "x_rows"));
+    FLASHMOE_TRY(check_keeps_preact(launch_args));
     FLASHMOE_TRY(check_pointer(grads, true, "grads"));
     FLASHMOE_TRY(check_dtype(problem, grads_dtype, "grads_dtype"));
     const Shape s = shape_of(problem);
@@ -603,14 +702,17 @@ int flashmoe_wgrad(const FlashMoEProblem* problem,
     args.product[0].num_in = s.intermediate;
     args.product[1].num_out = s.fc1_rows();
     if (has_rows) {
-        const int64_t rows = int64_t(launch_args->num_row_blocks) * BLOCK_M;
-        FLASHMOE_TRY(encode_map(&args.product[0].left, BoxKind::kMnMajor, launch_args->rows, rows,
-                                s.hidden));
-        FLASHMOE_TRY(encode_map(&args.product[0].right, BoxKind::kMnMajor, launch_args->act, rows,
-                                s.intermediate));
-        FLASHMOE_TRY(encode_map(&args.product[1].left, BoxKind::kMnMajor, launch_args->dpre, rows,
-                                s.fc1_rows()));
-        FLASHMOE_TRY(encode_map(&args.product[1].right, BoxKind::kMnMajor, x_rows, rows, s.hidden));
+        const int blocks = launch_args->num_row_blocks;
+        const int64_t rows = int64_t(blocks) * BLOCK_M;
+        const KeptRows kept = kept_at(problem, launch_args->kept, blocks, true);
+        const ScratchRows scratch = scratch_at(problem, launch_args->scratch, blocks, true);
+        for (const auto& [map, matrix, columns] :
+             {std::tuple{&args.product[0].left, scratch.rows, s.hidden},
+              {&args.product[0].right, scratch.act, s.intermediate},
+              {&args.product[1].left, scratch.dpre, s.fc1_rows()},
+              {&args.product[1].right, kept.rows, s.hidden}}) {
+            FLASHMOE_TRY(encode_map(map, BoxKind::kMnMajor, matrix, rows, columns));
+        }
     }
     if (problem->is_transposed) {
         for (WgradProduct& product : args.product) {
@@ -618,9 +720,13 @@ int flashmoe_wgrad(const FlashMoEProblem* problem,
             std::swap(product.num_out, product.num_in);
         }
     }
-    const KernelEntry entry = wgrad_entry_of(problem, grads_dtype == FLASHMOE_FLOAT32);
-    return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
-                  group->stream, "wgrad launch", args);
+    const bool into_float32 = grads_dtype == FLASHMOE_FLOAT32;
+    const KernelEntry entry = wgrad_entry_of(problem, into_float32);
+    FLASHMOE_TRY(launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
+                        group->stream, "wgrad launch", args));
+    return launch_args->biases == nullptr
+               ? FLASHMOE_OK
+               : launch_bias_grads(problem, group, launch_args, args, into_float32);
 }
 
 }  // extern "C"

@@ -92,7 +92,7 @@ def open_library() -> ctypes.CDLL:
         "await_plan": [pointer] * 4,
         "forward": [pointer] * 4 + [integer],
         "backward": [pointer] * 4,
-        "wgrad": [pointer] * 5 + [integer] * 2,
+        "wgrad": [pointer] * 4 + [integer] * 2,
         "encode_weights": [pointer] * 4,
         "read_fault": [pointer] * 2,
         "clear_fault": [pointer],
@@ -220,6 +220,7 @@ def _launch(choices: Choices) -> Any:
             "num_row_blocks": _count(choices),
             "num_tokens": _count(choices),
             "grad_probs_dtype": _int32(choices.number()) if choices.flag() else 1,
+            "keeps_preact": 0 if choices.integer(1) % 4 == 3 else 1,
             **{name: _pointer(choices) for name in pointers},
         },
     )
@@ -267,7 +268,6 @@ def _wgrad(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
             problem,
             group,
             launch,
-            _pointer(choices),
             _pointer(choices),
             dtype,
             _int32(choices.number()),
@@ -347,7 +347,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     """
     ranks, tokens, topk = fields["num_ranks"], fields["max_tokens"], fields["topk"]
     hidden, width, heap_tokens = fields["hidden"], fields["intermediate"], fields["heap_tokens"]
-    local = fields["num_experts"] // ranks
+    local, fc1_rows = fields["num_experts"] // ranks, width * (2 if fields["is_gated"] else 1)
     blocks = -(-ranks * tokens * min(topk, local) // 128) + local
     # What the heap holds at least: signals and routes of all ranks, rows, results and dprobs.
     heap = heap_tokens * (
@@ -357,11 +357,16 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     exact = {
         "max_row_blocks": blocks,
         "weight_map_bytes": 4 * 128 * local,
-        "dprob_block_bytes": -(-width // 256) * 128 * 4,
+        "kept_block_bytes": [256 * hidden, 256 * (hidden + fc1_rows)],
+        "scratch_block_bytes": [
+            256 * (width + hidden),
+            256 * (width + 2 * hidden + fc1_rows) + -(-width // 256) * 128 * 4,
+        ],
     }
     for name, want in exact.items():
-        if getattr(sizes, name) != want:
-            raise ContractError(f"{name} is {getattr(sizes, name)}, wanted {want}, for {fields}")
+        got = getattr(sizes, name)
+        if (got if isinstance(want, int) else list(got)) != want:
+            raise ContractError(f"{name} is {got}, wanted {want}, for {fields}")
     slack = 64 * 1024
     for name, least, room in (
         ("heap_bytes", heap, slack),

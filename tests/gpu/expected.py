@@ -1,7 +1,7 @@
-"""What a layer should compute, and how close to it an unfused bfloat16 path comes.
+"""What a layer should compute, and how close to it an unfused path in 16 bits comes.
 
 The bound on the kernel's error is the error of a plain torch path on the same inputs that rounds to
-bfloat16 at the same points, wherever a product of matrices leaves an unfused layer's kernel: fc1's
+16 bits at the same points, wherever a product of matrices leaves an unfused layer's kernel: fc1's
 output, the scaled activation, fc2's output and the gradient of its input, fc1's output's gradient,
 each rank's share of a token and the token's sum. Products are accumulated in float32 by both.
 """
@@ -132,12 +132,13 @@ def _exact(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Resu
     )
 
 
-def _round(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.bfloat16().float()
-
-
 def _unfused(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Results:
     x = torch.cat(inputs.x).float()
+    dtype = inputs.x[0].dtype
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype).float()
+
     grad_out = torch.cat(inputs.grad_out).float()
     given_probs = torch.cat(inputs.probs)
     probs = given_probs.float()
@@ -150,23 +151,23 @@ def _unfused(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Re
         fc1, fc2 = inputs.fc1[expert].float(), inputs.fc2[expert].float()
         rows, grad_rows = x[tokens], grad_out[tokens]
         prob = probs[tokens, expert].unsqueeze(1)
-        projected = _round(rows @ fc1.t()).requires_grad_()
+        projected = rounded(rows @ fc1.t()).requires_grad_()
         function = _FUNCTIONS[config.activation]
         if config.gated:
             gate, up = projected.chunk(2, dim=1)
             value = function(gate) * up
         else:
             value = function(projected)
-        scaled = _round(value.detach() * prob)
-        shares[0, rank].index_add_(0, tokens, _round(scaled @ fc2.t()))
+        scaled = rounded(value.detach() * prob)
+        shares[0, rank].index_add_(0, tokens, rounded(scaled @ fc2.t()))
 
-        grad_value = _round(grad_rows @ fc2)
+        grad_value = rounded(grad_rows @ fc2)
         grad_probs[tokens, expert] = (grad_value * value.detach()).sum(1)
-        grad_projected = _round(torch.autograd.grad(value, projected, grad_value * prob)[0])
-        shares[1, rank].index_add_(0, tokens, _round(grad_projected @ fc1))
+        grad_projected = rounded(torch.autograd.grad(value, projected, grad_value * prob)[0])
+        shares[1, rank].index_add_(0, tokens, rounded(grad_projected @ fc1))
         grad_fc1.append(grad_projected.t() @ rows)
         grad_fc2.append(grad_rows.t() @ scaled)
-    out, grad_x = _round(_round(shares).sum(1)).unbind(0)
+    out, grad_x = rounded(rounded(shares).sum(1)).unbind(0)
     return Results(
         out,
         grad_x,

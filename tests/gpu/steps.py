@@ -12,10 +12,15 @@ from tests.unit import cases
 
 
 def make_inputs(
-    config: MoEConfig, routing: cases.Routing, tokens_per_rank: list[int], *, seed: int = 0
+    config: MoEConfig,
+    routing: cases.Routing,
+    tokens_per_rank: list[int],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> cases.Inputs:
-    """Random bfloat16 inputs of all ranks on the GPU."""
-    inputs = cases.make_inputs(config, routing, tokens_per_rank, dtype=torch.bfloat16, seed=seed)
+    """Random inputs of all ranks on the GPU."""
+    inputs = cases.make_inputs(config, routing, tokens_per_rank, dtype=dtype, seed=seed)
     return to_device(inputs, device())
 
 

@@ -85,10 +85,10 @@ class GuardedBackend(KernelBackend):
 
     allocator: GuardedAllocator | None = None
 
-    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _empty(self, num_bytes: int) -> torch.Tensor:
         if self.allocator is None:
-            return super()._empty(*shape, dtype=dtype)
-        return self.allocator(shape, dtype or self._dtype)
+            return super()._empty(num_bytes)
+        return self.allocator((num_bytes,), torch.uint8)
 
 
 class _Memory(GroupMemory):
@@ -285,16 +285,16 @@ class VirtualLayer:
         grad_out: Sequence[torch.Tensor],
         saved: Sequence[Any],
         weights: Sequence[ExpertWeights],
-        grad_fc1: Sequence[Sequence[WeightGrad]],
-        grad_fc2: Sequence[Sequence[WeightGrad]],
+        *grads: Sequence[Sequence[WeightGrad]],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """``grads``: of fc1, fc2 and, where there are any, fc1's and fc2's biases."""
         self.prepare()
         found = []
         for rank, backend in enumerate(self.backends):
             with self._on_stream(rank):
                 found.append(
                     backend.backward(
-                        grad_out[rank], saved[rank], weights[rank], grad_fc1[rank], grad_fc2[rank]
+                        grad_out[rank], saved[rank], weights[rank], *(kind[rank] for kind in grads)
                     )
                 )
         self._join()

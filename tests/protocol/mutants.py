@@ -363,7 +363,26 @@ MUTANTS = [
         "ranks2",
         "a token's sum is wrong",
         False,
-        ((FORWARD, "s_.warps * s_.n_tiles[1],", "s_.warps * s_.n_tiles[1] - 1,"),),
+        (
+            (
+                FORWARD,
+                "const uint32_t target = s_.warps * s_.n_tiles[1];",
+                "const uint32_t target = s_.warps * s_.n_tiles[1] - 1;",
+            ),
+        ),
+    ),
+    Mutant(
+        "a unit of rows is delivered by everyone who finds it",
+        "meanwhile",
+        TWICE,
+        False,
+        (
+            (
+                FORWARD,
+                "if (not must_wait and A::compare_and_swap(next_unit, unit, unit + 1) != unit) {",
+                "A::compare_and_swap(next_unit, unit, unit + 1);\n        if (s_.ranks < 0) {",
+            ),
+        ),
     ),
     Mutant(
         "pad rows are not counted",

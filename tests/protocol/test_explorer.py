@@ -14,12 +14,13 @@ COMPLETE = {
     "ranks3_apart": 4_000,
     "ranks3_split": 290,
     "ranks3_refused": 190,
-    "ctas2": 30_000,
+    "ctas2": 4_800,
 }
 BOUNDED = {
     "ranks2_backward": 10_000,
     "ctas2_backward": 10_000,
     "ctas3": 10_000,
+    "meanwhile": 10_000,
     "ranks3_absent": 10_000,
     "ranks3_late": 10_000,
 }

@@ -2,6 +2,7 @@
 // products, and tells whoever waits for them.
 #pragma once
 
+#include "flashmoe/moe/combine.cuh"
 #include "flashmoe/moe/expert.cuh"
 #include "flashmoe/tile/handover.cuh"
 
@@ -11,25 +12,36 @@ template <class Pass>
 __device__ __forceinline__ void finish_tiles(const LayerArgs& args,
                                              TileMailbox& mailbox,
                                              Handover& handover,
+                                             CombineSmem& combine,
                                              int processor) {
     RingCursor<kTileSlots> slot;
     RingCursor<1> handed;
+    int chunk = int(blockIdx.x);
     begin_span(uint32_t(Role::kFinish));
     for (;;) {
         const TileInfo tile = take_tile(args.watchdog, Role::kFinisherTile, mailbox, slot);
         if (tile.gemm == TileInfo::kNoTile) break;
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
+        const int first_row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
+        const RowFacts facts(args.plan, first_row);
+        while (not handover.full[processor][0].test_wait(handed.parity())) {
+            // A tile takes its processor longer than its finisher.
+            if (combine_some<typename Pass::Element, Pass::kIsBackward, 4>(args, combine, chunk) !=
+                Progress::kSome) {
+                break;
+            }
+        }
 #pragma unroll 1
         for (int warp = 0; warp < kProcessorWarps; ++warp) {
             wait_barrier(args.watchdog, Role::kFinisherRows, handover.full[processor][warp],
                          handed.parity());
             const int64_t begin = Trace::now();
             const HandedOver outputs(handover.outputs[processor][warp]);
-            const int row = tile.m * BLOCK_M + (processor * kProcessorWarps + warp) * kWarpRows;
+            const WarpRows rows{first_row + warp * kWarpRows, warp, outputs, facts};
             if (tile.gemm == 0) {
-                Pass::finish_gemm0(args, tile, row, outputs);
+                Pass::finish_gemm0(args, tile, rows);
             } else {
-                store_results(args, tile, row, outputs);
+                store_results(args, tile, rows);
             }
             __syncwarp();
             if (threadIdx.x % 32 == 0) handover.empty[processor][warp].arrive();

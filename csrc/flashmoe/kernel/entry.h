@@ -22,5 +22,7 @@ KernelEntry backward_fp16_transposed(bool is_gated);
 // Weight gradients from 16-bit rows, into buffers of another type or the same.
 KernelEntry wgrad_bf16(bool into_float32);
 KernelEntry wgrad_fp16(bool into_float32);
+KernelEntry bias_grad_bf16(bool into_float32);
+KernelEntry bias_grad_fp16(bool into_float32);
 
 }  // namespace flashmoe

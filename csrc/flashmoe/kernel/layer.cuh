@@ -30,10 +30,9 @@ struct ForwardPass {
 
     __device__ __forceinline__ static void finish_gemm0(const LayerArgs& args,
                                                         const TileInfo& tile,
-                                                        int first_row,
-                                                        const HandedOver& outputs) {
+                                                        const WarpRows& rows) {
         with_activation(args.activation, [&](auto activation) {
-            activate_rows<T, activation(), kGated>(args, tile, first_row, outputs);
+            activate_rows<T, activation(), kGated>(args, tile, rows);
         });
     }
 };
@@ -47,20 +46,20 @@ struct BackwardPass {
 
     __device__ __forceinline__ static void finish_gemm0(const LayerArgs& args,
                                                         const TileInfo& tile,
-                                                        int first_row,
-                                                        const HandedOver& outputs) {
+                                                        const WarpRows& rows) {
         with_activation(args.activation, [&](auto activation) {
-            differentiate_rows<T, activation(), kGated>(args, tile, first_row, outputs);
+            differentiate_rows<T, activation(), kGated>(args, tile, rows);
         });
     }
 };
 
-constexpr int kDispatchPiece = 4096;  // bytes of a row that a lane has on its way
+constexpr int kDispatchPiece = 2048;  // bytes of a row that a lane has on its way
 
 struct LayerSmem {
     StageRing<3> ring;
     Handover handover;
     DispatchSmem<kDispatchPiece> dispatch;
+    CombineSmem combine;
     TileMailbox mailbox;
 };
 
@@ -68,25 +67,43 @@ constexpr int kLayerThreads = 384;
 // A launch gets the same registers for every thread, and setmaxnreg only moves them about: to ask
 // for more than that waits for ever. More threads would leave ptxas too few for wgmma.
 constexpr int kLaunchRegisters = 65536 / kLayerThreads / 8 * 8;
-constexpr int kProcessorRegisters = 184;
+constexpr int kProcessorRegisters = 176;
 constexpr int kCommRegisters = 3 * kLaunchRegisters - 2 * kProcessorRegisters;
-static_assert(kLaunchRegisters == 168 and kCommRegisters == 136);
+static_assert(kLaunchRegisters == 168 and kCommRegisters == 152);
 
 // Delivers results and reduces what arrives. Every warp ends here once its own part is done, the
 // more of them the shorter the tail.
 template <class Pass>
-__device__ __forceinline__ void combine(const LayerArgs& args) {
+__device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem) {
+    using T = typename Pass::Element;
     int64_t begin = Trace::now();
     begin_span(uint32_t(Role::kDeliver));
-    deliver_results<typename Pass::Element, Pass::kIsBackward, 4>(args);
+    while (deliver_unit<T, Pass::kIsBackward, 4>(args, smem, true) != Progress::kFinished) {
+    }
     end_span(uint32_t(Role::kDeliver));
     args.watchdog.trace.add(uint32_t(Role::kDeliver), 0, begin);
 
     begin = Trace::now();
     begin_span(uint32_t(Role::kReduce));
-    reduce_results<typename Pass::Element, Pass::kIsBackward, 4>(args);
+    reduce_results<T, Pass::kIsBackward, 4>(args);
     end_span(uint32_t(Role::kReduce));
     args.watchdog.trace.add(uint32_t(Role::kReduce), 0, begin);
+}
+
+// Combines what there is while tiles are computed. Whoever has nothing to do for long goes on to
+// where waiting has a bound. Scope: one warp.
+template <class Pass>
+__device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, CombineSmem& smem) {
+    const int64_t begin = Trace::now();
+    int chunk = int(blockIdx.x);
+    for (int idle = 0; idle < 10000;) {
+        const Progress progress =
+            combine_some<typename Pass::Element, Pass::kIsBackward, 4>(args, smem, chunk);
+        if (progress == Progress::kFinished) break;
+        idle = progress == Progress::kSome ? 0 : idle + 1;
+        if (idle > 0) __nanosleep(500);
+    }
+    args.watchdog.trace.add(uint32_t(Role::kDeliver), 1, begin);
 }
 
 // Publishes what this rank brings, and plans unless that is done. False on every CTA if the layer
@@ -135,6 +152,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         if (threadIdx.x == 0) {
             init_barriers(smem.ring, smem.mailbox, kNumProcessors * (kProcessorWarps + 1));
             init_barriers(smem.handover);
+            smem.combine = {};
             for (Barrier& arrived : smem.dispatch.arrived) arrived.init(1);
             cutlass::arch::fence_barrier_init();
         }
@@ -145,7 +163,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         if (warpgroup > 0) {
             cutlass::arch::warpgroup_reg_alloc<kProcessorRegisters>();
             process_tiles<Pass>(args, smem.ring, smem.mailbox, smem.handover, warpgroup - 1);
-            combine<Pass>(args);
+            combine<Pass>(args, smem.combine);
         } else {
             cutlass::arch::warpgroup_reg_dealloc<kCommRegisters>();
             const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
@@ -154,10 +172,11 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
                 __syncwarp();
             } else if (warp == 1) {
                 dispatch(args, smem.dispatch);
+                combine_meanwhile<Pass>(args, smem.combine);
             } else {
-                finish_tiles<Pass>(args, smem.mailbox, smem.handover, warp - 2);
+                finish_tiles<Pass>(args, smem.mailbox, smem.handover, smem.combine, warp - 2);
             }
-            combine<Pass>(args);
+            combine<Pass>(args, smem.combine);
         }
         args.watchdog.trace.close();
         cute::cluster_sync();  // the other CTA may still write to this one's shared memory

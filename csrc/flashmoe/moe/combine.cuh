@@ -10,7 +10,13 @@
 
 namespace flashmoe {
 
-constexpr int kCombineRows = 16;  // rows looked at per ticket
+constexpr int kMostUnitRows = 8;
+
+struct CombineSmem {
+    int next_unit;  // of delivery; zero when the launch begins
+};
+
+enum class Progress { kNone, kSome, kFinished };
 
 template <class T>
 __device__ __forceinline__ void add8(float (&sum)[8], const uint4& loaded) {
@@ -20,30 +26,32 @@ __device__ __forceinline__ void add8(float (&sum)[8], const uint4& loaded) {
     for (int c = 0; c < 8; ++c) sum[c] += values[c];
 }
 
-// Sums `count` rows of `chunks` 16-byte chunks into `target`; row i starts at source(i). Per lane,
-// kUnroll chunks of two rows are in flight. Scope: one warp.
-template <class T, int kUnroll, class Source>
-__device__ __forceinline__ void sum_rows(char* target, int chunks, int count, Source source) {
-    // The loops are uniform over the warp, since source() may shuffle.
+// Sums rows of `chunks` 16-byte chunks into `target`; each call of next_row gives one more of
+// them, or null past the last. Per lane, kUnroll chunks of two rows are in flight. Scope: one warp.
+template <class T, int kUnroll, class Rows>
+__device__ __forceinline__ void sum_rows(char* target, int chunks, Rows rows) {
+    // The loops are uniform over the warp, since next_row may shuffle.
     for (int first = 0; first < chunks; first += 32 * kUnroll) {
         const int base = first + int(threadIdx.x % 32);
         float sum[kUnroll][8] = {};
-        for (int i = 0; i < count; i += 2) {
-            const uint4* row = reinterpret_cast<const uint4*>(source(i));
-            const bool has_next = i + 1 < count;
-            const uint4* next = reinterpret_cast<const uint4*>(source(has_next ? i + 1 : i));
+        auto next_row = rows();
+        for (;;) {
+            const uint4* row = next_row();
+            if (row == nullptr) break;
+            const uint4* next = next_row();
             uint4 loaded[kUnroll], loaded_next[kUnroll];
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
                 const bool inside = base + u * 32 < chunks;
                 loaded[u] = inside ? row[base + u * 32] : uint4{};
-                loaded_next[u] = inside and has_next ? next[base + u * 32] : uint4{};
+                loaded_next[u] = inside and next != nullptr ? next[base + u * 32] : uint4{};
             }
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
                 add8<T>(sum[u], loaded[u]);
                 add8<T>(sum[u], loaded_next[u]);
             }
+            if (next == nullptr) break;
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
@@ -60,72 +68,120 @@ __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) 
     return sum;
 }
 
-// Delivers the results of all rows here. Scope: one warp; any number of warps share the work.
+// <dY, fc2's bias>: what the bias adds to the gradient of a route's probability. Scope: one warp.
+template <class T>
+__device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row) {
+    const int32_t* blocks = args.plan.expert_block;  // ascending, one more than experts
+    int expert = 0;
+    for (int step = 256; step > 0; step /= 2) {
+        if (expert + step < args.shape.num_local_experts() and
+            blocks[expert + step] <= row / BLOCK_M) {
+            expert += step;
+        }
+    }
+    const int hidden = args.shape.hidden;
+    const T* dy = reinterpret_cast<const T*>(args.rows) + int64_t(row) * hidden;
+    const T* bias = static_cast<const T*>(args.biases[1][expert]);
+    float dot = 0.0f;
+    for (int i = int(threadIdx.x % 32); i < hidden; i += 32) dot += float(dy[i]) * float(bias[i]);
+    for (int step = 16; step > 0; step /= 2) dot += __shfl_xor_sync(~0u, dot, step);
+    return dot;
+}
+
+// Rows are delivered in units: few, so that a CTA's warps share what comes at the end, and no more
+// than leave a lane for each route of their tokens. A CTA owns every gridDim'th unit, so its warps
+// share them through shared memory alone.
+//
+// Delivers the next unit of this CTA. If it must wait it does, else it takes the unit only if all
+// rows of its tokens are there. Scope: one warp; any number of warps share the work.
 template <class T, bool kIsBackward, int kUnroll>
-__device__ __forceinline__ void deliver_results(const LayerArgs& args) {
+__device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
+                                                 CombineSmem& smem,
+                                                 bool must_wait) {
     const Heap& heap = args.heap;
     const Plan& plan = args.plan;
     const Workspace& workspace = args.workspace;
     const int rank = args.shape.rank;
     const uint32_t block_target = uint32_t(kNumProcessors * args.num_n_tiles[1]);
     const int lane = threadIdx.x % 32;
-    const int64_t row_bytes = heap.hidden * 2;
-    const int num_rows = plan.header->num_row_blocks * BLOCK_M;
-    const int width = power_of_two(plan.topk);
-    const uint32_t width_mask = width == 32 ? ~0u : (1u << width) - 1;
-    for (;;) {
-        const int first = take_tickets(&workspace.tickets->combine, kCombineRows);
-        if (first >= num_rows) break;
+    const int width = power_of_two(plan.topk), rows_of_unit = min(32 / width, kMostUnitRows);
 
-        RowMeta meta{};
-        if (lane < kCombineRows) meta = plan.row_meta[first + lane];
-        uint32_t todo = __ballot_sync(~0u, lane < kCombineRows and meta.is_last());
-        while (todo != 0) {
-            // As many tokens as have room for their routes in a warp: what is to be known of them
-            // is loaded, and waited for, at once.
-            const int count = min(__popc(todo), 32 / width);
-            const int nth = min(lane / width, count - 1), k = lane % width;
-            const int at = int(__fns(todo, 0, nth + 1));
-            const int src_rank = __shfl_sync(~0u, int(meta.src_rank), at);
-            const int token = __shfl_sync(~0u, meta.token, at);
-            const int slot = __shfl_sync(~0u, int(meta.slot), at);
-            int row = -1;
-            if (lane / width < count and k < plan.topk) row = plan.rows_of(src_rank, token)[k];
-            if (row >= 0) {
-                wait_count(args.watchdog, Role::kCombineResult, row / BLOCK_M,
-                           workspace.tile_ready + workspace.tile_counter(1, row / BLOCK_M),
-                           block_target);
-            }
-            __syncwarp();
-            const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
-            for (int i = 0; i < count; ++i, todo &= todo - 1) {
-                const int base = i * width;
-                const uint32_t routes = all_routes & (width_mask << base);
-                if (__popc(routes) == 1) continue;  // its finishers have sent it
-                char* target =
-                    heap.result(__shfl_sync(~0u, src_rank, base), __shfl_sync(~0u, token, base),
-                                __shfl_sync(~0u, slot, base));
-                sum_rows<T, kUnroll>(target, int(row_bytes / 16), __popc(routes), [&](int n) {
-                    const int from = int(__fns(routes, 0, n + 1));
-                    return args.result + __shfl_sync(~0u, row, from) * row_bytes;
-                });
-            }
-            if constexpr (kIsBackward) {
-                if (row >= 0) {
-                    heap.dprobs(src_rank, token)[k] =
-                        sum_dprob(args.dprob_partial + int64_t(row) * args.num_n_tiles[0],
-                                  args.num_n_tiles[0]);
-                }
-            }
+    int unit = 0;
+    if (lane == 0) {
+        unit = must_wait ? atomicAdd_block(&smem.next_unit, 1)
+                         : *static_cast<volatile int*>(&smem.next_unit);
+    }
+    unit = __shfl_sync(~0u, unit, 0);
+    const int64_t first = (int64_t(unit) * gridDim.x + blockIdx.x) * rows_of_unit;
+    if (first >= int64_t(plan.header->num_row_blocks) * BLOCK_M) return Progress::kFinished;
+
+    RowMeta meta{};
+    if (lane < rows_of_unit) meta = plan.row_meta[first + lane];
+    const bool is_last = lane < rows_of_unit and meta.is_last();
+    const uint32_t last = __ballot_sync(~0u, is_last);
+    const int count = __popc(last), nth = lane / width, k = lane % width;
+    int at = 0;  // the lane of the nth token
+    for (int i = 0; i < rows_of_unit; ++i) {
+        if (last >> i & 1 and __popc(last & ((1u << i) - 1)) == nth) at = i;
+    }
+    const int src_rank = __shfl_sync(~0u, int(meta.src_rank), at);
+    const int token = __shfl_sync(~0u, meta.token, at);
+    const int slot = __shfl_sync(~0u, int(meta.slot), at);
+    int row = -1;
+    if (nth < count and k < plan.topk) row = plan.rows_of(src_rank, token)[k];
+    const uint32_t* ready = workspace.tile_ready + workspace.tile_counter(1, max(row, 0) / BLOCK_M);
+    if (must_wait) {
+        if (row >= 0) {
+            wait_count(args.watchdog, Role::kCombineResult, row / BLOCK_M, ready, block_target);
         }
         __syncwarp();
-        if (lane < kCombineRows and meta.is_last()) {
-            ptx::fence_acq_rel_sys();
-            ptx::st_relaxed_sys(heap.result_signal(meta.src_rank, meta.token, rank),
-                                current_epoch(workspace));
-            atomicAdd_block(&counters().results_pushed[meta.src_rank], 1u);
+    } else {
+        if (not __all_sync(~0u, row < 0 or ptx::ld_acquire_gpu(ready) == block_target)) {
+            return Progress::kNone;
         }
+        bool is_mine = false;
+        if (lane == 0) is_mine = atomicCAS_block(&smem.next_unit, unit, unit + 1) == unit;
+        if (not __shfl_sync(~0u, is_mine, 0)) return Progress::kSome;
     }
+
+    const int64_t row_bytes = heap.hidden * 2;
+    const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
+    for (int i = 0; i < count; ++i) {
+        const int base = i * width;
+        const uint32_t routes = all_routes & (((1u << width) - 1) << base);
+        if (__popc(routes) == 1) continue;  // its finishers have sent it
+        char* target = heap.result(__shfl_sync(~0u, src_rank, base), __shfl_sync(~0u, token, base),
+                                   __shfl_sync(~0u, slot, base));
+        sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
+            return [&, left = routes]() mutable -> const uint4* {
+                if (left == 0) return nullptr;
+                const int64_t from = __shfl_sync(~0u, row, __ffs(left) - 1);
+                left &= left - 1;
+                return reinterpret_cast<const uint4*>(args.result + from * row_bytes);
+            };
+        });
+    }
+    if constexpr (kIsBackward) {
+        float dprob = 0.0f;
+        if (row >= 0) {
+            dprob = sum_dprob(args.dprob_partial + int64_t(row) * args.num_n_tiles[0],
+                              args.num_n_tiles[0]);
+        }
+        for (uint32_t left = args.biases[1] ? all_routes : 0; left; left &= left - 1) {
+            const int of = __ffs(left) - 1;
+            const float dot = dot_with_bias<T>(args, __shfl_sync(~0u, row, of));
+            if (lane == of) dprob += dot;
+        }
+        if (row >= 0) heap.dprobs(src_rank, token)[k] = dprob;
+    }
+    __syncwarp();
+    if (is_last) {
+        ptx::fence_acq_rel_sys();
+        ptx::st_relaxed_sys(heap.result_signal(meta.src_rank, meta.token, rank),
+                            current_epoch(workspace));
+        atomicAdd_block(&counters().results_pushed[meta.src_rank], 1u);
+    }
+    return Progress::kSome;
 }
 
 __device__ __forceinline__ void scatter_dprobs(const LayerArgs& args, int token) {
@@ -164,15 +220,17 @@ __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, i
     const Heap& heap = args.heap;
     const int rank = args.shape.rank;
     const int64_t row_bytes = heap.hidden * 2;
-    sum_rows<T, kUnroll>(args.out + token * row_bytes, int(row_bytes / 16), num_shares,
-                         [&](int slot) { return heap.result(rank, token, slot); });
+    sum_rows<T, kUnroll>(args.out + token * row_bytes, int(row_bytes / 16), [&] {
+        return [&, slot = 0]() mutable -> const uint4* {
+            if (slot == num_shares) return nullptr;
+            return reinterpret_cast<const uint4*>(heap.result(rank, token, slot++));
+        };
+    });
     if constexpr (kIsBackward) scatter_dprobs(args, token);
 }
 
-enum class Progress { kNone, kSome, kFinished };
-
-// Sums all ranks' shares of those tokens of a chunk that are complete and not yet taken by another
-// warp. With `must_wait` it waits for the first one that is not. Scope: one warp.
+// Sums all ranks' shares of one token of a chunk that is complete and not yet taken by another
+// warp. With `must_wait` it waits for the first one that is not complete. Scope: one warp.
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ Progress
 reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool must_wait) {
@@ -209,15 +267,15 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
     for (int i = 0; i < in_chunk; ++i) complete |= (ready >> (i * width) & 1) << i;
     complete &= ~taken;
     if (complete == 0) return Progress::kNone;
+    complete &= -complete;  // one each, so that a CTA's warps share what comes at the end
     if (lane == 0) taken = atomicOr(taken_word, complete);
     taken = __shfl_sync(~0u, taken, 0);
+    if ((taken & complete) != 0) return Progress::kSome;
     ptx::fence_acq_rel_sys();  // the signals came before what they tell of is read
     __syncwarp();
-    for (uint32_t mine = complete & ~taken; mine; mine &= mine - 1) {
-        const int i = __ffs(mine) - 1;
-        reduce_token<T, kIsBackward, kUnroll>(args, first + i,
-                                              __popc(__shfl_sync(~0u, ranks, i * width)));
-    }
+    const int mine = __ffs(complete) - 1;
+    reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
+                                          __popc(__shfl_sync(~0u, ranks, mine * width)));
     return (taken | complete) == all ? Progress::kFinished : Progress::kSome;
 }
 
@@ -238,6 +296,31 @@ __device__ __forceinline__ void reduce_results(const LayerArgs& args) {
         if (is_finished) return;
         must_wait = not moved;
     }
+}
+
+// Combines a little, without waiting for anything: a unit of rows, or a token. `chunk` is where
+// this warp looks for one first. Scope: one warp.
+template <class T, bool kIsBackward, int kUnroll>
+__device__ __forceinline__ Progress combine_some(const LayerArgs& args,
+                                                 CombineSmem& smem,
+                                                 int& chunk) {
+    const Progress delivered = deliver_unit<T, kIsBackward, kUnroll>(args, smem, false);
+    if (delivered == Progress::kSome) return delivered;
+    const ReduceChunks chunks(args);
+    Progress reduced = Progress::kFinished;
+    for (; chunk < chunks.count(); chunk += gridDim.x) {
+        reduced = reduce_chunk<T, kIsBackward, kUnroll>(args, chunks, chunk, false);
+        if (reduced != Progress::kFinished) break;
+    }
+    // Later chunks may be complete while this one is not.
+    for (int later = chunk + gridDim.x; reduced == Progress::kNone and later < chunks.count();
+         later += gridDim.x) {
+        if (reduce_chunk<T, kIsBackward, kUnroll>(args, chunks, later, false) == Progress::kSome) {
+            reduced = Progress::kSome;
+        }
+    }
+    return delivered == Progress::kNone and reduced == Progress::kFinished ? Progress::kNone
+                                                                           : reduced;
 }
 
 }  // namespace flashmoe

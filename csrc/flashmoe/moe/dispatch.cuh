@@ -10,7 +10,7 @@
 
 namespace flashmoe {
 
-constexpr int kDispatchLanes = 4;  // rows in flight of one warp
+constexpr int kDispatchLanes = 8;  // rows in flight of one warp
 
 template <int kPiece>  // bytes of a row in flight
 struct DispatchSmem {

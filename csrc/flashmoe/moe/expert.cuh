@@ -13,47 +13,94 @@ __device__ __forceinline__ uint4* chunk_of(char* rows, int64_t row, int width, i
     return reinterpret_cast<uint4*>(rows + (row * width + column) * 2);
 }
 
-// The routing weights of a warp's rows, one a lane.
-__device__ __forceinline__ float load_probs(const LayerArgs& args, int first_row) {
-    return args.plan.row_prob[first_row + int(threadIdx.x % kWarpRows)];
-}
+// What a finisher has to know of its processor's 64 rows, two rows a lane: on their way before the
+// outputs are there.
+class RowFacts {
+ public:
+    __device__ __forceinline__ RowFacts(const Plan& plan, int first_row) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = first_row + i * 32 + int(threadIdx.x % 32);
+            prob_[i] = plan.row_prob[row];
+            meta_[i] = *reinterpret_cast<const uint2*>(plan.row_meta + row);
+        }
+    }
+    // Of a row of one processor warp's. Scope: one warp.
+    __device__ __forceinline__ float prob(int warp, int row) const {
+        return __shfl_sync(~0u, warp < 2 ? prob_[0] : prob_[1], warp % 2 * kWarpRows + row);
+    }
+    __device__ __forceinline__ RowMeta meta(int warp, int row) const {
+        const int lane = warp % 2 * kWarpRows + row;
+        const uint2 packed = {__shfl_sync(~0u, warp < 2 ? meta_[0].x : meta_[1].x, lane),
+                              __shfl_sync(~0u, warp < 2 ? meta_[0].y : meta_[1].y, lane)};
+        return reinterpret_cast<const RowMeta&>(packed);
+    }
+
+ private:
+    float prob_[2];
+    uint2 meta_[2];
+};
+
+// What one processor warp hands over: its rows of the tile's outputs.
+struct WarpRows {
+    int first;  // in the row buffers
+    int warp;
+    const HandedOver& outputs;
+    const RowFacts& facts;
+};
 
 // act(gate) * up * prob, or act(z) * prob. z has been rounded to 16 bits, as every unfused path
 // does, so that the backward differentiates exactly what the forward computed.
 template <class T, Activation kAct, bool kGated>
 __device__ __forceinline__ void activate_rows(const LayerArgs& args,
                                               const TileInfo& tile,
-                                              int first_row,
-                                              const HandedOver& outputs) {
+                                              const WarpRows& rows) {
     constexpr int kChunks = kGated ? kRowChunks / 2 : kRowChunks, kRowsAtOnce = 32 / kChunks;
+    constexpr int kBatch = 4;  // chunks of a lane whose arithmetic overlaps
     const int lane = threadIdx.x % 32, chunk = lane % kChunks;
-    const int intermediate = args.shape.intermediate;
+    const int intermediate = args.shape.intermediate, fc1_rows = args.shape.fc1_rows();
     const int column = (tile.n * kChunks + chunk) * 8;
-    const float probs = load_probs(args, first_row);
-#pragma unroll 2
-    for (int i = 0; i < kWarpRows; i += kRowsAtOnce) {
-        const int row = i + lane / kChunks;
-        const float prob = __shfl_sync(~0u, probs, row);
-        if (column >= intermediate) continue;
-        const uint4 gate = outputs.chunk(row, chunk);
-        uint4 up{};
-        if constexpr (kGated) up = outputs.chunk(row, chunk + kChunks);
-        if (args.preact != nullptr) {
-            *chunk_of(args.preact, first_row + row, args.shape.fc1_rows(), column) = gate;
-            if constexpr (kGated) {
-                *chunk_of(args.preact, first_row + row, args.shape.fc1_rows(),
-                          intermediate + column) = up;
+    const bool is_inside = column < intermediate;
+#pragma unroll 1
+    for (int first = lane / kChunks; first < kWarpRows; first += kBatch * kRowsAtOnce) {
+        uint4 gate[kBatch], up[kBatch];
+        float prob[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = first + i * kRowsAtOnce;
+            gate[i] = rows.outputs.chunk(row, chunk);
+            if constexpr (kGated) up[i] = rows.outputs.chunk(row, chunk + kChunks);
+            prob[i] = rows.facts.prob(rows.warp, row);
+        }
+        if (is_inside and args.preact != nullptr) {
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int64_t row = rows.first + first + i * kRowsAtOnce;
+                *chunk_of(args.preact, row, fc1_rows, column) = gate[i];
+                if constexpr (kGated) {
+                    *chunk_of(args.preact, row, fc1_rows, intermediate + column) = up[i];
+                }
             }
         }
-        float z[8], u[8];
-        unpack8<T>(gate, z);
-        if constexpr (kGated) unpack8<T>(up, u);
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            z[c] = activate<kAct>(z[c]).value * prob;
-            if constexpr (kGated) z[c] *= u[c];
+        for (int i = 0; i < kBatch; ++i) {
+            float z[8], u[8];
+            unpack8<T>(gate[i], z);
+            if constexpr (kGated) unpack8<T>(up[i], u);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                z[c] = activate<kAct>(z[c]).value * prob[i];
+                if constexpr (kGated) z[c] *= u[c];
+            }
+            gate[i] = pack8<T>(z);
         }
-        *chunk_of(args.act, first_row + row, intermediate, column) = pack8<T>(z);
+        if (is_inside) {
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int64_t row = rows.first + first + i * kRowsAtOnce;
+                *chunk_of(args.act, row, intermediate, column) = gate[i];
+            }
+        }
     }
 }
 
@@ -62,20 +109,18 @@ __device__ __forceinline__ void activate_rows(const LayerArgs& args,
 template <class T, Activation kAct, bool kGated>
 __device__ __forceinline__ void differentiate_rows(const LayerArgs& args,
                                                    const TileInfo& tile,
-                                                   int first_row,
-                                                   const HandedOver& outputs) {
+                                                   const WarpRows& rows) {
     constexpr int kBatch = 4;  // rows whose pre-activations are on their way at once
     const int lane = threadIdx.x % 32, column = (tile.n * kRowChunks + lane) * 8;
     const int intermediate = args.shape.intermediate, fc1_rows = args.shape.fc1_rows();
     const bool is_inside = column < intermediate;
-    const float probs = load_probs(args, first_row);
 #pragma unroll 1
     for (int first = 0; first < kWarpRows; first += kBatch) {
         uint4 gate[kBatch] = {}, up[kBatch] = {};
         if (is_inside) {
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int64_t row = first_row + first + i;
+                const int64_t row = rows.first + first + i;
                 gate[i] = *chunk_of(args.preact, row, fc1_rows, column);
                 if constexpr (kGated) {
                     up[i] = *chunk_of(args.preact, row, fc1_rows, intermediate + column);
@@ -85,11 +130,11 @@ __device__ __forceinline__ void differentiate_rows(const LayerArgs& args,
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = first + i;
-            const float prob = __shfl_sync(~0u, probs, row);
+            const float prob = rows.facts.prob(rows.warp, row);
             float dprob = 0.0f;
             if (is_inside) {
                 float g[8], z[8], u[8], act[8];
-                unpack8<T>(outputs.chunk(row, lane), g);
+                unpack8<T>(rows.outputs.chunk(row, lane), g);
                 unpack8<T>(gate[i], z);
                 if constexpr (kGated) unpack8<T>(up[i], u);
 #pragma unroll
@@ -102,7 +147,7 @@ __device__ __forceinline__ void differentiate_rows(const LayerArgs& args,
                     z[c] = scaled * f.slope * (kGated ? u[c] : 1.0f);
                     u[c] = scaled * f.value;
                 }
-                const int64_t at = first_row + row;
+                const int64_t at = rows.first + row;
                 *chunk_of(args.act, at, intermediate, column) = pack8<T>(act);
                 *chunk_of(args.dpre, at, fc1_rows, column) = pack8<T>(z);
                 if constexpr (kGated) {
@@ -112,7 +157,8 @@ __device__ __forceinline__ void differentiate_rows(const LayerArgs& args,
 #pragma unroll
             for (int step = 16; step > 0; step /= 2) dprob += __shfl_xor_sync(~0u, dprob, step);
             if (lane == 0) {
-                args.dprob_partial[int64_t(first_row + row) * args.num_n_tiles[0] + tile.n] = dprob;
+                args.dprob_partial[int64_t(rows.first + row) * args.num_n_tiles[0] + tile.n] =
+                    dprob;
             }
         }
     }
@@ -139,17 +185,15 @@ __device__ __forceinline__ void with_activation(Activation activation, Visit vis
 // tile; the others wait in the result buffer to be summed.
 __device__ __forceinline__ void store_results(const LayerArgs& args,
                                               const TileInfo& tile,
-                                              int first_row,
-                                              const HandedOver& outputs) {
+                                              const WarpRows& rows) {
     const int lane = threadIdx.x % 32, column = (tile.n * kRowChunks + lane) * 8;
-    const RowMeta meta = args.plan.row_meta[first_row + lane % kWarpRows];
-    char* target = args.result + int64_t(first_row + lane % kWarpRows) * args.shape.hidden * 2;
-    if (meta.is_alone()) target = args.heap.result(meta.src_rank, meta.token, meta.slot);
+    const int hidden = args.shape.hidden;
 #pragma unroll 4
     for (int row = 0; row < kWarpRows; ++row) {
-        char* to =
-            reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(target), row));
-        if (column < args.shape.hidden) *chunk_of(to, 0, 0, column) = outputs.chunk(row, lane);
+        const RowMeta meta = rows.facts.meta(rows.warp, row);
+        char* target = meta.is_alone() ? args.heap.result(meta.src_rank, meta.token, meta.slot)
+                                       : args.result + int64_t(rows.first + row) * hidden * 2;
+        if (column < hidden) *chunk_of(target, 0, 0, column) = rows.outputs.chunk(row, lane);
     }
 }
 

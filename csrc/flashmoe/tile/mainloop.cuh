@@ -71,8 +71,14 @@ struct Mainloop {
         };
 
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
-            wait_barrier(watchdog, Role::kProcessorStage, ring.full[cursor.index()],
-                         cursor.parity());
+            Barrier& full = ring.full[cursor.index()];
+            if (previous != nullptr and not full.test_wait(cursor.parity())) {
+                // Nothing to put behind the products under way: give their stage back meanwhile.
+                warpgroup_wait<0>();
+                release_previous();
+                previous = nullptr;
+            }
+            wait_barrier(watchdog, Role::kProcessorStage, full, cursor.parity());
             auto& stage = ring.stage[cursor.index()];
             auto a = make_tensor(
                 make_smem_ptr(reinterpret_cast<T*>(stage.a) + warpgroup * 64 * BLOCK_K), LayoutA{});

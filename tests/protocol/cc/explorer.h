@@ -627,7 +627,7 @@ class Engine {
             const Message& message = *option.message;
             mark_read(thread, at);
             thread.now.version[at] = std::max(thread.now.version[at], message.version);
-            location.is_complete |= location.is_counter;
+            location.is_complete |= location.is_counter and request.accepts != nullptr;
             const bool is_near = message.rank == thread.rank;
             const View& told = is_near ? message.gpu : message.system;
             if (option.escapes or

@@ -27,16 +27,18 @@ constexpr int kMaxRanks = 4, kMaxTopk = 4, kMaxTokens = 16, kMaxExperts = 16;
 struct Sizes {
     int ranks;
     int ctas;    // of each rank
-    int agents;  // of each CTA: 1 does everything; 2 are dispatch and tiles; a third combines
+    int agents;  // of each CTA: 1 does everything; 2 are dispatch and tiles; a third combines early
     int experts;
     int topk;
-    int tokens;           // most of one rank
-    int block_rows;       // BLOCK_M
-    int n_tiles[2];       // along N, of GEMM0 and GEMM1
-    int warps;            // that share a tile, and count it
-    int group_units;      // what the order of tiles advances by
-    int rows_per_ticket;  // of dispatch and deliver
-    int chunk_tokens;     // of reduce
+    int tokens;              // most of one rank
+    int block_rows;          // BLOCK_M
+    int n_tiles[2];          // along N, of GEMM0 and GEMM1
+    int warps;               // that share a tile, and count it
+    int group_units;         // what the order of tiles advances by
+    int rows_per_ticket;     // of dispatch
+    int unit_rows;           // of deliver
+    int chunk_tokens;        // of reduce
+    bool finishers_combine;  // a little, before each tile
 
     int local_experts() const { return experts / ranks; }
     int slots() const { return topk < ranks ? topk : ranks; }
@@ -123,6 +125,7 @@ struct Memory {
     Cells row_bounds, routes, rows, results, dprobs;
     // The workspace.
     Words raised, counters;
+    Words next_unit;  // in shared memory of each CTA
     Cells epoch, cta_counts;
     // The plan, and the buffers of a launch.
     Cells header, units, row_meta, token_rows, own_ranks, received, act, result, out;
@@ -143,6 +146,7 @@ struct Memory {
           dprobs(s.tokens * s.topk, "dprobs", rank),
           raised(1, "raised", rank),
           counters(num_counters(s), "counter", rank),
+          next_unit(s.ctas, "next_unit", rank),
           epoch(1, "epoch", rank),
           cta_counts(s.local_experts() * s.ctas, "cta_counts", rank),
           header(1, "plan.header", rank),
@@ -162,9 +166,9 @@ struct Memory {
             for (int i = 0; i < count; ++i) A::name(&counters[first + i], what, i);
         };
         static const char* const tickets[kTickets] = {
-            "tickets.tile",     "tickets.dispatch", "tickets.combine",  "routes_published",
-            "rows_published",   "leaving",          "barrier0.arrived", "barrier0.verdict",
-            "barrier1.arrived", "barrier1.verdict"};
+            "tickets.tile",     "tickets.dispatch", "routes_published",
+            "rows_published",   "leaving",          "barrier0.arrived",
+            "barrier0.verdict", "barrier1.arrived", "barrier1.verdict"};
         for (int i = 0; i < kTickets; ++i) name(i, 1, tickets[i]);
         const int blocks = s.max_blocks();
         name(kTickets, blocks, "rows_ready");
@@ -175,7 +179,7 @@ struct Memory {
     }
 
     // Counters of one launch, in one piece as `reset` wants them.
-    enum Counter { kTile, kDispatch, kCombine, kRoutes, kRows, kLeaving, kBarrier, kTickets = 10 };
+    enum Counter { kTile, kDispatch, kRoutes, kRows, kLeaving, kBarrier, kTickets = 9 };
 
     static int num_counters(const Sizes& s) {
         return kTickets + 3 * s.max_blocks() + s.experts + s.chunks();
@@ -245,9 +249,12 @@ class Agent {
         }
         forget(1);
         if (launch.kind != Kind::kPlan and go_on) {
+            if (role_ == 0) A::write(&here_.next_unit[cta_], 0u);
+            join_cta();
             // As in kernel/layer.cuh: every warp helps to combine once its own part is done.
             if (role_ == 0) dispatch(epoch);
-            if (role_ == 1 or s_.agents == 1) compute_tiles();
+            if (role_ == 1 or s_.agents == 1) compute_tiles(launch, epoch);
+            if (role_ == 2) combine_meanwhile(launch, epoch);
             deliver(launch, epoch);
             reduce(launch, epoch);
         }
@@ -523,7 +530,7 @@ class Agent {
 
     // Tiles: actor/loader.cuh and actor/processor.cuh as one agent.
 
-    void compute_tiles() {
+    void compute_tiles(const Launch& launch, uint32_t epoch) {
         const uint64_t header = A::read(&here_.header[0]);
         const protocol::TileOrder order{
             int(header & 0xffff), s_.group_units, {s_.n_tiles[0], s_.n_tiles[1]}};
@@ -531,6 +538,7 @@ class Agent {
             forget(4);
             const auto pair = order.at(int(protocol::take<A>(here_.counter(M::kTile), 1)));
             if (pair.gemm == protocol::TilePlace::kNone) return;
+            if (s_.finishers_combine) combine_some(launch, epoch);
             const uint64_t unit = A::read(&here_.units[pair.unit]);
             const int block = int(unit >> 16 & 0xffff), local = int(unit >> 8 & 255);
             const int expert = rank_ * s_.local_experts() + local;
@@ -586,17 +594,71 @@ class Agent {
 
     // Deliver and reduce: moe/combine.cuh.
 
-    void deliver(const Launch& launch, uint32_t epoch) {
+    enum class Progress { kNone, kSome, kFinished };
+
+    // A CTA owns every so manieth unit of rows; its warps take them from a word in shared memory.
+    // If it must wait it does, else it takes the unit only if all rows of its tokens are there.
+    Progress deliver_unit(const Launch& launch, uint32_t epoch, bool must_wait) {
+        auto* next_unit = &here_.next_unit[cta_];
+        const uint32_t unit = must_wait ? protocol::take<A>(next_unit, 1) : A::load(next_unit);
+        const int first = (int(unit) * s_.ctas + cta_) * s_.unit_rows;
         const int num_rows = num_blocks() * s_.block_rows;
-        for (;;) {
-            forget(5);
-            const int first =
-                int(protocol::take<A>(here_.counter(M::kCombine), s_.rows_per_ticket));
-            if (first >= num_rows) return;
-            for (int row = first; row < first + s_.rows_per_ticket and row < num_rows; ++row) {
-                const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
-                if (meta.last) deliver_token(launch, epoch, meta);
+        if (first >= num_rows) return Progress::kFinished;
+        const int end = first + s_.unit_rows < num_rows ? first + s_.unit_rows : num_rows;
+        const uint32_t target = s_.warps * s_.n_tiles[1];
+        for (int row = first; row < end; ++row) {
+            const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+            if (not meta.last) continue;
+            const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
+            for (int k = 0; k < s_.topk; ++k) {
+                const int one = entry(rows, k);
+                if (one < 0) continue;
+                const auto* ready = here_.tile_ready(s_, 1, one / s_.block_rows);
+                if (must_wait) {
+                    protocol::await<A>(ready, target, [&](auto load, auto done) {
+                        wait("deliver waits for GEMM1", load, done);
+                    });
+                } else if (not protocol::is_complete<A>(ready, target)) {
+                    return Progress::kNone;
+                }
             }
+        }
+        if (not must_wait and A::compare_and_swap(next_unit, unit, unit + 1) != unit) {
+            return Progress::kSome;
+        }
+        for (int row = first; row < end; ++row) {
+            const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+            if (meta.last) deliver_token(launch, epoch, meta);
+        }
+        return Progress::kSome;
+    }
+
+    void deliver(const Launch& launch, uint32_t epoch) {
+        do forget(5);
+        while (deliver_unit(launch, epoch, true) != Progress::kFinished);
+    }
+
+    // A unit of rows or a token, without waiting for anything.
+    Progress combine_some(const Launch& launch, uint32_t epoch) {
+        const Progress delivered = deliver_unit(launch, epoch, false);
+        if (delivered == Progress::kSome) return delivered;
+        const int chunks = (launch.tokens[rank_] + s_.chunk_tokens - 1) / s_.chunk_tokens;
+        Progress reduced = Progress::kFinished;
+        for (int chunk = cta_; chunk < chunks; chunk += s_.ctas) {
+            const Progress one = reduce_chunk(launch, epoch, chunk, false);
+            if (one == Progress::kSome) return one;
+            if (one == Progress::kNone) reduced = one;
+        }
+        return delivered == Progress::kFinished ? reduced : Progress::kNone;
+    }
+
+    // Combines what there is while tiles are computed, until it has found nothing for long.
+    void combine_meanwhile(const Launch& launch, uint32_t epoch) {
+        for (int idle = 0; idle < 2;) {
+            forget(8 + idle);
+            const Progress progress = combine_some(launch, epoch);
+            if (progress == Progress::kFinished) return;
+            idle = progress == Progress::kSome ? 0 : idle + 1;
         }
     }
 
@@ -609,11 +671,7 @@ class Agent {
         const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
         M& there = *world_.ranks[meta.src];
         for (int k = 0; k < s_.topk; ++k) {
-            const int row = entry(rows, k);
-            if (row < 0) continue;
-            protocol::await<A>(
-                here_.tile_ready(s_, 1, row / s_.block_rows), s_.warps * s_.n_tiles[1],
-                [&](auto load, auto done) { wait("deliver waits for GEMM1", load, done); });
+            if (entry(rows, k) < 0) continue;
             if (launch.kind == Kind::kBackward) {
                 A::write(&there.dprobs[meta.token * s_.topk + k],
                          dprob_value(x_value(epoch, meta.src, meta.token),
@@ -636,8 +694,6 @@ class Agent {
     const typename A::U32* result_signal(int token, int src) {
         return &here_.result_signals[protocol::result_word(token, s_.ranks, src)];
     }
-
-    enum class Progress { kNone, kSome, kFinished };
 
     Progress reduce_chunk(const Launch& launch, uint32_t epoch, int chunk, bool must_wait) {
         const int first = chunk * s_.chunk_tokens, left = launch.tokens[rank_] - first;
@@ -665,11 +721,12 @@ class Agent {
             if (is_here) complete |= 1u << i;
         }
         if (complete == 0) return Progress::kNone;
-        const uint32_t mine = protocol::take_bits<A>(here_.reduced(s_, chunk), complete, &taken);
-        protocol::acquire_results<A>();
-        for (int i = 0; i < in_chunk; ++i) {
-            if (mine >> i & 1) reduce_token(launch, epoch, first + i);
+        complete &= -complete;  // one each, so that a CTA's warps share what comes at the end
+        if (protocol::take_bits<A>(here_.reduced(s_, chunk), complete, &taken) == 0) {
+            return Progress::kSome;
         }
+        protocol::acquire_results<A>();
+        reduce_token(launch, epoch, first + __builtin_ctz(complete));
         return taken == all ? Progress::kFinished : Progress::kSome;
     }
 

@@ -48,7 +48,7 @@ inline std::vector<Scenario> small_scenarios() {
         Sizes s{};
         s.ranks = 2, s.ctas = 1, s.agents = 2, s.experts = 2, s.topk = 1, s.tokens = 1;
         s.block_rows = 2, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
-        s.rows_per_ticket = 2, s.chunk_tokens = 1;
+        s.rows_per_ticket = s.unit_rows = 2, s.chunk_tokens = 1;
         const Launch first = launch_of(Kind::kForward, s, {{{1}}, {}});
         const Launch second = launch_of(Kind::kForward, s, {{{0}}, {{1}}});
         const Launch third = launch_of(Kind::kForward, s, {{{1}}, {{0}}});
@@ -56,11 +56,20 @@ inline std::vector<Scenario> small_scenarios() {
         all.push_back({"ranks2_backward", s, {second, again(second, Kind::kBackward), third}});
     }
     {
+        // One GPU whose tiles, deliveries and sums are done by whoever finds them.
+        Sizes s{};
+        s.ranks = 1, s.ctas = 1, s.agents = 3, s.experts = 2, s.topk = 2, s.tokens = 1;
+        s.block_rows = 1, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
+        s.rows_per_ticket = s.unit_rows = 1, s.chunk_tokens = 1, s.finishers_combine = true;
+        const Launch both = launch_of(Kind::kForward, s, {{{0, 1}}});
+        all.push_back({"meanwhile", s, {both, again(both, Kind::kBackward)}});
+    }
+    {
         // Three GPUs, one agent each; empty experts, a rank without tokens.
         Sizes s{};
         s.ranks = 3, s.ctas = 1, s.agents = 1, s.experts = 3, s.topk = 2, s.tokens = 1;
         s.block_rows = 2, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
-        s.rows_per_ticket = 4, s.chunk_tokens = 1;
+        s.rows_per_ticket = s.unit_rows = 4, s.chunk_tokens = 1;
         const Launch first = launch_of(Kind::kForward, s, {{{1, 2}}, {}, {{2}}});
         const Launch second = launch_of(Kind::kForward, s, {{{0, 1}}, {{0, 2}}, {}});
         const Launch own = launch_of(Kind::kForward, s, {{{0}}, {{1}}, {{2}}});
@@ -85,7 +94,7 @@ inline std::vector<Scenario> small_scenarios() {
         Sizes s{};
         s.ranks = 1, s.ctas = 2, s.agents = 1, s.experts = 2, s.topk = 2, s.tokens = 2;
         s.block_rows = 2, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
-        s.rows_per_ticket = 2, s.chunk_tokens = 2;
+        s.rows_per_ticket = s.unit_rows = 2, s.chunk_tokens = 2;
         const Launch both = launch_of(Kind::kForward, s, {{{0, 1}, {0, 1}}});
         const Launch one = launch_of(Kind::kForward, s, {{{1}}});
         all.push_back({"ctas2", s, {both, one, both}});

@@ -1,0 +1,93 @@
+"""The kernel beyond bfloat16 weights without biases: float16, and experts with biases."""
+
+import pytest
+import torch
+
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.config import Activation
+from flashmoe_megatron.reference import assert_close, moe_reference
+from tests.gpu import steps
+from tests.gpu.test_layer import TOKENS, make_config
+from tests.gpu.virtual import VirtualLayer, device
+from tests.unit import cases
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize(
+    ("activation", "gated"),
+    [(Activation.SILU, True), (Activation.GELU, False), (Activation.SQUARED_RELU, False)],
+)
+def test_float16(num_ranks: int, transposed: bool, activation: Activation, gated: bool) -> None:
+    config = make_config(num_ranks, activation=activation, gated=gated)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks], dtype=torch.float16)
+    steps.check(config, inputs, transposed=transposed)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+@pytest.mark.parametrize("accumulate", [True, False], ids=["main_grad", "grad"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_biases(num_ranks: int, gated: bool, accumulate: bool, dtype: torch.dtype) -> None:
+    config = make_config(num_ranks, gated=gated, activation=Activation.GELU, hidden=320)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks], dtype=dtype)
+    g = cases.generator(3)
+
+    def biases(width: int) -> list[torch.Tensor]:
+        return [
+            torch.randn(width, generator=g).to(device(), dtype) for _ in range(config.num_experts)
+        ]
+
+    fc1_bias, fc2_bias = biases(config.fc1_rows), biases(config.hidden)
+    layer = VirtualLayer(config)
+    weights, grads = [], [[], [], [], []]
+    local = config.num_local_experts
+    for first in range(0, config.num_experts, local):
+        share = slice(first, first + local)
+        kinds = [inputs.fc1[share], inputs.fc2[share], fc1_bias[share], fc2_bias[share]]
+        weights.append(
+            ExpertWeights(
+                *map(tuple, kinds[:2]), fc1_bias=tuple(kinds[2]), fc2_bias=tuple(kinds[3])
+            )
+        )
+        for of_kind, tensors in zip(grads, kinds, strict=True):
+            fill = 0.5 if accumulate else float("nan")
+            of_kind.append(
+                [
+                    WeightGrad(torch.full_like(t, fill, dtype=torch.float32), accumulate)
+                    for t in tensors
+                ]
+            )
+    out, saved = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
+    grad_x, grad_probs = layer.backward(inputs.grad_out, saved, weights, *grads)
+    torch.cuda.synchronize()
+
+    x = torch.cat(inputs.x).double().requires_grad_()
+    probs = torch.cat(inputs.probs).double().requires_grad_()
+    parameters = [
+        [t.double().requires_grad_() for t in kind]
+        for kind in (inputs.fc1, inputs.fc2, fc1_bias, fc2_bias)
+    ]
+    want = moe_reference(
+        x,
+        probs,
+        torch.cat(inputs.routing_map),
+        *parameters[:2],
+        activation=config.activation,
+        gated=gated,
+        fc1_bias=parameters[2],
+        fc2_bias=parameters[3],
+    )
+    flat = [t for kind in parameters for t in kind]
+    wanted = torch.autograd.grad(want, (x, probs, *flat), torch.cat(inputs.grad_out).double())
+    bound = 6e-3 if dtype == torch.bfloat16 else 1e-3
+    assert_close("out", torch.cat(out), want.detach(), rel_l2=bound)
+    assert_close("grad_x", torch.cat(grad_x), wanted[0], rel_l2=bound)
+    assert_close("grad_probs", torch.cat(grad_probs), wanted[1], rel_l2=bound)
+    left = iter(wanted[2:])
+    for name, of_kind in zip(("fc1", "fc2", "fc1_bias", "fc2_bias"), grads, strict=True):
+        got = torch.stack([grad.buffer for share in of_kind for grad in share])
+        exact = torch.stack([next(left) for _ in range(config.num_experts)])
+        assert_close(name, got - (0.5 if accumulate else 0.0), exact, rel_l2=bound)

@@ -171,7 +171,7 @@ class GroupMemory:
         """Puts the launches on this stream behind those on the last one: all share their memory."""
         last, self._last_stream = self._last_stream, stream
         if last is not None and not torch.cuda.is_current_stream_capturing():
-            before = torch.cuda.ExternalStream(last, device=self.device)
+            before = torch.cuda.ExternalStream(last, device=self.device)  # type: ignore[no-untyped-call]
             torch.cuda.current_stream(self.device).wait_stream(before)
 
     @property

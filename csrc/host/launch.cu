@@ -268,7 +268,9 @@ LayerArgs layer_args(const FlashMoEProblem* p,
     args.plan = Plan::at(const_cast<void*>(plan), args.shape);
     args.workspace = workspace_of(args.shape, group);
     args.watchdog = watchdog_of(p, group);
+#ifndef FLASHMOE_UNCOUNTED
     args.records = static_cast<Mailbox*>(group->mailbox)->records;
+#endif
     args.x = static_cast<const char*>(x);
     args.num_tokens = num_tokens;
     return args;

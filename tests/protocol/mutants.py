@@ -193,7 +193,13 @@ MUTANTS = [
         "ranks2",
         "is read",
         True,
-        ((QUEUE, "A::template load_acquire<Scope::kGpu>(counter)", "A::load(counter)"),),
+        (
+            (
+                QUEUE,
+                "return A::template load_acquire<Scope::kGpu>(counter); }",
+                "return A::load(counter); }",
+            ),
+        ),
     ),
     # Epochs and parities.
     Mutant(
@@ -373,7 +379,7 @@ MUTANTS = [
     ),
     Mutant(
         "a unit of rows is delivered by everyone who finds it",
-        "meanwhile",
+        "walk",
         TWICE,
         False,
         (

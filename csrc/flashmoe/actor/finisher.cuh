@@ -50,8 +50,8 @@ __device__ __forceinline__ void finish_tiles(const LayerArgs& args,
         }
         handed.advance();
         if (threadIdx.x % 32 == 0) {
-            ptx::red_release_gpu(
-                args.workspace.tile_ready + args.workspace.tile_counter(tile.gemm, tile.m), 1);
+            protocol::publish<Atomics>(args.workspace.tile_ready +
+                                       args.workspace.tile_counter(tile.gemm, tile.m));
         }
     }
     end_span(uint32_t(Role::kFinish));

@@ -5,7 +5,6 @@
 #include "flashmoe/base/shape.cuh"
 #include "flashmoe/comm/atomics.cuh"
 #include "flashmoe/comm/counters.cuh"
-#include "flashmoe/protocol/epoch.h"
 #include "flashmoe/protocol/give_up.h"
 #include "flashmoe/ptx/ld_st.cuh"
 #include "flashmoe/ptx/trace.cuh"
@@ -102,8 +101,6 @@ struct Watchdog {
     }
 };
 
-using protocol::epoch_reached;
-
 // What is waited for, as a fault tells it.
 struct Awaited {
     Role role;
@@ -142,14 +139,6 @@ __device__ __forceinline__ bool wait_for(const Watchdog& watchdog,
     watchdog.trace.add(uint32_t(what.role), what.index, begin);
     count_time(uint32_t(what.role), uint32_t(ptx::globaltimer_ns() - start));
     return true;
-}
-
-// Waits until a counter of this GPU holds `target`, or a rank has given up.
-__device__ __forceinline__ bool wait_count(
-    const Watchdog& watchdog, Role role, int index, const uint32_t* counter, uint32_t target) {
-    return wait_for(
-        watchdog, {role, -1, index, target}, [=] { return ptx::ld_acquire_gpu(counter); },
-        [=](uint32_t seen) { return seen == target; });
 }
 
 }  // namespace flashmoe

@@ -132,11 +132,14 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
     const uint32_t* ready = workspace.tile_ready + workspace.tile_counter(1, max(row, 0) / BLOCK_M);
     if (must_wait) {
         if (row >= 0) {
-            wait_count(args.watchdog, Role::kCombineResult, row / BLOCK_M, ready, block_target);
+            protocol::await<Atomics>(ready, block_target, [&](auto load, auto done) {
+                wait_for(args.watchdog, {Role::kCombineResult, -1, row / BLOCK_M, block_target},
+                         load, done);
+            });
         }
         __syncwarp();
     } else {
-        if (not __all_sync(~0u, row < 0 or ptx::ld_acquire_gpu(ready) == block_target)) {
+        if (not __all_sync(~0u, row < 0 or protocol::is_complete<Atomics>(ready, block_target))) {
             return Progress::kNone;
         }
         bool is_mine = false;
@@ -176,9 +179,8 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
     }
     __syncwarp();
     if (is_last) {
-        ptx::fence_acq_rel_sys();
-        ptx::st_relaxed_sys(heap.result_signal(meta.src_rank, meta.token, rank),
-                            current_epoch(workspace));
+        protocol::publish_result<Atomics>(heap.result_signal(meta.src_rank, meta.token, rank),
+                                          current_epoch(workspace));
         atomicAdd_block(&counters().results_pushed[meta.src_rank], 1u);
     }
     return Progress::kSome;
@@ -240,21 +242,21 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
     const int in_chunk = min(chunks.tokens_per_chunk(), args.num_tokens - first);
     const uint32_t all = in_chunk == 32 ? ~0u : (1u << in_chunk) - 1;
     uint32_t* taken_word = args.workspace.reduced + chunk;
-    uint32_t taken = *static_cast<volatile uint32_t*>(taken_word);
+    uint32_t taken = Atomics::load(taken_word);
     taken = __shfl_sync(~0u, taken, 0);
     if (taken == all) return Progress::kFinished;
 
     const uint32_t ranks = nth < in_chunk ? args.plan.own_ranks[first + nth] : 0;
     const uint32_t* signal = args.heap.result_signal(args.shape.rank, first + nth, src);
     const bool is_awaited = nth < in_chunk and src < args.shape.num_ranks and (ranks >> src & 1);
-    bool is_here = not is_awaited or * static_cast<const volatile uint32_t*>(signal) == epoch;
+    bool is_here = not is_awaited or protocol::result_is_here<Atomics>(signal, epoch);
     if (must_wait) {
         const int next = __ffs(all & ~taken) - 1;
         if (nth == next and is_awaited) {
-            wait_for(
-                args.watchdog, {Role::kReduceResult, src, first + nth, epoch},
-                [=] { return ptx::ld_acquire_sys(signal); },
-                [=](uint32_t seen) { return seen == epoch; });
+            protocol::await_result<Atomics>(signal, epoch, [&](auto load, auto done) {
+                return wait_for(args.watchdog, {Role::kReduceResult, src, first + nth, epoch}, load,
+                                done);
+            });
             is_here = true;
         }
         __syncwarp();
@@ -268,15 +270,15 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
     complete &= ~taken;
     if (complete == 0) return Progress::kNone;
     complete &= -complete;  // one each, so that a CTA's warps share what comes at the end
-    if (lane == 0) taken = atomicOr(taken_word, complete);
+    uint32_t mine_bits = 0;
+    if (lane == 0) mine_bits = protocol::take_bits<Atomics>(taken_word, complete, &taken);
     taken = __shfl_sync(~0u, taken, 0);
-    if ((taken & complete) != 0) return Progress::kSome;
-    ptx::fence_acq_rel_sys();  // the signals came before what they tell of is read
-    __syncwarp();
+    if (__shfl_sync(~0u, mine_bits, 0) == 0) return Progress::kSome;
+    protocol::acquire_results<Atomics>();
     const int mine = __ffs(complete) - 1;
     reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
                                           __popc(__shfl_sync(~0u, ranks, mine * width)));
-    return (taken | complete) == all ? Progress::kFinished : Progress::kSome;
+    return taken == all ? Progress::kFinished : Progress::kSome;
 }
 
 // Reduces this CTA's tokens until all of them are taken. Scope: one warp; any number share the

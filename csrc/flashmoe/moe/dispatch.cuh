@@ -22,16 +22,11 @@ struct DispatchSmem {
 // that the peer has finished with the previous launch.
 __device__ __forceinline__ void await_published_rows(const LayerArgs& args, uint32_t epoch) {
     const Heap& heap = args.heap;
-    const int src = threadIdx.x % 32;
-    if (src < heap.num_ranks) {
-        const uint32_t* signal = heap.row_signal(args.shape.rank, src);
-        wait_for(
-            args.watchdog, {Role::kDispatchRows, src, 0, epoch},
-            [=] { return ptx::ld_acquire_sys(signal); },
-            [&](uint32_t seen) { return epoch_reached(seen, epoch); });
-    }
-    __syncwarp();
-    ptx::fence_proxy_async_global();
+    protocol::await_rows<Atomics>(
+        heap.num_ranks, epoch, [&](int src) { return heap.row_signal(args.shape.rank, src); },
+        [&](int src, auto load, auto done) {
+            wait_for(args.watchdog, {Role::kDispatchRows, src, 0, epoch}, load, done);
+        });
 }
 
 // Copies one row, piece by piece, to all of the token's rows. Scope: one thread with its own piece
@@ -64,12 +59,13 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
         }
         cute::tma_store_arrive();
     }
-    ptx::bulk_wait_complete();
-    for (int k = 0; k < plan.topk; ++k) {
-        if (const int row = token_rows[k]; row >= 0) {
-            ptx::red_release_gpu(args.workspace.rows_ready + row / BLOCK_M, 1);
+    protocol::publish_copies<Atomics>([&](auto count) {
+        for (int k = 0; k < plan.topk; ++k) {
+            if (const int row = token_rows[k]; row >= 0) {
+                count(args.workspace.rows_ready + row / BLOCK_M);
+            }
         }
-    }
+    });
 }
 
 // Scope: one warp.
@@ -105,7 +101,7 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args, DispatchSmem<kPi
             uint4* target = reinterpret_cast<uint4*>(args.rows + int64_t(row) * row_bytes);
             for (int i = lane; i < row_bytes / 16; i += 32) target[i] = uint4{};
             __syncwarp();
-            if (lane == 0) ptx::red_release_gpu(workspace.rows_ready + row / BLOCK_M, 1);
+            if (lane == 0) protocol::publish<Atomics>(workspace.rows_ready + row / BLOCK_M);
             pad_rows_made += lane == 0;
         }
     }

@@ -5,6 +5,7 @@
 
 #include "flashmoe/base/shape.cuh"
 #include "flashmoe/comm/grid.cuh"
+#include "flashmoe/protocol/queue.h"
 
 namespace flashmoe {
 
@@ -109,7 +110,7 @@ struct Tickets {
 // Takes the next `count` items off a counter. Scope: one warp.
 __device__ __forceinline__ int take_tickets(uint32_t* counter, int count) {
     int first = 0;
-    if (threadIdx.x % 32 == 0) first = int(atomicAdd(counter, uint32_t(count)));
+    if (threadIdx.x % 32 == 0) first = int(protocol::take<Atomics>(counter, uint32_t(count)));
     return __shfl_sync(~0u, first, 0);
 }
 

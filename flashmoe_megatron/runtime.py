@@ -24,6 +24,7 @@ from flashmoe_megatron.config import (
     is_number,
 )
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
+from flashmoe_megatron.gradients import UniformGrads
 from flashmoe_megatron.records import launch_record
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -508,8 +509,8 @@ class KernelBackend:
         grad_out = grad_out.contiguous()
         tables = self._encode(weights)
         self._check_input("grad_out", grad_out, self._dtype)
-        grads = [*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias]
-        table, grads_dtype, accumulate = self._grad_table(grads)
+        grads = UniformGrads([*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias])
+        table, grads_dtype, accumulate = self._grad_table(grads.grads)
         problem = self._prepare()
         addresses = _addresses(problem, self.memory.open())
         blocks = saved.num_row_blocks
@@ -542,6 +543,7 @@ class KernelBackend:
             accumulate,
             *addresses,
         )
+        grads.settle()
         return grad_x, grad_probs
 
     @property
@@ -668,7 +670,7 @@ class KernelBackend:
         if key in self._tables:
             return self._tables[key]
         check_weights(self.config, torch.empty(0, dtype=self._dtype, device=self.device), weights)
-        for weight in (*weights.fc1, *weights.fc2):
+        for weight in tensors:
             self._check_input("expert weight", weight, self._dtype)
         if bool(weights.fc1_bias) != bool(weights.fc2_bias):
             raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
@@ -706,11 +708,6 @@ class KernelBackend:
         """Device array of gradient addresses, their dtype and whether to add to them."""
         first = grads[0]
         for grad in grads:
-            if grad.buffer.dtype != first.buffer.dtype or grad.accumulate != first.accumulate:
-                raise ShapeError(
-                    f"weight gradients of {grad.buffer.dtype} (accumulate={grad.accumulate}) "
-                    f"beside {first.buffer.dtype} (accumulate={first.accumulate}): wanted one kind"
-                )
             self._check_input("weight gradient", grad.buffer, torch.float32, self._dtype)
         addresses = tuple(grad.buffer.data_ptr() for grad in grads)
         table = self._grad_tables.get(addresses)

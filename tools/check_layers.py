@@ -30,7 +30,7 @@ PYTHON = [
     ["planner"],
     ["telemetry"],
     ["backend"],
-    ["checks", "weights"],
+    ["checks", "gradients", "weights"],
     ["reference", "reference_backend", "_native"],
     ["memory", "ops", "symmetric", "records"],
     ["runtime"],

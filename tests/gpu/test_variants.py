@@ -28,9 +28,10 @@ def test_float16(num_ranks: int, transposed: bool, activation: Activation, gated
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-@pytest.mark.parametrize("accumulate", [True, False], ids=["main_grad", "grad"])
+@pytest.mark.parametrize("grads_in", ["main_grad", "grad", "both"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_biases(num_ranks: int, gated: bool, accumulate: bool, dtype: torch.dtype) -> None:
+def test_biases(num_ranks: int, gated: bool, grads_in: str, dtype: torch.dtype) -> None:
+    """The gradients of all, and with "both" of the weights alone, are added to main_grad."""
     config = make_config(num_ranks, gated=gated, activation=Activation.GELU, hidden=320)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks], dtype=dtype)
     g = cases.generator(3)
@@ -43,6 +44,8 @@ def test_biases(num_ranks: int, gated: bool, accumulate: bool, dtype: torch.dtyp
     fc1_bias, fc2_bias = biases(config.fc1_rows), biases(config.hidden)
     layer = VirtualLayer(config)
     weights, grads = [], [[], [], [], []]
+    adds = [grads_in != "grad"] * 2 + [grads_in == "main_grad"] * 2
+    grad_dtypes = [torch.float32] * 2 + [dtype if grads_in == "both" else torch.float32] * 2
     local = config.num_local_experts
     for first in range(0, config.num_experts, local):
         share = slice(first, first + local)
@@ -52,13 +55,10 @@ def test_biases(num_ranks: int, gated: bool, accumulate: bool, dtype: torch.dtyp
                 *map(tuple, kinds[:2]), fc1_bias=tuple(kinds[2]), fc2_bias=tuple(kinds[3])
             )
         )
-        for of_kind, tensors in zip(grads, kinds, strict=True):
+        for of_kind, tensors, accumulate, into in zip(grads, kinds, adds, grad_dtypes, strict=True):
             fill = 0.5 if accumulate else float("nan")
             of_kind.append(
-                [
-                    WeightGrad(torch.full_like(t, fill, dtype=torch.float32), accumulate)
-                    for t in tensors
-                ]
+                [WeightGrad(torch.full_like(t, fill, dtype=into), accumulate) for t in tensors]
             )
     out, saved = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
     grad_x, grad_probs = layer.backward(inputs.grad_out, saved, weights, *grads)
@@ -87,7 +87,8 @@ def test_biases(num_ranks: int, gated: bool, accumulate: bool, dtype: torch.dtyp
     assert_close("grad_x", torch.cat(grad_x), wanted[0], rel_l2=bound)
     assert_close("grad_probs", torch.cat(grad_probs), wanted[1], rel_l2=bound)
     left = iter(wanted[2:])
-    for name, of_kind in zip(("fc1", "fc2", "fc1_bias", "fc2_bias"), grads, strict=True):
+    names = ("fc1", "fc2", "fc1_bias", "fc2_bias")
+    for name, of_kind, accumulate in zip(names, grads, adds, strict=True):
         got = torch.stack([grad.buffer for share in of_kind for grad in share])
         exact = torch.stack([next(left) for _ in range(config.num_experts)])
         assert_close(name, got - (0.5 if accumulate else 0.0), exact, rel_l2=bound)

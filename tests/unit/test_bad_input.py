@@ -62,7 +62,11 @@ BAD = {
         ShapeError,
         r"x has shape \(6, 128\), wanted \[num_tokens, 64\]",
     ),
-    "x is half": (lambda c: {"x": c["x"].half()}, ShapeError, "x is torch.float16, wanted one of"),
+    "x is of 8 bits": (
+        lambda c: {"x": c["x"].to(torch.float8_e4m3fn)},
+        ShapeError,
+        "x is torch.float8_e4m3fn, wanted one of",
+    ),
     "x is long": (lambda c: {"x": c["x"].long()}, ShapeError, "x is torch.int64, wanted one of"),
     "x is strided": (lambda c: {"x": strided(c["x"])}, ShapeError, "x .*wanted contiguous rows"),
     "x is misaligned": (

@@ -1,0 +1,60 @@
+"""Gradients of several kinds are computed as one and end up where they belong."""
+
+import pytest
+import torch
+
+from flashmoe_megatron.backend import WeightGrad
+from flashmoe_megatron.gradients import UniformGrads
+
+KINDS = [
+    (torch.bfloat16, False),
+    (torch.bfloat16, True),
+    (torch.float32, False),
+    (torch.float32, True),
+]
+
+
+def make(kind: tuple[torch.dtype, bool], value: float = 1.0) -> WeightGrad:
+    return WeightGrad(torch.full((3,), value, dtype=kind[0]), kind[1])
+
+
+def compute(grads: list[WeightGrad], value: float) -> None:
+    """As the kernel does: one dtype, all added or all written."""
+    assert len({(grad.buffer.dtype, grad.accumulate) for grad in grads}) == 1
+    for grad in grads:
+        if grad.accumulate:
+            grad.buffer.add_(value)
+        else:
+            grad.buffer.fill_(value)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_gradients_of_one_kind_are_the_callers(kind: tuple[torch.dtype, bool]) -> None:
+    grads = [make(kind), make(kind)]
+    uniform = UniformGrads(grads)
+    assert all(got is want for got, want in zip(uniform.grads, grads, strict=True))
+    compute(uniform.grads, 3.0)
+    uniform.settle()
+    assert [grad.buffer.tolist() for grad in grads] == [[4.0 if kind[1] else 3.0] * 3] * 2
+
+
+@pytest.mark.parametrize("first", KINDS, ids=str)
+@pytest.mark.parametrize("second", KINDS, ids=str)
+def test_each_gradient_is_added_or_written_as_it_asks(
+    first: tuple[torch.dtype, bool], second: tuple[torch.dtype, bool]
+) -> None:
+    grads = [make(first), make(second), make(second, float("nan"))]
+    uniform = UniformGrads(grads)
+    compute(uniform.grads, 3.0)
+    uniform.settle()
+    want = [4.0 if kind[1] else 3.0 for kind in (first, second)]
+    assert [grad.buffer[0].item() for grad in grads[:2]] == want
+    # What is written hides what was there; what is added does not.
+    assert grads[2].buffer.isnan().all() if second[1] else (grads[2].buffer == 3.0).all()
+
+
+def test_the_widest_kind_is_computed_in_place() -> None:
+    main_grad = make((torch.float32, True))
+    uniform = UniformGrads([make((torch.bfloat16, False)), main_grad, make((torch.float32, False))])
+    assert uniform.grads[1] is main_grad
+    assert {grad.buffer.dtype for grad in uniform.grads} == {torch.float32}

@@ -193,7 +193,9 @@ __device__ __forceinline__ void load_wgrad(const WgradArgs& args,
     RingCursor<Ring::kNumStages> cursor;
     load_tiles(
         args.watchdog, mailbox,
-        [&] { return wgrad_pair(args, int(atomicAdd(&args.workspace.tickets->tile, 1u))); },
+        [&] {
+            return wgrad_pair(args, int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1)));
+        },
         [&](const TileInfo& tile, auto near_end) {
             const WgradProduct& product = args.product[tile.gemm];
             const int first_row = args.plan.expert_block[tile.expert] * BLOCK_M;

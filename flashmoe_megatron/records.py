@@ -6,7 +6,6 @@ from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 # flashmoe::Role in csrc/flashmoe/comm/wait.cuh
 _LOADER_ROWS, _LOADER_ACT = 6, 7
 _PROCESSOR_TILE, _PROCESSOR_STAGE, _PROCESSOR_HANDOVER = 8, 9, 10
-_COMBINE_RESULT, _REDUCE_RESULT = 13, 14
 _DISPATCH, _DELIVER, _REDUCE, _PLAN, _PROCESS = 36, 37, 38, 39, 40
 
 _WARPS = 12
@@ -44,8 +43,9 @@ def launch_record(
             Phase.GEMM: processed - waited - handed,
             Phase.EPILOGUE: handed,
             Phase.DISPATCH: mean(_DISPATCH),
-            Phase.DELIVER: mean(_DELIVER, _WARPS) - mean(_COMBINE_RESULT, _WARPS),
-            Phase.REDUCE: mean(_REDUCE, _WARPS) - mean(_REDUCE_RESULT, _WARPS),
+            # Busy time of all warps of a CTA; one alone is busy while tiles are computed.
+            Phase.DELIVER: mean(_DELIVER, _WARPS),
+            Phase.REDUCE: mean(_REDUCE, _WARPS),
             Phase.TAIL: max(0.0, record.end_ns - record.begin_ns - head - processed),
         }
     return LaunchRecord(

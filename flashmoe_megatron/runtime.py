@@ -352,7 +352,14 @@ class KernelBackend:
         bound = self._bounds[training]
         if bound is None:
             pending = self._begin_forward(x, probs, routing_map)
-            return self._finish_forward(pending, tables, training=training, layer=layer)
+            try:
+                return self._finish_forward(pending, tables, training=training, layer=layer)
+            except FlashMoEError:
+                raise
+            except BaseException:
+                # The peers will wait for this rank's layer in vain, and make new memory.
+                self.memory.is_void = True
+                raise
         return self._bounded_forward(
             x, probs, routing_map, tables, bound, training=training, layer=layer
         )
@@ -697,7 +704,7 @@ class KernelBackend:
         if transposed == self._transposed and dtype == self._dtype:
             return
         if dtype not in DTYPES:
-            raise ShapeError(f"tokens or weights of {dtype}: wanted {_names(DTYPES)}")
+            raise ShapeError(f"tokens or weights: dtype {dtype}, wanted {_names(DTYPES)}")
         self._transposed, self._dtype, self._problem = transposed, dtype, None
 
     def _address_table(self, addresses: Sequence[int]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, HeapError, PeerTimeoutError
 from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions
@@ -215,10 +216,14 @@ def test_no_memory_to_grow_the_heap():
     x = torch.zeros(8, 4096, dtype=torch.bfloat16, device=device())
     probs = torch.ones(8, large.num_experts, device=device())
     routing_map = probs.cumsum(1) == 1
+    weights = ExpertWeights(
+        tuple(x.new_zeros(large.num_experts, large.fc1_rows, large.hidden)),
+        tuple(x.new_zeros(large.num_experts, large.hidden, large.intermediate)),
+    )
     with pytest.raises(HeapError, match=r"needs \d+ bytes .* has \d+ free"):
-        second.begin_forward(x, probs, routing_map)
+        second.forward(x, probs, routing_map, weights, training=True)
     del filler
     torch.cuda.empty_cache()
-    second.begin_forward(x, probs, routing_map)
-    torch.cuda.synchronize()
+    out, _ = second.forward(x, probs, routing_map, weights, training=True)
+    assert not out.any()
     assert torch.equal(lone_step(first, small), want)

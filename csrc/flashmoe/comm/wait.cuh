@@ -137,7 +137,9 @@ __device__ __forceinline__ bool wait_for(const Watchdog& watchdog,
         return false;
     }
     watchdog.trace.add(uint32_t(what.role), what.index, begin);
-    count_time(uint32_t(what.role), uint32_t(ptx::globaltimer_ns() - start));
+    if (what.role < Role::kCombineResult) {  // later ones are counted per warp, not per lane
+        count_time(uint32_t(what.role), uint32_t(ptx::globaltimer_ns() - start));
+    }
     return true;
 }
 

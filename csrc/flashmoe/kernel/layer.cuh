@@ -77,16 +77,12 @@ template <class Pass>
 __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem) {
     using T = typename Pass::Element;
     int64_t begin = Trace::now();
-    begin_span(uint32_t(Role::kDeliver));
     while (deliver_unit<T, Pass::kIsBackward, 4>(args, smem, true) != Progress::kFinished) {
     }
-    end_span(uint32_t(Role::kDeliver));
     args.watchdog.trace.add(uint32_t(Role::kDeliver), 0, begin);
 
     begin = Trace::now();
-    begin_span(uint32_t(Role::kReduce));
     reduce_results<T, Pass::kIsBackward, 4>(args);
-    end_span(uint32_t(Role::kReduce));
     args.watchdog.trace.add(uint32_t(Role::kReduce), 0, begin);
 }
 

@@ -131,6 +131,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
     if (nth < count and k < plan.topk) row = plan.rows_of(src_rank, token)[k];
     const uint32_t* ready = workspace.tile_ready + workspace.tile_counter(1, max(row, 0) / BLOCK_M);
     if (must_wait) {
+        begin_span(uint32_t(Role::kCombineResult));
         if (row >= 0) {
             protocol::await<Atomics>(ready, block_target, [&](auto load, auto done) {
                 wait_for(args.watchdog, {Role::kCombineResult, -1, row / BLOCK_M, block_target},
@@ -138,6 +139,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
             });
         }
         __syncwarp();
+        end_span(uint32_t(Role::kCombineResult));
     } else {
         if (not __all_sync(~0u, row < 0 or protocol::is_complete<Atomics>(ready, block_target))) {
             return Progress::kNone;
@@ -147,6 +149,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
         if (not __shfl_sync(~0u, is_mine, 0)) return Progress::kSome;
     }
 
+    begin_span(uint32_t(Role::kDeliver));
     const int64_t row_bytes = heap.hidden * 2;
     const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
     for (int i = 0; i < count; ++i) {
@@ -183,6 +186,8 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
                                           current_epoch(workspace));
         atomicAdd_block(&counters().results_pushed[meta.src_rank], 1u);
     }
+    __syncwarp();
+    end_span(uint32_t(Role::kDeliver));
     return Progress::kSome;
 }
 
@@ -251,6 +256,7 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
     const bool is_awaited = nth < in_chunk and src < args.shape.num_ranks and (ranks >> src & 1);
     bool is_here = not is_awaited or protocol::result_is_here<Atomics>(signal, epoch);
     if (must_wait) {
+        begin_span(uint32_t(Role::kReduceResult));
         const int next = __ffs(all & ~taken) - 1;
         if (nth == next and is_awaited) {
             protocol::await_result<Atomics>(signal, epoch, [&](auto load, auto done) {
@@ -260,6 +266,7 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
             is_here = true;
         }
         __syncwarp();
+        end_span(uint32_t(Role::kReduceResult));
     }
     const uint32_t lanes_here = __ballot_sync(~0u, is_here);
     const uint32_t token_lanes = width == 32 ? ~0u : (1u << width) - 1;
@@ -276,8 +283,11 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
     if (__shfl_sync(~0u, mine_bits, 0) == 0) return Progress::kSome;
     protocol::acquire_results<Atomics>();
     const int mine = __ffs(complete) - 1;
+    begin_span(uint32_t(Role::kReduce));
     reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
                                           __popc(__shfl_sync(~0u, ranks, mine * width)));
+    __syncwarp();
+    end_span(uint32_t(Role::kReduce));
     return taken == all ? Progress::kFinished : Progress::kSome;
 }
 

@@ -95,8 +95,13 @@ def ds_config(case: Case, *, fused: bool) -> dict[str, Any]:
 def build(case: Case, *, fused: bool) -> Any:
     """An engine, through our door, which leaves it alone unless ``fused``."""
     prepare()
+    import deepspeed
+
     from flashmoe_megatron.deepspeed import initialize
 
+    if "fp16" in case.config:
+        # DeepSpeed asks for a processor with instructions for it; torch computes in it on any.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(11)
     if case.family == "native":
         model: torch.nn.Module = NativeModel(**{"ep_sizes": (2, 2), **case.model})
@@ -121,7 +126,8 @@ def batch(case: Case, step: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 
 def train_engine(engine: Any, case: Case, *, first_step: int = 0) -> Outcome:
     """Trains, then evaluates once."""
-    dtype = torch.bfloat16 if "bf16" in case.config else torch.float32
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = next((names[key] for key in case.config if key in names), torch.float32)
     losses = []
     engine.train()
     for step in range(first_step, first_step + case.steps):

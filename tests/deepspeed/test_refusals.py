@@ -17,15 +17,16 @@ def info(**changes) -> LayerInfo:
 
 
 def test_processors_run_the_reference() -> None:
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert refusals.layer_problem(info(dtype=dtype), Settings(), CPU) is None
-    assert refusals.layer_problem(info(has_biases=True), Settings(), CPU) is None
+    for biases in ((True, True), (True, False), (False, True)):
+        assert refusals.layer_problem(info(biases=biases), Settings(), CPU) is None
 
 
-def test_fp16_is_refused() -> None:
-    problem = refusals.layer_problem(info(dtype=torch.float16), Settings(), CPU)
+def test_other_dtypes_are_refused() -> None:
+    problem = refusals.layer_problem(info(dtype=torch.float64), Settings(), CPU)
     assert problem is not None
-    assert "float16, wanted bfloat16 or float32; enable bf16" in problem
+    assert "float64, wanted bfloat16, float16 or float32; enable bf16 or fp16" in problem
 
 
 def test_the_kernel_is_refused_without_a_hopper_gpu() -> None:
@@ -55,9 +56,15 @@ def test_what_the_kernel_does_not_compute_is_refused(monkeypatch: pytest.MonkeyP
         return refusals.layer_problem(info(**changes), Settings(), GPU)
 
     assert problem() is None
-    assert "enable bf16 in the DeepSpeed configuration" in str(problem(dtype=torch.float32))
-    assert "enable bf16" in str(problem(dtype=torch.float16))
-    assert "biases, which the kernel does not compute" in str(problem(has_biases=True))
+    assert problem(dtype=torch.float16) is None
+    assert problem(biases=(True, True)) is None
+    assert "enable bf16 or fp16 in the DeepSpeed configuration" in str(problem(dtype=torch.float32))
+    assert "a bias in the first projection and none in the second" in str(
+        problem(biases=(True, False))
+    )
+    assert "a bias in the second projection and none in the first" in str(
+        problem(biases=(False, True))
+    )
 
     def fail() -> None:
         raise DeviceError("no library")

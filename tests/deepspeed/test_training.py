@@ -15,6 +15,7 @@ TOLERANCE = 1e-5
 TIMEOUT_S = 100.0
 
 BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
 def native(**model: object) -> dict:
@@ -120,6 +121,23 @@ def test_bfloat16(name: str, two_ranks: RankPool) -> None:
     for stock, fused in two_ranks.run(train_both, BFLOAT16[name], timeout_s=TIMEOUT_S):
         assert set(fused.report.values()) == {FUSED}
         assert fused.losses == pytest.approx(stock.losses, rel=2e-2)
+
+
+FLOAT16 = {
+    "zero0": Case(**native(), config=FP16),
+    "zero1": Case(**native(expert="swiglu"), config=FP16, zero=1, accumulation=2),
+    "zero2": Case(**native(k=2), config=FP16, zero=2),
+    "autoep_zero2": Case(**autoep(), config=FP16, zero=2),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT16)
+def test_float16(name: str, two_ranks: RankPool) -> None:
+    """DeepSpeed scales the loss; the layers see nothing of it but larger gradients."""
+    for stock, fused in two_ranks.run(train_both, FLOAT16[name], timeout_s=TIMEOUT_S):
+        assert set(fused.report.values()) == {FUSED}
+        assert fused.losses == pytest.approx(stock.losses, rel=5e-3)
+        assert fused.losses[-1] != fused.losses[0], "no step was made: the scale is too large"
 
 
 CHECKPOINTS = {

@@ -120,9 +120,10 @@ def read_weights(experts: Sequence[nn.Module], form: ExpertForm) -> ExpertWeight
     )
 
 
-def has_biases(expert: nn.Module) -> tuple[bool, ...]:
-    """Which of an expert's linear layers have a bias, in the order of their names."""
-    return tuple(m.bias is not None for m in expert.modules() if type(m) is nn.Linear)
+def has_biases(expert: nn.Module, form: ExpertForm) -> tuple[bool, bool]:
+    """Whether a recognised expert's first projection has a bias, and whether its second has one."""
+    fc1, fc2 = _linear(expert, form.fc1[0]), _linear(expert, form.fc2)
+    return fc1.bias is not None, fc2.bias is not None
 
 
 def _linear(expert: nn.Module, name: str) -> nn.Linear:

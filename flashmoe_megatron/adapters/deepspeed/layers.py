@@ -25,14 +25,14 @@ class LayerInfo:
         shape: Its shape; ``max_tokens`` does not count.
         group: Its expert-parallel group.
         dtype: Of the experts' parameters.
-        has_biases: Whether its experts have any.
+        biases: Whether its experts' first projection has a bias, and whether their second has one.
         form: What each expert module computes; ``None`` where experts are stacked.
     """
 
     shape: MoEConfig
     group: dist.ProcessGroup
     dtype: torch.dtype
-    has_biases: bool = False
+    biases: tuple[bool, bool] = (False, False)
     form: ExpertForm | None = None
 
 

@@ -90,7 +90,10 @@ def inspect(layer: MOELayer) -> LayerInfo:
         raise ConfigError(f"it is in a tensor-parallel group of size {tensor_parallel}, wanted 1")
     hidden = layer.gate.wg.in_features
     experts = layer.experts.deepspeed_experts
-    forms = {(recognise(expert, hidden), has_biases(expert)) for expert in experts}
+    recognised = [recognise(expert, hidden) for expert in experts]
+    forms = {
+        (form, has_biases(expert, form)) for expert, form in zip(experts, recognised, strict=True)
+    }
     if len(forms) != 1:
         raise ConfigError(f"its experts differ from each other: {sorted(map(str, forms))}")
     ((form, biases),) = forms
@@ -105,7 +108,7 @@ def inspect(layer: MOELayer) -> LayerInfo:
         max_tokens=1,
     )
     dtype = next(experts.parameters()).dtype
-    return LayerInfo(shape, layer.ep_group, dtype, has_biases=any(biases), form=form)
+    return LayerInfo(shape, layer.ep_group, dtype, biases=biases, form=form)
 
 
 def fuse(layer: MOELayer, info: LayerInfo, served: Served) -> None:

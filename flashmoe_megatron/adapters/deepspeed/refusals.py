@@ -14,7 +14,9 @@ from flashmoe_megatron.select import resolve_kind
 def engine_problem(engine: Any) -> str | None:
     """Says what about an engine keeps all of its layers from being served."""
     if engine.torch_autocast_enabled():
-        return "torch_autocast is enabled; enable bf16 instead, with parameters in that dtype"
+        return (
+            "torch_autocast is enabled; enable bf16 or fp16 instead, with parameters in that dtype"
+        )
     return None
 
 
@@ -48,15 +50,19 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
 
 def kernel_problem(info: LayerInfo) -> str | None:
     """Says what keeps the kernel from serving a layer that the reference may serve."""
-    if info.dtype != torch.bfloat16:
+    from flashmoe_megatron.runtime import DTYPES
+
+    if info.dtype not in DTYPES:
         return (
-            f"its experts are {info.dtype} and the kernel computes in bfloat16; enable bf16 in the "
-            "DeepSpeed configuration"
+            f"its experts are {info.dtype} and the kernel computes in bfloat16 or float16; enable "
+            "bf16 or fp16 in the DeepSpeed configuration"
         )
-    if info.has_biases:
+    if info.biases[0] != info.biases[1]:
+        has, lacks = ("first", "second") if info.biases[0] else ("second", "first")
         return (
-            "its experts have biases, which the kernel does not compute; build them without, or "
-            f'set {SECTION}.backend to "reference"'
+            f"its experts have a bias in the {has} projection and none in the {lacks}, and the "
+            "kernel computes biases of both; give both one or none, or set "
+            f'{SECTION}.backend to "reference"'
         )
     return None
 
@@ -78,6 +84,9 @@ def hosts_problem(ranks: Sequence[int], hosts: Mapping[int, str]) -> str | None:
 
 
 def _dtype_problem(dtype: torch.dtype) -> str | None:
-    if dtype in (torch.bfloat16, torch.float32):
+    if dtype in (torch.bfloat16, torch.float16, torch.float32):
         return None
-    return f"its experts are {dtype}, wanted bfloat16 or float32; enable bf16 instead of fp16"
+    return (
+        f"its experts are {dtype}, wanted bfloat16, float16 or float32; enable bf16 or fp16 in the "
+        "DeepSpeed configuration"
+    )

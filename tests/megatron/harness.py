@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 VOCABULARY = 128
 SEQ_LENGTH = 16
+HEAD_SIZE = 16
 MICRO_BATCH = 2
 
 
@@ -48,13 +49,18 @@ class Case:
     first_iteration: int = 0
     metrics_to: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    initial_loss_scale: float = 2.0**32
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw; losses are empty on ranks without the last pipeline stage."""
+    """What one rank saw; losses are empty on ranks without the last pipeline stage.
+
+    ``skipped`` tells of each iteration whether its gradients were too large for float16.
+    """
 
     losses: list[float]
+    skipped: list[bool]
     grad_norms: list[float]
     eval_losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -147,7 +153,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
 
     _forget_metrics()
     config = transformer_config(case.layout, dispatcher, **case.config)
-    chunks = _build(config, case.layout)
+    chunks = [_in_half(config, chunk) for chunk in _build(config, case.layout)]
     # Megatron's own fusion is a CUDA extension that its linears ask for when they are built; the
     # routed experts ask the configuration at each call.
     config.gradient_accumulation_fusion = case.fuse_main_grad
@@ -168,25 +174,31 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
             lr=5e-3,
             weight_decay=0.01,
             clip_grad=1.0,
-            params_dtype=torch.float32,
+            params_dtype=config.params_dtype,
+            fp16=config.fp16,
+            initial_loss_scale=case.initial_loss_scale,
+            hysteresis=1,
             use_distributed_optimizer=ddp_config.use_distributed_optimizer,
             overlap_param_gather=ddp_config.overlap_param_gather,
         ),
         model,
     )
+    config.grad_scale_func = optimizer.scale_loss
     if case.load_from is not None:
         _load(case.load_from, model, optimizer)
     step = get_forward_backward_func()
     report = _metrics(case.metrics_to, chunks)
-    losses, grad_norms = [], []
+    losses, grad_norms, skipped = [], [], []
     for iteration in range(case.first_iteration, case.first_iteration + case.iterations):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reduced = _run(step, model, case, iteration, forward_only=False)
-        _, grad_norm, _ = optimizer.step()
+        is_updated, grad_norm, _ = optimizer.step()
         losses.append(_mean(reduced))
-        grad_norms.append(float(grad_norm))
+        skipped.append(not is_updated)
+        if is_updated:
+            grad_norms.append(float(grad_norm))
         report(iteration + 1, is_last=iteration + 1 == case.first_iteration + case.iterations)
     if ddp_config.overlap_param_gather:
         for chunk in model:
@@ -199,6 +211,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
         _save(case.save_to, model, optimizer)
     return Outcome(
         losses=[loss for loss in losses if loss is not None],
+        skipped=skipped,
         grad_norms=grad_norms,
         eval_losses=[] if eval_loss is None else [eval_loss],
         parameters={
@@ -268,6 +281,14 @@ def _build(config: Any, layout: Layout) -> list[Any]:
         )
         for stage in stages
     ]
+
+
+def _in_half(config: Any, chunk: Any) -> Any:
+    if not config.fp16:
+        return chunk
+    from megatron.core.transformer.module import Float16Module
+
+    return Float16Module(config, chunk)
 
 
 def _run(

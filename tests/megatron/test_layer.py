@@ -15,6 +15,8 @@ EP2_DP2 = Layout(expert=2)
 EP4 = Layout(expert=4)
 TOKENS_PER_SEQUENCE, SEQUENCES = 16, 2
 
+REL_L2 = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
 TIMEOUT_S = 110.0
 """Includes importing Megatron in every rank, at a pool's first call."""
 
@@ -28,6 +30,18 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "geglu": (EP4, {"activation_func": F.gelu}),
     "router_in_fp64": (EP4, {"moe_router_dtype": "fp64"}),
     "bf16": (EP4, {"bf16": True, "params_dtype": torch.bfloat16}),
+    "fp16": (EP4, {"fp16": True, "params_dtype": torch.float16}),
+    "biases": (EP2_DP2, {"add_bias_linear": True}),
+    "biases_of_one_expert_per_rank": (EP4, {"num_moe_experts": 4, "add_bias_linear": True}),
+    "biases_gelu": (
+        EP4,
+        {"add_bias_linear": True, "activation_func": F.gelu, "gated_linear_unit": False},
+    ),
+    "biases_capacity": (EP4, {"add_bias_linear": True, "moe_expert_capacity_factor": 0.5}),
+    "biases_fp16": (
+        EP4,
+        {"add_bias_linear": True, "fp16": True, "params_dtype": torch.float16},
+    ),
     "shared_expert": (EP4, {"moe_shared_expert_intermediate_size": 128}),
     "capacity": (EP4, {"moe_expert_capacity_factor": 0.5}),
     "capacity_padded": (
@@ -40,7 +54,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_layer_matches_alltoall(name: str, four_ranks: RankPool) -> None:
     layout, settings = CASES[name]
-    rel_l2 = 1e-2 if name == "bf16" else 1e-5
+    rel_l2 = REL_L2[settings.get("params_dtype", torch.float32)]
     for stock, fused in four_ranks.run(
         both_layers, layout, settings, "sequential", timeout_s=TIMEOUT_S
     ):
@@ -61,6 +75,26 @@ def test_grouped_experts_match_alltoall(kind: str, four_ranks: RankPool) -> None
         assert fused.keys() == stock.keys()
         for tensor in fused:
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+def test_biases_of_grouped_experts_match_alltoall(four_ranks: RankPool) -> None:
+    """TEGroupedMLP adds fc1's bias in its linear layer and fc2's, times the probabilities, itself.
+
+    GroupedMLP refuses biases.
+    """
+    for stock, fused in four_ranks.run(
+        both_layers, EP2_DP2, {"add_bias_linear": True}, "te_grouped", timeout_s=TIMEOUT_S
+    ):
+        assert "grad of experts.linear_fc2.bias3" in stock
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+def test_biases_that_megatron_refuses_stay_refused(four_ranks: RankPool) -> None:
+    settings = {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 64}
+    with pytest.raises(RankError, match="bias is not supported in the shared experts"):
+        four_ranks.run(both_layers, EP2_DP2, settings, "sequential", timeout_s=TIMEOUT_S)
 
 
 def test_megakernel_matches_the_layer(four_ranks: RankPool) -> None:
@@ -93,6 +127,10 @@ def make_layer(config: Any, experts: Any = None) -> Any:
     model_parallel_cuda_manual_seed(7)
     layer = MoELayer(config, submodules)
     layer.set_layer_number(1)
+    with torch.no_grad():
+        for name, parameter in layer.experts.named_parameters():
+            if "bias" in name:  # Megatron begins with 0, which would hide them
+                parameter.normal_(std=0.5)
     return layer
 
 
@@ -134,11 +172,19 @@ class TorchGroupedLinear(torch.nn.Module):
             weight = torch.nn.Parameter(torch.empty(num_out, num_in))
             options["init_method"](weight)
             self.register_parameter(f"weight{index}", weight)
+            bias = torch.nn.Parameter(torch.zeros(num_out)) if options["bias"] else torch.Tensor()
+            setattr(self, f"bias{index}", bias)
+        self.returns_bias = options["bias"] and options["skip_bias_add"]
+        self.adds_bias = options["bias"] and not options["skip_bias_add"]
 
-    def forward(self, x: torch.Tensor, tokens_per_expert: Any, **_: Any) -> tuple[Any, None]:
+    def forward(self, x: torch.Tensor, tokens_per_expert: Any, **_: Any) -> tuple[Any, Any]:
         chunks = x.split(list(tokens_per_expert))
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        return torch.cat([c @ w.t() for c, w in zip(chunks, weights, strict=True)]), None
+        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
+        rows = [c @ w.t() for c, w in zip(chunks, weights, strict=True)]
+        if self.adds_bias:
+            rows = [row + bias for row, bias in zip(rows, biases, strict=True)]
+        return torch.cat(rows), biases if self.returns_bias else None
 
 
 def grouped_experts(kind: str) -> Any:

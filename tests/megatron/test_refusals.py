@@ -20,7 +20,6 @@ from tests.megatron.harness import Layout, transformer_config
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"fp8": "hybrid"}, "--fp8-format", "bf16"),
     ({"fp4": "e2m1"}, "--fp4-format", "bf16"),
-    ({"fp16": True}, "--fp16", "--bf16"),
     ({"use_kitchen": True}, "--use-kitchen", "leave it out"),
     ({"enable_autocast": True}, "enable_autocast", "dtype"),
     (
@@ -44,7 +43,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "leave it out",
     ),
     ({"delay_wgrad_compute": True}, "--delay-wgrad-compute", "leave it out"),
-    ({"add_bias_linear": True}, "a bias", "--disable-bias-linear"),
     (
         {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
         "--moe-apply-probs-on-input",
@@ -88,6 +86,7 @@ REFUSED_IF_KNOWN: list[tuple[dict[str, Any], str]] = [
     ({"moe_expert_rank_capacity_factor": 1.5}, "--moe-expert-capacity-factor"),
     ({"moe_mlp_glu_interleave_size": 32}, "--moe-mlp-glu-interleave-size"),
     ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight"),
+    ({"moe_single_grouped_bias": True}, "--moe-single-grouped-bias"),
     ({"moe_use_grouped_tensor": True}, "--moe-use-grouped-tensor"),
     ({"moe_dispatch_fwd_dtype": "mxfp8"}, "bf16"),
     ({"moe_combine_bwd_dtype": "mxfp8"}, "bf16"),
@@ -105,6 +104,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     {"num_moe_experts": 64, "expert_model_parallel_size": 8},
+    {"add_bias_linear": True},
+    {"fp16": True},
 ]
 
 

@@ -267,11 +267,26 @@ def test_wrong_biases_are_refused(change, message: str):
         )
 
 
-def test_the_kernel_refuses_biases():
-    weights = ExpertWeights((torch.zeros(1),), (torch.zeros(1),), fc2_bias=(torch.zeros(1),))
+def test_the_kernel_refuses_biases_of_one_projection_and_misaligned_ones():
+    """Before anything is launched: the kernel reads both kinds, 16 bytes at a time."""
+    config = cases.make_config(num_experts=1, topk=1)
     kernel = KernelBackend.__new__(KernelBackend)
-    with pytest.raises(ConfigError, match=r"biases.*choose the backend 'reference'"):
+    kernel.config, kernel.device = config, torch.device("cpu")
+    kernel._transposed, kernel._dtype, kernel._tables = False, torch.bfloat16, {}
+
+    def zeros(*shape: int) -> tuple[torch.Tensor, ...]:
+        return (torch.zeros(*shape, dtype=torch.bfloat16),)
+
+    weights = ExpertWeights(
+        fc1=zeros(config.fc1_rows, config.hidden),
+        fc2=zeros(config.hidden, config.intermediate),
+        fc2_bias=zeros(config.hidden),
+    )
+    with pytest.raises(ConfigError, match="one of fc1 and fc2 has biases.* wanted both"):
         kernel._encode(weights)
+    (longer,) = zeros(config.fc1_rows + 1)
+    with pytest.raises(ShapeError, match="wanted 16-byte aligned"):
+        kernel._encode(replace(weights, fc1_bias=(longer[1:],)))
 
 
 def test_layer_with_biases():

@@ -128,7 +128,6 @@ def _offloads_experts(config: Any) -> bool:
 CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal("fp8", "--fp8-format", _is_given("fp8"), "train the model in bf16 without it"),
     Refusal("fp4", "--fp4-format", _is_given("fp4"), "train the model in bf16 without it"),
-    Refusal("fp16", "--fp16", _is_set("fp16"), "pass --bf16 instead"),
     Refusal(
         "quant_recipe",
         "--te-precision-config-file",
@@ -177,13 +176,6 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "--delay-wgrad-compute",
         _is_set("delay_wgrad_compute"),
         "leave it out, weight gradients are computed with the others",
-    ),
-    Refusal(
-        "add_bias_linear",
-        "a bias in linear layers",
-        # Megatron's own default is a bias.
-        lambda config: bool(getattr(config, "add_bias_linear", True)),
-        "pass --disable-bias-linear, experts have no biases here",
     ),
     Refusal(
         "moe_apply_probs_on_input",
@@ -275,6 +267,12 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "--moe-single-grouped-weight",
         _is_set("moe_single_grouped_weight"),
         "leave it out, each expert has its own weight parameter",
+    ),
+    Refusal(
+        "moe_single_grouped_bias",
+        "--moe-single-grouped-bias",
+        _is_set("moe_single_grouped_bias"),
+        "leave it out, each expert has its own bias parameter",
     ),
     Refusal(
         "moe_use_grouped_tensor",

@@ -60,7 +60,7 @@ class RoutedExperts:
         self._experts = experts
         self._group = group
         expert_weights(experts, hidden=config.hidden_size)
-        self.dtype: torch.dtype = torch.bfloat16 if config.bf16 else config.params_dtype
+        self.dtype = _compute_dtype(config)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.layer = 0
         self.calibration: Calibration | None = None
@@ -129,13 +129,8 @@ class RoutedExperts:
         # As Megatron does for its buffers; an index of a GPU, or a device under a bridge.
         device = torch.empty(0, device=torch.cuda.current_device()).device
         backend = _shared_backend(shape, self._group, device, self._settings)
-        is_kernel = not isinstance(backend, ReferenceBackend)
-        is_bf16 = self._config.bf16 or self._config.params_dtype == torch.bfloat16
-        if is_kernel and not is_bf16:
-            raise ConfigError(
-                f"params_dtype={self._config.params_dtype}: the kernel computes in bfloat16; pass "
-                f"--bf16, or {flag_of('backend')} reference"
-            )
+        if not isinstance(backend, ReferenceBackend):
+            self._check_kernel_dtype()
         if self._settings.calibration is not None:
             self.calibration = load_calibration(
                 self._settings.calibration,
@@ -145,6 +140,26 @@ class RoutedExperts:
             )
         _announce(backend, self._config)
         return backend
+
+    def _check_kernel_dtype(self) -> None:
+        from flashmoe_megatron.runtime import DTYPES
+
+        dtype = _compute_dtype(self._config)
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"params_dtype={dtype}: the kernel computes in bfloat16 or float16; pass --bf16 or "
+                f"--fp16, or {flag_of('backend')} reference"
+            )
+
+
+def _compute_dtype(config: Any) -> torch.dtype:
+    """What parameters and tokens are once Megatron has wrapped the model in its Float16Module."""
+    if config.bf16:
+        return torch.bfloat16
+    if config.fp16:
+        return torch.float16
+    dtype: torch.dtype = config.params_dtype
+    return dtype
 
 
 _live: "weakref.WeakSet[RoutedExperts]" = weakref.WeakSet()

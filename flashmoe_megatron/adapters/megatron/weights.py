@@ -13,30 +13,33 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
 
     Args:
         experts: The ``experts`` of a MoELayer: SequentialMLP (``local_experts`` with a weight in
-            each linear), TEGroupedMLP (``weight0``, ``weight1``, ... in each linear), or the
-            GroupedMLP of Megatron-Core 0.16 (``weight1`` and ``weight2`` for all experts).
+            each linear), TEGroupedMLP (``weight0``, ``weight1``, ... in each linear), either with a
+            ``bias`` beside each weight or none, or the GroupedMLP of Megatron-Core 0.16
+            (``weight1`` and ``weight2`` for all experts), which Megatron gives no biases.
         hidden: The model's width.
 
     Returns:
         The parameters themselves, or for GroupedMLP views of them.
 
     Raises:
-        ConfigError: The structure is none of these, or an expert has a bias; names the class.
+        ConfigError: The structure is none of these, or some experts have a bias and others none;
+            names the class.
     """
     name = type(experts).__name__
     if hasattr(experts, "local_experts"):
         pairs = [(e.linear_fc1, e.linear_fc2) for e in _children(experts.local_experts)]
-        for fc1, fc2 in pairs:
-            _refuse_bias(fc1, name)
-            _refuse_bias(fc2, name)
         return ExpertWeights(
             fc1=tuple(_parameter(fc1, "weight", name) for fc1, _ in pairs),
             fc2=tuple(_parameter(fc2, "weight", name) for _, fc2 in pairs),
+            fc1_bias=_biases([(fc1, "bias") for fc1, _ in pairs], name),
+            fc2_bias=_biases([(fc2, "bias") for _, fc2 in pairs], name),
         )
     if hasattr(experts, "linear_fc1") and hasattr(experts, "linear_fc2"):
         return ExpertWeights(
             fc1=_numbered_weights(experts.linear_fc1, name),
             fc2=_numbered_weights(experts.linear_fc2, name),
+            fc1_bias=_numbered_biases(experts.linear_fc1, name),
+            fc2_bias=_numbered_biases(experts.linear_fc2, name),
         )
     if hasattr(experts, "weight1") and hasattr(experts, "weight2"):
         count = int(getattr(experts, "num_local_experts"))  # noqa: B009 - a Module's attribute
@@ -68,13 +71,24 @@ def _children(modules: Any) -> list[Any]:
     return list(modules)
 
 
-def _numbered_weights(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
+def _num_gemms(linear: Any) -> int:
     count = getattr(linear, "num_gemms", None)
     if count is None:
         count = sum(key.startswith("weight") for key, _ in linear.named_parameters(recurse=False))
-    for expert in range(count):
-        _refuse_bias(linear, owner, suffix=str(expert))
-    return tuple(_parameter(linear, f"weight{expert}", owner) for expert in range(count))
+    return int(count)
+
+
+def _numbered_weights(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
+    return tuple(_parameter(linear, f"weight{i}", owner) for i in range(_num_gemms(linear)))
+
+
+def _numbered_biases(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
+    if _has_bias(linear, "bias"):
+        raise ConfigError(
+            f"{owner}: {type(linear).__name__} holds the biases of all experts as one parameter; "
+            "wanted one for each expert"
+        )
+    return _biases([(linear, f"bias{i}") for i in range(_num_gemms(linear))], owner)
 
 
 def _parameter(module: Any, name: str, owner: str) -> torch.Tensor:
@@ -91,7 +105,19 @@ def _parameter(module: Any, name: str, owner: str) -> torch.Tensor:
     return weight
 
 
-def _refuse_bias(linear: Any, owner: str, suffix: str = "") -> None:
-    bias = getattr(linear, f"bias{suffix}", None)
-    if isinstance(bias, torch.Tensor) and bias.numel():
-        raise ConfigError(f"{owner}: the experts have a bias; pass --disable-bias-linear")
+def _biases(places: list[tuple[Any, str]], owner: str) -> tuple[torch.Tensor, ...]:
+    """The bias at each module and name, none where no module has one."""
+    found = [_has_bias(linear, name) for linear, name in places]
+    if not any(found):
+        return ()
+    if not all(found):
+        raise ConfigError(
+            f"{owner}: {sum(found)} of {len(found)} experts have a bias; wanted all or none"
+        )
+    return tuple(_parameter(linear, name, owner) for linear, name in places)
+
+
+def _has_bias(linear: Any, name: str) -> bool:
+    """Whether there is one; Transformer Engine puts an empty tensor where there is none."""
+    bias = getattr(linear, name, None)
+    return isinstance(bias, torch.Tensor) and bias.numel() > 0

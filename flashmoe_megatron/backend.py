@@ -26,7 +26,7 @@ class ExpertWeights:
         fc1_bias: One ``[fc1_rows]`` tensor per local expert, added before the activation; empty
             where the experts have none.
         fc2_bias: One ``[hidden]`` tensor per local expert, added times the routing weight; empty
-            where the experts have none.
+            where the experts have none. The kernel wants both kinds or none.
     """
 
     fc1: tuple[torch.Tensor, ...]
@@ -41,7 +41,7 @@ class WeightGrad:
     """Where the gradient of one weight goes.
 
     Attributes:
-        buffer: Same shape and layout as the weight; float32 or bfloat16 (or the weight's dtype).
+        buffer: Same shape and layout as the weight; float32 or the weight's dtype.
         accumulate: Add to what the buffer holds (Megatron's ``main_grad``) or overwrite it.
     """
 

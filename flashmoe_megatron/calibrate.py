@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, required=True, help=text)
     parser.add_argument("--gated", action="store_true", help="gated experts, such as SwiGLU")
     parser.add_argument("--activation", choices=[one.value for one in Activation], default="silu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--backend", choices=("auto", "kernel", "reference"), default="auto")
     parser.add_argument("--iterations", type=int, default=20)
     return parser

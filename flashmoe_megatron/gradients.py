@@ -27,7 +27,7 @@ class UniformGrads:
         self._lent: list[tuple[WeightGrad, torch.Tensor]] = []
         if len(kinds) == 1:
             return
-        # The widest dtype, so that nothing is rounded twice; within it main_grad, which is not copied.
+        # The widest dtype, so that nothing is rounded twice; within it main_grad, to copy least.
         dtype, accumulate = max(kinds, key=lambda kind: (kind[0].itemsize, kind[1]))
         for index, grad in enumerate(grads):
             if (grad.buffer.dtype, grad.accumulate) == (dtype, accumulate):

@@ -97,10 +97,11 @@ class FlashMoELayer(nn.Module):
             config: The layer's shape.
             group: The expert-parallel group, ``None`` for one rank.
             device: Where the layer lives; by default the current GPU, or the CPU without one.
-            dtype: Of tokens and parameters, bfloat16, float32 or float64.
+            dtype: Of tokens and parameters, bfloat16 or float16, on the reference also float32
+                or float64.
             backend: Which to choose, or another layer's, of an equal ``config``.
             router: Own a router, so that :meth:`forward` can be called with tokens alone.
-            bias: Give both projections of every expert a bias, which the kernel does not compute.
+            bias: Give both projections of every expert a bias.
             check_routing: See :func:`moe_forward`.
             **kernel_options: See :func:`~flashmoe_megatron.select.select_backend`.
 

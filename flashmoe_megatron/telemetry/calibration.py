@@ -24,7 +24,7 @@ FORMAT = "flashmoe-calibration"
 VERSION = 1
 MOST = 1e15
 """No number in a file is larger."""
-DTYPES = ("bfloat16", "float32", "float64")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 TOKEN_TOLERANCE = 0.01
 """How far the mean number of tokens of a launch may be from the calibrated one, relative."""
 
@@ -42,7 +42,7 @@ class Entry:
         gated: Whether the FFN is gated.
         num_tokens: Tokens of each of the 2 ranks in one launch.
         gpu: Name of the GPU, as the driver gives it.
-        dtype: Of the tokens, "bfloat16", "float32" or "float64".
+        dtype: Of the tokens, "bfloat16", "float16", "float32" or "float64".
         direction: "forward" or "backward".
         time_ms: Mean time of one launch, as the metric ``kernel_ms`` has it.
     """

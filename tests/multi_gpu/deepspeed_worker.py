@@ -97,12 +97,14 @@ class Job:
         for name, parameter in engine.module.named_parameters():
             gradient = safe_get_full_grad(parameter)
             assert gradient is not None, f"{name} has no gradient"
-            found[name] = gradient.float().clone()
+            found[name] = gradient.float() / engine.optimizer.loss_scale
         release(engine)
         return found
 
-    def losses(self, setup: Setup, experts: Experts, num_steps: int) -> list[float]:
-        engine = self.engine(setup, experts)
+    def losses(
+        self, setup: Setup, experts: Experts, num_steps: int, dtype: torch.dtype = torch.bfloat16
+    ) -> list[float]:
+        engine = self.engine(setup, experts, dtype)
         batches = self.batches(setup)
         losses = [step(engine, batches, setup) for _ in range(num_steps)]
         if experts.is_fused:
@@ -119,7 +121,15 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(got - want) / scale.clamp_min(1e-30))
 
 
-def parity(job: Job, family: str, zero: int, ep_size: int | None) -> Measured:
+def parity(
+    job: Job,
+    family: str,
+    zero: int,
+    ep_size: int | None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    has_biases: bool = False,
+) -> Measured:
     """Gradients of one layer against float32 and each other, then the losses of a training.
 
     AutoEP's router rounds its logits to bfloat16, so that a few tokens go elsewhere than in
@@ -127,11 +137,13 @@ def parity(job: Job, family: str, zero: int, ep_size: int | None) -> Measured:
     """
     ep_size = min(ep_size or dist.get_world_size(), dist.get_world_size())
     options = {"stage3_param_persistence_threshold": 0} if zero == 3 else {}
-    setup = job.setup(family=family, zero=zero, ep_size=ep_size, zero_options=options)
+    setup = job.setup(
+        family=family, zero=zero, ep_size=ep_size, zero_options=options, has_biases=has_biases
+    )
     alone = dataclasses.replace(setup, num_layers=1, has_attention=False)
     exact = job.gradients(alone, STOCK, torch.float32)
-    stock = job.gradients(alone, STOCK, torch.bfloat16)
-    ours = job.gradients(alone, OURS, torch.bfloat16)
+    stock = job.gradients(alone, STOCK, dtype)
+    ours = job.gradients(alone, OURS, dtype)
     assert ours.keys() == stock.keys() == exact.keys()
     measured: Measured = {"gradients": {}}
     problems = []
@@ -143,8 +155,8 @@ def parity(job: Job, family: str, zero: int, ep_size: int | None) -> Measured:
             problems.append(f"{name}: {measured['gradients'][name]}")
     assert not problems, "gradients do not agree: " + "; ".join(problems)
 
-    stock_losses = job.losses(setup, STOCK, 10)
-    our_losses = job.losses(setup, OURS, 10)
+    stock_losses = job.losses(setup, STOCK, 10, dtype)
+    our_losses = job.losses(setup, OURS, 10, dtype)
     measured["losses"] = {"deepspeed": stock_losses, "flashmoe": our_losses}
     for mine, theirs in zip(our_losses, stock_losses, strict=True):
         assert abs(mine - theirs) <= LOSSES_APART * theirs, f"losses do not agree: {measured}"
@@ -183,6 +195,12 @@ CASES: dict[str, Callable[[Job], Measured]] = {
         ("autoep", 3, None),
     )
 }
+CASES["native_zero2_biases"] = functools.partial(
+    parity, family="native", zero=2, ep_size=2, has_biases=True
+)
+CASES["native_zero2_float16"] = functools.partial(
+    parity, family="native", zero=2, ep_size=2, dtype=torch.float16, has_biases=True
+)
 CASES["zero2_overlap"] = overlap
 
 

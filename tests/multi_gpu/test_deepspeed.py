@@ -1,4 +1,4 @@
-"""DeepSpeed in bfloat16 on 2 and 4 GPUs of one host, its own MoE layers beside ours.
+"""DeepSpeed in bfloat16 and float16 on 2 and 4 GPUs of one host, its own MoE layers beside ours.
 
 The ranks of a job are processes that run all cases of :mod:`tests.multi_gpu.deepspeed_worker`, so
 that starting them is paid for once; each case is reported as a test of its own.
@@ -25,6 +25,8 @@ CASES = [
     (2, "autoep_zero2"),
     (4, "native_zero1"),
     (4, "native_zero2"),
+    (4, "native_zero2_biases"),
+    (4, "native_zero2_float16"),
     (4, "autoep_zero1"),
     (4, "autoep_zero2"),
     (4, "autoep_zero3"),

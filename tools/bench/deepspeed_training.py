@@ -52,6 +52,7 @@ class Setup:
         capacity_factor: Of native layers that drop.
         has_attention: Blocks are attention and a MoE layer; else a MoE layer alone, without a norm,
             so that the first one sees embeddings, which are the same in bfloat16 and float32.
+        has_biases: Every projection of a native layer's experts has one.
         accumulation: Micro-batches of a step.
         lr: Learning rate, constant.
         zero_options: Further keys of DeepSpeed's section ``zero_optimization``.
@@ -67,6 +68,7 @@ class Setup:
     drop_tokens: bool = True
     capacity_factor: float = 1.25
     has_attention: bool = True
+    has_biases: bool = False
     accumulation: int = 1
     lr: float = 1e-3
     zero_options: dict[str, Any] = field(default_factory=dict)
@@ -116,11 +118,11 @@ def start(timeout_s: float = 120.0) -> torch.device:
 class SwiGLU(nn.Module):
     """One expert of a native layer, gated."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, hidden: int, width: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, width, bias=False)
-        self.up = nn.Linear(hidden, width, bias=False)
-        self.down = nn.Linear(width, hidden, bias=False)
+        self.gate = nn.Linear(hidden, width, bias=bias)
+        self.up = nn.Linear(hidden, width, bias=bias)
+        self.down = nn.Linear(width, hidden, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the expert to ``[..., hidden]``."""
@@ -154,7 +156,7 @@ def native_layer(setup: Setup) -> MoE:
     shape = setup.shape
     return MoE(
         shape.hidden,
-        SwiGLU(shape.hidden, shape.intermediate),
+        SwiGLU(shape.hidden, shape.intermediate, bias=setup.has_biases),
         num_experts=shape.num_experts,
         ep_size=setup.ep_size,
         k=shape.topk,
@@ -257,7 +259,7 @@ def build_engine(
         setup: What is trained.
         experts: Who computes the experts.
         device: This rank's.
-        dtype: bfloat16, or float32 for a reference.
+        dtype: bfloat16, float16, or float32 for a reference.
         **flashmoe: Further keys of the section, where ``experts`` are fused.
     """
     torch.manual_seed(setup.seed)
@@ -278,6 +280,7 @@ def build_engine(
         },
         "zero_optimization": {"stage": setup.zero, **setup.zero_options},
         "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16, "initial_scale_power": 10},
     }
     if setup.family == "autoep":
         config["expert_parallel"] = {
@@ -301,7 +304,7 @@ def _tell_experts_apart(model: nn.Module, seed: int) -> None:
             for weight in expert.parameters():
                 generator = torch.Generator(weight.device)
                 generator.manual_seed(seed + 1000 * index + first + local)
-                bound = weight.shape[1] ** -0.5
+                bound = weight.shape[-1] ** -0.5
                 weight.uniform_(-bound, bound, generator=generator)
 
 

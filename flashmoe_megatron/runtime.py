@@ -1,7 +1,6 @@
-"""The fused kernel as a backend: memory shared by all layers of a group, and the calls."""
+"""The fused kernel as a backend: the calls of one layer."""
 
 import ctypes
-import logging
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -10,218 +9,26 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import _native, ops, symmetric
+from flashmoe_megatron import _native, ops
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_weights
-from flashmoe_megatron.config import (
-    MAX_RANKS,
-    MAX_ROW_BOUND,
-    MAX_TIMEOUT_S,
-    MIN_TIMEOUT_S,
-    TILE_M,
-    MoEConfig,
-    is_count,
-    is_number,
-)
+from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
 from flashmoe_megatron.gradients import UniformGrads
-from flashmoe_megatron.records import launch_record
+from flashmoe_megatron.group_memory import GroupMemory, shared_memory
+from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
-logger = logging.getLogger("flashmoe_megatron")
-
-DEFAULT_TIMEOUT_S = 120.0
 TRANSIENT_BYTES = 8 * 2**30
 """A forward that keeps nothing may take this much for the most rows that there can be."""
 CLUSTER_SIZE = 2
 """CTAs that work together, on neighbouring SMs: the grid is a multiple of it."""
-DEFAULT_RESERVED_SMS = 4
-"""SMs that the persistent kernel leaves to other kernels, NCCL's above all."""
-
-
-@dataclass(frozen=True)
-class KernelOptions:
-    """How the kernel runs; the same on every rank.
-
-    Attributes:
-        symmetric_backend: "cuda" or "nvshmem".
-        timeout_s: Bound of every wait for a peer, seconds.
-        reserved_sms: SMs left to other kernels.
-        row_bound: What every buffer of received rows holds, as a multiple of the mean number of
-            rows per rank; a rank that is to receive more is an error, nothing is ever dropped. The
-            layer is then one launch that the host never waits for, and CUDA graphs can capture it.
-            ``None``: buffers are exact, for which the host waits until the rows are counted.
-    """
-
-    symmetric_backend: symmetric.SymmetricBackend = "cuda"
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    reserved_sms: int = DEFAULT_RESERVED_SMS
-    row_bound: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuses what cannot work."""
-        if not is_number(self.timeout_s, least=MIN_TIMEOUT_S, most=MAX_TIMEOUT_S):
-            raise ConfigError(
-                f"timeout_s={self.timeout_s!r}: must be positive, wanted {MIN_TIMEOUT_S:g} to "
-                f"{MAX_TIMEOUT_S:g} seconds"
-            )
-        if not is_count(self.reserved_sms, least=0):
-            raise ConfigError(f"reserved_sms={self.reserved_sms!r}: must not be negative")
-        if self.row_bound is not None and not is_number(
-            self.row_bound, least=1, most=MAX_ROW_BOUND
-        ):
-            raise ConfigError(
-                f"row_bound={self.row_bound!r}: wanted None, or at least 1, at most "
-                f"{MAX_ROW_BOUND:g}"
-            )
-
-
 DTYPES = (torch.bfloat16, torch.float16)
 """What tokens and weights may be."""
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype) for dtype in dtypes)
-
-
-class GroupMemory:
-    """What all layers of one expert-parallel group share: heap, workspace and mailbox.
-
-    Sized by the largest layer registered so far, allocated at the first call that needs it. All
-    ranks build the same layers in the same order, so they allocate together.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
-    ) -> None:
-        self.group = group
-        self.device = device
-        self.options = options
-        self.trace: torch.Tensor | None = None  # for a library built to trace
-        self.max_tokens = 0
-        self._heap: symmetric.SymmetricAllocation | None = None
-        self.heap_bytes = 0
-        """Bytes of the symmetric heap; 0 before the first call."""
-        self._workspace = torch.empty(0)
-        self._workspace_bytes = 0
-        self._mailbox = torch.empty(0)
-        self._fault_code = ctypes.c_uint32()
-        self._groups: dict[int, _native.FlashMoEGroup] = {}  # by stream
-        self.is_void = False
-        """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
-        allocate anew."""
-        self._last_record = _native.FlashMoERecord()
-        self._last_stream: int | None = None
-
-    def register(self, config: MoEConfig) -> None:
-        """Adds a layer; a larger one than any before grows the memory at its first call."""
-        self.max_tokens = max(self.max_tokens, config.max_tokens)
-
-    def needs(self, sizes: _native.FlashMoESizes) -> bool:
-        """Whether the memory is smaller than ``sizes``."""
-        return (
-            self._heap is None
-            or self.is_void
-            or self.heap_bytes < sizes.heap_bytes
-            or self._workspace_bytes < sizes.workspace_bytes
-        )
-
-    def allocate(self, sizes: _native.FlashMoESizes) -> None:
-        """Allocates anew, never less than before. Collective over the group."""
-        heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
-        workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
-        torch.cuda.synchronize(self.device)
-        self._heap, self.heap_bytes = None, 0
-        self._heap = symmetric.allocate(
-            heap_bytes, self.group, self.device, self.options.symmetric_backend
-        )
-        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
-        self._mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8).pin_memory()
-        self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
-        self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
-        self._groups.clear()
-        self._last_record = _native.FlashMoERecord()
-        self.is_void = False
-        if self.group is None or dist.get_rank(self.group) == 0:
-            logger.warning(
-                "symmetric heap: %.1f MiB on each of %d ranks (%s), shared by all MoE layers",
-                heap_bytes / 2**20,
-                len(self._heap.addresses),
-                self.options.symmetric_backend,
-            )
-
-    def open(self) -> _native.FlashMoEGroup:
-        """The group as the library sees it, on the current stream."""
-        assert self._heap is not None
-        # What torch.cuda.current_stream() asks, without a stream object for every launch.
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
-        if stream != self._last_stream:
-            self._follow(stream)
-        group = self._groups.get(stream)
-        if group is None:
-            group = self._groups[stream] = _native.FlashMoEGroup(
-                heaps=(ctypes.c_void_p * MAX_RANKS)(*self._heap.addresses),
-                workspace=self._workspace.data_ptr(),
-                mailbox=self._mailbox.data_ptr(),
-                stream=stream,
-            )
-        group.trace = self.trace.data_ptr() if self.trace is not None else None
-        return group
-
-    def _follow(self, stream: int) -> None:
-        """Puts the launches on this stream behind those on the last one: all share their memory."""
-        last, self._last_stream = self._last_stream, stream
-        if last is not None and not torch.cuda.is_current_stream_capturing():
-            before = torch.cuda.ExternalStream(last, device=self.device)  # type: ignore[no-untyped-call]
-            torch.cuda.current_stream(self.device).wait_stream(before)
-
-    @property
-    def has_fault(self) -> bool:
-        """Whether a launch has left a fault that nobody has been told of."""
-        return self._heap is not None and self._fault_code.value != 0
-
-    def take_fault(self) -> FlashMoEError | None:
-        """The error that a launch has left, once."""
-        if not self.has_fault:
-            return None
-        group = self.open()
-        fault = _native.read_fault(group)
-        if fault is None:
-            return None
-        self.is_void = fault.code == _native.PEER_TIMEOUT
-        _native.clear_fault(group)
-        return _native.fault_error(fault)
-
-    def take_records(self, num_ranks: int) -> list[LaunchRecord]:
-        """What launches have ended since the last call, oldest first; waits for none."""
-        if self._heap is None:
-            return []
-        group = self.open()
-        records: list[LaunchRecord] = []
-        while True:
-            last, record = self._last_record, _native.FlashMoERecord()
-            sequence = last.sequence + 1
-            _native.call("read_record", group, ctypes.c_uint64(sequence), record)
-            if record.sequence == 0:
-                return records
-            if record.sequence == sequence:
-                records.append(launch_record(record, last, num_ranks))
-                self._last_record = record
-            else:  # the ring has gone round: go on with what it still holds
-                self._last_record = _native.FlashMoERecord(sequence=record.sequence - 1)
-
-
-_memories: dict[tuple[int, torch.device, KernelOptions], GroupMemory] = {}
-
-
-def _shared_memory(
-    group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
-) -> GroupMemory:
-    """One memory per group and device. It keeps its group, so the key stays that group's own."""
-    key = (id(group), device, options)
-    if key not in _memories:
-        _memories[key] = GroupMemory(group, device, options)
-    return _memories[key]
 
 
 @dataclass
@@ -320,7 +127,7 @@ class KernelBackend:
         size = 1 if group is None else dist.get_world_size(group)
         if memory is None and size != config.num_ranks:
             raise ConfigError(f"the group has {size} ranks, the layer wants {config.num_ranks}")
-        self.memory = memory or _shared_memory(group, self.device, self.options)
+        self.memory = memory or shared_memory(group, self.device, self.options)
         self.memory.register(config)
         self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count

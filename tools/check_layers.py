@@ -33,6 +33,8 @@ PYTHON = [
     ["checks", "gradients", "weights"],
     ["reference", "reference_backend", "_native"],
     ["memory", "ops", "symmetric", "records"],
+    ["options"],
+    ["group_memory"],
     ["runtime"],
     ["select", "autograd"],
     ["layer"],

@@ -52,7 +52,9 @@ def measure(shape: Shape, num_ranks: int) -> tuple[MemoryPlan, dict[str, int]]:
         The plan for as many rows as this rank received, and by the names of its attributes what
         this rank's heap and allocator say.
     """
-    from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions
+    from flashmoe_megatron.group_memory import GroupMemory
+    from flashmoe_megatron.options import KernelOptions
+    from flashmoe_megatron.runtime import KernelBackend
 
     rank = dist.get_rank() if num_ranks > 1 else 0
     device = torch.device("cuda", torch.cuda.current_device())

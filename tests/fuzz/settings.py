@@ -18,7 +18,7 @@ from flashmoe_megatron.adapters.megatron import arguments
 from flashmoe_megatron.adapters.megatron import settings as megatron
 from flashmoe_megatron.config import Activation, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.runtime import KernelOptions
+from flashmoe_megatron.options import KernelOptions
 from tests.fuzz.choices import Choices
 
 MISSPELT = ("Flash_MoE", "flash-moe", "enable", "")

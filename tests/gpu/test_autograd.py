@@ -6,7 +6,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
-from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions
+from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.test_layer import make_config

@@ -12,7 +12,9 @@ import torch
 from flashmoe_megatron import errors
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
-from flashmoe_megatron.runtime import GroupMemory, KernelBackend, KernelOptions
+from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.test_layer import TOKENS, make_config

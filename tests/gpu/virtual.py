@@ -15,13 +15,9 @@ import torch
 from flashmoe_megatron import _native
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.runtime import (
-    CLUSTER_SIZE,
-    GroupMemory,
-    KernelBackend,
-    KernelOptions,
-    PendingForward,
-)
+from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.runtime import CLUSTER_SIZE, KernelBackend, PendingForward
 
 # Read when CUDA starts: a hardware queue per stream, or one rank's launch waits behind another's.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -1,0 +1,156 @@
+"""What all layers of one expert-parallel group share on a GPU: heap, workspace and mailbox."""
+
+import ctypes
+import logging
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron import _native, symmetric
+from flashmoe_megatron.config import MAX_RANKS, MoEConfig
+from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.records import launch_record
+from flashmoe_megatron.telemetry.record import LaunchRecord
+
+logger = logging.getLogger("flashmoe_megatron")
+
+
+class GroupMemory:
+    """What all layers of one expert-parallel group share: heap, workspace and mailbox.
+
+    Sized by the largest layer registered so far, allocated at the first call that needs it. All
+    ranks build the same layers in the same order, so they allocate together.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.options = options
+        self.trace: torch.Tensor | None = None  # for a library built to trace
+        self.max_tokens = 0
+        self._heap: symmetric.SymmetricAllocation | None = None
+        self.heap_bytes = 0
+        """Bytes of the symmetric heap; 0 before the first call."""
+        self._workspace = torch.empty(0)
+        self._workspace_bytes = 0
+        self._mailbox = torch.empty(0)
+        self._fault_code = ctypes.c_uint32()
+        self._groups: dict[int, _native.FlashMoEGroup] = {}  # by stream
+        self.is_void = False
+        """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
+        allocate anew."""
+        self._last_record = _native.FlashMoERecord()
+        self._last_stream: int | None = None
+
+    def register(self, config: MoEConfig) -> None:
+        """Adds a layer; a larger one than any before grows the memory at its first call."""
+        self.max_tokens = max(self.max_tokens, config.max_tokens)
+
+    def needs(self, sizes: _native.FlashMoESizes) -> bool:
+        """Whether the memory is smaller than ``sizes``."""
+        return (
+            self._heap is None
+            or self.is_void
+            or self.heap_bytes < sizes.heap_bytes
+            or self._workspace_bytes < sizes.workspace_bytes
+        )
+
+    def allocate(self, sizes: _native.FlashMoESizes) -> None:
+        """Allocates anew, never less than before. Collective over the group."""
+        heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
+        workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
+        torch.cuda.synchronize(self.device)
+        self._heap, self.heap_bytes = None, 0
+        self._heap = symmetric.allocate(
+            heap_bytes, self.group, self.device, self.options.symmetric_backend
+        )
+        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
+        self._mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8).pin_memory()
+        self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
+        self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
+        self._groups.clear()
+        self._last_record = _native.FlashMoERecord()
+        self.is_void = False
+        if self.group is None or dist.get_rank(self.group) == 0:
+            logger.warning(
+                "symmetric heap: %.1f MiB on each of %d ranks (%s), shared by all MoE layers",
+                heap_bytes / 2**20,
+                len(self._heap.addresses),
+                self.options.symmetric_backend,
+            )
+
+    def open(self) -> _native.FlashMoEGroup:
+        """The group as the library sees it, on the current stream."""
+        assert self._heap is not None
+        # What torch.cuda.current_stream() asks, without a stream object for every launch.
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream != self._last_stream:
+            self._follow(stream)
+        group = self._groups.get(stream)
+        if group is None:
+            group = self._groups[stream] = _native.FlashMoEGroup(
+                heaps=(ctypes.c_void_p * MAX_RANKS)(*self._heap.addresses),
+                workspace=self._workspace.data_ptr(),
+                mailbox=self._mailbox.data_ptr(),
+                stream=stream,
+            )
+        group.trace = self.trace.data_ptr() if self.trace is not None else None
+        return group
+
+    def _follow(self, stream: int) -> None:
+        """Puts the launches on this stream behind those on the last one: all share their memory."""
+        last, self._last_stream = self._last_stream, stream
+        if last is not None and not torch.cuda.is_current_stream_capturing():
+            before = torch.cuda.ExternalStream(last, device=self.device)  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream(self.device).wait_stream(before)
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether a launch has left a fault that nobody has been told of."""
+        return self._heap is not None and self._fault_code.value != 0
+
+    def take_fault(self) -> FlashMoEError | None:
+        """The error that a launch has left, once."""
+        if not self.has_fault:
+            return None
+        group = self.open()
+        fault = _native.read_fault(group)
+        if fault is None:
+            return None
+        self.is_void = fault.code == _native.PEER_TIMEOUT
+        _native.clear_fault(group)
+        return _native.fault_error(fault)
+
+    def take_records(self, num_ranks: int) -> list[LaunchRecord]:
+        """What launches have ended since the last call, oldest first; waits for none."""
+        if self._heap is None:
+            return []
+        group = self.open()
+        records: list[LaunchRecord] = []
+        while True:
+            last, record = self._last_record, _native.FlashMoERecord()
+            sequence = last.sequence + 1
+            _native.call("read_record", group, ctypes.c_uint64(sequence), record)
+            if record.sequence == 0:
+                return records
+            if record.sequence == sequence:
+                records.append(launch_record(record, last, num_ranks))
+                self._last_record = record
+            else:  # the ring has gone round: go on with what it still holds
+                self._last_record = _native.FlashMoERecord(sequence=record.sequence - 1)
+
+
+_memories: dict[tuple[int, torch.device, KernelOptions], GroupMemory] = {}
+
+
+def shared_memory(
+    group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
+) -> GroupMemory:
+    """One memory per group and device. It keeps its group, so the key stays that group's own."""
+    key = (id(group), device, options)
+    if key not in _memories:
+        _memories[key] = GroupMemory(group, device, options)
+    return _memories[key]

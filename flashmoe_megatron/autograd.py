@@ -28,7 +28,8 @@ def moe_apply(
     the same order. Without grad mode, or if no input requires a gradient, nothing is saved.
     Several calls may be pending at once. What a backend saves lives as long as autograd keeps the
     node's tensors: until backward without ``retain_graph``, or, under activation checkpointing or
-    saved-tensor hooks, as these decide.
+    saved-tensor hooks, as these decide. A backend whose ``keep`` is "inputs" saves the inputs
+    alone, and a backward runs the forward again: the same bits for less memory and more time.
 
     Args:
         backend: Computes the layer.
@@ -101,9 +102,12 @@ class _RoutedExperts(torch.autograd.Function):
         probs: torch.Tensor,
         *weight_inputs: torch.Tensor,
     ) -> torch.Tensor:
+        keeps_all = backend.keep == "all"
         out, saved = backend.forward(
-            x, probs, routing_map, _joined(weights), training=True, layer=layer
+            x, probs, routing_map, _joined(weights), training=keeps_all, layer=layer
         )
+        if not keeps_all:
+            saved = _Inputs(x, probs, routing_map, layer)
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
         # The parameters and not views of them: ZeRO-3 frees and gathers them in between.
@@ -125,6 +129,15 @@ class _RoutedExperts(torch.autograd.Function):
         values = ctx.saved_tensors
         weights = _with_tensors(ctx.owners, values[:num_weights])
         saved = _give_tensors(ctx.skeleton, values[num_weights:])
+        if isinstance(saved, _Inputs):
+            _, saved = ctx.backend.forward(
+                saved.x,
+                saved.probs,
+                saved.routing_map,
+                _joined(weights),
+                training=True,
+                layer=saved.layer,
+            )
         destinations: _Destinations | _SplitDestinations
         if isinstance(weights, SplitWeights):
             destinations = _SplitDestinations(weights)
@@ -142,6 +155,16 @@ class _RoutedExperts(torch.autograd.Function):
         )
         # Autograd drops the gradients of inputs that need none.
         return None, None, None, None, None, grad_x, grad_probs, *destinations.grads()
+
+
+@dataclasses.dataclass
+class _Inputs:
+    """What a forward keeps that keeps no more."""
+
+    x: torch.Tensor
+    probs: torch.Tensor
+    routing_map: torch.Tensor
+    layer: int
 
 
 _KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")

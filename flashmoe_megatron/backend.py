@@ -6,7 +6,7 @@ function, the adapters and the tests know nothing else of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -67,6 +67,12 @@ class TrafficCounters:
     pad_rows_local: int = 0
 
 
+Keep = Literal["all", "inputs"]
+"""What a forward keeps for its backward: all that this needs, or the layer's inputs, from which the
+backward computes the rest again."""
+KEEPS: tuple[Keep, ...] = ("all", "inputs")
+
+
 class Backend(Protocol):
     """Routed experts of one layer on one expert-parallel group.
 
@@ -75,6 +81,7 @@ class Backend(Protocol):
     """
 
     config: MoEConfig
+    keep: Keep
 
     @property
     def traffic(self) -> TrafficCounters:

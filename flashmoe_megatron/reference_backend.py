@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
+from flashmoe_megatron.backend import ExpertWeights, Keep, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
@@ -124,6 +124,7 @@ class ReferenceBackend:
                 f"num_ranks={config.num_ranks}, but the process group has {num_ranks} ranks"
             )
         self.config = config
+        self.keep: Keep = "all"
         self.traffic = TrafficCounters()
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import _native, ops
-from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
+from flashmoe_megatron.backend import ExpertWeights, Keep, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_weights
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
@@ -113,6 +113,7 @@ class KernelBackend:
         **options: object,
     ) -> None:
         self.config = config
+        self.keep: Keep = "all"
         self.device = torch.device(device)
         if self.device.index is None:
             self.device = torch.device(self.device.type, torch.cuda.current_device())

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.backend import KEEPS, Backend, Keep
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.reference_backend import ReferenceBackend
@@ -26,6 +26,7 @@ def select_backend(
     device: torch.device | str,
     *,
     kind: BackendKind = "auto",
+    keep: Keep = "all",
     **kernel_options: Any,
 ) -> Backend:
     """Makes the backend of one layer, or of all layers of one shape.
@@ -39,26 +40,33 @@ def select_backend(
         device: Where the layer's tensors live.
         kind: "kernel", "reference", or "auto": the kernel on a Hopper GPU (compute capability
             9.0), else the reference. The choice of "auto" is logged once per process.
+        keep: What a forward keeps for its backward, see :data:`~flashmoe_megatron.backend.Keep`.
         **kernel_options: Passed to ``KernelBackend``; they have no meaning for the reference.
 
     Returns:
         The backend.
 
     Raises:
-        ConfigError: ``kind`` is unknown, or the ranks disagree on ``config`` or ``kind``.
+        ConfigError: ``kind`` or ``keep`` is unknown, or the ranks disagree on one of them or on
+            ``config``.
         DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
             GPU.
     """
     device = _named(device)
     chosen = resolve_kind(kind, device)
-    check_ranks_agree(group, {**dataclasses.asdict(config), "backend": chosen})
+    if keep not in KEEPS:
+        raise ConfigError(f"keep {keep!r}: wanted one of {', '.join(KEEPS)}")
+    check_ranks_agree(group, {**dataclasses.asdict(config), "backend": chosen, "keep": keep})
     if kind == "auto":
         _announce(chosen, _describe(device)[1])
+    backend: Backend
     if chosen == "reference":
-        return ReferenceBackend(config, group)
-    from flashmoe_megatron.runtime import KernelBackend
+        backend = ReferenceBackend(config, group)
+    else:
+        from flashmoe_megatron.runtime import KernelBackend
 
-    backend: Backend = KernelBackend(config, group, device, **kernel_options)
+        backend = KernelBackend(config, group, device, **kernel_options)
+    backend.keep = keep
     return backend
 
 

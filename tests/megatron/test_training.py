@@ -39,6 +39,10 @@ CASES = {
             "recompute_num_layers": 1,
         },
     ),
+    "keep_inputs": Case(EP2_DP2, settings={"keep": "inputs"}, ddp=OVERLAP, fuse_main_grad=True),
+    "keep_inputs_pp2_ep2": Case(
+        Layout(expert=2, pipeline=2), settings={"keep": "inputs"}, micro_batches=4
+    ),
     "shared_expert": Case(EP2_DP2, config={"moe_shared_expert_intermediate_size": 64}),
     "capacity": Case(EP2_DP2, config={"moe_expert_capacity_factor": 0.8}),
     "capacity_padded": Case(

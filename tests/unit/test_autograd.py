@@ -303,6 +303,30 @@ def test_saved_memory_is_freed_by_backward_although_the_output_lives():
     assert out.grad_fn is not None
 
 
+def test_keeping_the_inputs_gives_the_same_bits_and_saves_nothing_else():
+    layer, whole = Layer(), Layer()
+    layer.backend.keep = "inputs"
+    out = layer()
+    assert torch.equal(out, whole())
+    assert layer.backend.trainings == [False]
+    assert not layer.backend.saved_rows
+    for got, want in zip(layer.grads(), whole.grads(), strict=True):
+        assert torch.equal(got, want)
+    assert layer.backend.trainings == [False, False, True]  # grads() calls forward and backward
+    assert layer.backend.num_backwards == 1
+
+
+def test_inputs_changed_before_backward_are_noticed():
+    layer = Layer()
+    layer.backend.keep = "inputs"
+    x = layer.x * 1
+    out = layer(x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(layer.grad_out)
+
+
 def test_retain_graph_allows_a_second_backward_and_its_absence_does_not():
     layer = Layer()
     out = layer()

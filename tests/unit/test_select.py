@@ -157,3 +157,8 @@ def announce_count(group: dist.ProcessGroup) -> int:
 
 def test_rank_zero_alone_announces(ranks: RankPool):
     assert ranks.run(announce_count, num_ranks=2) == [1, 0]
+
+
+def test_unknown_keep():
+    with pytest.raises(ConfigError, match="keep 'some': wanted one of all, inputs"):
+        select_backend(cases.CONFIG, None, "cpu", keep="some")  # type: ignore[arg-type]

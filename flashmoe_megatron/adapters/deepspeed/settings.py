@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from flashmoe_megatron.backend import KEEPS
 from flashmoe_megatron.config import (
     MAX_ROW_BOUND,
     MAX_TIMEOUT_S,
@@ -28,6 +29,7 @@ _CHOICES = {
     "fallback": ("error", "warn"),
     "backend": ("auto", "kernel", "reference"),
     "symmetric_memory": ("cuda", "nvshmem"),
+    "keep": KEEPS,
 }
 
 
@@ -47,6 +49,8 @@ class Settings:
         row_bound: What the kernel's buffers of received rows hold, as a multiple of the mean number
             of rows per rank; a rank that receives more is an error, never a drop. ``None`` makes
             them exact, for which the host waits in every forward of training.
+        keep: What a forward keeps for its backward: "all" that this needs, or the layer's "inputs",
+            from which the backward computes the rest again.
         max_tokens_per_rank: Most tokens of one rank and call. ``None`` has the ranks agree at each
             call, and the memory grow with the largest.
         metrics_interval: Optimizer steps between events for DeepSpeed's monitor; 0 sends none.
@@ -61,6 +65,7 @@ class Settings:
     timeout: float = 120.0
     reserved_sms: int = 4
     row_bound: float | None = None
+    keep: str = "all"
     max_tokens_per_rank: int | None = None
     metrics_interval: int = 10
     metrics: str = "default"

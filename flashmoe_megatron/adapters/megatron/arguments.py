@@ -12,6 +12,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
     Settings,
     flag_of,
 )
+from flashmoe_megatron.backend import KEEPS
 from flashmoe_megatron.errors import ConfigError
 
 _PATCHED = "_flashmoe_patched"
@@ -88,6 +89,14 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=defaults.row_bound,
         help="Rows that the buffers hold, as a multiple of the mean; more is an error, never a "
         "drop. The layer is then one launch that the host never waits for. Default: exact buffers.",
+    )
+    group.add_argument(
+        flag_of("keep"),
+        dest="flashmoe_keep",
+        choices=KEEPS,
+        default=defaults.keep,
+        help="What a forward keeps for its backward: all that this needs, or the layer's inputs, "
+        "from which the backward computes the rest again. Default: %(default)s.",
     )
     group.add_argument(
         flag_of("max_tokens"),

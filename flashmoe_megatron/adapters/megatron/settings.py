@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from flashmoe_megatron.backend import KEEPS
 from flashmoe_megatron.config import (
     MAX_ROW_BOUND,
     MAX_TIMEOUT_S,
@@ -38,6 +39,8 @@ class Settings:
         row_bound: What the kernel's buffers of received rows hold, as a multiple of the mean number
             of rows per rank; a rank that receives more is an error, never a drop. ``None`` makes
             them exact, for which the host waits in every forward of training.
+        keep: What a forward keeps for its backward: "all" that this needs, or the layer's "inputs",
+            from which the backward computes the rest again.
         max_tokens: Most tokens of one rank and call. ``None`` takes it from the arguments of
             Megatron's training script: sequence length, micro batch size and parallel sizes.
         metrics: What is told to wandb and TensorBoard: "default", "all", "none", or names with
@@ -50,6 +53,7 @@ class Settings:
     timeout_s: float = 120.0
     reserved_sms: int = 4
     row_bound: float | None = None
+    keep: str = "all"
     max_tokens: int | None = None
     metrics: str = "default"
     calibration: str | None = None
@@ -59,6 +63,7 @@ class Settings:
         for name, value, choices in (
             ("backend", self.backend, BACKENDS),
             ("symmetric_memory", self.symmetric_memory, SYMMETRIC_MEMORIES),
+            ("keep", self.keep, KEEPS),
         ):
             if value not in choices:
                 raise ConfigError(f"{flag_of(name)} {value!r}: wanted one of {', '.join(choices)}")

@@ -6,11 +6,11 @@ function, the adapters and the tests know nothing else of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 
@@ -65,12 +65,6 @@ class TrafficCounters:
     bytes_sent: int = 0
     pad_rows_sent: int = 0
     pad_rows_local: int = 0
-
-
-Keep = Literal["all", "inputs"]
-"""What a forward keeps for its backward: all that this needs, or the layer's inputs, from which the
-backward computes the rest again."""
-KEEPS: tuple[Keep, ...] = ("all", "inputs")
 
 
 class Backend(Protocol):

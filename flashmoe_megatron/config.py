@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from flashmoe_megatron.errors import ConfigError
 
@@ -31,6 +32,12 @@ def is_number(value: object, *, least: float, most: float) -> bool:
     """Whether a value is a number in a range; NaN is in none, a bool is none."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and least <= value <= most  # type: ignore[operator]
+
+
+Keep = Literal["all", "inputs"]
+"""What a forward keeps for its backward: all that this needs, or the layer's inputs, from which the
+backward computes the rest again."""
+KEEPS: tuple[Keep, ...] = ("all", "inputs")
 
 
 class Activation(str, Enum):

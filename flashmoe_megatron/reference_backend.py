@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights, Keep, TrafficCounters, WeightGrad
+from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_tokens, check_weights
-from flashmoe_megatron.config import TILE_M, Activation, MoEConfig, align_capacity
+from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.telemetry.record import Direction, LaunchRecord, Phase
 

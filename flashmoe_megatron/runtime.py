@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import _native, ops
-from flashmoe_megatron.backend import ExpertWeights, Keep, TrafficCounters, WeightGrad
+from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_weights
-from flashmoe_megatron.config import TILE_M, MoEConfig
+from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
 from flashmoe_megatron.gradients import UniformGrads
 from flashmoe_megatron.group_memory import GroupMemory, shared_memory

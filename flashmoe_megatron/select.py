@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import KEEPS, Backend, Keep
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.config import KEEPS, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.reference_backend import ReferenceBackend
 
@@ -40,7 +40,7 @@ def select_backend(
         device: Where the layer's tensors live.
         kind: "kernel", "reference", or "auto": the kernel on a Hopper GPU (compute capability
             9.0), else the reference. The choice of "auto" is logged once per process.
-        keep: What a forward keeps for its backward, see :data:`~flashmoe_megatron.backend.Keep`.
+        keep: What a forward keeps for its backward, see :data:`~flashmoe_megatron.config.Keep`.
         **kernel_options: Passed to ``KernelBackend``; they have no meaning for the reference.
 
     Returns:

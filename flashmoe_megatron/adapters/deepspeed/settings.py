@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flashmoe_megatron.backend import KEEPS
 from flashmoe_megatron.config import (
+    KEEPS,
     MAX_ROW_BOUND,
     MAX_TIMEOUT_S,
     MAX_TOKENS,

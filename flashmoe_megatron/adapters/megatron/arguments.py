@@ -12,7 +12,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
     Settings,
     flag_of,
 )
-from flashmoe_megatron.backend import KEEPS
+from flashmoe_megatron.config import KEEPS
 from flashmoe_megatron.errors import ConfigError
 
 _PATCHED = "_flashmoe_patched"

@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_megatron.backend import KEEPS
 from flashmoe_megatron.config import (
+    KEEPS,
     MAX_ROW_BOUND,
     MAX_TIMEOUT_S,
     MAX_TOKENS,

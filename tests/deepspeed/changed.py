@@ -38,8 +38,8 @@ def tutel(engine: Any) -> None:
     first_layer(engine).use_tutel = True
 
 
-def half(engine: Any) -> None:
-    first_layer(engine).experts.half()
+def double(engine: Any) -> None:
+    first_layer(engine).experts.double()
 
 
 def replaced_forward(engine: Any) -> None:
@@ -86,7 +86,11 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     "experts": ({}, experts_subclass, "moe.0: its experts are MyExperts, wanted Experts"),
     "tutel": ({}, tutel, "moe.0: it uses Tutel; leave use_tutel out"),
     "forward": ({}, replaced_forward, "moe.0: its forward method was replaced"),
-    "fp16": ({}, half, r"moe.0: its experts are torch.float16, wanted bfloat16 or float32"),
+    "fp64": (
+        {},
+        double,
+        "moe.0: its experts are torch.float64, wanted bfloat16, float16 or float32",
+    ),
     "activation": ({}, tanh, "moe.0: expert TwoLinears computes none of the known functions"),
     "one rank": ({}, tanh_on_rank_1, r"moe.0: expert TwoLinears computes none of.*\(on rank 1\)"),
     "different experts": ({}, different_experts, "moe.0: its experts differ from each other"),
@@ -105,7 +109,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     "autocast": (
         {"config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
         nothing,
-        "moe.0: torch_autocast is enabled; enable bf16 instead",
+        "moe.0: torch_autocast is enabled; enable bf16 or fp16 instead",
     ),
     "kernel": (
         {"flashmoe": {"backend": "kernel"}},

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flashmoe_megatron.config import MAX_RANKS, Activation
+from flashmoe_megatron.config import MAX_RANKS, Activation, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
     DeviceError,
@@ -63,6 +63,36 @@ class FlashMoEProblem(_Sized):
         ("heap_tokens", ctypes.c_int32),
         ("timeout_ns", ctypes.c_uint64),
     ]
+
+
+def problem_of(
+    config: MoEConfig,
+    *,
+    rank: int,
+    dtype: int,
+    transposed: bool,
+    num_ctas: int,
+    heap_tokens: int,
+    timeout_s: float,
+) -> FlashMoEProblem:
+    """A layer as the library sees it; the arguments are the struct's fields."""
+    return FlashMoEProblem(
+        rank=rank,
+        num_ranks=config.num_ranks,
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        num_experts=config.num_experts,
+        topk=config.topk,
+        max_tokens=config.max_tokens,
+        dtype=dtype,
+        activation=ACTIVATIONS[config.activation],
+        is_gated=config.gated,
+        is_transposed=transposed,
+        skip_zero_probs=config.skip_zero_probs,
+        num_ctas=num_ctas,
+        heap_tokens=heap_tokens,
+        timeout_ns=int(timeout_s * 1e9),
+    )
 
 
 class FlashMoESizes(_Sized):

@@ -75,21 +75,14 @@ def plan_memory(
         DeviceError: The library is not there.
     """
     sizes = _native.FlashMoESizes()
-    problem = _native.FlashMoEProblem(
+    problem = _native.problem_of(
+        config,
         rank=0,
-        num_ranks=config.num_ranks,
-        hidden=config.hidden,
-        intermediate=config.intermediate,
-        num_experts=config.num_experts,
-        topk=config.topk,
-        max_tokens=config.max_tokens,
         dtype=_native.BFLOAT16,
-        activation=_native.ACTIVATIONS[config.activation],
-        is_gated=config.gated,
-        skip_zero_probs=config.skip_zero_probs,
+        transposed=False,
         num_ctas=num_ctas,
         heap_tokens=config.max_tokens,
-        timeout_ns=10**9,
+        timeout_s=1.0,
     )
     _native.call("sizes", problem, sizes)
     if num_row_blocks is None:

@@ -409,24 +409,16 @@ class KernelBackend:
         A heap that grows between a forward and its backward changes nothing in the plan, which is
         laid out for this layer's own bound.
         """
-        problem, config = self._problem, self.config
+        problem = self._problem
         if problem is None or self._heap_tokens != self.memory.max_tokens:
-            problem = _native.FlashMoEProblem(
+            problem = _native.problem_of(
+                self.config,
                 rank=self.rank,
-                num_ranks=config.num_ranks,
-                hidden=config.hidden,
-                intermediate=config.intermediate,
-                num_experts=config.num_experts,
-                topk=config.topk,
-                max_tokens=config.max_tokens,
                 dtype=ops.dtype_code(self._dtype),
-                activation=_native.ACTIVATIONS[config.activation],
-                is_gated=config.gated,
-                is_transposed=self._transposed,
-                skip_zero_probs=config.skip_zero_probs,
+                transposed=self._transposed,
                 num_ctas=self.num_ctas,
                 heap_tokens=self.memory.max_tokens,
-                timeout_ns=int(self.options.timeout_s * 1e9),
+                timeout_s=self.options.timeout_s,
             )
             _native.call("sizes", problem, self._sizes)
             _native.call("preload", problem)

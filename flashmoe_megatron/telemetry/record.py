@@ -29,8 +29,8 @@ class Phase(enum.Enum):
     GEMM = "gemm"
     """The processors run the main loops of both projections."""
     EPILOGUE = "epilogue"
-    """What the processors lose to what becomes of a tile: in the kernel the wait for the finisher that
-    takes it, in the reference the activation itself."""
+    """What the processors lose to what becomes of a tile: in the kernel the wait for the finisher
+    that takes it, in the reference the activation itself."""
     DISPATCH = "dispatch"
     """The communication role fetches token rows from peers."""
     DELIVER = "deliver"

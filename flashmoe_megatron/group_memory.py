@@ -120,7 +120,7 @@ class GroupMemory:
         fault = _native.read_fault(group)
         if fault is None:
             return None
-        self.is_void = fault.code == _native.PEER_TIMEOUT
+        self.is_void = self.is_void or fault.code == _native.PEER_TIMEOUT
         _native.clear_fault(group)
         return _native.fault_error(fault)
 

@@ -60,34 +60,6 @@ __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// Hides where a value comes from, so that what is cheap to recompute is not kept in registers.
-template <class T>
-__device__ __forceinline__ T opaque(T value) {
-    if constexpr (sizeof(T) == 8) {
-        asm volatile("" : "+l"(value));
-    } else {
-        asm volatile("" : "+r"(value));
-    }
-    return value;
-}
-
-// threadIdx.x, read anew instead of kept in a register.
-__device__ __forceinline__ uint32_t thread_index() {
-    uint32_t index;
-    asm volatile("mov.u32 %0, %tid.x;" : "=r"(index));
-    return index;
-}
-
-// Stays where it is written, so that loads of an unrolled loop do not pile up in registers.
-__device__ __forceinline__ uint4 ld_in_order(const uint4* ptr) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(ptr)
-                 : "memory");
-    return v;
-}
-
 // Orders generic accesses of this thread before its later TMA accesses of global memory.
 __device__ __forceinline__ void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");

@@ -11,6 +11,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +180,11 @@ def main() -> None:
         if dist.get_rank() == 0:
             with out.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+    dist.barrier()
+    sys.stdout.flush()
+    # DeepSpeed and accelerate keep groups for the life of the process, destroyed or not. A thread
+    # of gloo that lets go of a tensor while the interpreter ends aborts the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

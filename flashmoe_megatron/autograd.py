@@ -130,14 +130,14 @@ class _RoutedExperts(torch.autograd.Function):
         weights = _with_tensors(ctx.owners, values[:num_weights])
         saved = _give_tensors(ctx.skeleton, values[num_weights:])
         if isinstance(saved, _Inputs):
-            _, saved = ctx.backend.forward(
+            saved = ctx.backend.forward(
                 saved.x,
                 saved.probs,
                 saved.routing_map,
                 _joined(weights),
                 training=True,
                 layer=saved.layer,
-            )
+            )[1]  # the output, which the backward does not need, is freed here
         destinations: _Destinations | _SplitDestinations
         if isinstance(weights, SplitWeights):
             destinations = _SplitDestinations(weights)

@@ -20,7 +20,7 @@ import torch
 
 from flashmoe_megatron import _native
 from flashmoe_megatron.select import select_backend
-from tools.bench import common
+from tools.bench import common, stopwatch
 from tools.bench.shapes import SHAPES, make_problem
 
 LIBRARIES = {
@@ -47,15 +47,13 @@ def time_library(name: str, one_of: int) -> float:
 
     for _ in range(10):
         forward()
-    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    start.record()
+    stopwatch.synchronize()
+    begin = stopwatch.now()
     for _ in range(LAUNCHES):
         forward()
-    end.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(end)) / LAUNCHES
+    end = stopwatch.now()
+    stopwatch.synchronize()
+    return stopwatch.between_ms(begin, end) / LAUNCHES
 
 
 def main() -> int:

@@ -62,7 +62,7 @@ class GroupBackends:
                 self.group,
                 self._device,
                 kind=self._settings.backend,  # type: ignore[arg-type]
-                keep=self._settings.keep,  # type: ignore[arg-type]
+                keep=self._settings.keep,
                 **self._settings.kernel_options(),
             )
         return self._backends[config]

@@ -15,6 +15,7 @@ from flashmoe_megatron.config import (
     MAX_TIMEOUT_S,
     MAX_TOKENS,
     MIN_TIMEOUT_S,
+    Keep,
     is_count,
     is_number,
 )
@@ -65,7 +66,7 @@ class Settings:
     timeout: float = 120.0
     reserved_sms: int = 4
     row_bound: float | None = None
-    keep: str = "all"
+    keep: Keep = "all"
     max_tokens_per_rank: int | None = None
     metrics_interval: int = 10
     metrics: str = "default"

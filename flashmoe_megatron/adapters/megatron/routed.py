@@ -189,7 +189,7 @@ def _shared_backend(
             group,
             device,
             kind=settings.backend,  # type: ignore[arg-type]
-            keep=settings.keep,  # type: ignore[arg-type]
+            keep=settings.keep,
             **settings.kernel_options(),
         )
     return known[key]

@@ -14,6 +14,7 @@ from flashmoe_megatron.config import (
     MAX_TIMEOUT_S,
     MAX_TOKENS,
     MIN_TIMEOUT_S,
+    Keep,
     is_count,
     is_number,
 )
@@ -53,7 +54,7 @@ class Settings:
     timeout_s: float = 120.0
     reserved_sms: int = 4
     row_bound: float | None = None
-    keep: str = "all"
+    keep: Keep = "all"
     max_tokens: int | None = None
     metrics: str = "default"
     calibration: str | None = None

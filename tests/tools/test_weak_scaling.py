@@ -15,10 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.tools.offline_wandb import offline_runs
 from tools.weak_scaling import wandb_log
-from tools.weak_scaling.jobs import Begun, Limits, Outcome, run_points
+from tools.weak_scaling.jobs import Begun, Limits, Outcome, run_points, signal_told_of
 from tools.weak_scaling.points import Settings, paper_settings, small_settings
 from tools.weak_scaling.report import latency_table
 from tools.weak_scaling.results import FolderError, Results
@@ -207,9 +208,21 @@ def slow_settings() -> Settings:
 
 
 def worker_of(logs: Path, rank: int) -> int:
+    """The process of a rank of the newest job; rank 0 may have begun before this one tells."""
     newest = max(logs.glob("gpus2-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    first = (newest / f"events-rank{rank}.jsonl").read_text().splitlines()[0]
-    return json.loads(first)["pid"]
+    told = newest / f"events-rank{rank}.jsonl"
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (told.exists() and "\n" in told.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return json.loads(told.read_text().splitlines()[0])["pid"]
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_ranks_that_are_killed_or_hang_fail_their_point_alone(tmp_path: Path, monkeypatch):
@@ -233,8 +246,29 @@ def test_ranks_that_are_killed_or_hang_fail_their_point_alone(tmp_path: Path, mo
     assert "SIGKILL" in killed.reason or "rank 0" in killed.reason
     assert hung.reason == "no result within 10 s"
     assert fine.result is not None
-    for pid in pids:
-        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert all(map(has_ended, pids))
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        ((), None),
+        (((15, "SIGTERM", 7),), "Signal 15 (SIGTERM) received by PID 7"),
+        (((15, "SIGTERM", 7), (9, "SIGKILL", 8)), "Signal 9 (SIGKILL) received by PID 8"),
+        (
+            ((15, "SIGTERM", 5), (9, "SIGKILL", 6), (11, "SIGSEGV", 7)),
+            "Signal 11 (SIGSEGV) received by PID 7",
+        ),
+    ],
+)
+def test_the_signal_of_the_rank_that_failed_is_told(told, wanted: str | None):
+    """Whatever torchrun lists first: it ends the other ranks with signals too."""
+    failures = {
+        rank: ProcessFailure(rank, pid, -number, "") for rank, (number, _, pid) in enumerate(told)
+    }
+    log = ChildFailedError("worker", failures).format_msg() if failures else "nothing"
+    assert all(f"({name})" in log for _, name, _ in told)
+    assert signal_told_of(log) == wanted
 
 
 def test_a_job_that_cannot_start_fails_its_points(tmp_path: Path, monkeypatch):

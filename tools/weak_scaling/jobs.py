@@ -205,7 +205,19 @@ class _Job:
 
     def _how_it_ended(self) -> str:
         log = (self._folder / "log.txt").read_text(errors="replace")
-        signals = re.findall(r"Signal \d+ \(SIG\w+\) received by PID \d+", log)
-        if signals:
-            return str(signals[0])
-        return f"the job ended with status {self._process.returncode} and said nothing"
+        return signal_told_of(log) or (
+            f"the job ended with status {self._process.returncode} and said nothing"
+        )
+
+
+def signal_told_of(log: str) -> str | None:
+    """Which signal ended a job, by the log of torchrun.
+
+    It lists the ranks that it ended itself, with SIGTERM and after a while with SIGKILL, like the
+    one that failed, and its "root cause" is the first of the same second. So these two signals are
+    the cause only where there is no other.
+    """
+    found = re.findall(r"(Signal \d+ \((SIG\w+)\) received by PID \d+)", log)
+    sent_by_torchrun = {"SIGKILL": 1, "SIGTERM": 2}  # the likelier, the later
+    found.sort(key=lambda told: sent_by_torchrun.get(told[1], 0))
+    return str(found[0][0]) if found else None

@@ -91,8 +91,9 @@ def main(arguments: list[str]) -> int:
             result = bench.measure(point)
             if rank == 0:
                 events.tell("done", point=point.key, result=result)
+            if dist.is_initialized():
+                dist.barrier()  # a rank that fails at the next point ends one that still tells
         if dist.is_initialized():
-            dist.barrier()
             dist.destroy_process_group()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is this point's outcome
         name = point.key if point else None

@@ -16,11 +16,10 @@ import itertools
 import logging
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,6 +37,7 @@ from torch import nn
 from tqdm import tqdm
 
 from flashmoe_megatron.deepspeed import attach, initialize
+from leave import leave
 from python_sources import read_sources
 from two_runs import compare, log, mean_of_last
 
@@ -267,7 +267,7 @@ def evaluate(engine: Any, text: torch.Tensor, args: argparse.Namespace) -> float
     return sum(losses) / len(losses)
 
 
-def main() -> int:
+def main() -> NoReturn:
     args = parse_args()
     deepspeed.utils.logger.setLevel(logging.ERROR)  # the schedule warns before its first step
     if HAS_GPU:
@@ -314,10 +314,8 @@ def main() -> int:
     )
     for failure in failures:
         log(f"failed: {failure}")
-    dist.barrier()
-    dist.destroy_process_group()
-    return 1 if failures else 0
+    leave(1 if failures else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,11 +7,11 @@ import argparse
 import itertools
 import logging
 import os
-import sys
+from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
+from leave import leave
 from weak_scaling_report import HAS_GPU, take_report_argument, timed, write_report
 
 REPORT = take_report_argument()
@@ -49,7 +49,7 @@ def run(*, fused: bool, text: torch.Tensor, args: argparse.Namespace) -> tuple[l
     return found
 
 
-def main() -> int:
+def main() -> NoReturn:
     args = parse_args()
     deepspeed.utils.logger.setLevel(logging.ERROR)  # the schedule warns before its first step
     if HAS_GPU:
@@ -64,10 +64,8 @@ def main() -> int:
         "deepspeed": run(fused=False, text=text, args=args),
     }
     write_report(REPORT, f"DeepSpeed {deepspeed.__version__}", args, runs)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    leave(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,7 +16,7 @@ START_S = 240
 """A pool's first use imports torch and DeepSpeed in all its processes, slowly on a busy machine."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _same_hashes() -> Iterator[None]:
     """DeepSpeed orders expert groups as they lie in a set of strings, and needs one order."""
     with pytest.MonkeyPatch.context() as patch:
@@ -24,14 +24,14 @@ def _same_hashes() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two_ranks(_same_hashes: None) -> Iterator[RankPool]:
     """Two processes for DeepSpeed; they start with the first use."""
     with contextlib.closing(RankPool(2)) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def four_ranks(_same_hashes: None) -> Iterator[RankPool]:
     """Four processes for DeepSpeed; they start with the first use."""
     with contextlib.closing(RankPool(4)) as pool:

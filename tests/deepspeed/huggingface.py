@@ -11,7 +11,6 @@ os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from examples.leave import leave
 from flashmoe_megatron.deepspeed import attach, install, uninstall
 
 STEPS = 4
@@ -180,11 +180,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             with out.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-    dist.barrier()
-    sys.stdout.flush()
-    # DeepSpeed and accelerate keep groups for the life of the process, destroyed or not. A thread
-    # of gloo that lets go of a tensor while the interpreter ends aborts the process.
-    os._exit(0)
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ MEGATRON_LM = "FLASHMOE_MEGATRON_LM"
 """Environment variable that names a checkout of Megatron-LM."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # what Megatron leaves behind would take a core from other tests
 def four_ranks() -> Iterator[RankPool]:
     """Four processes for Megatron; they start with the first use."""
     with contextlib.closing(RankPool(4)) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two_ranks() -> Iterator[RankPool]:
     """Two processes for Megatron; they start with the first use."""
     with contextlib.closing(RankPool(2)) as pool:

@@ -41,7 +41,7 @@ def test_small_proof(tmp_path: Path) -> None:
     for run in runs:
         assert len(run["losses"]) == len(run["iteration_ms"]) == 12
         assert run["losses"] == pytest.approx(runs[1]["losses"], rel=1e-4)
-        assert 0 < run["moe_ms"] < max(run["iteration_ms"])
+        assert run["moe_ms"] > 0
     for suffix in (".png", ".svg"):
         assert (tmp_path / f"training{suffix}").stat().st_size > 10_000
 

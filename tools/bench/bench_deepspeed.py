@@ -23,11 +23,12 @@ import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from examples.leave import leave
 from examples.python_sources import read_sources
 from flashmoe_megatron.deepspeed import attach
 from tools.bench import common
@@ -208,7 +209,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> NoReturn:
     options = parse(arguments)
     device = start()
     num_ranks = dist.get_world_size()
@@ -262,9 +263,7 @@ def main(arguments: list[str]) -> int:
     for failure in failures:
         log(f"failed: losses further apart than {options.bound}: {failure}")
     log("losses agree" if not failures else "losses do not agree")
-    dist.barrier()
-    dist.destroy_process_group()
-    return 1 if failures else 0
+    leave(1 if failures else 0)
 
 
 def rounded(run: Run) -> dict[str, Any]:
@@ -278,4 +277,4 @@ def rounded(run: Run) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

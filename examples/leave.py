@@ -1,0 +1,20 @@
+"""How a rank that has used DeepSpeed ends."""
+
+import os
+import sys
+from typing import NoReturn
+
+import torch.distributed as dist
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process, once all ranks of the default group have come here.
+
+    DeepSpeed's engines and its table of groups keep gloo's groups until the process ends, destroyed
+    or not. A thread of theirs that lets go of its last tensor while the interpreter ends aborts the
+    process (seen in 1 of 87 runs on a busy machine), so the interpreter does not end first.
+    """
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -19,7 +19,7 @@ from flashmoe_megatron.errors import (
     RowBoundError,
 )
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY = Path(__file__).with_name("libflashmoe.so")
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -285,8 +285,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int32
     library.flashmoe_forward.argtypes = [pointer] * 4 + [integer]
     library.flashmoe_plan.argtypes = [pointer] * 4
-    library.flashmoe_backward.argtypes = [pointer] * 4
-    library.flashmoe_wgrad.argtypes = [pointer] * 4 + [integer, integer]
+    library.flashmoe_backward.argtypes = [pointer] * 5 + [integer, integer]
     library.flashmoe_read_record.argtypes = [pointer, ctypes.c_uint64, pointer]
     library.flashmoe_encode_weights.argtypes = [pointer] * 4
     for struct in _STRUCTS:

@@ -20,10 +20,9 @@ for _schema in (
     " Tensor? biases, Tensor(b!) kept, Tensor(c!) scratch, Tensor(d!) out, int num_row_blocks,"
     " bool keeps_preact, bool is_planned, int layer, int problem, int group) -> ()",
     "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor kept,"
-    " Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs, int num_row_blocks, int layer,"
-    " int problem, int group) -> ()",
-    "wgrad(Tensor plan, Tensor? biases, Tensor kept, Tensor scratch, Tensor grads,"
-    " int num_row_blocks, int grads_dtype, bool accumulate, int problem, int group) -> ()",
+    " Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs, Tensor weight_grads,"
+    " int num_row_blocks, int grads_dtype, bool accumulate, int layer, int problem, int group)"
+    " -> ()",
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
@@ -113,7 +112,10 @@ def _backward(
     scratch: torch.Tensor,
     grad_x: torch.Tensor,
     grad_probs: torch.Tensor,
+    weight_grads: torch.Tensor,
     num_row_blocks: int,
+    grads_dtype: int,
+    accumulate: bool,
     layer: int,
     problem: int,
     group: int,
@@ -132,30 +134,16 @@ def _backward(
         grad_x.data_ptr(),
         grad_probs.data_ptr(),
     )
-    _call("backward", problem, group, ctypes.byref(launch), grad_out.data_ptr())
-
-
-def _wgrad(
-    plan: torch.Tensor,
-    biases: torch.Tensor | None,
-    kept: torch.Tensor,
-    scratch: torch.Tensor,
-    grads: torch.Tensor,
-    num_row_blocks: int,
-    grads_dtype: int,
-    accumulate: bool,
-    problem: int,
-    group: int,
-) -> None:
-    launch = _native.FlashMoELaunch(
-        num_row_blocks=num_row_blocks,
-        keeps_preact=True,
-        plan=plan.data_ptr(),
-        biases=None if biases is None else biases.data_ptr(),
-        kept=kept.data_ptr(),
-        scratch=scratch.data_ptr(),
+    _call(
+        "backward",
+        problem,
+        group,
+        ctypes.byref(launch),
+        grad_out.data_ptr(),
+        weight_grads.data_ptr(),
+        grads_dtype,
+        accumulate,
     )
-    _call("wgrad", problem, group, ctypes.byref(launch), grads.data_ptr(), grads_dtype, accumulate)
 
 
 def _writes_only(*_: object) -> None:
@@ -166,7 +154,6 @@ for _name, _body in (
     ("plan", _plan),
     ("forward", _forward),
     ("backward", _backward),
-    ("wgrad", _wgrad),
 ):
     _LIBRARY.impl(_name, _body, "CUDA")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"flashmoe::{_name}", _writes_only, lib=_LIBRARY)
@@ -174,4 +161,3 @@ for _name, _body in (
 plan = torch.ops.flashmoe.plan.default
 forward = torch.ops.flashmoe.forward.default
 backward = torch.ops.flashmoe.backward.default
-wgrad = torch.ops.flashmoe.wgrad.default

@@ -343,19 +343,11 @@ class KernelBackend:
             scratch,
             grad_x,
             grad_probs,
-            blocks,
-            saved.layer,
-            *addresses,
-        )
-        ops.wgrad(
-            saved.plan,
-            tables.biases,
-            saved.kept,
-            scratch,
             table,
             blocks,
             grads_dtype,
             accumulate,
+            saved.layer,
             *addresses,
         )
         grads.settle()
@@ -517,6 +509,9 @@ class KernelBackend:
         for grad in grads:
             self._check_input("weight gradient", grad.buffer, torch.float32, self._dtype)
         addresses = tuple(grad.buffer.data_ptr() for grad in grads)
+        for address in addresses[: 2 * self.config.num_local_experts]:  # not of biases
+            if address % 16:
+                raise ShapeError(f"weight gradient: at {address:#x}, wanted 16-byte aligned")
         table = self._grad_tables.get(addresses)
         if table is None:
             table = self._address_table(addresses)

@@ -3,10 +3,8 @@
 #include <cstdio>
 
 #include "flashmoe/kernel/layer.cuh"
-#include "flashmoe/kernel/wgrad.cuh"
 
 int main() {
     std::printf("layer_kernel %zu\n", sizeof(flashmoe::LayerSmem));
-    std::printf("wgrad_kernel %zu\n", sizeof(flashmoe::WgradSmem));
     return 0;
 }

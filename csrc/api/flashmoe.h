@@ -5,15 +5,15 @@
  * are asynchronous. Calls marked "collective" must be made by every rank of the expert-parallel
  * group, in the same order, also with zero tokens.
  *
- * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward. One backward of it is:
- * flashmoe_backward, flashmoe_wgrad. Each plan and each backward takes the next epoch.
+ * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward. One backward of it is
+ * flashmoe_backward. Each plan and each backward takes the next epoch.
  */
 #ifndef FLASHMOE_API_FLASHMOE_H_
 #define FLASHMOE_API_FLASHMOE_H_
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 3
+#define FLASHMOE_ABI_VERSION 4
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 
@@ -205,7 +205,7 @@ typedef struct {
     void* kept;       /* num_row_blocks * kept_block_bytes[keeps_preact]: the received x, from
                          a forward for its backward */
     void* scratch;    /* num_row_blocks * scratch_block_bytes[is backward]: free after the
-                         launch, or for a backward after its flashmoe_wgrad */
+                         launch */
     void* out;        /* [num_tokens, hidden]: layer output, or gradient of x */
     void* grad_probs; /* [num_tokens, num_experts]; backward only */
 } FlashMoELaunch;
@@ -219,22 +219,18 @@ FLASHMOE_EXPORT int flashmoe_forward(const FlashMoEProblem* problem,
                                      const FlashMoELaunch* launch,
                                      int32_t is_planned);
 
-/* Collective. Gradients of x and probs: dispatches grad_out along the saved plan (an epoch of its
- * own), and leaves in scratch what flashmoe_wgrad multiplies. */
+/* Collective. All gradients: dispatches grad_out along the saved plan (an epoch of its own).
+ *   grads  device array of 2 * num_local_experts pointers, fc1's first; layouts as the weights,
+ *          16-byte aligned; and with biases as many again for theirs
+ *   grads_dtype  float32 or the problem's
+ *   accumulate   adds to what is there */
 FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
                                       const FlashMoEGroup* group,
                                       const FlashMoELaunch* launch,
-                                      const void* grad_out);
-
-/* Local. Weight gradients, from the same launch's plan, kept and scratch.
- *   grads  device array of 2 * num_local_experts pointers, fc1's first; layouts as the weights; and
- *          with biases as many again for theirs */
-FLASHMOE_EXPORT int flashmoe_wgrad(const FlashMoEProblem* problem,
-                                   const FlashMoEGroup* group,
-                                   const FlashMoELaunch* launch,
-                                   void* const* grads,
-                                   int32_t grads_dtype,
-                                   int32_t accumulate);
+                                      const void* grad_out,
+                                      void* const* grads,
+                                      int32_t grads_dtype,
+                                      int32_t accumulate);
 
 #ifdef __cplusplus
 }

@@ -10,7 +10,6 @@
 #include "flashmoe/kernel/bias_grad.cuh"
 #include "flashmoe/kernel/entry.h"
 #include "flashmoe/kernel/plan.cuh"
-#include "flashmoe/kernel/wgrad.cuh"
 #include "flashmoe/moe/args.cuh"
 #include "host/error.h"
 #include "host/tensor_map.h"
@@ -121,12 +120,13 @@ int check_problem(const FlashMoEProblem* p) {
     const int64_t across = ceil_div(p->hidden, BLOCK_N);
     const int64_t pass =
         s.max_row_blocks() * (std::max(forward_tiles(p), backward_tiles(p)) + across);
-    const int64_t wgrad = s.num_local_experts() * across *
-                          (ceil_div(s.fc1_rows(), BLOCK_N) + ceil_div(p->intermediate, BLOCK_N));
-    if (std::max(pass, wgrad) > INT32_MAX - kMaxCtas) {
+    const int64_t weight_grads =
+        s.num_local_experts() * across *
+        (ceil_div(s.fc1_rows(), BLOCK_N) + ceil_div(p->intermediate, BLOCK_N));
+    if (pass + weight_grads > INT32_MAX - kMaxCtas) {
         return fail(FLASHMOE_BAD_ARGUMENT,
                     "a pass of %lld tiles, weight gradients of %lld: wanted fewer than 2^31",
-                    (long long)pass, (long long)wgrad);
+                    (long long)pass, (long long)weight_grads);
     }
     return FLASHMOE_OK;
 }
@@ -226,10 +226,6 @@ KernelEntry bias_grad_entry_of(const FlashMoEProblem* p, bool into_float32) {
                                         : bias_grad_bf16(into_float32);
 }
 
-KernelEntry wgrad_entry_of(const FlashMoEProblem* p, bool into_float32) {
-    return p->dtype == FLASHMOE_FLOAT16 ? wgrad_fp16(into_float32) : wgrad_bf16(into_float32);
-}
-
 // Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
 template <class... Args>
 int launch(const void* function,
@@ -257,12 +253,13 @@ int launch(const void* function,
 }
 
 // The layer, its memory, and what this rank brings to it.
-LayerArgs layer_args(const FlashMoEProblem* p,
-                     const FlashMoEGroup* group,
-                     const void* plan,
-                     const void* x,
-                     int num_tokens) {
-    LayerArgs args{};
+template <class Args>
+Args layer_args(const FlashMoEProblem* p,
+                const FlashMoEGroup* group,
+                const void* plan,
+                const void* x,
+                int num_tokens) {
+    Args args{};
     args.shape = shape_of(p);
     args.heap = heap_of(args.shape, group);
     args.plan = Plan::at(const_cast<void*>(plan), args.shape);
@@ -438,23 +435,55 @@ int set_buffers(const FlashMoEProblem* p,
     return FLASHMOE_OK;
 }
 
+// What the tiles of the weights' gradients read and write.
+int set_weight_grads(const FlashMoEProblem* p,
+                     const FlashMoELaunch* launch,
+                     void* const* grads,
+                     int grads_dtype,
+                     bool accumulate,
+                     BackwardArgs* args) {
+    const Shape& s = args->shape;
+    auto& [product, pointers, dtype, adds] = args->weight_grads;
+    pointers = grads;
+    dtype = Dtype(grads_dtype);
+    adds = accumulate;
+    product[0].num_out = product[1].num_in = s.hidden;
+    product[0].num_in = s.intermediate;
+    product[1].num_out = s.fc1_rows();
+    if (launch->num_row_blocks > 0) {
+        const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
+        const KeptRows kept = kept_at(p, launch->kept, launch->num_row_blocks, true);
+        for (const auto& [map, matrix, columns] :
+             {std::tuple{&product[0].left, args->rows, s.hidden},
+              {&product[0].right, args->act, s.intermediate},
+              {&product[1].left, args->dpre, s.fc1_rows()},
+              {&product[1].right, kept.rows, s.hidden}}) {
+            FLASHMOE_TRY(encode_map(map, BoxKind::kMnMajor, matrix, rows, columns));
+        }
+    }
+    if (p->is_transposed) {
+        for (WeightGradProduct& each : product) {
+            std::swap(each.left, each.right);
+            std::swap(each.num_out, each.num_in);
+        }
+    }
+    return FLASHMOE_OK;
+}
+
 int launch_bias_grads(const FlashMoEProblem* p,
                       const FlashMoEGroup* group,
-                      const FlashMoELaunch* launch,
-                      const WgradArgs& wgrad,
-                      bool into_float32) {
-    const Shape& s = wgrad.shape;
-    const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, true);
+                      const BackwardArgs& backward) {
+    const Shape& s = backward.shape;
     BiasGradArgs args{};
-    args.plan = wgrad.plan;
-    args.rows[0] = scratch.dpre;
-    args.rows[1] = scratch.rows;
+    args.plan = backward.plan;
+    args.rows[0] = backward.dpre;
+    args.rows[1] = backward.rows;
     args.width[0] = s.fc1_rows();
     args.width[1] = s.hidden;
-    args.grads[0] = wgrad.grads + 2 * s.num_local_experts();
+    args.grads[0] = backward.weight_grads.grads + 2 * s.num_local_experts();
     args.grads[1] = args.grads[0] + s.num_local_experts();
-    args.accumulate = wgrad.accumulate;
-    const KernelEntry entry = bias_grad_entry_of(p, into_float32);
+    args.accumulate = backward.weight_grads.accumulate;
+    const KernelEntry entry = bias_grad_entry_of(p, backward.weight_grads.dtype == Dtype::kFloat32);
     const int widest = std::max(args.width[0], args.width[1]);
     const dim3 grid(unsigned(ceil_div(widest, kBiasGradColumns)), unsigned(s.num_local_experts()),
                     2);
@@ -498,8 +527,6 @@ int flashmoe_preload(const FlashMoEProblem* problem) {
         reinterpret_cast<const void*>(&plan_kernel),
         entry_of(problem, false).function,
         entry_of(problem, true).function,
-        wgrad_entry_of(problem, true).function,
-        wgrad_entry_of(problem, false).function,
         bias_grad_entry_of(problem, true).function,
         bias_grad_entry_of(problem, false).function,
     };
@@ -517,7 +544,7 @@ int flashmoe_plan(const FlashMoEProblem* problem,
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_input(problem, input));
     FLASHMOE_TRY(check_pointer(plan, true, "plan"));
-    LayerArgs args = layer_args(problem, group, plan, input->x, input->num_tokens);
+    auto args = layer_args<LayerArgs>(problem, group, plan, input->x, input->num_tokens);
     set_routing(input, int(args.shape.max_row_blocks()), &args);
     PlanReport* report = &static_cast<Mailbox*>(group->mailbox)->report;
     static_cast<volatile PlanReport*>(report)->epoch = 0;
@@ -657,7 +684,8 @@ int flashmoe_forward(const FlashMoEProblem* problem,
         return fail(FLASHMOE_BAD_ARGUMENT, "out is for %d tokens, wanted the input's %d",
                     launch_args->num_tokens, input->num_tokens);
     }
-    LayerArgs args = layer_args(problem, group, launch_args->plan, input->x, input->num_tokens);
+    auto args =
+        layer_args<LayerArgs>(problem, group, launch_args->plan, input->x, input->num_tokens);
     if (not is_planned) set_routing(input, launch_args->num_row_blocks, &args);
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
     const KernelEntry entry = entry_of(problem, false);
@@ -668,67 +696,24 @@ int flashmoe_forward(const FlashMoEProblem* problem,
 int flashmoe_backward(const FlashMoEProblem* problem,
                       const FlashMoEGroup* group,
                       const FlashMoELaunch* launch_args,
-                      const void* grad_out) {
+                      const void* grad_out,
+                      void* const* grads,
+                      int32_t grads_dtype,
+                      int32_t accumulate) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_pass(problem, launch_args, true));
     FLASHMOE_TRY(check_pointer(grad_out, launch_args->num_tokens > 0, "grad_out"));
-    LayerArgs args =
-        layer_args(problem, group, launch_args->plan, grad_out, launch_args->num_tokens);
-    FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
-    const KernelEntry entry = entry_of(problem, true);
-    return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
-                  group->stream, "backward launch", args);
-}
-
-int flashmoe_wgrad(const FlashMoEProblem* problem,
-                   const FlashMoEGroup* group,
-                   const FlashMoELaunch* launch_args,
-                   void* const* grads,
-                   int32_t grads_dtype,
-                   int32_t accumulate) {
-    FLASHMOE_TRY(check_group(problem, group));
-    FLASHMOE_TRY(check_launch(problem, launch_args));
-    const bool has_rows = launch_args->num_row_blocks > 0;
-    FLASHMOE_TRY(check_keeps_preact(launch_args));
     FLASHMOE_TRY(check_pointer(grads, true, "grads"));
     FLASHMOE_TRY(check_dtype(problem, grads_dtype, "grads_dtype"));
-    const Shape s = shape_of(problem);
-    WgradArgs args{};
-    args.shape = s;
-    args.plan = Plan::at(const_cast<void*>(launch_args->plan), s);
-    args.workspace = workspace_of(s, group);
-    args.watchdog = watchdog_of(problem, group);
-    args.grads = grads;
-    args.accumulate = accumulate != 0;
-    args.product[0].num_out = args.product[1].num_in = s.hidden;
-    args.product[0].num_in = s.intermediate;
-    args.product[1].num_out = s.fc1_rows();
-    if (has_rows) {
-        const int blocks = launch_args->num_row_blocks;
-        const int64_t rows = int64_t(blocks) * BLOCK_M;
-        const KeptRows kept = kept_at(problem, launch_args->kept, blocks, true);
-        const ScratchRows scratch = scratch_at(problem, launch_args->scratch, blocks, true);
-        for (const auto& [map, matrix, columns] :
-             {std::tuple{&args.product[0].left, scratch.rows, s.hidden},
-              {&args.product[0].right, scratch.act, s.intermediate},
-              {&args.product[1].left, scratch.dpre, s.fc1_rows()},
-              {&args.product[1].right, kept.rows, s.hidden}}) {
-            FLASHMOE_TRY(encode_map(map, BoxKind::kMnMajor, matrix, rows, columns));
-        }
-    }
-    if (problem->is_transposed) {
-        for (WgradProduct& product : args.product) {
-            std::swap(product.left, product.right);
-            std::swap(product.num_out, product.num_in);
-        }
-    }
-    const bool into_float32 = grads_dtype == FLASHMOE_FLOAT32;
-    const KernelEntry entry = wgrad_entry_of(problem, into_float32);
+    auto args = layer_args<BackwardArgs>(problem, group, launch_args->plan, grad_out,
+                                         launch_args->num_tokens);
+    FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
+    FLASHMOE_TRY(
+        set_weight_grads(problem, launch_args, grads, grads_dtype, accumulate != 0, &args));
+    const KernelEntry entry = entry_of(problem, true);
     FLASHMOE_TRY(launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
-                        group->stream, "wgrad launch", args));
-    return launch_args->biases == nullptr
-               ? FLASHMOE_OK
-               : launch_bias_grads(problem, group, launch_args, args, into_float32);
+                        group->stream, "backward launch", args));
+    return launch_args->biases == nullptr ? FLASHMOE_OK : launch_bias_grads(problem, group, args);
 }
 
 }  // extern "C"

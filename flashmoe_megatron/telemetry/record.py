@@ -27,7 +27,7 @@ class Phase(enum.Enum):
     STAGE_WAIT = "stage_wait"
     """The processors wait for a tile or a stage, after the first and before the last: exposed."""
     GEMM = "gemm"
-    """The processors run the main loops of both projections."""
+    """The processors run the main loops of both projections, and of the weight gradients."""
     EPILOGUE = "epilogue"
     """What the processors lose to what becomes of a tile: in the kernel the wait for the finisher
     that takes it, in the reference the activation itself."""
@@ -47,7 +47,7 @@ class LaunchRecord:
 
     Attributes:
         layer: The number that the caller gave the layer.
-        direction: "forward" or "backward"; a backward does not count the weight gradients.
+        direction: "forward" or "backward", which includes the weight gradients.
         epoch: Number of the launch on the group, the same on all its ranks.
         begin_ns: When the first CTA began, nanoseconds of this GPU's clock (or of the host's
             monotonic clock for the reference).

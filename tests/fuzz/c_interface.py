@@ -91,8 +91,7 @@ def open_library() -> ctypes.CDLL:
         "plan": [pointer] * 4,
         "await_plan": [pointer] * 4,
         "forward": [pointer] * 4 + [integer],
-        "backward": [pointer] * 4,
-        "wgrad": [pointer] * 4 + [integer] * 2,
+        "backward": [pointer] * 5 + [integer] * 2,
         "encode_weights": [pointer] * 4,
         "read_fault": [pointer] * 2,
         "clear_fault": [pointer],
@@ -257,17 +256,13 @@ def _forward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
 
 def _backward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
     group, launch = _group(choices), _launch(choices)
-    return int(library.flashmoe_backward(problem, group, launch, _pointer(choices)))
-
-
-def _wgrad(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
-    group, launch = _group(choices), _launch(choices)
     dtype = _int32(choices.number()) if choices.flag() else 0
     return int(
-        library.flashmoe_wgrad(
+        library.flashmoe_backward(
             problem,
             group,
             launch,
+            _pointer(choices),
             _pointer(choices),
             dtype,
             _int32(choices.number()),
@@ -329,7 +324,6 @@ _CALLS = {
     "await_plan": _await_plan,
     "forward": _forward,
     "backward": _backward,
-    "wgrad": _wgrad,
     "encode_weights": _encode_weights,
     "read_fault": _read_fault,
     "clear_fault": _clear_fault,

@@ -459,6 +459,46 @@ MUTANTS = [
         False,
         ((ORDER, "return in_group(0, 0, ticket);", "return in_group(1, 0, ticket);"),),
     ),
+    Mutant(
+        "weight gradients do not wait for the blocks' GEMM0",
+        "ctas2_backward",
+        BY_TMA,
+        False,
+        (
+            (
+                FORWARD,
+                "            [&](auto load, auto done) { wait("
+                '"weight gradients wait for GEMM0", load, done); });\n',
+                "            [](auto, auto) {});\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "weight gradients wait for one tile less than there are",
+        "ctas2_backward",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "uint32_t(s_.warps * s_.n_tiles[0] * num_blocks()),",
+                "uint32_t(s_.warps * s_.n_tiles[0] * num_blocks()) - 1,",
+            ),
+        ),
+    ),
+    Mutant(
+        "tiles of GEMM1 are counted as differentiated, too",
+        "ranks2_backward",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "            if (launch.kind == Kind::kBackward and gemm == 0) {",
+                "            if (gemm == 0 or launch.kind == Kind::kBackward) {",
+            ),
+        ),
+    ),
     # Places.
     Mutant(
         "all ranks write a token's result to one slot",

@@ -26,7 +26,7 @@ from tools.bench.common import log
 from tools.bench.shapes import SHAPES, make_problem
 
 FORWARD = ("layer_kernel",)
-FORWARD_AND_BACKWARD = ("plan_kernel", "layer_kernel", "layer_kernel", "wgrad_kernel")
+FORWARD_AND_BACKWARD = ("plan_kernel", "layer_kernel", "layer_kernel")
 COPIES = ("Memcpy", "Memset")
 
 

@@ -12,6 +12,7 @@ from tools.timeline.records import LaunchTrace
 from tools.timeline.states import (
     ACTORS,
     NOTHING,
+    PRODUCTS,
     Kinds,
     State,
     actors_of_warps,
@@ -26,6 +27,7 @@ SHOWN_SMS = 3
 COLORS = {
     State.GEMM0: "#1b6ca8",
     State.GEMM1: "#5aa9e6",
+    State.WEIGHT_GRAD: "#2f4858",
     State.EPILOGUE: "#7fc8a9",
     State.DISPATCH: "#e09f3e",
     State.DELIVER: "#d1495b",
@@ -33,7 +35,7 @@ COLORS = {
     State.PLAN: "#6b7280",
     State.WAIT: "#e5e7eb",
 }
-COMPUTE = (State.GEMM0, State.GEMM1, State.EPILOGUE)
+COMPUTE = (*PRODUCTS, State.EPILOGUE)
 COMMUNICATION = (State.DISPATCH, State.DELIVER, State.REDUCE)
 
 
@@ -78,7 +80,7 @@ def draw_launch(launch: LaunchTrace, path: Path) -> list[Path]:
 def tensor_share(events: Events, kinds: Kinds, times: NDArray[np.float64]) -> NDArray[np.float64]:
     """Share of processor warps that are in a product at each moment, waits within it left out."""
     painted = _painted(events, kinds, times, ("processor",))
-    return share(painted, State.GEMM0) + share(painted, State.GEMM1)
+    return sum(share(painted, state) for state in PRODUCTS)
 
 
 def communication_shares(

@@ -15,6 +15,7 @@ class State(Enum):
 
     GEMM0 = "GEMM0"
     GEMM1 = "GEMM1"
+    WEIGHT_GRAD = "weight gradients"
     EPILOGUE = "epilogue"
     DISPATCH = "dispatch"
     DELIVER = "combine: deliver"
@@ -23,11 +24,16 @@ class State(Enum):
     WAIT = "wait"
 
 
+PRODUCTS = (State.GEMM0, State.GEMM1, State.WEIGHT_GRAD)
+"""What keeps the tensor cores busy."""
+
 OUTER = {
     "kGemm0": State.GEMM0,
     "kGemm1": State.GEMM1,
+    "kWeightGrad": State.WEIGHT_GRAD,
     "kEpilogue0": State.EPILOGUE,
     "kEpilogue1": State.EPILOGUE,
+    "kStoreGrad": State.EPILOGUE,
     "kDispatch": State.DISPATCH,
     "kDispatchCopy": State.DISPATCH,  # a row on its way is what dispatching is
     "kDeliver": State.DELIVER,
@@ -70,10 +76,10 @@ def actors_of_warps(events: Events, kinds: Kinds, num_ctas: int) -> dict[tuple[i
         By CTA and warp; warps without events are left out.
     """
     marks = {
-        "processor": [k for k, name in kinds.names.items() if name in ("kGemm0", "kGemm1")],
+        "processor": kinds.of(*PRODUCTS),
         "dispatch": [k for k, name in kinds.names.items() if name == "kDispatch"],
         "loader": [k for k, name in kinds.names.items() if name.startswith("kLoader")],
-        "finisher": [k for k, name in kinds.names.items() if name.startswith("kEpilogue")],
+        "finisher": kinds.of(State.EPILOGUE),
     }
     found: dict[tuple[int, int], str] = {
         (int(cta), int(warp)): "combine"

@@ -4,12 +4,13 @@
 
 #include "flashmoe/moe/combine.cuh"
 #include "flashmoe/moe/expert.cuh"
+#include "flashmoe/moe/weight_grads.cuh"
 #include "flashmoe/tile/handover.cuh"
 
 namespace flashmoe {
 
 template <class Pass>
-__device__ __forceinline__ void finish_tiles(const LayerArgs& args,
+__device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                                              TileMailbox& mailbox,
                                              Handover& handover,
                                              CombineSmem& combine,
@@ -21,16 +22,28 @@ __device__ __forceinline__ void finish_tiles(const LayerArgs& args,
     for (;;) {
         const TileInfo tile = take_tile(args.watchdog, Role::kFinisherTile, mailbox, slot);
         if (tile.gemm == TileInfo::kNoTile) break;
+        // A tile takes its processor longer than its finisher.
+        auto combine_until_handed_over = [&] {
+            while (not handover.full[processor][0].test_wait(handed.parity())) {
+                if (combine_some<typename Pass::Element, Pass::kIsBackward, 4>(
+                        args, combine, chunk) != Progress::kSome) {
+                    break;
+                }
+            }
+        };
+        if constexpr (Pass::kIsBackward) {
+            if (is_weight_grad(tile)) {
+                combine_until_handed_over();
+                const int64_t begin = Trace::now();
+                store_weight_grads<typename Pass::Element>(args, tile, handover, handed, processor);
+                args.watchdog.trace.add(uint32_t(Role::kStoreGrad), tile.expert, begin);
+                continue;
+            }
+        }
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         const int first_row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
         const RowFacts facts(args.plan, first_row);
-        while (not handover.full[processor][0].test_wait(handed.parity())) {
-            // A tile takes its processor longer than its finisher.
-            if (combine_some<typename Pass::Element, Pass::kIsBackward, 4>(args, combine, chunk) !=
-                Progress::kSome) {
-                break;
-            }
-        }
+        combine_until_handed_over();
 #pragma unroll 1
         for (int warp = 0; warp < kProcessorWarps; ++warp) {
             wait_barrier(args.watchdog, Role::kFinisherRows, handover.full[processor][warp],
@@ -52,6 +65,9 @@ __device__ __forceinline__ void finish_tiles(const LayerArgs& args,
         if (threadIdx.x % 32 == 0) {
             protocol::publish<Atomics>(args.workspace.tile_ready +
                                        args.workspace.tile_counter(tile.gemm, tile.m));
+            if (Pass::kIsBackward and tile.gemm == 0) {
+                protocol::publish<Atomics>(&args.workspace.tickets->differentiated);
+            }
         }
     }
     end_span(uint32_t(Role::kFinish));

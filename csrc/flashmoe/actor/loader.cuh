@@ -8,6 +8,7 @@
 
 #include "flashmoe/actor/scheduler.cuh"
 #include "flashmoe/moe/args.cuh"
+#include "flashmoe/moe/weight_grads.cuh"
 #include "flashmoe/protocol/queue.h"
 #include "flashmoe/tile/handover.cuh"
 #include "flashmoe/tile/mainloop.cuh"
@@ -126,9 +127,42 @@ __device__ __forceinline__ int begin_of_b(const Shape& shape, int gemm, int n, i
     return n * BLOCK_N + box * kBoxRows;
 }
 
+// A tile of a weight's gradient: rows of the expert are K of both operands.
+template <class Ring, class NearEnd>
+__device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
+                                                   Ring& ring,
+                                                   RingCursor<Ring::kNumStages>& cursor,
+                                                   const TileInfo& tile,
+                                                   NearEnd near_end) {
+    const WeightGradProduct& product = product_of(args, tile);
+    const int first_row = args.plan.expert_block[tile.expert] * BLOCK_M;
+    stream_tile(
+        args.watchdog, ring, cursor, weight_grad_k_blocks(args.plan, tile),
+        [&](auto& stage, Barrier& full, int k) {
+            load_boxes<Major::MN>(&product.left, full, stage.a, k, first_row, false,
+                                  [&](int) { return tile.m * BLOCK_M; });
+        },
+        [&](auto& stage, Barrier& full, int k) {
+            load_boxes<Major::MN>(&product.right, full, stage.b, k, first_row, true,
+                                  [&](int box) { return tile.n * BLOCK_N + box * kBoxRows; });
+        },
+        [] {}, near_end);
+}
+
+// Weight gradients read what finishers have left of GEMM0 in all blocks, and rows, which were there
+// before.
+__device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
+    const uint32_t target =
+        uint32_t(kNumProcessors * args.num_n_tiles[0]) * uint32_t(args.plan.header->num_row_blocks);
+    protocol::await_for_tma<Atomics>(
+        &args.workspace.tickets->differentiated, target, [&](auto load, auto done) {
+            wait_for(args.watchdog, {Role::kLoaderAct, -1, -1, target}, load, done);
+        });
+}
+
 // The layer's tiles. Scope: one thread of each CTA.
 template <class Pass, class Ring>
-__device__ __forceinline__ void load_layer(const LayerArgs& args,
+__device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                            Ring& ring,
                                            TileMailbox& mailbox) {
     const TileOrder order{args.plan.units,
@@ -136,10 +170,26 @@ __device__ __forceinline__ void load_layer(const LayerArgs& args,
                            args.group_units,
                            {args.num_n_tiles[0], args.num_n_tiles[1]}}};
     RingCursor<Ring::kNumStages> cursor;
+    bool is_differentiated = false;
     load_tiles(
         args.watchdog, mailbox,
-        [&] { return order.pair(int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1))); },
+        [&] {
+            const int ticket = int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1));
+            if constexpr (Pass::kIsBackward) {
+                const int behind = ticket - order.order.num_tickets();
+                if (behind >= 0) return weight_grad_pair(args, behind);
+            }
+            return order.pair(ticket);
+        },
         [&](const TileInfo& tile, auto near_end) {
+            if constexpr (Pass::kIsBackward) {
+                if (is_weight_grad(tile)) {
+                    if (not is_differentiated) await_differentiated(args);
+                    is_differentiated = true;
+                    stream_weight_grad(args, ring, cursor, tile, near_end);
+                    return;
+                }
+            }
             const int matrix = Pass::kWeightOfGemm0 ^ tile.gemm;
             const CUtensorMap* weights =
                 args.weight_maps + matrix * args.shape.num_local_experts() + tile.expert;

@@ -42,9 +42,13 @@ __device__ __forceinline__ void add_bias(const LayerArgs& args,
 }
 
 template <class Pass, class Ring>
-__device__ __forceinline__ void process_tiles(
-    const LayerArgs& args, Ring& ring, TileMailbox& mailbox, Handover& handover, int warpgroup) {
-    using Main = Mainloop<typename Pass::Element, Major::K, Pass::kMajorB>;
+__device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
+                                              Ring& ring,
+                                              TileMailbox& mailbox,
+                                              Handover& handover,
+                                              int warpgroup) {
+    using T = typename Pass::Element;
+    using Main = Mainloop<T, Major::K, Pass::kMajorB>;
     typename Main::Accumulator accumulator;
     RingCursor<Ring::kNumStages> cursor;
     RingCursor<kTileSlots> slot;
@@ -54,6 +58,17 @@ __device__ __forceinline__ void process_tiles(
         const TileInfo tile = take_tile(args.watchdog, Role::kProcessorTile, mailbox, slot);
         if (tile.gemm == TileInfo::kNoTile) break;
         const int64_t begin = Trace::now();
+        if constexpr (Pass::kIsBackward) {
+            if (is_weight_grad(tile)) {
+                const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
+                if (num_k_blocks == 0) continue;
+                Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
+                                                       warpgroup, args.watchdog);
+                args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
+                hand_over_floats(args.watchdog, handover, warpgroup, handed, accumulator);
+                continue;
+            }
+        }
         Main::run(accumulator, ring, cursor, args.num_k_blocks[tile.gemm], warpgroup,
                   args.watchdog);
         args.watchdog.trace.add(uint32_t(Role::kGemm0) + uint32_t(tile.gemm), tile.m, begin);
@@ -64,7 +79,7 @@ __device__ __forceinline__ void process_tiles(
                 add_bias<Pass>(args, tile, warpgroup, biases[tile.expert], accumulator);
             }
         }
-        hand_over<typename Pass::Element>(args.watchdog, handover, warpgroup, handed, accumulator);
+        hand_over<T>(args.watchdog, handover, warpgroup, handed, accumulator);
     }
     end_span(uint32_t(Role::kProcess));
 }

@@ -19,7 +19,7 @@ enum class Role : uint32_t {
     kLoaderStage,        // loader: a free stage of the pipeline
     kLoaderTile,         // loader: the other roles take the next tile
     kLoaderRows,         // loader: rows of a block for GEMM0
-    kLoaderAct,          // loader: activations of a block for GEMM1
+    kLoaderAct,          // loader: what finishers make of GEMM0, of a block or (-1) of all
     kProcessorTile,      // processor: the next tile
     kProcessorStage,     // processor: a full stage of the pipeline
     kProcessorHandover,  // processor: the finisher has taken the last tile
@@ -43,6 +43,8 @@ enum class Role : uint32_t {
     kPlan,     // what a launch begins with: publishing, and the plan
     kProcess,  // a processor's time from its first tile to its last
     kFinish,   // likewise a finisher's
+    kWeightGrad,
+    kStoreGrad,
 };
 
 // Lives at the start of the mailbox, in pinned host memory. Mirrors FlashMoEFault.

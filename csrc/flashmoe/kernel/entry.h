@@ -1,5 +1,5 @@
 // A compiled kernel as the host sees it. One file of instances/ per direction, type of tokens and
-// weights, and layout of weights defines one function.
+// weights, and layout of weights defines one function, and one those of biases.
 #pragma once
 
 namespace flashmoe {
@@ -19,9 +19,7 @@ KernelEntry backward_bf16_transposed(bool is_gated);
 KernelEntry backward_fp16(bool is_gated);
 KernelEntry backward_fp16_transposed(bool is_gated);
 
-// Weight gradients from 16-bit rows, into buffers of another type or the same.
-KernelEntry wgrad_bf16(bool into_float32);
-KernelEntry wgrad_fp16(bool into_float32);
+// From 16-bit rows, into buffers of another type or the same.
 KernelEntry bias_grad_bf16(bool into_float32);
 KernelEntry bias_grad_fp16(bool into_float32);
 

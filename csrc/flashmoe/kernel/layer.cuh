@@ -3,7 +3,7 @@
 // processor warpgroups that multiply, and a finisher warp for each, which does the rest to their
 // outputs; whoever is done helps to combine. Two CTAs make a cluster, which takes tiles in pairs.
 // The backward is the same algorithm with other matrices: dY is dispatched, fc2 and fc1 are applied
-// transposed, dX is combined.
+// transposed, dX is combined; and the weights' gradients follow as tiles of their own.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -24,6 +24,7 @@ namespace flashmoe {
 template <class T, bool kGated, bool kTransposed>
 struct ForwardPass {
     using Element = T;
+    using Args = LayerArgs;
     static constexpr bool kIsBackward = false, kGatedForward = kGated, kHasBias = true;
     static constexpr Major kMajorB = kTransposed ? Major::MN : Major::K;
     static constexpr int kWeightOfGemm0 = 0;  // fc1, then fc2
@@ -40,6 +41,7 @@ struct ForwardPass {
 template <class T, bool kGated, bool kTransposed>
 struct BackwardPass {
     using Element = T;
+    using Args = BackwardArgs;
     static constexpr bool kIsBackward = true, kGatedForward = false, kHasBias = false;
     static constexpr Major kMajorB = kTransposed ? Major::K : Major::MN;
     static constexpr int kWeightOfGemm0 = 1;  // fc2, then fc1
@@ -132,7 +134,7 @@ __device__ __forceinline__ void spoil_output(const LayerArgs& args) {
 
 template <class Pass>
 __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  //
-    void layer_kernel(const __grid_constant__ LayerArgs args) {
+    void layer_kernel(const __grid_constant__ typename Pass::Args args) {
     extern __shared__ __align__(1024) uint8_t smem_bytes[];
     auto& smem = *reinterpret_cast<LayerSmem*>(smem_bytes);
     static_assert(sizeof(smem) <= 227 * 1024);

@@ -65,6 +65,25 @@ struct LayerArgs {
     CUtensorMap load_map[2];  // A of each GEMM
 };
 
+// One of the two products of weight gradients, dW = left^T right over an expert's rows.
+struct WeightGradProduct {
+    CUtensorMap left;   // [row][out]
+    CUtensorMap right;  // [row][in]
+    int num_out;        // rows of the weight
+    int num_in;         // columns of the weight
+};
+
+struct WeightGrads {
+    WeightGradProduct product[2];  // fc2, fc1
+    void* const* grads;            // device: fc1 of every local expert, then fc2
+    Dtype dtype;                   // float32, or the tokens'
+    bool accumulate;
+};
+
+struct BackwardArgs : LayerArgs {
+    WeightGrads weight_grads;
+};
+
 // The epoch of this launch. 0 marks fresh memory; it wraps past 0 and 1, since epochs alternate
 // between even and odd.
 __device__ __forceinline__ uint32_t current_epoch(const Workspace& workspace) {

@@ -103,6 +103,7 @@ struct Plan {
 // Counters of one launch: zero when it begins, and zeroed by the last CTA that leaves.
 struct Tickets {
     uint32_t tile, dispatch;
+    uint32_t differentiated;  // finishers' shares of a backward's GEMM0 tiles, of all blocks
     uint32_t routes_published, rows_published, leaving;
     GridBarrier barrier[2];
 };

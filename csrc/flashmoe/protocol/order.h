@@ -23,10 +23,11 @@ struct TileOrder {
     int group_units;
     int num_n_tiles[2];
 
+    FLASHMOE_PROTOCOL int num_tickets() const {
+        return num_units * (num_n_tiles[0] + num_n_tiles[1]);
+    }
     FLASHMOE_PROTOCOL TilePlace at(int ticket) const {
-        if (ticket >= num_units * (num_n_tiles[0] + num_n_tiles[1])) {
-            return {TilePlace::kNone, 0, 0};
-        }
+        if (ticket >= num_tickets()) return {TilePlace::kNone, 0, 0};
         const int num_groups = (num_units + group_units - 1) / group_units;
         const int first = units_of(0) * num_n_tiles[0];
         if (ticket < first) return in_group(0, 0, ticket);

@@ -118,12 +118,11 @@ __device__ __forceinline__ float rcp(float x) {
     return y;
 }
 
-// Adds shared memory to global memory, element by element. Part of this thread's bulk group.
-__device__ __forceinline__ void bulk_add_f32(void* target, const void* smem, int bytes) {
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
-        "r"(uint32_t(__cvta_generic_to_shared(smem))), "r"(bytes)
-        : "memory");
+// Adds to four floats of global memory, in the L2; 16-byte aligned.
+__device__ __forceinline__ void red_add_f32x4(void* target, const float4& v) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(v.x), "f"(v.y),
+                 "f"(v.z), "f"(v.w)
+                 : "memory");
 }
 
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, const uint32_t (&r)[4]) {
@@ -131,6 +130,10 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, const uint32_
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address),
         "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
         : "memory");
+}
+
+__device__ __forceinline__ void st_shared(uint32_t smem_address, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem_address), "f"(a), "f"(b) : "memory");
 }
 
 __device__ __forceinline__ uint4 ld_shared(uint32_t smem_address) {

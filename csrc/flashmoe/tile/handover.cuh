@@ -64,6 +64,48 @@ __device__ __forceinline__ void hand_over(const Watchdog& watchdog,
     cursor.advance();
 }
 
+// Half the columns of a warp's share as they are, in float32. A row's chunks are flipped so that
+// what half a warp writes at once lies in different banks.
+template <int kHalf, class Accumulator>
+__device__ __forceinline__ void lay_down_floats(WarpOutputs& outputs,
+                                                const Accumulator& accumulator) {
+    const uint32_t lane = threadIdx.x % 32, row = lane / 4, flip = row % 4 * 32;
+    const uint32_t target = uint32_t(__cvta_generic_to_shared(outputs.row[row])) + lane % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 16; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int at = 4 * (kHalf * BLOCK_N / 16 + j) + 2 * i;
+            ptx::st_shared(target + i * 8 * (BLOCK_N * 2) + (j * 32 ^ flip), accumulator(at),
+                           accumulator(at + 1));
+        }
+    }
+}
+
+// Hands over a warp's share of an accumulator unrounded, half after half, since a half takes all
+// the room there is. Scope: a warp of a processor.
+template <class Accumulator>
+__device__ __forceinline__ void hand_over_floats(const Watchdog& watchdog,
+                                                 Handover& handover,
+                                                 int processor,
+                                                 RingCursor<1>& cursor,
+                                                 const Accumulator& accumulator) {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kProcessorWarps;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+        wait_barrier(watchdog, Role::kProcessorHandover, handover.empty[processor][warp],
+                     cursor.parity() ^ 1);
+        if (half == 0) {
+            lay_down_floats<0>(handover.outputs[processor][warp], accumulator);
+        } else {
+            lay_down_floats<1>(handover.outputs[processor][warp], accumulator);
+        }
+        __syncwarp();
+        if (lane == 0) handover.full[processor][warp].arrive();
+        cursor.advance();
+    }
+}
+
 // A finishing warp's view of one processor's rows.
 class HandedOver {
  public:
@@ -72,6 +114,13 @@ class HandedOver {
 
     __device__ __forceinline__ uint4 chunk(int row, int chunk) const {
         return ptx::ld_shared(rows_ + row * (BLOCK_N * 2) + (chunk ^ row % 8) * 16);
+    }
+    // This lane's four columns of half a row of floats.
+    __device__ __forceinline__ float4 floats(int row) const {
+        const uint4 v =
+            ptx::ld_shared(rows_ + row * (BLOCK_N * 2) + (threadIdx.x % 32 ^ row % 4 * 2) * 16);
+        return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
+                __uint_as_float(v.w)};
     }
 
  private:

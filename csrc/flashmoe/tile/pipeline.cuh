@@ -21,7 +21,7 @@ enum class Pair : int16_t { kAlongM, kAlongN };
 
 // The tile of one product: block m of BLOCK_M rows, block n of BLOCK_N columns, for one expert.
 struct alignas(16) TileInfo {
-    int16_t gemm;  // 0 or 1; kNoTile ends the kernel
+    int16_t gemm;  // 0 or 1, in a backward up to 3; kNoTile ends the kernel
     Pair pair;
     int32_t expert;
     int32_t m;

@@ -128,7 +128,7 @@ struct Memory {
     Words next_unit;  // in shared memory of each CTA
     Cells epoch, cta_counts;
     // The plan, and the buffers of a launch.
-    Cells header, units, row_meta, token_rows, own_ranks, received, act, result, out;
+    Cells header, units, row_meta, token_rows, own_ranks, received, act, result, out, weight_grads;
     // What CTAs tell their own agents through shared memory.
     Cells go_on, spoiled;
     std::vector<typename A::Join> cta_join;
@@ -158,6 +158,7 @@ struct Memory {
           act(s.max_rows() * s.n_tiles[0], "act", rank),
           result(s.max_rows() * s.n_tiles[1], "result", rank),
           out(s.tokens, "out", rank),
+          weight_grads(2 * s.local_experts(), "weight_grads", rank),
           go_on(s.ctas, "go_on", rank),
           spoiled(1, "spoiled", rank),
           launch_join(s.ctas * s.agents) {
@@ -166,9 +167,9 @@ struct Memory {
             for (int i = 0; i < count; ++i) A::name(&counters[first + i], what, i);
         };
         static const char* const tickets[kTickets] = {
-            "tickets.tile",     "tickets.dispatch", "routes_published",
-            "rows_published",   "leaving",          "barrier0.arrived",
-            "barrier0.verdict", "barrier1.arrived", "barrier1.verdict"};
+            "tickets.tile",     "tickets.dispatch", "differentiated",   "routes_published",
+            "rows_published",   "leaving",          "barrier0.arrived", "barrier0.verdict",
+            "barrier1.arrived", "barrier1.verdict"};
         for (int i = 0; i < kTickets; ++i) name(i, 1, tickets[i]);
         const int blocks = s.max_blocks();
         name(kTickets, blocks, "rows_ready");
@@ -179,7 +180,16 @@ struct Memory {
     }
 
     // Counters of one launch, in one piece as `reset` wants them.
-    enum Counter { kTile, kDispatch, kRoutes, kRows, kLeaving, kBarrier, kTickets = 9 };
+    enum Counter {
+        kTile,
+        kDispatch,
+        kDifferentiated,
+        kRoutes,
+        kRows,
+        kLeaving,
+        kBarrier,
+        kTickets = 10
+    };
 
     static int num_counters(const Sizes& s) {
         return kTickets + 3 * s.max_blocks() + s.experts + s.chunks();
@@ -536,25 +546,32 @@ class Agent {
             int(header & 0xffff), s_.group_units, {s_.n_tiles[0], s_.n_tiles[1]}};
         for (;;) {
             forget(4);
-            const auto pair = order.at(int(protocol::take<A>(here_.counter(M::kTile), 1)));
-            if (pair.gemm == protocol::TilePlace::kNone) return;
+            const int ticket = int(protocol::take<A>(here_.counter(M::kTile), 1));
+            const auto pair = order.at(ticket);
+            if (pair.gemm == protocol::TilePlace::kNone) {
+                const int behind = ticket - order.num_tickets();
+                if (launch.kind != Kind::kBackward or behind >= 2 * s_.local_experts()) return;
+                compute_weight_grad(epoch, behind / s_.local_experts(),
+                                    behind % s_.local_experts());
+                continue;
+            }
             if (s_.finishers_combine) combine_some(launch, epoch);
             const uint64_t unit = A::read(&here_.units[pair.unit]);
             const int block = int(unit >> 16 & 0xffff), local = int(unit >> 8 & 255);
             const int expert = rank_ * s_.local_experts() + local;
             if ((unit & 255) == 2) {
-                compute_tile(pair.gemm, block, pair.n, expert);
-                compute_tile(pair.gemm, block + 1, pair.n, expert);
+                compute_tile(launch, pair.gemm, block, pair.n, expert);
+                compute_tile(launch, pair.gemm, block + 1, pair.n, expert);
             } else if (pair.n % 2 == 0) {  // of a single block, two tiles along N
-                compute_tile(pair.gemm, block, pair.n, expert);
+                compute_tile(launch, pair.gemm, block, pair.n, expert);
                 if (pair.n + 1 < s_.n_tiles[pair.gemm]) {
-                    compute_tile(pair.gemm, block, pair.n + 1, expert);
+                    compute_tile(launch, pair.gemm, block, pair.n + 1, expert);
                 }
             }
         }
     }
 
-    void compute_tile(int gemm, int block, int n, int expert) {
+    void compute_tile(const Launch& launch, int gemm, int block, int n, int expert) {
         if (gemm == 0) {
             protocol::await_for_tma<A>(
                 here_.rows_ready(s_, block), s_.block_rows,
@@ -589,7 +606,51 @@ class Agent {
         }
         for (int warp = 0; warp < s_.warps; ++warp) {
             protocol::publish<A>(here_.tile_ready(s_, gemm, block));
+            if (launch.kind == Kind::kBackward and gemm == 0) {
+                protocol::publish<A>(here_.counter(M::kDifferentiated));
+            }
         }
+    }
+
+    // One tile for each expert and product: moe/weight_grads.cuh. It reads what dispatch and GEMM0
+    // have left of all rows of the expert.
+    void compute_weight_grad(uint32_t epoch, int product, int local) {
+        protocol::await_for_tma<A>(
+            here_.counter(M::kDifferentiated), uint32_t(s_.warps * s_.n_tiles[0] * num_blocks()),
+            [&](auto load, auto done) { wait("weight gradients wait for GEMM0", load, done); });
+        const int expert = rank_ * s_.local_experts() + local;
+        const int num_units = int(A::read(&here_.header[0]) & 0xffff);
+        uint64_t sum = 0;
+        for (int i = 0; i < num_units; ++i) {
+            const uint64_t unit = A::read(&here_.units[i]);
+            if (int(unit >> 8 & 255) != local) continue;
+            const int first = int(unit >> 16 & 0xffff) * s_.block_rows;
+            for (int row = first; row < first + int(unit & 255) * s_.block_rows; ++row) {
+                sum += A::read_by_tma(&here_.received[row]);
+                for (int n = 0; n < s_.n_tiles[0]; ++n) {
+                    sum += A::read_by_tma(&here_.act[row * s_.n_tiles[0] + n]);
+                }
+            }
+        }
+        auto* grad = &here_.weight_grads[product * s_.local_experts() + local];
+        const uint64_t value = mix(epoch, mix(sum, uint64_t(product) << 8 | uint64_t(expert)));
+        A::check(A::read(grad) != value or A::is_void(), "a weight gradient is added twice");
+        A::write(grad, value);
+    }
+
+    uint64_t expected_weight_grad(const Launch& launch, uint32_t epoch, int product, int expert) {
+        uint64_t sum = 0;
+        for (int src = 0; src < s_.ranks; ++src) {
+            for (int token = 0; token < launch.tokens[src]; ++token) {
+                for (int k = 0; k < s_.topk; ++k) {
+                    if (launch.expert[src][token][k] != expert) continue;
+                    const uint64_t row = x_value(epoch, src, token);
+                    sum += row;
+                    for (int n = 0; n < s_.n_tiles[0]; ++n) sum += gemm_value(0, row, expert, n);
+                }
+            }
+        }
+        return mix(epoch, mix(sum, uint64_t(product) << 8 | uint64_t(expert)));
     }
 
     // Deliver and reduce: moe/combine.cuh.
@@ -793,6 +854,14 @@ class Agent {
             A::check(go_on and A::read(&here_.out[token]) ==
                                    mix(epoch, expected_sum(launch, epoch, token)),
                      "a token was lost, or is wrong and passes for right");
+        }
+        const int num_grads = launch.kind == Kind::kBackward ? 2 * s_.local_experts() : 0;
+        for (int i = 0; i < num_grads and not is_raised; ++i) {
+            const int product = i / s_.local_experts(), local = i % s_.local_experts();
+            A::check(A::read(&here_.weight_grads[i]) ==
+                         expected_weight_grad(launch, epoch, product,
+                                              rank_ * s_.local_experts() + local),
+                     "a weight gradient was lost, or is wrong and passes for right");
         }
         protocol::reset<A>(here_.counter(0), 0, 1, M::num_counters(s_));
         if (computes or not go_on) A::write(&here_.epoch[0], protocol::ended_epoch(epoch));

@@ -453,11 +453,11 @@ MUTANTS = [
         ((QUEUE, "return items & ~before;", "return items;"),),
     ),
     Mutant(
-        "GEMM1 of a group comes before its GEMM0",
+        "GEMM1 of a group is mixed with its own GEMM0",
         "ranks2",
         HANG,
         False,
-        ((ORDER, "return in_group(0, 0, ticket);", "return in_group(1, 0, ticket);"),),
+        ((ORDER, "kLag = 2;", "kLag = 0;"),),
     ),
     Mutant(
         "weight gradients do not wait for the blocks' GEMM0",

@@ -65,25 +65,21 @@ def kernels_order(
         n, unit = index // count, group * group_units + index % count
         return None if units[unit].blocks == 1 and n % 2 else (gemm, unit, n)
 
+    def before(step: int) -> int:
+        def units_before(group: int) -> int:
+            return min(max(group, 0) * group_units, len(units))
+
+        return units_before(step) * num_n[0] + units_before(step - 2) * num_n[1]
+
     def pair(ticket: int) -> tuple[int, int, int] | None:
-        num_groups = math.ceil(len(units) / group_units)
-        first = units_in(0) * num_n[0]
-        if ticket < first:
-            return in_group(0, 0, ticket)
-        ticket -= first
-        couple = group_units * (num_n[0] + num_n[1])
-        group = min(ticket // couple, max(num_groups - 2, 0)) + 1
-        ticket -= (group - 1) * couple
-        if group < num_groups:
-            gemm0 = units_in(group) * num_n[0]
-            if ticket < gemm0:
-                return in_group(0, group, ticket)
-            ticket -= gemm0
-            gemm1 = units_in(group - 1) * num_n[1]
-            if ticket < gemm1:
-                return in_group(1, group - 1, ticket)
-            ticket -= gemm1
-        return in_group(1, num_groups - 1, ticket)
+        step = next(s for s in itertools.count() if before(s + 1) > ticket)
+        ticket -= before(step)
+        gemm0 = units_in(step) * num_n[0] if step * group_units < len(units) else 0
+        count = before(step + 1) - before(step)
+        first = ticket * gemm0 // count
+        if (ticket + 1) * gemm0 // count > first:
+            return in_group(0, step, first)
+        return in_group(1, step - 2, ticket - first)
 
     found = (pair(ticket) for ticket in range(len(units) * sum(num_n)))
     return [ticket for ticket in found if ticket is not None]

@@ -82,10 +82,14 @@ def units_of(load: Load) -> list[Unit]:
     return units
 
 
+LAG = 2
+"""Steps of the order of tickets by which GEMM1 of a group is behind its GEMM0."""
+
+
 def tickets(
     units: list[Unit], num_n: tuple[int, int], group: int
 ) -> Iterator[tuple[int, int, int, bool]]:
-    """The kernel's order: GEMM1 of a group of units follows GEMM0 of the next group.
+    """The kernel's order: GEMM0 of a group of units, and GEMM1 of one ``LAG`` steps older.
 
     A single block's pair is two tiles along N, so that every other of its tickets is empty.
 
@@ -100,25 +104,32 @@ def tickets(
     """
     num_groups = _tiles(len(units), group)
 
-    def of_group(gemm: int, number: int) -> Iterator[tuple[int, int, int, bool]]:
+    def of_group(gemm: int, number: int) -> list[tuple[int, int, int, bool] | None]:
         first = number * group
-        members = range(first, min(first + group, len(units)))
+        members = range(first, min(first + group, len(units))) if number >= 0 else ()
+        found: list[tuple[int, int, int, bool] | None] = []
         for n in range(num_n[gemm]):
             previous = -1
             for unit in members:
                 is_new = units[unit].expert != previous
                 previous = units[unit].expert
                 if units[unit].blocks == CLUSTER:
-                    yield gemm, unit, 1, is_new
+                    found.append((gemm, unit, 1, is_new))
                 elif n % CLUSTER == 0:
-                    yield gemm, unit, min(CLUSTER, num_n[gemm] - n), is_new
+                    found.append((gemm, unit, min(CLUSTER, num_n[gemm] - n), is_new))
+                else:
+                    found.append(None)
+        return found
 
-    for number in range(num_groups):
-        yield from of_group(0, number)
-        if number > 0:
-            yield from of_group(1, number - 1)
-    if num_groups:
-        yield from of_group(1, num_groups - 1)
+    for step in range(num_groups + LAG):
+        gemm0, gemm1 = of_group(0, step), of_group(1, step - LAG)
+        count, total = len(gemm0), len(gemm0) + len(gemm1)
+        for at in range(total):
+            before = at * count // total
+            is_gemm0 = (at + 1) * count // total > before
+            ticket = gemm0[before] if is_gemm0 else gemm1[at - before]
+            if ticket is not None:
+                yield ticket
 
 
 def simulate_launch(

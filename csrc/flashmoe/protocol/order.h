@@ -1,6 +1,7 @@
-// The order of tiles, a total order: GEMM1 of a group of row units follows GEMM0 of the next group,
-// so that its inputs are old tickets, and results leave while later rows still arrive. Within a
-// group the unit moves fastest: neighbouring clusters read the same weights.
+// The order of tiles, a total order, in steps: GEMM0 of one group of row units and, some steps
+// behind, GEMM1 of an older one, evenly mixed. So GEMM1's inputs are old tickets, finishers have
+// the same to do all the time, and results leave while later rows still arrive. Within a group the
+// unit moves fastest: neighbouring clusters read the same weights.
 //
 // A tile waits only for rows, or for tiles with smaller tickets, so that no wait is circular.
 #pragma once
@@ -23,38 +24,37 @@ struct TileOrder {
     int group_units;
     int num_n_tiles[2];
 
+    static constexpr int kLag = 2;  // steps: the last tiles of the step before are not done yet
+
     FLASHMOE_PROTOCOL int num_tickets() const {
         return num_units * (num_n_tiles[0] + num_n_tiles[1]);
     }
     FLASHMOE_PROTOCOL TilePlace at(int ticket) const {
         if (ticket >= num_tickets()) return {TilePlace::kNone, 0, 0};
-        const int num_groups = (num_units + group_units - 1) / group_units;
-        const int first = units_of(0) * num_n_tiles[0];
-        if (ticket < first) return in_group(0, 0, ticket);
-        ticket -= first;
-        // Then couples (GEMM0 of group g, GEMM1 of group g - 1), and GEMM1 of the last group.
-        const int couple = group_units * (num_n_tiles[0] + num_n_tiles[1]);
-        const int last = num_groups > 2 ? num_groups - 2 : 0;
-        const int group = (ticket / couple < last ? ticket / couple : last) + 1;
-        ticket -= (group - 1) * couple;
-        if (group < num_groups) {
-            const int gemm0 = units_of(group) * num_n_tiles[0];
-            if (ticket < gemm0) return in_group(0, group, ticket);
-            ticket -= gemm0;
-            const int gemm1 = units_of(group - 1) * num_n_tiles[1];
-            if (ticket < gemm1) return in_group(1, group - 1, ticket);
-            ticket -= gemm1;
-        }
-        return in_group(1, num_groups - 1, ticket);
+        // As if all groups were whole; the steps at the end have fewer tickets.
+        const int first = kLag * group_units * num_n_tiles[0];
+        int step = ticket < first ? ticket / (group_units * num_n_tiles[0])
+                                  : kLag + (ticket - first) /
+                                               (group_units * (num_n_tiles[0] + num_n_tiles[1]));
+        while (tickets_before(step + 1) <= ticket) ++step;
+        ticket -= tickets_before(step);
+        const int64_t gemm0 = (units_before(step + 1) - units_before(step)) * num_n_tiles[0];
+        const int all = tickets_before(step + 1) - tickets_before(step);
+        const int before = int(ticket * gemm0 / all);  // of GEMM0 among the step's first tickets
+        if ((ticket + 1) * gemm0 / all > before) return in_group(0, step, before);
+        return in_group(1, step - kLag, ticket - before);
     }
 
  private:
-    FLASHMOE_PROTOCOL int units_of(int group) const {
-        const int left = num_units - group * group_units;
-        return left < group_units ? left : group_units;
+    FLASHMOE_PROTOCOL int units_before(int group) const {
+        const int units = group < 0 ? 0 : group * group_units;
+        return units < num_units ? units : num_units;
+    }
+    FLASHMOE_PROTOCOL int tickets_before(int step) const {
+        return units_before(step) * num_n_tiles[0] + units_before(step - kLag) * num_n_tiles[1];
     }
     FLASHMOE_PROTOCOL TilePlace in_group(int gemm, int group, int index) const {
-        const int count = units_of(group);
+        const int count = units_before(group + 1) - units_before(group);
         return {gemm, group * group_units + index % count, index / count};
     }
 };

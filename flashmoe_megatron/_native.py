@@ -160,6 +160,7 @@ class FlashMoERecord(ctypes.Structure):
 
     _fields_ = [
         ("sequence", ctypes.c_uint64),
+        ("checksum", ctypes.c_uint32),
         ("epoch", ctypes.c_uint32),
         ("layer", ctypes.c_int32),
         ("is_backward", ctypes.c_int32),
@@ -168,6 +169,7 @@ class FlashMoERecord(ctypes.Structure):
         ("num_rows", ctypes.c_int32),
         ("num_row_blocks", ctypes.c_int32),
         ("num_experts", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
         ("begin_ns", ctypes.c_uint64),
         ("end_ns", ctypes.c_uint64),
         ("counters", FlashMoECounters),

@@ -162,6 +162,7 @@ FLASHMOE_EXPORT int flashmoe_read_counters(const FlashMoEGroup* group, FlashMoEC
 /* What one launch of a layer tells of itself. */
 typedef struct {
     uint64_t sequence; /* 1 for the group's first launch */
+    uint32_t checksum;
     uint32_t epoch;
     int32_t layer;
     int32_t is_backward;
@@ -170,6 +171,7 @@ typedef struct {
     int32_t num_rows;       /* received, without pad rows */
     int32_t num_row_blocks; /* of 128 rows */
     int32_t num_experts;    /* local */
+    int32_t reserved;
     uint64_t begin_ns;      /* by the GPU's global timer */
     uint64_t end_ns;
     FlashMoECounters counters; /* of this launch and all before */
@@ -177,7 +179,8 @@ typedef struct {
 } FlashMoERecord;
 
 /* Gives the record of a launch, without waiting. record->sequence is 0 if the launch has not ended
- * yet, and larger than asked for if the ring of FLASHMOE_NUM_RECORDS has gone round. */
+ * yet, or a later one is just writing over its record, and larger than asked for if the ring of
+ * FLASHMOE_NUM_RECORDS has gone round. */
 FLASHMOE_EXPORT int flashmoe_read_record(const FlashMoEGroup* group,
                                          uint64_t sequence,
                                          FlashMoERecord* record);

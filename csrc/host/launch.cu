@@ -1,7 +1,6 @@
 // The bodies of the C interface's launches: arguments are checked, device structs are filled, and
 // kernels go to the stream. Nothing here waits, except flashmoe_await_plan.
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -493,6 +492,18 @@ int launch_bias_grads(const FlashMoEProblem* p,
                       "bias gradient launch");
 }
 
+// That of all words that a launch has written, if none is of another one.
+uint32_t checksum_of(const FlashMoERecord* record) {
+    const int num_experts = std::clamp(record->num_experts, 0, kMaxLocalExperts);
+    uint32_t sum = 0;
+    for (int i = 0; i < Record::kFrontWords + num_experts; ++i) {
+        uint32_t word;
+        memcpy(&word, reinterpret_cast<const char*>(record) + 4 * i, sizeof(word));
+        if (i != Record::kChecksumWord) sum += Record::checksum_of(uint32_t(i), word);
+    }
+    return sum;
+}
+
 }  // namespace
 }  // namespace flashmoe
 
@@ -626,17 +637,10 @@ int flashmoe_read_record(const FlashMoEGroup* group, uint64_t sequence, FlashMoE
     FLASHMOE_TRY(check_pointer(group->mailbox, true, "mailbox"));
     if (record == nullptr) return fail(FLASHMOE_BAD_ARGUMENT, "record is null");
     const Record& slot = static_cast<Mailbox*>(group->mailbox)->records[sequence % kNumRecords];
-    const auto& written = static_cast<const volatile uint64_t&>(slot.sequence);
-    const uint64_t before = written;
-    if (before < sequence) {
-        record->sequence = 0;
-        return FLASHMOE_OK;
-    }
-    std::atomic_thread_fence(std::memory_order_acquire);
     memcpy(record, &slot, sizeof(*record));
-    std::atomic_thread_fence(std::memory_order_acquire);
-    // A launch that writes to the slot meanwhile is one of a later round.
-    record->sequence = written == before ? before : before + kNumRecords;
+    if (record->sequence < sequence or record->checksum != checksum_of(record)) {
+        record->sequence = 0;
+    }
     return FLASHMOE_OK;
 }
 

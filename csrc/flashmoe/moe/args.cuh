@@ -3,6 +3,8 @@
 
 #include <cuda.h>
 
+#include <cstddef>
+
 #include "flashmoe/comm/heap.cuh"
 #include "flashmoe/comm/wait.cuh"
 #include "flashmoe/moe/plan.cuh"
@@ -12,9 +14,9 @@ namespace flashmoe {
 
 constexpr int kNumRecords = 256;
 
-// What one launch tells the host. Mirrors FlashMoERecord.
-struct Record {
-    uint64_t sequence;  // written last
+struct RecordHead {
+    uint64_t sequence;
+    uint32_t checksum;  // of all other words that the launch writes
     uint32_t epoch;
     int32_t layer;
     int32_t is_backward;
@@ -23,10 +25,28 @@ struct Record {
     int32_t num_rows;  // received, without pad rows
     int32_t num_row_blocks;
     int32_t num_experts;  // local
+    int32_t reserved;
     uint64_t begin_ns, end_ns;
+};
+
+// What one launch tells the host. Mirrors FlashMoERecord. Its words arrive in any order: the
+// checksum tells when all are there, which costs the launch no fence across PCIe.
+struct Record {
+    RecordHead head;
     Totals totals;  // of all launches so far
     int32_t expert_rows[kMaxLocalExperts];
+
+    static constexpr int kChecksumWord = 2;
+    static constexpr int kHeadWords = sizeof(RecordHead) / 4;
+    static constexpr int kFrontWords = (sizeof(RecordHead) + sizeof(Totals)) / 4;
+
+    // What one word adds to the checksum.
+    __host__ __device__ static uint32_t checksum_of(uint32_t index, uint32_t word) {
+        const uint32_t mixed = (word ^ index * 0x9E3779B9u) * 0x85EBCA6Bu;
+        return mixed ^ mixed >> 15;
+    }
 };
+static_assert(offsetof(RecordHead, checksum) == 4 * Record::kChecksumWord);
 
 struct LayerArgs {
     Shape shape;

@@ -14,38 +14,43 @@ __device__ __forceinline__ void begin_record(const LayerArgs& args) {
 // Scope: the last CTA to leave.
 __device__ __forceinline__ void write_record(const LayerArgs& args, bool is_backward) {
     if (args.records == nullptr) return;
+    __shared__ RecordHead head;
     const Workspace& workspace = args.workspace;
-    const uint64_t sequence = *workspace.num_records + 1;
-    volatile Record* record = args.records + sequence % kNumRecords;
-    if (threadIdx.x == 0) record->sequence = 0;
-    __threadfence_system();
-    __syncthreads();
     const int num_experts = args.shape.num_local_experts();
-    for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
-        record->expert_rows[expert] = args.plan.expert_rows[expert];
-    }
-    for (int i = threadIdx.x; i < Totals::kWords; i += blockDim.x) {
-        reinterpret_cast<volatile unsigned long long*>(&record->totals)[i] =
-            reinterpret_cast<volatile unsigned long long*>(workspace.totals)[i];
-    }
     if (threadIdx.x == 0) {
-        record->epoch = current_epoch(workspace);
-        record->layer = args.layer;
-        record->is_backward = is_backward;
-        record->num_ctas = int(gridDim.x);
-        record->num_tokens = args.num_tokens;
-        record->num_rows = args.plan.header->num_rows;
-        record->num_row_blocks = args.plan.header->num_row_blocks;
-        record->num_experts = num_experts;
-        record->begin_ns = *workspace.begun_ns;
-        record->end_ns = ptx::globaltimer_ns();
+        head.sequence = *workspace.num_records + 1;
+        head.checksum = 0;
+        head.epoch = current_epoch(workspace);
+        head.layer = args.layer;
+        head.is_backward = is_backward;
+        head.num_ctas = int(gridDim.x);
+        head.num_tokens = args.num_tokens;
+        head.num_rows = args.plan.header->num_rows;
+        head.num_row_blocks = args.plan.header->num_row_blocks;
+        head.num_experts = num_experts;
+        head.reserved = 0;
+        head.begin_ns = *workspace.begun_ns;
+        head.end_ns = ptx::globaltimer_ns();
+        *workspace.num_records = head.sequence;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence_system();
-        record->sequence = sequence;
-        *workspace.num_records = sequence;
+    auto* record = reinterpret_cast<volatile uint32_t*>(args.records + head.sequence % kNumRecords);
+    const auto* front = reinterpret_cast<const volatile uint32_t*>(&head);
+    const auto* totals = reinterpret_cast<const volatile uint32_t*>(workspace.totals);
+    uint32_t sum = 0;
+    for (int i = threadIdx.x; i < Record::kFrontWords + num_experts; i += blockDim.x) {
+        if (i == Record::kChecksumWord) continue;
+        const uint32_t word = i < Record::kHeadWords ? front[i]
+                              : i < Record::kFrontWords
+                                  ? totals[i - Record::kHeadWords]
+                                  : uint32_t(args.plan.expert_rows[i - Record::kFrontWords]);
+        record[i] = word;
+        sum += Record::checksum_of(uint32_t(i), word);
     }
+    sum = __reduce_add_sync(~0u, sum);
+    if (threadIdx.x % 32 == 0) atomicAdd_block(&head.checksum, sum);
+    __syncthreads();
+    if (threadIdx.x == 0) record[Record::kChecksumWord] = head.checksum;
 }
 
 }  // namespace flashmoe

@@ -1,0 +1,128 @@
+"""The ring of records in pinned memory, as the library reads what kernels have written there."""
+
+import ctypes
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashmoe_megatron import _native
+from flashmoe_megatron.config import Activation, MoEConfig
+
+NUM_RECORDS = 256
+NUM_EXPERTS = 5
+FRONT_BYTES = _native.FlashMoERecord.expert_rows.offset
+MASK = 2**32 - 1
+
+
+def checksum(data: bytes) -> int:
+    """The kernel's, csrc/flashmoe/moe/args.cuh: every word but the checksum's own, by its place."""
+    total = 0
+    for index in range(len(data) // 4):
+        if 4 * index == _native.FlashMoERecord.checksum.offset:
+            continue
+        word = int.from_bytes(data[4 * index : 4 * index + 4], "little")
+        mixed = ((word ^ (index * 0x9E3779B9 & MASK)) * 0x85EBCA6B) & MASK
+        total += mixed ^ mixed >> 15
+    return total & MASK
+
+
+def record_of(sequence: int) -> _native.FlashMoERecord:
+    """What a kernel would write for its launch of that number."""
+    record = _native.FlashMoERecord(
+        sequence=sequence, epoch=sequence + 7, num_experts=NUM_EXPERTS, end_ns=10**18 + sequence
+    )
+    record.counters.rows_pulled[1] = 3 * sequence
+    record.expert_rows[NUM_EXPERTS - 1] = sequence
+    record.expert_rows[NUM_EXPERTS] = 99  # of a layer with more experts, before
+    record.checksum = checksum(bytes(record)[: FRONT_BYTES + 4 * NUM_EXPERTS])
+    return record
+
+
+class Ring:
+    """A mailbox without a GPU."""
+
+    def __init__(self) -> None:
+        config = MoEConfig(
+            hidden=64,
+            intermediate=64,
+            num_experts=NUM_EXPERTS,
+            topk=1,
+            activation=Activation.RELU,
+            gated=False,
+            num_ranks=1,
+            max_tokens=8,
+        )
+        problem = _native.problem_of(
+            config,
+            rank=0,
+            dtype=_native.BFLOAT16,
+            transposed=False,
+            num_ctas=2,
+            heap_tokens=8,
+            timeout_s=1.0,
+        )
+        sizes = _native.FlashMoESizes()
+        _native.call("sizes", problem, sizes)
+        size = int(sizes.mailbox_bytes)
+        self._memory = (ctypes.c_uint64 * (size // 8 + 2))()
+        base = (ctypes.addressof(self._memory) + 15) // 16 * 16
+        self._records = base + size - NUM_RECORDS * ctypes.sizeof(_native.FlashMoERecord)
+        self._group = _native.FlashMoEGroup(mailbox=base)
+
+    def at(self, sequence: int) -> int:
+        size = ctypes.sizeof(_native.FlashMoERecord)
+        return self._records + sequence % NUM_RECORDS * size
+
+    def write(self, sequence: int, most: int | None = None) -> None:
+        """The first bytes of a record, all if ``most`` is not given."""
+        data = bytes(record_of(sequence))
+        ctypes.memmove(self.at(sequence), data, len(data) if most is None else most)
+
+    def read(self, sequence: int) -> _native.FlashMoERecord:
+        record = _native.FlashMoERecord()
+        _native.call("read_record", self._group, ctypes.c_uint64(sequence), record)
+        return record
+
+
+def test_a_record_comes_back_whole():
+    ring = Ring()
+    assert ring.read(1).sequence == 0
+    ring.write(1)
+    found = ring.read(1)
+    assert found.sequence == 1
+    assert bytes(found) == bytes(record_of(1))
+    assert ring.read(2).sequence == 0
+
+
+def test_a_ring_that_has_gone_round_says_so():
+    ring = Ring()
+    ring.write(3)
+    ring.write(3 + NUM_RECORDS)
+    assert ring.read(3).sequence == 3 + NUM_RECORDS
+
+
+@given(written=st.integers(1, FRONT_BYTES + 4 * NUM_EXPERTS - 1), before=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_half_a_record_is_none(written: int, before: bool):
+    ring = Ring()
+    if before:
+        ring.write(9)
+    ring.write(9 + NUM_RECORDS, written)
+    found = ring.read(9)
+    # What differs may not have begun to arrive, or all be there.
+    assert found.sequence in (0, 9, 9 + NUM_RECORDS)
+    for sequence in (9, 9 + NUM_RECORDS):
+        if found.sequence == sequence:
+            size = FRONT_BYTES + 4 * NUM_EXPERTS
+            assert bytes(found)[:size] == bytes(record_of(sequence))[:size]
+
+
+@pytest.mark.parametrize("field", ["epoch", "num_experts", "end_ns", "checksum"])
+def test_a_word_of_another_launch_is_found(field: str):
+    ring = Ring()
+    ring.write(5)
+    other = getattr(record_of(5), field) ^ 1
+    offset = getattr(_native.FlashMoERecord, field).offset
+    ctypes.memmove(ring.at(5) + offset, other.to_bytes(4 if field != "end_ns" else 8, "little"), 4)
+    assert ring.read(5).sequence == 0

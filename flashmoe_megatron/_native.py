@@ -106,7 +106,8 @@ class FlashMoESizes(_Sized):
         ("plan_bytes", ctypes.c_uint64),
         ("mailbox_bytes", ctypes.c_uint64),
         ("weight_map_bytes", ctypes.c_uint64),
-        ("kept_block_bytes", ctypes.c_uint64 * 2),
+        ("row_block_bytes", ctypes.c_uint64),
+        ("preact_block_bytes", ctypes.c_uint64),
         ("scratch_block_bytes", ctypes.c_uint64 * 2),
     ]
 
@@ -197,13 +198,13 @@ class FlashMoELaunch(_Sized):
         ("struct_size", ctypes.c_uint32),
         ("num_row_blocks", ctypes.c_int32),
         ("num_tokens", ctypes.c_int32),
-        ("keeps_preact", ctypes.c_int32),
         ("grad_probs_dtype", ctypes.c_int32),
         ("layer", ctypes.c_int32),
         ("plan", ctypes.c_void_p),
         ("weight_maps", ctypes.c_void_p),
         ("biases", ctypes.c_void_p),
-        ("kept", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("preact", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("grad_probs", ctypes.c_void_p),
@@ -287,6 +288,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int32
     library.flashmoe_forward.argtypes = [pointer] * 4 + [integer]
     library.flashmoe_plan.argtypes = [pointer] * 4
+    library.flashmoe_gather.argtypes = [pointer] * 4
     library.flashmoe_backward.argtypes = [pointer] * 5 + [integer, integer]
     library.flashmoe_read_record.argtypes = [pointer, ctypes.c_uint64, pointer]
     library.flashmoe_encode_weights.argtypes = [pointer] * 4

@@ -28,8 +28,9 @@ def moe_apply(
     the same order. Without grad mode, or if no input requires a gradient, nothing is saved.
     Several calls may be pending at once. What a backend saves lives as long as autograd keeps the
     node's tensors: until backward without ``retain_graph``, or, under activation checkpointing or
-    saved-tensor hooks, as these decide. A backend whose ``keep`` is "inputs" saves the inputs
-    alone, and a backward runs the forward again: the same bits for less memory and more time.
+    saved-tensor hooks, as these decide. A backend whose ``keep`` is "preactivations" fetches the
+    rows of tokens again in backward; one whose ``keep`` is "inputs" saves the inputs alone, and a
+    backward runs the forward again: the same bits for less memory and more time.
 
     Args:
         backend: Computes the layer.
@@ -102,11 +103,11 @@ class _RoutedExperts(torch.autograd.Function):
         probs: torch.Tensor,
         *weight_inputs: torch.Tensor,
     ) -> torch.Tensor:
-        keeps_all = backend.keep == "all"
+        keeps_inputs = backend.keep == "inputs"
         out, saved = backend.forward(
-            x, probs, routing_map, _joined(weights), training=keeps_all, layer=layer
+            x, probs, routing_map, _joined(weights), training=not keeps_inputs, layer=layer
         )
-        if not keeps_all:
+        if keeps_inputs:
             saved = _Inputs(x, probs, routing_map, layer)
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)

@@ -34,10 +34,11 @@ def is_number(value: object, *, least: float, most: float) -> bool:
     return is_real and least <= value <= most  # type: ignore[operator]
 
 
-Keep = Literal["all", "inputs"]
-"""What a forward keeps for its backward: all that this needs, or the layer's inputs, from which the
-backward computes the rest again."""
-KEEPS: tuple[Keep, ...] = ("all", "inputs")
+Keep = Literal["all", "preactivations", "inputs"]
+"""What a forward keeps for its backward: all that this needs; the first projection's outputs, and
+the backward fetches the rows of tokens again; or the layer's inputs, from which the backward
+computes the rest again."""
+KEEPS: tuple[Keep, ...] = ("all", "preactivations", "inputs")
 
 
 class Activation(str, Enum):

@@ -8,11 +8,15 @@ import math
 from dataclasses import dataclass
 
 from flashmoe_megatron import _native
-from flashmoe_megatron.config import TILE_M, MoEConfig
+from flashmoe_megatron.config import KEEPS, TILE_M, Keep, MoEConfig
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import plan_buffer_rows
 
 ELEMENT_BYTES = 2
 """Of tokens and weights: bfloat16 or float16."""
+
+TRANSIENT_BYTES = 8 * 2**30
+"""A forward that keeps nothing may take this much for the most rows that there can be."""
 
 DEFAULT_CTAS = 128
 """The grid on a GPU of 132 multiprocessors of which 4 are left to other kernels."""
@@ -33,11 +37,14 @@ class MemoryPlan:
         workspace: Counters, one for all layers of a group.
         weight_maps: Descriptors of one layer's weights.
         kept: What one forward keeps for its backward: the plan, the received rows and the
-            pre-activations.
+            pre-activations; without the rows if it keeps "preactivations", nothing if "inputs".
         forward: What a forward that a backward follows takes besides, while it runs: activations
-            and results of all rows.
+            and results of all rows, and rows that are not kept. One that keeps the inputs alone
+            does not count the rows first: its buffers are for the most that there can be, if that
+            is little.
         backward: The same of a backward: received gradients, activations, gradients of fc1's output
-            and results of all rows, and partial sums of the probabilities' gradient.
+            and results of all rows, partial sums of the probabilities' gradient, and what was not
+            kept.
         forward_out: The forward's output.
         backward_out: The gradients of tokens and of float32 probabilities.
         num_row_blocks: Blocks of 128 received rows, pad rows included, that ``kept``, ``forward``
@@ -56,13 +63,31 @@ class MemoryPlan:
     num_row_blocks: int
 
 
+def transient_blocks(sizes: _native.FlashMoESizes) -> int | None:
+    """Blocks of rows of a forward that keeps nothing and counts none first.
+
+    Its buffers live no longer than the call, so they may be for the most that there can be.
+
+    Returns:
+        ``None`` if that is more than ``TRANSIENT_BYTES``.
+    """
+    block_bytes = int(sizes.row_block_bytes) + int(sizes.scratch_block_bytes[False])
+    most = int(sizes.max_row_blocks)
+    return most if most * block_bytes <= TRANSIENT_BYTES else None
+
+
 def plan_memory(
-    config: MoEConfig, *, num_row_blocks: int | None = None, num_ctas: int = DEFAULT_CTAS
+    config: MoEConfig,
+    *,
+    keep: Keep = "all",
+    num_row_blocks: int | None = None,
+    num_ctas: int = DEFAULT_CTAS,
 ) -> MemoryPlan:
     """Computes what a layer takes.
 
     Args:
         config: The layer's shape; every rank has ``config.max_tokens`` tokens.
+        keep: What a forward keeps for its backward.
         num_row_blocks: Blocks of 128 rows that this rank receives; ``None`` takes the mean under
             uniform random routing.
         num_ctas: The kernel's grid.
@@ -71,7 +96,7 @@ def plan_memory(
         The bytes.
 
     Raises:
-        ConfigError: The kernel cannot run such a layer.
+        ConfigError: The kernel cannot run such a layer, or ``keep`` is unknown.
         DeviceError: The library is not there.
     """
     sizes = _native.FlashMoESizes()
@@ -88,16 +113,36 @@ def plan_memory(
     if num_row_blocks is None:
         num_row_blocks = math.ceil(plan_buffer_rows(config).expected / TILE_M)
     tokens = config.max_tokens
+    out = tokens * config.hidden * ELEMENT_BYTES
+    grads = out + tokens * config.num_experts * 4
+    plan = int(sizes.plan_bytes)
+    rows = num_row_blocks * int(sizes.row_block_bytes)
+    preact = num_row_blocks * int(sizes.preact_block_bytes)
+    forward, backward = (num_row_blocks * int(size) for size in sizes.scratch_block_bytes)
+    if keep == "all":
+        kept = plan + rows + preact
+    elif keep == "preactivations":
+        kept = plan + preact
+        forward, backward = forward + rows, backward + rows
+    elif keep == "inputs":
+        kept = 0
+        again = plan + rows + preact + max(forward + out, backward + grads)
+        most = transient_blocks(sizes)
+        blocks = num_row_blocks if most is None else most
+        block_bytes = int(sizes.row_block_bytes) + int(sizes.scratch_block_bytes[False])
+        forward, backward = plan + blocks * block_bytes, again - grads
+    else:
+        raise ConfigError(f"keep {keep!r}: wanted one of {', '.join(KEEPS)}")
 
     return MemoryPlan(
         token_buffer=tokens * config.hidden * ELEMENT_BYTES,
         symmetric=int(sizes.heap_bytes),
         workspace=int(sizes.workspace_bytes),
         weight_maps=int(sizes.weight_map_bytes),
-        kept=int(sizes.plan_bytes) + num_row_blocks * int(sizes.kept_block_bytes[True]),
-        forward=num_row_blocks * int(sizes.scratch_block_bytes[False]),
-        backward=num_row_blocks * int(sizes.scratch_block_bytes[True]),
-        forward_out=tokens * config.hidden * ELEMENT_BYTES,
-        backward_out=tokens * (config.hidden * ELEMENT_BYTES + config.num_experts * 4),
+        kept=kept,
+        forward=forward,
+        backward=backward,
+        forward_out=out,
+        backward_out=grads,
         num_row_blocks=num_row_blocks,
     )

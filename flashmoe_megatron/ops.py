@@ -17,12 +17,14 @@ for _schema in (
     "plan(Tensor x, Tensor probs, Tensor routing_map, Tensor(a!) plan, int problem, int group)"
     " -> ()",
     "forward(Tensor x, Tensor probs, Tensor routing_map, Tensor(a!) plan, Tensor weight_maps,"
-    " Tensor? biases, Tensor(b!) kept, Tensor(c!) scratch, Tensor(d!) out, int num_row_blocks,"
-    " bool keeps_preact, bool is_planned, int layer, int problem, int group) -> ()",
-    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor kept,"
-    " Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs, Tensor weight_grads,"
-    " int num_row_blocks, int grads_dtype, bool accumulate, int layer, int problem, int group)"
+    " Tensor? biases, Tensor(b!) rows, Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out,"
+    " int num_row_blocks, bool is_planned, int layer, int problem, int group) -> ()",
+    "gather(Tensor x, Tensor plan, Tensor(a!) rows, int num_row_blocks, int problem, int group)"
     " -> ()",
+    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor rows,"
+    " Tensor preact, Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs,"
+    " Tensor weight_grads, int num_row_blocks, int grads_dtype, bool accumulate, int layer,"
+    " int problem, int group) -> ()",
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
@@ -75,11 +77,11 @@ def _forward(
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
     biases: torch.Tensor | None,
-    kept: torch.Tensor,
+    rows: torch.Tensor,
+    preact: torch.Tensor | None,
     scratch: torch.Tensor,
     out: torch.Tensor,
     num_row_blocks: int,
-    keeps_preact: bool,
     is_planned: bool,
     layer: int,
     problem: int,
@@ -88,13 +90,13 @@ def _forward(
     launch = _native.FlashMoELaunch(
         num_row_blocks,
         out.shape[0],
-        keeps_preact,
         0,
         layer,
         plan.data_ptr(),
         weight_maps.data_ptr(),
         None if biases is None else biases.data_ptr(),
-        kept.data_ptr(),
+        rows.data_ptr(),
+        None if preact is None else preact.data_ptr(),
         scratch.data_ptr(),
         out.data_ptr(),
         None,
@@ -103,12 +105,30 @@ def _forward(
     _call("forward", problem, group, given, ctypes.byref(launch), is_planned)
 
 
+def _gather(
+    x: torch.Tensor,
+    plan: torch.Tensor,
+    rows: torch.Tensor,
+    num_row_blocks: int,
+    problem: int,
+    group: int,
+) -> None:
+    launch = _native.FlashMoELaunch(
+        num_row_blocks=num_row_blocks,
+        num_tokens=x.shape[0],
+        plan=plan.data_ptr(),
+        rows=rows.data_ptr(),
+    )
+    _call("gather", problem, group, ctypes.byref(launch), x.data_ptr())
+
+
 def _backward(
     grad_out: torch.Tensor,
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
     biases: torch.Tensor | None,
-    kept: torch.Tensor,
+    rows: torch.Tensor,
+    preact: torch.Tensor,
     scratch: torch.Tensor,
     grad_x: torch.Tensor,
     grad_probs: torch.Tensor,
@@ -123,13 +143,13 @@ def _backward(
     launch = _native.FlashMoELaunch(
         num_row_blocks,
         grad_out.shape[0],
-        True,
         _DTYPES[grad_probs.dtype],
         layer,
         plan.data_ptr(),
         weight_maps.data_ptr(),
         None if biases is None else biases.data_ptr(),
-        kept.data_ptr(),
+        rows.data_ptr(),
+        preact.data_ptr(),
         scratch.data_ptr(),
         grad_x.data_ptr(),
         grad_probs.data_ptr(),
@@ -153,6 +173,7 @@ def _writes_only(*_: object) -> None:
 for _name, _body in (
     ("plan", _plan),
     ("forward", _forward),
+    ("gather", _gather),
     ("backward", _backward),
 ):
     _LIBRARY.impl(_name, _body, "CUDA")  # type: ignore[no-untyped-call]
@@ -160,4 +181,5 @@ for _name, _body in (
 
 plan = torch.ops.flashmoe.plan.default
 forward = torch.ops.flashmoe.forward.default
+gather = torch.ops.flashmoe.gather.default
 backward = torch.ops.flashmoe.backward.default

@@ -62,14 +62,16 @@ class _Saved:
 
     Attributes:
         plan: The routes.
-        rows: ``[buffer rows, hidden]``, the dispatched tokens.
+        rows: ``[buffer rows, hidden]``, the dispatched tokens, if they are kept.
+        x: The tokens, if their rows are not.
         row_probs: ``[buffer rows]``, their routing weights.
         pre_activation: ``[buffer rows, fc1_rows]``, fc1's output.
         layer: The number that the caller gave the layer.
     """
 
     plan: _Plan
-    rows: torch.Tensor
+    rows: torch.Tensor | None
+    x: torch.Tensor | None
     row_probs: torch.Tensor
     pre_activation: torch.Tensor
     layer: int
@@ -188,8 +190,10 @@ class ReferenceBackend:
         out = self._combine(expert_out, plan, num_tokens=x.shape[0])
         watch.lap("combine")
         self._record(watch, plan, layer, "forward", num_tokens=x.shape[0])
-        saved = _Saved(plan, rows, row_probs, pre_activation, layer) if training else None
-        return out, saved
+        if not training:
+            return out, None
+        kept, tokens = (rows, None) if self.keep != "preactivations" else (None, x)
+        return out, _Saved(plan, kept, tokens, row_probs, pre_activation, layer)
 
     @torch.no_grad()
     def backward(
@@ -206,9 +210,12 @@ class ReferenceBackend:
         plan: _Plan = saved.plan
         wide = _accumulation_dtype(grad_out.dtype)
         watch = _Stopwatch(grad_out.device)
+        x_rows = saved.rows
+        if x_rows is None:
+            x_rows = self._dispatch(saved.x[plan.token_idx], plan)
         grad_rows = self._dispatch(grad_out[plan.token_idx], plan)
         watch.lap("dispatch")
-        grad_x_rows = torch.zeros_like(saved.rows)
+        grad_x_rows = torch.zeros_like(x_rows)
         grad_row_probs = saved.row_probs.new_zeros(saved.row_probs.shape, dtype=wide)
         for local_expert, (start, count) in enumerate(plan.segments):
             segment = slice(start, start + count)
@@ -227,7 +234,7 @@ class ReferenceBackend:
                 _store(grad_fc2_bias[local_expert], saved.row_probs[segment].to(wide) @ grad_y)
             grad_row_probs[segment] = grad_prob
             torch.mm(grad_pre, fc1, out=grad_x_rows[segment])
-            rows = saved.rows[segment]
+            rows = x_rows[segment]
             for grad, value in (
                 (grad_fc1[local_expert], grad_pre.to(wide).t() @ rows.to(wide)),
                 (grad_fc2[local_expert], grad_y.t() @ weighted.to(wide)),

@@ -16,11 +16,10 @@ from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
 from flashmoe_megatron.gradients import UniformGrads
 from flashmoe_megatron.group_memory import GroupMemory, shared_memory
+from flashmoe_megatron.memory import transient_blocks
 from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
-TRANSIENT_BYTES = 8 * 2**30
-"""A forward that keeps nothing may take this much for the most rows that there can be."""
 CLUSTER_SIZE = 2
 """CTAs that work together, on neighbouring SMs: the grid is a multiple of it."""
 DTYPES = (torch.bfloat16, torch.float16)
@@ -33,10 +32,12 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 @dataclass
 class SavedForward:
-    """What a forward keeps for its backward."""
+    """What a forward keeps for its backward: received rows, or the tokens to fetch them from."""
 
     plan: torch.Tensor
-    kept: torch.Tensor
+    rows: torch.Tensor | None
+    x: torch.Tensor | None
+    preact: torch.Tensor
     num_row_blocks: int
     num_tokens: int
     probs_dtype: torch.dtype
@@ -279,7 +280,8 @@ class KernelBackend:
         layer: int,
     ) -> tuple[torch.Tensor, SavedForward | None]:
         sizes = self._sizes
-        kept = self._empty(num_row_blocks * sizes.kept_block_bytes[training])
+        rows = self._empty(num_row_blocks * sizes.row_block_bytes)
+        preact = self._empty(num_row_blocks * sizes.preact_block_bytes) if training else None
         scratch = self._empty(num_row_blocks * sizes.scratch_block_bytes[False])
         out = torch.empty_like(pending.x)
         ops.forward(
@@ -289,20 +291,23 @@ class KernelBackend:
             pending.plan,
             tables.maps,
             tables.biases,
-            kept,
+            rows,
+            preact,
             scratch,
             out,
             num_row_blocks,
-            training,
             is_planned,
             layer,
             *_addresses(problem, pending.group),
         )
-        if not training:
+        if preact is None:
             return out, None
+        keeps_rows = self.keep != "preactivations"
         saved = SavedForward(
             plan=pending.plan,
-            kept=kept,
+            rows=rows if keeps_rows else None,
+            x=None if keeps_rows else pending.x,
+            preact=preact,
             num_row_blocks=num_row_blocks,
             num_tokens=pending.x.shape[0],
             probs_dtype=pending.probs.dtype,
@@ -328,7 +333,11 @@ class KernelBackend:
         table, grads_dtype, accumulate = self._grad_table(grads.grads)
         problem = self._prepare()
         addresses = _addresses(problem, self.memory.open())
-        blocks = saved.num_row_blocks
+        blocks, rows = saved.num_row_blocks, saved.rows
+        if rows is None:
+            assert saved.x is not None
+            rows = self._empty(blocks * self._sizes.row_block_bytes)
+            ops.gather(saved.x, saved.plan, rows, blocks, *addresses)
         scratch = self._empty(blocks * self._sizes.scratch_block_bytes[True])
         grad_x = torch.empty_like(grad_out)
         grad_probs = torch.empty(
@@ -339,7 +348,8 @@ class KernelBackend:
             saved.plan,
             tables.maps,
             tables.biases,
-            saved.kept,
+            rows,
+            saved.preact,
             scratch,
             grad_x,
             grad_probs,
@@ -419,19 +429,12 @@ class KernelBackend:
         return problem
 
     def _row_block_bound(self, training: bool) -> int | None:
-        """Blocks of rows that every buffer holds, or ``None`` to count them first.
-
-        Without a stated bound a forward that keeps nothing takes the most that there can be, if
-        that is little: its buffers live no longer than the call.
-        """
+        """Blocks of rows that every buffer holds, or ``None`` to count them first."""
         config, most = self.config, int(self._sizes.max_row_blocks)
         if self.options.row_bound is not None:
             rows = self.options.row_bound * config.max_tokens * config.topk
             return min(most, math.ceil(rows / TILE_M) + config.num_local_experts)
-        row_bytes = 2 * (2 * config.hidden + config.intermediate)
-        if not training and most * TILE_M * row_bytes <= TRANSIENT_BYTES:
-            return most
-        return None
+        return None if training else transient_blocks(self._sizes)
 
     def _check_inputs(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor

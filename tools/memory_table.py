@@ -15,6 +15,7 @@ than ``--tolerance``, or if the symmetric heap exceeds its bound.
 
 import argparse
 import gc
+import itertools
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import WeightGrad
+from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.memory import MemoryPlan, plan_memory
 from tools.bench import common
 from tools.bench.common import Record, log
@@ -45,7 +47,7 @@ def requested(what: str) -> int:
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{what}"])
 
 
-def measure(shape: Shape, num_ranks: int) -> tuple[MemoryPlan, dict[str, int]]:
+def measure(shape: Shape, num_ranks: int, keep: Keep) -> tuple[MemoryPlan, dict[str, int]]:
     """Allocates one layer and runs it. Collective over the default group if there is one.
 
     Returns:
@@ -64,6 +66,7 @@ def measure(shape: Shape, num_ranks: int) -> tuple[MemoryPlan, dict[str, int]]:
     backend = KernelBackend(
         problem.config, group, device, memory=memory, rank=rank, timeout_s=TIMEOUT_S
     )
+    backend.keep = keep
     x, probs = problem.x.detach(), problem.probs.detach()
     weights = problem.weights
     grads = [
@@ -72,17 +75,21 @@ def measure(shape: Shape, num_ranks: int) -> tuple[MemoryPlan, dict[str, int]]:
     ]
     found: dict[str, int] = {}
 
+    def forward(*, training: bool) -> tuple[torch.Tensor, Any]:
+        return backend.forward(x, probs, problem.routing_map, weights, training=training)
+
     def step() -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = requested("current")
-        out, saved = backend.forward(x, probs, problem.routing_map, weights, training=True)
-        assert saved is not None
+        out, saved = forward(training=keep != "inputs")
         torch.cuda.synchronize()
         found["kept"] = requested("current") - before - out.numel() * out.element_size()
         found["forward"] = requested("peak") - requested("current")
         torch.cuda.reset_peak_memory_stats()
         before = requested("current")
+        if saved is None:
+            saved = forward(training=True)[1]
         grad_x, grad_probs = backend.backward(problem.grad_out, saved, weights, *grads)
         torch.cuda.synchronize()
         outputs = sum(t.numel() * t.element_size() for t in (grad_x, grad_probs))
@@ -93,24 +100,30 @@ def measure(shape: Shape, num_ranks: int) -> tuple[MemoryPlan, dict[str, int]]:
     step()  # makes what is made once
     num_row_blocks = step()
     found["symmetric"] = memory.heap_bytes
-    plan = plan_memory(problem.config, num_row_blocks=num_row_blocks, num_ctas=backend.num_ctas)
+    plan = plan_memory(
+        problem.config, keep=keep, num_row_blocks=num_row_blocks, num_ctas=backend.num_ctas
+    )
     return plan, found
 
 
-def print_table(rows: list[tuple[str, Shape, MemoryPlan, dict[str, int]]], num_ranks: int) -> None:
+Row = tuple[str, Shape, Keep, MemoryPlan, dict[str, int]]
+
+
+def print_table(rows: list[Row], num_ranks: int) -> None:
     """Prints all layers as Markdown, MiB."""
     log(f"\n{num_ranks} ranks, MiB on each; planned, and in brackets measured\n")
-    titles = ("layer", "token buffer", "symmetric", "token buffers", "bound", "workspace")
+    titles = ("layer", "keeps", "token buffer", "symmetric", "token buffers", "bound", "workspace")
     titles += ("kept per forward", "besides in forward", "besides in backward")
     log("| " + " | ".join(titles) + " |")
     log("| --- " * len(titles) + "|")
-    for name, shape, plan, found in rows:
+    for name, shape, keep, plan, found in rows:
 
         def cell(key: str, plan: MemoryPlan = plan, found: dict[str, int] = found) -> str:
             planned = f"{getattr(plan, key) / MIB:.1f}"
             return f"{planned} ({found[key] / MIB:.1f})" if key in found else planned
 
         figures = (
+            keep,
             cell("token_buffer"),
             cell("symmetric"),
             f"{plan.symmetric / plan.token_buffer:.2f}",
@@ -144,6 +157,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
+    add("--keeps", nargs="+", choices=KEEPS, default=list(KEEPS), metavar="KEEP")
     add("--ranks", type=int, default=4, help="where there is no GPU")
     add("--tolerance", type=int, default=256 * 2**10, help="bytes, for small tables")
     add("--commit", help="what is measured, where the checkout has no git")
@@ -161,17 +175,20 @@ def main(arguments: list[str]) -> int:
         command=" ".join(["tools.memory_table", *arguments]),
         num_ranks=num_ranks,
     )
-    rows, wrong = [], []
-    for name in options.shapes:
+    rows: list[Row] = []
+    wrong = []
+    for name, keep in itertools.product(options.shapes, options.keeps):
         shape = SHAPES[name]
-        plan, found = plan_memory(shape.config(num_ranks)), {}
+        plan, found = plan_memory(shape.config(num_ranks), keep=keep), {}
         if has_gpu:
-            plan, found = measure(shape, num_ranks)
+            plan, found = measure(shape, num_ranks, keep)
             gc.collect()
             torch.cuda.empty_cache()
-        rows.append((name, shape, plan, found))
+        rows.append((name, shape, keep, plan, found))
         wrong += problems(name, shape, plan, found, num_ranks, options.tolerance)
-        record.write(measurement="memory", shape=name, planned=asdict(plan), measured=found)
+        record.write(
+            measurement="memory", shape=name, keep=keep, planned=asdict(plan), measured=found
+        )
     print_table(rows, num_ranks)
     everyone: list[Any] = [wrong]
     if dist.is_initialized():

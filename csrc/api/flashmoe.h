@@ -6,7 +6,8 @@
  * group, in the same order, also with zero tokens.
  *
  * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward. One backward of it is
- * flashmoe_backward. Each plan and each backward takes the next epoch.
+ * flashmoe_backward, with flashmoe_gather before it if the received rows were not kept. Each plan
+ * and each backward takes the next epoch, a gather the next two.
  */
 #ifndef FLASHMOE_API_FLASHMOE_H_
 #define FLASHMOE_API_FLASHMOE_H_
@@ -72,8 +73,9 @@ typedef struct {
     uint64_t mailbox_bytes;    /* pinned host memory, one per group */
     uint64_t weight_map_bytes; /* host, then device: TMA descriptors of all local weights */
     /* Per block of 128 rows: */
-    uint64_t kept_block_bytes[2];    /* without and with pre-activations */
-    uint64_t scratch_block_bytes[2]; /* of a forward, and of a backward with its weight gradients */
+    uint64_t row_block_bytes;        /* received rows */
+    uint64_t preact_block_bytes;     /* pre-activations */
+    uint64_t scratch_block_bytes[2]; /* of a forward, and of a backward */
 } FlashMoESizes;
 
 /* Memory of one expert-parallel group, shared by all its layers. */
@@ -172,7 +174,7 @@ typedef struct {
     int32_t num_row_blocks; /* of 128 rows */
     int32_t num_experts;    /* local */
     int32_t reserved;
-    uint64_t begin_ns;      /* by the GPU's global timer */
+    uint64_t begin_ns; /* by the GPU's global timer */
     uint64_t end_ns;
     FlashMoECounters counters; /* of this launch and all before */
     int32_t expert_rows[FLASHMOE_MAX_LOCAL_EXPERTS];
@@ -198,15 +200,16 @@ typedef struct {
     uint32_t struct_size;
     int32_t num_row_blocks; /* that the buffers hold */
     int32_t num_tokens;
-    int32_t keeps_preact;     /* kept holds pre-activations, too: a backward will follow */
     int32_t grad_probs_dtype; /* FlashMoEDtype; backward only */
     int32_t layer;            /* comes back in the launch's record */
     const void* plan;
     const void* weight_maps; /* device copy */
     const void* biases;      /* device, 16-byte aligned biases: num_local_experts pointers to fc1's
                                 biases [fc1_rows], then      to fc2's [hidden]; or NULL */
-    void* kept;       /* num_row_blocks * kept_block_bytes[keeps_preact]: the received x, from
-                         a forward for its backward */
+    void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward
+                         or by flashmoe_gather, read by a backward */
+    void* preact;     /* num_row_blocks * preact_block_bytes: written by a forward for its
+                         backward; NULL if none will follow */
     void* scratch;    /* num_row_blocks * scratch_block_bytes[is backward]: free after the
                          launch */
     void* out;        /* [num_tokens, hidden]: layer output, or gradient of x */
@@ -221,6 +224,13 @@ FLASHMOE_EXPORT int flashmoe_forward(const FlashMoEProblem* problem,
                                      const FlashMoEInput* input,
                                      const FlashMoELaunch* launch,
                                      int32_t is_planned);
+
+/* Collective. Pulls the rows of a forward again, from the same x, along its saved plan into
+ * launch->rows. Of `launch` it reads num_row_blocks, num_tokens, plan and rows. */
+FLASHMOE_EXPORT int flashmoe_gather(const FlashMoEProblem* problem,
+                                    const FlashMoEGroup* group,
+                                    const FlashMoELaunch* launch,
+                                    const void* x);
 
 /* Collective. All gradients: dispatches grad_out along the saved plan (an epoch of its own).
  *   grads  device array of 2 * num_local_experts pointers, fc1's first; layouts as the weights,

@@ -8,6 +8,7 @@
 
 #include "flashmoe/kernel/bias_grad.cuh"
 #include "flashmoe/kernel/entry.h"
+#include "flashmoe/kernel/gather.cuh"
 #include "flashmoe/kernel/plan.cuh"
 #include "flashmoe/moe/args.cuh"
 #include "host/error.h"
@@ -272,13 +273,6 @@ Args layer_args(const FlashMoEProblem* p,
     return args;
 }
 
-// What a forward leaves for its backward: buffers of all row blocks one after the other.
-struct KeptRows {
-    char* rows;
-    char* preact;
-    uint64_t bytes;
-};
-
 // What a pass needs for itself.
 struct ScratchRows {
     char* act;
@@ -305,16 +299,6 @@ class Layout {
     char* base_;
     uint64_t bytes_ = 0;
 };
-
-KeptRows kept_at(const FlashMoEProblem* p, void* base, int num_blocks, bool keeps_preact) {
-    const uint64_t rows = uint64_t(num_blocks) * BLOCK_M;
-    Layout layout(base);
-    KeptRows kept{};
-    kept.rows = layout.take(rows * p->hidden * 2);
-    if (keeps_preact) kept.preact = layout.take(rows * shape_of(p).fc1_rows() * 2);
-    kept.bytes = layout.bytes();
-    return kept;
-}
 
 ScratchRows scratch_at(const FlashMoEProblem* p, void* base, int num_blocks, bool is_backward) {
     const uint64_t rows = uint64_t(num_blocks) * BLOCK_M;
@@ -357,11 +341,6 @@ void set_routing(const FlashMoEInput* input, int row_block_bound, LayerArgs* arg
     args->row_block_bound = row_block_bound;
 }
 
-int check_keeps_preact(const FlashMoELaunch* launch) {
-    if (launch->keeps_preact != 0) return FLASHMOE_OK;
-    return fail(FLASHMOE_BAD_ARGUMENT, "a backward needs the pre-activations of its forward");
-}
-
 // What every pass reads.
 int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
     if (launch == nullptr or launch->struct_size != sizeof(FlashMoELaunch)) {
@@ -376,19 +355,21 @@ int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
     }
     const bool has_rows = launch->num_row_blocks > 0;
     FLASHMOE_TRY(check_pointer(launch->plan, true, "plan"));
-    FLASHMOE_TRY(check_pointer(launch->kept, has_rows, "kept", 128));
-    return check_pointer(launch->scratch, has_rows, "scratch", 128);
+    return check_pointer(launch->rows, has_rows, "rows", 128);
 }
 
 // What a pass of the layer reads and writes beside that.
 int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_backward) {
     FLASHMOE_TRY(check_launch(p, launch));
-    const bool has_tokens = launch->num_tokens > 0;
+    const bool has_tokens = launch->num_tokens > 0, has_rows = launch->num_row_blocks > 0;
+    // A forward may keep no pre-activations, a backward needs them.
+    const bool has_preact = has_rows and (is_backward or launch->preact != nullptr);
+    FLASHMOE_TRY(check_pointer(launch->preact, has_preact, "preact", 128));
+    FLASHMOE_TRY(check_pointer(launch->scratch, has_rows, "scratch", 128));
     FLASHMOE_TRY(check_pointer(launch->weight_maps, true, "weight_maps", alignof(CUtensorMap)));
     FLASHMOE_TRY(check_pointer(launch->out, has_tokens, "out"));
     if (not is_backward) return FLASHMOE_OK;
     FLASHMOE_TRY(check_dtype(p, launch->grad_probs_dtype, "grad_probs_dtype"));
-    FLASHMOE_TRY(check_keeps_preact(launch));
     return check_pointer(launch->grad_probs, has_tokens, "grad_probs");
 }
 
@@ -400,11 +381,9 @@ int set_buffers(const FlashMoEProblem* p,
     const Shape& s = args->shape;
     args->weight_maps = static_cast<const CUtensorMap*>(launch->weight_maps) +
                         (is_backward ? 2 * s.num_local_experts() : 0);
-    const KeptRows kept =
-        kept_at(p, launch->kept, launch->num_row_blocks, launch->keeps_preact != 0);
     const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, is_backward);
-    args->rows = is_backward ? scratch.rows : kept.rows;
-    args->preact = kept.preact;
+    args->rows = is_backward ? scratch.rows : static_cast<char*>(launch->rows);
+    args->preact = static_cast<char*>(launch->preact);
     args->act = scratch.act;
     args->dpre = scratch.dpre;
     args->result = scratch.result;
@@ -451,12 +430,11 @@ int set_weight_grads(const FlashMoEProblem* p,
     product[1].num_out = s.fc1_rows();
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
-        const KeptRows kept = kept_at(p, launch->kept, launch->num_row_blocks, true);
         for (const auto& [map, matrix, columns] :
              {std::tuple{&product[0].left, args->rows, s.hidden},
               {&product[0].right, args->act, s.intermediate},
               {&product[1].left, args->dpre, s.fc1_rows()},
-              {&product[1].right, kept.rows, s.hidden}}) {
+              {&product[1].right, static_cast<char*>(launch->rows), s.hidden}}) {
             FLASHMOE_TRY(encode_map(map, BoxKind::kMnMajor, matrix, rows, columns));
         }
     }
@@ -525,9 +503,11 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->mailbox_bytes = sizeof(Mailbox);
     // Two matrices of every expert, read along their contiguous dimension and across it.
     sizes->weight_map_bytes = 4 * sizeof(CUtensorMap) * s.num_local_experts();
-    for (const bool is_set : {false, true}) {
-        sizes->kept_block_bytes[is_set] = kept_at(problem, nullptr, 1, is_set).bytes;
-        sizes->scratch_block_bytes[is_set] = scratch_at(problem, nullptr, 1, is_set).bytes;
+    sizes->row_block_bytes = uint64_t(BLOCK_M) * problem->hidden * 2;
+    sizes->preact_block_bytes = uint64_t(BLOCK_M) * s.fc1_rows() * 2;
+    for (const bool is_backward : {false, true}) {
+        sizes->scratch_block_bytes[is_backward] =
+            scratch_at(problem, nullptr, 1, is_backward).bytes;
     }
     return FLASHMOE_OK;
 }
@@ -535,11 +515,9 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
 int flashmoe_preload(const FlashMoEProblem* problem) {
     FLASHMOE_TRY(check_problem(problem));
     const void* const kernels[] = {
-        reinterpret_cast<const void*>(&plan_kernel),
-        entry_of(problem, false).function,
-        entry_of(problem, true).function,
-        bias_grad_entry_of(problem, true).function,
-        bias_grad_entry_of(problem, false).function,
+        reinterpret_cast<const void*>(&plan_kernel), reinterpret_cast<const void*>(&gather_kernel),
+        entry_of(problem, false).function,           entry_of(problem, true).function,
+        bias_grad_entry_of(problem, true).function,  bias_grad_entry_of(problem, false).function,
     };
     for (const void* kernel : kernels) {
         cudaFuncAttributes attributes;
@@ -695,6 +673,20 @@ int flashmoe_forward(const FlashMoEProblem* problem,
     const KernelEntry entry = entry_of(problem, false);
     return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
                   group->stream, "forward launch", args);
+}
+
+int flashmoe_gather(const FlashMoEProblem* problem,
+                    const FlashMoEGroup* group,
+                    const FlashMoELaunch* launch_args,
+                    const void* x) {
+    FLASHMOE_TRY(check_group(problem, group));
+    FLASHMOE_TRY(check_launch(problem, launch_args));
+    FLASHMOE_TRY(check_pointer(x, launch_args->num_tokens > 0, "x"));
+    auto args =
+        layer_args<LayerArgs>(problem, group, launch_args->plan, x, launch_args->num_tokens);
+    args.rows = static_cast<char*>(launch_args->rows);
+    return launch(reinterpret_cast<const void*>(&gather_kernel), problem->num_ctas,
+                  kGatherWarps * 32, int(sizeof(GatherSmem)), group->stream, "gather launch", args);
 }
 
 int flashmoe_backward(const FlashMoEProblem* problem,

@@ -76,6 +76,13 @@ def test_local_memory_grows_with_the_rows(config: MoEConfig, blocks: int) -> Non
     assert none.forward == none.backward == 0
     assert some.forward == rows * (config.hidden + config.intermediate) * 2
     assert some.backward >= some.forward + rows * (config.hidden + config.fc1_rows) * 2
+    lean = plan_memory(config, num_row_blocks=blocks, keep="preactivations")
+    received = rows * config.hidden * 2
+    assert (some.kept - lean.kept, lean.forward - some.forward) == (received, received)
+    assert lean.backward - some.backward == received
+    least = plan_memory(config, num_row_blocks=blocks, keep="inputs")
+    assert least.kept == 0
+    assert least.backward >= some.kept + some.backward
     assert dataclasses.replace(some, num_row_blocks=0, kept=0, forward=0, backward=0) == (
         dataclasses.replace(none, kept=0)
     )

@@ -91,6 +91,7 @@ def open_library() -> ctypes.CDLL:
         "plan": [pointer] * 4,
         "await_plan": [pointer] * 4,
         "forward": [pointer] * 4 + [integer],
+        "gather": [pointer] * 4,
         "backward": [pointer] * 5 + [integer] * 2,
         "encode_weights": [pointer] * 4,
         "read_fault": [pointer] * 2,
@@ -219,7 +220,6 @@ def _launch(choices: Choices) -> Any:
             "num_row_blocks": _count(choices),
             "num_tokens": _count(choices),
             "grad_probs_dtype": _int32(choices.number()) if choices.flag() else 1,
-            "keeps_preact": 0 if choices.integer(1) % 4 == 3 else 1,
             **{name: _pointer(choices) for name in pointers},
         },
     )
@@ -252,6 +252,11 @@ def _await_plan(library: Any, choices: Choices, problem: Any, fields: Any) -> in
 def _forward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
     group, given, launch = _group(choices), _input(choices), _launch(choices)
     return int(library.flashmoe_forward(problem, group, given, launch, _int32(choices.number())))
+
+
+def _gather(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    group, launch = _group(choices), _launch(choices)
+    return int(library.flashmoe_gather(problem, group, launch, _pointer(choices)))
 
 
 def _backward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
@@ -323,6 +328,7 @@ _CALLS = {
     "plan": _plan,
     "await_plan": _await_plan,
     "forward": _forward,
+    "gather": _gather,
     "backward": _backward,
     "encode_weights": _encode_weights,
     "read_fault": _read_fault,
@@ -351,7 +357,8 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     exact = {
         "max_row_blocks": blocks,
         "weight_map_bytes": 4 * 128 * local,
-        "kept_block_bytes": [256 * hidden, 256 * (hidden + fc1_rows)],
+        "row_block_bytes": 256 * hidden,
+        "preact_block_bytes": 256 * fc1_rows,
         "scratch_block_bytes": [
             256 * (width + hidden),
             256 * (width + 2 * hidden + fc1_rows) + -(-width // 256) * 128 * 4,

@@ -60,7 +60,7 @@ def test_committed_inputs(name: str, capfd: pytest.CaptureFixture[str]):
 def test_a_good_problem_is_accepted():
     """Else the target would only ever see its first check."""
     assert c_interface.exercise(bytes(300)) == "sizes"
-    for function in ("plan", "forward", "backward"):
+    for function in ("plan", "forward", "gather", "backward"):
         index = list(c_interface._CALLS).index(function)
         outcome = c_interface.exercise(bytes([index]) + bytes(300))
         assert "launch: " in outcome, outcome  # as far as it gets without a GPU

@@ -6,6 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import Keep
 from flashmoe_megatron.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.runtime import KernelBackend
@@ -73,6 +74,20 @@ def test_main_grad(dtype: torch.dtype):
     model.want.unfused.grad_fc1 = model.want.unfused.grad_fc1.to(dtype)
     model.want.unfused.grad_fc2 = model.want.unfused.grad_fc2.to(dtype)
     model.check(out, [w.main_grad for w in model.fc1], [w.main_grad for w in model.fc2])
+
+
+@pytest.mark.parametrize("keep", ["preactivations", "inputs"])
+def test_what_is_not_kept_is_the_same_again(keep: Keep):
+    whole, lean = Model(), Model()
+    lean.backend.keep = keep
+    outs = []
+    for model in (whole, lean):
+        outs.append(model.forward())
+        outs[-1].backward(model.inputs.grad_out[0])
+    assert torch.equal(*outs)
+    parameters = ([m.x, m.probs, *m.fc1, *m.fc2] for m in (whole, lean))
+    for want, got in zip(*parameters, strict=True):
+        assert torch.equal(got.grad, want.grad)
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])

@@ -40,6 +40,9 @@ CASES = {
         },
     ),
     "keep_inputs": Case(EP2_DP2, settings={"keep": "inputs"}, ddp=OVERLAP, fuse_main_grad=True),
+    "keep_preactivations": Case(
+        EP2_DP2, settings={"keep": "preactivations"}, ddp=OVERLAP, fuse_main_grad=True
+    ),
     "keep_inputs_pp2_ep2": Case(
         Layout(expert=2, pipeline=2), settings={"keep": "inputs"}, micro_batches=4
     ),

@@ -499,6 +499,47 @@ MUTANTS = [
             ),
         ),
     ),
+    Mutant(
+        "a gather ends before its rows have been read",
+        "ranks2_gather",
+        STILL_READ,
+        False,
+        (
+            dropped(
+                FORWARD,
+                "        await_rows(protocol::next_epoch(epoch));\n",
+                "        await_rows(protocol::next_epoch(epoch));\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a gather tells that rows have been read before they are",
+        "ranks2_gather",
+        BY_TMA,
+        False,
+        (
+            (
+                FORWARD,
+                "        dispatch(epoch);\n"
+                "        tell_rows(M::kTaken, protocol::next_epoch(epoch));\n",
+                "        tell_rows(M::kTaken, protocol::next_epoch(epoch));\n"
+                "        dispatch(epoch);\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a gather takes one epoch",
+        "ranks2_gather",
+        "is read",
+        False,
+        (
+            dropped(
+                FORWARD,
+                "        if (gathers) epoch = protocol::next_epoch(epoch);\n",
+                "        if (gathers) epoch = protocol::next_epoch(epoch);\n",
+            ),
+        ),
+    ),
     # Places.
     Mutant(
         "all ranks write a token's result to one slot",

@@ -18,6 +18,7 @@ COMPLETE = {
 }
 BOUNDED = {
     "ranks2_backward": 10_000,
+    "ranks2_gather": 10_000,
     "ctas2_backward": 10_000,
     "ctas3": 10_000,
     "meanwhile": 10_000,

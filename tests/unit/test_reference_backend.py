@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters
-from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
+from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig
 from flashmoe_megatron.reference import assert_close, moe_reference
 from flashmoe_megatron.reference_backend import ReferenceBackend
 from tests.distributed import RankPool
@@ -116,6 +116,33 @@ def test_routing(ranks: RankPool, routing: cases.Routing, num_ranks: int):
     config = cases.make_config(num_ranks=num_ranks)
     inputs = cases.make_inputs(config, routing, TOKENS[num_ranks], dtype=torch.float32)
     check(ranks, config, inputs)
+
+
+def grads_of(
+    group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs, keep: Keep
+) -> list[torch.Tensor]:
+    """All results of a rank whose forward keeps what it is told."""
+    rank = dist.get_rank(group)
+    backend = ReferenceBackend(config, group)
+    backend.keep = keep
+    experts = slice(rank * config.num_local_experts, (rank + 1) * config.num_local_experts)
+    leaves = [inputs.x[rank], inputs.probs[rank], *inputs.fc1[experts], *inputs.fc2[experts]]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    count = config.num_local_experts
+    weights = ExpertWeights(tuple(leaves[2 : 2 + count]), tuple(leaves[2 + count :]))
+    out = moe_apply(backend, *leaves[:2], inputs.routing_map[rank], weights)
+    out.backward(inputs.grad_out[rank])
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("keep", ["preactivations", "inputs"])
+def test_what_is_not_kept_is_the_same_again(ranks: RankPool, keep: Keep):
+    config = cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.skewed, TOKENS[2], dtype=torch.float32)
+    want, got = (ranks.run(grads_of, config, inputs, each, num_ranks=2) for each in ("all", keep))
+    for ours, theirs in zip(got, want, strict=True):
+        assert len(ours) == len(theirs) == 3 + 2 * config.num_local_experts
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])

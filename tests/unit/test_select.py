@@ -160,5 +160,5 @@ def test_rank_zero_alone_announces(ranks: RankPool):
 
 
 def test_unknown_keep():
-    with pytest.raises(ConfigError, match="keep 'some': wanted one of all, inputs"):
+    with pytest.raises(ConfigError, match="keep 'some': wanted one of all, preactivations, inputs"):
         select_backend(cases.CONFIG, None, "cpu", keep="some")  # type: ignore[arg-type]

@@ -55,8 +55,6 @@ struct BackwardPass {
     }
 };
 
-constexpr int kDispatchPiece = 2048;  // bytes of a row that a lane has on its way
-
 struct LayerSmem {
     StageRing<3> ring;
     Handover handover;

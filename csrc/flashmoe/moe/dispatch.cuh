@@ -10,7 +10,8 @@
 
 namespace flashmoe {
 
-constexpr int kDispatchLanes = 8;  // rows in flight of one warp
+constexpr int kDispatchLanes = 8;     // rows in flight of one warp
+constexpr int kDispatchPiece = 2048;  // bytes of a row that a lane has on its way
 
 template <int kPiece>  // bytes of a row in flight
 struct DispatchSmem {

@@ -104,7 +104,7 @@ struct Plan {
 struct Tickets {
     uint32_t tile, dispatch;
     uint32_t differentiated;  // finishers' shares of a backward's GEMM0 tiles, of all blocks
-    uint32_t routes_published, rows_published, leaving;
+    uint32_t routes_published, rows_published, rows_taken, leaving;
     GridBarrier barrier[2];
 };
 

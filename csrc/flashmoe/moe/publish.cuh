@@ -59,6 +59,18 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
     });
 }
 
+// Tells all ranks that this one's rows are in place, or with the epoch after that that it has read
+// those of others. Scope: the grid.
+__device__ __forceinline__ void tell_rows(const LayerArgs& args,
+                                          uint32_t* arrivals,
+                                          uint32_t epoch) {
+    const Shape& s = args.shape;
+    last_arrival(arrivals, [&] {
+        protocol::publish_rows<Atomics>(
+            s.num_ranks, epoch, [&](int rank) { return args.heap.row_signal(rank, s.rank); });
+    });
+}
+
 // Copies x, or dY, to where peers pull it from. This rank's own rows are read where they are, and
 // the signal also tells that this rank is done with the previous launch. Scope: the grid.
 __device__ __forceinline__ void publish_rows(const LayerArgs& args, uint32_t epoch) {
@@ -76,10 +88,7 @@ __device__ __forceinline__ void publish_rows(const LayerArgs& args, uint32_t epo
         }
         for (; i < chunks; i += step) to[i] = from[i];
     }
-    last_arrival(&args.workspace.tickets->rows_published, [&] {
-        protocol::publish_rows<Atomics>(
-            s.num_ranks, epoch, [&](int rank) { return args.heap.row_signal(rank, s.rank); });
-    });
+    tell_rows(args, &args.workspace.tickets->rows_published, epoch);
 }
 
 }  // namespace flashmoe

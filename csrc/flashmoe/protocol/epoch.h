@@ -15,6 +15,8 @@ FLASHMOE_PROTOCOL_CONST bool epoch_reached(uint32_t seen, uint32_t wanted) {
 // past 0 and 1, since epochs alternate between even and odd.
 FLASHMOE_PROTOCOL_CONST uint32_t ended_epoch(uint32_t epoch) { return epoch == ~0u ? 1 : epoch; }
 
+FLASHMOE_PROTOCOL_CONST uint32_t next_epoch(uint32_t epoch) { return ended_epoch(epoch) + 1; }
+
 // Routes, their signals and row bounds have two copies: a fast peer may publish epoch e + 1 while
 // this rank still reads e.
 FLASHMOE_PROTOCOL_CONST uint32_t parity(uint32_t epoch) { return epoch & 1; }

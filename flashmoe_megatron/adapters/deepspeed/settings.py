@@ -50,8 +50,9 @@ class Settings:
         row_bound: What the kernel's buffers of received rows hold, as a multiple of the mean number
             of rows per rank; a rank that receives more is an error, never a drop. ``None`` makes
             them exact, for which the host waits in every forward of training.
-        keep: What a forward keeps for its backward: "all" that this needs, or the layer's "inputs",
-            from which the backward computes the rest again.
+        keep: What a forward keeps for its backward: "all" that this needs; the first projection's
+            outputs ("preactivations"), and rows of tokens are fetched again; or the layer's
+            "inputs", from which the backward computes the rest again.
         max_tokens_per_rank: Most tokens of one rank and call. ``None`` has the ranks agree at each
             call, and the memory grow with the largest.
         metrics_interval: Optimizer steps between events for DeepSpeed's monitor; 0 sends none.

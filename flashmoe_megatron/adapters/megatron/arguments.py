@@ -95,8 +95,9 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         dest="flashmoe_keep",
         choices=KEEPS,
         default=defaults.keep,
-        help="What a forward keeps for its backward: all that this needs, or the layer's inputs, "
-        "from which the backward computes the rest again. Default: %(default)s.",
+        help="What a forward keeps for its backward: all that this needs; the first projection's "
+        "outputs, and rows of tokens are fetched again; or the layer's inputs, from which the "
+        "backward computes the rest again. Default: %(default)s.",
     )
     group.add_argument(
         flag_of("max_tokens"),

@@ -55,6 +55,7 @@ enum class Kind {
     kPlan,      // the plan alone; the epoch goes on
     kPlanned,   // the rest of it
     kBackward,  // along the last plan
+    kGather,    // dispatch alone, along the last plan; two epochs
 };
 
 struct Launch {
@@ -167,9 +168,9 @@ struct Memory {
             for (int i = 0; i < count; ++i) A::name(&counters[first + i], what, i);
         };
         static const char* const tickets[kTickets] = {
-            "tickets.tile",     "tickets.dispatch", "differentiated",   "routes_published",
-            "rows_published",   "leaving",          "barrier0.arrived", "barrier0.verdict",
-            "barrier1.arrived", "barrier1.verdict"};
+            "tickets.tile",     "tickets.dispatch", "differentiated",  "routes_published",
+            "rows_published",   "rows_taken",       "leaving",         "barrier0.arrived",
+            "barrier0.verdict", "barrier1.arrived", "barrier1.verdict"};
         for (int i = 0; i < kTickets; ++i) name(i, 1, tickets[i]);
         const int blocks = s.max_blocks();
         name(kTickets, blocks, "rows_ready");
@@ -186,9 +187,10 @@ struct Memory {
         kDifferentiated,
         kRoutes,
         kRows,
+        kTaken,
         kLeaving,
         kBarrier,
-        kTickets = 10
+        kTickets = 11
     };
 
     static int num_counters(const Sizes& s) {
@@ -245,7 +247,7 @@ class Agent {
         bool go_on = true;
         if (launch.kind != Kind::kPlanned) {
             if (role_ == 0) {
-                if (launch.kind == Kind::kBackward) {
+                if (launch.kind == Kind::kBackward or launch.kind == Kind::kGather) {
                     publish_rows(launch, epoch);
                 } else {
                     go_on = plan(launch, epoch);
@@ -258,7 +260,9 @@ class Agent {
             go_on = A::read(&here_.go_on[cta_]) != 0;
         }
         forget(1);
-        if (launch.kind != Kind::kPlan and go_on) {
+        if (launch.kind == Kind::kGather) {
+            if (role_ == 0) gather(epoch);
+        } else if (launch.kind != Kind::kPlan and go_on) {
             if (role_ == 0) A::write(&here_.next_unit[cta_], 0u);
             join_cta();
             // As in kernel/layer.cuh: every warp helps to combine once its own part is done.
@@ -308,7 +312,11 @@ class Agent {
                 A::write(&here_.rows[token], x_value(epoch, rank_, token));
             }
         }
-        protocol::arrive<A>(here_.counter(M::kRows), s_.ctas, [&] {
+        tell_rows(M::kRows, epoch);
+    }
+
+    void tell_rows(typename M::Counter arrivals, uint32_t epoch) {
+        protocol::arrive<A>(here_.counter(arrivals), s_.ctas, [&] {
             protocol::publish_rows<A>(
                 s_.ranks, epoch, [&](int rank) { return &world_.ranks[rank]->row_signals[rank_]; });
         });
@@ -499,10 +507,21 @@ class Agent {
 
     int num_blocks() { return int(A::read(&here_.header[0]) >> 32); }
 
-    void dispatch(uint32_t epoch) {
+    // Dispatch alone: kernel/gather.cuh.
+    void gather(uint32_t epoch) {
+        dispatch(epoch);
+        tell_rows(M::kTaken, protocol::next_epoch(epoch));
+        await_rows(protocol::next_epoch(epoch));
+    }
+
+    void await_rows(uint32_t epoch) {
         protocol::await_rows<A>(
             s_.ranks, epoch, [&](int src) { return &here_.row_signals[src]; },
             [&](int, auto load, auto done) { wait("dispatch waits for rows", load, done); });
+    }
+
+    void dispatch(uint32_t epoch) {
+        await_rows(epoch);
         const int num_rows = num_blocks() * s_.block_rows;
         for (;;) {
             forget(3);
@@ -846,7 +865,8 @@ class Agent {
     // The end of a launch: moe/args.cuh, and spoil_output of kernel/layer.cuh.
     void leave(const Launch& launch, uint32_t epoch, bool go_on) {
         if (not protocol::leave<A>(here_.counter(M::kLeaving), s_.ctas)) return;
-        const bool computes = launch.kind != Kind::kPlan;
+        const bool gathers = launch.kind == Kind::kGather;
+        const bool computes = launch.kind != Kind::kPlan and not gathers;
         if (protocol::who_gave_up<A>(&here_.gave_up[0]) != 0) A::fetch_or(&here_.raised[0], 1);
         const bool is_raised = A::load(&here_.raised[0]) != 0;
         if (is_raised and not launch.fails) A::write(&here_.spoiled[0], 1);
@@ -863,8 +883,17 @@ class Agent {
                                               rank_ * s_.local_experts() + local),
                      "a weight gradient was lost, or is wrong and passes for right");
         }
+        for (int row = 0; row < num_blocks() * s_.block_rows and gathers and not is_raised; ++row) {
+            const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+            A::check(A::read(&here_.received[row]) ==
+                         (meta.pad ? 0 : x_value(epoch, meta.src, meta.token)),
+                     "a row was lost, or is another");
+        }
         protocol::reset<A>(here_.counter(0), 0, 1, M::num_counters(s_));
-        if (computes or not go_on) A::write(&here_.epoch[0], protocol::ended_epoch(epoch));
+        if (gathers) epoch = protocol::next_epoch(epoch);
+        if (computes or gathers or not go_on) {
+            A::write(&here_.epoch[0], protocol::ended_epoch(epoch));
+        }
         if (launch.fails) A::write(&here_.raised[0], 0);  // the host clears the fault
     }
 

@@ -54,6 +54,10 @@ inline std::vector<Scenario> small_scenarios() {
         const Launch third = launch_of(Kind::kForward, s, {{{1}}, {{0}}});
         all.push_back({"ranks2", s, {first, second, third}});
         all.push_back({"ranks2_backward", s, {second, again(second, Kind::kBackward), third}});
+        // Rows are fetched again, and then written over.
+        all.push_back({"ranks2_gather",
+                       s,
+                       {third, again(third, Kind::kGather), again(third, Kind::kBackward)}});
     }
     {
         // One GPU whose tiles, deliveries and sums are done by whoever finds them.
@@ -165,7 +169,9 @@ inline std::vector<Launch> random_launches(const Sizes& s, int count, uint64_t s
             default:
                 launches.push_back(launch);
         }
-        if (not launch.fails and random.below(3) > 0) {
+        const bool has_backward = not launch.fails and random.below(3) > 0;
+        if (has_backward and random.below(4) == 0) launches.push_back(again(launch, Kind::kGather));
+        if (has_backward) {
             launches.push_back(again(launch, Kind::kBackward));
         }
     }

@@ -1,0 +1,41 @@
+// Dispatch alone: pulls the rows of a forward again, along its plan, for a backward whose forward
+// kept its pre-activations only. No results come back that would tell a rank that its rows have
+// been read, so a second signal does: the launch takes two epochs.
+#pragma once
+
+#include "flashmoe/moe/dispatch.cuh"
+#include "flashmoe/moe/publish.cuh"
+
+namespace flashmoe {
+
+constexpr int kGatherWarps = 4;
+
+struct GatherSmem {
+    DispatchSmem<kDispatchPiece> dispatch[kGatherWarps];
+};
+
+__global__ __launch_bounds__(kGatherWarps * 32, 1)  //
+    void gather_kernel(const __grid_constant__ LayerArgs args) {
+    extern __shared__ __align__(1024) uint8_t smem_bytes[];
+    auto& smem = *reinterpret_cast<GatherSmem*>(smem_bytes);
+    args.watchdog.trace.open();
+    open_counters();
+    const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
+    const uint32_t epoch = current_epoch(args.workspace), taken = protocol::next_epoch(epoch);
+    if (threadIdx.x % 32 == 0) {
+        for (Barrier& arrived : smem.dispatch[warp].arrived) arrived.init(1);
+        cutlass::arch::fence_barrier_init();
+    }
+    publish_rows(args, epoch);
+    __syncthreads();
+    dispatch(args, smem.dispatch[warp]);
+    tell_rows(args, &args.workspace.tickets->rows_taken, taken);
+    if (warp == 0) await_published_rows(args, taken);
+    args.watchdog.trace.close();
+    close_counters(args.workspace.totals);
+    leave(args.workspace, true, [&] {
+        if (threadIdx.x == 0) *args.workspace.epoch = protocol::ended_epoch(epoch);
+    });
+}
+
+}  // namespace flashmoe

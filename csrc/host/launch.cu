@@ -51,7 +51,7 @@ int forward_tiles(const FlashMoEProblem* p) {
 int backward_tiles(const FlashMoEProblem* p) { return ceil_div(p->intermediate, BLOCK_N); }
 
 int64_t placement_bytes(const FlashMoEProblem* p) {
-    return PlacementSmem::words(shape_of(p), p->num_ctas) * int64_t(sizeof(uint32_t));
+    return PlacementSmem::bytes(shape_of(p), p->num_ctas);
 }
 
 int check_problem(const FlashMoEProblem* p) {
@@ -538,7 +538,7 @@ int flashmoe_plan(const FlashMoEProblem* problem,
     PlanReport* report = &static_cast<Mailbox*>(group->mailbox)->report;
     static_cast<volatile PlanReport*>(report)->epoch = 0;
     return launch(reinterpret_cast<const void*>(&plan_kernel), problem->num_ctas, kPlanThreads,
-                  int(placement_bytes(problem)), group->stream, "plan launch", args, report);
+                  kPlanSmemBytes, group->stream, "plan launch", args, report);
 }
 
 int flashmoe_await_plan(const FlashMoEProblem* problem,

@@ -204,8 +204,8 @@ MUTANTS = [
     # Epochs and parities.
     Mutant(
         "routes have one copy",
-        "ranks2",
-        STILL_READ,
+        "walk",
+        "has gone past what is waited for",
         True,
         ((EPOCH, "return epoch & 1;", "return epoch & 0;"),),
     ),
@@ -268,9 +268,9 @@ MUTANTS = [
         (
             (
                 FORWARD,
-                "    void publish_rows(const Launch& launch, uint32_t epoch) {\n",
-                "    void publish_rows(const Launch& launch, uint32_t epoch) {\n"
-                "        if (launch.tokens[rank_] == 0) return;\n",
+                "    void tell_rows(typename M::Counter arrivals, uint32_t epoch) {\n",
+                "    void tell_rows(typename M::Counter arrivals, uint32_t epoch) {\n"
+                "        if (world_.launches[launch_index_].tokens[rank_] == 0) return;\n",
             ),
         ),
     ),
@@ -284,7 +284,7 @@ MUTANTS = [
     # Giving up.
     Mutant(
         "only the first to give up tells the others",
-        "ranks3_late",
+        "ranks3_late_backward",
         "passes for right",
         False,
         (
@@ -335,8 +335,8 @@ MUTANTS = [
             (GRID, "i < count; i += step) A::write", "i < 0; i += step) A::write"),
             (
                 FORWARD,
-                "        publish_rows(launch, epoch);\n        int num_tokens",
-                "        publish_rows(launch, epoch);\n"
+                "        publish_routes(launch, epoch);\n        int num_tokens",
+                "        publish_routes(launch, epoch);\n"
                 "        for (int i = 0; i < M::num_counters(s_) and cta_ == 0; ++i) {\n"
                 "            A::write(here_.counter(i), 0u);\n"
                 "        }\n"
@@ -557,7 +557,7 @@ MUTANTS = [
     Mutant(
         "all ranks share a token's signal of results",
         "ranks3",
-        "results",
+        "a token's sum is wrong",
         False,
         (
             (

@@ -10,10 +10,10 @@ from tests.protocol.programs import run, summary
 # States that each has; a search that ends earlier has lost some.
 COMPLETE = {
     "ranks2": 60_000,
-    "ranks3": 1_300,
-    "ranks3_apart": 4_000,
-    "ranks3_split": 290,
-    "ranks3_refused": 190,
+    "ranks3": 520,
+    "ranks3_apart": 1_000,
+    "ranks3_split": 55,
+    "ranks3_refused": 70,
     "ctas2": 4_800,
 }
 BOUNDED = {
@@ -24,6 +24,7 @@ BOUNDED = {
     "meanwhile": 10_000,
     "ranks3_absent": 10_000,
     "ranks3_late": 10_000,
+    "ranks3_late_backward": 10_000,
 }
 
 

@@ -6,6 +6,7 @@
 namespace flashmoe {
 
 constexpr int kPlanThreads = 512;
+constexpr int kPlanSmemBytes = 224 * 1024;  // whatever the placement leaves copies rows
 
 // What the host reads after a plan; after the fault record in the mailbox.
 struct PlanReport {
@@ -16,7 +17,7 @@ struct PlanReport {
 
 __global__ __launch_bounds__(kPlanThreads, 1)  //
     void plan_kernel(const __grid_constant__ LayerArgs args, volatile PlanReport* report) {
-    extern __shared__ uint32_t smem[];
+    extern __shared__ __align__(128) uint8_t smem[];
     open_counters();
     const uint32_t epoch = current_epoch(args.workspace);
     const bool go_on = plan_layer(args, epoch, smem);

@@ -80,6 +80,10 @@ struct PlacementSmem {
         const int64_t local = s.num_local_experts();
         return ceil_div(s.num_chunks(), num_ctas) * local + s.num_experts + 4 * local + 2;
     }
+    // Whole lines, since the copy of rows has what is behind it.
+    __host__ __device__ static int64_t bytes(const Shape& s, int num_ctas) {
+        return align_up<int64_t>(words(s, num_ctas) * int64_t(sizeof(uint32_t)), 128);
+    }
     __device__ PlacementSmem(const Shape& s, void* smem) {
         const int local = s.num_local_experts();
         counts = static_cast<uint32_t*>(smem);
@@ -274,18 +278,32 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
                                                uint32_t epoch,
                                                void* smem_base) {
     __shared__ int num_tokens[kMaxRanks];
+    __shared__ uint64_t loaded;
     const PlacementSmem smem(args.shape, smem_base);
+    const uint32_t used = PlacementSmem::bytes(args.shape, int(gridDim.x));
+    RowCopy copy(args, static_cast<uint8_t*>(smem_base) + used, ptx::dynamic_smem_bytes() - used,
+                 reinterpret_cast<Barrier&>(loaded));
+    const bool copies = threadIdx.x == blockDim.x - 32;
+    if (copies) copy.begin(args.watchdog);
     publish_routes(args, epoch);
-    publish_rows(args, epoch);
+    if (copies) copy.advance(args.watchdog);
     count_routes(args, epoch, smem, num_tokens);
+    if (copies) copy.advance(args.watchdog);
     const bool counted = grid_barrier(args.watchdog, &args.workspace.tickets->barrier[0], [&] {
         // A CTA that was told that a peer gave up has not counted its share.
         return ptx::ld_acquire_gpu(args.workspace.raised) == 0 and args.watchdog.who_gave_up() == 0;
     });
-    if (not counted or not rows_fit(args, epoch)) return false;
-    place_experts(args, smem);
-    place_rows(args, epoch, smem, num_tokens);
-    return grid_barrier(args.watchdog, &args.workspace.tickets->barrier[1], [] { return true; });
+    const bool goes_on = counted and rows_fit(args, epoch);
+    if (copies) copy.advance(args.watchdog);
+    if (goes_on) {
+        place_experts(args, smem);
+        if (copies) copy.advance(args.watchdog);
+        place_rows(args, epoch, smem, num_tokens);
+    }
+    if (copies) copy.finish(args.watchdog);
+    tell_rows(args, &args.workspace.tickets->rows_published, epoch);
+    return goes_on and
+           grid_barrier(args.watchdog, &args.workspace.tickets->barrier[1], [] { return true; });
 }
 
 }  // namespace flashmoe

@@ -2,9 +2,12 @@
 // place.
 #pragma once
 
+#include <cute/arch/copy_sm90_tma.hpp>
+
 #include "flashmoe/comm/grid.cuh"
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/tile/element.cuh"
+#include "flashmoe/tile/pipeline.cuh"
 
 namespace flashmoe {
 
@@ -70,6 +73,73 @@ __device__ __forceinline__ void tell_rows(const LayerArgs& args,
             s.num_ranks, epoch, [&](int rank) { return args.heap.row_signal(rank, s.rank); });
     });
 }
+
+// Copies x to where peers pull it from while the CTA plans: by bulk copies, in as large steps as
+// there is shared memory to spare. Scope: one thread of each CTA.
+class RowCopy {
+ public:
+    __device__ __forceinline__
+    RowCopy(const LayerArgs& args, uint8_t* buffer, uint32_t buffer_bytes, Barrier& loaded)
+        : loaded_(&loaded), buffer_(buffer), buffer_bytes_(buffer_bytes / kPiece * kPiece) {
+        const Shape& s = args.shape;
+        // This rank's own rows are read where they are.
+        const int64_t bytes = s.num_ranks > 1 ? int64_t(args.num_tokens) * s.hidden * 2 : 0;
+        const int64_t share = align_up<int64_t>(ceil_div<int64_t>(bytes, gridDim.x), kPiece);
+        const int64_t first = min(int64_t(blockIdx.x) * share, bytes);
+        from_ = args.x + first;
+        to_ = args.heap.row(s.rank, 0) + first;
+        left_ = min(share, bytes - first);
+    }
+    __device__ __forceinline__ void begin(const Watchdog& watchdog) {
+        loaded_->init(1);
+        cutlass::arch::fence_barrier_init();
+        advance(watchdog);
+    }
+    // Begins the next step, for which the last one should have had time.
+    __device__ __forceinline__ void advance(const Watchdog& watchdog) {
+        if (step_bytes_ > 0) {
+            wait_barrier(watchdog, Role::kDispatchCopy, *loaded_, parity_);
+            parity_ ^= 1;
+            for_pieces([&](uint32_t at, uint32_t bytes) {
+                cute::SM90_BULK_COPY_S2G::copy(buffer_ + at, to_ + at, int32_t(bytes));
+            });
+            cute::tma_store_arrive();
+            from_ += step_bytes_, to_ += step_bytes_, left_ -= step_bytes_;
+            step_bytes_ = 0;
+        } else if (left_ > 0) {
+            cute::tma_store_wait<0>();  // the buffer has been read
+            step_bytes_ = uint32_t(min(left_, int64_t(buffer_bytes_)));
+            loaded_->arrive_and_expect_tx(step_bytes_);
+            for_pieces([&](uint32_t at, uint32_t bytes) {
+                cute::SM90_BULK_COPY_G2S::copy(from_ + at, reinterpret_cast<uint64_t*>(loaded_),
+                                               buffer_ + at, int32_t(bytes));
+            });
+        }
+    }
+    __device__ __forceinline__ void finish(const Watchdog& watchdog) {
+        while (left_ > 0) advance(watchdog);
+        ptx::bulk_wait_complete();
+    }
+
+    static constexpr uint32_t kPiece = 8192;
+
+ private:
+    template <class Copy>
+    __device__ __forceinline__ void for_pieces(Copy copy) const {
+        for (uint32_t at = 0; at < step_bytes_; at += kPiece) {
+            copy(at, min(kPiece, step_bytes_ - at));
+        }
+    }
+
+    Barrier* loaded_;
+    uint8_t* buffer_;
+    uint32_t buffer_bytes_;
+    const char* from_;
+    char* to_;
+    int64_t left_;
+    uint32_t step_bytes_ = 0;  // of the step whose loads are under way
+    uint32_t parity_ = 0;
+};
 
 // Copies x, or dY, to where peers pull it from. This rank's own rows are read where they are, and
 // the signal also tells that this rank is done with the previous launch. Scope: the grid.

@@ -81,6 +81,12 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
     return now;
 }
 
+__device__ __forceinline__ uint32_t dynamic_smem_bytes() {
+    uint32_t bytes;
+    asm volatile("mov.u32 %0, %dynamic_smem_size;" : "=r"(bytes));
+    return bytes;
+}
+
 // Which CTA of its cluster this one is.
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;

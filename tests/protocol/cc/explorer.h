@@ -95,6 +95,7 @@ struct Thread {
     bool has_request;
     Request request;
     bool timed_out, escaped;  // how its last wait ended
+    bool is_in_time;          // no wait runs out of time while somebody can go on
     uint64_t reply, history;
     int stage;
     View now, release_gpu, release_system, acquire_gpu, acquire_system, async;
@@ -162,6 +163,8 @@ class Engine {
         has_timeouts_ = true;
         early_timeouts_ = early;
     }
+    // Of the running thread's waits, until told otherwise.
+    void set_in_time(bool is_in_time) { running_->is_in_time = is_in_time; }
     bool is_void() const { return is_void_; }
 
     // All orders, up to `max_states`. False if a rule broke; `failure` then says which and how.
@@ -542,6 +545,7 @@ class Engine {
         for (Thread* thread : threads_) {
             thread->is_started = thread->is_finished = thread->is_joining = false;
             thread->has_request = false;
+            thread->is_in_time = false;
             thread->history = 1;
             thread->stage = 0;
             thread->copies.clear();
@@ -582,7 +586,8 @@ class Engine {
                     options->push_back({&thread, word.messages[i], true});
                 }
             }
-            if (timeouts_left_ > 0 and (not is_reducing_ or thread.rank == 0)) {
+            if (timeouts_left_ > 0 and not thread.is_in_time and
+                (not is_reducing_ or thread.rank == 0)) {
                 options->push_back({&thread, nullptr, false});
             }
         }
@@ -963,6 +968,7 @@ struct Atomics {
         Engine::current()->arrive(join.id, orders_copies);
     }
     static bool is_void() { return Engine::current()->is_void(); }
+    static void set_in_time(bool is_in_time) { Engine::current()->set_in_time(is_in_time); }
     static void forget(int place, int stage) { Engine::current()->forget(place, stage); }
     static void name(const U32* word, const char* name, int index) {
         Engine::current()->name_location(word->id, name, index);

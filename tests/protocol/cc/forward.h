@@ -66,6 +66,7 @@ struct Launch {
     int row_bound = 1 << 20;                              // blocks that fit in every rank's buffers
     bool fails = false;                                   // hence no rank goes on
     int absent_rank = -1;                                 // does not launch, and exits
+    bool is_in_time = false;                              // no wait runs out of time early
 };
 
 inline uint64_t mix(uint64_t a, uint64_t b) {
@@ -243,6 +244,7 @@ class Agent {
     using M = Memory<A>;
 
     void run_launch(const Launch& launch) {
+        A::set_in_time(launch.is_in_time);
         const uint32_t epoch = uint32_t(A::read(&here_.epoch[0])) + 1;
         bool go_on = true;
         if (launch.kind != Kind::kPlanned) {
@@ -307,12 +309,16 @@ class Agent {
     }
 
     void publish_rows(const Launch& launch, uint32_t epoch) {
+        copy_rows(launch, epoch);
+        tell_rows(M::kRows, epoch);
+    }
+
+    void copy_rows(const Launch& launch, uint32_t epoch) {
         if (s_.ranks > 1) {
             for (int token = cta_; token < launch.tokens[rank_]; token += s_.ctas) {
                 A::write(&here_.rows[token], x_value(epoch, rank_, token));
             }
         }
-        tell_rows(M::kRows, epoch);
     }
 
     void tell_rows(typename M::Counter arrivals, uint32_t epoch) {
@@ -330,18 +336,21 @@ class Agent {
     // Plan: moe/place.cuh, with one token a chunk.
 
     bool plan(const Launch& launch, uint32_t epoch) {
+        copy_rows(launch, epoch);  // on the way while the rest is planned
         publish_routes(launch, epoch);
-        publish_rows(launch, epoch);
         int num_tokens[kMaxRanks];
         if (await_routes(epoch, num_tokens)) count_routes(epoch, num_tokens);
         const bool counted = grid_barrier(0, [&] {
             return A::template load_acquire<protocol::Scope::kGpu>(&here_.raised[0]) == 0 and
                    protocol::who_gave_up<A>(&here_.gave_up[0]) == 0;
         });
-        if (not counted or not rows_fit(epoch)) return false;
-        check_counts(launch);
-        place_rows(epoch, num_tokens);
-        return grid_barrier(1, [] { return true; });
+        const bool goes_on = counted and rows_fit(epoch);
+        if (goes_on) {
+            check_counts(launch);
+            place_rows(epoch, num_tokens);
+        }
+        tell_rows(M::kRows, epoch);
+        return goes_on and grid_barrier(1, [] { return true; });
     }
 
     bool await_routes(uint32_t epoch, int (&num_tokens)[kMaxRanks]) {

@@ -90,7 +90,11 @@ inline std::vector<Scenario> small_scenarios() {
         // The first rank's waits may run out of time although nobody is late; whoever has void rows
         // by then must not take them for right.
         s.topk = 1;
-        all.push_back({"ranks3_late", s, {launch_of(Kind::kForward, s, {{}, {}, {{1}}})}, 1});
+        Launch lone = launch_of(Kind::kForward, s, {{}, {}, {{1}}});
+        all.push_back({"ranks3_late", s, {lone}, 1});
+        const Launch back = again(lone, Kind::kBackward);
+        lone.is_in_time = true;
+        all.push_back({"ranks3_late_backward", s, {lone, back}, 1});
         all.push_back({"ranks3_refused", s, {refused, second, large}});
     }
     {

@@ -17,8 +17,7 @@ _HEAD = """\
 
 Made by `python tools/build.py --resources` with {release}; a test compares it with what is built.
 Registers are those of a launch, per thread, before `setmaxnreg` moves them between warps. Shared
-memory is per CTA, in bytes; "by shape": as much as the layer's shape asks for. A spill fails the
-build.
+memory is per CTA, in bytes. A spill fails the build.
 
 | kernel | registers | static shared | dynamic shared | spilled bytes | stack bytes |
 | --- | --- | --- | --- | --- | --- |
@@ -45,7 +44,7 @@ def render(
     names = [short_name(name) for name in demangled([one.kernel for one in kernels])]
     rows = []
     for name, one in sorted(zip(names, kernels, strict=True), key=lambda row: row[0]):
-        on_launch = dynamic.get(name.partition("<")[0], "by shape")
+        on_launch = dynamic.get(name.partition("<")[0], 0)
         rows.append(
             f"| `{name}` | {one.registers} | {one.shared_bytes} | {on_launch} | "
             f"{one.spilled_bytes} | {one.stack_bytes} |"

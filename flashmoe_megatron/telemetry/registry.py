@@ -160,9 +160,9 @@ METRICS: dict[str, Metric] = {
             "TFLOP/s per GPU",
             "higher",
             "ratio of sums",
-            "FLOPs of the routed rows' two projections, pads and weights' gradients left out, over "
-            "kernel_ms",
-            "2 * rows * hidden * (fc1 rows + intermediate)",
+            "FLOPs of the routed rows' two projections, in backward of the rows' and the weights' "
+            "gradients, pads left out, over kernel_ms",
+            "2 * rows * hidden * (fc1 rows + intermediate), in backward twice",
         ),
         Metric(
             "tokens_per_second",

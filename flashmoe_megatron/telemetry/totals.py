@@ -68,7 +68,7 @@ class LaunchTotals:
         num_tokens: Tokens of the ranks that launched.
         num_rows: Routed rows received.
         tile_rows: Rows of the tiles that hold them.
-        flops: Of both projections of the routed rows.
+        flops: Of both projections of the routed rows; in backward, of the gradients of both.
         counted_launches: Launches whose traffic is known.
         sent_bytes: What crossed a link in them, counted where it arrived (dispatch) or left
             (combine).
@@ -115,7 +115,8 @@ class LaunchTotals:
         self.num_tokens += record.num_tokens
         self.num_rows += record.num_rows
         self.tile_rows += record.num_row_blocks * TILE_M
-        self.flops += 2 * record.num_rows * config.hidden * (config.fc1_rows + config.intermediate)
+        flops = 2 * record.num_rows * config.hidden * (config.fc1_rows + config.intermediate)
+        self.flops += flops if record.direction == "forward" else 2 * flops
         if record.rows_pulled:
             self._add_traffic(record, place)
         self._add_phases(record, place)

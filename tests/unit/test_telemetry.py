@@ -80,6 +80,8 @@ def test_directions_are_apart() -> None:
     values = metrics_of(records.RECORD, records.record(direction="backward", end_ns=2_005_000))
     assert values["flashmoe/forward/kernel_ms"] == pytest.approx(1.0)
     assert values["flashmoe/backward/kernel_ms"] == pytest.approx(2.0)
+    # The gradients of rows and of weights, in twice the time.
+    assert values["flashmoe/backward/tflops"] == pytest.approx(values["flashmoe/forward/tflops"])
 
 
 def test_what_was_not_measured_is_absent() -> None:

@@ -14,7 +14,7 @@ COMPLETE = {
     "ranks3_apart": 1_000,
     "ranks3_split": 55,
     "ranks3_refused": 70,
-    "ctas2": 4_800,
+    "ctas2": 4_700,
 }
 BOUNDED = {
     "ranks2_backward": 10_000,

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
+#include "flashmoe/protocol/order.h"
 #include "flashmoe/tile/handover.cuh"
 
 namespace flashmoe {
@@ -21,17 +22,18 @@ __device__ __forceinline__ const WeightGradProduct& product_of(const BackwardArg
     return args.weight_grads.product[tile.gemm - kFirstWeightGrad];
 }
 
-// Ticket -> pair of tiles; an expert's pairs stay together, m fastest.
+// Ticket -> pair of tiles; an expert's pairs stay together.
 __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, int ticket) {
     for (int which = 0; which < 2; ++which) {
         const WeightGradProduct& product = args.weight_grads.product[which];
-        const int num_m = ceil_div(product.num_out, kClusterSize * BLOCK_M);
-        const int per_expert = num_m * ceil_div(product.num_in, BLOCK_N);
+        const protocol::BandOrder order{ceil_div(product.num_out, kClusterSize * BLOCK_M),
+                                        ceil_div(product.num_in, BLOCK_N)};
+        const int per_expert = order.num_m * order.num_n;
         const int tiles = args.shape.num_local_experts() * per_expert;
         if (ticket < tiles) {
-            const int in_expert = ticket % per_expert;
+            const protocol::BandOrder::Place place = order.at(ticket % per_expert);
             return {int16_t(kFirstWeightGrad + which), Pair::kAlongM, ticket / per_expert,
-                    in_expert % num_m * kClusterSize, in_expert / num_m};
+                    place.m * kClusterSize, place.n};
         }
         ticket -= tiles;
     }

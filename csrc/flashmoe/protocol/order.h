@@ -59,4 +59,22 @@ struct TileOrder {
     }
 };
 
+// The pairs of tiles of one expert's weight gradient, in bands of kBand along M and all of N: what
+// is computed at the same time is about square, and reads the fewest columns of both operands.
+struct BandOrder {
+    int num_m, num_n;
+
+    static constexpr int kBand = 8;
+
+    struct Place {
+        int m, n;
+    };
+    FLASHMOE_PROTOCOL Place at(int index) const {
+        const int band = index / (kBand * num_n) * kBand, left = num_m - band;
+        const int width = left < kBand ? left : kBand;
+        index -= band * num_n;
+        return {band + index % width, index / width};
+    }
+};
+
 }  // namespace flashmoe::protocol

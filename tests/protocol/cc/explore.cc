@@ -122,6 +122,19 @@ int order(int most) {
             }
         }
     }
+    for (int num_m = 1; num_m <= 40; ++num_m) {
+        for (int num_n = 1; num_n <= 40; ++num_n) {
+            const protocol::BandOrder order{num_m, num_n};
+            std::vector<int> seen(num_m * num_n);
+            for (int index = 0; index < num_m * num_n; ++index, ++tickets) {
+                const auto [m, n] = order.at(index);
+                const bool is_tile = m >= 0 and m < num_m and n >= 0 and n < num_n;
+                if (not is_tile or seen[n * num_m + m]++) {
+                    return std::fprintf(stderr, "a weight gradient's tile is lost\n"), 1;
+                }
+            }
+        }
+    }
     std::printf("{\"scenario\": \"order\", \"tickets\": %ld}\n", tickets);
     return 0;
 }

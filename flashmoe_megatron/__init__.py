@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         RoutingError,
         ShapeError,
     )
-    from flashmoe_megatron.layer import FlashMoELayer, moe_forward
+    from flashmoe_megatron.gate import GateConfig
+    from flashmoe_megatron.layer import FlashMoELayer, Gated, moe_forward, moe_gated_forward
     from flashmoe_megatron.planner import (
         dispatch_volume,
         expert_capacity,
@@ -42,6 +43,8 @@ __all__ = [
     "ExpertWeights",
     "FlashMoEError",
     "FlashMoELayer",
+    "GateConfig",
+    "Gated",
     "HeapError",
     "MoEConfig",
     "PeerTimeoutError",
@@ -57,6 +60,7 @@ __all__ = [
     "expert_capacity",
     "moe_apply",
     "moe_forward",
+    "moe_gated_forward",
     "moe_reference",
     "plan_buffer_rows",
     "plan_capacity",
@@ -78,7 +82,8 @@ _HOME = {
             "RoutingError",
             "ShapeError",
         ),
-        "layer": ("FlashMoELayer", "moe_forward"),
+        "gate": ("GateConfig",),
+        "layer": ("FlashMoELayer", "Gated", "moe_forward", "moe_gated_forward"),
         "planner": ("dispatch_volume", "expert_capacity", "plan_buffer_rows", "plan_capacity"),
         "reference": ("moe_reference",),
         "reference_backend": ("ReferenceBackend",),

@@ -19,13 +19,14 @@ from flashmoe_megatron.errors import (
     RowBoundError,
 )
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY = Path(__file__).with_name("libflashmoe.so")
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
 
 OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS = range(6)
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
+SOFTMAX_OF_CHOSEN, SOFTMAX, SIGMOID = range(3)
 ACTIVATIONS = {
     Activation.SILU: 0,
     Activation.GELU: 1,
@@ -185,9 +186,13 @@ class FlashMoEInput(_Sized):
         ("struct_size", ctypes.c_uint32),
         ("num_tokens", ctypes.c_int32),
         ("probs_dtype", ctypes.c_int32),
+        ("score", ctypes.c_int32),
         ("x", ctypes.c_void_p),
         ("probs", ctypes.c_void_p),
         ("routing_map", ctypes.c_void_p),
+        ("gate_weight", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("scaling_factor", ctypes.c_float),
     ]
 
 

@@ -8,6 +8,7 @@ import torch
 from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
 from flashmoe_megatron.checks import check_tokens
 from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.weights import SplitGrads, SplitWeights
 
 
@@ -21,6 +22,7 @@ def moe_apply(
     accumulate_into_main_grad: bool = False,
     ordered_grads: bool = False,
     layer: int = 0,
+    gate: Gate | None = None,
 ) -> torch.Tensor:
     """Applies a layer's routed experts, with gradients for tokens, probabilities and weights.
 
@@ -51,6 +53,8 @@ def moe_apply(
             their order depends on what else is in a rank's graph, since autograd runs the nodes
             that accumulate them as they lie in a heap; ZeRO pairs the ranks' gradients by order.
         layer: A number that comes back in the records of this forward and of its backward.
+        gate: Fills ``probs`` and ``routing_map`` in, which
+            :func:`~flashmoe_megatron.gate.open_gate` has made, in the same launch.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
@@ -64,7 +68,7 @@ def moe_apply(
     parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
     if not parameters or not any(t.requires_grad for t in (x, probs, *parameters)):
         return backend.forward(
-            x, probs, routing_map, _joined(weights), training=False, layer=layer
+            x, probs, routing_map, _joined(weights), training=False, layer=layer, gate=gate
         )[0]
     if ordered_grads:
         # Each view is a node with a place of its own in the order of backward.
@@ -74,6 +78,7 @@ def moe_apply(
         weights,
         accumulate_into_main_grad,
         layer,
+        gate,
         routing_map,
         x,
         probs,
@@ -98,6 +103,7 @@ class _RoutedExperts(torch.autograd.Function):
         weights: ExpertWeights | SplitWeights,
         accumulate_into_main_grad: bool,
         layer: int,
+        gate: Gate | None,
         routing_map: torch.Tensor,
         x: torch.Tensor,
         probs: torch.Tensor,
@@ -105,7 +111,13 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> torch.Tensor:
         keeps_inputs = backend.keep == "inputs"
         out, saved = backend.forward(
-            x, probs, routing_map, _joined(weights), training=not keeps_inputs, layer=layer
+            x,
+            probs,
+            routing_map,
+            _joined(weights),
+            training=not keeps_inputs,
+            layer=layer,
+            gate=gate,
         )
         if keeps_inputs:
             saved = _Inputs(x, probs, routing_map, layer)
@@ -155,7 +167,7 @@ class _RoutedExperts(torch.autograd.Function):
             targets["fc2_bias"],
         )
         # Autograd drops the gradients of inputs that need none.
-        return None, None, None, None, None, grad_x, grad_probs, *destinations.grads()
+        return None, None, None, None, None, None, grad_x, grad_probs, *destinations.grads()
 
 
 @dataclasses.dataclass

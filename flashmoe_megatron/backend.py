@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from flashmoe_megatron.config import Keep, MoEConfig
+from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 
@@ -100,6 +101,7 @@ class Backend(Protocol):
         *,
         training: bool,
         layer: int = 0,
+        gate: Gate | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Applies the routed experts.
 
@@ -111,6 +113,7 @@ class Backend(Protocol):
             weights: The local experts.
             training: Whether a backward will follow; what it needs is returned as ``saved``.
             layer: A number that comes back in the records of this forward and of its backward.
+            gate: Computes ``probs`` and ``routing_map`` first: they are its own, and are written.
 
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an

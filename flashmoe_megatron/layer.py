@@ -1,7 +1,7 @@
 """The layer from plain PyTorch: token choices in, mixed tokens out."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.checks import TOKEN_DTYPES, check_readable
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
+from flashmoe_megatron.gate import GateConfig, open_gate
 from flashmoe_megatron.select import BackendKind, select_backend
 from flashmoe_megatron.weights import SplitWeights
 
@@ -61,6 +62,73 @@ def moe_forward(
     )
 
 
+class Gated(NamedTuple):
+    """What a layer with a fused gate gives.
+
+    Attributes:
+        out: ``[num_tokens, hidden]`` in the dtype of the tokens.
+        probs: ``[num_tokens, num_experts]`` float32 (float64 if the tokens are), 0 where not
+            chosen; differentiable.
+        logits: ``[num_tokens, num_experts]`` like ``probs``; differentiable.
+        routing_map: ``[num_tokens, num_experts]`` bool, the experts that each token has chosen.
+    """
+
+    out: torch.Tensor
+    probs: torch.Tensor
+    logits: torch.Tensor
+    routing_map: torch.Tensor
+
+
+def moe_gated_forward(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    weights: ExpertWeights | SplitWeights,
+    *,
+    backend: Backend,
+    gate: GateConfig | None = None,
+    ordered_grads: bool = False,
+    layer: int = 0,
+) -> Gated:
+    """Lets every token choose its experts and applies them, in one launch. Collective.
+
+    Logits are products of ``x`` and ``gate_weight`` with float32 sums, as of Megatron's router with
+    ``--moe-router-dtype fp32``. What comes back beside the output is for auxiliary losses.
+
+    Args:
+        x: ``[num_tokens, hidden]``, contiguous, 16-byte aligned.
+        gate_weight: ``[num_experts, hidden]``, contiguous, in the dtype of ``x``.
+        weights: The local experts.
+        backend: From :func:`~flashmoe_megatron.select.select_backend`.
+        gate: How a token chooses its ``topk`` experts; by default softmax over their logits.
+        ordered_grads: See :func:`~flashmoe_megatron.autograd.moe_apply`.
+        layer: See there.
+
+    Returns:
+        Output, probabilities, logits and routing map.
+
+    Raises:
+        ShapeError: A tensor is not what the backend was built for.
+        RoutingError: A logit is NaN; raised late where the host does not wait for the launch.
+    """
+    config = backend.config
+    if x.dim() != 2:
+        raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
+    check_readable("x", x)
+    check_readable("gate weight", gate_weight)
+    probs, logits, opened = open_gate(config, x, gate_weight, gate or GateConfig())
+    out = moe_apply(
+        backend,
+        x,
+        probs,
+        opened.routing_map,
+        weights,
+        ordered_grads=ordered_grads,
+        layer=layer,
+        gate=opened,
+    )
+    return Gated(out, probs, logits, opened.routing_map)
+
+
 class FlashMoELayer(nn.Module):
     """A mixture-of-experts layer whose experts are spread over a process group.
 
@@ -87,6 +155,7 @@ class FlashMoELayer(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         backend: BackendKind | Backend = "auto",
         router: bool = False,
+        fuse_gate: bool = False,
         bias: bool = False,
         check_routing: bool = True,
         **kernel_options: Any,
@@ -101,6 +170,7 @@ class FlashMoELayer(nn.Module):
                 or float64.
             backend: Which to choose, or another layer's, of an equal ``config``.
             router: Own a router, so that :meth:`forward` can be called with tokens alone.
+            fuse_gate: Compute the own router's choice in the layer's launch.
             bias: Give both projections of every expert a bias.
             check_routing: See :func:`moe_forward`.
             **kernel_options: See :func:`~flashmoe_megatron.select.select_backend`.
@@ -115,6 +185,8 @@ class FlashMoELayer(nn.Module):
             raise ConfigError(f"dtype {dtype}: wanted one of {_names(TOKEN_DTYPES)}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if fuse_gate and not router:
+            raise ConfigError("fuse_gate=True without a router: wanted router=True")
         if isinstance(backend, str):
             backend = select_backend(config, group, device, kind=backend, **kernel_options)
         elif backend.config != config:
@@ -126,6 +198,7 @@ class FlashMoELayer(nn.Module):
         self.config = config
         self.backend = backend
         self.check_routing = check_routing
+        self.fuse_gate = fuse_gate
         self._rank = 0 if group is None else dist.get_rank(group)
 
         def make(*shape: int, count: int = config.num_local_experts) -> nn.ParameterList:
@@ -202,14 +275,17 @@ class FlashMoELayer(nn.Module):
         tokens = x.view(-1, self.config.hidden)
         if (topk_idx is None) != (topk_weight is None):
             raise ConfigError("topk_idx and topk_weight: give both or none")
-        if topk_idx is None or topk_weight is None:
-            topk_idx, topk_weight = self.route(tokens)
         weights = ExpertWeights(
             fc1=tuple(self.fc1),
             fc2=tuple(self.fc2),
             fc1_bias=tuple(self.fc1_bias),
             fc2_bias=tuple(self.fc2_bias),
         )
+        if topk_idx is None or topk_weight is None:
+            if self.router is not None and self.fuse_gate:
+                gated = moe_gated_forward(tokens, self.router.weight, weights, backend=self.backend)
+                return gated.out.view(x.shape)
+            topk_idx, topk_weight = self.route(tokens)
         out = moe_forward(
             tokens,
             topk_idx,

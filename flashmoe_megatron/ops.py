@@ -11,12 +11,18 @@ import ctypes
 import torch
 
 from flashmoe_megatron import _native
+from flashmoe_megatron.gate import Gate
 
 _LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-call]
+# Either probs and routing_map are given, or a gate's weight and its logits, probs and routing_map,
+# which are written.
+_ROUTING = (
+    "Tensor x, Tensor? probs, Tensor? routing_map, Tensor? gate_weight, Tensor(g!)[] gated,"
+    " int score, float scaling_factor"
+)
 for _schema in (
-    "plan(Tensor x, Tensor probs, Tensor routing_map, Tensor(a!) plan, int problem, int group)"
-    " -> ()",
-    "forward(Tensor x, Tensor probs, Tensor routing_map, Tensor(a!) plan, Tensor weight_maps,"
+    f"plan({_ROUTING}, Tensor(a!) plan, int problem, int group) -> ()",
+    f"forward({_ROUTING}, Tensor(a!) plan, Tensor weight_maps,"
     " Tensor? biases, Tensor(b!) rows, Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out,"
     " int num_row_blocks, bool is_planned, int layer, int problem, int group) -> ()",
     "gather(Tensor x, Tensor plan, Tensor(a!) rows, int num_row_blocks, int problem, int group)"
@@ -47,33 +53,73 @@ def _call(function: str, problem: int, group: int, *arguments: object) -> None:
         raise _native.error(status)
 
 
-def _input(x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> object:
+def routing(
+    probs: torch.Tensor, routing_map: torch.Tensor, gate: Gate | None = None
+) -> tuple[object, ...]:
+    """What :data:`plan` and :data:`forward` take behind ``x``: the routing, or what computes it."""
+    if gate is None:
+        return probs, routing_map, None, [], 0, 1.0
+    config = gate.config
+    score = _native.SOFTMAX if config.pre_softmax else _native.SOFTMAX_OF_CHOSEN
+    if config.score == "sigmoid":
+        score = _native.SIGMOID
+    written = [gate.logits, gate.probs, gate.routing_map]
+    return None, None, gate.weight, written, score, config.scaling_factor
+
+
+def _input(
+    x: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor | None,
+    gate_weight: torch.Tensor | None,
+    gated: list[torch.Tensor],
+    score: int,
+    scaling_factor: float,
+) -> object:
+    logits = None
+    if gate_weight is not None:
+        logits, probs, routing_map = gated
+    assert probs is not None
+    assert routing_map is not None
     return ctypes.byref(
         _native.FlashMoEInput(
             x.shape[0],
             _DTYPES[probs.dtype],
+            score,
             x.data_ptr(),
             probs.data_ptr(),
             routing_map.data_ptr(),
+            None if gate_weight is None else gate_weight.data_ptr(),
+            None if logits is None else logits.data_ptr(),
+            scaling_factor,
         )
     )
 
 
 def _plan(
     x: torch.Tensor,
-    probs: torch.Tensor,
-    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor | None,
+    gate_weight: torch.Tensor | None,
+    gated: list[torch.Tensor],
+    score: int,
+    scaling_factor: float,
     plan: torch.Tensor,
     problem: int,
     group: int,
 ) -> None:
-    _call("plan", problem, group, _input(x, probs, routing_map), plan.data_ptr())
+    given = _input(x, probs, routing_map, gate_weight, gated, score, scaling_factor)
+    _call("plan", problem, group, given, plan.data_ptr())
 
 
 def _forward(
     x: torch.Tensor,
-    probs: torch.Tensor,
-    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor | None,
+    gate_weight: torch.Tensor | None,
+    gated: list[torch.Tensor],
+    score: int,
+    scaling_factor: float,
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
     biases: torch.Tensor | None,
@@ -101,7 +147,7 @@ def _forward(
         out.data_ptr(),
         None,
     )
-    given = _input(x, probs, routing_map)
+    given = _input(x, probs, routing_map, gate_weight, gated, score, scaling_factor)
     _call("forward", problem, group, given, ctypes.byref(launch), is_planned)
 
 

@@ -19,6 +19,7 @@ from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
+from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.telemetry.record import Direction, LaunchRecord, Phase
 
 _UNUSABLE = -1  # takes the place of every count in the exchange of a rank with unusable routing
@@ -154,6 +155,7 @@ class ReferenceBackend:
         *,
         training: bool,
         layer: int = 0,
+        gate: Gate | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Applies the routed experts; collective over the group, see the protocol.
 
@@ -166,6 +168,8 @@ class ReferenceBackend:
         check_tokens(self.config, x, probs, routing_map)
         check_weights(self.config, x, weights)
         watch = _Stopwatch(x.device)
+        if gate is not None:
+            gate.run(x, self.config.topk)
         plan = self._plan(probs, routing_map)
         watch.lap("plan")
         row_probs = self._dispatch(probs[plan.token_idx, plan.expert_idx], plan)

@@ -14,6 +14,7 @@ from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
+from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.gradients import UniformGrads
 from flashmoe_megatron.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.memory import transient_blocks
@@ -66,6 +67,7 @@ class PendingForward:
     x: torch.Tensor
     probs: torch.Tensor
     routing_map: torch.Tensor
+    gate: Gate | None
 
 
 def _addresses(problem: _native.FlashMoEProblem, group: _native.FlashMoEGroup) -> tuple[int, int]:
@@ -154,13 +156,14 @@ class KernelBackend:
         *,
         training: bool,
         layer: int = 0,
+        gate: Gate | None = None,
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         tables = self._encode(weights)  # refuses bad weights while no peer waits for this rank
         self._describe()
         bound = self._bounds[training]
         if bound is None:
-            pending = self._begin_forward(x, probs, routing_map)
+            pending = self._begin_forward(x, probs, routing_map, gate)
             try:
                 return self._finish_forward(pending, tables, training=training, layer=layer)
             except FlashMoEError:
@@ -170,7 +173,7 @@ class KernelBackend:
                 self.memory.is_void = True
                 raise
         return self._bounded_forward(
-            x, probs, routing_map, tables, bound, training=training, layer=layer
+            x, probs, routing_map, gate, tables, bound, training=training, layer=layer
         )
 
     def bounded_forward(
@@ -197,7 +200,7 @@ class KernelBackend:
         """
         tables = self._encode(weights)
         return self._bounded_forward(
-            x, probs, routing_map, tables, num_row_blocks, training=training, layer=0
+            x, probs, routing_map, None, tables, num_row_blocks, training=training, layer=0
         )
 
     def _bounded_forward(
@@ -205,16 +208,17 @@ class KernelBackend:
         x: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
+        gate: Gate | None,
         tables: WeightTables,
         num_row_blocks: int,
         *,
         training: bool,
         layer: int,
     ) -> tuple[torch.Tensor, SavedForward | None]:
-        self._check_inputs(x, probs, routing_map)
+        self._check_inputs(x, probs, routing_map, gate)
         problem = self._prepare()
         plan = self._empty(self._sizes.plan_bytes)
-        pending = PendingForward(self.memory.open(), plan, x, probs, routing_map)
+        pending = PendingForward(self.memory.open(), plan, x, probs, routing_map, gate)
         return self._launch_forward(
             problem,
             pending,
@@ -230,17 +234,21 @@ class KernelBackend:
     ) -> PendingForward:
         """Launches the plan. Collective."""
         self._adopt(self._transposed, x.dtype)
-        return self._begin_forward(x, probs, routing_map)
+        return self._begin_forward(x, probs, routing_map, None)
 
     def _begin_forward(
-        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        gate: Gate | None,
     ) -> PendingForward:
-        self._check_inputs(x, probs, routing_map)
+        self._check_inputs(x, probs, routing_map, gate)
         problem = self._prepare()
         group = self.memory.open()
         plan = self._empty(self._sizes.plan_bytes)
-        ops.plan(x, probs, routing_map, plan, *_addresses(problem, group))
-        return PendingForward(group, plan, x, probs, routing_map)
+        ops.plan(x, *ops.routing(probs, routing_map, gate), plan, *_addresses(problem, group))
+        return PendingForward(group, plan, x, probs, routing_map, gate)
 
     def finish_forward(
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
@@ -286,8 +294,7 @@ class KernelBackend:
         out = torch.empty_like(pending.x)
         ops.forward(
             pending.x,
-            pending.probs,
-            pending.routing_map,
+            *ops.routing(pending.probs, pending.routing_map, None if is_planned else pending.gate),
             pending.plan,
             tables.maps,
             tables.biases,
@@ -437,8 +444,14 @@ class KernelBackend:
         return None if training else transient_blocks(self._sizes)
 
     def _check_inputs(
-        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        gate: Gate | None,
     ) -> None:
+        if gate is not None:
+            self._check_input("gate weight", gate.weight, self._dtype)
         if (  # runs before every launch, while the GPU may be idle
             x.dtype == self._dtype
             and (probs.dtype == torch.float32 or probs.dtype == self._dtype)

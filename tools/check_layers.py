@@ -28,7 +28,7 @@ PYTHON = [
     ["errors", "_version"],
     ["config"],
     ["planner"],
-    ["telemetry"],
+    ["telemetry", "gate"],
     ["backend"],
     ["checks", "gradients", "weights"],
     ["reference", "reference_backend", "_native"],

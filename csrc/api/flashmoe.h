@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 4
+#define FLASHMOE_ABI_VERSION 5
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 
@@ -42,6 +42,14 @@ typedef enum {
 } FlashMoEActivation;
 
 typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1, FLASHMOE_FLOAT16 = 2 } FlashMoEDtype;
+
+/* How a gate makes probabilities of logits: softmax over a token's chosen experts, or over all
+ * experts, or sigmoids, which are divided by their sum where several are chosen. */
+typedef enum {
+    FLASHMOE_SOFTMAX_OF_CHOSEN = 0,
+    FLASHMOE_SOFTMAX = 1,
+    FLASHMOE_SIGMOID = 2,
+} FlashMoEScore;
 
 /* What is computed; the same on every rank but for `rank`. */
 typedef struct {
@@ -114,14 +122,19 @@ FLASHMOE_EXPORT int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes
  */
 FLASHMOE_EXPORT int flashmoe_preload(const FlashMoEProblem* problem);
 
-/* What a rank brings to a forward. */
+/* What a rank brings to a forward. With a gate probs and routing_map are written, by the launch
+ * that plans: every token chooses its topk experts. */
 typedef struct {
     uint32_t struct_size;
     int32_t num_tokens;
-    int32_t probs_dtype;     /* FlashMoEDtype */
-    const void* x;           /* [num_tokens, hidden] bf16 */
-    const void* probs;       /* [num_tokens, num_experts] of probs_dtype */
-    const void* routing_map; /* [num_tokens, num_experts] bytes, 0 or 1 */
+    int32_t probs_dtype;     /* FlashMoEDtype; with a gate FLASHMOE_FLOAT32 */
+    int32_t score;           /* FlashMoEScore, of the gate */
+    const void* x;           /* [num_tokens, hidden] of the problem's dtype */
+    void* probs;             /* [num_tokens, num_experts] of probs_dtype */
+    void* routing_map;       /* [num_tokens, num_experts] bytes, 0 or 1 */
+    const void* gate_weight; /* [num_experts, hidden] of the problem's dtype; NULL: no gate */
+    void* logits;            /* [num_tokens, num_experts] float32, written by the gate */
+    float scaling_factor;    /* of the gate's probabilities */
 } FlashMoEInput;
 
 /* Collective. The first half of a forward whose host wants to know the number of rows before it

@@ -2,6 +2,7 @@
 // kernels go to the stream. Nothing here waits, except flashmoe_await_plan.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <thread>
 #include <tuple>
@@ -316,6 +317,23 @@ ScratchRows scratch_at(const FlashMoEProblem* p, void* base, int num_blocks, boo
     return scratch;
 }
 
+int check_gate(const FlashMoEInput* input) {
+    FLASHMOE_TRY(check_pointer(input->gate_weight, true, "gate_weight"));
+    FLASHMOE_TRY(check_pointer(input->logits, input->num_tokens > 0, "logits"));
+    if (input->score < 0 or input->score > FLASHMOE_SIGMOID) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "score %d is unknown", input->score);
+    }
+    if (input->probs_dtype != FLASHMOE_FLOAT32) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "probs_dtype %d: wanted float32 (0) of a gate",
+                    input->probs_dtype);
+    }
+    if (not std::isfinite(input->scaling_factor)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "scaling_factor %f: wanted a finite number",
+                    input->scaling_factor);
+    }
+    return FLASHMOE_OK;
+}
+
 int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
     if (input == nullptr or input->struct_size != sizeof(FlashMoEInput)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "input: struct_size is %u, wanted %zu",
@@ -329,16 +347,26 @@ int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
         return fail(FLASHMOE_BAD_ARGUMENT, "probs %p, routing_map %p: both must be set",
                     input->probs, input->routing_map);
     }
-    return FLASHMOE_OK;
+    return input->gate_weight == nullptr ? int(FLASHMOE_OK) : check_gate(input);
 }
 
-void set_routing(const FlashMoEInput* input, int row_block_bound, LayerArgs* args) {
+void set_routing(const FlashMoEProblem* p,
+                 const FlashMoEInput* input,
+                 int row_block_bound,
+                 LayerArgs* args) {
     args->probs = input->probs;
     args->probs_dtype = Dtype(input->probs_dtype);
     // Null means that the plan exists; without tokens a framework's pointer may be null, too.
     const void* map = input->num_tokens > 0 ? input->routing_map : args->workspace.raised;
     args->routing_map = static_cast<const uint8_t*>(map);
     args->row_block_bound = row_block_bound;
+    args->gate = {static_cast<const char*>(input->gate_weight),
+                  static_cast<float*>(input->logits),
+                  static_cast<float*>(input->probs),
+                  static_cast<uint8_t*>(input->routing_map),
+                  Dtype(p->dtype),
+                  Score(input->score),
+                  input->scaling_factor};
 }
 
 // What every pass reads.
@@ -534,7 +562,7 @@ int flashmoe_plan(const FlashMoEProblem* problem,
     FLASHMOE_TRY(check_input(problem, input));
     FLASHMOE_TRY(check_pointer(plan, true, "plan"));
     auto args = layer_args<LayerArgs>(problem, group, plan, input->x, input->num_tokens);
-    set_routing(input, int(args.shape.max_row_blocks()), &args);
+    set_routing(problem, input, int(args.shape.max_row_blocks()), &args);
     PlanReport* report = &static_cast<Mailbox*>(group->mailbox)->report;
     static_cast<volatile PlanReport*>(report)->epoch = 0;
     return launch(reinterpret_cast<const void*>(&plan_kernel), problem->num_ctas, kPlanThreads,
@@ -668,7 +696,9 @@ int flashmoe_forward(const FlashMoEProblem* problem,
     }
     auto args =
         layer_args<LayerArgs>(problem, group, launch_args->plan, input->x, input->num_tokens);
-    if (not is_planned) set_routing(input, launch_args->num_row_blocks, &args);
+    if (not is_planned) {
+        set_routing(problem, input, launch_args->num_row_blocks, &args);
+    }
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
     const KernelEntry entry = entry_of(problem, false);
     return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,

@@ -11,6 +11,7 @@ refuse a wild pointer.
 
 import ctypes
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +200,10 @@ def _input(choices: Choices) -> Any:
         {
             "num_tokens": _count(choices),
             "probs_dtype": _int32(choices.number()) if choices.flag() else 0,
+            "score": _int32(choices.number()) if choices.flag() else choices.integer(1) % 3,
+            "gate_weight": _pointer(choices) if choices.flag() else None,
+            "logits": _pointer(choices),
+            "scaling_factor": choices.pick((1.0, -0.5, math.inf, math.nan)),
             "x": _pointer(choices),
             "probs": _pointer(choices),
             "routing_map": _pointer(choices),

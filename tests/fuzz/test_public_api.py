@@ -19,11 +19,13 @@ from flashmoe_megatron import (
     ExpertWeights,
     FlashMoEError,
     FlashMoELayer,
+    GateConfig,
     MoEConfig,
     ReferenceBackend,
     SplitWeights,
     moe_apply,
     moe_forward,
+    moe_gated_forward,
     select_backend,
 )
 from tests.fuzz import tensors
@@ -133,6 +135,34 @@ def test_moe_forward(data: st.DataObject, dtype: torch.dtype, ids: list[int]):
     check_result(out, x)
 
 
+@slow
+@given(
+    data=st.data(),
+    dtype=DTYPES,
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "score": st.sampled_from(["softmax", "sigmoid", "", None]),
+            "pre_softmax": st.booleans() | st.none(),
+            "scaling_factor": st.floats() | st.integers() | st.text(max_size=3),
+        },
+    ),
+)
+def test_moe_gated_forward(data: st.DataObject, dtype: torch.dtype, options: dict[str, Any]):
+    call = good_call(dtype, cases.uniform)
+    x = tensors.apply(call["x"], data.draw(tensors.changes(1)))
+    weight = torch.rand(CONFIG.num_experts, CONFIG.hidden).to(dtype)
+    weight = tensors.apply(weight, data.draw(tensors.changes(1)))
+    weights = ExpertWeights(call["fc1"], call["fc2"])
+    try:
+        gate = GateConfig(**options)
+        found = moe_gated_forward(x, weight, weights, backend=BACKEND, gate=gate)
+    except FlashMoEError:
+        return
+    assert found.probs.shape == found.logits.shape == found.routing_map.shape
+    check_result(found.out, x)
+
+
 @pytest.fixture(scope="module")
 def layer() -> FlashMoELayer:
     return FlashMoELayer(CONFIG, router=True, dtype=torch.float32, device="cpu", backend=BACKEND)
@@ -192,7 +222,7 @@ def test_everything_public_is_fuzzed_or_carries_no_input():
     """Who adds to the public names has to say here how they are fuzzed."""
     here = {
         *("moe_apply", "moe_forward", "FlashMoELayer", "SplitWeights", "ExpertWeights"),
-        *("ReferenceBackend", "select_backend"),
+        *("ReferenceBackend", "select_backend", "moe_gated_forward", "GateConfig"),
     }
     settings_target = {
         *("MoEConfig", "align_capacity", "expert_capacity", "plan_capacity", "plan_buffer_rows"),
@@ -205,7 +235,9 @@ def test_everything_public_is_fuzzed_or_carries_no_input():
         and issubclass(getattr(flashmoe_megatron, name), Exception)
     }
     # Protocols, results and the oracle of the tests.
-    no_input = {"Backend", "TrafficCounters", "WeightGrad", "moe_reference", "__version__"}
+    no_input = {
+        *("Backend", "TrafficCounters", "WeightGrad", "Gated", "moe_reference", "__version__"),
+    }
     assert set(flashmoe_megatron.__all__) == here | settings_target | errors | no_input
 
 

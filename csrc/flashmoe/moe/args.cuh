@@ -14,6 +14,20 @@ namespace flashmoe {
 
 constexpr int kNumRecords = 256;
 
+// Mirrors FlashMoEScore.
+enum class Score : int { kSoftmaxOfChosen, kSoftmax, kSigmoid };
+
+// What computes the routing before it is published, if it is not given: then `weight` is not null.
+struct Gate {
+    const char* weight;    // [expert][hidden], of the tokens' type
+    float* logits;         // [token][expert]
+    float* probs;          // [token][expert]: LayerArgs::probs
+    uint8_t* routing_map;  // [token][expert]: LayerArgs::routing_map
+    Dtype dtype;
+    Score score;
+    float scaling_factor;
+};
+
 struct RecordHead {
     uint64_t sequence;
     uint32_t checksum;  // of all other words that the launch writes
@@ -60,6 +74,7 @@ struct LayerArgs {
     const void* probs;           // [token][expert], and
     const uint8_t* routing_map;  // [token][expert]: null if the plan exists already
     Dtype probs_dtype;
+    Gate gate;
     int row_block_bound;  // blocks that the row buffers hold
 
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1

@@ -5,52 +5,62 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "flashmoe/comm/grid.cuh"
-#include "flashmoe/moe/args.cuh"
-#include "flashmoe/tile/element.cuh"
+#include "flashmoe/moe/gate.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
 namespace flashmoe {
 
-// Turns the rows of the routing map into lists of at most topk routes, and sends them to every
-// rank. One warp per token. Scope: the grid.
+// Turns a token's row of the routing map into at most topk routes, and sends them to every rank.
+// Scope: one warp.
+__device__ __forceinline__ void publish_token(const LayerArgs& args, uint32_t epoch, int token) {
+    const Shape& s = args.shape;
+    const int lane = threadIdx.x % 32;
+    int count = 0;
+    for (int base = 0; base < s.num_experts; base += 32) {
+        const int expert = base + lane;
+        const int64_t at = int64_t(token) * s.num_experts + expert;
+        bool selected = expert < s.num_experts and args.routing_map[at] != 0;
+        float prob = 0.0f;
+        if (selected) {
+            prob = load_as_float(args.probs, args.probs_dtype, at);
+            if (isnan(prob)) {
+                args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, 0, expert);
+            }
+            selected = not(s.skip_zero_probs and prob == 0.0f);
+        }
+        const uint32_t mask = __ballot_sync(~0u, selected);
+        const int k = count + __popc(mask & ((1u << lane) - 1));
+        if (selected and k < s.topk) {
+            for (int rank = 0; rank < s.num_ranks; ++rank) {
+                args.heap.routes(rank, epoch, s.rank, token)[k] = {expert, prob};
+            }
+            args.plan.own_experts[int64_t(token) * s.topk + k] = expert;
+        }
+        count += __popc(mask);
+    }
+    if (count > s.topk and lane == 0) {
+        args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, s.topk, count);
+    }
+    if (const int k = count + lane; k < s.topk) {
+        for (int rank = 0; rank < s.num_ranks; ++rank) {
+            args.heap.routes(rank, epoch, s.rank, token)[k] = {-1, 0.0f};
+        }
+        args.plan.own_experts[int64_t(token) * s.topk + k] = -1;
+    }
+}
+
+// Sends every token's routes to every rank, behind the gate if there is one: a warp takes one token
+// at a time, or as many as the gate does. Scope: the grid.
 __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t epoch) {
     const Shape& s = args.shape;
-    const int lane = threadIdx.x % 32, warps_per_cta = blockDim.x / 32;
-    const int num_warps = gridDim.x * warps_per_cta;
-    for (int token = blockIdx.x * warps_per_cta + threadIdx.x / 32; token < args.num_tokens;
-         token += num_warps) {
-        int count = 0;
-        for (int base = 0; base < s.num_experts; base += 32) {
-            const int expert = base + lane;
-            const int64_t at = int64_t(token) * s.num_experts + expert;
-            bool selected = expert < s.num_experts and args.routing_map[at] != 0;
-            float prob = 0.0f;
-            if (selected) {
-                prob = load_as_float(args.probs, args.probs_dtype, at);
-                if (isnan(prob)) {
-                    args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, 0, expert);
-                }
-                selected = not(s.skip_zero_probs and prob == 0.0f);
-            }
-            const uint32_t mask = __ballot_sync(~0u, selected);
-            const int k = count + __popc(mask & ((1u << lane) - 1));
-            if (selected and k < s.topk) {
-                for (int rank = 0; rank < s.num_ranks; ++rank) {
-                    args.heap.routes(rank, epoch, s.rank, token)[k] = {expert, prob};
-                }
-                args.plan.own_experts[int64_t(token) * s.topk + k] = expert;
-            }
-            count += __popc(mask);
-        }
-        if (count > s.topk and lane == 0) {
-            args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, s.topk, count);
-        }
-        if (const int k = count + lane; k < s.topk) {
-            for (int rank = 0; rank < s.num_ranks; ++rank) {
-                args.heap.routes(rank, epoch, s.rank, token)[k] = {-1, 0.0f};
-            }
-            args.plan.own_experts[int64_t(token) * s.topk + k] = -1;
-        }
+    const bool is_gated = args.gate.weight != nullptr;
+    const int warps_per_cta = blockDim.x / 32, share = is_gated ? kGateTokens : 1;
+    const int step = int(gridDim.x) * warps_per_cta * share;
+    int first = (int(blockIdx.x) * warps_per_cta + int(threadIdx.x) / 32) * share;
+    for (; first < args.num_tokens; first += step) {
+        if (is_gated) gate_tokens(args, first);
+        const int end = min(first + share, args.num_tokens);
+        for (int token = first; token < end; ++token) publish_token(args, epoch, token);
     }
     last_arrival(&args.workspace.tickets->routes_published, [&] {
         const bool refused = Atomics::load(args.workspace.raised) != 0;

@@ -1,0 +1,167 @@
+"""The gate that runs in the layer's own launch: what it computes, in plain torch, and its gradient.
+
+:func:`open_gate` makes the tensors of one call and a node of autograd behind them; whichever
+backend runs the layer next fills them in before it reads them. So the gradient of the logits is
+that of probabilities which the layer and a user's auxiliary losses have used alike.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from flashmoe_megatron.config import MoEConfig, is_number
+from flashmoe_megatron.errors import ConfigError, ShapeError
+
+Score = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """How a token chooses its ``topk`` experts, as in Megatron's router.
+
+    Every token chooses the experts with its largest logits.
+
+    Attributes:
+        score: What makes probabilities of logits. "sigmoid" divides by the sum of those chosen,
+            where there are several (``--moe-router-score-function``).
+        pre_softmax: Softmax over all experts and not over those chosen
+            (``--moe-router-pre-softmax``).
+        scaling_factor: What probabilities are multiplied by
+            (``--moe-router-topk-scaling-factor``).
+    """
+
+    score: Score = "softmax"
+    pre_softmax: bool = False
+    scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuses what has no meaning."""
+        if self.score not in get_args(Score):
+            raise ConfigError(f"score={self.score!r}: wanted one of {', '.join(get_args(Score))}")
+        if not isinstance(self.pre_softmax, bool):
+            raise ConfigError(f"pre_softmax={self.pre_softmax!r}: wanted True or False")
+        if self.pre_softmax and self.score != "softmax":
+            raise ConfigError(f"pre_softmax=True with score={self.score!r}: wanted 'softmax'")
+        if not is_number(self.scaling_factor, least=-math.inf, most=math.inf) or math.isinf(
+            self.scaling_factor
+        ):
+            raise ConfigError(f"scaling_factor={self.scaling_factor!r}: wanted a finite number")
+
+    def probs_of(self, logits: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
+        """Probabilities of a choice that has been made; differentiable in the logits.
+
+        Args:
+            logits: ``[num_tokens, num_experts]`` float32 or float64.
+            routing_map: ``[num_tokens, num_experts]`` bool, which experts each token has chosen.
+
+        Returns:
+            ``[num_tokens, num_experts]``, 0 where not chosen.
+        """
+        if self.score == "sigmoid":
+            scores = logits.sigmoid() * routing_map
+            is_one = routing_map.sum(1, keepdim=True) == 1
+            probs = torch.where(is_one, scores, scores / (scores.sum(1, keepdim=True) + 1e-20))
+        elif self.pre_softmax:
+            probs = logits.softmax(1) * routing_map
+        else:
+            probs = logits.masked_fill(~routing_map, -math.inf).softmax(1)
+        return probs * self.scaling_factor
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The gate of one call.
+
+    Attributes:
+        config: How a token chooses.
+        weight: ``[num_experts, hidden]``.
+        logits: ``[num_tokens, num_experts]`` float32 (float64 if the tokens are), ``x @ weight.T``;
+            written by the layer's forward, as the two below.
+        probs: Like ``logits``, 0 where not chosen.
+        routing_map: ``[num_tokens, num_experts]`` bool.
+    """
+
+    config: GateConfig
+    weight: torch.Tensor
+    logits: torch.Tensor
+    probs: torch.Tensor
+    routing_map: torch.Tensor
+
+    def run(self, x: torch.Tensor, topk: int) -> None:
+        """Fills the tensors in, on any device."""
+        wide = self.logits.dtype
+        with torch.no_grad():
+            torch.mm(x.to(wide), self.weight.to(wide).t(), out=self.logits)
+            # Stable: of equal logits the first is chosen, as in the kernel.
+            chosen = self.logits.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+            self.routing_map.zero_().scatter_(1, chosen, True)
+            self.probs.copy_(self.config.probs_of(self.logits, self.routing_map))
+
+
+def open_gate(
+    moe: MoEConfig, x: torch.Tensor, weight: torch.Tensor, config: GateConfig
+) -> tuple[torch.Tensor, torch.Tensor, Gate]:
+    """Makes the tensors of a gate that the next forward of ``x`` runs.
+
+    Args:
+        moe: The layer's shape.
+        x: ``[num_tokens, hidden]``.
+        weight: ``[num_experts, hidden]``, contiguous, in the dtype and on the device of ``x``.
+        config: How a token chooses.
+
+    Returns:
+        Probabilities and logits, both differentiable in ``x`` and ``weight``, without meaning until
+        that forward has run, and the gate to give to it.
+
+    Raises:
+        ShapeError: The weight is not that of this layer.
+    """
+    wanted = (moe.num_experts, moe.hidden)
+    if tuple(weight.shape) != wanted:
+        raise ShapeError(f"gate weight has shape {tuple(weight.shape)}, wanted {list(wanted)}")
+    if weight.dtype != x.dtype:
+        raise ShapeError(f"gate weight is {weight.dtype}, wanted the dtype of x, {x.dtype}")
+    if weight.device != x.device:
+        raise ShapeError(f"gate weight is on {weight.device}, wanted {x.device}, as x")
+    if not weight.is_contiguous():
+        raise ShapeError(f"gate weight has strides {weight.stride()}, wanted contiguous rows")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    shape = (x.shape[0], moe.num_experts)
+    logits, probs = (torch.empty(shape, dtype=wide, device=x.device) for _ in range(2))
+    routing_map = torch.empty(shape, dtype=torch.bool, device=x.device)
+    gate = Gate(config, weight.detach(), logits, probs, routing_map)
+    probs, logits = _Opened.apply(gate, x, weight)  # type: ignore[no-untyped-call]
+    return probs, logits, gate
+
+
+class _Opened(torch.autograd.Function):
+    """Stands for the gate in autograd; its outputs are written after it has run."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: Gate, x: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, weight)
+        # Not among the saved tensors: they are written later, which autograd would take for a
+        # mistake. No outputs of this node either, which would keep it alive.
+        ctx.gate = gate
+        return gate.probs.detach(), gate.logits.detach()
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_probs: torch.Tensor, grad_logits: torch.Tensor
+    ) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        gate = ctx.gate
+        with torch.enable_grad():
+            logits = gate.logits.detach().requires_grad_()
+            probs = gate.config.probs_of(logits, gate.routing_map)
+        grad = torch.autograd.grad(probs, logits, grad_probs)[0] + grad_logits
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype)
+        return None, grad_x, grad_weight

@@ -1,0 +1,166 @@
+"""The gate inside the launch: logits by tensor cores, the choice, and the layer behind it."""
+
+import pytest
+import torch
+
+from flashmoe_megatron import GateConfig, moe_apply, moe_gated_forward
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.errors import FlashMoEError, RoutingError
+from flashmoe_megatron.gate import Gate, open_gate
+from flashmoe_megatron.runtime import KernelBackend
+from tests.gpu import steps
+from tests.gpu.virtual import device, poisoned_empties
+from tests.unit import cases
+
+pytestmark = pytest.mark.gpu
+
+GATES = {
+    "softmax": GateConfig(),
+    "pre_softmax": GateConfig(pre_softmax=True, scaling_factor=2.5),
+    "sigmoid": GateConfig(score="sigmoid", scaling_factor=0.5),
+}
+SHAPES = [(8, 2, 64), (60, 6, 192), (64, 2, 2048), (130, 8, 128), (16, 16, 64), (8, 1, 64)]
+"""Experts, of a token, hidden: with and without a rest of 8 and of 64 experts."""
+
+
+def make(
+    num_experts: int, topk: int, hidden: int, num_tokens: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[MoEConfig, cases.Inputs, torch.Tensor]:
+    config = MoEConfig(
+        hidden=hidden,
+        intermediate=64,
+        num_experts=num_experts,
+        topk=topk,
+        activation=Activation.SILU,
+        gated=True,
+        num_ranks=1,
+        max_tokens=1024,
+    )
+    inputs = steps.make_inputs(config, cases.uniform, [num_tokens], dtype=dtype)
+    weight = torch.randn(num_experts, hidden, generator=cases.generator(4)) / hidden**0.5
+    return config, inputs, weight.to(device(), dtype)
+
+
+def check(found: Gate, x: torch.Tensor, topk: int) -> None:
+    """Against float64, and the choice against what torch makes of the launch's own logits."""
+    want = x.double() @ found.weight.double().t()
+    error = (found.logits - want).norm() / want.norm()
+    assert error < 1e-5
+    chosen = found.logits.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+    routing_map = torch.zeros_like(found.routing_map).scatter(1, chosen, True)
+    assert torch.equal(found.routing_map, routing_map)
+    probs = found.config.probs_of(found.logits.double(), routing_map)
+    torch.testing.assert_close(found.probs.double(), probs, rtol=1e-5, atol=1e-7)
+    assert not found.probs[~routing_map].any()
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 777])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gate_and_layer(
+    shape: tuple[int, int, int], num_tokens: int, name: str, is_bounded: bool
+) -> None:
+    """In the plan's launch, or where the rows have a bound in the layer's own."""
+    config, inputs, weight = make(*shape, num_tokens)
+    options = {"row_bound": 8.0} if is_bounded else {}
+    backend = KernelBackend(config, None, device(), **options)
+    (weights,) = steps.weights_of(config, inputs)
+    x = inputs.x[0]
+    with poisoned_empties(), torch.no_grad():
+        probs, _, gate = open_gate(config, x, weight, GATES[name])
+        out = moe_apply(backend, x, probs, gate.routing_map, weights, gate=gate)
+        check(gate, x, config.topk)
+        # The same launch without a gate, of what the gate has found.
+        again = moe_apply(backend, x, gate.probs.clone(), gate.routing_map.clone(), weights)
+    assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_float16(name: str) -> None:
+    config, inputs, weight = make(64, 4, 256, 300, torch.float16)
+    backend = KernelBackend(config, None, device())
+    (weights,) = steps.weights_of(config, inputs)
+    with torch.no_grad():
+        probs, _, gate = open_gate(config, inputs.x[0], weight, GATES[name])
+        moe_apply(backend, inputs.x[0], probs, gate.routing_map, weights, gate=gate)
+    check(gate, inputs.x[0], config.topk)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gradients(name: str) -> None:
+    """Of a gate in the launch, beside one in torch in front of it, on the same logits."""
+    config, inputs, weight = make(64, 4, 256, 300)
+    backend = KernelBackend(config, None, device())
+    (weights,) = steps.weights_of(config, inputs)
+    x, weight = inputs.x[0].requires_grad_(), weight.requires_grad_()
+
+    def grads(out: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = (out.float() * inputs.grad_out[0]).sum() + probs.square().sum()
+        return torch.autograd.grad(loss, (x, weight))
+
+    found = moe_gated_forward(x, weight, weights, backend=backend, gate=GATES[name])
+    got = grads(found.out, found.probs)
+    logits = x.float() @ weight.float().t()
+    probs = GATES[name].probs_of(logits, found.routing_map)
+    out = moe_apply(backend, x, probs, found.routing_map, weights)
+    for ours, theirs in zip(got, grads(out, probs), strict=True):
+        error = (ours - theirs).float().norm() / theirs.float().norm()
+        assert error < 1e-2  # bfloat16's rounding of x's gradient, which is summed of two parts
+
+
+def test_the_same_bits_again() -> None:
+    config, inputs, weight = make(64, 4, 256, 777)
+    backend = KernelBackend(config, None, device())
+    (weights,) = steps.weights_of(config, inputs)
+    with torch.no_grad():
+        first, *others = (
+            moe_gated_forward(inputs.x[0], weight, weights, backend=backend) for _ in range(4)
+        )
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_equal_logits_and_one_that_is_nan() -> None:
+    config, inputs, weight = make(40, 3, 64, 50)
+    backend = KernelBackend(config, None, device())
+    (weights,) = steps.weights_of(config, inputs)
+    x = inputs.x[0]
+    with torch.no_grad():
+        found = moe_gated_forward(x, torch.zeros_like(weight), weights, backend=backend)
+        assert found.routing_map[:, :3].all()
+        assert int(found.routing_map.sum()) == 150
+        x[7, 5] = float("nan")
+        with pytest.raises(RoutingError):
+            moe_gated_forward(x, weight, weights, backend=backend)
+        x[7, 5] = 0
+        check_again = moe_gated_forward(x, weight, weights, backend=backend)
+    assert not check_again.out.isnan().any()
+
+
+def test_a_graph_replays_it() -> None:
+    config, inputs, weight = make(64, 2, 256, 200)
+    backend = KernelBackend(config, None, device(), row_bound=8.0)
+    (weights,) = steps.weights_of(config, inputs)
+    x = inputs.x[0].clone()
+    with torch.no_grad():
+        want = moe_gated_forward(x, weight, weights, backend=backend)
+        flipped = moe_gated_forward(-x, weight, weights, backend=backend)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            found = moe_gated_forward(x, weight, weights, backend=backend)
+        for sign, wanted in ((1, want), (-1, flipped)):
+            x.copy_(sign * inputs.x[0])
+            graph.replay()
+            torch.cuda.synchronize()
+            assert all(map(torch.equal, found, wanted))
+
+
+def test_a_weight_that_the_kernel_cannot_read_is_refused() -> None:
+    config, inputs, weight = make(8, 2, 64, 10)
+    backend = KernelBackend(config, None, device())
+    (weights,) = steps.weights_of(config, inputs)
+    shifted = torch.empty(weight.numel() + 1, dtype=weight.dtype, device=device())[1:]
+    with pytest.raises(FlashMoEError, match="16-byte aligned"):
+        moe_gated_forward(inputs.x[0], shifted.view(weight.shape), weights, backend=backend)

@@ -1,0 +1,198 @@
+"""The gate in the layer's launch: its choice, its probabilities and its gradients."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron import GateConfig, MoEConfig, moe_gated_forward
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import KEEPS
+from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.gate import open_gate
+from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.reference_backend import ReferenceBackend
+from tests.distributed import RankPool
+from tests.unit import cases
+
+GATES = {
+    "softmax": GateConfig(),
+    "pre_softmax": GateConfig(pre_softmax=True, scaling_factor=2.5),
+    "sigmoid": GateConfig(score="sigmoid", scaling_factor=0.5),
+}
+TOKENS = 30
+
+
+def leaves(config: MoEConfig, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights]:
+    """Tokens, a gate's weight and the experts of a rank, all in need of a gradient."""
+    inputs = cases.make_inputs(
+        config, cases.uniform, [TOKENS] * config.num_ranks, dtype=torch.float64
+    )
+    weight = torch.randn(
+        config.num_experts, config.hidden, generator=cases.generator(9), dtype=torch.float64
+    )
+    own = slice(rank * config.num_local_experts, (rank + 1) * config.num_local_experts)
+    experts = [tuple(t.requires_grad_() for t in kind[own]) for kind in (inputs.fc1, inputs.fc2)]
+    return inputs.x[rank].requires_grad_(), (weight / 8).requires_grad_(), ExpertWeights(*experts)
+
+
+def unfused(
+    x: torch.Tensor, weight: torch.Tensor, topk: int, gate: GateConfig
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A router token by token, as its formulas stand in Megatron's documentation."""
+    logits = x @ weight.t()
+    rows, routing_map = [], torch.zeros(logits.shape, dtype=torch.bool)
+    for token, row in enumerate(logits):
+        values, chosen = row.topk(topk)
+        if gate.score == "sigmoid":
+            values = 1 / (1 + torch.exp(-values))
+            values = values / values.sum() if topk > 1 else values
+        elif gate.pre_softmax:
+            values = torch.exp(values) / torch.exp(row).sum()
+        else:
+            values = torch.exp(values) / torch.exp(values).sum()
+        rows.append(torch.zeros_like(row).scatter(0, chosen, values * gate.scaling_factor))
+        routing_map[token, chosen] = True
+    return torch.stack(rows), logits, routing_map
+
+
+def auxiliary(probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Losses on both of what the gate returns, as of balance and of z."""
+    return probs.square().sum() + 0.1 * logits.logsumexp(1).square().sum()
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("name", GATES)
+def test_the_same_as_a_router_in_front(name: str, topk: int, keep: str) -> None:
+    config = cases.make_config(topk=topk)
+    backend = ReferenceBackend(config)
+    backend.keep = keep
+    x, weight, experts = leaves(config)
+    found = moe_gated_forward(x, weight, experts, backend=backend, gate=GATES[name])
+    (found.out.square().sum() + auxiliary(found.probs, found.logits)).backward()
+    got = [t.grad for t in (x, weight, *experts.fc1, *experts.fc2)]
+
+    x, weight, experts = leaves(config)
+    probs, logits, routing_map = unfused(x, weight, topk, GATES[name])
+    out = moe_apply(ReferenceBackend(config), x, probs, routing_map, experts)
+    (out.square().sum() + auxiliary(probs, logits)).backward()
+    assert torch.equal(found.routing_map, routing_map)
+    for ours, theirs in zip(
+        (found.out, found.probs, found.logits), (out, probs, logits), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    for ours, tensor in zip(got, (x, weight, *experts.fc1, *experts.fc2), strict=True):
+        torch.testing.assert_close(ours, tensor.grad)
+
+
+def gated_rank(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    config = cases.make_config(num_ranks=2)
+    x, weight, experts = leaves(config, dist.get_rank(group))
+    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config, group))
+    found.out.square().sum().backward()
+    return [found.out.detach(), x.grad, weight.grad]
+
+
+def test_ranks_choose_for_themselves(ranks: RankPool) -> None:
+    alone = cases.make_config()
+    for rank, (out, grad_x, grad_weight) in enumerate(ranks.run(gated_rank, num_ranks=2)):
+        config = cases.make_config(num_ranks=2)
+        x, weight, _ = leaves(config, rank)
+        experts = ExpertWeights(
+            *(
+                tuple(t for r in range(2) for t in getattr(leaves(config, r)[2], kind))
+                for kind in ("fc1", "fc2")
+            )
+        )
+        found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(alone))
+        found.out.square().sum().backward()
+        torch.testing.assert_close(out, found.out)
+        torch.testing.assert_close(grad_x, x.grad)
+        torch.testing.assert_close(grad_weight, weight.grad)
+
+
+def test_of_equal_logits_the_first_is_chosen() -> None:
+    config = cases.make_config(topk=2)
+    x, weight, experts = leaves(config)
+    weight = torch.zeros_like(weight)
+    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
+    assert found.routing_map[:, :2].all()
+    assert not found.routing_map[:, 2:].any()
+
+
+def test_without_tokens_and_without_grad() -> None:
+    config = cases.make_config()
+    x, weight, experts = leaves(config)
+    found = moe_gated_forward(x[:0], weight, experts, backend=ReferenceBackend(config))
+    found.out.sum().backward()
+    assert not weight.grad.any()
+    with torch.no_grad():
+        again = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
+    assert not again.out.requires_grad
+    assert torch.equal(again.routing_map.sum(1), torch.full((TOKENS,), config.topk))
+
+
+def test_layer_with_a_fused_gate() -> None:
+    torch.manual_seed(1)
+    options = {"router": True, "device": "cpu", "dtype": torch.float32}
+    fused = FlashMoELayer(cases.CONFIG, fuse_gate=True, **options)
+    plain = FlashMoELayer(cases.CONFIG, **options)
+    plain.load_state_dict(copy.deepcopy(fused.state_dict()))
+    x = torch.randn(4, 5, cases.CONFIG.hidden)
+    for layer in (fused, plain):
+        layer(x).square().sum().backward()
+    torch.testing.assert_close(fused(x), plain(x))
+    for (name, ours), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"score": "relu"}, "score='relu': wanted one of softmax, sigmoid"),
+        ({"pre_softmax": 1}, "pre_softmax=1: wanted True or False"),
+        ({"pre_softmax": True, "score": "sigmoid"}, "wanted 'softmax'"),
+        ({"scaling_factor": float("inf")}, "scaling_factor=inf: wanted a finite number"),
+        ({"scaling_factor": "2"}, "scaling_factor='2'"),
+    ],
+)
+def test_gates_without_meaning_are_refused(options: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        GateConfig(**options)
+
+
+def test_a_weight_of_another_layer_is_refused() -> None:
+    config = cases.make_config()
+    x, weight, experts = leaves(config)
+    backend = ReferenceBackend(config)
+    for bad, words in (
+        (weight[1:], r"gate weight has shape \(7, 64\), wanted \[8, 64\]"),
+        (weight.float(), "gate weight is torch.float32, wanted the dtype of x, torch.float64"),
+        (weight.t().contiguous().t(), "gate weight has strides"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            moe_gated_forward(x, bad, experts, backend=backend)
+    with pytest.raises(ConfigError, match="fuse_gate=True without a router"):
+        FlashMoELayer(config, fuse_gate=True, device="cpu")
+
+
+def test_a_gate_ends_with_its_graph() -> None:
+    """The node holds the gate's tensors, which must not hold the node."""
+    config = cases.make_config()
+    x, weight, experts = leaves(config)
+    probs, logits, gate = open_gate(config, x, weight, GateConfig())
+    out = moe_apply(ReferenceBackend(config), x, probs, gate.routing_map, experts, gate=gate)
+    held = weakref.ref(gate)
+    gc.disable()
+    try:
+        del gate, probs, logits
+        assert held() is not None
+        del out
+        assert held() is None
+    finally:
+        gc.enable()

@@ -63,13 +63,15 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
                 const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
                 if (num_k_blocks == 0) continue;
                 Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
-                                                       warpgroup, args.watchdog);
+                                                       num_k_blocks, warpgroup, args.watchdog);
                 args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
                 hand_over_floats(args.watchdog, handover, warpgroup, handed, accumulator);
                 continue;
             }
         }
-        Main::run(accumulator, ring, cursor, args.num_k_blocks[tile.gemm], warpgroup,
+        const int num_k_blocks = args.num_k_blocks[tile.gemm];
+        const bool has_rows = warpgroup < tile.num_halves;  // else pads alone, which are zeros
+        Main::run(accumulator, ring, cursor, num_k_blocks, has_rows ? num_k_blocks : 1, warpgroup,
                   args.watchdog);
         args.watchdog.trace.add(uint32_t(Role::kGemm0) + uint32_t(tile.gemm), tile.m, begin);
         // A single block's last pair may reach past N: its second tile is for nothing.

@@ -20,10 +20,11 @@ struct TileOrder {
         const protocol::TilePlace place = order.at(ticket);
         if (place.gemm == protocol::TilePlace::kNone) return TileInfo::nothing(TileInfo::kNoTile);
         const RowUnit unit = units[place.unit];
-        const bool is_single = unit.num_blocks == 1;
+        const bool is_single = unit.num_blocks() == 1;
         if (is_single and place.n % kClusterSize != 0) return TileInfo::nothing(TileInfo::kSkip);
-        return {int16_t(place.gemm), is_single ? Pair::kAlongN : Pair::kAlongM, unit.expert,
-                unit.first_block, place.n};
+        return {int16_t(place.gemm), is_single ? Pair::kAlongN : Pair::kAlongM,
+                unit.expert,         unit.num_halves,
+                unit.first_block,    place.n};
     }
 };
 

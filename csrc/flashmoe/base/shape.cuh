@@ -7,6 +7,7 @@ namespace flashmoe {
 
 constexpr int BLOCK_M = 128;     // rows of a tile; expert segments start at multiples of it
 constexpr int BLOCK_N = 256;     // columns of a tile
+constexpr int kHalfRows = 64;    // of a tile's rows, which one processor multiplies
 constexpr int BLOCK_K = 64;      // 128 bytes of bf16: one swizzle row
 constexpr int kBoxRows = 128;    // of M or N in one TMA box, with BLOCK_K of K: 16 KiB
 constexpr int kClusterSize = 2;  // CTAs that share the operands which both need

@@ -260,8 +260,10 @@ __device__ __forceinline__ void place_rows(const LayerArgs& args,
         }
         for (int block = kClusterSize * int(threadIdx.x); block < end - begin;
              block += kClusterSize * blockDim.x) {
+            const int halves = ceil_div(smem.expert_rows[expert] - block * BLOCK_M, kHalfRows);
             plan.units[smem.expert_unit[expert] + block / kClusterSize] = {
-                begin + block, int16_t(expert), int16_t(min(kClusterSize, end - begin - block))};
+                begin + block, int16_t(expert),
+                int16_t(min(halves, kClusterSize * BLOCK_M / kHalfRows))};
         }
         if (threadIdx.x == 0) {
             plan.expert_rows[expert] = smem.expert_rows[expert];

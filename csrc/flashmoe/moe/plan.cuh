@@ -30,8 +30,9 @@ static_assert(sizeof(RowMeta) == 8);
 // What a cluster computes together: two row blocks of one expert, or an expert's odd last one.
 struct alignas(8) RowUnit {
     int32_t first_block;
-    int16_t expert;  // local
-    int16_t num_blocks;
+    int16_t expert;      // local
+    int16_t num_halves;  // of its blocks that have rows: all but an expert's last block's second
+    __device__ int num_blocks() const { return ceil_div<int>(num_halves, BLOCK_M / kHalfRows); }
 };
 
 struct PlanHeader {

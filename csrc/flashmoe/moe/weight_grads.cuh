@@ -32,8 +32,12 @@ __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, i
         const int tiles = args.shape.num_local_experts() * per_expert;
         if (ticket < tiles) {
             const protocol::BandOrder::Place place = order.at(ticket % per_expert);
-            return {int16_t(kFirstWeightGrad + which), Pair::kAlongM, ticket / per_expert,
-                    place.m * kClusterSize, place.n};
+            return {int16_t(kFirstWeightGrad + which),
+                    Pair::kAlongM,
+                    int16_t(ticket / per_expert),
+                    kClusterSize * kNumProcessors,
+                    place.m * kClusterSize,
+                    place.n};
         }
         ticket -= tiles;
     }

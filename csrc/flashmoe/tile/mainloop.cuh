@@ -48,13 +48,15 @@ struct Mainloop {
     using Accumulator = decltype(cute::partition_fragment_C(
         Mma{}, cute::Shape<cute::Int<64>, cute::Int<BLOCK_N>>{}));
 
-    // Releases each stage, to both CTAs that may fill it, once its products are done. Scope: all
-    // 128 threads of one warpgroup.
+    // Releases each stage, to both CTAs that may fill it, once its products are done. Only the
+    // first `num_multiplied` stages are multiplied: one, where all rows of A are zeros, gives what
+    // all would give. Scope: all 128 threads of one warpgroup.
     template <class Ring>
     __device__ __forceinline__ static void run(Accumulator& accumulator,
                                                Ring& ring,
                                                RingCursor<Ring::kNumStages>& cursor,
                                                int num_k_blocks,
+                                               int num_multiplied,
                                                int warpgroup,
                                                const Watchdog& watchdog) {
         using namespace cute;
@@ -64,13 +66,10 @@ struct Mainloop {
         auto thread_mma = mma.get_slice(thread);
         Barrier* previous = nullptr;
         auto release_previous = [&] {
-            // One elected thread for each CTA.
-            if (previous != nullptr and thread % 32 == 0 and thread / 32 < kClusterSize) {
-                previous->arrive(uint32_t(thread / 32));
-            }
+            if (previous != nullptr) release(*previous);
         };
 
-        for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
+        for (int k_block = 0; k_block < num_multiplied; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
             if (previous != nullptr and not full.test_wait(cursor.parity())) {
                 // Nothing to put behind the products under way: give their stage back meanwhile.
@@ -103,6 +102,19 @@ struct Mainloop {
         warpgroup_wait<0>();
         warpgroup_fence_operand(accumulator);
         release_previous();
+        for (int k_block = num_multiplied; k_block < num_k_blocks; ++k_block) {
+            wait_barrier(watchdog, Role::kProcessorStage, ring.full[cursor.index()],
+                         cursor.parity());
+            release(ring.empty[cursor.index()]);
+            cursor.advance();
+        }
+    }
+
+ private:
+    // One elected thread for each CTA.
+    __device__ __forceinline__ static void release(Barrier& stage) {
+        const int thread = threadIdx.x % 128;
+        if (thread % 32 == 0 and thread / 32 < kClusterSize) stage.arrive(uint32_t(thread / 32));
     }
 };
 

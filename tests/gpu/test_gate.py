@@ -131,9 +131,13 @@ def test_equal_logits_and_one_that_is_nan() -> None:
         assert found.routing_map[:, :3].all()
         assert int(found.routing_map.sum()) == 150
         x[7, 5] = float("nan")
-        with pytest.raises(RoutingError):
-            moe_gated_forward(x, weight, weights, backend=backend)
+        refused = moe_gated_forward(x, weight, weights, backend=backend)
+        torch.cuda.synchronize()
+        assert refused.logits[7].isnan().all()
+        assert refused.out.isnan().all()
         x[7, 5] = 0
+        with pytest.raises(RoutingError, match="token 7 of rank 0"):
+            moe_gated_forward(x, weight, weights, backend=backend)
         check_again = moe_gated_forward(x, weight, weights, backend=backend)
     assert not check_again.out.isnan().any()
 

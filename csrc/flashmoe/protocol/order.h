@@ -1,7 +1,8 @@
-// The order of tiles, a total order, in steps: GEMM0 of one group of row units and, some steps
-// behind, GEMM1 of an older one, evenly mixed. So GEMM1's inputs are old tickets, finishers have
-// the same to do all the time, and results leave while later rows still arrive. Within a group the
-// unit moves fastest: neighbouring clusters read the same weights.
+// The order of tiles, a total order, in steps: GEMM0 of one group of row units, then GEMM1 of the
+// group before. So GEMM1's inputs are old tickets, results leave while later rows still arrive, and
+// what runs at one time is one product, whose operands clusters share in the L2: both mixed took a
+// tenth longer where weights are large. Within a group the unit moves fastest: neighbouring
+// clusters read the same weights.
 //
 // A tile waits only for rows, or for tiles with smaller tickets, so that no wait is circular.
 #pragma once
@@ -24,7 +25,7 @@ struct TileOrder {
     int group_units;
     int num_n_tiles[2];
 
-    static constexpr int kLag = 2;  // steps: the last tiles of the step before are not done yet
+    static constexpr int kLag = 1;  // steps: what GEMM1 reads was computed while GEMM0 went on
 
     FLASHMOE_PROTOCOL int num_tickets() const {
         return num_units * (num_n_tiles[0] + num_n_tiles[1]);
@@ -38,11 +39,9 @@ struct TileOrder {
                                                (group_units * (num_n_tiles[0] + num_n_tiles[1]));
         while (tickets_before(step + 1) <= ticket) ++step;
         ticket -= tickets_before(step);
-        const int64_t gemm0 = (units_before(step + 1) - units_before(step)) * num_n_tiles[0];
-        const int all = tickets_before(step + 1) - tickets_before(step);
-        const int before = int(ticket * gemm0 / all);  // of GEMM0 among the step's first tickets
-        if ((ticket + 1) * gemm0 / all > before) return in_group(0, step, before);
-        return in_group(1, step - kLag, ticket - before);
+        const int gemm0 = (units_before(step + 1) - units_before(step)) * num_n_tiles[0];
+        if (ticket < gemm0) return in_group(0, step, ticket);
+        return in_group(1, step - kLag, ticket - gemm0);
     }
 
  private:

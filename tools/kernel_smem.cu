@@ -8,7 +8,7 @@
 
 int main() {
     std::printf("gather_kernel %zu\n", sizeof(flashmoe::GatherSmem));
-    std::printf("layer_kernel %zu\n", sizeof(flashmoe::LayerSmem));
+    std::printf("layer_kernel %zu\n", sizeof(flashmoe::LayerBuffers));
     std::printf("plan_kernel %d\n", flashmoe::kPlanSmemBytes);
     return 0;
 }

@@ -152,7 +152,26 @@ MUTANTS = [
         "ranks2",
         "received",
         False,
-        (dropped(QUEUE, "    A::bulk_wait_complete();\n", "    A::bulk_wait_complete();\n"),),
+        (
+            dropped(
+                QUEUE,
+                "    A::bulk_wait_complete();\n    for_each",
+                "    A::bulk_wait_complete();\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "results are counted before their copies are complete",
+        "ranks2",
+        "result",
+        False,
+        (
+            dropped(
+                QUEUE,
+                "    A::bulk_wait_complete();\n    A::sync_warp();",
+                "    A::bulk_wait_complete();\n",
+            ),
+        ),
     ),
     # Orders and scopes of single accesses.
     Mutant(
@@ -453,11 +472,11 @@ MUTANTS = [
         ((QUEUE, "return items & ~before;", "return items;"),),
     ),
     Mutant(
-        "GEMM1 of a group is mixed with its own GEMM0",
+        "GEMM1 of a group comes before its GEMM0",
         "ranks2",
         HANG,
         False,
-        ((ORDER, "kLag = 2;", "kLag = 0;"),),
+        ((ORDER, "return in_group(0, step, ticket);", "return in_group(1, step, ticket);"),),
     ),
     Mutant(
         "weight gradients do not wait for the blocks' GEMM0",

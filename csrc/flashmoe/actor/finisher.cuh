@@ -12,7 +12,7 @@ namespace flashmoe {
 template <class Pass>
 __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                                              TileMailbox& mailbox,
-                                             Handover& handover,
+                                             const Handover& handover,
                                              CombineSmem& combine,
                                              int processor) {
     RingCursor<kTileSlots> slot;
@@ -56,12 +56,12 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             } else {
                 store_results(args, tile, rows);
             }
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) handover.empty[processor][warp].arrive();
+            outputs.give_back(handover.empty[processor][warp]);
             args.watchdog.trace.add(uint32_t(Role::kEpilogue0) + uint32_t(tile.gemm), tile.m,
                                     begin);
         }
         handed.advance();
+        protocol::complete_copies<Atomics>();
         if (threadIdx.x % 32 == 0) {
             protocol::publish<Atomics>(args.workspace.tile_ready +
                                        args.workspace.tile_counter(tile.gemm, tile.m));
@@ -70,6 +70,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             }
         }
     }
+    ptx::bulk_wait_complete();
     end_span(uint32_t(Role::kFinish));
 }
 

@@ -43,24 +43,27 @@ __device__ __forceinline__ void load_boxes(const void* map,
     }
 }
 
-// Takes pairs of tiles and streams this CTA's one, in two kinds of step: `next_ticket` gives the
-// leading CTA the pair of a ticket, `stream` loads a tile and calls back once most of it is loaded.
-// The next pair is fetched then, so that it is known before this one's last stage is free. Scope:
-// one thread of each CTA.
-template <class NextTicket, class Stream>
-__device__ __forceinline__ void load_tiles(const Watchdog& watchdog,
-                                           TileMailbox& mailbox,
-                                           NextTicket next_ticket,
-                                           Stream stream) {
+// Takes pairs of tiles and streams this CTA's one: `claim` takes a ticket, `pair_of` gives the
+// leading CTA its pair, `stream` loads a tile and calls back twice, with some stages between: then
+// the next ticket is claimed, and then its pair is announced, so that it is known before this one's
+// last stage is free. Scope: one thread of each CTA.
+template <class Claim, class PairOf, class Stream>
+__device__ __forceinline__ void load_tiles(
+    const Watchdog& watchdog, TileMailbox& mailbox, Claim claim, PairOf pair_of, Stream stream) {
     RingCursor<kTileSlots> slot;
     const int cta = int(ptx::cluster_rank());
     TileInfo next;
+    int ticket = 0;
     auto take = [&] {
-        do next = next_ticket();
-        while (next.gemm == TileInfo::kSkip);
+        if (cta == 0) ticket = claim();
+    };
+    auto announce = [&] {
+        if (cta != 0) return;
+        while ((next = pair_of(ticket)).gemm == TileInfo::kSkip) ticket = claim();
         announce_tile(watchdog, mailbox, slot, next);
     };
-    if (cta == 0) take();
+    take();
+    announce();
     for (;;) {
         if (cta != 0) {
             wait_barrier(watchdog, Role::kLoaderTile, mailbox.full[slot.index()], slot.parity());
@@ -68,52 +71,43 @@ __device__ __forceinline__ void load_tiles(const Watchdog& watchdog,
             slot.advance();
         }
         if (next.gemm == TileInfo::kNoTile) return;
-        stream(next.of(cta), [&] {
-            if (cta == 0) take();
-        });
+        stream(next.of(cta), take, announce);
     }
 }
 
-// Streams one tile's stages: B of the first stages goes ahead, then `await_a`, then the rest.
-template <class Ring, class LoadA, class LoadB, class AwaitA, class NearEnd>
+// Streams one tile's stages. B of the first goes ahead of `await_a`, but no more: the other stages
+// are free only once the previous tile's last products are done, and A would have to wait for that.
+template <class Ring, class LoadA, class LoadB, class AwaitA, class Take, class Announce>
 __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
-                                            Ring& ring,
+                                            const Ring& ring,
                                             RingCursor<Ring::kNumStages>& cursor,
                                             int num_k_blocks,
                                             LoadA load_a,
                                             LoadB load_b,
                                             AwaitA await_a,
-                                            NearEnd near_end) {
-    const int ahead = min(num_k_blocks, Ring::kNumStages);
-    const int near = max(ahead, num_k_blocks - Ring::kNumStages);
-    auto open_stage = [&] {
-        wait_barrier(watchdog, Role::kLoaderStage, ring.empty[cursor.index()], cursor.parity() ^ 1);
-        ring.full[cursor.index()].arrive_and_expect_tx(sizeof(ring.stage[0]));
+                                            Take take,
+                                            Announce announce) {
+    constexpr int kTakenAhead = 4;  // stages that an atomic's way to the L2 and back takes at most
+    const int near = max(0, num_k_blocks - Ring::kNumStages), far = max(0, near - kTakenAhead);
+    int k = 0;
+    auto load_until = [&](int end) {
+        for (; k < end; ++k) {
+            Barrier& full = ring.full[cursor.index()];
+            Barrier& empty = ring.empty[cursor.index()];
+            auto& stage = ring.stage[cursor.index()];
+            wait_barrier(watchdog, Role::kLoaderStage, empty, cursor.parity() ^ 1);
+            full.arrive_and_expect_tx(sizeof(stage));
+            load_b(stage, full, k);
+            if (k == 0) await_a();
+            load_a(stage, full, k);
+            cursor.advance();
+        }
     };
-    RingCursor<Ring::kNumStages> trailing = cursor;
-    for (int k = 0; k < ahead; ++k) {
-        open_stage();
-        load_b(ring.stage[cursor.index()], ring.full[cursor.index()], k);
-        cursor.advance();
-    }
-    await_a();
-    for (int k = 0; k < ahead; ++k) {
-        load_a(ring.stage[trailing.index()], ring.full[trailing.index()], k);
-        trailing.advance();
-    }
-    for (int k = ahead; k < near; ++k) {
-        open_stage();
-        load_b(ring.stage[cursor.index()], ring.full[cursor.index()], k);
-        load_a(ring.stage[cursor.index()], ring.full[cursor.index()], k);
-        cursor.advance();
-    }
-    near_end();
-    for (int k = near; k < num_k_blocks; ++k) {
-        open_stage();
-        load_b(ring.stage[cursor.index()], ring.full[cursor.index()], k);
-        load_a(ring.stage[cursor.index()], ring.full[cursor.index()], k);
-        cursor.advance();
-    }
+    load_until(far);
+    take();
+    load_until(near);
+    announce();
+    load_until(num_k_blocks);
 }
 
 // The first weight row (K-major) or column (MN-major) of each box of B.
@@ -128,12 +122,13 @@ __device__ __forceinline__ int begin_of_b(const Shape& shape, int gemm, int n, i
 }
 
 // A tile of a weight's gradient: rows of the expert are K of both operands.
-template <class Ring, class NearEnd>
+template <class Ring, class Take, class Announce>
 __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
-                                                   Ring& ring,
+                                                   const Ring& ring,
                                                    RingCursor<Ring::kNumStages>& cursor,
                                                    const TileInfo& tile,
-                                                   NearEnd near_end) {
+                                                   Take take,
+                                                   Announce announce) {
     const WeightGradProduct& product = product_of(args, tile);
     const int first_row = args.plan.expert_block[tile.expert] * BLOCK_M;
     stream_tile(
@@ -146,7 +141,7 @@ __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
             load_boxes<Major::MN>(&product.right, full, stage.b, k, first_row, true,
                                   [&](int box) { return tile.n * BLOCK_N + box * kBoxRows; });
         },
-        [] {}, near_end);
+        [] {}, take, announce);
 }
 
 // Weight gradients read what finishers have left of GEMM0 in all blocks, and rows, which were there
@@ -163,7 +158,7 @@ __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
 // The layer's tiles. Scope: one thread of each CTA.
 template <class Pass, class Ring>
 __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
-                                           Ring& ring,
+                                           const Ring& ring,
                                            TileMailbox& mailbox) {
     const TileOrder order{args.plan.units,
                           {args.plan.header->num_units,
@@ -173,20 +168,20 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
     bool is_differentiated = false;
     load_tiles(
         args.watchdog, mailbox,
-        [&] {
-            const int ticket = int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1));
+        [&] { return int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1)); },
+        [&](int ticket) {
             if constexpr (Pass::kIsBackward) {
                 const int behind = ticket - order.order.num_tickets();
                 if (behind >= 0) return weight_grad_pair(args, behind);
             }
             return order.pair(ticket);
         },
-        [&](const TileInfo& tile, auto near_end) {
+        [&](const TileInfo& tile, auto take, auto announce) {
             if constexpr (Pass::kIsBackward) {
                 if (is_weight_grad(tile)) {
                     if (not is_differentiated) await_differentiated(args);
                     is_differentiated = true;
-                    stream_weight_grad(args, ring, cursor, tile, near_end);
+                    stream_weight_grad(args, ring, cursor, tile, take, announce);
                     return;
                 }
             }
@@ -218,7 +213,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                         wait_for(args.watchdog, {role, -1, tile.m, target}, load, done);
                     });
                 },
-                near_end);
+                take, announce);
         });
 }
 

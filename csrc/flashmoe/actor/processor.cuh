@@ -43,9 +43,9 @@ __device__ __forceinline__ void add_bias(const LayerArgs& args,
 
 template <class Pass, class Ring>
 __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
-                                              Ring& ring,
+                                              const Ring& ring,
                                               TileMailbox& mailbox,
-                                              Handover& handover,
+                                              const Handover& handover,
                                               int warpgroup) {
     using T = typename Pass::Element;
     using Main = Mainloop<T, Major::K, Pass::kMajorB>;
@@ -53,22 +53,14 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
     RingCursor<Ring::kNumStages> cursor;
     RingCursor<kTileSlots> slot;
     RingCursor<1> handed;
+    TileInfo tile;
+    const auto take = [&] {
+        tile = take_tile(args.watchdog, Role::kProcessorTile, mailbox, slot);
+        return tile.gemm != TileInfo::kNoTile;
+    };
     begin_span(uint32_t(Role::kProcess));
-    for (;;) {
-        const TileInfo tile = take_tile(args.watchdog, Role::kProcessorTile, mailbox, slot);
-        if (tile.gemm == TileInfo::kNoTile) break;
+    while (take() and not is_weight_grad(tile)) {
         const int64_t begin = Trace::now();
-        if constexpr (Pass::kIsBackward) {
-            if (is_weight_grad(tile)) {
-                const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
-                if (num_k_blocks == 0) continue;
-                Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
-                                                       num_k_blocks, warpgroup, args.watchdog);
-                args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
-                hand_over_floats(args.watchdog, handover, warpgroup, handed, accumulator);
-                continue;
-            }
-        }
         const int num_k_blocks = args.num_k_blocks[tile.gemm];
         const bool has_rows = warpgroup < tile.num_halves;  // else pads alone, which are zeros
         Main::run(accumulator, ring, cursor, num_k_blocks, has_rows ? num_k_blocks : 1, warpgroup,
@@ -82,6 +74,18 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             }
         }
         hand_over<T>(args.watchdog, handover, warpgroup, handed, accumulator);
+    }
+    if constexpr (Pass::kIsBackward) {  // weight gradients come last
+        for (bool is_tile = is_weight_grad(tile); is_tile; is_tile = take()) {
+            const int64_t begin = Trace::now();
+            // Uniform by construction, as ptxas wants the bounds of a main loop.
+            const int num_k_blocks = __shfl_sync(~0u, weight_grad_k_blocks(args.plan, tile), 0);
+            if (num_k_blocks == 0) continue;
+            Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
+                                                   num_k_blocks, warpgroup, args.watchdog);
+            args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
+            hand_over_floats(args.watchdog, handover, warpgroup, handed, accumulator);
+        }
     }
     end_span(uint32_t(Role::kProcess));
 }

@@ -11,24 +11,26 @@ namespace flashmoe {
 constexpr int kGatherWarps = 4;
 
 struct GatherSmem {
-    DispatchSmem<kDispatchPiece> dispatch[kGatherWarps];
+    DispatchPieces pieces[kGatherWarps];
 };
 
 __global__ __launch_bounds__(kGatherWarps * 32, 1)  //
     void gather_kernel(const __grid_constant__ LayerArgs args) {
     extern __shared__ __align__(1024) uint8_t smem_bytes[];
     auto& smem = *reinterpret_cast<GatherSmem*>(smem_bytes);
+    __shared__ uint64_t barrier_words[kGatherWarps][kDispatchLanes];
+    auto& barriers = reinterpret_cast<DispatchBarriers(&)[kGatherWarps]>(barrier_words);
     args.watchdog.trace.open();
     open_counters();
     const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
     const uint32_t epoch = current_epoch(args.workspace), taken = protocol::next_epoch(epoch);
     if (threadIdx.x % 32 == 0) {
-        for (Barrier& arrived : smem.dispatch[warp].arrived) arrived.init(1);
+        for (Barrier& arrived : barriers[warp]) arrived.init(1);
         cutlass::arch::fence_barrier_init();
     }
     publish_rows(args, epoch);
     __syncthreads();
-    dispatch(args, smem.dispatch[warp]);
+    dispatch(args, smem.pieces[warp], barriers[warp]);
     tell_rows(args, &args.workspace.tickets->rows_taken, taken);
     if (warp == 0) await_published_rows(args, taken);
     args.watchdog.trace.close();

@@ -55,13 +55,24 @@ struct BackwardPass {
     }
 };
 
-struct LayerSmem {
-    StageRing<3> ring;
-    Handover handover;
-    DispatchSmem<kDispatchPiece> dispatch;
+constexpr int kStages = 3;
+
+// Shared memory is full: what is large is asked for by the launch, what is small lies in the
+// kilobyte that static memory is padded to anyway.
+struct LayerBuffers {
+    Stage stages[kStages];
+    AllOutputs outputs;
+    DispatchPieces pieces;
+};
+struct LayerWords {
+    StageBarriers<kStages> stages;
+    HandoverBarriers outputs;
+    DispatchBarriers pieces;
     CombineSmem combine;
     TileMailbox mailbox;
 };
+constexpr int kStaticSmemBytes = 1024;
+static_assert(sizeof(LayerBuffers) + kStaticSmemBytes <= 227 * 1024);
 
 constexpr int kLayerThreads = 384;
 // A launch gets the same registers for every thread, and setmaxnreg only moves them about: to ask
@@ -134,8 +145,11 @@ template <class Pass>
 __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  //
     void layer_kernel(const __grid_constant__ typename Pass::Args args) {
     extern __shared__ __align__(1024) uint8_t smem_bytes[];
-    auto& smem = *reinterpret_cast<LayerSmem*>(smem_bytes);
-    static_assert(sizeof(smem) <= 227 * 1024);
+    auto& buffers = *reinterpret_cast<LayerBuffers*>(smem_bytes);
+    __shared__ __align__(16) uint8_t words_bytes[sizeof(LayerWords)];
+    auto& words = *reinterpret_cast<LayerWords*>(words_bytes);
+    const StageRing<kStages> ring{buffers.stages, words.stages.full, words.stages.empty};
+    const Handover handover{buffers.outputs, words.outputs.full, words.outputs.empty};
     args.watchdog.trace.open();
     open_counters();
     begin_record(args);
@@ -146,10 +160,10 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         ptx::fence_proxy_async_shared();
         __syncthreads();
         if (threadIdx.x == 0) {
-            init_barriers(smem.ring, smem.mailbox, kNumProcessors * (kProcessorWarps + 1));
-            init_barriers(smem.handover);
-            smem.combine = {};
-            for (Barrier& arrived : smem.dispatch.arrived) arrived.init(1);
+            init_barriers(ring, words.mailbox, kNumProcessors * (kProcessorWarps + 1));
+            init_barriers(handover);
+            words.combine = {};
+            for (Barrier& arrived : words.pieces) arrived.init(1);
             cutlass::arch::fence_barrier_init();
         }
         cute::cluster_sync();
@@ -158,21 +172,21 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
         if (warpgroup > 0) {
             cutlass::arch::warpgroup_reg_alloc<kProcessorRegisters>();
-            process_tiles<Pass>(args, smem.ring, smem.mailbox, smem.handover, warpgroup - 1);
-            combine<Pass>(args, smem.combine);
+            process_tiles<Pass>(args, ring, words.mailbox, handover, warpgroup - 1);
+            combine<Pass>(args, words.combine);
         } else {
             cutlass::arch::warpgroup_reg_dealloc<kCommRegisters>();
             const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
             if (warp == 0) {
-                if (cute::elect_one_sync()) load_layer<Pass>(args, smem.ring, smem.mailbox);
+                if (cute::elect_one_sync()) load_layer<Pass>(args, ring, words.mailbox);
                 __syncwarp();
             } else if (warp == 1) {
-                dispatch(args, smem.dispatch);
-                combine_meanwhile<Pass>(args, smem.combine);
+                dispatch(args, buffers.pieces, words.pieces);
+                combine_meanwhile<Pass>(args, words.combine);
             } else {
-                finish_tiles<Pass>(args, smem.mailbox, smem.handover, smem.combine, warp - 2);
+                finish_tiles<Pass>(args, words.mailbox, handover, words.combine, warp - 2);
             }
-            combine<Pass>(args, smem.combine);
+            combine<Pass>(args, words.combine);
         }
         args.watchdog.trace.close();
         cute::cluster_sync();  // the other CTA may still write to this one's shared memory
@@ -187,7 +201,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
 template <class Pass>
 KernelEntry entry_of() {
     return {reinterpret_cast<const void*>(&layer_kernel<Pass>), kLayerThreads,
-            int(sizeof(LayerSmem))};
+            int(sizeof(LayerBuffers))};
 }
 
 template <class T, bool kTransposed>

@@ -13,11 +13,8 @@ namespace flashmoe {
 constexpr int kDispatchLanes = 8;     // rows in flight of one warp
 constexpr int kDispatchPiece = 2048;  // bytes of a row that a lane has on its way
 
-template <int kPiece>  // bytes of a row in flight
-struct DispatchSmem {
-    alignas(128) uint8_t piece[kDispatchLanes][kPiece];
-    Barrier arrived[kDispatchLanes];
-};
+using DispatchPieces = uint8_t[kDispatchLanes][kDispatchPiece];  // in shared memory, of one warp
+using DispatchBarriers = Barrier[kDispatchLanes];
 
 // Scope: one warp. Every rank's signal is awaited, also of ranks that sent nothing: it is the proof
 // that the peer has finished with the previous launch.
@@ -32,10 +29,9 @@ __device__ __forceinline__ void await_published_rows(const LayerArgs& args, uint
 
 // Copies one row, piece by piece, to all of the token's rows. Scope: one thread with its own piece
 // of shared memory; up to kDispatchLanes threads of a warp do this at once.
-template <int kPiece>
 __device__ __forceinline__ void fetch_row(const LayerArgs& args,
                                           RowMeta meta,
-                                          uint8_t (&piece)[kPiece],
+                                          uint8_t (&piece)[kDispatchPiece],
                                           Barrier& arrived,
                                           uint32_t& parity) {
     const Heap& heap = args.heap;
@@ -44,8 +40,8 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
     const char* source = meta.src_rank == args.shape.rank ? args.x + int64_t(meta.token) * row_bytes
                                                           : heap.row(meta.src_rank, meta.token);
     const int32_t* token_rows = plan.rows_of(meta.src_rank, meta.token);
-    for (int offset = 0; offset < row_bytes; offset += kPiece) {
-        const int bytes = min(kPiece, row_bytes - offset);
+    for (int offset = 0; offset < row_bytes; offset += kDispatchPiece) {
+        const int bytes = min(kDispatchPiece, row_bytes - offset);
         cute::tma_store_wait<0>();  // the previous piece has left shared memory
         arrived.arrive_and_expect_tx(bytes);
         cute::SM90_BULK_COPY_G2S::copy(source + offset, reinterpret_cast<uint64_t*>(&arrived),
@@ -70,8 +66,9 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
 }
 
 // Scope: one warp.
-template <int kPiece>
-__device__ __forceinline__ void dispatch(const LayerArgs& args, DispatchSmem<kPiece>& smem) {
+__device__ __forceinline__ void dispatch(const LayerArgs& args,
+                                         DispatchPieces& pieces,
+                                         DispatchBarriers& arrived) {
     await_published_rows(args, current_epoch(args.workspace));
     const int64_t begin = Trace::now();
     begin_span(uint32_t(Role::kDispatch));
@@ -89,7 +86,7 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args, DispatchSmem<kPi
         RowMeta meta{};
         if (lane < kDispatchLanes) meta = plan.row_meta[first + lane];
         if (lane < kDispatchLanes and meta.is_owner()) {
-            fetch_row(args, meta, smem.piece[lane], smem.arrived[lane], parity);
+            fetch_row(args, meta, pieces[lane], arrived[lane], parity);
             atomicAdd_block(&counters().rows_pulled[meta.src_rank], 1u);
             pad_rows_pulled += meta.is_pad();
         }

@@ -104,63 +104,91 @@ __device__ __forceinline__ void activate_rows(const LayerArgs& args,
     }
 }
 
+// The sums over the warp of four values of each lane: lane i < 4 gets the ith.
+__device__ __forceinline__ float sum_four(const float (&values)[4]) {
+    const bool is_odd = threadIdx.x & 1, is_high = threadIdx.x & 2;
+    float pairs[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float kept = is_odd ? values[2 * i + 1] : values[2 * i];
+        const float given = is_odd ? values[2 * i] : values[2 * i + 1];
+        pairs[i] = kept + __shfl_xor_sync(~0u, given, 1);
+    }
+    float sum =
+        (is_high ? pairs[1] : pairs[0]) + __shfl_xor_sync(~0u, is_high ? pairs[0] : pairs[1], 2);
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return sum;
+}
+
+// A lane's chunks of four rows of pre-activations.
+template <bool kGated>
+struct Preacts {
+    static constexpr int kRows = 4;
+    uint4 gate[kRows] = {};
+    uint4 up[kGated ? kRows : 1] = {};
+
+    __device__ __forceinline__ void load(const LayerArgs& args, int64_t first, int column) {
+        const int intermediate = args.shape.intermediate, fc1_rows = args.shape.fc1_rows();
+        if (column >= intermediate) return;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            gate[i] = *chunk_of(args.preact, first + i, fc1_rows, column);
+            if constexpr (kGated) {
+                up[i] = *chunk_of(args.preact, first + i, fc1_rows, intermediate + column);
+            }
+        }
+    }
+};
+
 // From G = dY W2 (unscaled): the gradient of fc1's output, fc2's input again, and this tile's share
 // of the probabilities' gradient, <G, act>; no division by the probability anywhere.
 template <class T, Activation kAct, bool kGated>
 __device__ __forceinline__ void differentiate_rows(const LayerArgs& args,
                                                    const TileInfo& tile,
                                                    const WarpRows& rows) {
-    constexpr int kBatch = 4;  // rows whose pre-activations are on their way at once
+    constexpr int kBatch = Preacts<kGated>::kRows;
     const int lane = threadIdx.x % 32, column = (tile.n * kRowChunks + lane) * 8;
     const int intermediate = args.shape.intermediate, fc1_rows = args.shape.fc1_rows();
     const bool is_inside = column < intermediate;
+    Preacts<kGated> preacts, next;
+    preacts.load(args, rows.first, column);
 #pragma unroll 1
     for (int first = 0; first < kWarpRows; first += kBatch) {
-        uint4 gate[kBatch] = {}, up[kBatch] = {};
-        if (is_inside) {
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int64_t row = rows.first + first + i;
-                gate[i] = *chunk_of(args.preact, row, fc1_rows, column);
-                if constexpr (kGated) {
-                    up[i] = *chunk_of(args.preact, row, fc1_rows, intermediate + column);
-                }
-            }
-        }
+        if (first + kBatch < kWarpRows) next.load(args, rows.first + first + kBatch, column);
+        float dprobs[kBatch] = {};
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = first + i;
             const float prob = rows.facts.prob(rows.warp, row);
-            float dprob = 0.0f;
-            if (is_inside) {
-                float g[8], z[8], u[8], act[8];
-                unpack8<T>(rows.outputs.chunk(row, lane), g);
-                unpack8<T>(gate[i], z);
-                if constexpr (kGated) unpack8<T>(up[i], u);
+            if (not is_inside) continue;
+            float g[8], z[8], u[8], act[8];
+            unpack8<T>(rows.outputs.chunk(row, lane), g);
+            unpack8<T>(preacts.gate[i], z);
+            if constexpr (kGated) unpack8<T>(preacts.up[i], u);
 #pragma unroll
-                for (int c = 0; c < 8; ++c) {
-                    const Activated f = activate<kAct>(z[c]);
-                    const float value = kGated ? f.value * u[c] : f.value;
-                    const float scaled = prob * g[c];
-                    dprob += g[c] * value;
-                    act[c] = value * prob;
-                    z[c] = scaled * f.slope * (kGated ? u[c] : 1.0f);
-                    u[c] = scaled * f.value;
-                }
-                const int64_t at = rows.first + row;
-                *chunk_of(args.act, at, intermediate, column) = pack8<T>(act);
-                *chunk_of(args.dpre, at, fc1_rows, column) = pack8<T>(z);
-                if constexpr (kGated) {
-                    *chunk_of(args.dpre, at, fc1_rows, intermediate + column) = pack8<T>(u);
-                }
+            for (int c = 0; c < 8; ++c) {
+                const Activated f = activate<kAct>(z[c]);
+                const float value = kGated ? f.value * u[c] : f.value;
+                const float scaled = prob * g[c];
+                dprobs[i] += g[c] * value;
+                act[c] = value * prob;
+                z[c] = scaled * f.slope * (kGated ? u[c] : 1.0f);
+                u[c] = scaled * f.value;
             }
-#pragma unroll
-            for (int step = 16; step > 0; step /= 2) dprob += __shfl_xor_sync(~0u, dprob, step);
-            if (lane == 0) {
-                args.dprob_partial[int64_t(rows.first + row) * args.num_n_tiles[0] + tile.n] =
-                    dprob;
+            const int64_t at = rows.first + row;
+            *chunk_of(args.act, at, intermediate, column) = pack8<T>(act);
+            *chunk_of(args.dpre, at, fc1_rows, column) = pack8<T>(z);
+            if constexpr (kGated) {
+                *chunk_of(args.dpre, at, fc1_rows, intermediate + column) = pack8<T>(u);
             }
         }
+        const float dprob = sum_four(dprobs);
+        if (lane < kBatch) {
+            const int64_t at = rows.first + first + lane;
+            args.dprob_partial[at * args.num_n_tiles[0] + tile.n] = dprob;
+        }
+        preacts = next;
     }
 }
 
@@ -182,19 +210,18 @@ __device__ __forceinline__ void with_activation(Activation activation, Visit vis
 }
 
 // GEMM1: a row that is alone here is its token's result, and goes to the token's rank, tile by
-// tile; the others wait in the result buffer to be summed.
+// tile; the others wait in the result buffer to be summed. Scope: one warp, a lane for each row.
 __device__ __forceinline__ void store_results(const LayerArgs& args,
                                               const TileInfo& tile,
                                               const WarpRows& rows) {
-    const int lane = threadIdx.x % 32, column = (tile.n * kRowChunks + lane) * 8;
-    const int hidden = args.shape.hidden;
-#pragma unroll 4
-    for (int row = 0; row < kWarpRows; ++row) {
-        const RowMeta meta = rows.facts.meta(rows.warp, row);
-        char* target = meta.is_alone() ? args.heap.result(meta.src_rank, meta.token, meta.slot)
-                                       : args.result + int64_t(rows.first + row) * hidden * 2;
-        if (column < hidden) *chunk_of(target, 0, 0, column) = rows.outputs.chunk(row, lane);
-    }
+    const int row = int(threadIdx.x) % kWarpRows, hidden = args.shape.hidden;
+    const int column = tile.n * BLOCK_N;
+    const RowMeta meta = rows.facts.meta(rows.warp, row);
+    if (threadIdx.x % 32 >= kWarpRows) return;
+    char* target = meta.is_alone() ? args.heap.result(meta.src_rank, meta.token, meta.slot)
+                                   : args.result + int64_t(rows.first + row) * hidden * 2;
+    cute::SM90_BULK_COPY_S2G::copy(rows.outputs.at(row), target + column * 2,
+                                   2 * min(BLOCK_N, hidden - column));
 }
 
 }  // namespace flashmoe

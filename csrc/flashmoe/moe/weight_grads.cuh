@@ -63,18 +63,30 @@ class GradRows {
         char* grad = static_cast<char*>(
             args.weight_grads.grads[matrix * args.shape.num_local_experts() + tile.expert]);
         const int row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
-        const int column = tile.n * BLOCK_N + half * (BLOCK_N / 2) + int(threadIdx.x % 32) * 4;
-        rows_left_ = column < num_in_ ? product_of(args, tile).num_out - row : 0;
-        first_ = grad + (int64_t(row) * num_in_ + column) * (is_float_ ? 4 : 2);
+        const int first_column = tile.n * BLOCK_N + half * (BLOCK_N / 2);
+        column_ = first_column + int(threadIdx.x % 32) * 4;
+        row_bytes_ = 4 * min(BLOCK_N / 2, num_in_ - first_column);
+        rows_left_ = row_bytes_ > 0 ? product_of(args, tile).num_out - row : 0;
+        first_ = grad + (int64_t(row) * num_in_ + first_column) * (is_float_ ? 4 : 2);
     }
 
-    // Writes or adds to one of the processor's 64 rows.
-    __device__ __forceinline__ void put(int row, const float4& value) const {
+    __device__ __forceinline__ bool is_float() const { return is_float_; }
+    // Has a bulk copy write or add to one of the processor's 64 rows, which is of floats. Scope:
+    // one lane.
+    __device__ __forceinline__ void put(int row, const uint8_t* values) const {
         if (row >= rows_left_) return;
-        char* at = first_ + int64_t(row) * num_in_ * (is_float_ ? 4 : 2);
-        if (is_float_ and accumulates_) {
-            ptx::red_add_f32x4(at, value);
-        } else if (is_float_) {
+        char* at = first_ + int64_t(row) * num_in_ * 4;
+        if (accumulates_) {
+            ptx::bulk_add_f32(values, at, row_bytes_);
+        } else {
+            cute::SM90_BULK_COPY_S2G::copy(values, at, row_bytes_);
+        }
+    }
+    // Writes or adds to this lane's columns of a row.
+    __device__ __forceinline__ void put(int row, const float4& value) const {
+        if (row >= rows_left_ or column_ >= num_in_) return;
+        char* at = first_ + (int64_t(row) * num_in_ + threadIdx.x % 32 * 4) * (is_float_ ? 4 : 2);
+        if (is_float_) {
             *reinterpret_cast<float4*>(at) = value;
         } else {
             float4 sum = value;
@@ -91,6 +103,8 @@ class GradRows {
  private:
     char* first_;
     int rows_left_;
+    int row_bytes_;
+    int column_;  // this lane's first
     int num_in_;
     bool is_float_, accumulates_;
 };
@@ -99,7 +113,7 @@ class GradRows {
 template <class T>
 __device__ __forceinline__ void store_weight_grads(const BackwardArgs& args,
                                                    const TileInfo& tile,
-                                                   Handover& handover,
+                                                   const Handover& handover,
                                                    RingCursor<1>& handed,
                                                    int processor) {
     const bool is_empty = weight_grad_k_blocks(args.plan, tile) == 0;
@@ -108,7 +122,7 @@ __device__ __forceinline__ void store_weight_grads(const BackwardArgs& args,
         const GradRows<T> grad(args, tile, processor, half);
         if (is_empty) {  // nothing is handed over
             if (grad.accumulates()) return;
-            for (int row = 0; row < kProcessorWarps * kWarpRows; ++row) grad.put(row, {});
+            for (int row = 0; row < kProcessorWarps * kWarpRows; ++row) grad.put(row, float4{});
             continue;
         }
 #pragma unroll 1
@@ -116,12 +130,16 @@ __device__ __forceinline__ void store_weight_grads(const BackwardArgs& args,
             wait_barrier(args.watchdog, Role::kFinisherRows, handover.full[processor][warp],
                          handed.parity());
             const HandedOver outputs(handover.outputs[processor][warp]);
+            if (grad.is_float()) {
+                const int row = threadIdx.x % 32;
+                if (row < kWarpRows) grad.put(warp * kWarpRows + row, outputs.at(row));
+            } else {
 #pragma unroll 8
-            for (int row = 0; row < kWarpRows; ++row) {
-                grad.put(warp * kWarpRows + row, outputs.floats(row));
+                for (int row = 0; row < kWarpRows; ++row) {
+                    grad.put(warp * kWarpRows + row, outputs.floats(row));
+                }
             }
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) handover.empty[processor][warp].arrive();
+            outputs.give_back(handover.empty[processor][warp]);
         }
         handed.advance();
     }

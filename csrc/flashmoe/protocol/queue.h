@@ -26,6 +26,13 @@ FLASHMOE_PROTOCOL void publish_copies(ForEach for_each) {
     for_each([](typename A::U32* counter) { A::add_release(counter, 1); });
 }
 
+// Ends a warp's bulk copies, so that it can count them among what it has written. Scope: one warp.
+template <class A>
+FLASHMOE_PROTOCOL void complete_copies() {
+    A::bulk_wait_complete();
+    A::sync_warp();
+}
+
 // Waits until all of `target` have been counted, to read them with ordinary loads.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL void await(const typename A::U32* counter, uint32_t target, Wait wait) {

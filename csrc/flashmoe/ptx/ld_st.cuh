@@ -124,11 +124,13 @@ __device__ __forceinline__ float rcp(float x) {
     return y;
 }
 
-// Adds to four floats of global memory, in the L2; 16-byte aligned.
-__device__ __forceinline__ void red_add_f32x4(void* target, const float4& v) {
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(v.x), "f"(v.y),
-                 "f"(v.z), "f"(v.w)
-                 : "memory");
+// Adds floats of shared memory to global memory, in the L2, as a bulk store of this thread; both
+// 16-byte aligned.
+__device__ __forceinline__ void bulk_add_f32(const void* smem, void* target, int bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+        "r"(uint32_t(__cvta_generic_to_shared(smem))), "r"(bytes)
+        : "memory");
 }
 
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, const uint32_t (&r)[4]) {

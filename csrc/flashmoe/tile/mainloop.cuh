@@ -53,7 +53,7 @@ struct Mainloop {
     // all would give. Scope: all 128 threads of one warpgroup.
     template <class Ring>
     __device__ __forceinline__ static void run(Accumulator& accumulator,
-                                               Ring& ring,
+                                               const Ring& ring,
                                                RingCursor<Ring::kNumStages>& cursor,
                                                int num_k_blocks,
                                                int num_multiplied,

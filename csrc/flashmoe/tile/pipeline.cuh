@@ -55,16 +55,24 @@ struct TileMailbox {
 };
 
 template <int kStages>
-struct StageRing {
-    static constexpr int kNumStages = kStages;
-    Stage stage[kStages];
+struct StageBarriers {
     Barrier full[kStages];
     Barrier empty[kStages];
 };
 
+template <int kStages>
+struct StageRing {
+    static constexpr int kNumStages = kStages;
+    Stage (&stage)[kStages];
+    Barrier (&full)[kStages];
+    Barrier (&empty)[kStages];
+};
+
 // `reader_warps`: of each CTA, beside the loader.
 template <class Ring>
-__device__ __forceinline__ void init_barriers(Ring& ring, TileMailbox& mailbox, int reader_warps) {
+__device__ __forceinline__ void init_barriers(const Ring& ring,
+                                              TileMailbox& mailbox,
+                                              int reader_warps) {
     for (int i = 0; i < Ring::kNumStages; ++i) {
         ring.full[i].init(1);  // the own loader's expect_tx; bytes do the rest
         ring.empty[i].init(kClusterSize * kNumProcessors);  // both loaders may write to a stage
@@ -114,6 +122,8 @@ __device__ __forceinline__ void wait_barrier(const Watchdog& watchdog,
         }
     }
     watchdog.trace.add(uint32_t(role), -1, begin);
+    // Nobody asks how long the loader waits for a stage, and to count would hold up what it loads.
+    if (role == Role::kLoaderStage) return;
     count_time(uint32_t(role), uint32_t(ptx::globaltimer_ns() - start));
 }
 

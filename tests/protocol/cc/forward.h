@@ -624,14 +624,20 @@ class Agent {
             if (gemm == 1) {
                 const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
                 if (meta.alone()) {  // a token's only row here goes straight to its rank
-                    A::write(result_of(meta, n), value);
+                    A::write_by_bulk(result_of(meta, n), value);
                     continue;
                 }
             }
             A::check(value == 0 or A::read(out) != value or A::is_void(),
                      "a tile is computed twice");
-            A::write(out, value);
+            if (gemm == 0) {
+                A::write(out, value);
+            } else {
+                A::fence_proxy_async();  // what has just been read was for the check alone
+                A::write_by_bulk(out, value);
+            }
         }
+        protocol::complete_copies<A>();
         for (int warp = 0; warp < s_.warps; ++warp) {
             protocol::publish<A>(here_.tile_ready(s_, gemm, block));
             if (launch.kind == Kind::kBackward and gemm == 0) {

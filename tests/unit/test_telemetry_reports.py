@@ -300,6 +300,7 @@ def test_wandb_offline_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "X_DISABLE_STATS": "true",
     }.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb.teardown()  # another test may have set it up for another server
     wandb.init(project="overlap", dir=str(tmp_path))
     sink = WandbSink(wandb)
     wandb.log({"lm loss": 2.5}, step=2)

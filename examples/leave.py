@@ -1,4 +1,4 @@
-"""How a rank that has used DeepSpeed ends."""
+"""How a rank that has trained ends."""
 
 import os
 import sys
@@ -10,9 +10,10 @@ import torch.distributed as dist
 def leave(status: int) -> NoReturn:
     """Ends this process, once all ranks of the default group have come here.
 
-    DeepSpeed's engines and its table of groups keep gloo's groups until the process ends, destroyed
+    Megatron's models and DeepSpeed's engines keep gloo's groups until the process ends, destroyed
     or not. A thread of theirs that lets go of its last tensor while the interpreter ends aborts the
     process (seen in 1 of 87 runs on a busy machine), so the interpreter does not end first.
+    Child processes would outlive this one: whoever has started some ends them before.
     """
     dist.barrier()
     sys.stdout.flush()

@@ -4,10 +4,9 @@ Started by weak_scaling.py, once for each number of ranks.
 """
 
 import argparse
-import sys
+from typing import NoReturn
 
-import torch.distributed as dist
-
+from leave import leave
 from weak_scaling_report import take_report_argument, timed, write_report
 
 REPORT = take_report_argument()
@@ -45,7 +44,7 @@ def run(
     return timed(iteration, args.train_iters)
 
 
-def main() -> int:
+def main() -> NoReturn:
     from megatron.core import __version__ as version
 
     args = parse_args()
@@ -53,10 +52,8 @@ def main() -> int:
     dataset, _ = build_datasets(args, prepare_text(args))
     runs = {name: run(name, dataset, args) for name in ("flashmoe", "alltoall")}
     write_report(REPORT, f"Megatron-Core {version}", args, runs)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    leave(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,7 +26,7 @@ from tests.faults.jobs import write_record
 from tests.unit import cases
 
 TIMEOUT_S = 10.0
-MARGIN_S = 30.0
+MARGIN_S = 10.0
 TOKENS = 40
 
 

@@ -41,7 +41,7 @@ def test_small_proof(tmp_path: Path) -> None:
     for run in runs:
         assert len(run["losses"]) == len(run["iteration_ms"]) == 12
         assert run["losses"] == pytest.approx(runs[1]["losses"], rel=1e-4)
-        assert run["moe_ms"] > 0
+        assert 0 < run["moe_ms"] < run["moe_iteration_ms"]
     for suffix in (".png", ".svg"):
         assert (tmp_path / f"training{suffix}").stat().st_size > 10_000
 
@@ -56,7 +56,7 @@ def judged(runs: list[dict]) -> str:
         "import json, sys\n"
         "from tools.bench.train_proof import Run, judge\n"
         "runs = json.load(sys.stdin)\n"
-        "names = ('run', 'dispatcher', 'losses', 'iteration_ms', 'moe_ms')\n"
+        "names = ('run', 'dispatcher', 'losses', 'iteration_ms', 'moe_ms', 'moe_iteration_ms')\n"
         "ours, theirs, *noise = (Run(**{name: run[name] for name in names}) for run in runs)\n"
         "print(*judge(ours, theirs, noise), sep='\\n')\n"
     )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ def call(*arguments: object) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=TIMEOUT_S,
     )
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -179,11 +187,12 @@ def test_a_run_that_dies_keeps_its_points(tmp_path: Path):
     process = subprocess.Popen(
         command("run", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (folder / "results.jsonl").exists():
+
+    def has_a_point() -> bool:
         assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+        return (folder / "results.jsonl").exists()
+
+    wait_until(has_a_point)
     process.kill()
     process.wait()
     kept = (folder / "results.jsonl").read_text()
@@ -211,10 +220,7 @@ def worker_of(logs: Path, rank: int) -> int:
     """The process of a rank of the newest job; rank 0 may have begun before this one tells."""
     newest = max(logs.glob("gpus2-*"), key=lambda path: int(path.name.rpartition("-")[2]))
     told = newest / f"events-rank{rank}.jsonl"
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (told.exists() and "\n" in told.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: told.exists() and "\n" in told.read_text())
     return json.loads(told.read_text().splitlines()[0])["pid"]
 
 

@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import torch.distributed as dist
 
 import pretrain_moe
+from leave import leave
 from tools.bench import common
 from tools.bench.common import Record, log
 from tools.bench.compare_training import BF16_UNIT, WARM, within_noise
@@ -55,7 +56,8 @@ class Run:
         losses: Of every iteration, the mean of all ranks.
         iteration_ms: Of every iteration, on rank 0.
         moe_ms: Forward and backward of all MoE layers in one iteration, routers included; the
-            median of rank 0.
+            median of rank 0 over iterations after those.
+        moe_iteration_ms: As ``moe_ms``, of the same iterations as a whole.
     """
 
     run: str
@@ -63,6 +65,7 @@ class Run:
     losses: list[float]
     iteration_ms: list[float]
     moe_ms: float
+    moe_iteration_ms: float
 
     def median_ms(self) -> float:
         """Of the iterations after the first."""
@@ -141,6 +144,15 @@ def iterations(
         training.scheduler.step(1)
 
 
+def with_times(losses: Iterator[float]) -> Iterator[tuple[float, float]]:
+    """With the milliseconds that each took to come."""
+    begin = time.perf_counter()
+    for loss in losses:
+        end = time.perf_counter()
+        yield loss, (end - begin) * 1e3
+        begin = end
+
+
 def train(name: str, dispatcher: str, dataset: Any, moved: int, args: argparse.Namespace) -> Run:
     """One run from the start. Collective over all ranks."""
     training = pretrain_moe.build_training(args, dispatcher)
@@ -148,22 +160,23 @@ def train(name: str, dispatcher: str, dataset: Any, moved: int, args: argparse.N
     samples = RanksMoved(dataset, args.micro_batch_size, moved) if moved else dataset
     batches = pretrain_moe.batches(samples, args)
     losses, times = [], []
-    begin = time.perf_counter()
-    for loss in iterations(training, batches, args, args.train_iters):
+    for loss, milliseconds in with_times(iterations(training, batches, args, args.train_iters)):
         losses.append(loss)
-        end = time.perf_counter()
-        times.append((end - begin) * 1e3)
-        begin = end
+        times.append(milliseconds)
         if len(losses) % args.log_interval == 0:
             log(f"  {name} iteration {len(losses)}: loss {loss:.4f}, {times[-1]:.0f} ms")
     layers = LayerTimes(training.model)
-    moe_ms = [layers.take_ms() for _ in iterations(training, batches, args, args.moe_iters)]
+    moe_ms, whole_ms = [], []
+    for _, milliseconds in with_times(iterations(training, batches, args, args.moe_iters)):
+        moe_ms.append(layers.take_ms())
+        whole_ms.append(milliseconds)
     layers.close()
     del training, batches, layers
     gc.collect()
     if HAS_GPU:
         torch.cuda.empty_cache()
-    return Run(name, dispatcher, losses, times, statistics.median(moe_ms))
+    medians = map(statistics.median, (moe_ms, whole_ms))
+    return Run(name, dispatcher, losses, times, *medians)
 
 
 def judge(ours: Run, theirs: Run, noise: list[Run]) -> list[str]:
@@ -230,7 +243,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> NoReturn:
     args = parse(arguments)
     faulthandler.dump_traceback_later(args.limit_s, exit=True)
     pretrain_moe.initialize(args)
@@ -277,10 +290,8 @@ def main(arguments: list[str]) -> int:
         log(f"failed: {failure}")
     if dist.get_rank() == 0:
         draw(record_path)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 1 if failures else 0
+    leave(1 if failures else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

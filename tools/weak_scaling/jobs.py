@@ -219,5 +219,7 @@ def signal_told_of(log: str) -> str | None:
     """
     found = re.findall(r"(Signal \d+ \((SIG\w+)\) received by PID \d+)", log)
     sent_by_torchrun = {"SIGKILL": 1, "SIGTERM": 2}  # the likelier, the later
-    found.sort(key=lambda told: sent_by_torchrun.get(told[1], 0))
-    return str(found[0][0]) if found else None
+    told: tuple[str, str] | None = min(
+        found, key=lambda one: sent_by_torchrun.get(one[1], 0), default=None
+    )
+    return told[0] if told else None

@@ -15,7 +15,6 @@ import itertools
 import os
 import platform
 import shutil
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from leave import leave
 from python_sources import read_sources
 from two_runs import compare, log, mean_of_last
 
@@ -360,7 +360,7 @@ def load_weights(training: Training, directory: Path) -> None:
     training.gpt.load_state_dict(state["model"])
 
 
-def main() -> int:
+def main() -> None:
     args = parse_args()
     initialize(args)
     train_set, valid_set = build_datasets(args, prepare_text(args))
@@ -395,10 +395,8 @@ def main() -> int:
     )
     for failure in failures:
         log(f"failed: {failure}")
-    dist.barrier()
-    dist.destroy_process_group()
-    return 1 if failures else 0
+    leave(1 if failures else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -180,6 +180,7 @@ def measure(
         symmetric_backend=options.symmetric,
         timeout_s=TIMEOUT_S,
         reserved_sms=options.reserved_sms,
+        row_bound=options.row_bound,
     )
     use_main_grad = options.grads == "main_grad"
     fused = FusedLayer(problem, backend, use_main_grad=use_main_grad)
@@ -291,6 +292,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")
     parser.add_argument("--symmetric", choices=("cuda", "nvshmem"), default="cuda")
     parser.add_argument("--reserved-sms", type=int, default=4)
+    parser.add_argument(
+        "--row-bound", type=float, help="forwards are one launch; of this many times the mean rows"
+    )
     parser.add_argument("--flush-l2", action="store_true", help="before each iteration")
     parser.add_argument("--gate", type=float, default=GATE, help="largest relative L2 error")
     parser.add_argument("--seed", type=int, default=1)
@@ -316,6 +320,7 @@ def main(arguments: list[str]) -> int:
         command=" ".join(["tools.bench.bench_layer", *arguments]),
         symmetric=options.symmetric,
         reserved_sms=options.reserved_sms,
+        row_bound=options.row_bound,
         zipf=options.zipf,
         one_of=options.one_of,
         flush_l2=options.flush_l2,

@@ -70,7 +70,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             }
         }
     }
-    ptx::bulk_wait_complete();
+    ptx::bulk_wait_complete();  // of weight gradients, which nobody in this launch waits for
     end_span(uint32_t(Role::kFinish));
 }
 

@@ -123,17 +123,40 @@ def check_weights(config: MoEConfig, x: torch.Tensor, weights: ExpertWeights) ->
             )
         for local_expert, weight in enumerate(tensors):
             label = f"{name} of local expert {local_expert}"
-            if tuple(weight.shape) != wanted:
-                raise ShapeError(f"{label} has shape {tuple(weight.shape)}, wanted {list(wanted)}")
-            if weight.dtype != x.dtype:
-                raise ShapeError(f"{label} is {weight.dtype}, wanted the dtype of x, {x.dtype}")
-            if weight.device != x.device:
-                raise ShapeError(f"{label} is on {weight.device}, wanted {x.device}, as x")
+            _check_weight(label, weight, wanted, x)
             check_readable(label, weight)
             if not weight.is_contiguous() and not _rows_are_contiguous(weight):
                 raise ShapeError(
                     f"{label} has strides {weight.stride()}, wanted rows of consecutive elements"
                 )
+
+
+def check_gate_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Checks a gate's weight against the layer's shape and the tokens.
+
+    Args:
+        config: The layer's shape.
+        x: The tokens; the weight shares their dtype and device.
+        weight: ``[num_experts, hidden]``, contiguous.
+
+    Raises:
+        ShapeError: It differs.
+    """
+    check_readable("gate weight", weight)
+    _check_weight("gate weight", weight, (config.num_experts, config.hidden), x)
+    if not weight.is_contiguous():
+        raise ShapeError(f"gate weight has strides {weight.stride()}, wanted contiguous rows")
+
+
+def _check_weight(
+    label: str, weight: torch.Tensor, wanted: tuple[int, ...], x: torch.Tensor
+) -> None:
+    if tuple(weight.shape) != wanted:
+        raise ShapeError(f"{label} has shape {tuple(weight.shape)}, wanted {list(wanted)}")
+    if weight.dtype != x.dtype:
+        raise ShapeError(f"{label} is {weight.dtype}, wanted the dtype of x, {x.dtype}")
+    if weight.device != x.device:
+        raise ShapeError(f"{label} is on {weight.device}, wanted {x.device}, as x")
 
 
 def _check_placement(name: str, tensor: torch.Tensor, device: torch.device) -> None:

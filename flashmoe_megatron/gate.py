@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from flashmoe_megatron.config import MoEConfig, is_number
-from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.errors import ConfigError
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -108,25 +108,13 @@ def open_gate(
     Args:
         moe: The layer's shape.
         x: ``[num_tokens, hidden]``.
-        weight: ``[num_experts, hidden]``, contiguous, in the dtype and on the device of ``x``.
+        weight: ``[num_experts, hidden]``, as ``checks.check_gate_weight`` wants it.
         config: How a token chooses.
 
     Returns:
         Probabilities and logits, both differentiable in ``x`` and ``weight``, without meaning until
         that forward has run, and the gate to give to it.
-
-    Raises:
-        ShapeError: The weight is not that of this layer.
     """
-    wanted = (moe.num_experts, moe.hidden)
-    if tuple(weight.shape) != wanted:
-        raise ShapeError(f"gate weight has shape {tuple(weight.shape)}, wanted {list(wanted)}")
-    if weight.dtype != x.dtype:
-        raise ShapeError(f"gate weight is {weight.dtype}, wanted the dtype of x, {x.dtype}")
-    if weight.device != x.device:
-        raise ShapeError(f"gate weight is on {weight.device}, wanted {x.device}, as x")
-    if not weight.is_contiguous():
-        raise ShapeError(f"gate weight has strides {weight.stride()}, wanted contiguous rows")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     shape = (x.shape[0], moe.num_experts)
     logits, probs = (torch.empty(shape, dtype=wide, device=x.device) for _ in range(2))

@@ -9,7 +9,7 @@ from torch import nn
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
-from flashmoe_megatron.checks import TOKEN_DTYPES, check_readable
+from flashmoe_megatron.checks import TOKEN_DTYPES, check_gate_weight, check_readable
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.gate import GateConfig, open_gate
@@ -114,7 +114,7 @@ def moe_gated_forward(
     if x.dim() != 2:
         raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
     check_readable("x", x)
-    check_readable("gate weight", gate_weight)
+    check_gate_weight(config, x, gate_weight)
     probs, logits, opened = open_gate(config, x, gate_weight, gate or GateConfig())
     out = moe_apply(
         backend,

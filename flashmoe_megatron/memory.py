@@ -71,9 +71,13 @@ def transient_blocks(sizes: _native.FlashMoESizes) -> int | None:
     Returns:
         ``None`` if that is more than ``TRANSIENT_BYTES``.
     """
-    block_bytes = int(sizes.row_block_bytes) + int(sizes.scratch_block_bytes[False])
     most = int(sizes.max_row_blocks)
-    return most if most * block_bytes <= TRANSIENT_BYTES else None
+    return most if most * _transient_block_bytes(sizes) <= TRANSIENT_BYTES else None
+
+
+def _transient_block_bytes(sizes: _native.FlashMoESizes) -> int:
+    """What a forward that keeps nothing takes for each block of rows."""
+    return int(sizes.row_block_bytes) + int(sizes.scratch_block_bytes[False])
 
 
 def plan_memory(
@@ -129,8 +133,7 @@ def plan_memory(
         again = plan + rows + preact + max(forward + out, backward + grads)
         most = transient_blocks(sizes)
         blocks = num_row_blocks if most is None else most
-        block_bytes = int(sizes.row_block_bytes) + int(sizes.scratch_block_bytes[False])
-        forward, backward = plan + blocks * block_bytes, again - grads
+        forward, backward = plan + blocks * _transient_block_bytes(sizes), again - grads
     else:
         raise ConfigError(f"keep {keep!r}: wanted one of {', '.join(KEEPS)}")
 

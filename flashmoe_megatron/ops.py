@@ -7,6 +7,7 @@ Everything here runs before a launch while the GPU may be idle, hence structs by
 """
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -16,15 +17,15 @@ from flashmoe_megatron.gate import Gate
 _LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-call]
 # Either probs and routing_map are given, or a gate's weight and its logits, probs and routing_map,
 # which are written.
-_ROUTING = (
+_INPUT = (
     "Tensor x, Tensor? probs, Tensor? routing_map, Tensor? gate_weight, Tensor(g!)[] gated,"
     " int score, float scaling_factor"
 )
 for _schema in (
-    f"plan({_ROUTING}, Tensor(a!) plan, int problem, int group) -> ()",
-    f"forward({_ROUTING}, Tensor(a!) plan, Tensor weight_maps,"
-    " Tensor? biases, Tensor(b!) rows, Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out,"
-    " int num_row_blocks, bool is_planned, int layer, int problem, int group) -> ()",
+    f"plan(Tensor(a!) plan, int problem, int group, {_INPUT}) -> ()",
+    "forward(Tensor(a!) plan, Tensor weight_maps, Tensor? biases, Tensor(b!) rows,"
+    " Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out, int num_row_blocks,"
+    f" bool is_planned, int layer, int problem, int group, {_INPUT}) -> ()",
     "gather(Tensor x, Tensor plan, Tensor(a!) rows, int num_row_blocks, int problem, int group)"
     " -> ()",
     "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor rows,"
@@ -53,18 +54,18 @@ def _call(function: str, problem: int, group: int, *arguments: object) -> None:
         raise _native.error(status)
 
 
-def routing(
-    probs: torch.Tensor, routing_map: torch.Tensor, gate: Gate | None = None
+def given(
+    x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, gate: Gate | None = None
 ) -> tuple[object, ...]:
-    """What :data:`plan` and :data:`forward` take behind ``x``: the routing, or what computes it."""
+    """What :data:`plan` and :data:`forward` take last: tokens, and their routing or its gate."""
     if gate is None:
-        return probs, routing_map, None, [], 0, 1.0
+        return x, probs, routing_map, None, [], 0, 1.0
     config = gate.config
     score = _native.SOFTMAX if config.pre_softmax else _native.SOFTMAX_OF_CHOSEN
     if config.score == "sigmoid":
         score = _native.SIGMOID
     written = [gate.logits, gate.probs, gate.routing_map]
-    return None, None, gate.weight, written, score, config.scaling_factor
+    return x, None, None, gate.weight, written, score, config.scaling_factor
 
 
 def _input(
@@ -96,30 +97,11 @@ def _input(
     )
 
 
-def _plan(
-    x: torch.Tensor,
-    probs: torch.Tensor | None,
-    routing_map: torch.Tensor | None,
-    gate_weight: torch.Tensor | None,
-    gated: list[torch.Tensor],
-    score: int,
-    scaling_factor: float,
-    plan: torch.Tensor,
-    problem: int,
-    group: int,
-) -> None:
-    given = _input(x, probs, routing_map, gate_weight, gated, score, scaling_factor)
-    _call("plan", problem, group, given, plan.data_ptr())
+def _plan(plan: torch.Tensor, problem: int, group: int, *given: Any) -> None:
+    _call("plan", problem, group, _input(*given), plan.data_ptr())
 
 
 def _forward(
-    x: torch.Tensor,
-    probs: torch.Tensor | None,
-    routing_map: torch.Tensor | None,
-    gate_weight: torch.Tensor | None,
-    gated: list[torch.Tensor],
-    score: int,
-    scaling_factor: float,
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
     biases: torch.Tensor | None,
@@ -132,6 +114,7 @@ def _forward(
     layer: int,
     problem: int,
     group: int,
+    *given: Any,
 ) -> None:
     launch = _native.FlashMoELaunch(
         num_row_blocks,
@@ -147,8 +130,7 @@ def _forward(
         out.data_ptr(),
         None,
     )
-    given = _input(x, probs, routing_map, gate_weight, gated, score, scaling_factor)
-    _call("forward", problem, group, given, ctypes.byref(launch), is_planned)
+    _call("forward", problem, group, _input(*given), ctypes.byref(launch), is_planned)
 
 
 def _gather(

@@ -247,7 +247,7 @@ class KernelBackend:
         problem = self._prepare()
         group = self.memory.open()
         plan = self._empty(self._sizes.plan_bytes)
-        ops.plan(x, *ops.routing(probs, routing_map, gate), plan, *_addresses(problem, group))
+        ops.plan(plan, *_addresses(problem, group), *ops.given(x, probs, routing_map, gate))
         return PendingForward(group, plan, x, probs, routing_map, gate)
 
     def finish_forward(
@@ -292,9 +292,8 @@ class KernelBackend:
         preact = self._empty(num_row_blocks * sizes.preact_block_bytes) if training else None
         scratch = self._empty(num_row_blocks * sizes.scratch_block_bytes[False])
         out = torch.empty_like(pending.x)
+        gate = None if is_planned else pending.gate
         ops.forward(
-            pending.x,
-            *ops.routing(pending.probs, pending.routing_map, None if is_planned else pending.gate),
             pending.plan,
             tables.maps,
             tables.biases,
@@ -306,6 +305,7 @@ class KernelBackend:
             is_planned,
             layer,
             *_addresses(problem, pending.group),
+            *ops.given(pending.x, pending.probs, pending.routing_map, gate),
         )
         if preact is None:
             return out, None

@@ -32,7 +32,7 @@ def find_disassembler() -> Path:
     beside = nvcc_build.find_toolchain().nvcc.resolve().with_name("cuobjdump")
     in_path = shutil.which("cuobjdump")
     candidates = [beside, *([Path(in_path)] if in_path else [])]
-    candidates += [Path(at, "nvidia", "cu13", "bin", "cuobjdump") for at in sys.path]
+    candidates += [root / "bin" / "cuobjdump" for root in nvcc_build.packaged_roots()]
     for candidate in candidates:
         if candidate.is_file():
             return candidate

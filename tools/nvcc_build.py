@@ -295,11 +295,16 @@ def _find_package(name: str) -> ModuleSpec | None:
     return PathFinder.find_spec(name, [str(TOOLCHAIN), *sys.path])
 
 
+def packaged_roots() -> list[Path]:
+    """Where NVIDIA's packages for CUDA 13 are installed."""
+    spec = _find_package("nvidia")
+    locations = (spec.submodule_search_locations or []) if spec else []
+    return [Path(location) / "cu13" for location in locations]
+
+
 def _packaged_cuda() -> Path | None:
     """The root of nvidia-cuda-nvcc and its companions, if they are installed here."""
-    spec = _find_package("nvidia")
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        root = Path(location) / "cu13"
+    for root in packaged_roots():
         if (root / "bin" / "nvcc").is_file() and (root / "nvvm" / "bin" / "cicc").is_file():
             return root
     return None

@@ -47,6 +47,13 @@ enum class Role : uint32_t {
     kStoreGrad,
 };
 
+// Whether a wait's time is counted where it ends. Later roles' are, by the warp that waits, not by
+// its lanes; nobody asks for the loader's waits for a stage, and to count them would hold up its
+// loads.
+constexpr bool is_counted(Role role) {
+    return role < Role::kCombineResult and role != Role::kLoaderStage;
+}
+
 // Lives at the start of the mailbox, in pinned host memory. Mirrors FlashMoEFault.
 struct Fault {
     uint32_t code;
@@ -139,7 +146,7 @@ __device__ __forceinline__ bool wait_for(const Watchdog& watchdog,
         return false;
     }
     watchdog.trace.add(uint32_t(what.role), what.index, begin);
-    if (what.role < Role::kCombineResult) {  // later ones are counted per warp, not per lane
+    if (is_counted(what.role)) {
         count_time(uint32_t(what.role), uint32_t(ptx::globaltimer_ns() - start));
     }
     return true;

@@ -44,17 +44,29 @@ __device__ __forceinline__ void init_barriers(const Handover& handover) {
     }
 }
 
-// Lays down a warp's share of an accumulator. Scope: a warp of a processor.
-template <class T, class Accumulator>
-__device__ __forceinline__ void hand_over(const Watchdog& watchdog,
-                                          const Handover& handover,
-                                          int processor,
-                                          RingCursor<1>& cursor,
-                                          const Accumulator& accumulator) {
+// Has `lay_down` write this warp's outputs once their room is free, and tells its finisher. Scope:
+// a warp of a processor.
+template <class LayDown>
+__device__ __forceinline__ void hand_over_by(const Watchdog& watchdog,
+                                             const Handover& handover,
+                                             int processor,
+                                             RingCursor<1>& cursor,
+                                             LayDown lay_down) {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kProcessorWarps;
     wait_barrier(watchdog, Role::kProcessorHandover, handover.empty[processor][warp],
                  cursor.parity() ^ 1);
-    const auto& row = handover.outputs[processor][warp].row[lane % kWarpRows];
+    lay_down(handover.outputs[processor][warp]);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) handover.full[processor][warp].arrive();
+    cursor.advance();
+}
+
+// A warp's share of an accumulator, rounded.
+template <class T, class Accumulator>
+__device__ __forceinline__ void lay_down(WarpOutputs& outputs, const Accumulator& accumulator) {
+    const uint32_t lane = threadIdx.x % 32;
+    const auto& row = outputs.row[lane % kWarpRows];
     const uint32_t target = uint32_t(__cvta_generic_to_shared(&row[lane / kWarpRows * 16]));
 #pragma unroll
     for (int pair = 0; pair < BLOCK_N / 16; ++pair) {
@@ -67,10 +79,17 @@ __device__ __forceinline__ void hand_over(const Watchdog& watchdog,
         }
         ptx::stmatrix_x4(target + pair * 32, packed);
     }
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane == 0) handover.full[processor][warp].arrive();
-    cursor.advance();
+}
+
+// Hands over a warp's share of an accumulator. Scope: a warp of a processor.
+template <class T, class Accumulator>
+__device__ __forceinline__ void hand_over(const Watchdog& watchdog,
+                                          const Handover& handover,
+                                          int processor,
+                                          RingCursor<1>& cursor,
+                                          const Accumulator& accumulator) {
+    hand_over_by(watchdog, handover, processor, cursor,
+                 [&](WarpOutputs& outputs) { lay_down<T>(outputs, accumulator); });
 }
 
 // Half the columns of a warp's share as they are, in float32.
@@ -104,14 +123,8 @@ __device__ __forceinline__ void hand_over_floats(const Watchdog& watchdog,
                                                  int processor,
                                                  RingCursor<1>& cursor,
                                                  const Accumulator& accumulator) {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kProcessorWarps;
-    wait_barrier(watchdog, Role::kProcessorHandover, handover.empty[processor][warp],
-                 cursor.parity() ^ 1);
-    lay_down_floats<kHalf>(handover.outputs[processor][warp], accumulator);
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane == 0) handover.full[processor][warp].arrive();
-    cursor.advance();
+    hand_over_by(watchdog, handover, processor, cursor,
+                 [&](WarpOutputs& outputs) { lay_down_floats<kHalf>(outputs, accumulator); });
     if constexpr (kHalf == 0) {
         hand_over_floats<1>(watchdog, handover, processor, cursor, accumulator);
     }

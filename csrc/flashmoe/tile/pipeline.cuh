@@ -122,9 +122,7 @@ __device__ __forceinline__ void wait_barrier(const Watchdog& watchdog,
         }
     }
     watchdog.trace.add(uint32_t(role), -1, begin);
-    // Nobody asks how long the loader waits for a stage, and to count would hold up what it loads.
-    if (role == Role::kLoaderStage) return;
-    count_time(uint32_t(role), uint32_t(ptx::globaltimer_ns() - start));
+    if (is_counted(role)) count_time(uint32_t(role), uint32_t(ptx::globaltimer_ns() - start));
 }
 
 // Hands a pair of tiles to both CTAs. Scope: the leading CTA's loader thread.

@@ -480,7 +480,7 @@ class KernelBackend:
         tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
         # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
         first = tensors[0]
-        key = (first.shape, first.stride(), first.dtype, *[w.data_ptr() for w in tensors])
+        key = (first.shape, first.stride(), first.dtype, *map(torch.Tensor.data_ptr, tensors))
         self._adopt(weights.transposed, first.dtype)
         if key in self._tables:
             return self._tables[key]

@@ -50,8 +50,13 @@ def allocate(
     """
     if backend not in _TORCH_NAMES:
         raise ConfigError(f"symmetric memory {backend!r}: wanted one of {', '.join(_TORCH_NAMES)}")
-    _check_fits(nbytes, group, device)
-    if group is None or dist.get_world_size(group) == 1:
+    ranks = None if group is None or dist.get_world_size(group) == 1 else group
+    torch.cuda.empty_cache()  # what torch has cached is not there for symmetric memory
+    free = torch.cuda.mem_get_info(device)[0]
+    least = free if ranks is None else _least(free, ranks, device)
+    if nbytes > least:
+        raise _too_little(nbytes, least)
+    if ranks is None:
         local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return SymmetricAllocation(local, (local.data_ptr(),))
 
@@ -62,25 +67,30 @@ def allocate(
     name = _TORCH_NAMES[backend]
     if symm_mem.get_backend(device) != name:  # the default one cannot be set by name
         symm_mem.set_backend(name)
-    local = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(local, group)
+    problem = None
+    try:
+        local = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        problem = error
+    # A rank that fails alone would leave the others waiting for it.
+    if not _least(int(problem is None), ranks, device):
+        raise _too_little(nbytes, least) from problem
+    handle = symm_mem.rendezvous(local, ranks)
     local.zero_()
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # nobody signals into memory that is still being zeroed
+    dist.barrier(ranks)  # nobody signals into memory that is still being zeroed
     return SymmetricAllocation(local, tuple(int(address) for address in handle.buffer_ptrs))
 
 
-def _check_fits(nbytes: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Fails on every rank if any lacks the memory: a failure on one alone would hang the others."""
-    free = torch.cuda.mem_get_info(device)[0] + (
-        torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def _least(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The least of all ranks' values. Collective over the group."""
+    least = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return int(least.item())
+
+
+def _too_little(nbytes: int, free: int) -> HeapError:
+    return HeapError(
+        f"the symmetric heap needs {nbytes} bytes on every GPU, the fullest has {free} free: "
+        "lower the micro-batch or sequence length (max_tokens), or topk"
     )
-    least = torch.tensor([free], dtype=torch.int64, device=device)
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    fits = int(least.item())
-    if nbytes > fits:
-        raise HeapError(
-            f"the symmetric heap needs {nbytes} bytes on every GPU, the fullest has {fits} free: "
-            "lower the micro-batch or sequence length (max_tokens), or topk"
-        )

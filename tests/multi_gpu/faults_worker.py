@@ -34,6 +34,8 @@ from tests.unit import cases
 TIMEOUT_S = 3.0
 MARGIN_S = 5.0
 COLLECTIVE_TIMEOUT_S = 40
+TORCH_PAGE_BYTES = 2**21
+"""What torch's allocator asks CUDA for in multiples of."""
 
 
 class Fault:
@@ -222,7 +224,9 @@ def no_memory_on_one_rank(job: Job) -> dict[str, Any]:
     if fault.is_faulty:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        filler = torch.empty(free - 2**29, dtype=torch.uint8, device=job.device)
+        # Whole pages: torch would lend what is left of the last one, and could not give any back.
+        size = (free - 2**29) // TORCH_PAGE_BYTES * TORCH_PAGE_BYTES
+        filler = torch.empty(size, dtype=torch.uint8, device=job.device)
     inputs = job.inputs(large, cases.uniform, [4] * job.num_ranks)
     weights = job.weights(large, inputs)
     given = inputs.x[job.rank], inputs.probs[job.rank], inputs.routing_map[job.rank]

@@ -15,18 +15,17 @@ from tests.multi_gpu.jobs import run_job
 JOB_TIMEOUT_S = 170.0
 
 # The worker has the list; importing it here would need DeepSpeed to collect any test.
-CASES = [
-    (2, "native_zero1"),
-    (2, "autoep_zero2"),
-    (4, "native_zero1"),
-    (4, "native_zero2"),
-    (4, "native_zero2_biases"),
-    (4, "native_zero2_float16"),
-    (4, "autoep_zero1"),
-    (4, "autoep_zero2"),
-    (4, "autoep_zero3"),
-    (4, "zero2_overlap"),
-]
+NAMES = (
+    "native_zero1",
+    "native_zero2",
+    "native_zero2_biases",
+    "native_zero2_float16",
+    "autoep_zero1",
+    "autoep_zero2",
+    "autoep_zero3",
+    "zero2_overlap",
+)
+CASES = [(ranks, name) for ranks in (2, 4) for name in NAMES]
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"

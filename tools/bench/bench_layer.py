@@ -132,6 +132,14 @@ def without_grad(call: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
+def replayed(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, which takes nothing of the host."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 class Ceilings:
     """What this machine can do at most, measured in the same run."""
 
@@ -215,6 +223,9 @@ def measure(
         log(f"{name}: {implementation} {what} {timing.median_ms:.3f} ms")
 
     take("fused", "forward", "fused", timer(without_grad(fused)), floor_ms)
+    if options.graph:
+        timing = timer(replayed(without_grad(fused)))
+        take("graph", "forward from a graph", "fused", timing, floor_ms)
     if not options.forward_only:
         timing = timer(fused.forward_and_backward)
         take("fused_both", "forward+backward", "fused", timing, 3 * floor_ms)
@@ -249,6 +260,7 @@ def print_table(rows: list[dict[str, Any]], ceilings: Ceilings) -> None:
         ("fwd", lambda row: f"{row['fused']:.3f}"),
         ("TFLOP/s", lambda row: f"{row['tflops']:.0f}"),
         ("x floor", lambda row: f"{row['fused'] / row['floor_ms']:.2f}"),
+        ("from a graph", lambda row: f"{row['graph']:.3f}"),
         ("unfused", lambda row: f"{row['unfused']:.3f}"),
         ("ratio", lambda row: f"{row['unfused'] / row['fused']:.2f}"),
         ("experts only", lambda row: f"{row['experts']:.3f}"),
@@ -294,6 +306,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--reserved-sms", type=int, default=4)
     parser.add_argument(
         "--row-bound", type=float, help="forwards are one launch; of this many times the mean rows"
+    )
+    parser.add_argument(
+        "--graph",
+        action="store_true",
+        help="also replay forwards from a CUDA graph; with --row-bound where buffers are large",
     )
     parser.add_argument("--flush-l2", action="store_true", help="before each iteration")
     parser.add_argument("--gate", type=float, default=GATE, help="largest relative L2 error")

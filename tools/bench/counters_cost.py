@@ -3,92 +3,97 @@
     python tools/build.py && python tools/build.py --uncounted
     python -m tools.bench.counters_cost --out results.jsonl
 
-Both libraries run the same launches, each in processes of their own (a process loads one), one
-after the other and again, so that a GPU that warms up is fair to both. Launches follow one another
-without a pause: what is timed is the kernels.
+One process loads both libraries, and they take turns of some launches each, so that clocks and
+temperature are the same for both; what counters cost is the median over pairs of turns. Launches
+follow one another without a pause: what is timed is the kernels.
 """
 
 import argparse
-import json
+import contextlib
 import os
 import statistics
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from flashmoe_megatron import _native
+from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.select import select_backend
 from tools.bench import common, stopwatch
-from tools.bench.shapes import SHAPES, make_problem
+from tools.bench.common import log
+from tools.bench.shapes import SHAPES, Problem, make_problem
 
 LIBRARIES = {
     "counted": _native.LIBRARY,
     "uncounted": _native.LIBRARY.with_name("libflashmoe_uncounted.so"),
 }
-LAUNCHES = 50
 
 
-def time_library(name: str, one_of: int) -> float:
-    """Milliseconds of a forward with the library that this process loads."""
-    device = torch.device("cuda", 0)
-    problem = make_problem(SHAPES[name].one_of(one_of), 1, rank=0, device=device, zipf=0.0, seed=1)
-    backend = select_backend(problem.config, None, device, kind="kernel", timeout_s=10.0)
+@contextlib.contextmanager
+def library(path: Path) -> Iterator[None]:
+    """Has the package use another library; one that has been loaded stays loaded."""
+    before = os.environ.get(_native.LIBRARY_VARIABLE, "")
 
-    def forward() -> None:
-        backend.forward(
-            problem.x.detach(),
-            problem.probs.detach(),
-            problem.routing_map,
-            problem.weights,
-            training=False,
-        )
+    def use(named: str) -> None:
+        os.environ[_native.LIBRARY_VARIABLE] = named
+        _native.load.cache_clear()
+        _native.function.cache_clear()
 
-    for _ in range(10):
-        forward()
-    stopwatch.synchronize()
+    use(str(path))
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def turn_ms(backend: Backend, problem: Problem, launches: int) -> float:
+    """Milliseconds of a forward, of a row of them."""
+    given = (problem.x.detach(), problem.probs.detach(), problem.routing_map, problem.weights)
+    backend.forward(*given, training=False)
     begin = stopwatch.now()
-    for _ in range(LAUNCHES):
-        forward()
+    for _ in range(launches):
+        backend.forward(*given, training=False)
     end = stopwatch.now()
     stopwatch.synchronize()
-    return stopwatch.between_ms(begin, end) / LAUNCHES
+    return stopwatch.between_ms(begin, end) / launches
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"])
-    parser.add_argument("--one-of", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"], choices=SHAPES)
+    parser.add_argument("--one-of", type=int, default=4, help="1/N of the experts")
+    parser.add_argument("--turns", type=int, default=40, help="of each library")
+    parser.add_argument("--launches", type=int, default=50, help="of a turn")
+    parser.add_argument("--commit", help="what is measured, where the checkout has no git")
+    parser.add_argument("--out", type=Path, help="file that takes one JSON object per shape")
     options = parser.parse_args()
-    if options.child:
-        print(json.dumps(time_library(options.child, options.one_of)))
-        return 0
     record = common.Record(options.out, **common.machine(options.commit))
+    device = torch.device("cuda", 0)
     for shape in options.shapes:
-        times: dict[str, list[float]] = {library: [] for library in LIBRARIES}
-        for _ in range(options.rounds):
-            for library, path in LIBRARIES.items():
-                command = [sys.executable, "-m", "tools.bench.counters_cost", "--child", shape]
-                done = subprocess.run(
-                    [*command, "--one-of", str(options.one_of)],
-                    env={**os.environ, _native.LIBRARY_VARIABLE: str(path)},
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                    timeout=120,
+        problem = make_problem(
+            SHAPES[shape].one_of(options.one_of), 1, rank=0, device=device, zipf=0.0, seed=1
+        )
+        backends = {}
+        for name, path in LIBRARIES.items():
+            with library(path):
+                backends[name] = select_backend(
+                    problem.config, None, device, kind="kernel", timeout_s=10.0
                 )
-                times[library].append(json.loads(done.stdout.splitlines()[-1]))
-        medians = {library: statistics.median(taken) for library, taken in times.items()}
-        cost = medians["counted"] / medians["uncounted"] - 1
-        print(
+        times: dict[str, list[float]] = {name: [] for name in LIBRARIES}
+        for turn in range(-2, options.turns):  # the first ones warm up
+            for name, path in LIBRARIES.items():
+                with library(path):
+                    taken = turn_ms(backends[name], problem, options.launches)
+                if turn >= 0:
+                    times[name].append(taken)
+        pairs = zip(times["counted"], times["uncounted"], strict=True)
+        cost = statistics.median(counted / uncounted - 1 for counted, uncounted in pairs)
+        medians = {name: statistics.median(taken) for name, taken in times.items()}
+        log(
             f"{shape}: {medians['counted']:.4f} ms, without counters "
-            f"{medians['uncounted']:.4f} ms: {cost:+.2%}",
-            flush=True,
+            f"{medians['uncounted']:.4f} ms: {cost:+.2%}"
         )
         record.write(measurement="counters", shape=shape, milliseconds=times, cost=round(cost, 5))
     return 0

@@ -82,14 +82,10 @@ def units_of(load: Load) -> list[Unit]:
     return units
 
 
-LAG = 2
-"""Steps of the order of tickets by which GEMM1 of a group is behind its GEMM0."""
-
-
 def tickets(
     units: list[Unit], num_n: tuple[int, int], group: int
 ) -> Iterator[tuple[int, int, int, bool]]:
-    """The kernel's order: GEMM0 of a group of units, and GEMM1 of one ``LAG`` steps older.
+    """The kernel's order: GEMM0 of a group of units, then GEMM1 of the group before.
 
     A single block's pair is two tiles along N, so that every other of its tickets is empty.
 
@@ -103,33 +99,19 @@ def tickets(
         has not yet used these weights.
     """
     num_groups = _tiles(len(units), group)
-
-    def of_group(gemm: int, number: int) -> list[tuple[int, int, int, bool] | None]:
-        first = number * group
-        members = range(first, min(first + group, len(units))) if number >= 0 else ()
-        found: list[tuple[int, int, int, bool] | None] = []
-        for n in range(num_n[gemm]):
-            previous = -1
-            for unit in members:
-                is_new = units[unit].expert != previous
-                previous = units[unit].expert
-                if units[unit].blocks == CLUSTER:
-                    found.append((gemm, unit, 1, is_new))
-                elif n % CLUSTER == 0:
-                    found.append((gemm, unit, min(CLUSTER, num_n[gemm] - n), is_new))
-                else:
-                    found.append(None)
-        return found
-
-    for step in range(num_groups + LAG):
-        gemm0, gemm1 = of_group(0, step), of_group(1, step - LAG)
-        count, total = len(gemm0), len(gemm0) + len(gemm1)
-        for at in range(total):
-            before = at * count // total
-            is_gemm0 = (at + 1) * count // total > before
-            ticket = gemm0[before] if is_gemm0 else gemm1[at - before]
-            if ticket is not None:
-                yield ticket
+    for step in range(num_groups + 1):
+        for gemm, number in ((0, step), (1, step - 1)):
+            first = number * group
+            members = range(first, min(first + group, len(units))) if number >= 0 else ()
+            for n in range(num_n[gemm]):
+                previous = -1
+                for unit in members:
+                    is_new = units[unit].expert != previous
+                    previous = units[unit].expert
+                    if units[unit].blocks == CLUSTER:
+                        yield gemm, unit, 1, is_new
+                    elif n % CLUSTER == 0:
+                        yield gemm, unit, min(CLUSTER, num_n[gemm] - n), is_new
 
 
 def simulate_launch(
@@ -185,31 +167,33 @@ def simulate_launch(
         else:
             done[unit] = max(done[unit], end)
 
+    if backward:  # while the last results travel
+        differentiated = max(gemm0_done, default=published)
+        for duration in weight_grads(shape, load, figures, fitted):
+            end = max(heapq.heappop(free), differentiated) + duration
+            heapq.heappush(free, end)
+            busy += duration
+
     # Results of the other ranks arrive here as those of this rank leave: at the same pace.
-    last = max(done, default=published)
+    last = max(free)
     for at in sorted(range(len(units)), key=done.__getitem__):
         last = max(last, inbound.receive(units[at].rows / total_rows, not_before=done[at]))
     return Times(total=last, products=busy / num_clusters, links=inbound.busiest)
 
 
-def simulate_wgrad(shape: Shape, load: Load, figures: Figures, fitted: Fitted) -> float:
-    """Microseconds of the weight gradients: every tile has all rows of its expert as K."""
+def weight_grads(shape: Shape, load: Load, figures: Figures, fitted: Fitted) -> Iterator[float]:
+    """Microseconds of each pair of tiles, fc2's first, which have all rows of an expert as K."""
     fc1_rows = shape.intermediate * (2 if shape.gated else 1)
     rate = figures.cublas_tflops * fitted.wgrad_efficiency / figures.num_sms
     stage_us = STAGE_FLOPS / rate / 1e6
-    num_clusters = figures.num_ctas // CLUSTER
     tile_bytes = CLUSTER * BLOCK_M * BLOCK_N * MAIN_GRAD_BYTES
-    store_us = tile_bytes * num_clusters / figures.hbm_gbps / 1e3
-    free = [0.0] * num_clusters
+    store_us = tile_bytes * (figures.num_ctas // CLUSTER) / figures.hbm_gbps / 1e3
     for num_out, num_in in ((shape.hidden, shape.intermediate), (fc1_rows, shape.hidden)):
         pairs = _tiles(num_out, CLUSTER * BLOCK_M) * _tiles(num_in, BLOCK_N)
         for rows in load.expert_rows.tolist():
             stages = _tiles(rows, BLOCK_K)
             # The sum into the gradient is done by the L2 while the next tile is computed.
-            duration = max(stages * stage_us, store_us) + fitted.wgrad_tile_us
-            for _ in range(pairs):
-                heapq.heappush(free, heapq.heappop(free) + duration)
-    return max(free)
+            yield from [max(stages * stage_us, store_us) + fitted.wgrad_tile_us] * pairs
 
 
 def simulate(
@@ -242,9 +226,8 @@ def simulate(
     total, products, links = times.total + fitted.once_us(run), times.products, times.links
     if backward:
         times = simulate_launch(shape, load, figures, fitted, backward=True)
-        wgrad = simulate_wgrad(shape, load, figures, fitted)
-        total = max(total, fitted.launched_us(run)) + times.total + wgrad
-        products += times.products + wgrad
+        total = max(total, fitted.launched_us(run)) + times.total
+        products += times.products
         links += times.links
     return Times(total, products, links)
 

@@ -34,7 +34,12 @@ class Outcome:
         """The record of a rank that has to have passed."""
         record = self.records[rank]
         assert record is not None, f"rank {rank} ended with {self.statuses[rank]}:\n{self.log}"
-        assert record["passed"], self.records  # what one says is often another's fault
+        # Of all ranks: what one says is often another's fault.
+        assert record["passed"], "\n".join(
+            f"rank {at}: {one['error']}"
+            for at, one in enumerate(self.records)
+            if one and not one["passed"]
+        )
         assert self.statuses[rank] == 0
         return record
 

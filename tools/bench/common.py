@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import _native
+
 ROOT = Path(__file__).parents[2]
 CUBLAS_SIZE = 8192
 LINK_BYTES = 256 * 2**20
@@ -203,6 +205,13 @@ def join_group() -> int:
         timeout = datetime.timedelta(seconds=120)
         dist.init_process_group("nccl", device_id=device, timeout=timeout)
     return num_ranks
+
+
+def use_library(path: Path) -> None:
+    """Has the package use another build of its library; one that has been loaded stays loaded."""
+    os.environ[_native.LIBRARY_VARIABLE] = str(path)
+    _native.load.cache_clear()
+    _native.function.cache_clear()
 
 
 def _quantile(ordered: list[float], fraction: float) -> float:

@@ -9,11 +9,8 @@ follow one another without a pause: what is timed is the kernels.
 """
 
 import argparse
-import contextlib
-import os
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,30 +19,13 @@ from flashmoe_megatron import _native
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.select import select_backend
 from tools.bench import common, stopwatch
-from tools.bench.common import log
+from tools.bench.common import log, use_library
 from tools.bench.shapes import SHAPES, Problem, make_problem
 
 LIBRARIES = {
     "counted": _native.LIBRARY,
     "uncounted": _native.LIBRARY.with_name("libflashmoe_uncounted.so"),
 }
-
-
-@contextlib.contextmanager
-def library(path: Path) -> Iterator[None]:
-    """Has the package use another library; one that has been loaded stays loaded."""
-    before = os.environ.get(_native.LIBRARY_VARIABLE, "")
-
-    def use(named: str) -> None:
-        os.environ[_native.LIBRARY_VARIABLE] = named
-        _native.load.cache_clear()
-        _native.function.cache_clear()
-
-    use(str(path))
-    try:
-        yield
-    finally:
-        use(before)
 
 
 def turn_ms(backend: Backend, problem: Problem, launches: int) -> float:
@@ -77,15 +57,15 @@ def main() -> int:
         )
         backends = {}
         for name, path in LIBRARIES.items():
-            with library(path):
-                backends[name] = select_backend(
-                    problem.config, None, device, kind="kernel", timeout_s=10.0
-                )
+            use_library(path)
+            backends[name] = select_backend(
+                problem.config, None, device, kind="kernel", timeout_s=10.0
+            )
         times: dict[str, list[float]] = {name: [] for name in LIBRARIES}
         for turn in range(-2, options.turns):  # the first ones warm up
             for name, path in LIBRARIES.items():
-                with library(path):
-                    taken = turn_ms(backends[name], problem, options.launches)
+                use_library(path)
+                taken = turn_ms(backends[name], problem, options.launches)
                 if turn >= 0:
                     times[name].append(taken)
         pairs = zip(times["counted"], times["uncounted"], strict=True)

@@ -133,8 +133,7 @@ def simulate_launch(
     units = units_of(load)
     row_bytes = shape.hidden * ELEMENT_BYTES
     num_clusters = figures.num_ctas // CLUSTER
-    rate = figures.cublas_tflops * fitted.product_efficiency / figures.num_sms
-    stage_us = STAGE_FLOPS / rate / 1e6
+    stage_us = _stage_us(figures, fitted.product_efficiency)
     epilogue_us = (
         fitted.tile_us + _derivative_parts(shape) * fitted.derivative_us * backward,
         fitted.tile_us,
@@ -184,8 +183,7 @@ def simulate_launch(
 def weight_grads(shape: Shape, load: Load, figures: Figures, fitted: Fitted) -> Iterator[float]:
     """Microseconds of each pair of tiles, fc2's first, which have all rows of an expert as K."""
     fc1_rows = shape.intermediate * (2 if shape.gated else 1)
-    rate = figures.cublas_tflops * fitted.wgrad_efficiency / figures.num_sms
-    stage_us = STAGE_FLOPS / rate / 1e6
+    stage_us = _stage_us(figures, fitted.wgrad_efficiency)
     tile_bytes = CLUSTER * BLOCK_M * BLOCK_N * MAIN_GRAD_BYTES
     store_us = tile_bytes * (figures.num_ctas // CLUSTER) / figures.hbm_gbps / 1e3
     for num_out, num_in in ((shape.hidden, shape.intermediate), (fc1_rows, shape.hidden)):
@@ -274,6 +272,11 @@ def with_run(figures: Figures, cublas_tflops: float | None, link_gbps: float | N
         cublas_tflops=cublas_tflops or figures.cublas_tflops,
         nvlink_gbps=link_gbps or figures.nvlink_gbps,
     )
+
+
+def _stage_us(figures: Figures, efficiency: float) -> float:
+    """Microseconds of one stage of a tile's products on one SM."""
+    return STAGE_FLOPS / (figures.cublas_tflops * efficiency / figures.num_sms) / 1e6
 
 
 def _derivative_parts(shape: Shape) -> int:

@@ -98,7 +98,7 @@ def capture(options: argparse.Namespace) -> int:
         return 2
     if not LIBRARY.exists():
         raise TraceError(f"no {LIBRARY.name}: build it by `python tools/build.py --trace`")
-    _native.load = functools.partial(_native.load, LIBRARY)  # type: ignore[assignment]
+    common.use_library(LIBRARY)
     num_ranks = common.join_group()
     rank = dist.get_rank() if num_ranks > 1 else 0
     device = torch.device("cuda", torch.cuda.current_device())

@@ -430,8 +430,14 @@ int set_buffers(const FlashMoEProblem* p,
     const int gemm1_input = is_backward ? s.fc1_rows() : p->intermediate;
     args->num_k_blocks[0] = p->hidden / BLOCK_K;
     args->num_k_blocks[1] = gemm1_input / BLOCK_K;
-    // At least a wave of GEMM0 tiles apart, so that GEMM1 never waits for its neighbours.
-    args->group_units = std::max(8, ceil_div(p->num_ctas / kClusterSize, args->num_n_tiles[0]));
+    // A step is at least a wave of GEMM0 tiles. Between GEMM0 of a group and its GEMM1, finishers
+    // need the time of some tiles: where a step's GEMM1 is shorter, two steps are between.
+    constexpr int kFinishersStages = 48;
+    const int num_clusters = p->num_ctas / kClusterSize;
+    args->group_units = std::max(8, ceil_div(num_clusters, args->num_n_tiles[0]));
+    const int64_t stages_between =
+        int64_t(args->group_units) * args->num_n_tiles[1] * args->num_k_blocks[1] / num_clusters;
+    args->lag = stages_between < kFinishersStages ? 2 : 1;
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
         FLASHMOE_TRY(encode_map(&args->load_map[0], BoxKind::kKMajor, args->rows, rows, p->hidden));

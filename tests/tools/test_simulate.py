@@ -20,7 +20,9 @@ from tools.simulate.measured import Measurement, PointError, read_points
 from tools.simulate.model import (
     BLOCK_M,
     BLOCK_N,
+    FINISHERS_STAGES,
     Unit,
+    group_and_lag,
     products_of,
     simulate,
     tickets,
@@ -53,7 +55,7 @@ def forward_us(shape: Shape = PAPER, gpus: int = 4, fitted: Fitted = FITTED, **c
 
 
 def kernels_order(
-    units: list[Unit], num_n: tuple[int, int], group_units: int
+    units: list[Unit], num_n: tuple[int, int], group_units: int, lag: int
 ) -> list[tuple[int, int, int]]:
     """(product, unit, n) of every ticket that is not empty."""
 
@@ -61,7 +63,7 @@ def kernels_order(
         return min(max(group, 0) * group_units, len(units))
 
     def before(step: int) -> int:
-        return units_before(step) * num_n[0] + units_before(step - 1) * num_n[1]
+        return units_before(step) * num_n[0] + units_before(step - lag) * num_n[1]
 
     def in_group(gemm: int, group: int, index: int) -> tuple[int, int, int] | None:
         count = units_before(group + 1) - units_before(group)
@@ -74,7 +76,7 @@ def kernels_order(
         gemm0 = (units_before(step + 1) - units_before(step)) * num_n[0]
         if ticket < gemm0:
             return in_group(0, step, ticket)
-        return in_group(1, step - 1, ticket - gemm0)
+        return in_group(1, step - lag, ticket - gemm0)
 
     found = (pair(ticket) for ticket in range(len(units) * sum(num_n)))
     return [ticket for ticket in found if ticket is not None]
@@ -84,13 +86,14 @@ def kernels_order(
     blocks=st.lists(st.integers(1, 2), min_size=1, max_size=40),
     num_n=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     group=st.integers(8, 16),
+    lag=st.integers(1, 2),
 )
 @settings(max_examples=60, deadline=None)
-def test_tickets_are_the_kernels(blocks: list[int], num_n: tuple[int, int], group: int):
+def test_tickets_are_the_kernels(blocks: list[int], num_n: tuple[int, int], group: int, lag: int):
     units = [Unit(expert, count, 128 * count) for expert, count in enumerate(blocks)]
-    ours = list(tickets(units, num_n, group))
+    ours = list(tickets(units, num_n, group, lag))
     assert [(gemm, unit) for gemm, unit, _, _ in ours] == [
-        (gemm, unit) for gemm, unit, _ in kernels_order(units, num_n, group)
+        (gemm, unit) for gemm, unit, _ in kernels_order(units, num_n, group, lag)
     ]
     for gemm in (0, 1):
         for unit, count in enumerate(blocks):
@@ -98,6 +101,19 @@ def test_tickets_are_the_kernels(blocks: list[int], num_n: tuple[int, int], grou
             # Two blocks: a ticket per tile along N. One block: two tiles along N per ticket.
             assert sum(columns) == num_n[gemm]
             assert len(columns) == (num_n[gemm] if count == 2 else math.ceil(num_n[gemm] / 2))
+
+
+def test_the_lag_is_the_kernels():
+    """Where a step's GEMM1 is short, two of them are between; after csrc/host/launch.cu."""
+
+    def lag(name: str, *, backward: bool) -> int:
+        return group_and_lag(products_of(SHAPES[name], backward=backward), 64)[1]
+
+    assert [lag("paper-8k", backward=b) for b in (False, True)] == [2, 2]
+    assert [lag("qwen3-30b", backward=b) for b in (False, True)] == [2, 1]
+    assert [lag("mixtral-8x7b", backward=b) for b in (False, True)] == [1, 1]
+    source = (command.ROOT / "csrc" / "host" / "launch.cu").read_text()
+    assert f"kFinishersStages = {FINISHERS_STAGES};" in source
 
 
 def test_units_hold_every_row_once():

@@ -82,10 +82,21 @@ def units_of(load: Load) -> list[Unit]:
     return units
 
 
+FINISHERS_STAGES = 48
+"""What finishers need between the two products of a group; the constant of csrc/host/launch.cu."""
+
+
+def group_and_lag(products: Products, num_clusters: int) -> tuple[int, int]:
+    """Units of a step of the order, and by how many steps GEMM1 is behind GEMM0."""
+    group = max(8, _tiles(num_clusters, products.num_n[0]))
+    stages_between = group * products.num_n[1] * products.num_k[1] // num_clusters
+    return group, 2 if stages_between < FINISHERS_STAGES else 1
+
+
 def tickets(
-    units: list[Unit], num_n: tuple[int, int], group: int
+    units: list[Unit], num_n: tuple[int, int], group: int, lag: int
 ) -> Iterator[tuple[int, int, int, bool]]:
-    """The kernel's order: GEMM0 of a group of units, then GEMM1 of the group before.
+    """The kernel's order: GEMM0 of a group of units, then GEMM1 of an older one.
 
     A single block's pair is two tiles along N, so that every other of its tickets is empty.
 
@@ -93,14 +104,15 @@ def tickets(
         units: Of a rank.
         num_n: Tiles along N of both products.
         group: Units that the order advances by.
+        lag: Steps by which GEMM1 is behind.
 
     Yields:
         The product, the unit, the tiles along N that the ticket stands for, and whether the group
         has not yet used these weights.
     """
     num_groups = _tiles(len(units), group)
-    for step in range(num_groups + 1):
-        for gemm, number in ((0, step), (1, step - 1)):
+    for step in range(num_groups + lag):
+        for gemm, number in ((0, step), (1, step - lag)):
             first = number * group
             members = range(first, min(first + group, len(units))) if number >= 0 else ()
             for n in range(num_n[gemm]):
@@ -151,8 +163,8 @@ def simulate_launch(
     gemm0_done = [0.0] * len(units)
     done = [0.0] * len(units)
     busy = 0.0
-    group = max(8, _tiles(num_clusters, products.num_n[0]))
-    for gemm, unit, columns, is_new in tickets(units, products.num_n, group):
+    group, lag = group_and_lag(products, num_clusters)
+    for gemm, unit, columns, is_new in tickets(units, products.num_n, group, lag):
         stages = products.num_k[gemm]
         # Both tiles of a pair run side by side; weights come from memory once per group.
         duration = max(stages * stage_us, stages * weight_us * columns * is_new)

@@ -163,6 +163,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
     const TileOrder order{args.plan.units,
                           {args.plan.header->num_units,
                            args.group_units,
+                           args.lag,
                            {args.num_n_tiles[0], args.num_n_tiles[1]}}};
     RingCursor<Ring::kNumStages> cursor;
     bool is_differentiated = false;

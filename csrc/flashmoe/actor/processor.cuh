@@ -54,6 +54,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
     RingCursor<kTileSlots> slot;
     RingCursor<1> handed;
     TileInfo tile;
+    uint32_t waited = 0;  // for stages; counted at the end, since products leave no time for it
     const auto take = [&] {
         tile = take_tile(args.watchdog, Role::kProcessorTile, mailbox, slot);
         return tile.gemm != TileInfo::kNoTile;
@@ -64,7 +65,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
         const int num_k_blocks = args.num_k_blocks[tile.gemm];
         const bool has_rows = warpgroup < tile.num_halves;  // else pads alone, which are zeros
         Main::run(accumulator, ring, cursor, num_k_blocks, has_rows ? num_k_blocks : 1, warpgroup,
-                  args.watchdog);
+                  waited, args.watchdog);
         args.watchdog.trace.add(uint32_t(Role::kGemm0) + uint32_t(tile.gemm), tile.m, begin);
         // A single block's last pair may reach past N: its second tile is for nothing.
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
@@ -82,11 +83,12 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             const int num_k_blocks = __shfl_sync(~0u, weight_grad_k_blocks(args.plan, tile), 0);
             if (num_k_blocks == 0) continue;
             Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
-                                                   num_k_blocks, warpgroup, args.watchdog);
+                                                   num_k_blocks, warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
             hand_over_floats(args.watchdog, handover, warpgroup, handed, accumulator);
         }
     }
+    count_time(uint32_t(Role::kProcessorStage), waited);
     end_span(uint32_t(Role::kProcess));
 }
 

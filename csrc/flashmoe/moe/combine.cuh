@@ -10,7 +10,7 @@
 
 namespace flashmoe {
 
-constexpr int kMostUnitRows = 8;
+constexpr int kMostUnitRows = 4;
 
 struct CombineSmem {
     int next_unit;  // of delivery; zero when the launch begins

@@ -1,8 +1,8 @@
 // The order of tiles, a total order, in steps: GEMM0 of one group of row units, then GEMM1 of the
-// group before. So GEMM1's inputs are old tickets, results leave while later rows still arrive, and
-// what runs at one time is one product, whose operands clusters share in the L2: both mixed took a
-// tenth longer where weights are large. Within a group the unit moves fastest: neighbouring
-// clusters read the same weights.
+// group `lag` steps before. So GEMM1's inputs are old tickets, results leave while later rows still
+// arrive, and what runs at one time is one product, whose operands clusters share in the L2: both
+// mixed took a tenth longer where weights are large. Within a group the unit moves fastest:
+// neighbouring clusters read the same weights.
 //
 // A tile waits only for rows, or for tiles with smaller tickets, so that no wait is circular.
 #pragma once
@@ -23,9 +23,8 @@ struct TilePlace {
 struct TileOrder {
     int num_units;
     int group_units;
+    int lag;  // 1 or more: what GEMM1 reads is finished while the steps between are computed
     int num_n_tiles[2];
-
-    static constexpr int kLag = 1;  // steps: what GEMM1 reads was computed while GEMM0 went on
 
     FLASHMOE_PROTOCOL int num_tickets() const {
         return num_units * (num_n_tiles[0] + num_n_tiles[1]);
@@ -33,15 +32,15 @@ struct TileOrder {
     FLASHMOE_PROTOCOL TilePlace at(int ticket) const {
         if (ticket >= num_tickets()) return {TilePlace::kNone, 0, 0};
         // As if all groups were whole; the steps at the end have fewer tickets.
-        const int first = kLag * group_units * num_n_tiles[0];
-        int step = ticket < first ? ticket / (group_units * num_n_tiles[0])
-                                  : kLag + (ticket - first) /
-                                               (group_units * (num_n_tiles[0] + num_n_tiles[1]));
+        const int first = lag * group_units * num_n_tiles[0];
+        int step = ticket < first
+                       ? ticket / (group_units * num_n_tiles[0])
+                       : lag + (ticket - first) / (group_units * (num_n_tiles[0] + num_n_tiles[1]));
         while (tickets_before(step + 1) <= ticket) ++step;
         ticket -= tickets_before(step);
         const int gemm0 = (units_before(step + 1) - units_before(step)) * num_n_tiles[0];
         if (ticket < gemm0) return in_group(0, step, ticket);
-        return in_group(1, step - kLag, ticket - gemm0);
+        return in_group(1, step - lag, ticket - gemm0);
     }
 
  private:
@@ -50,7 +49,7 @@ struct TileOrder {
         return units < num_units ? units : num_units;
     }
     FLASHMOE_PROTOCOL int tickets_before(int step) const {
-        return units_before(step) * num_n_tiles[0] + units_before(step - kLag) * num_n_tiles[1];
+        return units_before(step) * num_n_tiles[0] + units_before(step - lag) * num_n_tiles[1];
     }
     FLASHMOE_PROTOCOL TilePlace in_group(int gemm, int group, int index) const {
         const int count = units_before(group + 1) - units_before(group);

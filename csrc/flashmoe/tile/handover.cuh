@@ -38,8 +38,10 @@ struct Handover {
 __device__ __forceinline__ void init_barriers(const Handover& handover) {
     for (int processor = 0; processor < kNumProcessors; ++processor) {
         for (int warp = 0; warp < kProcessorWarps; ++warp) {
-            handover.full[processor][warp].init(1);
-            handover.empty[processor][warp].init(1);
+            // Lanes arrive for themselves: what one of them arrived with for all, after
+            // __syncwarp, racecheck would not take for ordered.
+            handover.full[processor][warp].init(32);
+            handover.empty[processor][warp].init(32);
         }
     }
 }
@@ -52,13 +54,12 @@ __device__ __forceinline__ void hand_over_by(const Watchdog& watchdog,
                                              int processor,
                                              RingCursor<1>& cursor,
                                              LayDown lay_down) {
-    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kProcessorWarps;
+    const uint32_t warp = threadIdx.x / 32 % kProcessorWarps;
     wait_barrier(watchdog, Role::kProcessorHandover, handover.empty[processor][warp],
                  cursor.parity() ^ 1);
     lay_down(handover.outputs[processor][warp]);
     ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane == 0) handover.full[processor][warp].arrive();
+    handover.full[processor][warp].arrive();
     cursor.advance();
 }
 
@@ -148,12 +149,11 @@ class HandedOver {
         return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
                 __uint_as_float(v.w)};
     }
-    // Gives the room back, once bulk copies have read it. Scope: one warp.
+    // Gives the room back, once this lane and its bulk copies have read it. Scope: one warp.
     __device__ __forceinline__ void give_back(Barrier& empty) const {
         cute::tma_store_arrive();
         cute::tma_store_wait<0>();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) empty.arrive();
+        empty.arrive();
     }
 
  private:

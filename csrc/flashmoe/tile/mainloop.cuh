@@ -58,6 +58,7 @@ struct Mainloop {
                                                int num_k_blocks,
                                                int num_multiplied,
                                                int warpgroup,
+                                               uint32_t& waited,
                                                const Watchdog& watchdog) {
         using namespace cute;
         Mma mma;
@@ -71,13 +72,13 @@ struct Mainloop {
 
         for (int k_block = 0; k_block < num_multiplied; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
-            if (previous != nullptr and not full.test_wait(cursor.parity())) {
+            if (not full.test_wait(cursor.parity())) {
                 // Nothing to put behind the products under way: give their stage back meanwhile.
                 warpgroup_wait<0>();
                 release_previous();
                 previous = nullptr;
+                waited += await_stage(watchdog, full, cursor.parity());
             }
-            wait_barrier(watchdog, Role::kProcessorStage, full, cursor.parity());
             auto& stage = ring.stage[cursor.index()];
             auto a = make_tensor(
                 make_smem_ptr(reinterpret_cast<T*>(stage.a) + warpgroup * 64 * BLOCK_K), LayoutA{});
@@ -103,14 +104,23 @@ struct Mainloop {
         warpgroup_fence_operand(accumulator);
         release_previous();
         for (int k_block = num_multiplied; k_block < num_k_blocks; ++k_block) {
-            wait_barrier(watchdog, Role::kProcessorStage, ring.full[cursor.index()],
-                         cursor.parity());
+            Barrier& full = ring.full[cursor.index()];
+            if (not full.test_wait(cursor.parity())) {
+                waited += await_stage(watchdog, full, cursor.parity());
+            }
             release(ring.empty[cursor.index()]);
             cursor.advance();
         }
     }
 
  private:
+    // A stage that does not come leaves no fault here, in the midst of the products: its loader
+    // waits as well, for rows or for room, and does.
+    __device__ __forceinline__ static uint32_t await_stage(const Watchdog& watchdog,
+                                                           Barrier& full,
+                                                           uint32_t parity) {
+        return await_barrier(watchdog, Role::kProcessorStage, full, parity, [] {});
+    }
     // One elected thread for each CTA.
     __device__ __forceinline__ static void release(Barrier& stage) {
         const int thread = threadIdx.x % 128;

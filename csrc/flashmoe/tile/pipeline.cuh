@@ -99,30 +99,36 @@ class RingCursor {
     uint32_t position_ = 0;
 };
 
-// Barriers within a cluster always come, whoever has given up: the loader never stops loading. So
-// one that does not is a broken GPU, or a defect here.
-__device__ __forceinline__ void wait_barrier(const Watchdog& watchdog,
-                                             Role role,
-                                             Barrier& barrier,
-                                             uint32_t parity) {
-    const int64_t begin = Trace::now();
-    if (barrier.try_wait(parity)) {
-#ifdef FLASHMOE_TRACE
-        if (Trace::now() - begin > 100) watchdog.trace.add(uint32_t(role), -1, begin);
-#endif
-        return;
-    }
+// Waits for a barrier that has not come; gives the nanoseconds that it takes. Barriers within a
+// cluster always come, whoever has given up: the loader never stops loading. So one that does not
+// is a broken GPU, or a defect here, and `expired` has the last word.
+template <class Expired>
+__device__ __forceinline__ uint32_t await_barrier(
+    const Watchdog& watchdog, Role role, Barrier& barrier, uint32_t parity, Expired expired) {
+    [[maybe_unused]] const int64_t begin = Trace::now();
     const uint64_t start = ptx::globaltimer_ns();
     while (not barrier.try_wait(parity)) {
         if (ptx::globaltimer_ns() - start > 2 * watchdog.timeout_ns) {
-            watchdog.raise(kFaultTimeout, role, -1, int(blockIdx.x), parity, 0);
-            watchdog.give_up(uint32_t(watchdog.rank) + 1);
+            expired();
             __trap();
             __builtin_unreachable();  // or the compiler would save the accumulators for afterwards
         }
     }
-    watchdog.trace.add(uint32_t(role), -1, begin);
-    if (is_counted(role)) count_time(uint32_t(role), uint32_t(ptx::globaltimer_ns() - start));
+#ifdef FLASHMOE_TRACE
+    if (Trace::now() - begin > 100) watchdog.trace.add(uint32_t(role), -1, begin);
+#endif
+    return uint32_t(ptx::globaltimer_ns() - start);
+}
+__device__ __forceinline__ void wait_barrier(const Watchdog& watchdog,
+                                             Role role,
+                                             Barrier& barrier,
+                                             uint32_t parity) {
+    if (barrier.test_wait(parity)) return;
+    const uint32_t waited = await_barrier(watchdog, role, barrier, parity, [&] {
+        watchdog.raise(kFaultTimeout, role, -1, int(blockIdx.x), parity, 0);
+        watchdog.give_up(uint32_t(watchdog.rank) + 1);
+    });
+    if (is_counted(role)) count_time(uint32_t(role), waited);
 }
 
 // Hands a pair of tiles to both CTAs. Scope: the leading CTA's loader thread.

@@ -67,6 +67,7 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
         s.topk = 1 + random.below(s.experts < 3 ? s.experts : 3);
         s.tokens = 1 + random.below(3);
         s.block_rows = 2, s.warps = 1 + random.below(2), s.group_units = 1 + random.below(2);
+        s.lag = 1 + s.group_units % 2;
         s.n_tiles[0] = 1 + random.below(2), s.n_tiles[1] = 1 + random.below(2);
         s.rows_per_ticket = 1 + random.below(3), s.chunk_tokens = 1 + random.below(2);
         s.unit_rows = 1 + random.below(3), s.finishers_combine = random.below(2) == 0;

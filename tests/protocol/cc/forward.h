@@ -35,6 +35,7 @@ struct Sizes {
     int n_tiles[2];          // along N, of GEMM0 and GEMM1
     int warps;               // that share a tile, and count it
     int group_units;         // what the order of tiles advances by
+    int lag = 1;             // of GEMM1, in such steps
     int rows_per_ticket;     // of dispatch
     int unit_rows;           // of deliver
     int chunk_tokens;        // of reduce
@@ -571,7 +572,7 @@ class Agent {
     void compute_tiles(const Launch& launch, uint32_t epoch) {
         const uint64_t header = A::read(&here_.header[0]);
         const protocol::TileOrder order{
-            int(header & 0xffff), s_.group_units, {s_.n_tiles[0], s_.n_tiles[1]}};
+            int(header & 0xffff), s_.group_units, s_.lag, {s_.n_tiles[0], s_.n_tiles[1]}};
         for (;;) {
             forget(4);
             const int ticket = int(protocol::take<A>(here_.counter(M::kTile), 1));

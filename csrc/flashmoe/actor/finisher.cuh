@@ -24,7 +24,8 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (tile.gemm == TileInfo::kNoTile) break;
         // A tile takes its processor longer than its finisher.
         auto combine_until_handed_over = [&] {
-            while (not handover.full[processor][0].test_wait(handed.parity())) {
+            while (
+                not agreed<Waiter::kWarp>(handover.full[processor][0].test_wait(handed.parity()))) {
                 if (combine_some<typename Pass::Element, Pass::kIsBackward, 4>(
                         args, combine, chunk) != Progress::kSome) {
                     break;
@@ -46,8 +47,8 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         combine_until_handed_over();
 #pragma unroll 1
         for (int warp = 0; warp < kProcessorWarps; ++warp) {
-            wait_barrier(args.watchdog, Role::kFinisherRows, handover.full[processor][warp],
-                         handed.parity());
+            wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows,
+                                        handover.full[processor][warp], handed.parity());
             const int64_t begin = Trace::now();
             const HandedOver outputs(handover.outputs[processor][warp]);
             const WarpRows rows{first_row + warp * kWarpRows, warp, outputs, facts};

@@ -66,7 +66,8 @@ __device__ __forceinline__ void load_tiles(
     announce();
     for (;;) {
         if (cta != 0) {
-            wait_barrier(watchdog, Role::kLoaderTile, mailbox.full[slot.index()], slot.parity());
+            wait_barrier<Waiter::kThread>(watchdog, Role::kLoaderTile, mailbox.full[slot.index()],
+                                          slot.parity());
             next = read_tile(mailbox, slot);
             slot.advance();
         }
@@ -95,7 +96,7 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
             Barrier& full = ring.full[cursor.index()];
             Barrier& empty = ring.empty[cursor.index()];
             auto& stage = ring.stage[cursor.index()];
-            wait_barrier(watchdog, Role::kLoaderStage, empty, cursor.parity() ^ 1);
+            wait_barrier<Waiter::kThread>(watchdog, Role::kLoaderStage, empty, cursor.parity() ^ 1);
             full.arrive_and_expect_tx(sizeof(stage));
             load_b(stage, full, k);
             if (k == 0) await_a();

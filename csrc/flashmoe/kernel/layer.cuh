@@ -153,6 +153,9 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     args.watchdog.trace.open();
     open_counters();
     begin_record(args);
+    for (int i = threadIdx.x; i < 2 * args.shape.num_local_experts(); i += blockDim.x) {
+        ptx::acquire_tensor_map(args.weight_maps + i);
+    }
     if (threadIdx.x == 0) begin_span(uint32_t(Role::kPlan));
     const bool goes_on = open_layer<Pass>(args, smem_bytes);
     if (threadIdx.x == 0) end_span(uint32_t(Role::kPlan));

@@ -46,7 +46,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
         arrived.arrive_and_expect_tx(bytes);
         cute::SM90_BULK_COPY_G2S::copy(source + offset, reinterpret_cast<uint64_t*>(&arrived),
                                        piece, bytes);
-        wait_barrier(args.watchdog, Role::kDispatchCopy, arrived, parity);
+        wait_barrier<Waiter::kThread>(args.watchdog, Role::kDispatchCopy, arrived, parity);
         parity ^= 1;
         for (int k = 0; k < plan.topk; ++k) {
             if (const int row = token_rows[k]; row >= 0) {

@@ -108,7 +108,7 @@ class RowCopy {
     // Begins the next step, for which the last one should have had time.
     __device__ __forceinline__ void advance(const Watchdog& watchdog) {
         if (step_bytes_ > 0) {
-            wait_barrier(watchdog, Role::kDispatchCopy, *loaded_, parity_);
+            wait_barrier<Waiter::kThread>(watchdog, Role::kDispatchCopy, *loaded_, parity_);
             parity_ ^= 1;
             for_pieces([&](uint32_t at, uint32_t bytes) {
                 cute::SM90_BULK_COPY_S2G::copy(buffer_ + at, to_ + at, int32_t(bytes));

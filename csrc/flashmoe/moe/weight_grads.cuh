@@ -127,8 +127,8 @@ __device__ __forceinline__ void store_weight_grads(const BackwardArgs& args,
         }
 #pragma unroll 1
         for (int warp = 0; warp < kProcessorWarps; ++warp) {
-            wait_barrier(args.watchdog, Role::kFinisherRows, handover.full[processor][warp],
-                         handed.parity());
+            wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows,
+                                        handover.full[processor][warp], handed.parity());
             const HandedOver outputs(handover.outputs[processor][warp]);
             if (grad.is_float()) {
                 const int row = threadIdx.x % 32;

@@ -70,6 +70,12 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// A TMA descriptor in global memory that was written since the last launch is seen as it is now by
+// this CTA's copies, behind a barrier.
+__device__ __forceinline__ void acquire_tensor_map(const void* map) {
+    asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+
 // All bulk stores of this thread are complete and visible (not merely read out of shared memory).
 __device__ __forceinline__ void bulk_wait_complete() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

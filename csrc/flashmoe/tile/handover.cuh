@@ -55,8 +55,8 @@ __device__ __forceinline__ void hand_over_by(const Watchdog& watchdog,
                                              RingCursor<1>& cursor,
                                              LayDown lay_down) {
     const uint32_t warp = threadIdx.x / 32 % kProcessorWarps;
-    wait_barrier(watchdog, Role::kProcessorHandover, handover.empty[processor][warp],
-                 cursor.parity() ^ 1);
+    wait_barrier<Waiter::kWarp>(watchdog, Role::kProcessorHandover, handover.empty[processor][warp],
+                                cursor.parity() ^ 1);
     lay_down(handover.outputs[processor][warp]);
     ptx::fence_proxy_async_shared();
     handover.full[processor][warp].arrive();

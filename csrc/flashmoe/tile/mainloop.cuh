@@ -72,7 +72,7 @@ struct Mainloop {
 
         for (int k_block = 0; k_block < num_multiplied; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
-            if (not full.test_wait(cursor.parity())) {
+            if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {
                 // Nothing to put behind the products under way: give their stage back meanwhile.
                 warpgroup_wait<0>();
                 release_previous();
@@ -105,7 +105,7 @@ struct Mainloop {
         release_previous();
         for (int k_block = num_multiplied; k_block < num_k_blocks; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
-            if (not full.test_wait(cursor.parity())) {
+            if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {
                 waited += await_stage(watchdog, full, cursor.parity());
             }
             release(ring.empty[cursor.index()]);
@@ -119,7 +119,7 @@ struct Mainloop {
     __device__ __forceinline__ static uint32_t await_stage(const Watchdog& watchdog,
                                                            Barrier& full,
                                                            uint32_t parity) {
-        return await_barrier(watchdog, Role::kProcessorStage, full, parity, [] {});
+        return await_barrier<Waiter::kWarp>(watchdog, Role::kProcessorStage, full, parity, [] {});
     }
     // One elected thread for each CTA.
     __device__ __forceinline__ static void release(Barrier& stage) {

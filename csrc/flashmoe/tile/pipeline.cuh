@@ -99,15 +99,25 @@ class RingCursor {
     uint32_t position_ = 0;
 };
 
+// Who waits for a barrier: a thread for itself, or a warp. Its lanes may see the barrier come at
+// different times, but what they do next, shuffles and products, has to be done by all of them
+// together, and ptxas takes what hangs on a barrier for uniform.
+enum class Waiter { kThread, kWarp };
+
+template <Waiter kWaiter>
+__device__ __forceinline__ bool agreed(bool has_come) {
+    return kWaiter == Waiter::kThread ? has_come : __all_sync(~0u, has_come);
+}
+
 // Waits for a barrier that has not come; gives the nanoseconds that it takes. Barriers within a
 // cluster always come, whoever has given up: the loader never stops loading. So one that does not
 // is a broken GPU, or a defect here, and `expired` has the last word.
-template <class Expired>
+template <Waiter kWaiter, class Expired>
 __device__ __forceinline__ uint32_t await_barrier(
     const Watchdog& watchdog, Role role, Barrier& barrier, uint32_t parity, Expired expired) {
     [[maybe_unused]] const int64_t begin = Trace::now();
     const uint64_t start = ptx::globaltimer_ns();
-    while (not barrier.try_wait(parity)) {
+    while (not agreed<kWaiter>(barrier.try_wait(parity))) {
         if (ptx::globaltimer_ns() - start > 2 * watchdog.timeout_ns) {
             expired();
             __trap();
@@ -119,12 +129,13 @@ __device__ __forceinline__ uint32_t await_barrier(
 #endif
     return uint32_t(ptx::globaltimer_ns() - start);
 }
+template <Waiter kWaiter>
 __device__ __forceinline__ void wait_barrier(const Watchdog& watchdog,
                                              Role role,
                                              Barrier& barrier,
                                              uint32_t parity) {
-    if (barrier.test_wait(parity)) return;
-    const uint32_t waited = await_barrier(watchdog, role, barrier, parity, [&] {
+    if (agreed<kWaiter>(barrier.test_wait(parity))) return;
+    const uint32_t waited = await_barrier<kWaiter>(watchdog, role, barrier, parity, [&] {
         watchdog.raise(kFaultTimeout, role, -1, int(blockIdx.x), parity, 0);
         watchdog.give_up(uint32_t(watchdog.rank) + 1);
     });
@@ -136,7 +147,8 @@ __device__ __forceinline__ void announce_tile(const Watchdog& watchdog,
                                               TileMailbox& mailbox,
                                               RingCursor<kTileSlots>& slot,
                                               const TileInfo& tile) {
-    wait_barrier(watchdog, Role::kLoaderTile, mailbox.empty[slot.index()], slot.parity() ^ 1);
+    wait_barrier<Waiter::kThread>(watchdog, Role::kLoaderTile, mailbox.empty[slot.index()],
+                                  slot.parity() ^ 1);
     static_assert(sizeof(TileInfo) == sizeof(int4));
     for (int cta = 0; cta < kClusterSize; ++cta) {
         mailbox.full[slot.index()].arrive_and_expect_tx(sizeof(tile), uint32_t(cta), 1);
@@ -158,7 +170,7 @@ __device__ __forceinline__ TileInfo take_tile(const Watchdog& watchdog,
                                               Role role,
                                               TileMailbox& mailbox,
                                               RingCursor<kTileSlots>& slot) {
-    wait_barrier(watchdog, role, mailbox.full[slot.index()], slot.parity());
+    wait_barrier<Waiter::kWarp>(watchdog, role, mailbox.full[slot.index()], slot.parity());
     int4 tile{};
     if (threadIdx.x % 32 == 0) {  // the lane that reads is the lane that gives the slot back
         reinterpret_cast<TileInfo&>(tile) = read_tile(mailbox, slot);

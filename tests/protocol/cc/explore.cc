@@ -97,9 +97,10 @@ int order(int most) {
     long tickets = 0;
     for (int units = 0; units <= most; ++units) {
         for (int group = 1; group <= most; ++group) {
-            for (int n = 1; n <= most * most; ++n) {
-                const int n_tiles[2] = {1 + n % most, 1 + n / most % most};
-                const protocol::TileOrder order{units, group, {n_tiles[0], n_tiles[1]}};
+            for (int n = 2; n <= 2 * most * most + 1; ++n) {
+                const int lag = 1 + n % 2;
+                const int n_tiles[2] = {1 + n / 2 % most, 1 + n / 2 / most % most};
+                const protocol::TileOrder order{units, group, lag, {n_tiles[0], n_tiles[1]}};
                 const int count = units * (n_tiles[0] + n_tiles[1]);
                 std::vector<int> done(units), seen(count);
                 for (int ticket = 0; ticket < count; ++ticket, ++tickets) {

@@ -19,7 +19,7 @@ from flashmoe_megatron.errors import (
     RowBoundError,
 )
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 LIBRARY = Path(__file__).with_name("libflashmoe.so")
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -118,6 +118,7 @@ class FlashMoEGroup(_Sized):
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
+        ("counts", ctypes.c_uint32),
         ("heaps", ctypes.c_void_p * MAX_RANKS),
         ("workspace", ctypes.c_void_p),
         ("mailbox", ctypes.c_void_p),

@@ -29,12 +29,15 @@ class KernelOptions:
             rows per rank; a rank that is to receive more is an error, nothing is ever dropped. The
             layer is then one launch that the host never waits for, and CUDA graphs can capture it.
             ``None``: buffers are exact, for which the host waits until the rows are counted.
+        counters: Whether launches count where their time goes and what they move, and leave a
+            record each. Off, they save the little that this costs.
     """
 
     symmetric_backend: SymmetricBackend = "cuda"
     timeout_s: float = DEFAULT_TIMEOUT_S
     reserved_sms: int = DEFAULT_RESERVED_SMS
     row_bound: float | None = None
+    counters: bool = True
 
     def __post_init__(self) -> None:
         """Refuses what cannot work."""
@@ -52,3 +55,5 @@ class KernelOptions:
                 f"row_bound={self.row_bound!r}: wanted None, or at least 1, at most "
                 f"{MAX_ROW_BOUND:g}"
             )
+        if not isinstance(self.counters, bool):
+            raise ConfigError(f"counters={self.counters!r}: wanted True or False")

@@ -5,7 +5,7 @@ from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 
 # flashmoe::Role in csrc/flashmoe/comm/wait.cuh
 _LOADER_ROWS, _LOADER_ACT = 6, 7
-_PROCESSOR_TILE, _PROCESSOR_STAGE, _PROCESSOR_HANDOVER = 8, 9, 10
+_PROCESSOR_STAGE, _PROCESSOR_HANDOVER = 9, 10  # the first with what they wait for tiles
 _DISPATCH, _DELIVER, _REDUCE, _PLAN, _PROCESS = 36, 37, 38, 39, 40
 
 _WARPS = 12
@@ -31,7 +31,7 @@ def launch_record(
 
     phases: dict[Phase, float] = {}
     if is_known:
-        waited = mean(_PROCESSOR_TILE, _PROCESSOR_WARPS) + mean(_PROCESSOR_STAGE, _PROCESSOR_WARPS)
+        waited = mean(_PROCESSOR_STAGE, _PROCESSOR_WARPS)
         handed = mean(_PROCESSOR_HANDOVER, _PROCESSOR_WARPS)
         processed = mean(_PROCESS, _PROCESSOR_WARPS)
         head = mean(_PLAN)

@@ -33,7 +33,6 @@ def main() -> int:
     for name, what in (
         ("trace", "with time stamps inside"),
         ("delays", "whose kernels wait at random before every acquire and release"),
-        ("uncounted", "whose kernels count no time"),
         ("coverage", "whose host code tells libFuzzer what it runs"),
     ):
         variant = nvcc_build.VARIANTS[name]

@@ -76,8 +76,6 @@ VARIANTS = {
         Variant("trace", (*MAY_SPILL, "-DFLASHMOE_TRACE")),
         # Every acquire and release of a kernel at a random time.
         Variant("delays", (*MAY_SPILL, "-DFLASHMOE_DELAYS")),
-        # Without counters of time, to measure what these cost.
-        Variant("uncounted", (*COMPILE_FLAGS, "-DFLASHMOE_UNCOUNTED")),
         # Tells libFuzzer which branches of the host's code an input takes.
         Variant(
             "coverage",

@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 5
+#define FLASHMOE_ABI_VERSION 6
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 
@@ -89,6 +89,7 @@ typedef struct {
 /* Memory of one expert-parallel group, shared by all its layers. */
 typedef struct {
     uint32_t struct_size;
+    uint32_t counts; /* whether launches count and leave records; else counters stay as they are */
     void* heaps[FLASHMOE_MAX_RANKS]; /* every rank's symmetric heap, mapped here */
     void* workspace;
     void* mailbox; /* pinned host memory, readable by the device at the same address */

@@ -40,7 +40,7 @@ Shape shape_of(const FlashMoEProblem* p) {
             p->topk, p->max_tokens, p->heap_tokens, p->is_gated != 0, p->skip_zero_probs != 0};
 }
 
-constexpr int kMaxSmemBytes = 200 * 1024;
+constexpr int kMaxPlacementBytes = kPlanSmemBytes - int(sizeof(RowCopySmem));
 constexpr int kMaxWidth = 1 << 20;              // of hidden and intermediate
 constexpr uint64_t kMaxTimeoutNs = 1ull << 62;  // deadlines are sums of signed nanoseconds
 
@@ -104,13 +104,13 @@ int check_problem(const FlashMoEProblem* p) {
                     (unsigned long long)p->timeout_ns);
     }
     const Shape s = shape_of(p);
-    if (placement_bytes(p) > kMaxSmemBytes) {
+    if (placement_bytes(p) > kMaxPlacementBytes) {
         return fail(
             FLASHMOE_BAD_ARGUMENT,
             "%d tokens of %d ranks for %d experts on %d CTAs: the plan of one CTA takes %lld "
             "bytes of shared memory, it has %d",
             p->max_tokens, p->num_ranks, p->num_experts, p->num_ctas, (long long)placement_bytes(p),
-            kMaxSmemBytes);
+            kMaxPlacementBytes);
     }
     if (s.max_row_blocks() * BLOCK_M > INT32_MAX / 2) {
         return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens of %d ranks make too many rows for one rank",
@@ -266,9 +266,7 @@ Args layer_args(const FlashMoEProblem* p,
     args.plan = Plan::at(const_cast<void*>(plan), args.shape);
     args.workspace = workspace_of(args.shape, group);
     args.watchdog = watchdog_of(p, group);
-#ifndef FLASHMOE_UNCOUNTED
-    args.records = static_cast<Mailbox*>(group->mailbox)->records;
-#endif
+    if (group->counts) args.records = static_cast<Mailbox*>(group->mailbox)->records;
     args.x = static_cast<const char*>(x);
     args.num_tokens = num_tokens;
     return args;
@@ -401,6 +399,27 @@ int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_b
     return check_pointer(launch->grad_probs, has_tokens, "grad_probs");
 }
 
+// The width of GEMM1's input.
+int gemm1_input(const FlashMoEProblem* p, bool is_backward) {
+    return is_backward ? shape_of(p).fc1_rows() : p->intermediate;
+}
+
+// The order of a pass's tiles.
+void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
+    args->num_n_tiles[0] = is_backward ? backward_tiles(p) : forward_tiles(p);
+    args->num_n_tiles[1] = ceil_div(p->hidden, BLOCK_N);
+    args->num_k_blocks[0] = p->hidden / BLOCK_K;
+    args->num_k_blocks[1] = gemm1_input(p, is_backward) / BLOCK_K;
+    // A step is at least a wave of GEMM0 tiles. Between GEMM0 of a group and its GEMM1, finishers
+    // need the time of some tiles: where a step's GEMM1 is shorter, two steps are between.
+    constexpr int kFinishersStages = 48;
+    const int num_clusters = p->num_ctas / kClusterSize;
+    args->group_units = std::max(8, ceil_div(num_clusters, args->num_n_tiles[0]));
+    const int64_t stages_between =
+        int64_t(args->group_units) * args->num_n_tiles[1] * args->num_k_blocks[1] / num_clusters;
+    args->lag = stages_between < kFinishersStages ? 2 : 1;
+}
+
 // The buffers of a pass and the order of its tiles.
 int set_buffers(const FlashMoEProblem* p,
                 const FlashMoELaunch* launch,
@@ -421,28 +440,17 @@ int set_buffers(const FlashMoEProblem* p,
     args->grad_probs_dtype = Dtype(launch->grad_probs_dtype);
     args->activation = Activation(p->activation);
     args->layer = launch->layer;
+    set_order(p, is_backward, args);
     if (launch->biases != nullptr) {
         args->biases[0] = static_cast<const void* const*>(launch->biases);
         args->biases[1] = args->biases[0] + s.num_local_experts();
     }
-    args->num_n_tiles[0] = is_backward ? backward_tiles(p) : forward_tiles(p);
-    args->num_n_tiles[1] = ceil_div(p->hidden, BLOCK_N);
-    const int gemm1_input = is_backward ? s.fc1_rows() : p->intermediate;
-    args->num_k_blocks[0] = p->hidden / BLOCK_K;
-    args->num_k_blocks[1] = gemm1_input / BLOCK_K;
-    // A step is at least a wave of GEMM0 tiles. Between GEMM0 of a group and its GEMM1, finishers
-    // need the time of some tiles: where a step's GEMM1 is shorter, two steps are between.
-    constexpr int kFinishersStages = 48;
-    const int num_clusters = p->num_ctas / kClusterSize;
-    args->group_units = std::max(8, ceil_div(num_clusters, args->num_n_tiles[0]));
-    const int64_t stages_between =
-        int64_t(args->group_units) * args->num_n_tiles[1] * args->num_k_blocks[1] / num_clusters;
-    args->lag = stages_between < kFinishersStages ? 2 : 1;
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
         FLASHMOE_TRY(encode_map(&args->load_map[0], BoxKind::kKMajor, args->rows, rows, p->hidden));
         FLASHMOE_TRY(encode_map(&args->load_map[1], BoxKind::kKMajor,
-                                is_backward ? args->dpre : args->act, rows, gemm1_input));
+                                is_backward ? args->dpre : args->act, rows,
+                                gemm1_input(p, is_backward)));
     }
     return FLASHMOE_OK;
 }
@@ -569,6 +577,7 @@ int flashmoe_plan(const FlashMoEProblem* problem,
     FLASHMOE_TRY(check_pointer(plan, true, "plan"));
     auto args = layer_args<LayerArgs>(problem, group, plan, input->x, input->num_tokens);
     set_routing(problem, input, int(args.shape.max_row_blocks()), &args);
+    set_order(problem, false, &args);
     PlanReport* report = &static_cast<Mailbox*>(group->mailbox)->report;
     static_cast<volatile PlanReport*>(report)->epoch = 0;
     return launch(reinterpret_cast<const void*>(&plan_kernel), problem->num_ctas, kPlanThreads,

@@ -86,7 +86,9 @@ def test_good_sections() -> None:
         "timeout_s": 30.0,
         "reserved_sms": 4,
         "row_bound": None,
+        "counters": True,
     }
+    assert not Settings(enabled=True, metrics="none").kernel_options()["counters"]
 
 
 def test_alias() -> None:

@@ -34,8 +34,8 @@ NUM_TOKENS = 300
 class Run:
     """One layer that can be called again and again."""
 
-    def __init__(self) -> None:
-        memory = GroupMemory(None, device(), KernelOptions())
+    def __init__(self, *, counters: bool = True) -> None:
+        memory = GroupMemory(None, device(), KernelOptions(counters=counters))
         self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0)
         self.inputs = steps.make_inputs(CONFIG, cases.with_empty_experts, [NUM_TOKENS])
         num_sms = torch.cuda.get_device_properties(device()).multi_processor_count
@@ -53,6 +53,12 @@ class Run:
             self()
         torch.cuda.synchronize()
         return self.backend.take_records()
+
+
+def test_a_launch_that_does_not_count_tells_nothing() -> None:
+    run = Run(counters=False)
+    assert run.records(times=2) == []
+    assert run.backend.traffic.pad_rows_local == 0
 
 
 def test_a_launch_tells_of_itself() -> None:

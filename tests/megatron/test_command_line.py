@@ -66,6 +66,10 @@ def test_defaults_of_the_flags_are_those_of_the_settings() -> None:
     }
     assert Settings(**given) == Settings()
     assert Settings().timeout_s == 120.0
+    assert [Settings(metrics=m).kernel_options()["counters"] for m in ("default", "none")] == [
+        True,
+        False,
+    ]
 
 
 def test_parser_without_the_dispatcher_flag_is_refused() -> None:

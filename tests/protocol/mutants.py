@@ -99,11 +99,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "no fence between a look at signals and the results",
+        "results are read after a look at their signals alone",
         "ranks2",
         "results",
         True,
-        (dropped(SIGNALS, SYSTEM + "    A::sync_warp();", SYSTEM),),
+        (
+            (
+                SIGNALS,
+                "signal) {\n    A::template load_acquire<Scope::kSystem>(signal);",
+                "signal) {\n    A::load(signal);",
+            ),
+        ),
     ),
     Mutant(
         "no fence between arriving last at a grid barrier and the verdict",
@@ -224,7 +230,7 @@ MUTANTS = [
     Mutant(
         "routes have one copy",
         "walk",
-        "has gone past what is waited for",
+        STILL_READ,
         True,
         ((EPOCH, "return epoch & 1;", "return epoch & 0;"),),
     ),
@@ -386,7 +392,7 @@ MUTANTS = [
     Mutant(
         "a block's tiles are taken for done one warp short",
         "ranks2",
-        "a token's sum is wrong",
+        UNWRITTEN,
         False,
         (
             (
@@ -439,7 +445,7 @@ MUTANTS = [
     Mutant(
         "the first CTA to leave zeroes the counters",
         "ctas2",
-        UNWRITTEN,
+        TWICE,
         False,
         (
             (
@@ -534,7 +540,7 @@ MUTANTS = [
     Mutant(
         "a gather tells that rows have been read before they are",
         "ranks2_gather",
-        BY_TMA,
+        STILL_READ,
         False,
         (
             (
@@ -576,7 +582,7 @@ MUTANTS = [
     Mutant(
         "all ranks share a token's signal of results",
         "ranks3",
-        "a token's sum is wrong",
+        UNWRITTEN,
         False,
         (
             (

@@ -1,11 +1,10 @@
 """Times the layer with and without its counters, in turns, on one GPU.
 
-    python tools/build.py && python tools/build.py --uncounted
     python -m tools.bench.counters_cost --out results.jsonl
 
-One process loads both libraries, and they take turns of some launches each, so that clocks and
-temperature are the same for both; what counters cost is the median over pairs of turns. Launches
-follow one another without a pause: what is timed is the kernels.
+Both are the same kernel, which counts or does not; they take turns of some launches each, so that
+clocks and temperature are the same for both. What counters cost is the median over pairs of turns.
+Launches follow one another without a pause: what is timed is the kernels.
 """
 
 import argparse
@@ -15,17 +14,13 @@ from pathlib import Path
 
 import torch
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.select import select_backend
 from tools.bench import common, stopwatch
-from tools.bench.common import log, use_library
+from tools.bench.common import log
 from tools.bench.shapes import SHAPES, Problem, make_problem
 
-LIBRARIES = {
-    "counted": _native.LIBRARY,
-    "uncounted": _native.LIBRARY.with_name("libflashmoe_uncounted.so"),
-}
+WAYS = {"counted": True, "uncounted": False}
 
 
 def turn_ms(backend: Backend, problem: Problem, launches: int) -> float:
@@ -44,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"], choices=SHAPES)
     parser.add_argument("--one-of", type=int, default=4, help="1/N of the experts")
-    parser.add_argument("--turns", type=int, default=40, help="of each library")
+    parser.add_argument("--turns", type=int, default=40, help="of each")
     parser.add_argument("--launches", type=int, default=50, help="of a turn")
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
     parser.add_argument("--out", type=Path, help="file that takes one JSON object per shape")
@@ -55,17 +50,16 @@ def main() -> int:
         problem = make_problem(
             SHAPES[shape].one_of(options.one_of), 1, rank=0, device=device, zipf=0.0, seed=1
         )
-        backends = {}
-        for name, path in LIBRARIES.items():
-            use_library(path)
-            backends[name] = select_backend(
-                problem.config, None, device, kind="kernel", timeout_s=10.0
+        backends = {
+            name: select_backend(
+                problem.config, None, device, kind="kernel", timeout_s=10.0, counters=counts
             )
-        times: dict[str, list[float]] = {name: [] for name in LIBRARIES}
+            for name, counts in WAYS.items()
+        }
+        times: dict[str, list[float]] = {name: [] for name in WAYS}
         for turn in range(-2, options.turns):  # the first ones warm up
-            for name, path in LIBRARIES.items():
-                use_library(path)
-                taken = turn_ms(backends[name], problem, options.launches)
+            for name, backend in backends.items():
+                taken = turn_ms(backend, problem, options.launches)
                 if turn >= 0:
                     times[name].append(taken)
         pairs = zip(times["counted"], times["uncounted"], strict=True)

@@ -19,8 +19,17 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
     RingCursor<1> handed;
     int chunk = int(blockIdx.x);
     begin_span(uint32_t(Role::kFinish));
+    // Behind a forward's last tiles there is nothing to hide their finishing under, so that nothing
+    // must hold it up.
+    const int num_units = args.plan.header->num_units;
+    const int last_unit = max(0, num_units - 1) / args.group_units * args.group_units;
+    const int last_block = num_units > 0 ? args.plan.units[last_unit].first_block : 0;
+    const auto is_last_group = [&](const TileInfo& tile) {
+        return not Pass::kIsBackward and tile.gemm == 1 and tile.m >= last_block;
+    };
     for (;;) {
-        const TileInfo tile = take_tile(args.watchdog, Role::kFinisherTile, mailbox, slot);
+        [[maybe_unused]] uint32_t waited = 0;
+        const TileInfo tile = take_tile(args.watchdog, Role::kFinisherTile, mailbox, slot, waited);
         if (tile.gemm == TileInfo::kNoTile) break;
         // A tile takes its processor longer than its finisher.
         auto combine_until_handed_over = [&] {
@@ -44,7 +53,8 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         const int first_row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
         const RowFacts facts(args.plan, first_row);
-        combine_until_handed_over();
+        if (not is_last_group(tile)) combine_until_handed_over();
+        GiveBack give_back;
 #pragma unroll 1
         for (int warp = 0; warp < kProcessorWarps; ++warp) {
             wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows,
@@ -57,10 +67,11 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             } else {
                 store_results(args, tile, rows);
             }
-            outputs.give_back(handover.empty[processor][warp]);
+            give_back.follow(handover.empty[processor][warp]);
             args.watchdog.trace.add(uint32_t(Role::kEpilogue0) + uint32_t(tile.gemm), tile.m,
                                     begin);
         }
+        give_back.finish();
         handed.advance();
         protocol::complete_copies<Atomics>();
         if (threadIdx.x % 32 == 0) {

@@ -54,9 +54,11 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
     RingCursor<kTileSlots> slot;
     RingCursor<1> handed;
     TileInfo tile;
-    uint32_t waited = 0;  // for stages; counted at the end, since products leave no time for it
+    // Counted at the end, since products leave no time for it.
+    uint32_t waited = 0;  // for tiles and stages
+    uint32_t handing_over = 0;
     const auto take = [&] {
-        tile = take_tile(args.watchdog, Role::kProcessorTile, mailbox, slot);
+        tile = take_tile(args.watchdog, Role::kProcessorTile, mailbox, slot, waited);
         return tile.gemm != TileInfo::kNoTile;
     };
     begin_span(uint32_t(Role::kProcess));
@@ -74,7 +76,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
                 add_bias<Pass>(args, tile, warpgroup, biases[tile.expert], accumulator);
             }
         }
-        hand_over<T>(args.watchdog, handover, warpgroup, handed, accumulator);
+        hand_over<T>(args.watchdog, handover, warpgroup, handed, handing_over, accumulator);
     }
     if constexpr (Pass::kIsBackward) {  // weight gradients come last
         for (bool is_tile = is_weight_grad(tile); is_tile; is_tile = take()) {
@@ -85,10 +87,11 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
                                                    num_k_blocks, warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
-            hand_over_floats(args.watchdog, handover, warpgroup, handed, accumulator);
+            hand_over_floats(args.watchdog, handover, warpgroup, handed, handing_over, accumulator);
         }
     }
     count_time(uint32_t(Role::kProcessorStage), waited);
+    count_time(uint32_t(Role::kProcessorHandover), handing_over);
     end_span(uint32_t(Role::kProcess));
 }
 

@@ -1,5 +1,6 @@
 // Where a launch's time went and what it moved, counted by each CTA in shared memory and added up
-// when it leaves. On in every launch: a busy CTA touches a counter a few times per tile, at most.
+// when it leaves, unless the launch is told not to. A busy CTA touches a counter a few times per
+// tile, at most.
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
@@ -27,12 +28,15 @@ __device__ __forceinline__ CounterSet<uint32_t>& counters() {
     return of_cta;
 }
 
+__device__ __forceinline__ bool& is_counting() {
+    __shared__ bool of_cta;
+    return of_cta;
+}
+
 // Scope: the active threads of a warp, of which one counts.
 __device__ __forceinline__ void count_time(uint32_t role, uint32_t nanoseconds) {
-#ifndef FLASHMOE_UNCOUNTED  // to measure what counting costs
-    if (int(threadIdx.x % 32) != __ffs(__activemask()) - 1) return;
+    if (not is_counting() or int(threadIdx.x % 32) != __ffs(__activemask()) - 1) return;
     atomicAdd_block(&counters().nanoseconds[role], nanoseconds);
-#endif
 }
 // A span is subtracted at its begin and added at its end, modulo 2^32, and so takes no register.
 __device__ __forceinline__ void begin_span(uint32_t role) {
@@ -42,9 +46,9 @@ __device__ __forceinline__ void end_span(uint32_t role) {
     count_time(role, uint32_t(ptx::globaltimer_ns()));
 }
 
-// Scope: a CTA, before it counts. The first barrier of the launch comes before the first count of
-// another thread.
-__device__ __forceinline__ void open_counters() {
+// Scope: a CTA, before it counts.
+__device__ __forceinline__ void open_counters(bool counts) {
+    if (threadIdx.x == 0) is_counting() = counts;
     static_assert(sizeof(CounterSet<uint32_t>) == CounterSet<uint32_t>::kWords * 4);
     for (int i = threadIdx.x; i < CounterSet<uint32_t>::kWords; i += blockDim.x) {
         reinterpret_cast<uint32_t*>(&counters())[i] = 0;
@@ -55,6 +59,7 @@ __device__ __forceinline__ void open_counters() {
 // Adds a CTA's counts to the totals. Scope: a CTA, after its last count.
 __device__ __forceinline__ void close_counters(Totals* totals) {
     __syncthreads();
+    if (not is_counting()) return;
     for (int i = threadIdx.x; i < Totals::kWords; i += blockDim.x) {
         const uint32_t count = reinterpret_cast<uint32_t*>(&counters())[i];
         if (count != 0) {

@@ -7,11 +7,31 @@
 
 namespace flashmoe {
 
-// Runs `then` on one thread, of whichever CTA comes last; everything that any thread of the grid
-// did before is visible to it. Scope: all threads of every CTA.
-template <class Then>
+// Which threads of a CTA do something together: a template parameter of what they do.
+struct WholeCta {
+    __device__ __forceinline__ static int size() { return int(blockDim.x); }
+    __device__ __forceinline__ static void sync() { __syncthreads(); }
+    __device__ __forceinline__ static bool any(bool own) { return __syncthreads_or(own); }
+};
+
+// All warps but the last, which has other work meanwhile.
+struct AllButLastWarp {
+    __device__ __forceinline__ static int size() { return int(blockDim.x) - 32; }
+    __device__ __forceinline__ static bool has_me() { return int(threadIdx.x) < size(); }
+    __device__ __forceinline__ static void sync() { ptx::barrier_sync(kBarrier, size()); }
+    __device__ __forceinline__ static bool any(bool own) {
+        return ptx::barrier_or(kBarrier, size(), own);
+    }
+    __device__ __forceinline__ static bool all(bool own) { return not any(not own); }
+
+    static constexpr int kBarrier = 1;  // 0 is that of the CTA
+};
+
+// Runs `then` on one thread, of whichever CTA comes last; everything that any thread of the teams
+// did before is visible to it. Scope: the team of every CTA.
+template <class Team = WholeCta, class Then>
 __device__ __forceinline__ void last_arrival(uint32_t* counter, Then then) {
-    __syncthreads();
+    Team::sync();
     if (threadIdx.x == 0) protocol::arrive<Atomics>(counter, gridDim.x, then);
 }
 
@@ -22,20 +42,20 @@ struct GridBarrier {
 
 // Waits for all CTAs, each barrier once a launch. Whether to go on is decided once, by the last CTA
 // to arrive, which calls may_go_on, or by the first to give up; so all CTAs return the same. Scope:
-// all threads of every CTA, which are resident together.
-template <class MayGoOn>
+// the team of every CTA; CTAs are resident together.
+template <class Team = WholeCta, class MayGoOn>
 __device__ __forceinline__ bool grid_barrier(const Watchdog& watchdog,
                                              GridBarrier* barrier,
                                              MayGoOn may_go_on) {
     bool goes_on = false;
-    __syncthreads();
+    Team::sync();
     if (threadIdx.x == 0) {
         goes_on = protocol::barrier<Atomics>(
             &barrier->arrived, &barrier->verdict, gridDim.x, may_go_on, [&](auto load, auto done) {
                 return wait_for(watchdog, {Role::kGridBarrier, -1, 0, protocol::kGo}, load, done);
             });
     }
-    return __syncthreads_or(goes_on);
+    return Team::any(goes_on);
 }
 
 }  // namespace flashmoe

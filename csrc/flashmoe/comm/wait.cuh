@@ -47,11 +47,10 @@ enum class Role : uint32_t {
     kStoreGrad,
 };
 
-// Whether a wait's time is counted where it ends. Later roles' are, by the warp that waits, not by
-// its lanes; nobody asks for the loader's waits for a stage, and to count them would hold up its
-// loads.
+// Whether a wait's time is counted where it ends. Processors add theirs up and count them once, and
+// of the others nobody asks for more: to count is to hold up what was waited for.
 constexpr bool is_counted(Role role) {
-    return role < Role::kCombineResult and role != Role::kLoaderStage;
+    return role == Role::kLoaderRows or role == Role::kLoaderAct;
 }
 
 // Lives at the start of the mailbox, in pinned host memory. Mirrors FlashMoEFault.

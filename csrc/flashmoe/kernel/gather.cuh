@@ -10,7 +10,8 @@ namespace flashmoe {
 
 constexpr int kGatherWarps = 4;
 
-struct GatherSmem {
+union GatherSmem {
+    RowCopySmem copied;
     DispatchPieces pieces[kGatherWarps];
 };
 
@@ -21,17 +22,18 @@ __global__ __launch_bounds__(kGatherWarps * 32, 1)  //
     __shared__ uint64_t barrier_words[kGatherWarps][kDispatchLanes];
     auto& barriers = reinterpret_cast<DispatchBarriers(&)[kGatherWarps]>(barrier_words);
     args.watchdog.trace.open();
-    open_counters();
+    open_counters(args.records != nullptr);
     const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
     const uint32_t epoch = current_epoch(args.workspace), taken = protocol::next_epoch(epoch);
     if (threadIdx.x % 32 == 0) {
         for (Barrier& arrived : barriers[warp]) arrived.init(1);
         cutlass::arch::fence_barrier_init();
     }
-    publish_rows(args, epoch);
+    if (threadIdx.x == 0) publish_rows(args, epoch, smem.copied);
     __syncthreads();
     dispatch(args, smem.pieces[warp], barriers[warp]);
-    tell_rows(args, &args.workspace.tickets->rows_taken, taken);
+    __syncthreads();
+    if (threadIdx.x == 0) tell_rows(args, &args.workspace.tickets->rows_taken, taken);
     if (warp == 0) await_published_rows(args, taken);
     args.watchdog.trace.close();
     close_counters(args.workspace.totals);

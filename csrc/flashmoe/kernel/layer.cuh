@@ -119,7 +119,9 @@ template <class Pass>
 __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
     const uint32_t epoch = current_epoch(args.workspace);
     if constexpr (Pass::kIsBackward) {
-        publish_rows(args, epoch);
+        if (int(threadIdx.x) == kLayerThreads - 32) {
+            publish_rows(args, epoch, *static_cast<RowCopySmem*>(smem));
+        }
         return true;
     }
     return args.routing_map == nullptr or plan_layer(args, epoch, smem);
@@ -151,7 +153,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     const StageRing<kStages> ring{buffers.stages, words.stages.full, words.stages.empty};
     const Handover handover{buffers.outputs, words.outputs.full, words.outputs.empty};
     args.watchdog.trace.open();
-    open_counters();
+    open_counters(args.records != nullptr);
     begin_record(args);
     for (int i = threadIdx.x; i < 2 * args.shape.num_local_experts(); i += blockDim.x) {
         ptx::acquire_tensor_map(args.weight_maps + i);

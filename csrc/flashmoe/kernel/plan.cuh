@@ -6,7 +6,7 @@
 namespace flashmoe {
 
 constexpr int kPlanThreads = 512;
-constexpr int kPlanSmemBytes = 224 * 1024;  // whatever the placement leaves copies rows
+constexpr int kPlanSmemBytes = 224 * 1024;  // of the placement, and to copy rows through
 
 // What the host reads after a plan; after the fault record in the mailbox.
 struct PlanReport {
@@ -18,7 +18,7 @@ struct PlanReport {
 __global__ __launch_bounds__(kPlanThreads, 1)  //
     void plan_kernel(const __grid_constant__ LayerArgs args, volatile PlanReport* report) {
     extern __shared__ __align__(128) uint8_t smem[];
-    open_counters();
+    open_counters(args.records != nullptr);
     const uint32_t epoch = current_epoch(args.workspace);
     const bool go_on = plan_layer(args, epoch, smem);
     if (blockIdx.x == 0 and threadIdx.x == 0) {

@@ -112,12 +112,13 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
                          : *static_cast<volatile int*>(&smem.next_unit);
     }
     unit = __shfl_sync(~0u, unit, 0);
-    const int64_t first = (int64_t(unit) * gridDim.x + blockIdx.x) * rows_of_unit;
-    if (first >= int64_t(plan.header->num_row_blocks) * BLOCK_M) return Progress::kFinished;
+    const int64_t place = (int64_t(unit) * gridDim.x + blockIdx.x) * rows_of_unit;
+    if (place >= plan.num_places()) return Progress::kFinished;
+    const int first = plan.row_at(int(place));
 
     RowMeta meta{};
-    if (lane < rows_of_unit) meta = plan.row_meta[first + lane];
-    const bool is_last = lane < rows_of_unit and meta.is_last();
+    if (lane < rows_of_unit and first >= 0) meta = plan.row_meta[first + lane];
+    const bool is_last = lane < rows_of_unit and first >= 0 and meta.is_last();
     const uint32_t last = __ballot_sync(~0u, is_last);
     const int count = __popc(last), nth = lane / width, k = lane % width;
     int at = 0;  // the lane of the nth token
@@ -149,6 +150,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
         if (not __shfl_sync(~0u, is_mine, 0)) return Progress::kSome;
     }
 
+    const int64_t begin = Trace::now();
     begin_span(uint32_t(Role::kDeliver));
     const int64_t row_bytes = heap.hidden * 2;
     const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
@@ -181,12 +183,15 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
         if (row >= 0) heap.dprobs(src_rank, token)[k] = dprob;
     }
     __syncwarp();
+    args.watchdog.trace.add(uint32_t(Role::kDeliver), 2, begin);
+    const int64_t summed = Trace::now();
     if (is_last) {
         protocol::publish_result<Atomics>(heap.result_signal(meta.src_rank, meta.token, rank),
                                           current_epoch(workspace));
         atomicAdd_block(&counters().results_pushed[meta.src_rank], 1u);
     }
     __syncwarp();
+    args.watchdog.trace.add(uint32_t(Role::kDeliver), 3, summed);
     end_span(uint32_t(Role::kDeliver));
     return Progress::kSome;
 }
@@ -276,17 +281,24 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
     for (int i = 0; i < in_chunk; ++i) complete |= (ready >> (i * width) & 1) << i;
     complete &= ~taken;
     if (complete == 0) return Progress::kNone;
-    complete &= -complete;  // one each, so that a CTA's warps share what comes at the end
+    // One each, so that a CTA's warps share what comes at the end, and each warp another, or all
+    // but one would find it taken.
+    const int turn = int(threadIdx.x / 32) % in_chunk;
+    const uint32_t turned = (complete >> turn | complete << (in_chunk - turn)) & all;
+    complete = 1u << (__ffs(turned) - 1 + turn) % in_chunk;
     uint32_t mine_bits = 0;
     if (lane == 0) mine_bits = protocol::take_bits<Atomics>(taken_word, complete, &taken);
     taken = __shfl_sync(~0u, taken, 0);
     if (__shfl_sync(~0u, mine_bits, 0) == 0) return Progress::kSome;
-    protocol::acquire_results<Atomics>();
     const int mine = __ffs(complete) - 1;
+    const int64_t begin = Trace::now();
     begin_span(uint32_t(Role::kReduce));
+    if (nth == mine and is_awaited) protocol::acquire_result<Atomics>(signal);
+    __syncwarp();
     reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
                                           __popc(__shfl_sync(~0u, ranks, mine * width)));
     __syncwarp();
+    args.watchdog.trace.add(uint32_t(Role::kReduce), 2, begin);
     end_span(uint32_t(Role::kReduce));
     return taken == all ? Progress::kFinished : Progress::kSome;
 }
@@ -296,10 +308,13 @@ reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool 
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ void reduce_results(const LayerArgs& args) {
     const ReduceChunks chunks(args);
+    const int count = ceil_div(chunks.count() - int(blockIdx.x), int(gridDim.x));  // of this CTA
     bool must_wait = false;
     for (;;) {
         bool is_finished = true, moved = false;
-        for (int chunk = blockIdx.x; chunk < chunks.count(); chunk += gridDim.x) {
+        for (int i = 0; i < count; ++i) {
+            const int nth = (i + int(threadIdx.x / 32)) % count;  // each warp begins with another
+            const int chunk = int(blockIdx.x) + nth * int(gridDim.x);
             const Progress progress = reduce_chunk<T, kIsBackward, kUnroll>(
                 args, chunks, chunk, must_wait and is_finished);
             is_finished &= progress == Progress::kFinished;

@@ -65,7 +65,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
     });
 }
 
-// Scope: one warp.
+// Rows in the order in which they are computed. Scope: one warp.
 __device__ __forceinline__ void dispatch(const LayerArgs& args,
                                          DispatchPieces& pieces,
                                          DispatchBarriers& arrived) {
@@ -76,12 +76,13 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     const Workspace& workspace = args.workspace;
     const int lane = threadIdx.x % 32;
     const int row_bytes = args.shape.hidden * 2;
-    const int num_rows = plan.header->num_row_blocks * BLOCK_M;
     uint32_t parity = 0;
     int pad_rows_pulled = 0, pad_rows_made = 0;
     for (;;) {
-        const int first = take_tickets(&workspace.tickets->dispatch, kDispatchLanes);
-        if (first >= num_rows) break;
+        const int place = take_tickets(&workspace.tickets->dispatch, kDispatchLanes);
+        if (place >= plan.num_places()) break;
+        const int first = plan.row_at(place);
+        if (first < 0) continue;
 
         RowMeta meta{};
         if (lane < kDispatchLanes) meta = plan.row_meta[first + lane];

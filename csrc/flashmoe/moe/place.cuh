@@ -1,7 +1,8 @@
-// Who gets which row. Routing is walked in chunks of 32 tokens, one warp each, one token per lane;
-// chunks of all sources are interleaved, own rank first, so that no rank is pulled from by all
-// others at once. Row = expert's segment + rows of earlier chunks + rank within the chunk: a
-// function of the routing alone, hence the same at every run.
+// Who gets which row. Routing is walked in chunks of 32 tokens, one warp each, one token per lane:
+// first those of the own rank, whose rows need no link, then those of all others, interleaved, so
+// that no rank is pulled from by all others at once. Row = expert's segment + rows of earlier
+// chunks
+// + rank within the chunk: a function of the routing alone, hence the same at every run.
 #pragma once
 
 #include "flashmoe/comm/grid.cuh"
@@ -15,8 +16,10 @@ struct Chunk {
 };
 
 __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens, int index) {
-    const int src = (s.rank + index % s.num_ranks) % s.num_ranks;
-    const int token = index / s.num_ranks * 32 + int(threadIdx.x % 32);
+    const int behind = index - s.chunks_per_rank(), others = max(1, s.num_ranks - 1);
+    const int away = behind < 0 ? 0 : 1 + behind % others;
+    const int src = (s.rank + away) % s.num_ranks;
+    const int token = (behind < 0 ? index : behind / others) * 32 + int(threadIdx.x % 32);
     return {src, token < num_tokens[src] ? token : -1};
 }
 
@@ -25,18 +28,30 @@ __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens,
 template <class Visit>
 __device__ __forceinline__ void walk_chunk(
     const Shape& s, const Heap& heap, uint32_t epoch, Chunk chunk, uint32_t* counts, Visit visit) {
+    constexpr int kAhead = 4;  // routes that are loaded together
     const uint32_t lanes_below = (1u << (threadIdx.x % 32)) - 1;
-    for (int k = 0; k < s.topk; ++k) {
-        Route route{-1, 0.0f};
-        if (chunk.token >= 0) route = heap.routes(s.rank, epoch, chunk.src_rank, chunk.token)[k];
-        const int expert = route.expert - s.first_expert();
-        const bool ours = route.expert >= 0 and expert >= 0 and expert < s.num_local_experts();
-        const uint32_t same = __match_any_sync(~0u, ours ? expert : -1);
-        const uint32_t before = ours ? counts[expert] : 0;
-        __syncwarp();
-        if (ours and (same & lanes_below) == 0) counts[expert] = before + __popc(same);
-        __syncwarp();
-        if (ours) visit(k, expert, before + __popc(same & lanes_below), route);
+    const Route* routes =
+        chunk.token < 0 ? nullptr : heap.routes(s.rank, epoch, chunk.src_rank, chunk.token);
+    for (int first_k = 0; first_k < s.topk; first_k += kAhead) {
+        Route ahead[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            ahead[i] =
+                routes != nullptr and first_k + i < s.topk ? routes[first_k + i] : Route{-1, 0.0f};
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (first_k + i >= s.topk) break;
+            const Route route = ahead[i];
+            const int expert = route.expert - s.first_expert();
+            const bool ours = route.expert >= 0 and expert >= 0 and expert < s.num_local_experts();
+            const uint32_t same = __match_any_sync(~0u, ours ? expert : -1);
+            const uint32_t before = ours ? counts[expert] : 0;
+            __syncwarp();
+            if (ours and (same & lanes_below) == 0) counts[expert] = before + __popc(same);
+            __syncwarp();
+            if (ours) visit(first_k + i, expert, before + __popc(same & lanes_below), route);
+        }
     }
 }
 
@@ -74,11 +89,12 @@ struct PlacementSmem {
     int32_t* expert_rows;   // [local expert]
     int32_t* expert_block;  // [local expert + 1]
     int32_t* expert_unit;   // [local expert + 1]
+    int32_t* expert_own;    // [local expert + 1]: units of the own rank's rows before
 
     // Words that a grid of `num_ctas` needs.
     __host__ __device__ static int64_t words(const Shape& s, int num_ctas) {
         const int64_t local = s.num_local_experts();
-        return ceil_div(s.num_chunks(), num_ctas) * local + s.num_experts + 4 * local + 2;
+        return ceil_div(s.num_chunks(), num_ctas) * local + s.num_experts + 5 * local + 3;
     }
     // Whole lines, since the copy of rows has what is behind it.
     __host__ __device__ static int64_t bytes(const Shape& s, int num_ctas) {
@@ -92,11 +108,13 @@ struct PlacementSmem {
         expert_rows = reinterpret_cast<int32_t*>(base + local);
         expert_block = expert_rows + local;
         expert_unit = expert_block + local + 1;
+        expert_own = expert_unit + local + 1;
     }
 };
 
 // Waits for the routing of every rank and counts this CTA's chunks. A peer that does not come, or
-// that refuses its routing, is a fault on every rank, so that none goes on. Scope: the grid.
+// that refuses its routing, is a fault on every rank, so that none goes on. Scope: the planners of
+// the grid.
 __device__ __forceinline__ void count_routes(const LayerArgs& args,
                                              uint32_t epoch,
                                              const PlacementSmem& smem,
@@ -104,8 +122,8 @@ __device__ __forceinline__ void count_routes(const LayerArgs& args,
     const Shape& s = args.shape;
     const int num_experts = s.num_local_experts(), num_chunks = s.num_chunks();
     const int per_cta = ceil_div(num_chunks, int(gridDim.x)), first = int(blockIdx.x) * per_cta;
-    const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-    for (int i = threadIdx.x; i < per_cta * num_experts + s.num_experts; i += blockDim.x) {
+    const int warp = threadIdx.x / 32, num_warps = Planners::size() / 32;
+    for (int i = threadIdx.x; i < per_cta * num_experts + s.num_experts; i += Planners::size()) {
         smem.counts[i] = 0;  // and `selections`, behind them
     }
     bool is_here = true;
@@ -121,7 +139,7 @@ __device__ __forceinline__ void count_routes(const LayerArgs& args,
         }
         num_tokens[threadIdx.x] = is_here ? int(RouteSignal::tokens(*signal)) : 0;
     }
-    if (not __syncthreads_and(is_here)) return;
+    if (not Planners::all(is_here)) return;
 
     for (int i = warp; i < per_cta and first + i < num_chunks; i += num_warps) {
         const Chunk chunk = chunk_at(s, num_tokens, first + i);
@@ -134,15 +152,20 @@ __device__ __forceinline__ void count_routes(const LayerArgs& args,
             }
         }
     }
-    __syncthreads();
-    for (int expert = threadIdx.x; expert < s.num_experts; expert += blockDim.x) {
+    Planners::sync();
+    for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
         if (const uint32_t count = smem.selections[expert]) {
             atomicAdd(args.workspace.selections + expert, count);
         }
     }
-    for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
+    for (int expert = threadIdx.x; expert < num_experts; expert += Planners::size()) {
         args.workspace.cta_counts[expert * gridDim.x + blockIdx.x] =
             smem.selections[s.first_expert() + expert];
+        uint32_t own = 0;
+        for (int i = 0; i < per_cta and first + i < s.chunks_per_rank(); ++i) {
+            own += smem.counts[i * num_experts + expert];
+        }
+        if (own > 0) atomicAdd(args.workspace.own_selections + expert, own);
     }
 }
 
@@ -152,7 +175,7 @@ __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) 
     const Shape& s = args.shape;
     const int num_experts = s.num_local_experts(), lane = threadIdx.x % 32;
     bool fit = true;
-    for (int rank = threadIdx.x / 32; rank < s.num_ranks; rank += blockDim.x / 32) {
+    for (int rank = threadIdx.x / 32; rank < s.num_ranks; rank += Planners::size() / 32) {
         uint32_t blocks = 0;
         for (int expert = lane; expert < num_experts; expert += 32) {
             blocks +=
@@ -167,14 +190,32 @@ __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) 
             }
         }
     }
-    return __syncthreads_and(fit);
+    return Planners::all(fit);
+}
+
+// How many of an expert's units are of the own rank's rows, but for a few.
+__device__ __forceinline__ int early_units(const LayerArgs& args, int expert) {
+    constexpr int kFewRows = 64;
+    const int rows = int(args.workspace.own_selections[expert]);
+    return (rows + kFewRows) / (kClusterSize * BLOCK_M);
+}
+
+// The place of an expert's unit in the order. The first group is of units of the own rank's rows,
+// as far as there are: while they are computed, the others' are on their way. All other units
+// follow expert by expert.
+__device__ __forceinline__ int place_of_unit(
+    const PlacementSmem& smem, int num_experts, int group_units, int expert, int unit) {
+    const auto early_before = [&](int e) { return min(smem.expert_own[e], group_units); };
+    const int before = early_before(expert), early = early_before(expert + 1) - before;
+    if (unit < early) return before + unit;
+    return early_before(num_experts) + smem.expert_unit[expert] - before + unit - early;
 }
 
 // Where each local expert's rows begin. Scope: a CTA; every one computes it for itself.
 __device__ __forceinline__ void place_experts(const LayerArgs& args, const PlacementSmem& smem) {
     const Shape& s = args.shape;
     const int num_experts = s.num_local_experts();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = Planners::size() / 32;
     for (int expert = warp; expert < num_experts; expert += num_warps) {
         uint32_t before = 0;
         for (uint32_t cta = lane; cta < blockIdx.x; cta += 32) {
@@ -186,35 +227,40 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
             smem.expert_rows[expert] = int(args.workspace.selections[s.first_expert() + expert]);
         }
     }
-    __syncthreads();
+    Planners::sync();
     if (warp == 0) {
-        int block = 0, unit = 0, rows = 0;
+        int block = 0, unit = 0, own = 0, rows = 0;
         for (int first = 0; first < num_experts; first += 32) {
             const int expert = first + lane;
             const int own_rows = expert < num_experts ? smem.expert_rows[expert] : 0;
             const int own_blocks = ceil_div(own_rows, BLOCK_M);
             const int own_units = ceil_div(own_blocks, kClusterSize);
-            int blocks = own_blocks, units = own_units;
+            const int own_early = expert < num_experts ? early_units(args, expert) : 0;
+            int blocks = own_blocks, units = own_units, early = own_early;
             for (int step = 1; step < 32; step *= 2) {
                 const int more_blocks = __shfl_up_sync(~0u, blocks, step);
                 const int more_units = __shfl_up_sync(~0u, units, step);
-                if (lane >= step) blocks += more_blocks, units += more_units;
+                const int more_early = __shfl_up_sync(~0u, early, step);
+                if (lane >= step) blocks += more_blocks, units += more_units, early += more_early;
             }
             if (expert < num_experts) {
                 smem.expert_block[expert] = block + blocks - own_blocks;
                 smem.expert_unit[expert] = unit + units - own_units;
+                smem.expert_own[expert] = own + early - own_early;
             }
             block += __shfl_sync(~0u, blocks, 31);
             unit += __shfl_sync(~0u, units, 31);
+            own += __shfl_sync(~0u, early, 31);
             rows += __reduce_add_sync(~0u, own_rows);
         }
         if (lane == 0) {
             smem.expert_block[num_experts] = block;
             smem.expert_unit[num_experts] = unit;
+            smem.expert_own[num_experts] = own;
             if (blockIdx.x == 0) *args.plan.header = {block, unit, rows};
         }
     }
-    __syncthreads();
+    Planners::sync();
 }
 
 // Gives every row its place, and fills the tables of experts and blocks. Scope: the grid.
@@ -226,8 +272,8 @@ __device__ __forceinline__ void place_rows(const LayerArgs& args,
     const Plan& plan = args.plan;
     const int num_experts = s.num_local_experts(), num_chunks = s.num_chunks();
     const int per_cta = ceil_div(num_chunks, int(gridDim.x)), first = int(blockIdx.x) * per_cta;
-    const int warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-    for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
+    const int warp = threadIdx.x / 32, num_warps = Planners::size() / 32;
+    for (int expert = threadIdx.x; expert < num_experts; expert += Planners::size()) {
         uint32_t row = uint32_t(smem.expert_block[expert]) * BLOCK_M + smem.base[expert];
         for (int i = 0; i < per_cta; ++i) {
             const uint32_t count = smem.counts[i * num_experts + expert];
@@ -235,7 +281,31 @@ __device__ __forceinline__ void place_rows(const LayerArgs& args,
             row += count;
         }
     }
-    __syncthreads();
+    Planners::sync();
+    // By the last warps first, which have no chunks.
+    const int thread = Planners::size() - 1 - int(threadIdx.x);
+    for (int expert = blockIdx.x; expert < num_experts; expert += gridDim.x) {
+        const int begin = smem.expert_block[expert], end = smem.expert_block[expert + 1];
+        for (int row = begin * BLOCK_M + smem.expert_rows[expert] + thread; row < end * BLOCK_M;
+             row += Planners::size()) {
+            plan.row_meta[row] = {-1, 0, 0, RowMeta::kPad, 0};
+            plan.row_prob[row] = 0.0f;
+        }
+        for (int block = kClusterSize * thread; block < end - begin;
+             block += kClusterSize * Planners::size()) {
+            const int halves = ceil_div(smem.expert_rows[expert] - block * BLOCK_M, kHalfRows);
+            const int place =
+                place_of_unit(smem, num_experts, args.group_units, expert, block / kClusterSize);
+            plan.units[place] = {begin + block, int16_t(expert),
+                                 int16_t(min(halves, kClusterSize * BLOCK_M / kHalfRows))};
+        }
+        if (thread == 0) {
+            plan.expert_rows[expert] = smem.expert_rows[expert];
+            plan.expert_block[expert] = begin;
+            if (expert == num_experts - 1) plan.expert_block[num_experts] = end;
+        }
+    }
+
     for (int i = warp; i < per_cta and first + i < num_chunks; i += num_warps) {
         const Chunk chunk = chunk_at(s, num_tokens, first + i);
         int32_t* rows = chunk.token < 0 ? nullptr : plan.rows_of(chunk.src_rank, chunk.token);
@@ -250,62 +320,53 @@ __device__ __forceinline__ void place_rows(const LayerArgs& args,
         describe_rows(s, args.heap, plan, epoch, chunk);
         __syncwarp();
     }
-
-    for (int expert = blockIdx.x; expert < num_experts; expert += gridDim.x) {
-        const int begin = smem.expert_block[expert], end = smem.expert_block[expert + 1];
-        for (int row = begin * BLOCK_M + smem.expert_rows[expert] + int(threadIdx.x);
-             row < end * BLOCK_M; row += blockDim.x) {
-            plan.row_meta[row] = {-1, 0, 0, RowMeta::kPad, 0};
-            plan.row_prob[row] = 0.0f;
-        }
-        for (int block = kClusterSize * int(threadIdx.x); block < end - begin;
-             block += kClusterSize * blockDim.x) {
-            const int halves = ceil_div(smem.expert_rows[expert] - block * BLOCK_M, kHalfRows);
-            plan.units[smem.expert_unit[expert] + block / kClusterSize] = {
-                begin + block, int16_t(expert),
-                int16_t(min(halves, kClusterSize * BLOCK_M / kHalfRows))};
-        }
-        if (threadIdx.x == 0) {
-            plan.expert_rows[expert] = smem.expert_rows[expert];
-            plan.expert_block[expert] = begin;
-            if (expert == num_experts - 1) plan.expert_block[num_experts] = end;
-        }
-    }
 }
 
 // From the routing map to the plan: exchanges the routing with all ranks and places the rows that
-// this rank's experts receive. False on every rank if one cannot go on; the host then finds a
-// fault. Scope: the grid.
+// this rank's experts receive. The last warp copies this rank's rows meanwhile, to where its peers
+// find them. False on every rank if one cannot go on; the host then finds a fault. Scope: the grid.
 static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
                                                uint32_t epoch,
                                                void* smem_base) {
     __shared__ int num_tokens[kMaxRanks];
-    __shared__ uint64_t loaded;
-    const PlacementSmem smem(args.shape, smem_base);
-    const uint32_t used = PlacementSmem::bytes(args.shape, int(gridDim.x));
-    RowCopy copy(args, static_cast<uint8_t*>(smem_base) + used, ptx::dynamic_smem_bytes() - used,
-                 reinterpret_cast<Barrier&>(loaded));
-    const bool copies = threadIdx.x == blockDim.x - 32;
-    if (copies) copy.begin(args.watchdog);
-    publish_routes(args, epoch);
-    if (copies) copy.advance(args.watchdog);
-    count_routes(args, epoch, smem, num_tokens);
-    if (copies) copy.advance(args.watchdog);
-    const bool counted = grid_barrier(args.watchdog, &args.workspace.tickets->barrier[0], [&] {
-        // A CTA that was told that a peer gave up has not counted its share.
-        return ptx::ld_acquire_gpu(args.workspace.raised) == 0 and args.watchdog.who_gave_up() == 0;
-    });
-    const bool goes_on = counted and rows_fit(args, epoch);
-    if (copies) copy.advance(args.watchdog);
-    if (goes_on) {
-        place_experts(args, smem);
-        if (copies) copy.advance(args.watchdog);
-        place_rows(args, epoch, smem, num_tokens);
+    bool goes_on = false;
+    constexpr int kRoutesPublished = 2;  // a barrier
+    if (not Planners::has_me()) {
+        // Not before, since a fence would wait for the copies on their way.
+        ptx::barrier_sync(kRoutesPublished, int(blockDim.x));
+        if (threadIdx.x % 32 == 0) {
+            const int64_t used = PlacementSmem::bytes(args.shape, int(gridDim.x));
+            publish_rows(args, epoch,
+                         *reinterpret_cast<RowCopySmem*>(static_cast<char*>(smem_base) + used));
+        }
+    } else {
+        const PlacementSmem smem(args.shape, smem_base);
+        int64_t begin = Trace::now();
+        const auto traced = [&](int step) {
+            args.watchdog.trace.add(uint32_t(Role::kPlan), step, begin);
+            begin = Trace::now();
+        };
+        publish_routes(args, epoch);
+        ptx::barrier_arrive(kRoutesPublished, int(blockDim.x));
+        traced(0);
+        count_routes(args, epoch, smem, num_tokens);
+        traced(1);
+        GridBarrier(&barriers)[2] = args.workspace.tickets->barrier;
+        goes_on = grid_barrier<Planners>(args.watchdog, &barriers[0], [&] {
+            // A CTA that was told that a peer gave up has not counted its share.
+            return ptx::ld_acquire_gpu(args.workspace.raised) == 0 and
+                   args.watchdog.who_gave_up() == 0;
+        });
+        goes_on = goes_on and rows_fit(args, epoch);
+        traced(2);
+        if (goes_on) {
+            place_experts(args, smem);
+            place_rows(args, epoch, smem, num_tokens);
+            traced(3);
+            goes_on = grid_barrier<Planners>(args.watchdog, &barriers[1], [] { return true; });
+        }
     }
-    if (copies) copy.finish(args.watchdog);
-    tell_rows(args, &args.workspace.tickets->rows_published, epoch);
-    return goes_on and
-           grid_barrier(args.watchdog, &args.workspace.tickets->barrier[1], [] { return true; });
+    return __syncthreads_or(goes_on);
 }
 
 }  // namespace flashmoe

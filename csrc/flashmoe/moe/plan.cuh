@@ -72,7 +72,7 @@ struct Plan {
     PlanHeader* header;
     int32_t* expert_rows;   // [local expert]: received rows
     int32_t* expert_block;  // [local expert + 1]: first block
-    RowUnit* units;         // ascending; none spans two experts
+    RowUnit* units;         // in the order of their tiles; none spans two experts
     RowMeta* row_meta;      // [row]
     float* row_prob;        // [row], 0 for pad rows
     int32_t* token_rows;    // [src rank][token][topk]: row, or -1 where not ours
@@ -98,6 +98,16 @@ struct Plan {
     }
     __device__ __forceinline__ int32_t* rows_of(int src_rank, int token) const {
         return token_rows + (int64_t(src_rank) * max_tokens + token) * topk;
+    }
+    // Rows in the order in which their tiles are computed, as if all units were of two blocks.
+    __device__ __forceinline__ int num_places() const {
+        return header->num_units * kClusterSize * BLOCK_M;
+    }
+    // The row at a place, or -1 where a unit's second block is missing.
+    __device__ __forceinline__ int row_at(int place) const {
+        const RowUnit unit = units[place / (kClusterSize * BLOCK_M)];
+        const int in_unit = place % (kClusterSize * BLOCK_M);
+        return in_unit < unit.num_blocks() * BLOCK_M ? unit.first_block * BLOCK_M + in_unit : -1;
     }
 };
 
@@ -125,11 +135,12 @@ struct Workspace {
     uint64_t* num_records;  // that all launches have written
     Totals* totals;         // never zeroed
     Tickets* tickets;
-    uint32_t* rows_ready;  // [block]: rows in place, 128 when full
-    uint32_t* tile_ready;  // [GEMM][block]: warps' shares of the block's tiles stored
-    uint32_t* selections;  // [expert]: routes of all ranks to it
-    uint32_t* reduced;     // [chunk of own tokens]: bits of those that a warp has taken
-    uint32_t* cta_counts;  // [local expert][CTA]: rows of the chunks that this CTA placed
+    uint32_t* rows_ready;      // [block]: rows in place, 128 when full
+    uint32_t* tile_ready;      // [GEMM][block]: warps' shares of the block's tiles stored
+    uint32_t* selections;      // [expert]: routes of all ranks to it
+    uint32_t* own_selections;  // [local expert]: routes of this rank to it
+    uint32_t* reduced;         // [chunk of own tokens]: bits of those that a warp has taken
+    uint32_t* cta_counts;      // [local expert][CTA]: rows of the chunks that this CTA placed
     int max_blocks;
     int64_t num_zeroed;  // words from `tickets` on that each launch leaves as zeros
 
@@ -148,7 +159,7 @@ struct Workspace {
         // Layers of other shapes share this memory: what is zero between launches begins at one
         // place for all of them, and has no other words behind it.
         constexpr int64_t kCounts = int64_t(kMaxLocalExperts) * kMaxCtas;
-        const int64_t zeroed = kHead + 3 * blocks + s.num_experts + chunks;
+        const int64_t zeroed = kHead + 3 * blocks + s.num_experts + s.num_local_experts() + chunks;
         if (out != nullptr) {
             uint32_t* words = static_cast<uint32_t*>(base);
             out->raised = words;
@@ -162,7 +173,8 @@ struct Workspace {
             out->tile_ready = out->rows_ready + blocks;
             out->max_blocks = int(blocks);
             out->selections = out->tile_ready + 2 * blocks;
-            out->reduced = out->selections + s.num_experts;
+            out->own_selections = out->selections + s.num_experts;
+            out->reduced = out->own_selections + s.num_local_experts();
             out->num_zeroed = zeroed;
         }
         return sizeof(uint32_t) * (kFront + kCounts + zeroed);

@@ -10,59 +10,95 @@
 
 namespace flashmoe {
 
-// Turns a token's row of the routing map into at most topk routes, and sends them to every rank.
-// Scope: one warp.
-__device__ __forceinline__ void publish_token(const LayerArgs& args, uint32_t epoch, int token) {
-    const Shape& s = args.shape;
-    const int lane = threadIdx.x % 32;
-    int count = 0;
-    for (int base = 0; base < s.num_experts; base += 32) {
-        const int expert = base + lane;
-        const int64_t at = int64_t(token) * s.num_experts + expert;
-        bool selected = expert < s.num_experts and args.routing_map[at] != 0;
-        float prob = 0.0f;
-        if (selected) {
-            prob = load_as_float(args.probs, args.probs_dtype, at);
-            if (isnan(prob)) {
-                args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, 0, expert);
-            }
-            selected = not(s.skip_zero_probs and prob == 0.0f);
-        }
-        const uint32_t mask = __ballot_sync(~0u, selected);
-        const int k = count + __popc(mask & ((1u << lane) - 1));
-        if (selected and k < s.topk) {
-            for (int rank = 0; rank < s.num_ranks; ++rank) {
-                args.heap.routes(rank, epoch, s.rank, token)[k] = {expert, prob};
-            }
-            args.plan.own_experts[int64_t(token) * s.topk + k] = expert;
-        }
-        count += __popc(mask);
-    }
-    if (count > s.topk and lane == 0) {
-        args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, s.topk, count);
-    }
-    if (const int k = count + lane; k < s.topk) {
-        for (int rank = 0; rank < s.num_ranks; ++rank) {
-            args.heap.routes(rank, epoch, s.rank, token)[k] = {-1, 0.0f};
-        }
-        args.plan.own_experts[int64_t(token) * s.topk + k] = -1;
-    }
+// Who plans, while the last warp copies rows.
+using Planners = AllButLastWarp;
+
+// How a warp reads the routing map: some lanes to a token, each with its share of the experts, and
+// as many tokens at a time as that leaves room for.
+constexpr int kLaneExperts = 16;
+
+__device__ __forceinline__ int lanes_per_token(const Shape& s) {
+    return min(32, power_of_two(ceil_div(s.num_experts, kLaneExperts)));
 }
 
-// Sends every token's routes to every rank, behind the gate if there is one: a warp takes one token
-// at a time, or as many as the gate does. Scope: the grid.
+// The experts from `first` on, a bit each, that are selected for the token.
+__device__ __forceinline__ uint32_t selected_experts(const LayerArgs& args, int token, int first) {
+    const Shape& s = args.shape;
+    const int64_t at = int64_t(token) * s.num_experts + first;
+    uint32_t selected = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneExperts; ++i) {
+        if (first + i < s.num_experts and args.routing_map[at + i] != 0) selected |= 1u << i;
+    }
+    uint32_t kept = selected;
+    for (uint32_t left = selected; left; left &= left - 1) {
+        const int i = __ffs(left) - 1;
+        const float prob = load_as_float(args.probs, args.probs_dtype, at + i);
+        if (isnan(prob)) {
+            args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, 0, first + i);
+        }
+        if (s.skip_zero_probs and prob == 0.0f) kept &= ~(1u << i);
+    }
+    return kept;
+}
+
+// Turns rows of the routing map into at most topk routes each, and sends them to every rank: of
+// `count` tokens, as many as a warp has lanes for. Scope: one warp.
+__device__ __forceinline__ void publish_tokens(const LayerArgs& args,
+                                               uint32_t epoch,
+                                               int first_token,
+                                               int count) {
+    const Shape& s = args.shape;
+    const int width = lanes_per_token(s), lane = int(threadIdx.x) % 32, nth = lane % width;
+    const bool is_here = lane / width < count;
+    const int token = first_token + lane / width;
+    const auto send = [&](int k, Route route) {
+        for (int rank = 0; rank < s.num_ranks; ++rank) {
+            args.heap.routes(rank, epoch, s.rank, token)[k] = route;
+        }
+        args.plan.own_experts[int64_t(token) * s.topk + k] = route.expert;
+    };
+    int num_routes = 0;  // of the token, so far
+    for (int base = 0; base < s.num_experts; base += width * kLaneExperts) {
+        const int first = base + nth * kLaneExperts;
+        uint32_t selected = is_here ? selected_experts(args, token, first) : 0;
+        int up_to = __popc(selected);  // this lane's
+        for (int step = 1; step < width; step *= 2) {
+            const int before = __shfl_up_sync(~0u, up_to, step, width);
+            if (nth >= step) up_to += before;
+        }
+        for (int k = num_routes + up_to - __popc(selected); selected and k < s.topk; ++k) {
+            const int expert = first + __ffs(selected) - 1;
+            selected &= selected - 1;
+            const int64_t at = int64_t(token) * s.num_experts + expert;
+            send(k, {expert, load_as_float(args.probs, args.probs_dtype, at)});
+        }
+        num_routes += __shfl_sync(~0u, up_to, width - 1, width);
+    }
+    if (not is_here) return;
+    if (num_routes > s.topk and nth == 0) {
+        args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, s.topk, num_routes);
+    }
+    for (int k = num_routes + nth; k < s.topk; k += width) send(k, {-1, 0.0f});
+}
+
+// Sends every token's routes to every rank, behind the gate if there is one: a warp takes as many
+// tokens at a time as it reads at a time, or as the gate does. Scope: the planners of the grid.
 __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t epoch) {
     const Shape& s = args.shape;
     const bool is_gated = args.gate.weight != nullptr;
-    const int warps_per_cta = blockDim.x / 32, share = is_gated ? kGateTokens : 1;
-    const int step = int(gridDim.x) * warps_per_cta * share;
-    int first = (int(blockIdx.x) * warps_per_cta + int(threadIdx.x) / 32) * share;
-    for (; first < args.num_tokens; first += step) {
+    const int at_a_time = 32 / lanes_per_token(s), share = is_gated ? kGateTokens : at_a_time;
+    // CTA after CTA, so that few tokens are everyone's.
+    const int warp = int(threadIdx.x) / 32 * int(gridDim.x) + int(blockIdx.x);
+    const int step = int(gridDim.x) * Planners::size() / 32 * share;
+    for (int first = warp * share; first < args.num_tokens; first += step) {
         if (is_gated) gate_tokens(args, first);
         const int end = min(first + share, args.num_tokens);
-        for (int token = first; token < end; ++token) publish_token(args, epoch, token);
+        for (int token = first; token < end; token += at_a_time) {
+            publish_tokens(args, epoch, token, min(at_a_time, end - token));
+        }
     }
-    last_arrival(&args.workspace.tickets->routes_published, [&] {
+    last_arrival<Planners>(&args.workspace.tickets->routes_published, [&] {
         const bool refused = Atomics::load(args.workspace.raised) != 0;
         protocol::publish_routes<Atomics>(
             s.num_ranks, uint32_t(args.row_block_bound),
@@ -73,101 +109,67 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
 }
 
 // Tells all ranks that this one's rows are in place, or with the epoch after that that it has read
-// those of others. Scope: the grid.
+// those of others. Scope: one thread of each CTA, whose CTA is done.
 __device__ __forceinline__ void tell_rows(const LayerArgs& args,
                                           uint32_t* arrivals,
                                           uint32_t epoch) {
     const Shape& s = args.shape;
-    last_arrival(arrivals, [&] {
+    protocol::arrive<Atomics>(arrivals, gridDim.x, [&] {
         protocol::publish_rows<Atomics>(
             s.num_ranks, epoch, [&](int rank) { return args.heap.row_signal(rank, s.rank); });
     });
 }
 
-// Copies x to where peers pull it from while the CTA plans: by bulk copies, in as large steps as
-// there is shared memory to spare. Scope: one thread of each CTA.
-class RowCopy {
- public:
-    __device__ __forceinline__
-    RowCopy(const LayerArgs& args, uint8_t* buffer, uint32_t buffer_bytes, Barrier& loaded)
-        : loaded_(&loaded), buffer_(buffer), buffer_bytes_(buffer_bytes / kPiece * kPiece) {
-        const Shape& s = args.shape;
-        // This rank's own rows are read where they are.
-        const int64_t bytes = s.num_ranks > 1 ? int64_t(args.num_tokens) * s.hidden * 2 : 0;
-        const int64_t share = align_up<int64_t>(ceil_div<int64_t>(bytes, gridDim.x), kPiece);
-        const int64_t first = min(int64_t(blockIdx.x) * share, bytes);
-        from_ = args.x + first;
-        to_ = args.heap.row(s.rank, 0) + first;
-        left_ = min(share, bytes - first);
-    }
-    __device__ __forceinline__ void begin(const Watchdog& watchdog) {
-        loaded_->init(1);
-        cutlass::arch::fence_barrier_init();
-        advance(watchdog);
-    }
-    // Begins the next step, for which the last one should have had time.
-    __device__ __forceinline__ void advance(const Watchdog& watchdog) {
-        if (step_bytes_ > 0) {
-            wait_barrier<Waiter::kThread>(watchdog, Role::kDispatchCopy, *loaded_, parity_);
-            parity_ ^= 1;
-            for_pieces([&](uint32_t at, uint32_t bytes) {
-                cute::SM90_BULK_COPY_S2G::copy(buffer_ + at, to_ + at, int32_t(bytes));
-            });
-            cute::tma_store_arrive();
-            from_ += step_bytes_, to_ += step_bytes_, left_ -= step_bytes_;
-            step_bytes_ = 0;
-        } else if (left_ > 0) {
-            cute::tma_store_wait<0>();  // the buffer has been read
-            step_bytes_ = uint32_t(min(left_, int64_t(buffer_bytes_)));
-            loaded_->arrive_and_expect_tx(step_bytes_);
-            for_pieces([&](uint32_t at, uint32_t bytes) {
-                cute::SM90_BULK_COPY_G2S::copy(from_ + at, reinterpret_cast<uint64_t*>(loaded_),
-                                               buffer_ + at, int32_t(bytes));
-            });
-        }
-    }
-    __device__ __forceinline__ void finish(const Watchdog& watchdog) {
-        while (left_ > 0) advance(watchdog);
-        ptx::bulk_wait_complete();
-    }
-
-    static constexpr uint32_t kPiece = 8192;
-
- private:
-    template <class Copy>
-    __device__ __forceinline__ void for_pieces(Copy copy) const {
-        for (uint32_t at = 0; at < step_bytes_; at += kPiece) {
-            copy(at, min(kPiece, step_bytes_ - at));
-        }
-    }
-
-    Barrier* loaded_;
-    uint8_t* buffer_;
-    uint32_t buffer_bytes_;
-    const char* from_;
-    char* to_;
-    int64_t left_;
-    uint32_t step_bytes_ = 0;  // of the step whose loads are under way
-    uint32_t parity_ = 0;
+// Shared memory through which a CTA's share of x goes to the heap.
+constexpr int kCopySlots = 8;
+constexpr int kCopyAhead = 4;  // slots that are being loaded, while the others are being stored
+struct alignas(128) RowCopySmem {
+    uint8_t slot[kCopySlots][8192];
 };
 
-// Copies x, or dY, to where peers pull it from. This rank's own rows are read where they are, and
-// the signal also tells that this rank is done with the previous launch. Scope: the grid.
-__device__ __forceinline__ void publish_rows(const LayerArgs& args, uint32_t epoch) {
+// Copies x, or dY, to where peers pull it from, and tells them. A rank's own rows are read where
+// they are, and its signal also says that it is done with the previous launch. Bulk copies, by one
+// thread: the others have no time for it, and more in flight would hold up what they load. Scope:
+// one thread of each CTA.
+__device__ __forceinline__ void publish_rows(const LayerArgs& args,
+                                             uint32_t epoch,
+                                             RowCopySmem& smem) {
+    __shared__ uint64_t loaded_words[kCopySlots];
+    auto& loaded = reinterpret_cast<Barrier(&)[kCopySlots]>(loaded_words);
+    constexpr int64_t kPiece = sizeof(smem.slot[0]);
     const Shape& s = args.shape;
-    if (s.num_ranks > 1) {
-        const int64_t chunks = int64_t(args.num_tokens) * s.hidden * 2 / sizeof(uint4);
-        const uint4* from = reinterpret_cast<const uint4*>(args.x);
-        uint4* to = reinterpret_cast<uint4*>(args.heap.row(s.rank, 0));
-        const int64_t step = int64_t(gridDim.x) * blockDim.x;
-        int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-        for (; i + 3 * step < chunks; i += 4 * step) {
-            const uint4 a = from[i], b = from[i + step], c = from[i + 2 * step],
-                        d = from[i + 3 * step];
-            to[i] = a, to[i + step] = b, to[i + 2 * step] = c, to[i + 3 * step] = d;
+    const int64_t bytes = s.num_ranks > 1 ? int64_t(args.num_tokens) * s.hidden * 2 : 0;
+    const int64_t share = align_up<int64_t>(ceil_div<int64_t>(bytes, gridDim.x), kPiece);
+    const int64_t first = min(int64_t(blockIdx.x) * share, bytes);
+    const int64_t size = min(share, bytes - first);
+    const int num_pieces = int(ceil_div(size, kPiece));
+    const char* from = args.x + first;
+    char* to = args.heap.row(s.rank, 0) + first;
+    const int64_t begin = Trace::now();
+    for (Barrier& each : loaded) each.init(1);
+    cutlass::arch::fence_barrier_init();
+
+    const auto bytes_of = [&](int piece) { return int32_t(min(kPiece, size - piece * kPiece)); };
+    for (int piece = 0; piece < num_pieces + kCopyAhead; ++piece) {
+        if (piece < num_pieces) {
+            // What was in the slot has been read, if it was stored before the last few.
+            cute::tma_store_wait<kCopySlots - kCopyAhead - 1>();
+            Barrier& arrived = loaded[piece % kCopySlots];
+            arrived.arrive_and_expect_tx(bytes_of(piece));
+            cute::SM90_BULK_COPY_G2S::copy(from + piece * kPiece,
+                                           reinterpret_cast<uint64_t*>(&arrived),
+                                           smem.slot[piece % kCopySlots], bytes_of(piece));
         }
-        for (; i < chunks; i += step) to[i] = from[i];
+        if (const int ready = piece - kCopyAhead; ready >= 0) {
+            wait_barrier<Waiter::kThread>(args.watchdog, Role::kDispatchCopy,
+                                          loaded[ready % kCopySlots], ready / kCopySlots % 2);
+            cute::SM90_BULK_COPY_S2G::copy(smem.slot[ready % kCopySlots], to + ready * kPiece,
+                                           bytes_of(ready));
+            cute::tma_store_arrive();
+        }
     }
+    ptx::bulk_wait_complete();
+    args.watchdog.trace.add(uint32_t(Role::kDispatchCopy), -1, begin);
     tell_rows(args, &args.workspace.tickets->rows_published, epoch);
 }
 

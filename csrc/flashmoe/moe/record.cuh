@@ -17,6 +17,15 @@ __device__ __forceinline__ void write_record(const LayerArgs& args, bool is_back
     __shared__ RecordHead head;
     const Workspace& workspace = args.workspace;
     const int num_experts = args.shape.num_local_experts();
+    // A thread's first word beside the loads of the head, since each round of loads delays the end.
+    const auto* totals = reinterpret_cast<const volatile uint32_t*>(workspace.totals);
+    const auto word_behind_head = [&](int i) {
+        return i < Record::kFrontWords ? totals[i - Record::kHeadWords]
+                                       : uint32_t(args.plan.expert_rows[i - Record::kFrontWords]);
+    };
+    const int num_words = Record::kFrontWords + num_experts, mine = int(threadIdx.x);
+    const bool has_early = mine >= Record::kHeadWords and mine < num_words;
+    const uint32_t early = has_early ? word_behind_head(mine) : 0;
     if (threadIdx.x == 0) {
         head.sequence = *workspace.num_records + 1;
         head.checksum = 0;
@@ -36,14 +45,12 @@ __device__ __forceinline__ void write_record(const LayerArgs& args, bool is_back
     __syncthreads();
     auto* record = reinterpret_cast<volatile uint32_t*>(args.records + head.sequence % kNumRecords);
     const auto* front = reinterpret_cast<const volatile uint32_t*>(&head);
-    const auto* totals = reinterpret_cast<const volatile uint32_t*>(workspace.totals);
     uint32_t sum = 0;
-    for (int i = threadIdx.x; i < Record::kFrontWords + num_experts; i += blockDim.x) {
+    for (int i = mine; i < num_words; i += blockDim.x) {
         if (i == Record::kChecksumWord) continue;
         const uint32_t word = i < Record::kHeadWords ? front[i]
-                              : i < Record::kFrontWords
-                                  ? totals[i - Record::kHeadWords]
-                                  : uint32_t(args.plan.expert_rows[i - Record::kFrontWords]);
+                              : i == mine            ? early
+                                                     : word_behind_head(i);
         record[i] = word;
         sum += Record::checksum_of(uint32_t(i), word);
     }

@@ -125,6 +125,7 @@ __device__ __forceinline__ void store_weight_grads(const BackwardArgs& args,
             for (int row = 0; row < kProcessorWarps * kWarpRows; ++row) grad.put(row, float4{});
             continue;
         }
+        GiveBack give_back;
 #pragma unroll 1
         for (int warp = 0; warp < kProcessorWarps; ++warp) {
             wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows,
@@ -139,8 +140,9 @@ __device__ __forceinline__ void store_weight_grads(const BackwardArgs& args,
                     grad.put(warp * kWarpRows + row, outputs.floats(row));
                 }
             }
-            outputs.give_back(handover.empty[processor][warp]);
+            give_back.follow(handover.empty[processor][warp]);
         }
+        give_back.finish();
         handed.advance();
     }
 }

@@ -70,7 +70,7 @@ FLASHMOE_PROTOCOL void publish_result(typename A::U32* signal, uint32_t epoch) {
     A::template store<Scope::kSystem>(signal, epoch);
 }
 
-// A look, without order: see acquire_results.
+// A look, without order: see acquire_result.
 template <class A>
 FLASHMOE_PROTOCOL bool result_is_here(const typename A::U32* signal, uint32_t epoch) {
     return A::load(signal) == epoch;
@@ -82,11 +82,11 @@ FLASHMOE_PROTOCOL auto await_result(const typename A::U32* signal, uint32_t epoc
                 [=](uint32_t seen) { return seen == epoch; });
 }
 
-// Orders what the signals told of after them. Scope: every lane that looked.
+// Orders what a signal that is here told of after this; and then, for the rest of the warp, after
+// the warp has come together. No fence, which would wait for what the warp has stored before.
 template <class A>
-FLASHMOE_PROTOCOL void acquire_results() {
-    A::template fence<Scope::kSystem>();
-    A::sync_warp();
+FLASHMOE_PROTOCOL void acquire_result(const typename A::U32* signal) {
+    A::template load_acquire<Scope::kSystem>(signal);
 }
 
 }  // namespace flashmoe::protocol

@@ -46,17 +46,18 @@ __device__ __forceinline__ void init_barriers(const Handover& handover) {
     }
 }
 
-// Has `lay_down` write this warp's outputs once their room is free, and tells its finisher. Scope:
-// a warp of a processor.
+// Has `lay_down` write this warp's outputs once their room is free, and tells its finisher. What
+// the warp waits is added to `waited`, by this and the next. Scope: a warp of a processor.
 template <class LayDown>
 __device__ __forceinline__ void hand_over_by(const Watchdog& watchdog,
                                              const Handover& handover,
                                              int processor,
                                              RingCursor<1>& cursor,
+                                             uint32_t& waited,
                                              LayDown lay_down) {
     const uint32_t warp = threadIdx.x / 32 % kProcessorWarps;
-    wait_barrier<Waiter::kWarp>(watchdog, Role::kProcessorHandover, handover.empty[processor][warp],
-                                cursor.parity() ^ 1);
+    waited += wait_barrier<Waiter::kWarp>(watchdog, Role::kProcessorHandover,
+                                          handover.empty[processor][warp], cursor.parity() ^ 1);
     lay_down(handover.outputs[processor][warp]);
     ptx::fence_proxy_async_shared();
     handover.full[processor][warp].arrive();
@@ -88,8 +89,9 @@ __device__ __forceinline__ void hand_over(const Watchdog& watchdog,
                                           const Handover& handover,
                                           int processor,
                                           RingCursor<1>& cursor,
+                                          uint32_t& waited,
                                           const Accumulator& accumulator) {
-    hand_over_by(watchdog, handover, processor, cursor,
+    hand_over_by(watchdog, handover, processor, cursor, waited,
                  [&](WarpOutputs& outputs) { lay_down<T>(outputs, accumulator); });
 }
 
@@ -123,11 +125,12 @@ __device__ __forceinline__ void hand_over_floats(const Watchdog& watchdog,
                                                  const Handover& handover,
                                                  int processor,
                                                  RingCursor<1>& cursor,
+                                                 uint32_t& waited,
                                                  const Accumulator& accumulator) {
-    hand_over_by(watchdog, handover, processor, cursor,
+    hand_over_by(watchdog, handover, processor, cursor, waited,
                  [&](WarpOutputs& outputs) { lay_down_floats<kHalf>(outputs, accumulator); });
     if constexpr (kHalf == 0) {
-        hand_over_floats<1>(watchdog, handover, processor, cursor, accumulator);
+        hand_over_floats<1>(watchdog, handover, processor, cursor, waited, accumulator);
     }
 }
 
@@ -149,15 +152,33 @@ class HandedOver {
         return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
                 __uint_as_float(v.w)};
     }
-    // Gives the room back, once this lane and its bulk copies have read it. Scope: one warp.
-    __device__ __forceinline__ void give_back(Barrier& empty) const {
-        cute::tma_store_arrive();
-        cute::tma_store_wait<0>();
-        empty.arrive();
-    }
 
  private:
     const WarpOutputs& outputs_;
+};
+
+// Gives rooms back to a processor's warps, each once this lane and its bulk copies have read it.
+// One behind, so that the copies of one warp's outputs are under way while those of the next begin.
+// Scope: one warp.
+class GiveBack {
+ public:
+    __device__ __forceinline__ void follow(Barrier& empty) {
+        cute::tma_store_arrive();
+        if (last_ != nullptr) {
+            cute::tma_store_wait<1>();
+            last_->arrive();
+        }
+        last_ = &empty;
+    }
+    __device__ __forceinline__ void finish() {
+        if (last_ == nullptr) return;
+        cute::tma_store_wait<0>();
+        last_->arrive();
+        last_ = nullptr;
+    }
+
+ private:
+    Barrier* last_ = nullptr;
 };
 
 }  // namespace flashmoe

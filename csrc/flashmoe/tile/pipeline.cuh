@@ -129,17 +129,15 @@ __device__ __forceinline__ uint32_t await_barrier(
 #endif
     return uint32_t(ptx::globaltimer_ns() - start);
 }
+// Waits for a barrier; gives the nanoseconds that it takes, which nobody has counted.
 template <Waiter kWaiter>
-__device__ __forceinline__ void wait_barrier(const Watchdog& watchdog,
-                                             Role role,
-                                             Barrier& barrier,
-                                             uint32_t parity) {
-    if (agreed<kWaiter>(barrier.test_wait(parity))) return;
-    const uint32_t waited = await_barrier<kWaiter>(watchdog, role, barrier, parity, [&] {
+__device__ __forceinline__ uint32_t
+wait_barrier(const Watchdog& watchdog, Role role, Barrier& barrier, uint32_t parity) {
+    if (agreed<kWaiter>(barrier.test_wait(parity))) return 0;
+    return await_barrier<kWaiter>(watchdog, role, barrier, parity, [&] {
         watchdog.raise(kFaultTimeout, role, -1, int(blockIdx.x), parity, 0);
         watchdog.give_up(uint32_t(watchdog.rank) + 1);
     });
-    if (is_counted(role)) count_time(uint32_t(role), waited);
 }
 
 // Hands a pair of tiles to both CTAs. Scope: the leading CTA's loader thread.
@@ -165,12 +163,15 @@ __device__ __forceinline__ TileInfo read_tile(TileMailbox& mailbox, RingCursor<k
     return tile;
 }
 
-// Waits for the announced pair and takes this CTA's tile of it. Scope: one warp.
+// Waits for the announced pair, which adds to `waited`, and takes this CTA's tile of it. Scope: one
+// warp.
 __device__ __forceinline__ TileInfo take_tile(const Watchdog& watchdog,
                                               Role role,
                                               TileMailbox& mailbox,
-                                              RingCursor<kTileSlots>& slot) {
-    wait_barrier<Waiter::kWarp>(watchdog, role, mailbox.full[slot.index()], slot.parity());
+                                              RingCursor<kTileSlots>& slot,
+                                              uint32_t& waited) {
+    waited +=
+        wait_barrier<Waiter::kWarp>(watchdog, role, mailbox.full[slot.index()], slot.parity());
     int4 tile{};
     if (threadIdx.x % 32 == 0) {  // the lane that reads is the lane that gives the slot back
         reinterpret_cast<TileInfo&>(tile) = read_tile(mailbox, slot);

@@ -114,6 +114,7 @@ class Settings:
             "timeout_s": float(self.timeout),
             "reserved_sms": self.reserved_sms,
             "row_bound": self.row_bound,
+            "counters": self.metrics != "none",
         }
 
 

@@ -108,6 +108,7 @@ class Settings:
             "timeout_s": self.timeout_s,
             "reserved_sms": self.reserved_sms,
             "row_bound": self.row_bound,
+            "counters": self.metrics != "none",
         }
 
 

@@ -258,6 +258,8 @@ class Agent {
                              "ranks disagree whether to go on");
                 }
                 A::write(&here_.go_on[cta_], go_on);
+            } else if (role_ == 1 and plans(launch)) {
+                publish_rows(launch, epoch);  // while the other plans
             }
             join_cta();
             go_on = A::read(&here_.go_on[cta_]) != 0;
@@ -278,6 +280,11 @@ class Agent {
         forget(2);
         join_cta();
         if (role_ == 0) leave(launch, epoch, go_on);
+    }
+
+    static bool plans(const Launch& launch) {
+        return launch.kind != Kind::kPlanned and launch.kind != Kind::kBackward and
+               launch.kind != Kind::kGather;
     }
 
     // Publish: moe/publish.cuh.
@@ -310,16 +317,12 @@ class Agent {
     }
 
     void publish_rows(const Launch& launch, uint32_t epoch) {
-        copy_rows(launch, epoch);
-        tell_rows(M::kRows, epoch);
-    }
-
-    void copy_rows(const Launch& launch, uint32_t epoch) {
         if (s_.ranks > 1) {
             for (int token = cta_; token < launch.tokens[rank_]; token += s_.ctas) {
                 A::write(&here_.rows[token], x_value(epoch, rank_, token));
             }
         }
+        tell_rows(M::kRows, epoch);
     }
 
     void tell_rows(typename M::Counter arrivals, uint32_t epoch) {
@@ -337,7 +340,7 @@ class Agent {
     // Plan: moe/place.cuh, with one token a chunk.
 
     bool plan(const Launch& launch, uint32_t epoch) {
-        copy_rows(launch, epoch);  // on the way while the rest is planned
+        if (s_.agents == 1) publish_rows(launch, epoch);
         publish_routes(launch, epoch);
         int num_tokens[kMaxRanks];
         if (await_routes(epoch, num_tokens)) count_routes(epoch, num_tokens);
@@ -350,7 +353,6 @@ class Agent {
             check_counts(launch);
             place_rows(epoch, num_tokens);
         }
-        tell_rows(M::kRows, epoch);
         return goes_on and grid_barrier(1, [] { return true; });
     }
 
@@ -821,8 +823,13 @@ class Agent {
         if (protocol::take_bits<A>(here_.reduced(s_, chunk), complete, &taken) == 0) {
             return Progress::kSome;
         }
-        protocol::acquire_results<A>();
-        reduce_token(launch, epoch, first + __builtin_ctz(complete));
+        const int token = first + __builtin_ctz(complete);
+        for (int src = 0; src < s_.ranks; ++src) {
+            if (uint32_t(A::read(&here_.own_ranks[token])) >> src & 1) {
+                protocol::acquire_result<A>(result_signal(token, src));
+            }
+        }
+        reduce_token(launch, epoch, token);
         return taken == all ? Progress::kFinished : Progress::kSome;
     }
 

@@ -382,6 +382,8 @@ def load_kernels(seed: int) -> None:
 def stress(run: Any, report: Report, seconds: float, agree_to_stop: Callable[[bool], bool]) -> None:
     """Runs until the time is over or something is wrong, and fills the report."""
     ledger = Ledger(report)
+    way: Way | None = None  # of the step under way, as its scenario
+    scenario: Scenario | None = None
     scenarios: dict[int, Scenario] = {}
     on_nan: dict[int, Scenario] = {}
     progress = Progress(report, seconds, is_shown=run.rank == 0)
@@ -409,7 +411,10 @@ def stress(run: Any, report: Report, seconds: float, agree_to_stop: Callable[[bo
                     break
         ledger.settle()
     except Exception:  # noqa: BLE001 - it is the record of the run
-        report.failure = traceback.format_exc()[-3000:]
+        where = f"step {report.steps}, {way}, {scenario}"
+        report.failure = f"{where}:\n{traceback.format_exc()[-3000:]}"
+        # At once, since other ranks may take long to find out.
+        print(f"rank {run.rank}: {report.failure}", file=sys.stderr, flush=True)
     finally:
         progress.close()
 
@@ -423,8 +428,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def finish(report: Report, out: Path | None) -> int:
     """Prints and writes the report; the program's exit status."""
     print(json.dumps(asdict(report)), flush=True)
-    if report.failure:
-        print(report.failure, file=sys.stderr, flush=True)
     if out is not None:
         out.write_text(json.dumps(asdict(report), indent=1) + "\n")
     return int(bool(report.failure))

@@ -7,6 +7,7 @@ All ranks draw the same scenarios in the same order and pause at random on their
 
 import argparse
 import datetime
+import faulthandler
 import os
 import sys
 
@@ -33,6 +34,7 @@ from tests.gpu.stress import (
 from tests.gpu.virtual import poisoned_empties
 
 COLLECTIVE_TIMEOUT_S = 90
+LATE_S = 3 * COLLECTIVE_TIMEOUT_S  # after its time a run shows where it is, and ends
 
 
 class RealRun:
@@ -87,6 +89,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--symmetric", choices=("cuda", "nvshmem"), default="cuda")
     add_arguments(parser)
     options = parser.parse_args(arguments)
+    faulthandler.dump_traceback_later(options.seconds + LATE_S, exit=True)
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

@@ -85,7 +85,7 @@ def actors_of_warps(events: Events, kinds: Kinds, num_ctas: int) -> dict[tuple[i
         (int(cta), int(warp)): "combine"
         for cta, warp in np.unique(np.stack([events.cta, events.warp], 1), axis=0)
     }
-    for actor in ("loader", "dispatch", "finisher", "processor"):  # the last one wins
+    for actor in ("finisher", "loader", "dispatch", "processor"):  # the last one wins
         has = np.isin(events.kind, marks[actor])
         pairs = np.unique(np.stack([events.cta[has], events.warp[has]], 1), axis=0)
         found.update({(int(cta), int(warp)): actor for cta, warp in pairs})

@@ -1,8 +1,7 @@
 // Who gets which row. Routing is walked in chunks of 32 tokens, one warp each, one token per lane:
 // first those of the own rank, whose rows need no link, then those of all others, interleaved, so
 // that no rank is pulled from by all others at once. Row = expert's segment + rows of earlier
-// chunks
-// + rank within the chunk: a function of the routing alone, hence the same at every run.
+// chunks + rank within the chunk: a function of the routing alone, hence the same at every run.
 #pragma once
 
 #include "flashmoe/comm/grid.cuh"

@@ -119,12 +119,7 @@ struct Mainloop {
     __device__ __forceinline__ static uint32_t await_stage(const Watchdog& watchdog,
                                                            Barrier& full,
                                                            uint32_t parity) {
-        return await_barrier<Waiter::kWarp>(watchdog, Role::kProcessorStage, full, parity, [&] {
-#ifdef FLASHMOE_DELAYS
-            watchdog.raise(kFaultTimeout, Role::kProcessorStage, -1, int(blockIdx.x), parity,
-                           uint32_t(ptx::globaltimer_ns()));
-#endif
-        });
+        return await_barrier<Waiter::kWarp>(watchdog, Role::kProcessorStage, full, parity, [] {});
     }
     // One elected thread for each CTA.
     __device__ __forceinline__ static void release(Barrier& stage) {

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashmoe_megatron.config import MAX_RANKS, Activation, MoEConfig
 from flashmoe_megatron.errors import (
@@ -19,7 +19,7 @@ from flashmoe_megatron.errors import (
     RowBoundError,
 )
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY = Path(__file__).with_name("libflashmoe.so")
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -62,8 +62,30 @@ class FlashMoEProblem(_Sized):
         ("skip_zero_probs", ctypes.c_int32),
         ("num_ctas", ctypes.c_int32),
         ("heap_tokens", ctypes.c_int32),
+        ("heap_topk", ctypes.c_int32),
         ("timeout_ns", ctypes.c_uint64),
     ]
+
+
+class HeapBounds(NamedTuple):
+    """What all layers that share a heap lay it out for: the most of any of them.
+
+    Attributes:
+        tokens: Of one rank.
+        topk: Experts of one token.
+    """
+
+    tokens: int
+    topk: int
+
+    @classmethod
+    def of(cls, config: MoEConfig) -> "HeapBounds":
+        """Those of a layer that has the heap for itself."""
+        return cls(config.max_tokens, config.topk)
+
+    def joined(self, other: "HeapBounds") -> "HeapBounds":
+        """Those of both."""
+        return HeapBounds(max(self.tokens, other.tokens), max(self.topk, other.topk))
 
 
 def problem_of(
@@ -73,7 +95,7 @@ def problem_of(
     dtype: int,
     transposed: bool,
     num_ctas: int,
-    heap_tokens: int,
+    heap: HeapBounds,
     timeout_s: float,
 ) -> FlashMoEProblem:
     """A layer as the library sees it; the arguments are the struct's fields."""
@@ -91,7 +113,8 @@ def problem_of(
         is_transposed=transposed,
         skip_zero_probs=config.skip_zero_probs,
         num_ctas=num_ctas,
-        heap_tokens=heap_tokens,
+        heap_tokens=heap.tokens,
+        heap_topk=heap.topk,
         timeout_ns=int(timeout_s * 1e9),
     )
 

@@ -30,8 +30,10 @@ class GroupMemory:
         self.device = device
         self.options = options
         self.trace: torch.Tensor | None = None  # for a library built to trace
-        self.max_tokens = 0
+        self.bounds = _native.HeapBounds(0, 0)
+        """Of all layers registered so far; a heap of other bounds is of no use to any of them."""
         self._heap: symmetric.SymmetricAllocation | None = None
+        self._heap_bounds = self.bounds
         self.heap_bytes = 0
         """Bytes of the symmetric heap; 0 before the first call."""
         self._workspace = torch.empty(0)
@@ -47,13 +49,14 @@ class GroupMemory:
 
     def register(self, config: MoEConfig) -> None:
         """Adds a layer; a larger one than any before grows the memory at its first call."""
-        self.max_tokens = max(self.max_tokens, config.max_tokens)
+        self.bounds = self.bounds.joined(_native.HeapBounds.of(config))
 
     def needs(self, sizes: _native.FlashMoESizes) -> bool:
-        """Whether the memory is smaller than ``sizes``."""
+        """Whether the memory is smaller than ``sizes``, or laid out for other layers."""
         return (
             self._heap is None
             or self.is_void
+            or self._heap_bounds != self.bounds
             or self.heap_bytes < sizes.heap_bytes
             or self._workspace_bytes < sizes.workspace_bytes
         )
@@ -71,6 +74,7 @@ class GroupMemory:
         self._mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8).pin_memory()
         self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
         self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
+        self._heap_bounds = self.bounds
         self._groups.clear()
         self._last_record = _native.FlashMoERecord()
         self.is_void = False

@@ -110,7 +110,7 @@ def plan_memory(
         dtype=_native.BFLOAT16,
         transposed=False,
         num_ctas=num_ctas,
-        heap_tokens=config.max_tokens,
+        heap=_native.HeapBounds.of(config),
         timeout_s=1.0,
     )
     _native.call("sizes", problem, sizes)

@@ -141,7 +141,7 @@ class KernelBackend:
         self._transposed = False
         self._dtype = torch.bfloat16
         self._problem: _native.FlashMoEProblem | None = None
-        self._heap_tokens = 0
+        self._heap_bounds = self.memory.bounds
         self._bounds: dict[bool, int | None] = {}
         self._sizes = _native.FlashMoESizes()
         self._tables: dict[tuple[Hashable, ...], WeightTables] = {}
@@ -419,19 +419,19 @@ class KernelBackend:
         laid out for this layer's own bound.
         """
         problem = self._problem
-        if problem is None or self._heap_tokens != self.memory.max_tokens:
+        if problem is None or self._heap_bounds != self.memory.bounds:
             problem = _native.problem_of(
                 self.config,
                 rank=self.rank,
                 dtype=ops.dtype_code(self._dtype),
                 transposed=self._transposed,
                 num_ctas=self.num_ctas,
-                heap_tokens=self.memory.max_tokens,
+                heap=self.memory.bounds,
                 timeout_s=self.options.timeout_s,
             )
             _native.call("sizes", problem, self._sizes)
             _native.call("preload", problem)
-            self._problem, self._heap_tokens = problem, self.memory.max_tokens
+            self._problem, self._heap_bounds = problem, self.memory.bounds
             self._bounds = {training: self._row_block_bound(training) for training in (False, True)}
         return problem
 

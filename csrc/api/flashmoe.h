@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 6
+#define FLASHMOE_ABI_VERSION 7
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 
@@ -68,6 +68,7 @@ typedef struct {
     int32_t skip_zero_probs;
     int32_t num_ctas;    /* grid of every launch; must fit the GPU at one CTA per SM */
     int32_t heap_tokens; /* most tokens of any layer that shares the heap; at least max_tokens */
+    int32_t heap_topk;   /* most experts of one token of any such layer; at least topk */
     uint64_t timeout_ns;
 } FlashMoEProblem;
 

@@ -36,8 +36,10 @@ struct Mailbox {
 };
 
 Shape shape_of(const FlashMoEProblem* p) {
-    return {p->rank, p->num_ranks,  p->hidden,      p->intermediate,  p->num_experts,
-            p->topk, p->max_tokens, p->heap_tokens, p->is_gated != 0, p->skip_zero_probs != 0};
+    return {p->rank,          p->num_ranks,           p->hidden,
+            p->intermediate,  p->num_experts,         p->topk,
+            p->max_tokens,    p->heap_tokens,         p->heap_topk,
+            p->is_gated != 0, p->skip_zero_probs != 0};
 }
 
 constexpr int kMaxPlacementBytes = kPlanSmemBytes - int(sizeof(RowCopySmem));
@@ -98,6 +100,10 @@ int check_problem(const FlashMoEProblem* p) {
     if (p->heap_tokens < p->max_tokens or p->heap_tokens > (1 << 24)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "heap_tokens %d: wanted max_tokens = %d to 2^24",
                     p->heap_tokens, p->max_tokens);
+    }
+    if (p->heap_topk < p->topk or p->heap_topk > kMaxTopk) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "heap_topk %d: wanted topk = %d to %d", p->heap_topk,
+                    p->topk, kMaxTopk);
     }
     if (p->timeout_ns < 1 or p->timeout_ns > kMaxTimeoutNs) {
         return fail(FLASHMOE_BAD_ARGUMENT, "timeout_ns %llu: wanted 1 to 2^62",
@@ -176,7 +182,8 @@ int check_tokens(const FlashMoEProblem* p, int num_tokens) {
 }
 
 Heap heap_of(const Shape& s, const FlashMoEGroup* group) {
-    Heap heap{heap_layout(s), {}, s.num_ranks, s.heap_tokens, s.hidden, s.topk, s.max_slots()};
+    Heap heap{heap_layout(s), {},       s.num_ranks, s.heap_tokens,
+              s.heap_topk,    s.hidden, s.topk,      s.max_slots()};
     for (int rank = 0; rank < s.num_ranks; ++rank) {
         heap.base[rank] = static_cast<char*>(group->heaps[rank]);
     }

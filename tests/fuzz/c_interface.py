@@ -35,6 +35,7 @@ GOOD_PROBLEM: dict[str, int] = {
     "skip_zero_probs": 0,
     "num_ctas": 128,
     "heap_tokens": 96,
+    "heap_topk": 2,
     "timeout_ns": 10**9,
     "dtype": 1,
 }
@@ -351,12 +352,13 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
         ContractError: Something would be too small, or the problem should have been refused.
     """
     ranks, tokens, topk = fields["num_ranks"], fields["max_tokens"], fields["topk"]
-    hidden, width, heap_tokens = fields["hidden"], fields["intermediate"], fields["heap_tokens"]
+    hidden, width = fields["hidden"], fields["intermediate"]
+    heap_tokens, heap_topk = fields["heap_tokens"], fields["heap_topk"]
     local, fc1_rows = fields["num_experts"] // ranks, width * (2 if fields["is_gated"] else 1)
     blocks = -(-ranks * tokens * min(topk, local) // 128) + local
     # What the heap holds at least: signals and routes of all ranks, rows, results and dprobs.
     heap = heap_tokens * (
-        4 * ranks + 2 * ranks * topk * 8 + 2 * hidden * (1 + min(topk, ranks)) + 4 * topk
+        4 * ranks + 2 * ranks * heap_topk * 8 + 2 * hidden * (1 + min(topk, ranks)) + 4 * topk
     )
     plan = blocks * (8 + 128 * (8 + 4)) + 4 * tokens * (ranks * topk + topk + 1)
     exact = {

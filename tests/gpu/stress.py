@@ -188,7 +188,9 @@ class Ledger:
 
     report: Report
     first: dict[tuple[int, int], Values] = field(default_factory=dict)
-    pending: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    pending: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=list
+    )
 
     def enter(self, scenario: Scenario, rank: int, got: Values) -> None:
         """Compares on the current stream; nothing waits."""
@@ -201,7 +203,7 @@ class Ledger:
             wrong = (tensor.view(bits) != want.view(bits)).sum()
             self.report.compared += tensor.numel()
             where = f"step {self.report.steps}, rank {rank}, {name} of {scenario}"
-            self.pending.append((where, wrong))
+            self.pending.append((where, wrong, tensor, want))
 
     def settle(self) -> None:
         """Waits, and fails with the first difference since the last time.
@@ -210,11 +212,20 @@ class Ledger:
             AssertionError: Some values differ.
         """
         torch.cuda.synchronize()
-        counts = [int(wrong) for _, wrong in self.pending]
+        counts = [int(wrong) for _, wrong, _, _ in self.pending]
         self.report.differences += sum(counts)
-        for (where, _), count in zip(self.pending, counts, strict=True):
-            assert count == 0, f"{count} values differ from the first run's: {where}"
+        for (where, _, got, want), count in zip(self.pending, counts, strict=True):
+            assert count == 0, f"{count} values differ: {where}: {unlike(got, want)}"
         self.pending.clear()
+
+
+def unlike(got: torch.Tensor, want: torch.Tensor) -> str:
+    """The first places where two results differ, with what was got and wanted there."""
+    bits = torch.int16 if got.dtype.itemsize == 2 else torch.int32
+    places = (got.view(bits) != want.view(bits)).nonzero().cpu()
+    first, last = places[0].tolist(), places[-1].tolist()
+    some = [(got[tuple(at)].item(), want[tuple(at)].item()) for at in places[:8].tolist()]
+    return f"from {first} to {last} of {list(got.shape)}, (got, wanted) {some}"
 
 
 class Pauses:

@@ -9,7 +9,7 @@ from flashmoe_megatron.config import Activation
 from tests.gpu import steps
 from tests.gpu.expected import Expected, assert_as_good, expected
 from tests.gpu.test_layer import TOKENS, make_config, zipf
-from tests.gpu.virtual import VirtualGroup, VirtualLayer
+from tests.gpu.virtual import VirtualGroup, VirtualLayer, streams
 from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
@@ -209,6 +209,92 @@ def test_layers_of_different_shapes_share_memory():
             assert_as_good(got, wants[index])
     for layer in layers:
         layer.check_guards()
+
+
+def test_a_rank_ahead_with_another_layer_disturbs_nobody():
+    """Rank 1 is soon done, and sends the routes of a layer of larger top-k, while rank 0 still
+    waits for its own experts before it adds their results to those of rank 1."""
+    tokens, few = 8192, 64
+    group = VirtualGroup(2)
+    slow = make_config(
+        2,
+        hidden=64,
+        intermediate=8192,
+        num_experts=8,
+        topk=2,
+        gated=False,
+        activation=Activation.RELU,
+        max_tokens=tokens,
+    )
+    quick = make_config(2, hidden=64, intermediate=64, num_experts=16, topk=8, max_tokens=tokens)
+    layers = [VirtualLayer(config, group, is_guarded=False) for config in (slow, quick)]
+    batches = [
+        steps.make_inputs(slow, cases.uniform, [tokens, 0]),
+        steps.make_inputs(quick, cases.uniform, [0, tokens]),
+    ]
+    to_both = torch.zeros(tokens, 8, dtype=torch.bool)
+    to_both[few:, :2] = True
+    to_both[:few, 3:5] = True  # rank 0's last expert, and rank 1's first
+    batches[0].routing_map[0] = to_both.to(batches[0].x[0].device)
+    batches[0].probs[0] = batches[0].routing_map[0].float() / 2
+    weights = [steps.weights_of(layer.config, b) for layer, b in zip(layers, batches, strict=True)]
+
+    for _ in range(2):
+        for layer, share in zip(layers, weights, strict=True):
+            for backend, of_rank in zip(layer.backends, share, strict=True):
+                backend._encode(of_rank)
+            layer.prepare()
+
+    def forward(which: int) -> torch.Tensor:
+        """Rank 0's output; returns without waiting for it."""
+        outs = []
+        for rank, backend in enumerate(layers[which].backends):
+            given = [of[rank] for of in (batches[which].x, batches[which].probs)]
+            with torch.cuda.stream(streams()[rank]):
+                out, _ = backend.bounded_forward(
+                    *given,
+                    batches[which].routing_map[rank],
+                    weights[which][rank],
+                    int(backend._sizes.max_row_blocks),
+                    training=False,
+                )
+            outs.append(out)
+        return outs[0]
+
+    def waited(out: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        return out
+
+    want = waited(forward(0))
+    assert want.isfinite().all()
+    assert want.any(dim=1).all()
+    for _ in range(2):  # the routes' parity alternates
+        got, _ = forward(0), forward(1)
+        assert torch.equal(waited(got), want)
+        assert torch.equal(waited(forward(0)), want)
+
+
+@pytest.mark.parametrize(
+    "later", [{"topk": 8}, {"max_tokens": 1000}], ids=["larger top-k", "more tokens"]
+)
+def test_a_heap_is_made_anew_for_another_layout_of_fewer_bytes(later: dict[str, int]):
+    group = VirtualGroup(2)
+    config = make_config(2, hidden=512, max_tokens=700, topk=4)
+    wide = VirtualLayer(config, group)
+    inputs = steps.make_inputs(config, cases.uniform, [700, 600])
+    weights = steps.weights_of(config, inputs)
+    want = expected(config, inputs)
+    assert_as_good(steps.step(wide, inputs, weights), want)
+    heap = group.memories[0]._heap
+
+    narrow_config = make_config(2, hidden=64, **{"topk": 2, "max_tokens": 100, **later})
+    narrow = VirtualLayer(narrow_config, group)
+    assert narrow.backends[0].heap_bytes == group.memories[0].heap_bytes
+    narrow_inputs = steps.make_inputs(narrow_config, cases.uniform, [100, 100])
+    got = steps.step(narrow, narrow_inputs, steps.weights_of(narrow_config, narrow_inputs))
+    assert_as_good(got, expected(narrow_config, narrow_inputs))
+    assert group.memories[0]._heap is not heap
+    assert_as_good(steps.step(wide, inputs, weights), want)
 
 
 @pytest.mark.parametrize("between", ["steps", "forward and backward"])

@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         "no fence after the last CTA has arrived",
         "ctas2_backward",
-        "rows",
+        "heap",
         False,
         (dropped(GRID, SYSTEM + "        then();", SYSTEM),),
     ),
@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "no fence between a result and its signal",
         "ranks3",
-        "results",
+        "heap",
         True,
         (
             dropped(
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant(
         "the fence between a result and its signal is for this GPU only",
         "ranks3",
-        "results",
+        "heap",
         False,
         (
             (
@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "results are read after a look at their signals alone",
         "ranks2",
-        "results",
+        "heap",
         True,
         (
             (
@@ -183,7 +183,7 @@ MUTANTS = [
     Mutant(
         "the signal of rows is read without acquiring",
         "ranks3",
-        "rows",
+        "heap",
         True,
         (
             (
@@ -589,6 +589,19 @@ MUTANTS = [
                 PLACES,
                 "return int64_t(token) * num_ranks + src;",
                 "return int64_t(token) * num_ranks + 0 * src;",
+            ),
+        ),
+    ),
+    Mutant(
+        "a layer's routes lie where its own top-k puts them",
+        "ranks2_layers",
+        "heap",
+        True,
+        (
+            (
+                FORWARD,
+                "static int heap_topk(const Sizes& s, int) { return s.topk; }",
+                "static int heap_topk(const Sizes&, int topk) { return topk; }",
             ),
         ),
     ),

@@ -19,6 +19,8 @@ COMPLETE = {
 BOUNDED = {
     "ranks2_backward": 10_000,
     "ranks2_gather": 10_000,
+    "ranks2_layers": 10_000,
+    "ranks2_layers_backward": 10_000,
     "ctas2_backward": 10_000,
     "ctas3": 10_000,
     "meanwhile": 10_000,

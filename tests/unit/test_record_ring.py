@@ -59,7 +59,7 @@ class Ring:
             dtype=_native.BFLOAT16,
             transposed=False,
             num_ctas=2,
-            heap_tokens=8,
+            heap=_native.HeapBounds.of(config),
             timeout_s=1.0,
         )
         sizes = _native.FlashMoESizes()

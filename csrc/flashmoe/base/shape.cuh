@@ -45,6 +45,7 @@ struct Shape {
     int topk;
     int max_tokens;
     int heap_tokens;  // what the heap is laid out for: the same for all layers that share it
+    int heap_topk;    // likewise
     bool is_gated;
     bool skip_zero_probs;
 

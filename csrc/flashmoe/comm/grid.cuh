@@ -19,8 +19,16 @@ struct AllButLastWarp {
     __device__ __forceinline__ static int size() { return int(blockDim.x) - 32; }
     __device__ __forceinline__ static bool has_me() { return int(threadIdx.x) < size(); }
     __device__ __forceinline__ static void sync() { ptx::barrier_sync(kBarrier, size()); }
+    // Not barrier.red, which compute-sanitizer's synccheck wants of all warps.
     __device__ __forceinline__ static bool any(bool own) {
-        return ptx::barrier_or(kBarrier, size(), own);
+        __shared__ bool is_of_warp[32];
+        const bool is_mine = __any_sync(~0u, own);
+        if (threadIdx.x % 32 == 0) is_of_warp[threadIdx.x / 32] = is_mine;
+        sync();
+        bool is_any = false;
+        for (int warp = 0; warp < size() / 32; ++warp) is_any |= is_of_warp[warp];
+        sync();
+        return is_any;
     }
     __device__ __forceinline__ static bool all(bool own) { return not any(not own); }
 

@@ -20,6 +20,10 @@ struct alignas(8) Route {
 
 using protocol::RouteSignal;
 
+// Layers of different shapes share a heap, and a rank may begin with the next while a peer has not
+// done with this one. What it then writes before it hears of that peer, up to `routes`, lies where
+// it lies for every layer; what follows is written only once its owner has published its rows,
+// hence is done with the layer before.
 struct HeapLayout {
     // Byte offsets. Words are tagged with the epoch, so none is ever reset.
     uint64_t gave_up;         // u32: see Watchdog
@@ -27,7 +31,7 @@ struct HeapLayout {
     uint64_t row_bounds;      // u32[rank], two parities: blocks that fit in that rank's buffers
     uint64_t row_signals;     // u32[rank]: epoch whose rows that rank has published
     uint64_t result_signals;  // u32[token][rank]: epoch whose result that rank has delivered
-    uint64_t routes;          // Route[parity 2][rank][token][topk], every rank's routing
+    uint64_t routes;          // Route[parity 2][rank][token][heap_topk], every rank's routing
     uint64_t rows;            // bf16[token][hidden], this rank's tokens, read by peers
     uint64_t results;         // bf16[token][slot][hidden], written by peers
     uint64_t dprobs;          // f32[token][topk], written by peers in the backward
@@ -48,7 +52,7 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     at.row_bounds = take(2 * ranks * sizeof(uint32_t));
     at.row_signals = take(ranks * sizeof(uint32_t));
     at.result_signals = take(tokens * ranks * sizeof(uint32_t));
-    at.routes = take(2 * ranks * tokens * s.topk * sizeof(Route));
+    at.routes = take(2 * ranks * tokens * s.heap_topk * sizeof(Route));
     at.rows = take(tokens * s.hidden * 2);
     at.results = take(tokens * s.max_slots() * s.hidden * 2);
     at.dprobs = take(tokens * s.topk * sizeof(float));
@@ -62,6 +66,7 @@ struct Heap {
     char* base[kMaxRanks];
     int num_ranks;
     int heap_tokens;
+    int heap_topk;
     int hidden;
     int topk;
     int num_slots;
@@ -90,7 +95,7 @@ struct Heap {
     }
     __device__ __forceinline__ Route* routes(int owner, uint32_t epoch, int src, int token) const {
         return address<Route>(owner, at.routes) +
-               protocol::route_row(epoch, num_ranks, src, heap_tokens, token) * topk;
+               protocol::route_place(epoch, num_ranks, src, heap_tokens, heap_topk, token);
     }
     __device__ __forceinline__ char* row(int owner, int token) const {
         return address<char>(owner, at.rows) + int64_t(token) * hidden * 2;

@@ -11,10 +11,11 @@ FLASHMOE_PROTOCOL_CONST int64_t route_word(uint32_t epoch, int num_ranks, int sr
     return int64_t(parity(epoch)) * num_ranks + src;
 }
 
-// Of routes[parity][src][token], in tokens; written by `src`.
+// Of the first of routes[parity][src][token][k]; written by `src`, which has heard nothing of the
+// owner since the last launch: what may belong to another layer has the same places there.
 FLASHMOE_PROTOCOL_CONST int64_t
-route_row(uint32_t epoch, int num_ranks, int src, int heap_tokens, int token) {
-    return route_word(epoch, num_ranks, src) * heap_tokens + token;
+route_place(uint32_t epoch, int num_ranks, int src, int heap_tokens, int heap_topk, int token) {
+    return (route_word(epoch, num_ranks, src) * heap_tokens + token) * heap_topk;
 }
 
 // Of result_signals[token][src]; written by `src`.

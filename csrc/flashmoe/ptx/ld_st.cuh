@@ -89,26 +89,13 @@ __device__ __forceinline__ uint64_t globaltimer_ns() {
 
 // A barrier of some warps of a CTA, which are `threads` threads.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
+    __syncwarp();
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // Arrives there without waiting for the others.
 __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+    __syncwarp();
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-// The same as barrier_sync, and whether it is true of any of them.
-__device__ __forceinline__ bool barrier_or(int barrier, int threads, bool own) {
-    int any;
-    asm volatile(
-        "{\n"
-        ".reg .pred own, any;\n"
-        "setp.ne.s32 own, %3, 0;\n"
-        "barrier.cta.red.or.pred any, %1, %2, own;\n"
-        "selp.s32 %0, 1, 0, any;\n"
-        "}"
-        : "=r"(any)
-        : "r"(barrier), "r"(threads), "r"(int(own))
-        : "memory");
-    return any != 0;
 }
 
 // Which CTA of its cluster this one is.

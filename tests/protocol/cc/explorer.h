@@ -43,7 +43,7 @@ using protocol_test::WaitEnd;
 using flashmoe::protocol::Scope;
 
 constexpr uint64_t kVoid = 0x7f7f7f7f7f7f7f7f;  // what a race reads
-constexpr int kMaxThreads = 12, kMaxLocations = 1024, kStackBytes = 64 * 1024;
+constexpr int kMaxThreads = 12, kMaxLocations = 1536, kStackBytes = 64 * 1024;
 constexpr int kStages = 3, kMaxStages = 16 * kStages;  // of a launch, of all
 
 struct View {

@@ -22,14 +22,14 @@ namespace protocol_test {
 
 namespace protocol = flashmoe::protocol;
 
-constexpr int kMaxRanks = 4, kMaxTopk = 4, kMaxTokens = 16, kMaxExperts = 16;
+constexpr int kMaxRanks = 4, kMaxTopk = 4, kMaxTokens = 16, kMaxExperts = 16, kMaxWidth = 2;
 
 struct Sizes {
     int ranks;
     int ctas;    // of each rank
     int agents;  // of each CTA: 1 does everything; 2 are dispatch and tiles; a third combines early
     int experts;
-    int topk;
+    int topk;                // most of any layer
     int tokens;              // most of one rank
     int block_rows;          // BLOCK_M
     int n_tiles[2];          // along N, of GEMM0 and GEMM1
@@ -42,7 +42,6 @@ struct Sizes {
     bool finishers_combine;  // a little, before each tile
 
     int local_experts() const { return experts / ranks; }
-    int slots() const { return topk < ranks ? topk : ranks; }
     int local_routes() const { return topk < local_experts() ? topk : local_experts(); }
     int max_blocks() const {
         return (ranks * tokens * local_routes() + block_rows - 1) / block_rows + local_experts();
@@ -61,6 +60,9 @@ enum class Kind {
 
 struct Launch {
     Kind kind = Kind::kForward;
+    // Of this launch's layer; others share its heap.
+    int topk;
+    int width = 1;  // words of a row, its hidden size
     int tokens[kMaxRanks] = {};
     int8_t expert[kMaxRanks][kMaxTokens][kMaxTopk] = {};  // or -1
     int refusing_rank = -1;                               // finds its routing unusable
@@ -116,6 +118,20 @@ inline uint64_t with_entry(uint64_t word, int k, int value) {
     return (word & ~(uint64_t(0xffff) << 16 * k)) | uint64_t(uint16_t(value)) << 16 * k;
 }
 
+// Where a layer has its arrays: comm/heap.cuh.
+struct HeapPlaces {
+    int64_t rows, results, dprobs, end;
+
+    HeapPlaces(const Sizes& s, int topk, int width) {
+        rows = 2 * s.ranks * s.tokens * heap_topk(s, topk);
+        results = rows + s.tokens * width;
+        dprobs = results + s.tokens * num_slots(s, topk) * s.n_tiles[1] * width;
+        end = dprobs + s.tokens * topk;
+    }
+    static int heap_topk(const Sizes& s, int) { return s.topk; }
+    static int num_slots(const Sizes& s, int topk) { return topk < s.ranks ? topk : s.ranks; }
+};
+
 // The memory of one rank.
 template <class A>
 struct Memory {
@@ -125,7 +141,8 @@ struct Memory {
     // The symmetric heap.
     typename A::template Array<typename A::U64> route_signals;
     Words gave_up, row_signals, result_signals;
-    Cells row_bounds, routes, rows, results, dprobs;
+    Cells row_bounds;
+    Cells heap;  // the rest of it, where each layer has its routes, rows, results and dprobs
     // The workspace.
     Words raised, counters;
     Words next_unit;  // in shared memory of each CTA
@@ -143,10 +160,7 @@ struct Memory {
           row_signals(s.ranks, "row_signal", rank),
           result_signals(s.tokens * s.ranks, "result_signal", rank),
           row_bounds(2 * s.ranks, "row_bound", rank),
-          routes(2 * s.ranks * s.tokens, "routes", rank),
-          rows(s.tokens, "rows", rank),
-          results(s.tokens * s.slots() * s.n_tiles[1], "results", rank),
-          dprobs(s.tokens * s.topk, "dprobs", rank),
+          heap(int(HeapPlaces(s, s.topk, kMaxWidth).end), "heap", rank),
           raised(1, "raised", rank),
           counters(num_counters(s), "counter", rank),
           next_unit(s.ctas, "next_unit", rank),
@@ -246,6 +260,8 @@ class Agent {
 
     void run_launch(const Launch& launch) {
         A::set_in_time(launch.is_in_time);
+        topk_ = launch.topk;
+        width_ = launch.width;
         const uint32_t epoch = uint32_t(A::read(&here_.epoch[0])) + 1;
         bool go_on = true;
         if (launch.kind != Kind::kPlanned) {
@@ -292,12 +308,11 @@ class Agent {
     void publish_routes(const Launch& launch, uint32_t epoch) {
         if (launch.refusing_rank == rank_ and cta_ == 0) A::fetch_or(&here_.raised[0], 1);
         for (int token = cta_; token < launch.tokens[rank_]; token += s_.ctas) {
-            uint64_t routes = ~0ull;
-            for (int k = 0; k < s_.topk; ++k) {
-                routes = with_entry(routes, k, launch.expert[rank_][token][k]);
-            }
             for (int rank = 0; rank < s_.ranks; ++rank) {
-                A::write(routes_of(rank, epoch, rank_, token), routes);
+                for (int k = 0; k < topk_; ++k) {
+                    A::write(route_of(rank, epoch, rank_, token, k),
+                             uint64_t(launch.expert[rank_][token][k] + 1));
+                }
             }
         }
         protocol::arrive<A>(here_.counter(M::kRoutes), s_.ctas, [&] {
@@ -319,7 +334,7 @@ class Agent {
     void publish_rows(const Launch& launch, uint32_t epoch) {
         if (s_.ranks > 1) {
             for (int token = cta_; token < launch.tokens[rank_]; token += s_.ctas) {
-                A::write(&here_.rows[token], x_value(epoch, rank_, token));
+                A::write(row_of(rank_, token), x_value(epoch, rank_, token));
             }
         }
         tell_rows(M::kRows, epoch);
@@ -332,9 +347,38 @@ class Agent {
         });
     }
 
-    typename A::Plain* routes_of(int owner, uint32_t epoch, int src, int token) {
-        return &world_.ranks[owner]
-                    ->routes[protocol::route_row(epoch, s_.ranks, src, s_.tokens, token)];
+    // The heap: comm/heap.cuh.
+
+    HeapPlaces places() const { return HeapPlaces(s_, topk_, width_); }
+
+    typename A::Plain* route_of(int owner, uint32_t epoch, int src, int token, int k) {
+        const int heap_topk = HeapPlaces::heap_topk(s_, topk_);
+        return &world_.ranks[owner]->heap[k + protocol::route_place(epoch, s_.ranks, src, s_.tokens,
+                                                                    heap_topk, token)];
+    }
+
+    typename A::Plain* row_of(int owner, int token) {
+        return &world_.ranks[owner]->heap[places().rows + token * width_];
+    }
+
+    typename A::Plain* result_of(const Row& meta, int n) {
+        const int slots = HeapPlaces::num_slots(s_, topk_);
+        const int64_t row = protocol::result_row(meta.token, slots, meta.slot);
+        return &world_.ranks[meta.src]->heap[places().results + (row * s_.n_tiles[1] + n) * width_];
+    }
+
+    typename A::Plain* dprob_of(int owner, int token, int k) {
+        return &world_.ranks[owner]->heap[places().dprobs + token * topk_ + k];
+    }
+
+    // A token's routes as they have arrived.
+    uint64_t read_routes(uint32_t epoch, int src, int token) {
+        uint64_t routes = ~0ull;
+        for (int k = 0; k < topk_; ++k) {
+            const uint64_t route = A::read(route_of(rank_, epoch, src, token, k));
+            routes = with_entry(routes, k, int(route) - 1);
+        }
+        return routes;
     }
 
     // Plan: moe/place.cuh, with one token a chunk.
@@ -387,8 +431,8 @@ class Agent {
     void count_routes(uint32_t epoch, const int (&num_tokens)[kMaxRanks]) {
         uint32_t counts[kMaxExperts] = {};
         for_own_chunks(num_tokens, [&](int src, int token) {
-            const uint64_t routes = A::read(routes_of(rank_, epoch, src, token));
-            for (int k = 0; k < s_.topk; ++k) {
+            const uint64_t routes = read_routes(epoch, src, token);
+            for (int k = 0; k < topk_; ++k) {
                 if (entry(routes, k) >= 0) ++counts[entry(routes, k)];
             }
         });
@@ -406,7 +450,7 @@ class Agent {
         uint32_t counts[kMaxExperts] = {};
         for (int src = 0; src < s_.ranks; ++src) {
             for (int token = 0; token < launch.tokens[src]; ++token) {
-                for (int k = 0; k < s_.topk; ++k) {
+                for (int k = 0; k < topk_; ++k) {
                     if (const int expert = launch.expert[src][token][k]; expert >= 0) {
                         ++counts[expert];
                     }
@@ -466,11 +510,11 @@ class Agent {
     }
 
     void place(uint32_t epoch, int src, int token, int (&next)[kMaxExperts]) {
-        const uint64_t routes = A::read(routes_of(rank_, epoch, src, token));
+        const uint64_t routes = read_routes(epoch, src, token);
         uint64_t rows = ~0ull;
         uint32_t ranks = 0;
         int first = 1 << 30, last = -1;
-        for (int k = 0; k < s_.topk; ++k) {
+        for (int k = 0; k < topk_; ++k) {
             const int expert = entry(routes, k);
             if (expert < 0) continue;
             ranks |= 1u << (expert / s_.local_experts());
@@ -482,7 +526,7 @@ class Agent {
             last = row > last ? row : last;
         }
         const int slot = __builtin_popcount(protocol::slots_before(ranks, rank_));
-        for (int k = 0; k < s_.topk; ++k) {
+        for (int k = 0; k < topk_; ++k) {
             if (const int row = entry(rows, k); row >= 0) {
                 A::write(&here_.row_meta[row],
                          Row{token, src, slot, row == first, row == last, false}.pack());
@@ -552,14 +596,13 @@ class Agent {
     }
 
     void fetch_row(uint32_t epoch, const Row& meta) {
-        const uint64_t value = meta.src == rank_
-                                   ? x_value(epoch, rank_, meta.token)
-                                   : A::read_by_tma(&world_.ranks[meta.src]->rows[meta.token]);
+        const uint64_t value = meta.src == rank_ ? x_value(epoch, rank_, meta.token)
+                                                 : A::read_by_tma(row_of(meta.src, meta.token));
         A::check(value == x_value(epoch, meta.src, meta.token) or A::is_void(),
                  "a row of another epoch is read");
         const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
         auto for_each_row = [&](auto visit) {
-            for (int k = 0; k < s_.topk; ++k) {
+            for (int k = 0; k < topk_; ++k) {
                 if (const int row = entry(rows, k); row >= 0) visit(row);
             }
         };
@@ -679,7 +722,7 @@ class Agent {
         uint64_t sum = 0;
         for (int src = 0; src < s_.ranks; ++src) {
             for (int token = 0; token < launch.tokens[src]; ++token) {
-                for (int k = 0; k < s_.topk; ++k) {
+                for (int k = 0; k < topk_; ++k) {
                     if (launch.expert[src][token][k] != expert) continue;
                     const uint64_t row = x_value(epoch, src, token);
                     sum += row;
@@ -708,7 +751,7 @@ class Agent {
             const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
             if (not meta.last) continue;
             const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
-            for (int k = 0; k < s_.topk; ++k) {
+            for (int k = 0; k < topk_; ++k) {
                 const int one = entry(rows, k);
                 if (one < 0) continue;
                 const auto* ready = here_.tile_ready(s_, 1, one / s_.block_rows);
@@ -760,25 +803,20 @@ class Agent {
         }
     }
 
-    typename A::Plain* result_of(const Row& meta, int n) {
-        const int64_t row = protocol::result_row(meta.token, s_.slots(), meta.slot);
-        return &world_.ranks[meta.src]->results[row * s_.n_tiles[1] + n];
-    }
-
     void deliver_token(const Launch& launch, uint32_t epoch, const Row& meta) {
         const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
         M& there = *world_.ranks[meta.src];
-        for (int k = 0; k < s_.topk; ++k) {
+        for (int k = 0; k < topk_; ++k) {
             if (entry(rows, k) < 0) continue;
             if (launch.kind == Kind::kBackward) {
-                A::write(&there.dprobs[meta.token * s_.topk + k],
+                A::write(dprob_of(meta.src, meta.token, k),
                          dprob_value(x_value(epoch, meta.src, meta.token),
                                      launch.expert[meta.src][meta.token][k]));
             }
         }
         for (int n = 0; n < s_.n_tiles[1] and not meta.alone(); ++n) {
             uint64_t sum = 0;
-            for (int k = 0; k < s_.topk; ++k) {
+            for (int k = 0; k < topk_; ++k) {
                 if (const int row = entry(rows, k); row >= 0) {
                     sum += A::read(&here_.result[row * s_.n_tiles[1] + n]);
                 }
@@ -835,7 +873,7 @@ class Agent {
 
     uint64_t expected_sum(const Launch& launch, uint32_t epoch, int token) {
         uint64_t sum = 0;
-        for (int k = 0; k < s_.topk; ++k) {
+        for (int k = 0; k < topk_; ++k) {
             const int expert = launch.expert[rank_][token][k];
             if (expert >= 0) sum += expected_result(s_, x_value(epoch, rank_, token), expert);
         }
@@ -851,10 +889,10 @@ class Agent {
                 sum += A::read(result_of({token, rank_, slot, false, false, false}, n));
             }
         }
-        for (int k = 0; k < s_.topk and launch.kind == Kind::kBackward; ++k) {
+        for (int k = 0; k < topk_ and launch.kind == Kind::kBackward; ++k) {
             const int expert = launch.expert[rank_][token][k];
             if (expert < 0) continue;
-            A::check(A::read(&here_.dprobs[token * s_.topk + k]) ==
+            A::check(A::read(dprob_of(rank_, token, k)) ==
                              dprob_value(x_value(epoch, rank_, token), expert) or
                          A::is_void(),
                      "the gradient of a probability is wrong");
@@ -935,6 +973,7 @@ class Agent {
     M& here_;
     const int rank_, cta_, role_;
     int launch_index_ = 0;
+    int topk_ = 0, width_ = 0;  // of the launch under way
 };
 
 }  // namespace protocol_test

@@ -22,6 +22,7 @@ inline Launch launch_of(Kind kind,
                         std::vector<std::vector<std::vector<int>>> experts) {
     Launch launch;
     launch.kind = kind;
+    launch.topk = s.topk;
     for (int rank = 0; rank < s.ranks; ++rank) {
         launch.tokens[rank] = int(experts[rank].size());
         for (int token = 0; token < s.tokens; ++token) {
@@ -58,6 +59,19 @@ inline std::vector<Scenario> small_scenarios() {
         all.push_back({"ranks2_gather",
                        s,
                        {third, again(third, Kind::kGather), again(third, Kind::kBackward)}});
+    }
+    {
+        // Two GPUs and layers of different shapes. The second has nothing to do in the first layer.
+        Sizes s{};
+        s.ranks = 2, s.ctas = 1, s.agents = 2, s.experts = 2, s.topk = 2, s.tokens = 1;
+        s.block_rows = 2, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
+        s.rows_per_ticket = s.unit_rows = 2, s.chunk_tokens = 1;
+        Launch narrow = launch_of(Kind::kForward, s, {{{0}}, {}});
+        narrow.topk = 1;
+        Launch wide = launch_of(Kind::kForward, s, {{{1}}, {{0, 1}}});
+        wide.width = 2;
+        all.push_back({"ranks2_layers", s, {narrow, wide}});
+        all.push_back({"ranks2_layers_backward", s, {wide, again(wide, Kind::kBackward), narrow}});
     }
     {
         // One GPU whose tiles, deliveries and sums are done by whoever finds them.
@@ -137,6 +151,8 @@ class Random {
 // Some launches are crowded, some leave experts or whole ranks without anything to do.
 inline Launch random_launch(const Sizes& s, Random& random) {
     Launch launch;
+    launch.topk = 1 + random.below(s.topk);
+    launch.width = 1 + random.below(kMaxWidth);
     const int crowd = random.below(3);
     for (int rank = 0; rank < s.ranks; ++rank) {
         launch.tokens[rank] = random.below(4) == 0 ? 0 : 1 + random.below(s.tokens);
@@ -146,7 +162,7 @@ inline Launch random_launch(const Sizes& s, Random& random) {
                 int expert = random.below(s.experts);
                 if (crowd == 1) expert %= s.local_experts();
                 if (crowd == 2) expert = expert / 2 * 2;
-                const bool is_none = used[expert] or random.below(8) == 0;
+                const bool is_none = used[expert] or k >= launch.topk or random.below(8) == 0;
                 used[expert] = true;
                 launch.expert[rank][token][k] = is_none ? -1 : int8_t(expert);
             }

@@ -8,14 +8,12 @@ import pytest
 from tests.protocol.mutants import MUTANTS, Mutant
 from tests.protocol.programs import build, run
 
-STATES = 20_000  # or runs, of a random walk; each is found in fewer
-
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_explorer_catches(mutant: Mutant, tmp_path: Path, tell: Callable[[str], None]) -> None:
     program = build("explore", tmp_path / "mutant", mutant)
-    outcome = run(program, mutant.scenario, STATES)
+    outcome = run(program, mutant.scenario, mutant.states)
     said = f"{outcome.record['failure']}"
     tell(f"{mutant.name}: {mutant.scenario}: {said}")
     assert outcome.code == 1, "the explorer found nothing wrong"

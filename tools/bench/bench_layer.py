@@ -34,6 +34,7 @@ import torch.distributed as dist
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.telemetry.record import Direction
 from tools.bench import common
 from tools.bench.common import Record, Timer, Timing, log
 from tools.bench.gate import LayerResults, relative_errors
@@ -42,6 +43,7 @@ from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
 
 GATE = 6e-3
 TIMEOUT_S = 10.0
+LAUNCHES_IN_ROW = 3  # before the one whose record is taken there are others
 
 
 class FusedLayer:
@@ -140,6 +142,26 @@ def replayed(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
+def kernel_timing(
+    direction: Direction, call: Callable[[], object], backend: Backend, iterations: int
+) -> Timing:
+    """What launches say of themselves: from the first CTA's begin to the last one's end.
+
+    Each is the last of ``LAUNCHES_IN_ROW`` calls that follow one another, so that neither the hosts
+    nor the moment at which each rank begins is part of it. Collective over the default group.
+    """
+    found = []
+    for _ in range(iterations):
+        common.wait_for_all()
+        backend.take_records()
+        for _ in range(LAUNCHES_IN_ROW):
+            call()
+        torch.cuda.synchronize()
+        launches = [one for one in backend.take_records() if one.direction == direction]
+        found.append(launches[-1].duration_ns / 1e6)
+    return common.timing_of(found)
+
+
 class Ceilings:
     """What this machine can do at most, measured in the same run."""
 
@@ -226,9 +248,19 @@ def measure(
     if options.graph:
         timing = timer(replayed(without_grad(fused)))
         take("graph", "forward from a graph", "fused", timing, floor_ms)
+    if options.graph and use_main_grad and not options.forward_only:
+        timing = timer(replayed(fused.forward_and_backward))
+        take("graph_both", "forward+backward from a graph", "fused", timing, 3 * floor_ms)
     if not options.forward_only:
         timing = timer(fused.forward_and_backward)
         take("fused_both", "forward+backward", "fused", timing, 3 * floor_ms)
+    if options.kernel:
+        timing = kernel_timing("forward", without_grad(fused), backend, options.iterations)
+        take("kernel_forward", "forward kernel", "fused", timing, floor_ms)
+    if options.kernel and not options.forward_only:
+        call = fused.forward_and_backward
+        timing = kernel_timing("backward", call, backend, options.iterations)
+        take("kernel_backward", "backward kernel", "fused", timing, 2 * floor_ms)
     if not options.no_baselines:
         for tensor in (problem.x, problem.probs, *problem.parameters):
             tensor.grad = None
@@ -261,11 +293,14 @@ def print_table(rows: list[dict[str, Any]], ceilings: Ceilings) -> None:
         ("TFLOP/s", lambda row: f"{row['tflops']:.0f}"),
         ("x floor", lambda row: f"{row['fused'] / row['floor_ms']:.2f}"),
         ("from a graph", lambda row: f"{row['graph']:.3f}"),
+        ("fwd kernel", lambda row: f"{row['kernel_forward']:.3f}"),
         ("unfused", lambda row: f"{row['unfused']:.3f}"),
         ("ratio", lambda row: f"{row['unfused'] / row['fused']:.2f}"),
         ("experts only", lambda row: f"{row['experts']:.3f}"),
         ("fwd+bwd", lambda row: f"{row['fused_both']:.3f}"),
         ("x floor", lambda row: f"{row['fused_both'] / row['floor_ms'] / 3:.2f}"),
+        ("from a graph", lambda row: f"{row['graph_both']:.3f}"),
+        ("bwd kernel", lambda row: f"{row['kernel_backward']:.3f}"),
         ("unfused", lambda row: f"{row['unfused_both']:.3f}"),
         ("ratio", lambda row: f"{row['unfused_both'] / row['fused_both']:.2f}"),
         ("floor fwd", lambda row: f"{row['floor_ms']:.3f}"),
@@ -310,8 +345,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--graph",
         action="store_true",
-        help="also replay forwards from a CUDA graph; with --row-bound where buffers are large",
+        help="also replay from a CUDA graph, forward and backward only with main_grad; with "
+        "--row-bound where buffers are large",
     )
+    parser.add_argument("--kernel", action="store_true", help="also what launches record")
     parser.add_argument("--flush-l2", action="store_true", help="before each iteration")
     parser.add_argument("--gate", type=float, default=GATE, help="largest relative L2 error")
     parser.add_argument("--seed", type=int, default=1)

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,29 @@ class Timing:
         }
 
 
+def timing_of(milliseconds: Sequence[float]) -> Timing:
+    """Of this rank's times. Collective over the default group if there is one."""
+    times = torch.tensor(milliseconds, device="cuda")
+    if dist.is_initialized():
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    ordered = sorted(times.tolist())
+    return Timing(
+        median_ms=_quantile(ordered, 0.5),
+        min_ms=ordered[0],
+        max_ms=ordered[-1],
+        p90_ms=_quantile(ordered, 0.9),
+        iterations=len(ordered),
+    )
+
+
+def wait_for_all() -> None:
+    """Until all GPUs of the default group, or this one without a group, are idle. Collective."""
+    torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+        torch.cuda.synchronize()
+
+
 class Timer:
     """Times calls on all ranks of the default group, or on one GPU without a group.
 
@@ -112,26 +135,13 @@ class Timer:
         for _ in range(iterations):
             if self._flush is not None:
                 self._flush.zero_()
-            torch.cuda.synchronize()
-            if dist.is_initialized():
-                dist.barrier()
-                torch.cuda.synchronize()
+            wait_for_all()
             start.record()
             call()
             end.record()
             torch.cuda.synchronize()
             found.append(start.elapsed_time(end))
-        times = torch.tensor(found, device="cuda")
-        if dist.is_initialized():
-            dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        ordered = sorted(times.tolist())
-        return Timing(
-            median_ms=_quantile(ordered, 0.5),
-            min_ms=ordered[0],
-            max_ms=ordered[-1],
-            p90_ms=_quantile(ordered, 0.9),
-            iterations=iterations,
-        )
+        return timing_of(found)
 
 
 def cublas_tflops(timer: Timer) -> float:

@@ -4,10 +4,25 @@
 
 #include "flashmoe/moe/combine.cuh"
 #include "flashmoe/moe/expert.cuh"
+#include "flashmoe/moe/publish.cuh"
 #include "flashmoe/moe/weight_grads.cuh"
 #include "flashmoe/tile/handover.cuh"
 
 namespace flashmoe {
+
+// A backward's finishers have nothing to do until there are outputs: the first copies dY to where
+// peers pull it from, through the rooms of both. In a forward x is copied while the others plan.
+// Scope: the finishers.
+__device__ __forceinline__ void publish_grads(const LayerArgs& args,
+                                              const Handover& handover,
+                                              int processor) {
+    static_assert(sizeof(RowCopySmem) <= sizeof(AllOutputs));
+    if (processor == 0 and threadIdx.x % 32 == 0) {
+        publish_rows(args, current_epoch(args.workspace),
+                     reinterpret_cast<RowCopySmem&>(handover.outputs));
+    }
+    ptx::barrier_sync(kGradsPublished, kNumProcessors * 32);
+}
 
 template <class Pass>
 __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
@@ -19,6 +34,8 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
     RingCursor<1> handed;
     int chunk = int(blockIdx.x);
     begin_span(uint32_t(Role::kFinish));
+    if constexpr (Pass::kIsBackward) publish_grads(args, handover, processor);
+    open_rooms(handover, processor);
     // Behind a forward's last tiles there is nothing to hide their finishing under, so that nothing
     // must hold it up.
     const int num_units = args.plan.header->num_units;

@@ -79,6 +79,8 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
         hand_over<T>(args.watchdog, handover, warpgroup, handed, handing_over, accumulator);
     }
     if constexpr (Pass::kIsBackward) {  // weight gradients come last
+        // Their products are other instructions, which all warps of a warpgroup have to be at.
+        ptx::barrier_sync(kProcessorsBarrier + warpgroup, 128);
         for (bool is_tile = is_weight_grad(tile); is_tile; is_tile = take()) {
             const int64_t begin = Trace::now();
             // Uniform by construction, as ptxas wants the bounds of a main loop.

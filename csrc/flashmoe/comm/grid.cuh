@@ -7,6 +7,15 @@
 
 namespace flashmoe {
 
+// The barriers of a part of a CTA, by number.
+enum NamedBarrier {
+    kCtaBarrier,  // __syncthreads
+    kPlannersBarrier,
+    kRoutesPublished,
+    kGradsPublished,
+    kProcessorsBarrier,  // the first processor's; the second has the next
+};
+
 // Which threads of a CTA do something together: a template parameter of what they do.
 struct WholeCta {
     __device__ __forceinline__ static int size() { return int(blockDim.x); }
@@ -18,7 +27,7 @@ struct WholeCta {
 struct AllButLastWarp {
     __device__ __forceinline__ static int size() { return int(blockDim.x) - 32; }
     __device__ __forceinline__ static bool has_me() { return int(threadIdx.x) < size(); }
-    __device__ __forceinline__ static void sync() { ptx::barrier_sync(kBarrier, size()); }
+    __device__ __forceinline__ static void sync() { ptx::barrier_sync(kPlannersBarrier, size()); }
     // Not barrier.red, which compute-sanitizer's synccheck wants of all warps.
     __device__ __forceinline__ static bool any(bool own) {
         __shared__ bool is_of_warp[32];
@@ -31,8 +40,6 @@ struct AllButLastWarp {
         return is_any;
     }
     __device__ __forceinline__ static bool all(bool own) { return not any(not own); }
-
-    static constexpr int kBarrier = 1;  // 0 is that of the CTA
 };
 
 // Runs `then` on one thread, of whichever CTA comes last; everything that any thread of the teams

@@ -61,7 +61,7 @@ constexpr int kStages = 3;
 // kilobyte that static memory is padded to anyway.
 struct LayerBuffers {
     Stage stages[kStages];
-    AllOutputs outputs;
+    alignas(RowCopySmem) AllOutputs outputs;
     DispatchPieces pieces;
 };
 struct LayerWords {
@@ -113,18 +113,11 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
     args.watchdog.trace.add(uint32_t(Role::kDeliver), 1, begin);
 }
 
-// Publishes what this rank brings, and plans unless that is done. False on every CTA if the layer
-// cannot go on.
+// Plans, unless that is done. False on every CTA if the layer cannot go on.
 template <class Pass>
 __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
-    const uint32_t epoch = current_epoch(args.workspace);
-    if constexpr (Pass::kIsBackward) {
-        if (int(threadIdx.x) == kLayerThreads - 32) {
-            publish_rows(args, epoch, *static_cast<RowCopySmem*>(smem));
-        }
-        return true;
-    }
-    return args.routing_map == nullptr or plan_layer(args, epoch, smem);
+    if (Pass::kIsBackward or args.routing_map == nullptr) return true;
+    return plan_layer(args, current_epoch(args.workspace), smem);
 }
 
 // An output that cannot be right is made unusable, since nobody may be waiting for the fault.
@@ -197,10 +190,8 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         cute::cluster_sync();  // the other CTA may still write to this one's shared memory
     }
     close_counters(args.workspace.totals);
-    leave(args.workspace, true, [&] {
-        spoil_output(args);
-        write_record(args, Pass::kIsBackward);
-    });
+    leave(args.workspace, true,
+          [&] { write_record(args, Pass::kIsBackward, [&] { spoil_output(args); }); });
 }
 
 template <class Pass>

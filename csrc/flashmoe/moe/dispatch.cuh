@@ -65,13 +65,22 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
     });
 }
 
-// Rows in the order in which they are computed. Scope: one warp.
+// Rows in the order in which they are computed, first this rank's own, for which no peer is
+// awaited. Scope: one warp.
 __device__ __forceinline__ void dispatch(const LayerArgs& args,
                                          DispatchPieces& pieces,
                                          DispatchBarriers& arrived) {
-    await_published_rows(args, current_epoch(args.workspace));
-    const int64_t begin = Trace::now();
+    int64_t begin = Trace::now();
     begin_span(uint32_t(Role::kDispatch));
+    bool has_heard = false;  // of every peer's rows
+    auto hear = [&] {
+        args.watchdog.trace.add(uint32_t(Role::kDispatch), 0, begin);
+        end_span(uint32_t(Role::kDispatch));
+        await_published_rows(args, current_epoch(args.workspace));
+        has_heard = true;
+        begin = Trace::now();
+        begin_span(uint32_t(Role::kDispatch));
+    };
     const Plan& plan = args.plan;
     const Workspace& workspace = args.workspace;
     const int lane = threadIdx.x % 32;
@@ -86,6 +95,8 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
 
         RowMeta meta{};
         if (lane < kDispatchLanes) meta = plan.row_meta[first + lane];
+        const bool is_remote = meta.is_owner() and meta.src_rank != args.shape.rank;
+        if (not has_heard and __any_sync(~0u, is_remote)) hear();
         if (lane < kDispatchLanes and meta.is_owner()) {
             fetch_row(args, meta, pieces[lane], arrived[lane], parity);
             atomicAdd_block(&counters().rows_pulled[meta.src_rank], 1u);
@@ -104,6 +115,7 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
             pad_rows_made += lane == 0;
         }
     }
+    if (not has_heard) hear();
     if (pad_rows_pulled) atomicAdd_block(&counters().pad_rows_pulled, uint32_t(pad_rows_pulled));
     if (pad_rows_made) atomicAdd_block(&counters().pad_rows_made, uint32_t(pad_rows_made));
     args.watchdog.trace.add(uint32_t(Role::kDispatch), 0, begin);

@@ -22,11 +22,17 @@ __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens,
     return {src, token < num_tokens[src] ? token : -1};
 }
 
-// Calls visit(k, local_expert, rank_in_chunk, route) for every route of this lane's token to an
-// expert of this rank, counting into `counts`. Scope: one warp; all lanes stay together.
-template <class Visit>
-__device__ __forceinline__ void walk_chunk(
-    const Shape& s, const Heap& heap, uint32_t epoch, Chunk chunk, uint32_t* counts, Visit visit) {
+// Calls see(route) for every route of this lane's token, and visit(k, local_expert, rank_in_chunk,
+// route) for those to an expert of this rank, counting them into `counts`. Scope: one warp; all
+// lanes stay together.
+template <class See, class Visit>
+__device__ __forceinline__ void walk_chunk(const Shape& s,
+                                           const Heap& heap,
+                                           uint32_t epoch,
+                                           Chunk chunk,
+                                           uint32_t* counts,
+                                           See see,
+                                           Visit visit) {
     constexpr int kAhead = 4;  // routes that are loaded together
     const uint32_t lanes_below = (1u << (threadIdx.x % 32)) - 1;
     const Route* routes =
@@ -43,6 +49,7 @@ __device__ __forceinline__ void walk_chunk(
             if (first_k + i >= s.topk) break;
             const Route route = ahead[i];
             const int expert = route.expert - s.first_expert();
+            if (route.expert >= 0) see(route);
             const bool ours = route.expert >= 0 and expert >= 0 and expert < s.num_local_experts();
             const uint32_t same = __match_any_sync(~0u, ours ? expert : -1);
             const uint32_t before = ours ? counts[expert] : 0;
@@ -142,14 +149,10 @@ __device__ __forceinline__ void count_routes(const LayerArgs& args,
 
     for (int i = warp; i < per_cta and first + i < num_chunks; i += num_warps) {
         const Chunk chunk = chunk_at(s, num_tokens, first + i);
-        walk_chunk(s, args.heap, epoch, chunk, smem.counts + i * num_experts,
-                   [](int, int, uint32_t, Route) {});
-        if (chunk.token >= 0) {
-            const Route* routes = args.heap.routes(s.rank, epoch, chunk.src_rank, chunk.token);
-            for (int k = 0; k < s.topk; ++k) {
-                if (routes[k].expert >= 0) atomicAdd(&smem.selections[routes[k].expert], 1u);
-            }
-        }
+        walk_chunk(
+            s, args.heap, epoch, chunk, smem.counts + i * num_experts,
+            [&](Route route) { atomicAdd(&smem.selections[route.expert], 1u); },
+            [](int, int, uint32_t, Route) {});
     }
     Planners::sync();
     for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
@@ -311,11 +314,12 @@ __device__ __forceinline__ void place_rows(const LayerArgs& args,
         if (rows != nullptr) {
             for (int k = 0; k < s.topk; ++k) rows[k] = -1;
         }
-        walk_chunk(s, args.heap, epoch, chunk, smem.counts + i * num_experts,
-                   [&](int k, int, uint32_t row, Route route) {
-                       rows[k] = int(row);
-                       plan.row_prob[row] = route.prob;
-                   });
+        walk_chunk(
+            s, args.heap, epoch, chunk, smem.counts + i * num_experts, [](Route) {},
+            [&](int k, int, uint32_t row, Route route) {
+                rows[k] = int(row);
+                plan.row_prob[row] = route.prob;
+            });
         describe_rows(s, args.heap, plan, epoch, chunk);
         __syncwarp();
     }
@@ -329,7 +333,6 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
                                                void* smem_base) {
     __shared__ int num_tokens[kMaxRanks];
     bool goes_on = false;
-    constexpr int kRoutesPublished = 2;  // a barrier
     if (not Planners::has_me()) {
         // Not before, since a fence would wait for the copies on their way.
         ptx::barrier_sync(kRoutesPublished, int(blockDim.x));

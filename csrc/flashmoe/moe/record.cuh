@@ -11,9 +11,12 @@ __device__ __forceinline__ void begin_record(const LayerArgs& args) {
     if (blockIdx.x == 0 and threadIdx.x == 0) *args.workspace.begun_ns = ptx::globaltimer_ns();
 }
 
-// Scope: the last CTA to leave.
-__device__ __forceinline__ void write_record(const LayerArgs& args, bool is_backward) {
-    if (args.records == nullptr) return;
+// Calls `meanwhile` while what the record is made of is on its way. Scope: the last CTA to leave.
+template <class Meanwhile>
+__device__ __forceinline__ void write_record(const LayerArgs& args,
+                                             bool is_backward,
+                                             Meanwhile meanwhile) {
+    if (args.records == nullptr) return meanwhile();
     __shared__ RecordHead head;
     const Workspace& workspace = args.workspace;
     const int num_experts = args.shape.num_local_experts();
@@ -26,21 +29,26 @@ __device__ __forceinline__ void write_record(const LayerArgs& args, bool is_back
     const int num_words = Record::kFrontWords + num_experts, mine = int(threadIdx.x);
     const bool has_early = mine >= Record::kHeadWords and mine < num_words;
     const uint32_t early = has_early ? word_behind_head(mine) : 0;
+    const PlanHeader plan = *args.plan.header;
+    const auto sequence = *workspace.num_records + 1;
+    const uint32_t epoch = current_epoch(workspace);
+    const auto begin_ns = *workspace.begun_ns;
+    meanwhile();
     if (threadIdx.x == 0) {
-        head.sequence = *workspace.num_records + 1;
+        head.sequence = sequence;
         head.checksum = 0;
-        head.epoch = current_epoch(workspace);
+        head.epoch = epoch;
         head.layer = args.layer;
         head.is_backward = is_backward;
         head.num_ctas = int(gridDim.x);
         head.num_tokens = args.num_tokens;
-        head.num_rows = args.plan.header->num_rows;
-        head.num_row_blocks = args.plan.header->num_row_blocks;
+        head.num_rows = plan.num_rows;
+        head.num_row_blocks = plan.num_row_blocks;
         head.num_experts = num_experts;
         head.reserved = 0;
-        head.begin_ns = *workspace.begun_ns;
+        head.begin_ns = begin_ns;
         head.end_ns = ptx::globaltimer_ns();
-        *workspace.num_records = head.sequence;
+        *workspace.num_records = sequence;
     }
     __syncthreads();
     auto* record = reinterpret_cast<volatile uint32_t*>(args.records + head.sequence % kNumRecords);

@@ -46,6 +46,12 @@ __device__ __forceinline__ void init_barriers(const Handover& handover) {
     }
 }
 
+// Lets a processor's warps have their rooms, which are not free from the first: a finisher may have
+// other use for them. Scope: one warp.
+__device__ __forceinline__ void open_rooms(const Handover& handover, int processor) {
+    for (Barrier& empty : handover.empty[processor]) empty.arrive();
+}
+
 // Has `lay_down` write this warp's outputs once their room is free, and tells its finisher. What
 // the warp waits is added to `waited`, by this and the next. Scope: a warp of a processor.
 template <class LayDown>
@@ -57,7 +63,7 @@ __device__ __forceinline__ void hand_over_by(const Watchdog& watchdog,
                                              LayDown lay_down) {
     const uint32_t warp = threadIdx.x / 32 % kProcessorWarps;
     waited += wait_barrier<Waiter::kWarp>(watchdog, Role::kProcessorHandover,
-                                          handover.empty[processor][warp], cursor.parity() ^ 1);
+                                          handover.empty[processor][warp], cursor.parity());
     lay_down(handover.outputs[processor][warp]);
     ptx::fence_proxy_async_shared();
     handover.full[processor][warp].arrive();

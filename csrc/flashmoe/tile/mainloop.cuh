@@ -65,18 +65,10 @@ struct Mainloop {
         mma.accumulate_ = GMMA::ScaleOut::Zero;
         const int thread = threadIdx.x % 128;
         auto thread_mma = mma.get_slice(thread);
-        Barrier* previous = nullptr;
-        auto release_previous = [&] {
-            if (previous != nullptr) release(*previous);
-        };
-
         for (int k_block = 0; k_block < num_multiplied; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
+            // Nothing of a warpgroup in here, since its warps do not find the same.
             if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {
-                // Nothing to put behind the products under way: give their stage back meanwhile.
-                warpgroup_wait<0>();
-                release_previous();
-                previous = nullptr;
                 waited += await_stage(watchdog, full, cursor.parity());
             }
             auto& stage = ring.stage[cursor.index()];
@@ -94,15 +86,13 @@ struct Mainloop {
                 mma.accumulate_ = GMMA::ScaleOut::One;
             }
             warpgroup_commit_batch();
-            warpgroup_wait<1>();  // the previous stage's products are done
+            // Not one behind: the other warpgroup's products keep the tensor cores busy, and the
+            // stage is free as early as it can be.
+            warpgroup_wait<0>();
             warpgroup_fence_operand(accumulator);
-            release_previous();
-            previous = &ring.empty[cursor.index()];
+            release(ring.empty[cursor.index()]);
             cursor.advance();
         }
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(accumulator);
-        release_previous();
         for (int k_block = num_multiplied; k_block < num_k_blocks; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
             if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {

@@ -266,9 +266,9 @@ class Agent {
         bool go_on = true;
         if (launch.kind != Kind::kPlanned) {
             if (role_ == 0) {
-                if (launch.kind == Kind::kBackward or launch.kind == Kind::kGather) {
+                if (launch.kind == Kind::kGather) {
                     publish_rows(launch, epoch);
-                } else {
+                } else if (launch.kind != Kind::kBackward) {
                     go_on = plan(launch, epoch);
                     A::check(go_on == not launch.fails or A::is_void(),
                              "ranks disagree whether to go on");
@@ -286,6 +286,9 @@ class Agent {
         } else if (launch.kind != Kind::kPlan and go_on) {
             if (role_ == 0) A::write(&here_.next_unit[cta_], 0u);
             join_cta();
+            if (launch.kind == Kind::kBackward and role_ == (s_.agents == 1 ? 0 : 1)) {
+                publish_rows(launch, epoch);  // while the other dispatches
+            }
             // As in kernel/layer.cuh: every warp helps to combine once its own part is done.
             if (role_ == 0) dispatch(epoch);
             if (role_ == 1 or s_.agents == 1) compute_tiles(launch, epoch);
@@ -577,15 +580,19 @@ class Agent {
     }
 
     void dispatch(uint32_t epoch) {
-        await_rows(epoch);
         const int num_rows = num_blocks() * s_.block_rows;
+        bool has_heard = false;  // of every peer's rows
         for (;;) {
-            forget(3);
+            forget(has_heard ? 3 : 10);
             const int first =
                 int(protocol::take<A>(here_.counter(M::kDispatch), s_.rows_per_ticket));
-            if (first >= num_rows) return;
+            if (first >= num_rows) break;
             for (int row = first; row < first + s_.rows_per_ticket and row < num_rows; ++row) {
                 const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+                if (meta.owner and meta.src != rank_ and not has_heard) {
+                    await_rows(epoch);
+                    has_heard = true;
+                }
                 if (meta.owner) fetch_row(epoch, meta);
                 if (meta.pad) {
                     A::write(&here_.received[row], 0);
@@ -593,6 +600,7 @@ class Agent {
                 }
             }
         }
+        if (not has_heard) await_rows(epoch);
     }
 
     void fetch_row(uint32_t epoch, const Row& meta) {

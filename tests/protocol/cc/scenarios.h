@@ -98,6 +98,7 @@ inline std::vector<Scenario> small_scenarios() {
         Launch refused = first, large = second;
         refused.refusing_rank = 1, refused.fails = true;
         large.row_bound = 0, large.fails = true;
+        all.push_back({"ranks3_refused", s, {refused, second, large}});
         Launch absent = second;
         absent.absent_rank = 1;
         all.push_back({"ranks3_absent", s, {first, absent}, 0});
@@ -109,7 +110,6 @@ inline std::vector<Scenario> small_scenarios() {
         const Launch back = again(lone, Kind::kBackward);
         lone.is_in_time = true;
         all.push_back({"ranks3_late_backward", s, {lone, back}, 1});
-        all.push_back({"ranks3_refused", s, {refused, second, large}});
     }
     {
         // One GPU with two CTAs: tickets, counters, barriers and the reset.

@@ -40,6 +40,8 @@ class GroupMemory:
         self._workspace_bytes = 0
         self._mailbox = torch.empty(0)
         self._fault_code = ctypes.c_uint32()
+        self._is_captured = False  # by a CUDA graph
+        self._kept_for_graphs: list[tuple[object, ...]] = []
         self._groups: dict[int, _native.FlashMoEGroup] = {}  # by stream
         self.is_void = False
         """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
@@ -66,6 +68,14 @@ class GroupMemory:
         heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
         workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
         torch.cuda.synchronize(self.device)
+        if self._is_captured:
+            # Its addresses are in the graphs: a replay must not write over what others have now.
+            self._kept_for_graphs.append((self._heap, self._workspace, self._mailbox))
+            self._is_captured = False
+            logger.warning(
+                "the symmetric heap is made anew: CUDA graphs of MoE layers keep the old one, of "
+                "whose faults and records nobody hears; capture them again"
+            )
         self._heap, self.heap_bytes = None, 0
         self._heap = symmetric.allocate(
             heap_bytes, self.group, self.device, self.options.symmetric_backend
@@ -93,6 +103,7 @@ class GroupMemory:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if stream != self._last_stream:
             self._follow(stream)
+        self._is_captured = self._is_captured or torch.cuda.is_current_stream_capturing()
         group = self._groups.get(stream)
         if group is None:
             group = self._groups[stream] = _native.FlashMoEGroup(

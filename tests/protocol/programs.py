@@ -64,7 +64,7 @@ def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
     return target
 
 
-def run(program: Path, *arguments: object, timeout: float = 300) -> Outcome:
+def run(program: Path, *arguments: object, timeout: float = 500) -> Outcome:
     """Runs a program of ``build``; a race that ThreadSanitizer finds ends it at once."""
     done = subprocess.run(
         [str(program), *map(str, arguments)],

@@ -1,0 +1,90 @@
+"""When the memory of a group is made anew, and what becomes of the old; without a GPU."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashmoe_megatron import _native, group_memory
+from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.options import KernelOptions
+from tests.unit.cases import make_config
+
+SIZES = _native.FlashMoESizes(heap_bytes=4096, workspace_bytes=512, mailbox_bytes=256)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> GroupMemory:
+    """With host memory in place of a GPU's."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 1, raising=False)
+    monkeypatch.setattr(
+        group_memory.symmetric,
+        "allocate",
+        lambda *_: SimpleNamespace(addresses=[4096], local=torch.empty(0)),
+    )
+    memory = GroupMemory(None, torch.device("cpu"), KernelOptions())
+    memory.register(make_config(max_tokens=32, topk=2))
+    return memory
+
+
+def test_it_is_needed_once(memory: GroupMemory) -> None:
+    assert memory.needs(SIZES)
+    memory.allocate(SIZES)
+    assert not memory.needs(SIZES)
+
+
+@pytest.mark.parametrize("raised", [{"max_tokens": 33}, {"topk": 3}], ids=str)
+def test_a_layer_that_moves_places_needs_it_anew(
+    memory: GroupMemory, raised: dict[str, int]
+) -> None:
+    """Bytes may be enough, but a peer may still use the last layer's places."""
+    memory.allocate(SIZES)
+    memory.register(make_config(**{"max_tokens": 32, "topk": 2, **raised}))
+    assert memory.needs(SIZES)
+    memory.allocate(SIZES)
+    assert not memory.needs(SIZES)
+
+
+@pytest.mark.parametrize("same", [{}, {"max_tokens": 31}, {"topk": 1}, {"hidden": 8192}], ids=str)
+def test_a_layer_within_its_bounds_needs_nothing(memory: GroupMemory, same: dict[str, int]) -> None:
+    memory.allocate(SIZES)
+    memory.register(make_config(**{"max_tokens": 32, "topk": 2, **same}))
+    assert not memory.needs(SIZES)
+
+
+@pytest.mark.parametrize("field", ["heap_bytes", "workspace_bytes"])
+def test_it_never_shrinks(memory: GroupMemory, field: str) -> None:
+    memory.allocate(SIZES)
+    larger = _native.FlashMoESizes.from_buffer_copy(SIZES)
+    setattr(larger, field, 8192)
+    assert memory.needs(larger)
+    memory.allocate(larger)
+    memory.register(make_config(max_tokens=64, topk=2))
+    memory.allocate(SIZES)
+    assert not memory.needs(larger)
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["no graph", "a graph"])
+def test_what_a_graph_has_captured_is_kept(
+    memory: GroupMemory,
+    is_captured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory.allocate(SIZES)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+    memory.open()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    memory.open()
+    kept = (memory._heap, memory._workspace, memory._mailbox)
+    with caplog.at_level(logging.WARNING, "flashmoe_megatron"):
+        for _ in range(2):  # the second heap is in no graph
+            memory.allocate(SIZES)
+    assert [tuple(map(id, one)) for one in memory._kept_for_graphs] == (
+        [tuple(map(id, kept))] if is_captured else []
+    )
+    assert caplog.text.count("capture them again") == is_captured

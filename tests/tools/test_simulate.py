@@ -375,6 +375,18 @@ def test_points_of_a_sweep(tmp_path: Path):
     assert all(measured.is_fitted for measured in read_points(file))
 
 
+def test_points_of_a_bench_are_those_from_an_idle_gpu():
+    """Neither gates, baselines, times from a graph nor what launches record."""
+    file = command.ROOT / "tools/bench/results/2026-11-22-layer-4x-own-rows.jsonl"
+    taken = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {row["measurement"] for row in taken} > {"forward from a graph", "backward kernel"}
+    found = {(point.name, point.backward): point.median_ms for point in read_points(file)}
+    assert len(found) == len(read_points(file)) == 2 * len({row["shape"] for row in taken})
+    for row in taken:
+        if row["implementation"] == "fused" and row["measurement"] == "forward+backward":
+            assert found[row["shape"], True] == row["median_ms"]
+
+
 @pytest.mark.parametrize("text", ["", "nonsense\n", '{"status": "ok"}\n'])
 def test_files_without_times_are_refused(tmp_path: Path, text: str, capsys):
     file = tmp_path / "results.jsonl"

@@ -12,6 +12,9 @@ FITTED_SHAPES = ("paper-1k", "paper-16k-e64", "qwen3-30b", "mixtral-8x7b")
 """What the model is fitted to, on any number of GPUs: the ends of the ranges of tokens and
 widths. It is judged by all other shapes."""
 
+FROM_IDLE = ("forward", "forward+backward")
+"""What bench_layer calls the times that are simulated: neither those from a graph nor records."""
+
 
 class PointError(Exception):
     """A file holds no times that can be used."""
@@ -70,7 +73,7 @@ def read_points(path: Path) -> list[Measurement]:
 
 
 def _of_bench(path: Path, row: dict[str, Any]) -> list[Measurement]:
-    if row["implementation"] != "fused" or row["measurement"] == "gate":
+    if row["implementation"] != "fused" or row["measurement"] not in FROM_IDLE:
         return []
     if row.get("zipf") or row.get("flush_l2"):  # neither is in the model
         return []

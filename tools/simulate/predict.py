@@ -159,7 +159,7 @@ def draw_predictions(
         time_ax, overlap_ax, incast_ax = figure.subplots(1, 3)
         for domain, predictions in by_domain.items():
             counts = [p.num_gpus for p in predictions]
-            style = {"color": colors[domain], "label": f"simulated, NVLink domains of {domain}"}
+            style = {"color": colors[domain], "label": f"simulated, domains of {domain}"}
             time_ax.plot(counts, [p.times.total / 1e3 for p in predictions], **style)
             pairs = [p for p in predictions if p.num_gpus >= 2]
             overlap_ax.plot(
@@ -180,7 +180,7 @@ def draw_predictions(
                 markersize=7,
                 markerfacecolor="white",
                 markeredgewidth=1.6,
-                label="measured" if run == runs[0] else None,
+                label="measured" if len(runs) == 1 else f"measured, run {runs.index(run) + 1}",
             )
             pair = [point for point in points if point.num_gpus == 2]
             if pair:
@@ -205,12 +205,19 @@ def draw_predictions(
         overlap_ax.set_ylabel("overlap efficiency T(2)/T(N)")
         incast_ax.set_ylabel("MIV of a NIC, MB")
         handles, labels = time_ax.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=min(len(labels), 5),
+            columnspacing=1.2,
+            handletextpad=0.5,
+        )
         figure.suptitle(
             f"Weak scaling, {shape.tokens} tokens per GPU, H={shape.hidden}, "
             f"F={shape.intermediate}, top-{shape.topk}, "
-            f"max({FEWEST_EXPERTS}, GPUs) experts\nNIC of {nic_gbps:g} GB/s per GPU; more than 8 "
-            "GPUs are a prediction"
+            f"max({FEWEST_EXPERTS}, GPUs) experts\nNIC of {nic_gbps:g} GB/s per GPU between NVLink "
+            "domains; more than 8 GPUs are a prediction"
         )
         return save(figure, path)
 

@@ -215,7 +215,9 @@ class Ledger:
         counts = [int(wrong) for _, wrong, _, _ in self.pending]
         self.report.differences += sum(counts)
         for (where, _, got, want), count in zip(self.pending, counts, strict=True):
-            assert count == 0, f"{count} values differ: {where}: {unlike(got, want)}"
+            assert count == 0, (
+                f"{count} values differ from the first run's: {where}: {unlike(got, want)}"
+            )
         self.pending.clear()
 
 

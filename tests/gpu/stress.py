@@ -199,8 +199,7 @@ class Ledger:
             want = known.setdefault(name, tensor)
             if want is tensor or not tensor.numel():
                 continue
-            bits = torch.int16 if tensor.dtype.itemsize == 2 else torch.int32
-            wrong = (tensor.view(bits) != want.view(bits)).sum()
+            wrong = unlike(tensor, want).sum()
             self.report.compared += tensor.numel()
             where = f"step {self.report.steps}, rank {rank}, {name} of {scenario}"
             self.pending.append((where, wrong, tensor, want))
@@ -216,15 +215,20 @@ class Ledger:
         self.report.differences += sum(counts)
         for (where, _, got, want), count in zip(self.pending, counts, strict=True):
             assert count == 0, (
-                f"{count} values differ from the first run's: {where}: {unlike(got, want)}"
+                f"{count} values differ from the first run's: {where}: {examples(got, want)}"
             )
         self.pending.clear()
 
 
-def unlike(got: torch.Tensor, want: torch.Tensor) -> str:
-    """The first places where two results differ, with what was got and wanted there."""
+def unlike(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Where the bits of two results differ."""
     bits = torch.int16 if got.dtype.itemsize == 2 else torch.int32
-    places = (got.view(bits) != want.view(bits)).nonzero().cpu()
+    return got.view(bits) != want.view(bits)
+
+
+def examples(got: torch.Tensor, want: torch.Tensor) -> str:
+    """The first places where two results differ, with what was got and wanted there."""
+    places = unlike(got, want).nonzero().cpu()
     first, last = places[0].tolist(), places[-1].tolist()
     some = [(got[tuple(at)].item(), want[tuple(at)].item()) for at in places[:8].tolist()]
     return f"from {first} to {last} of {list(got.shape)}, (got, wanted) {some}"

@@ -99,10 +99,7 @@ def main(arguments: list[str]) -> int:
     call = layer.forward_and_backward if options.backward else without_grad(layer)
     for _ in range(max(1, options.warmup)):
         call()
-    torch.cuda.synchronize()
-    if num_ranks > 1:
-        dist.barrier()
-        torch.cuda.synchronize()
+    common.wait_for_all()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()

@@ -170,7 +170,7 @@ def draw_predictions(
                 [p.num_gpus for p in beyond], [p.incast_bytes / MEGABYTE for p in beyond], **style
             )
         runs = sorted({point.run for point in measured})
-        for run, marker in zip(runs, "osD^v", strict=False):
+        for number, (run, marker) in enumerate(zip(runs, "osD^v", strict=False), 1):
             points = [point for point in measured if point.run == run]
             time_ax.plot(
                 [point.num_gpus for point in points],
@@ -180,7 +180,7 @@ def draw_predictions(
                 markersize=7,
                 markerfacecolor="white",
                 markeredgewidth=1.6,
-                label="measured" if len(runs) == 1 else f"measured, run {runs.index(run) + 1}",
+                label="measured" if len(runs) == 1 else f"measured, run {number}",
             )
             pair = [point for point in points if point.num_gpus == 2]
             if pair:

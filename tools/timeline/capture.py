@@ -121,7 +121,7 @@ def capture(options: argparse.Namespace) -> int:
     with recorder.recording():
         offset = _host_offset(recorder, layer, layout, backend.num_ctas)
         recorder.taken.clear()
-        _meet()
+        common.wait_for_all()
         # The second one is kept: its launches follow on others without a gap, as in training.
         for _ in range(3):
             layer.forward_and_backward()
@@ -156,13 +156,6 @@ def capture(options: argparse.Namespace) -> int:
     return 0
 
 
-def _meet() -> None:
-    torch.cuda.synchronize()
-    if dist.is_initialized():
-        dist.barrier()
-        torch.cuda.synchronize()
-
-
 def _host_offset(
     recorder: Recorder, layer: FusedLayer, layout: Layout, num_ctas: int
 ) -> tuple[int, int]:
@@ -173,7 +166,7 @@ def _host_offset(
     """
     bounds = []
     for _ in range(CLOCK_ROUNDS):
-        _meet()
+        common.wait_for_all()
         with torch.no_grad():
             layer()
         asked = recorder.launched_ns

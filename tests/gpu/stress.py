@@ -32,6 +32,7 @@ import torch
 from flashmoe_megatron import _native
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
@@ -327,6 +328,12 @@ class Progress:
         self._bar.close()
 
 
+def is_prepared(backend: KernelBackend) -> bool:
+    """Whether the memory is large enough, and laid out for the layers that share it by now."""
+    backend._describe()
+    return not backend.memory.needs(backend._sizes)
+
+
 class VirtualRun:
     """All ranks in this process."""
 
@@ -351,7 +358,9 @@ class VirtualRun:
     def run(self, scenario: Scenario, way: Way) -> list[Values]:
         """One step of all ranks; returns without waiting for its last launches."""
         layer = self._layers[scenario.seed]
-        if any(backend.memory.needs(backend._sizes) for backend in layer.backends):
+        # Before any rank launches, since memory is made anew once nothing runs, and a launch waits
+        # for the other ranks'.
+        if not all(map(is_prepared, layer.backends)):
             layer.prepare()
         runs = [phases(backend, scenario, rank, way) for rank, backend in enumerate(layer.backends)]
         found: dict[int, Values] = {}
@@ -364,6 +373,11 @@ class VirtualRun:
                     except StopIteration as done:
                         found[rank] = done.value
         return [found[rank] for rank in range(self.num_ranks)]
+
+    def faults(self) -> list[tuple[int, FlashMoEError]]:
+        """What else ranks have found wrong that nobody has been told of."""
+        found = [(rank, memory.take_fault()) for rank, memory in enumerate(self._group.memories)]
+        return [(rank, fault) for rank, fault in found if fault is not None]
 
     def enter(self, ledger: Ledger, scenario: Scenario, got: list[Values]) -> None:
         """Compares each rank's results on its stream."""
@@ -461,6 +475,8 @@ def main(arguments: list[str]) -> int:
     report = Report("virtual", options.ranks, _native.library_path().name, options.seed)
     run = VirtualRun(options.ranks, options.seed)
     stress(run, report, options.seconds, lambda is_over: is_over)
+    if report.failure:
+        report.failure += "".join(f"\nrank {rank}: {fault}" for rank, fault in run.faults())
     return finish(report, options.out)
 
 

@@ -60,7 +60,7 @@ typedef struct {
     int32_t intermediate;  /* F, a multiple of 64 */
     int32_t num_experts;   /* of all ranks, a multiple of num_ranks */
     int32_t topk;          /* most experts of one token */
-    int32_t max_tokens;    /* most tokens of one rank */
+    int32_t max_tokens;    /* most tokens of one rank; 1024 for each CTA */
     int32_t dtype;         /* of tokens and weights: FLASHMOE_BFLOAT16 or FLASHMOE_FLOAT16 */
     int32_t activation;    /* FlashMoEActivation */
     int32_t is_gated;      /* fc1 is [2F, H], gate rows first */

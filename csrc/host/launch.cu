@@ -118,6 +118,15 @@ int check_problem(const FlashMoEProblem* p) {
             p->max_tokens, p->num_ranks, p->num_experts, p->num_ctas, (long long)placement_bytes(p),
             kMaxPlacementBytes);
     }
+    // Tokens are shared out by chunks.
+    const int chunk_tokens = 32 / chunk_lanes(p->num_ranks);
+    const int cta_tokens =
+        ceil_div(ceil_div(p->max_tokens, chunk_tokens), p->num_ctas) * chunk_tokens;
+    if (cta_tokens > kMaxCtaTokens) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "max_tokens %d on %d CTAs: one reduces %d of them, wanted at most %d",
+                    p->max_tokens, p->num_ctas, cta_tokens, kMaxCtaTokens);
+    }
     if (s.max_row_blocks() * BLOCK_M > INT32_MAX / 2) {
         return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens of %d ranks make too many rows for one rank",
                     p->max_tokens, p->num_ranks);

@@ -239,11 +239,10 @@ def test_a_rank_ahead_with_another_layer_disturbs_nobody():
     batches[0].probs[0] = batches[0].routing_map[0].float() / 2
     weights = [steps.weights_of(layer.config, b) for layer, b in zip(layers, batches, strict=True)]
 
-    for _ in range(2):
-        for layer, share in zip(layers, weights, strict=True):
-            for backend, of_rank in zip(layer.backends, share, strict=True):
-                backend._encode(of_rank)
-            layer.prepare()
+    for layer, share in zip(layers, weights, strict=True):
+        for backend, of_rank in zip(layer.backends, share, strict=True):
+            backend._encode(of_rank)
+        layer.prepare()
 
     def forward(which: int) -> torch.Tensor:
         """Rank 0's output; returns without waiting for it."""

@@ -108,8 +108,10 @@ MUTANTS = [
         (
             (
                 SIGNALS,
-                "signal) {\n    A::template load_acquire<Scope::kSystem>(signal);",
-                "signal) {\n    A::load(signal);",
+                "return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },\n"
+                "                [=](uint32_t seen) { return seen == epoch; });",
+                "return wait([=] { return A::load(signal); },\n"
+                "                [=](uint32_t seen) { return seen == epoch; });",
             ),
         ),
     ),
@@ -428,6 +430,19 @@ MUTANTS = [
                 FORWARD,
                 "A::write(&here_.received[row], 0);\n                    protocol::publish<A>(",
                 "A::write(&here_.received[row], 0);\n                    (void)(",
+            ),
+        ),
+    ),
+    Mutant(
+        "rows that are copied for the first tiles are dispatched, too",
+        "ctas2",
+        TWICE,
+        False,
+        (
+            (
+                FORWARD,
+                "if (meta.owner and not(is_own and is_first(copied_blocks, row))) {",
+                "if (meta.owner) {",
             ),
         ),
     ),

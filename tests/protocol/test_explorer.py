@@ -14,7 +14,7 @@ COMPLETE = {
     "ranks3_apart": 1_000,
     "ranks3_split": 55,
     "ranks3_refused": 70,
-    "ctas2": 4_700,
+    "ctas2": 3_000,
 }
 BOUNDED = {
     "ranks2_backward": 10_000,

@@ -32,7 +32,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                                              int processor) {
     RingCursor<kTileSlots> slot;
     RingCursor<1> handed;
-    int chunk = int(blockIdx.x);
+    int chunk = 0;
     begin_span(uint32_t(Role::kFinish));
     if constexpr (Pass::kIsBackward) publish_grads(args, handover, processor);
     open_rooms(handover, processor);

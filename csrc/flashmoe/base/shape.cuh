@@ -15,6 +15,7 @@ constexpr int kMaxRanks = 8;
 constexpr int kMaxTopk = 16;
 constexpr int kMaxCtas = 256;
 constexpr int kMaxLocalExperts = 512;
+constexpr int kMaxCtaTokens = 1024;  // of its own rank, that a CTA reduces
 
 // Mirrors FlashMoEDtype.
 enum class Dtype : int { kFloat32, kBFloat16, kFloat16 };
@@ -35,6 +36,9 @@ __host__ __device__ constexpr int power_of_two(int n) {
     while (power < n) power *= 2;
     return power;
 }
+
+// Of a warp, that have a token's signals, one of each rank.
+__host__ __device__ constexpr int chunk_lanes(int num_ranks) { return power_of_two(num_ranks); }
 
 struct Shape {
     int rank;

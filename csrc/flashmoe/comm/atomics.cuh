@@ -35,7 +35,7 @@ struct Atomics {
         return atomicAdd(word, value);
     }
     __device__ __forceinline__ static uint32_t fetch_or(uint32_t* word, uint32_t bits) {
-        return atomicOr(word, bits);
+        return atomicOr_block(word, bits);  // a word of one CTA
     }
     __device__ __forceinline__ static uint32_t compare_and_swap(uint32_t* word,
                                                                 uint32_t expected,

@@ -93,7 +93,7 @@ __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem
     args.watchdog.trace.add(uint32_t(Role::kDeliver), 0, begin);
 
     begin = Trace::now();
-    reduce_results<T, Pass::kIsBackward, 4>(args);
+    reduce_results<T, Pass::kIsBackward, 4>(args, smem);
     args.watchdog.trace.add(uint32_t(Role::kReduce), 0, begin);
 }
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem
 template <class Pass>
 __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, CombineSmem& smem) {
     const int64_t begin = Trace::now();
-    int chunk = int(blockIdx.x);
+    int chunk = 0;
     for (int idle = 0; idle < 10000;) {
         const Progress progress =
             combine_some<typename Pass::Element, Pass::kIsBackward, 4>(args, smem, chunk);
@@ -151,20 +151,21 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     for (int i = threadIdx.x; i < 2 * args.shape.num_local_experts(); i += blockDim.x) {
         ptx::acquire_tensor_map(args.weight_maps + i);
     }
+    if (threadIdx.x == kLayerThreads - 1) {  // of the warp that does not plan
+        init_barriers(ring, words.mailbox, kNumProcessors * (kProcessorWarps + 1));
+        init_barriers(handover);
+        words.combine = {};
+        for (Barrier& arrived : words.pieces) arrived.init(1);
+        cutlass::arch::fence_barrier_init();
+    }
     if (threadIdx.x == 0) begin_span(uint32_t(Role::kPlan));
     const bool goes_on = open_layer<Pass>(args, smem_bytes);
+    if (goes_on) copy_first_rows(args);
     if (threadIdx.x == 0) end_span(uint32_t(Role::kPlan));
     if (goes_on) {
         ptx::fence_proxy_async_shared();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            init_barriers(ring, words.mailbox, kNumProcessors * (kProcessorWarps + 1));
-            init_barriers(handover);
-            words.combine = {};
-            for (Barrier& arrived : words.pieces) arrived.init(1);
-            cutlass::arch::fence_barrier_init();
-        }
-        cute::cluster_sync();
+        __syncthreads();       // whole warps, where lanes had different rows to copy
+        cute::cluster_sync();  // is counted by warps
 
         // Uniform by construction: only then does ptxas give each branch the registers it asks for.
         const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
@@ -179,7 +180,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
                 if (cute::elect_one_sync()) load_layer<Pass>(args, ring, words.mailbox);
                 __syncwarp();
             } else if (warp == 1) {
-                dispatch(args, buffers.pieces, words.pieces);
+                dispatch(args, buffers.pieces, words.pieces, num_first_places(args));
                 combine_meanwhile<Pass>(args, words.combine);
             } else {
                 finish_tiles<Pass>(args, words.mailbox, handover, words.combine, warp - 2);

@@ -12,8 +12,10 @@ namespace flashmoe {
 
 constexpr int kMostUnitRows = 4;
 
+// What a CTA's warps share that combine; zero when the launch begins.
 struct CombineSmem {
-    int next_unit;  // of delivery; zero when the launch begins
+    int next_unit;                         // of delivery
+    uint32_t reduced[kMaxCtaTokens / 32];  // bits of this CTA's tokens that a warp has taken
 };
 
 enum class Progress { kNone, kSome, kFinished };
@@ -213,17 +215,22 @@ __device__ __forceinline__ void scatter_dprobs(const LayerArgs& args, int token)
 }
 
 // A chunk of tokens is one line of result signals: as many tokens as have room in a warp with a
-// lane for every rank. Each CTA reduces its own chunks, in whatever order they become complete.
+// lane for every rank. A CTA owns every gridDim'th chunk, and reduces its tokens in whatever order
+// they become complete.
 struct ReduceChunks {
     int width;  // lanes of a token
     int num_tokens;
 
     __device__ explicit ReduceChunks(const LayerArgs& args)
-        : width(power_of_two(args.shape.num_ranks)), num_tokens(args.num_tokens) {}
+        : width(chunk_lanes(args.shape.num_ranks)), num_tokens(args.num_tokens) {}
 
     __device__ __forceinline__ int tokens_per_chunk() const { return 32 / width; }
+    // Of this CTA.
     __device__ __forceinline__ int count() const {
-        return ceil_div(num_tokens, tokens_per_chunk());
+        return ceil_div(ceil_div(num_tokens, tokens_per_chunk()) - int(blockIdx.x), int(gridDim.x));
+    }
+    __device__ __forceinline__ int first_token(int chunk) const {
+        return (chunk * int(gridDim.x) + int(blockIdx.x)) * tokens_per_chunk();
     }
 };
 
@@ -241,82 +248,91 @@ __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, i
     if constexpr (kIsBackward) scatter_dprobs(args, token);
 }
 
-// Sums all ranks' shares of one token of a chunk that is complete and not yet taken by another
-// warp. With `must_wait` it waits for the first one that is not complete. Scope: one warp.
+// Sums all ranks' shares of tokens of one of this CTA's chunks that are complete and not taken by
+// another warp: of one, or of all that are found so. With `must_wait` it waits for the first one
+// that is not complete. Scope: one warp.
 template <class T, bool kIsBackward, int kUnroll>
-__device__ __forceinline__ Progress
-reduce_chunk(const LayerArgs& args, const ReduceChunks& chunks, int chunk, bool must_wait) {
+__device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
+                                                 CombineSmem& smem,
+                                                 const ReduceChunks& chunks,
+                                                 int chunk,
+                                                 bool is_one,
+                                                 bool must_wait) {
     const uint32_t epoch = current_epoch(args.workspace);  // anew, for want of a register
     const int lane = threadIdx.x % 32, width = chunks.width;
-    const int first = chunk * chunks.tokens_per_chunk(), nth = lane / width, src = lane % width;
+    const int first = chunks.first_token(chunk), nth = lane / width, src = lane % width;
     const int in_chunk = min(chunks.tokens_per_chunk(), args.num_tokens - first);
     const uint32_t all = in_chunk == 32 ? ~0u : (1u << in_chunk) - 1;
-    uint32_t* taken_word = args.workspace.reduced + chunk;
-    uint32_t taken = Atomics::load(taken_word);
-    taken = __shfl_sync(~0u, taken, 0);
+    const int bit = chunk * chunks.tokens_per_chunk();  // of the first token
+    uint32_t* taken_word = smem.reduced + bit / 32;
+    uint32_t taken = __shfl_sync(~0u, Atomics::load(taken_word), 0) >> bit % 32 & all;
     if (taken == all) return Progress::kFinished;
 
-    const uint32_t ranks = nth < in_chunk ? args.plan.own_ranks[first + nth] : 0;
+    const bool is_share = nth < in_chunk and src < args.shape.num_ranks;
     const uint32_t* signal = args.heap.result_signal(args.shape.rank, first + nth, src);
-    const bool is_awaited = nth < in_chunk and src < args.shape.num_ranks and (ranks >> src & 1);
-    bool is_here = not is_awaited or protocol::result_is_here<Atomics>(signal, epoch);
+    bool is_here = is_share and protocol::result_is_here<Atomics>(signal, epoch);
+    const uint32_t ranks = nth < in_chunk ? args.plan.own_ranks[first + nth] : 0;
+    const bool is_awaited = is_share and (ranks >> src & 1);
+    const auto await_signal = [&] {
+        protocol::await_result<Atomics>(signal, epoch, [&](auto load, auto done) {
+            wait_for(args.watchdog, {Role::kReduceResult, src, first + nth, epoch}, load, done);
+        });
+    };
     if (must_wait) {
         begin_span(uint32_t(Role::kReduceResult));
         const int next = __ffs(all & ~taken) - 1;
         if (nth == next and is_awaited) {
-            protocol::await_result<Atomics>(signal, epoch, [&](auto load, auto done) {
-                return wait_for(args.watchdog, {Role::kReduceResult, src, first + nth, epoch}, load,
-                                done);
-            });
+            await_signal();
             is_here = true;
         }
         __syncwarp();
         end_span(uint32_t(Role::kReduceResult));
     }
-    const uint32_t lanes_here = __ballot_sync(~0u, is_here);
+    const uint32_t lanes_here = __ballot_sync(~0u, is_here or not is_awaited);
     const uint32_t token_lanes = width == 32 ? ~0u : (1u << width) - 1;
     uint32_t ready = __ballot_sync(~0u, (lanes_here >> (nth * width) & token_lanes) == token_lanes);
     // One bit per token, from the first of its lanes.
     uint32_t complete = 0;
     for (int i = 0; i < in_chunk; ++i) complete |= (ready >> (i * width) & 1) << i;
-    complete &= ~taken;
-    if (complete == 0) return Progress::kNone;
-    // One each, so that a CTA's warps share what comes at the end, and each warp another, or all
-    // but one would find it taken.
-    const int turn = int(threadIdx.x / 32) % in_chunk;
-    const uint32_t turned = (complete >> turn | complete << (in_chunk - turn)) & all;
-    complete = 1u << (__ffs(turned) - 1 + turn) % in_chunk;
-    uint32_t mine_bits = 0;
-    if (lane == 0) mine_bits = protocol::take_bits<Atomics>(taken_word, complete, &taken);
-    taken = __shfl_sync(~0u, taken, 0);
-    if (__shfl_sync(~0u, mine_bits, 0) == 0) return Progress::kSome;
-    const int mine = __ffs(complete) - 1;
-    const int64_t begin = Trace::now();
-    begin_span(uint32_t(Role::kReduce));
-    if (nth == mine and is_awaited) protocol::acquire_result<Atomics>(signal);
-    __syncwarp();
-    reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
-                                          __popc(__shfl_sync(~0u, ranks, mine * width)));
-    __syncwarp();
-    args.watchdog.trace.add(uint32_t(Role::kReduce), 2, begin);
-    end_span(uint32_t(Role::kReduce));
+    if ((complete & ~taken) == 0) return Progress::kNone;
+
+    const int turn = int(threadIdx.x / 32) % in_chunk;  // each warp begins with another token
+    while (const uint32_t left = complete & ~taken) {
+        const uint32_t turned = (left >> turn | left << (in_chunk - turn)) & all;
+        const int mine = (__ffs(turned) - 1 + turn) % in_chunk;
+        uint32_t is_mine = 0;
+        if (lane == 0) {
+            is_mine = protocol::take_bits<Atomics>(taken_word, 1u << (bit % 32 + mine), &taken);
+        }
+        taken = __shfl_sync(~0u, taken, 0) >> bit % 32 & all;
+        if (__shfl_sync(~0u, is_mine, 0) == 0) continue;
+        const int64_t begin = Trace::now();
+        begin_span(uint32_t(Role::kReduce));
+        if (nth == mine and is_awaited) await_signal();  // it is here: this is for the order
+        __syncwarp();
+        reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
+                                              __popc(__shfl_sync(~0u, ranks, mine * width)));
+        __syncwarp();
+        args.watchdog.trace.add(uint32_t(Role::kReduce), 2, begin);
+        end_span(uint32_t(Role::kReduce));
+        if (is_one) break;
+    }
     return taken == all ? Progress::kFinished : Progress::kSome;
 }
 
 // Reduces this CTA's tokens until all of them are taken. Scope: one warp; any number share the
 // work. What is not there yet is waited for, with a bound.
 template <class T, bool kIsBackward, int kUnroll>
-__device__ __forceinline__ void reduce_results(const LayerArgs& args) {
+__device__ __forceinline__ void reduce_results(const LayerArgs& args, CombineSmem& smem) {
     const ReduceChunks chunks(args);
-    const int count = ceil_div(chunks.count() - int(blockIdx.x), int(gridDim.x));  // of this CTA
+    const int count = chunks.count();
     bool must_wait = false;
     for (;;) {
         bool is_finished = true, moved = false;
         for (int i = 0; i < count; ++i) {
-            const int nth = (i + int(threadIdx.x / 32)) % count;  // each warp begins with another
-            const int chunk = int(blockIdx.x) + nth * int(gridDim.x);
+            const int chunk = (i + int(threadIdx.x / 32)) % count;  // each warp begins with another
             const Progress progress = reduce_chunk<T, kIsBackward, kUnroll>(
-                args, chunks, chunk, must_wait and is_finished);
+                args, smem, chunks, chunk, false, must_wait and is_finished);
             is_finished &= progress == Progress::kFinished;
             moved |= progress == Progress::kSome;
         }
@@ -334,17 +350,17 @@ __device__ __forceinline__ Progress combine_some(const LayerArgs& args,
     const Progress delivered = deliver_unit<T, kIsBackward, kUnroll>(args, smem, false);
     if (delivered == Progress::kSome) return delivered;
     const ReduceChunks chunks(args);
+    const auto reduce_one = [&](int of_chunk) {
+        return reduce_chunk<T, kIsBackward, kUnroll>(args, smem, chunks, of_chunk, true, false);
+    };
     Progress reduced = Progress::kFinished;
-    for (; chunk < chunks.count(); chunk += gridDim.x) {
-        reduced = reduce_chunk<T, kIsBackward, kUnroll>(args, chunks, chunk, false);
+    for (; chunk < chunks.count(); ++chunk) {
+        reduced = reduce_one(chunk);
         if (reduced != Progress::kFinished) break;
     }
     // Later chunks may be complete while this one is not.
-    for (int later = chunk + gridDim.x; reduced == Progress::kNone and later < chunks.count();
-         later += gridDim.x) {
-        if (reduce_chunk<T, kIsBackward, kUnroll>(args, chunks, later, false) == Progress::kSome) {
-            reduced = Progress::kSome;
-        }
+    for (int later = chunk + 1; reduced == Progress::kNone and later < chunks.count(); ++later) {
+        if (reduce_one(later) == Progress::kSome) reduced = Progress::kSome;
     }
     return delivered == Progress::kNone and reduced == Progress::kFinished ? Progress::kNone
                                                                            : reduced;

@@ -65,11 +65,58 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
     });
 }
 
-// Rows in the order in which they are computed, first this rank's own, for which no peer is
-// awaited. Scope: one warp.
+// The places of the first tiles' rows. Those that are this rank's own are not dispatched: all warps
+// copy them, since none has anything else to do until they are there.
+__device__ __forceinline__ int num_first_places(const LayerArgs& args) {
+    return min(args.plan.header->num_units, args.group_units) * kClusterSize * BLOCK_M;
+}
+
+// Half a warp takes a row, so that the grid takes as many at a time as there are. Scope: the grid.
+__device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
+    constexpr int kLanes = 16, kUnroll = 16;
+    const int64_t begin = Trace::now();
+    const Plan& plan = args.plan;
+    const int lane = threadIdx.x % kLanes, rank = args.shape.rank, chunks = args.shape.hidden / 8;
+    const uint32_t lanes = 0xFFFFu << (threadIdx.x % 32 / kLanes * kLanes);
+    const int places = num_first_places(args), step = int(blockDim.x / kLanes * gridDim.x);
+    for (int place = int(threadIdx.x / kLanes * gridDim.x + blockIdx.x); place < places;
+         place += step) {
+        const int row = plan.row_at(place);
+        const RowMeta meta = row >= 0 ? plan.row_meta[row] : RowMeta{};
+        if (not meta.is_owner() or meta.src_rank != rank) continue;
+        const auto* source = reinterpret_cast<const uint4*>(args.x) + int64_t(meta.token) * chunks;
+        const int32_t* token_rows = plan.rows_of(rank, meta.token);
+        for (int first = lane; first < chunks; first += kLanes * kUnroll) {
+            uint4 loaded[kUnroll];
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) {
+                if (first + i * kLanes < chunks) loaded[i] = source[first + i * kLanes];
+            }
+            for (int k = 0; k < plan.topk; ++k) {
+                const int64_t to = token_rows[k];
+                if (to < 0) continue;
+                auto* target = reinterpret_cast<uint4*>(args.rows) + to * chunks;
+#pragma unroll
+                for (int i = 0; i < kUnroll; ++i) {
+                    if (first + i * kLanes < chunks) target[first + i * kLanes] = loaded[i];
+                }
+            }
+        }
+        const int to = lane < plan.topk ? token_rows[lane] : -1;
+        __syncwarp(lanes);
+        if (to >= 0) protocol::publish<Atomics>(args.workspace.rows_ready + to / BLOCK_M);
+        if (lane == 0) atomicAdd_block(&counters().rows_pulled[rank], 1u);
+    }
+    __syncwarp();
+    args.watchdog.trace.add(uint32_t(Role::kDispatch), 1, begin);
+}
+
+// All rows but `num_copied` places' own ones, in the order in which they are computed, first this
+// rank's, for which no peer is awaited. Scope: one warp.
 __device__ __forceinline__ void dispatch(const LayerArgs& args,
                                          DispatchPieces& pieces,
-                                         DispatchBarriers& arrived) {
+                                         DispatchBarriers& arrived,
+                                         int num_copied) {
     int64_t begin = Trace::now();
     begin_span(uint32_t(Role::kDispatch));
     bool has_heard = false;  // of every peer's rows
@@ -95,9 +142,9 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
 
         RowMeta meta{};
         if (lane < kDispatchLanes) meta = plan.row_meta[first + lane];
-        const bool is_remote = meta.is_owner() and meta.src_rank != args.shape.rank;
-        if (not has_heard and __any_sync(~0u, is_remote)) hear();
-        if (lane < kDispatchLanes and meta.is_owner()) {
+        const bool is_own = meta.src_rank == args.shape.rank;
+        if (not has_heard and __any_sync(~0u, meta.is_owner() and not is_own)) hear();
+        if (lane < kDispatchLanes and meta.is_owner() and not(is_own and place < num_copied)) {
             fetch_row(args, meta, pieces[lane], arrived[lane], parity);
             atomicAdd_block(&counters().rows_pulled[meta.src_rank], 1u);
             pad_rows_pulled += meta.is_pad();

@@ -172,12 +172,14 @@ __device__ __forceinline__ void count_routes(const LayerArgs& args,
 }
 
 // Every rank computes every rank's row blocks, so that all agree whether one has too many for its
-// buffers. Scope: a CTA, after all routes are counted.
+// buffers. By the last warps first, since the first ones place more experts than they. True unless
+// this warp has found one. Scope: a CTA, after all routes are counted.
 __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) {
     const Shape& s = args.shape;
     const int num_experts = s.num_local_experts(), lane = threadIdx.x % 32;
+    const int num_warps = Planners::size() / 32;
     bool fit = true;
-    for (int rank = threadIdx.x / 32; rank < s.num_ranks; rank += Planners::size() / 32) {
+    for (int rank = num_warps - 1 - int(threadIdx.x / 32); rank < s.num_ranks; rank += num_warps) {
         uint32_t blocks = 0;
         for (int expert = lane; expert < num_experts; expert += 32) {
             blocks +=
@@ -192,7 +194,7 @@ __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) 
             }
         }
     }
-    return Planners::all(fit);
+    return fit;
 }
 
 // How many of an expert's units are of the own rank's rows, but for a few.
@@ -219,14 +221,19 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
     const int num_experts = s.num_local_experts();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = Planners::size() / 32;
     for (int expert = warp; expert < num_experts; expert += num_warps) {
+        const uint32_t* counts = args.workspace.cta_counts + expert * gridDim.x;
+        const uint32_t all = args.workspace.selections[s.first_expert() + expert];
+        const int early = early_units(args, expert);
         uint32_t before = 0;
-        for (uint32_t cta = lane; cta < blockIdx.x; cta += 32) {
-            before += args.workspace.cta_counts[expert * gridDim.x + cta];
+#pragma unroll  // so that all loads are on their way at once
+        for (uint32_t cta = lane; cta < kMaxCtas; cta += 32) {
+            if (cta < blockIdx.x) before += counts[cta];
         }
         before = __reduce_add_sync(~0u, before);
         if (lane == 0) {
             smem.base[expert] = before;
-            smem.expert_rows[expert] = int(args.workspace.selections[s.first_expert() + expert]);
+            smem.expert_rows[expert] = int(all);
+            smem.expert_own[expert] = early;
         }
     }
     Planners::sync();
@@ -237,7 +244,7 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
             const int own_rows = expert < num_experts ? smem.expert_rows[expert] : 0;
             const int own_blocks = ceil_div(own_rows, BLOCK_M);
             const int own_units = ceil_div(own_blocks, kClusterSize);
-            const int own_early = expert < num_experts ? early_units(args, expert) : 0;
+            const int own_early = expert < num_experts ? smem.expert_own[expert] : 0;
             int blocks = own_blocks, units = own_units, early = own_early;
             for (int step = 1; step < 32; step *= 2) {
                 const int more_blocks = __shfl_up_sync(~0u, blocks, step);
@@ -359,13 +366,14 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
             return ptx::ld_acquire_gpu(args.workspace.raised) == 0 and
                    args.watchdog.who_gave_up() == 0;
         });
-        goes_on = goes_on and rows_fit(args, epoch);
         traced(2);
         if (goes_on) {
+            const bool fit = rows_fit(args, epoch);
             place_experts(args, smem);
             place_rows(args, epoch, smem, num_tokens);
             traced(3);
-            goes_on = grid_barrier<Planners>(args.watchdog, &barriers[1], [] { return true; });
+            goes_on = grid_barrier<Planners>(args.watchdog, &barriers[1], [] { return true; }) and
+                      Planners::all(fit);
         }
     }
     return __syncthreads_or(goes_on);

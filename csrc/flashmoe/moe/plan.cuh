@@ -139,7 +139,6 @@ struct Workspace {
     uint32_t* tile_ready;      // [GEMM][block]: warps' shares of the block's tiles stored
     uint32_t* selections;      // [expert]: routes of all ranks to it
     uint32_t* own_selections;  // [local expert]: routes of this rank to it
-    uint32_t* reduced;         // [chunk of own tokens]: bits of those that a warp has taken
     uint32_t* cta_counts;      // [local expert][CTA]: rows of the chunks that this CTA placed
     int max_blocks;
     int64_t num_zeroed;  // words from `tickets` on that each launch leaves as zeros
@@ -152,14 +151,13 @@ struct Workspace {
 
     static uint64_t at(void* base, const Shape& s, Workspace* out) {
         const int64_t blocks = s.max_row_blocks();
-        const int64_t chunks = ceil_div(s.max_tokens * power_of_two(s.num_ranks), 32);
         constexpr int64_t kHead = 64;  // words apart, so that polled words share no line
         constexpr int64_t kFront = 256;
         static_assert(kTotalsOffset + sizeof(Totals) <= kFront * sizeof(uint32_t));
         // Layers of other shapes share this memory: what is zero between launches begins at one
         // place for all of them, and has no other words behind it.
         constexpr int64_t kCounts = int64_t(kMaxLocalExperts) * kMaxCtas;
-        const int64_t zeroed = kHead + 3 * blocks + s.num_experts + s.num_local_experts() + chunks;
+        const int64_t zeroed = kHead + 3 * blocks + s.num_experts + s.num_local_experts();
         if (out != nullptr) {
             uint32_t* words = static_cast<uint32_t*>(base);
             out->raised = words;
@@ -174,7 +172,6 @@ struct Workspace {
             out->max_blocks = int(blocks);
             out->selections = out->tile_ready + 2 * blocks;
             out->own_selections = out->selections + s.num_experts;
-            out->reduced = out->own_selections + s.num_local_experts();
             out->num_zeroed = zeroed;
         }
         return sizeof(uint32_t) * (kFront + kCounts + zeroed);

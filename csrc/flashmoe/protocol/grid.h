@@ -35,10 +35,14 @@ FLASHMOE_PROTOCOL bool barrier(typename A::U32* arrived,
         A::template fence<Scope::kGpu>();
         A::compare_and_swap(verdict, kUndecided, may_go_on() ? kGo : kStop);
     }
-    const bool decided = wait([=] { return A::template load_acquire<Scope::kGpu>(verdict); },
-                              [](uint32_t seen) { return seen != kUndecided; });
-    if (not decided) A::compare_and_swap(verdict, kUndecided, kStop);
-    const bool goes_on = A::template load_acquire<Scope::kGpu>(verdict) == kGo;
+    uint32_t decision = kUndecided;
+    wait([=] { return A::template load_acquire<Scope::kGpu>(verdict); },
+         [&](uint32_t seen) { return (decision = seen) != kUndecided; });
+    if (decision == kUndecided) {  // given up
+        A::compare_and_swap(verdict, kUndecided, kStop);
+        decision = A::template load_acquire<Scope::kGpu>(verdict);
+    }
+    const bool goes_on = decision == kGo;
     A::template fence<Scope::kGpu>();
     return goes_on;
 }

@@ -289,8 +289,10 @@ class Agent {
             if (launch.kind == Kind::kBackward and role_ == (s_.agents == 1 ? 0 : 1)) {
                 publish_rows(launch, epoch);  // while the other dispatches
             }
-            // As in kernel/layer.cuh: every warp helps to combine once its own part is done.
-            if (role_ == 0) dispatch(epoch);
+            // As in kernel/layer.cuh, but that there all warps copy the first rows before any goes
+            // on; and every warp helps to combine once its own part is done.
+            if (role_ == 1 or s_.agents == 1) copy_first_rows(epoch);
+            if (role_ == 0) dispatch(epoch, first_blocks());
             if (role_ == 1 or s_.agents == 1) compute_tiles(launch, epoch);
             if (role_ == 2) combine_meanwhile(launch, epoch);
             deliver(launch, epoch);
@@ -568,7 +570,7 @@ class Agent {
 
     // Dispatch alone: kernel/gather.cuh.
     void gather(uint32_t epoch) {
-        dispatch(epoch);
+        dispatch(epoch, 0);
         tell_rows(M::kTaken, protocol::next_epoch(epoch));
         await_rows(protocol::next_epoch(epoch));
     }
@@ -579,7 +581,46 @@ class Agent {
             [&](int, auto load, auto done) { wait("dispatch waits for rows", load, done); });
     }
 
-    void dispatch(uint32_t epoch) {
+    // The blocks of the first tiles, a bit each.
+    uint32_t first_blocks() {
+        const int units = int(A::read(&here_.header[0]) & 0xffff);
+        uint32_t blocks = 0;
+        for (int i = 0; i < units and i < s_.group_units; ++i) {
+            const uint64_t unit = A::read(&here_.units[i]);
+            blocks |= ((1u << (unit & 255)) - 1) << (unit >> 16 & 0xffff);
+        }
+        return blocks;
+    }
+
+    bool is_first(uint32_t blocks, int row) const { return blocks >> (row / s_.block_rows) & 1; }
+
+    void copy_first_rows(uint32_t epoch) {
+        const uint32_t blocks = first_blocks();
+        const int num_rows = num_blocks() * s_.block_rows;
+        for (int row = cta_; row < num_rows; row += s_.ctas) {
+            if (not is_first(blocks, row)) continue;
+            const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+            if (not meta.owner or meta.src != rank_) continue;
+            const uint64_t rows = A::read(&here_.token_rows[rank_ * s_.tokens + meta.token]);
+            for_each_row(rows, [&](int to) {
+                A::write(&here_.received[to], x_value(epoch, rank_, meta.token));
+            });
+            for_each_row(rows, [&](int to) {
+                protocol::publish<A>(here_.rows_ready(s_, to / s_.block_rows));
+            });
+        }
+    }
+
+    // Of a token.
+    template <class Visit>
+    void for_each_row(uint64_t rows, Visit visit) {
+        for (int k = 0; k < topk_; ++k) {
+            if (const int row = entry(rows, k); row >= 0) visit(row);
+        }
+    }
+
+    // All rows but this rank's own ones of the blocks that are copied.
+    void dispatch(uint32_t epoch, uint32_t copied_blocks) {
         const int num_rows = num_blocks() * s_.block_rows;
         bool has_heard = false;  // of every peer's rows
         for (;;) {
@@ -589,11 +630,14 @@ class Agent {
             if (first >= num_rows) break;
             for (int row = first; row < first + s_.rows_per_ticket and row < num_rows; ++row) {
                 const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
-                if (meta.owner and meta.src != rank_ and not has_heard) {
+                const bool is_own = meta.src == rank_;
+                if (meta.owner and not is_own and not has_heard) {
                     await_rows(epoch);
                     has_heard = true;
                 }
-                if (meta.owner) fetch_row(epoch, meta);
+                if (meta.owner and not(is_own and is_first(copied_blocks, row))) {
+                    fetch_row(epoch, meta);
+                }
                 if (meta.pad) {
                     A::write(&here_.received[row], 0);
                     protocol::publish<A>(here_.rows_ready(s_, row / s_.block_rows));
@@ -609,14 +653,9 @@ class Agent {
         A::check(value == x_value(epoch, meta.src, meta.token) or A::is_void(),
                  "a row of another epoch is read");
         const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
-        auto for_each_row = [&](auto visit) {
-            for (int k = 0; k < topk_; ++k) {
-                if (const int row = entry(rows, k); row >= 0) visit(row);
-            }
-        };
-        for_each_row([&](int row) { A::write_by_bulk(&here_.received[row], value); });
+        for_each_row(rows, [&](int row) { A::write_by_bulk(&here_.received[row], value); });
         protocol::publish_copies<A>([&](auto count) {
-            for_each_row([&](int row) { count(here_.rows_ready(s_, row / s_.block_rows)); });
+            for_each_row(rows, [&](int row) { count(here_.rows_ready(s_, row / s_.block_rows)); });
         });
     }
 
@@ -839,6 +878,12 @@ class Agent {
         return &here_.result_signals[protocol::result_word(token, s_.ranks, src)];
     }
 
+    void await_result(uint32_t epoch, int token, int src) {
+        protocol::await_result<A>(result_signal(token, src), epoch, [&](auto load, auto done) {
+            return wait("reduce waits for a result", load, done);
+        });
+    }
+
     Progress reduce_chunk(const Launch& launch, uint32_t epoch, int chunk, bool must_wait) {
         const int first = chunk * s_.chunk_tokens, left = launch.tokens[rank_] - first;
         const int in_chunk = left < s_.chunk_tokens ? left : s_.chunk_tokens;
@@ -853,10 +898,7 @@ class Agent {
             for (int src = 0; src < s_.ranks and is_here; ++src) {
                 if (not(ranks >> src & 1)) continue;
                 if (must_wait) {
-                    protocol::await_result<A>(
-                        result_signal(first + i, src), epoch, [&](auto load, auto done) {
-                            return wait("reduce waits for a result", load, done);
-                        });
+                    await_result(epoch, first + i, src);
                 } else {
                     is_here = protocol::result_is_here<A>(result_signal(first + i, src), epoch);
                 }
@@ -872,7 +914,7 @@ class Agent {
         const int token = first + __builtin_ctz(complete);
         for (int src = 0; src < s_.ranks; ++src) {
             if (uint32_t(A::read(&here_.own_ranks[token])) >> src & 1) {
-                protocol::acquire_result<A>(result_signal(token, src));
+                await_result(epoch, token, src);
             }
         }
         reduce_token(launch, epoch, token);

@@ -1,10 +1,8 @@
-"""Main loops are uniform by construction, in every kernel that is shipped."""
-
-from pathlib import Path
+"""In every kernel that is shipped main loops are uniform, and no acquire has lost its load."""
 
 import pytest
 
-import main_loops
+import machine_code
 import nvcc_build
 import resource_table
 
@@ -26,15 +24,44 @@ LISTING = """
 
 
 def test_counts_moves_between_the_products_of_a_stage() -> None:
-    assert main_loops.moves_in_loops(LISTING) == {"_Z5firstv": [2, 0]}
+    assert machine_code.moves_in_loops(LISTING) == {"_Z5firstv": [2, 0]}
+
+
+def test_counts_acquires_without_their_load() -> None:
+    listing = """
+        Function : _Z5firstv
+        /*0010*/                   LDG.E.STRONG.SYS R2, desc[UR4][R2.64] ;
+        /*0020*/                   CCTL.IVALL ;                              /* 0x0 */
+        /*0030*/              @!P0 NOP ;
+        /*0040*/              @!P0 CCTL.IVALL ;
+        /*0050*/              @!P1 NOP ;
+        /*0060*/                   CCTL.IVALL ;
+        Function : _Z6secondv
+        /*0010*/                   NOP ;
+        /*0020*/                   CCTL.IVALL ;
+    """
+    assert machine_code.lost_acquires(listing) == {"_Z5firstv": 1, "_Z6secondv": 1}
+
+
+@pytest.fixture(scope="module")
+def listing(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the library that is shipped."""
+    library = tmp_path_factory.mktemp("library") / "libflashmoe.so"
+    return machine_code.disassemble(nvcc_build.build_library(library))
 
 
 @pytest.mark.timeout(900)  # compiles csrc/ where its objects are not in the cache
-def test_no_main_loop_moves_descriptors(tmp_path: Path) -> None:
+def test_no_acquire_has_lost_its_load(listing: str) -> None:
+    found = machine_code.lost_acquires(listing)
+    assert len(found) > 16  # layers, the plan, dispatch alone, gradients of biases
+    assert not any(found.values())
+
+
+@pytest.mark.timeout(900)
+def test_no_main_loop_moves_descriptors(listing: str) -> None:
     if resource_table.release() not in resource_table.TABLE.read_text():
         pytest.skip(f"measured with another compiler than {resource_table.release()}")
-    objects = nvcc_build.build_library(tmp_path / "libflashmoe.so")
-    found = main_loops.moves_in_loops(main_loops.disassemble(objects))
+    found = machine_code.moves_in_loops(listing)
     forwards = [counts for name, counts in found.items() if "ForwardPass" in name]
     backwards = [counts for name, counts in found.items() if "BackwardPass" in name]
     assert forwards == [[0]] * 8

@@ -65,9 +65,10 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
     while (take() and not is_weight_grad(tile)) {
         const int64_t begin = Trace::now();
         const int num_k_blocks = args.num_k_blocks[tile.gemm];
-        const bool has_rows = warpgroup < tile.num_halves;  // else pads alone, which are zeros
-        Main::run(accumulator, ring, cursor, num_k_blocks, has_rows ? num_k_blocks : 1, warpgroup,
-                  waited, args.watchdog);
+        // Pads alone are zeros: one stage of them gives what all would give.
+        const int num_multiplied = warpgroup < tile.num_halves ? num_k_blocks : 1;
+        Main::run(accumulator, ring, cursor, num_multiplied, warpgroup, waited, args.watchdog);
+        Main::skip(ring, cursor, num_k_blocks - num_multiplied, warpgroup, waited, args.watchdog);
         args.watchdog.trace.add(uint32_t(Role::kGemm0) + uint32_t(tile.gemm), tile.m, begin);
         // A single block's last pair may reach past N: its second tile is for nothing.
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
@@ -87,7 +88,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             const int num_k_blocks = __shfl_sync(~0u, weight_grad_k_blocks(args.plan, tile), 0);
             if (num_k_blocks == 0) continue;
             Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
-                                                   num_k_blocks, warpgroup, waited, args.watchdog);
+                                                   warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
             hand_over_floats(args.watchdog, handover, warpgroup, handed, handing_over, accumulator);
         }

@@ -4,6 +4,7 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
+#include "flashmoe/comm/grid.cuh"
 #include "flashmoe/tile/element.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
@@ -48,15 +49,13 @@ struct Mainloop {
     using Accumulator = decltype(cute::partition_fragment_C(
         Mma{}, cute::Shape<cute::Int<64>, cute::Int<BLOCK_N>>{}));
 
-    // Releases each stage, to both CTAs that may fill it, once its products are done. Only the
-    // first `num_multiplied` stages are multiplied: one, where all rows of A are zeros, gives what
-    // all would give. Scope: all 128 threads of one warpgroup.
+    // Multiplies stages and releases each, to both CTAs that may fill it, once its products are
+    // done. Scope: all 128 threads of one warpgroup.
     template <class Ring>
     __device__ __forceinline__ static void run(Accumulator& accumulator,
                                                const Ring& ring,
                                                RingCursor<Ring::kNumStages>& cursor,
                                                int num_k_blocks,
-                                               int num_multiplied,
                                                int warpgroup,
                                                uint32_t& waited,
                                                const Watchdog& watchdog) {
@@ -65,7 +64,7 @@ struct Mainloop {
         mma.accumulate_ = GMMA::ScaleOut::Zero;
         const int thread = threadIdx.x % 128;
         auto thread_mma = mma.get_slice(thread);
-        for (int k_block = 0; k_block < num_multiplied; ++k_block) {
+        for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
             // Nothing of a warpgroup in here, since its warps do not find the same.
             if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {
@@ -93,11 +92,25 @@ struct Mainloop {
             release(ring.empty[cursor.index()]);
             cursor.advance();
         }
-        for (int k_block = num_multiplied; k_block < num_k_blocks; ++k_block) {
+    }
+
+    // Releases stages that this warpgroup has no use for. Its warps see each one before any goes
+    // on, as products have them do: of those that release it none knows whether the others have,
+    // and to one that looks when it has been filled again the parity says that it has not come yet.
+    // Scope: as above.
+    template <class Ring>
+    __device__ __forceinline__ static void skip(const Ring& ring,
+                                                RingCursor<Ring::kNumStages>& cursor,
+                                                int num_k_blocks,
+                                                int warpgroup,
+                                                uint32_t& waited,
+                                                const Watchdog& watchdog) {
+        for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
             if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {
                 waited += await_stage(watchdog, full, cursor.parity());
             }
+            ptx::barrier_sync(kProcessorsBarrier + warpgroup, 128);
             release(ring.empty[cursor.index()]);
             cursor.advance();
         }

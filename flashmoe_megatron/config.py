@@ -65,7 +65,8 @@ class MoEConfig:
             ``act(gate) * up`` (SwiGLU with ``Activation.SILU``).
         num_ranks: Ranks of the expert-parallel group; each owns ``num_experts / num_ranks``
             consecutive experts.
-        max_tokens: Upper bound of the tokens of one rank and call; sizes the symmetric heap.
+        max_tokens: Upper bound of the tokens of one rank and call; sizes the symmetric heap. The
+            kernel takes 1,024 for each CTA, one on each SM that is not reserved.
         skip_zero_probs: Leave out routes whose probability is exactly 0. Megatron's padding to
             capacity fills experts with such routes; they change neither results nor gradients.
     """

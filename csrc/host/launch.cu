@@ -124,7 +124,8 @@ int check_problem(const FlashMoEProblem* p) {
         ceil_div(ceil_div(p->max_tokens, chunk_tokens), p->num_ctas) * chunk_tokens;
     if (cta_tokens > kMaxCtaTokens) {
         return fail(FLASHMOE_BAD_ARGUMENT,
-                    "max_tokens %d on %d CTAs: one reduces %d of them, wanted at most %d",
+                    "max_tokens %d on %d CTAs: one has to reduce %d of them, its shared memory has "
+                    "room for %d",
                     p->max_tokens, p->num_ctas, cta_tokens, kMaxCtaTokens);
     }
     if (s.max_row_blocks() * BLOCK_M > INT32_MAX / 2) {

@@ -384,7 +384,7 @@ MUTANTS = [
     Mutant(
         "a block is taken for full one row short",
         "ranks2",
-        HANG,
+        BY_TMA,
         False,
         (
             (
@@ -476,7 +476,7 @@ MUTANTS = [
     Mutant(
         "tickets are read and written instead of added to",
         "ctas2",
-        TWICE,
+        UNWRITTEN,
         False,
         (
             (
@@ -563,10 +563,10 @@ MUTANTS = [
         (
             (
                 FORWARD,
-                "        dispatch(epoch);\n"
+                "        dispatch(epoch, 0);\n"
                 "        tell_rows(M::kTaken, protocol::next_epoch(epoch));\n",
                 "        tell_rows(M::kTaken, protocol::next_epoch(epoch));\n"
-                "        dispatch(epoch);\n",
+                "        dispatch(epoch, 0);\n",
             ),
         ),
     ),

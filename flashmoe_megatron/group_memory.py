@@ -132,7 +132,9 @@ class GroupMemory:
         """The error that a launch has left, once."""
         if not self.has_fault:
             return None
-        group = self.open()
+        # As the last launch had it: to open it anew asks CUDA, which may have failed itself.
+        assert self._last_stream is not None
+        group = self._groups[self._last_stream]
         fault = _native.read_fault(group)
         if fault is None:
             return None

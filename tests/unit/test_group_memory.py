@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flashmoe_megatron import _native, group_memory
+from flashmoe_megatron.errors import PeerTimeoutError
 from flashmoe_megatron.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
 from tests.unit.cases import make_config
@@ -66,6 +67,23 @@ def test_it_never_shrinks(memory: GroupMemory, field: str) -> None:
     memory.register(make_config(max_tokens=64, topk=2))
     memory.allocate(SIZES)
     assert not memory.needs(larger)
+
+
+def test_a_fault_is_told_although_cuda_has_failed(
+    memory: GroupMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.allocate(SIZES)
+    memory.open()
+    assert memory.take_fault() is None
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", fail)
+    memory._mailbox.view(torch.int32)[0] = _native.PEER_TIMEOUT
+    assert isinstance(memory.take_fault(), PeerTimeoutError)
+    assert memory.is_void
 
 
 @pytest.mark.parametrize("is_captured", [False, True], ids=["no graph", "a graph"])

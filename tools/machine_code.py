@@ -27,6 +27,8 @@ import resource_table
 
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)")
 PRODUCT, MOVE, NOTHING, INVALIDATION = "HGMMA", "R2UR", "NOP", "CCTL.IVALL"
+Kernels = dict[str, list[tuple[str, str]]]
+"""Predicate, or nothing, and operation of each instruction, by the kernels' mangled names."""
 FARTHEST = 100
 """Instructions between two products of one stage, at most."""
 
@@ -56,18 +58,30 @@ def disassemble(objects: list[nvcc_build.Object]) -> str:
     )
 
 
-def moves_in_loops(listing: str) -> dict[str, list[int]]:
+def instructions(listing: str) -> Kernels:
+    """What a listing of :func:`disassemble` has of each kernel."""
+    found: Kernels = {}
+    of_kernel: list[tuple[str, str]] = []
+    for line in listing.splitlines():
+        if match := re.search(r"Function : (\S+)", line):
+            of_kernel = found.setdefault(match[1], [])
+        elif match := INSTRUCTION.match(line):
+            of_kernel.append(((match[1] or "").strip(), match[2]))
+    return found
+
+
+def moves_in_loops(kernels: Kernels) -> dict[str, list[int]]:
     """Counts moves to uniform registers between the products of each stage.
 
     Args:
-        listing: Of :func:`disassemble`.
+        kernels: Of :func:`instructions`.
 
     Returns:
         By the mangled name of each kernel that has products: a number for each place where a stage
         is multiplied.
     """
     found: dict[str, list[int]] = {}
-    for kernel, operations in instructions(listing).items():
+    for kernel, operations in kernels.items():
         stages: list[int] = []
         moves, since = 0, FARTHEST + 1
         for _, operation in operations:
@@ -84,11 +98,11 @@ def moves_in_loops(listing: str) -> dict[str, list[int]]:
     return found
 
 
-def lost_acquires(listing: str) -> dict[str, int]:
+def lost_acquires(kernels: Kernels) -> dict[str, int]:
     """Counts invalidations of the L1 whose load is gone.
 
     Args:
-        listing: Of :func:`disassemble`.
+        kernels: Of :func:`instructions`.
 
     Returns:
         Their number by the mangled name of each kernel.
@@ -99,26 +113,14 @@ def lost_acquires(listing: str) -> dict[str, int]:
             for first, (predicate, operation) in pairwise(operations)
             if operation == INVALIDATION
         )
-        for kernel, operations in instructions(listing).items()
+        for kernel, operations in kernels.items()
     }
-
-
-def instructions(listing: str) -> dict[str, list[tuple[str, str]]]:
-    """Predicate, or nothing, and operation of each instruction, by the kernels' mangled names."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    of_kernel: list[tuple[str, str]] = []
-    for line in listing.splitlines():
-        if match := re.search(r"Function : (\S+)", line):
-            of_kernel = found.setdefault(match[1], [])
-        elif match := INSTRUCTION.match(line):
-            of_kernel.append(((match[1] or "").strip(), match[2]))
-    return found
 
 
 def main() -> int:
     objects = nvcc_build.build_library(nvcc_build.ROOT / "flashmoe_megatron" / "libflashmoe.so")
-    listing = disassemble(objects)
-    moves, acquires = moves_in_loops(listing), lost_acquires(listing)
+    kernels = instructions(disassemble(objects))
+    moves, acquires = moves_in_loops(kernels), lost_acquires(kernels)
     names = map(resource_table.short_name, resource_table.demangled(list(acquires)))
     for name, kernel in sorted(zip(names, acquires, strict=True)):
         print(

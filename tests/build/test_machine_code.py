@@ -24,7 +24,7 @@ LISTING = """
 
 
 def test_counts_moves_between_the_products_of_a_stage() -> None:
-    assert machine_code.moves_in_loops(LISTING) == {"_Z5firstv": [2, 0]}
+    assert machine_code.moves_in_loops(machine_code.instructions(LISTING)) == {"_Z5firstv": [2, 0]}
 
 
 def test_counts_acquires_without_their_load() -> None:
@@ -40,28 +40,29 @@ def test_counts_acquires_without_their_load() -> None:
         /*0010*/                   NOP ;
         /*0020*/                   CCTL.IVALL ;
     """
-    assert machine_code.lost_acquires(listing) == {"_Z5firstv": 1, "_Z6secondv": 1}
+    found = machine_code.lost_acquires(machine_code.instructions(listing))
+    assert found == {"_Z5firstv": 1, "_Z6secondv": 1}
 
 
 @pytest.fixture(scope="module")
-def listing(tmp_path_factory: pytest.TempPathFactory) -> str:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> machine_code.Kernels:
     """Of the library that is shipped."""
     library = tmp_path_factory.mktemp("library") / "libflashmoe.so"
-    return machine_code.disassemble(nvcc_build.build_library(library))
+    return machine_code.instructions(machine_code.disassemble(nvcc_build.build_library(library)))
 
 
 @pytest.mark.timeout(900)  # compiles csrc/ where its objects are not in the cache
-def test_no_acquire_has_lost_its_load(listing: str) -> None:
-    found = machine_code.lost_acquires(listing)
+def test_no_acquire_has_lost_its_load(kernels: machine_code.Kernels) -> None:
+    found = machine_code.lost_acquires(kernels)
     assert len(found) > 16  # layers, the plan, dispatch alone, gradients of biases
     assert not any(found.values())
 
 
 @pytest.mark.timeout(900)
-def test_no_main_loop_moves_descriptors(listing: str) -> None:
+def test_no_main_loop_moves_descriptors(kernels: machine_code.Kernels) -> None:
     if resource_table.release() not in resource_table.TABLE.read_text():
         pytest.skip(f"measured with another compiler than {resource_table.release()}")
-    found = machine_code.moves_in_loops(listing)
+    found = machine_code.moves_in_loops(kernels)
     forwards = [counts for name, counts in found.items() if "ForwardPass" in name]
     backwards = [counts for name, counts in found.items() if "BackwardPass" in name]
     assert forwards == [[0]] * 8

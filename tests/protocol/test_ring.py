@@ -5,7 +5,7 @@ is looked at by the parity of a phase alone, products bring the warps of a proce
 one of them then releases the stage for all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -76,7 +76,7 @@ class Ring:
         fillings = (state.filled - place + STAGES - 1) // STAGES
         return fillings % 2 != turn % 2
 
-    def _go(self, state: State, processor: int, warps: "range | tuple[int, ...]") -> State:
+    def _go(self, state: State, processor: int, warps: Iterable[int]) -> State:
         gone, released = [list(each) for each in state.gone], list(state.released)
         for warp in warps:
             at = gone[processor][warp]

@@ -63,6 +63,29 @@ def test_a_thousand_launches(num_ranks: int):
     assert all(memory.epoch > launches for memory in layer.group.memories)
 
 
+@pytest.mark.parametrize("width", [(320, 128), (512, 512)], ids=str)
+def test_experts_with_few_rows(width: tuple[int, int]):
+    """The shortest tiles: of one stage, or with pads alone for one of two warpgroups. A cluster's
+    warps get out of step with them soonest."""
+    num_ranks, launches, hidden, intermediate = 8, 300, *width
+    config = make_config(
+        num_ranks, hidden=hidden, intermediate=intermediate, num_experts=64, topk=4, max_tokens=64
+    )
+    layer = VirtualLayer(config, is_guarded=False)
+    inputs = steps.make_inputs(config, cases.uniform, [0, 1, 0, 40, 0, 1, 40, 1])
+    weights = steps.weights_of(config, inputs)
+    grads = steps.make_grads(layer, weights)
+    first = steps.step(layer, inputs, weights, grads)
+    assert_as_good(first, expected(config, inputs))
+    first = replace(first, **{name: tensor.clone() for name, tensor in vars(first).items()})
+    differences = torch.zeros((), dtype=torch.int64, device=inputs.fc1[0].device)
+    for _ in range(launches):
+        got = steps.step(layer, inputs, weights, grads)
+        for name, tensor in vars(got).items():
+            differences += (tensor != getattr(first, name)).sum()
+    assert int(differences) == 0
+
+
 @pytest.mark.parametrize("last", [0x7FFFFFFF, 0xFFFFFFFF], ids=hex)
 def test_epochs_wrap_around(last: int):
     config = make_config(2)

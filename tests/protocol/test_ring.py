@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tests.protocol.orders import explore
+
 STAGES = 3
 
 
@@ -85,24 +87,6 @@ class Ring:
             if warp == 0:
                 released[processor] += 1
         return State(state.filled, tuple(released), tuple(map(tuple, gone)))
-
-
-def explore(ring: Ring) -> int:
-    """Visits all states that can come about; gives their number.
-
-    Raises:
-        AssertionError: Somebody takes a stage for another, or nobody can go on.
-    """
-    seen, left = {ring.start()}, [ring.start()]
-    while left:
-        state = left.pop()
-        following = list(ring.next(state))
-        assert following or ring.is_over(state), f"nobody can go on: {state}"
-        for one in following:
-            if one not in seen:
-                seen.add(one)
-                left.append(one)
-    return len(seen)
 
 
 @pytest.mark.parametrize("multiplied", [(12, 12), (12, 1), (1, 1)], ids=str)

@@ -98,6 +98,7 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
             auto& stage = ring.stage[cursor.index()];
             wait_barrier<Waiter::kThread>(watchdog, Role::kLoaderStage, empty, cursor.parity() ^ 1);
             full.arrive_and_expect_tx(sizeof(stage));
+            ptx::delay_point();
             load_b(stage, full, k);
             if (k == 0) await_a();
             load_a(stage, full, k);

@@ -5,9 +5,9 @@
 
 namespace flashmoe::ptx {
 
-// Every acquire and release passes here. A library built with FLASHMOE_DELAYS waits at one in eight
-// of them, mostly up to 4 us, rarely up to 60 us, so that orders that hardly ever come about come
-// about often; in any other library it is nothing.
+// Every acquire and release passes here, also those of barriers within a cluster. A library built
+// with FLASHMOE_DELAYS waits at one in eight of them, mostly up to 4 us, rarely up to 60 us, so
+// that orders that hardly ever come about come about often; in any other library it is nothing.
 __device__ __forceinline__ void delay_point() {
 #ifdef FLASHMOE_DELAYS
     uint32_t now, sm;
@@ -16,6 +16,14 @@ __device__ __forceinline__ void delay_point() {
     uint32_t hash = (now ^ sm * 0x9E3779B9u ^ threadIdx.x * 0x85EBCA6Bu) * 0xC2B2AE35u;
     hash ^= hash >> 16;
     if (hash % 8 == 0) __nanosleep(hash / 8 % 128 == 0 ? hash >> 16 : hash >> 20);
+#endif
+}
+
+// The same where a warp acquires or releases as one.
+__device__ __forceinline__ void delay_point_of_warp() {
+#ifdef FLASHMOE_DELAYS
+    if (threadIdx.x % 32 == 0) delay_point();
+    __syncwarp();
 #endif
 }
 

@@ -66,6 +66,7 @@ __device__ __forceinline__ void hand_over_by(const Watchdog& watchdog,
                                           handover.empty[processor][warp], cursor.parity());
     lay_down(handover.outputs[processor][warp]);
     ptx::fence_proxy_async_shared();
+    ptx::delay_point_of_warp();
     handover.full[processor][warp].arrive();
     cursor.advance();
 }
@@ -172,6 +173,7 @@ class GiveBack {
         cute::tma_store_arrive();
         if (last_ != nullptr) {
             cute::tma_store_wait<1>();
+            ptx::delay_point_of_warp();
             last_->arrive();
         }
         last_ = &empty;
@@ -179,6 +181,7 @@ class GiveBack {
     __device__ __forceinline__ void finish() {
         if (last_ == nullptr) return;
         cute::tma_store_wait<0>();
+        ptx::delay_point_of_warp();
         last_->arrive();
         last_ = nullptr;
     }

@@ -67,6 +67,7 @@ struct Mainloop {
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
             // Nothing of a warpgroup in here, since its warps do not find the same.
+            ptx::delay_point_of_warp();
             if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {
                 waited += await_stage(watchdog, full, cursor.parity());
             }
@@ -107,6 +108,7 @@ struct Mainloop {
                                                 const Watchdog& watchdog) {
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
             Barrier& full = ring.full[cursor.index()];
+            ptx::delay_point_of_warp();
             if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {
                 waited += await_stage(watchdog, full, cursor.parity());
             }
@@ -127,6 +129,7 @@ struct Mainloop {
     // One elected thread for each CTA.
     __device__ __forceinline__ static void release(Barrier& stage) {
         const int thread = threadIdx.x % 128;
+        ptx::delay_point_of_warp();
         if (thread % 32 == 0 and thread / 32 < kClusterSize) stage.arrive(uint32_t(thread / 32));
     }
 };

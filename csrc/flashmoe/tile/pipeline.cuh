@@ -109,6 +109,15 @@ __device__ __forceinline__ bool agreed(bool has_come) {
     return kWaiter == Waiter::kThread ? has_come : __all_sync(~0u, has_come);
 }
 
+template <Waiter kWaiter>
+__device__ __forceinline__ void delay_point() {
+    if constexpr (kWaiter == Waiter::kThread) {
+        ptx::delay_point();
+    } else {
+        ptx::delay_point_of_warp();
+    }
+}
+
 // Waits for a barrier that has not come; gives the nanoseconds that it takes. Barriers within a
 // cluster always come, whoever has given up: the loader never stops loading. So one that does not
 // is a broken GPU, or a defect here, and `expired` has the last word.
@@ -133,6 +142,7 @@ __device__ __forceinline__ uint32_t await_barrier(
 template <Waiter kWaiter>
 __device__ __forceinline__ uint32_t
 wait_barrier(const Watchdog& watchdog, Role role, Barrier& barrier, uint32_t parity) {
+    delay_point<kWaiter>();
     if (agreed<kWaiter>(barrier.test_wait(parity))) return 0;
     return await_barrier<kWaiter>(watchdog, role, barrier, parity, [&] {
         watchdog.raise(kFaultTimeout, role, -1, int(blockIdx.x), parity, 0);
@@ -150,17 +160,21 @@ __device__ __forceinline__ void announce_tile(const Watchdog& watchdog,
     static_assert(sizeof(TileInfo) == sizeof(int4));
     for (int cta = 0; cta < kClusterSize; ++cta) {
         mailbox.full[slot.index()].arrive_and_expect_tx(sizeof(tile), uint32_t(cta), 1);
+        ptx::delay_point();
         ptx::st_async_cluster(&mailbox.tile[slot.index()], reinterpret_cast<const int4&>(tile),
                               &mailbox.full[slot.index()], uint32_t(cta));
     }
     slot.advance();
 }
 
-// Takes the announced pair. Scope: the other CTA's loader thread, or one lane.
+// Takes the announced pair. The leading CTA may hear of an arrival, and the next pair be there,
+// before a load that was issued first has read this one: so the arrival depends on what was loaded,
+// of which no word is negative. Scope: the other CTA's loader thread, or one lane.
 __device__ __forceinline__ TileInfo read_tile(TileMailbox& mailbox, RingCursor<kTileSlots>& slot) {
-    const TileInfo tile = mailbox.tile[slot.index()];
-    mailbox.empty[slot.index()].arrive(0u);
-    return tile;
+    const int4 tile = reinterpret_cast<const int4&>(mailbox.tile[slot.index()]);
+    ptx::delay_point();
+    mailbox.empty[slot.index()].arrive(0u, (tile.x | tile.y | tile.z | tile.w) >= 0);
+    return reinterpret_cast<const TileInfo&>(tile);
 }
 
 // Waits for the announced pair, which adds to `waited`, and takes this CTA's tile of it. Scope: one

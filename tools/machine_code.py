@@ -2,7 +2,7 @@
 
     python tools/machine_code.py
 
-prints two things for every kernel, and exits with status 1 if there are any.
+prints three things for every kernel, and exits with status 1 if there are any.
 
 *Moves to uniform registers* between the products of a stage. wgmma takes its operands' descriptors
 from uniform registers. Where ptxas cannot prove that a loop is uniform it keeps them in ordinary
@@ -13,6 +13,10 @@ ones, and moves 16 of them at every stage: 5 to 7 % of a layer's time
 its place, and behind it the invalidation of the L1, under a predicate that has meant something else
 since. Where that is false, what follows may be read as it was before
 (tools/bench/results/2026-11-22-lost-acquires.md).
+
+*Early arrivals*. A warp that loads from shared memory and then arrives at another CTA's barrier may
+be heard of before the load is done, unless the arrival depends on what was loaded. Then the place
+is written anew, and the load finds that (tools/bench/results/2026-11-22-late-load.md).
 """
 
 import re
@@ -21,16 +25,36 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import nvcc_build
 import resource_table
 
-INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)")
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*)")
+REGISTER = re.compile(r"\bU?[RP]\d+\b")
 PRODUCT, MOVE, NOTHING, INVALIDATION = "HGMMA", "R2UR", "NOP", "CCTL.IVALL"
-Kernels = dict[str, list[tuple[str, str]]]
-"""Predicate, or nothing, and operation of each instruction, by the kernels' mangled names."""
+LOAD, ARRIVAL = "LDS", "SYNCS.ARRIVE.TRANS64.RED.A1T0"  # of shared memory; at any CTA's barrier
+
+
+class Instruction(NamedTuple):
+    """One instruction: its predicate, or nothing, its operation and its operands."""
+
+    predicate: str
+    operation: str
+    operands: str
+
+    @property
+    def registers(self) -> list[str]:
+        """Those that are named, the written one first."""
+        return REGISTER.findall(self.operands)
+
+
+Kernels = dict[str, list[Instruction]]
+"""The instructions by the kernels' mangled names."""
 FARTHEST = 100
 """Instructions between two products of one stage, at most."""
+NEAR = 24
+"""Instructions between a load and the arrival that tells of it, at most."""
 
 
 def find_disassembler() -> Path:
@@ -61,12 +85,12 @@ def disassemble(objects: list[nvcc_build.Object]) -> str:
 def instructions(listing: str) -> Kernels:
     """What a listing of :func:`disassemble` has of each kernel."""
     found: Kernels = {}
-    of_kernel: list[tuple[str, str]] = []
+    of_kernel: list[Instruction] = []
     for line in listing.splitlines():
         if match := re.search(r"Function : (\S+)", line):
             of_kernel = found.setdefault(match[1], [])
         elif match := INSTRUCTION.match(line):
-            of_kernel.append(((match[1] or "").strip(), match[2]))
+            of_kernel.append(Instruction((match[1] or "").strip(), match[2], match[3]))
     return found
 
 
@@ -81,10 +105,10 @@ def moves_in_loops(kernels: Kernels) -> dict[str, list[int]]:
         is multiplied.
     """
     found: dict[str, list[int]] = {}
-    for kernel, operations in kernels.items():
+    for kernel, code in kernels.items():
         stages: list[int] = []
         moves, since = 0, FARTHEST + 1
-        for _, operation in operations:
+        for _, operation, _ in code:
             since += 1
             moves += operation.startswith(MOVE)
             if operation.startswith(PRODUCT):
@@ -109,25 +133,60 @@ def lost_acquires(kernels: Kernels) -> dict[str, int]:
     """
     return {
         kernel: sum(
-            first == (predicate, NOTHING)
-            for first, (predicate, operation) in pairwise(operations)
-            if operation == INVALIDATION
+            first[:2] == (second.predicate, NOTHING)
+            for first, second in pairwise(code)
+            if second.operation == INVALIDATION
         )
-        for kernel, operations in kernels.items()
+        for kernel, code in kernels.items()
     }
+
+
+def early_arrivals(kernels: Kernels) -> dict[str, int]:
+    """Counts arrivals at other CTAs' barriers that do not depend on a load shortly before them.
+
+    Args:
+        kernels: Of :func:`instructions`.
+
+    Returns:
+        Their number by the mangled name of each kernel.
+    """
+    return {
+        kernel: sum(
+            one.operation == ARRIVAL and _is_early(one, code[max(0, at - NEAR) : at])
+            for at, one in enumerate(code)
+        )
+        for kernel, code in kernels.items()
+    }
+
+
+def _is_early(arrival: Instruction, before: list[Instruction]) -> bool:
+    """Whether the last load among some instructions may be done after the arrival behind them."""
+    loaded: set[str] | None = None  # with what was computed from it
+    for one in before:
+        if one.operation.startswith(LOAD):
+            first = int(one.registers[0][1:])
+            words = {"128": 4, "64": 2}.get(one.operation.partition(".")[2], 1)
+            loaded = {f"R{first + word}" for word in range(words)}
+        elif loaded and loaded.intersection(one.registers[1:]):
+            loaded.add(one.registers[0])
+    if loaded is None:
+        return False
+    return not loaded.intersection([arrival.predicate.lstrip("@!"), *arrival.registers])
 
 
 def main() -> int:
     objects = nvcc_build.build_library(nvcc_build.ROOT / "flashmoe_megatron" / "libflashmoe.so")
     kernels = instructions(disassemble(objects))
     moves, acquires = moves_in_loops(kernels), lost_acquires(kernels)
+    arrivals = early_arrivals(kernels)
     names = map(resource_table.short_name, resource_table.demangled(list(acquires)))
     for name, kernel in sorted(zip(names, acquires, strict=True)):
         print(
-            f"{name}: {acquires[kernel]} acquires lost; moves in main loops: "
-            f"{', '.join(map(str, moves.get(kernel, []))) or 'no main loop'}"
+            f"{name}: {acquires[kernel]} acquires lost; {arrivals[kernel]} arrivals early; "
+            f"moves in main loops: {', '.join(map(str, moves.get(kernel, []))) or 'no main loop'}"
         )
-    return int(any(acquires.values()) or any(map(any, moves.values())))
+    bad = [*acquires.values(), *arrivals.values(), *map(sum, moves.values())]
+    return int(any(bad))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""In every kernel that is shipped main loops are uniform, and no acquire has lost its load."""
+"""In every kernel that is shipped main loops are uniform, no acquire has lost its load, and no
+arrival overtakes one."""
 
 import pytest
 
@@ -44,6 +45,26 @@ def test_counts_acquires_without_their_load() -> None:
     assert found == {"_Z5firstv": 1, "_Z6secondv": 1}
 
 
+def test_counts_arrivals_that_do_not_depend_on_the_load_before_them() -> None:
+    listing = """
+        Function : _Z5firstv
+        /*0010*/              @!P0 LDS.128 R24, [R17+0x180] ;
+        /*0020*/              @!P0 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R16+URZ], RZ ;
+        Function : _Z6secondv
+        /*0010*/                   SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R2+URZ], RZ ;
+        /*0020*/                   LDS.64 R8, [R10+0x180] ;
+        /*0030*/                   LOP3.LUT R4, R9, R3, RZ, 0xfc, !PT ;
+        /*0040*/                   ISETP.GT.AND P1, PT, R4, -0x1, PT ;
+        /*0050*/               @P1 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R2+URZ], RZ ;
+        Function : _Z5thirdv
+        /*0010*/                   LDS R8, [R10] ;
+        /*0020*/                   ISETP.GT.AND P1, PT, R9, -0x1, PT ;
+        /*0030*/               @P1 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R2+URZ], RZ ;
+    """
+    found = machine_code.early_arrivals(machine_code.instructions(listing))
+    assert found == {"_Z5firstv": 1, "_Z6secondv": 0, "_Z5thirdv": 1}
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> machine_code.Kernels:
     """Of the library that is shipped."""
@@ -56,6 +77,15 @@ def test_no_acquire_has_lost_its_load(kernels: machine_code.Kernels) -> None:
     found = machine_code.lost_acquires(kernels)
     assert len(found) > 16  # layers, the plan, dispatch alone, gradients of biases
     assert not any(found.values())
+
+
+@pytest.mark.timeout(900)
+def test_no_arrival_overtakes_a_load(kernels: machine_code.Kernels) -> None:
+    layers = {name: code for name, code in kernels.items() if "layer_kernel" in name}
+    assert len(layers) == 16
+    for code in layers.values():
+        assert sum(one.operation == machine_code.ARRIVAL for one in code) >= 5
+    assert not any(machine_code.early_arrivals(layers).values())
 
 
 @pytest.mark.timeout(900)

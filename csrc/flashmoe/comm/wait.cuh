@@ -47,6 +47,16 @@ enum class Role : uint32_t {
     kStoreGrad,
 };
 
+// Which part of its role's work a trace shows, in place of a row block or an expert.
+enum TracePart : int32_t {
+    kNoPart = -1,
+    kWhole = 0,
+    kFirstRows = 1,  // of dispatch: the first tiles' own rows
+    kMeanwhile = 1,  // of delivering: while tiles are computed
+    kOne = 2,        // a unit that is delivered, a token that is reduced
+    kSignals = 3,    // of a unit that is delivered
+};
+
 // Whether a wait's time is counted where it ends. Processors add theirs up and count them once, and
 // of the others nobody asks for more: to count is to hold up what was waited for.
 constexpr bool is_counted(Role role) {

@@ -90,11 +90,11 @@ __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem
     int64_t begin = Trace::now();
     while (deliver_unit<T, Pass::kIsBackward, 4>(args, smem, true) != Progress::kFinished) {
     }
-    args.watchdog.trace.add(uint32_t(Role::kDeliver), 0, begin);
+    args.watchdog.trace.add(uint32_t(Role::kDeliver), kWhole, begin);
 
     begin = Trace::now();
     reduce_results<T, Pass::kIsBackward, 4>(args, smem);
-    args.watchdog.trace.add(uint32_t(Role::kReduce), 0, begin);
+    args.watchdog.trace.add(uint32_t(Role::kReduce), kWhole, begin);
 }
 
 // Combines what there is while tiles are computed. Whoever has nothing to do for long goes on to
@@ -110,7 +110,7 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
         idle = progress == Progress::kSome ? 0 : idle + 1;
         if (idle > 0) __nanosleep(500);
     }
-    args.watchdog.trace.add(uint32_t(Role::kDeliver), 1, begin);
+    args.watchdog.trace.add(uint32_t(Role::kDeliver), kMeanwhile, begin);
 }
 
 // Plans, unless that is done. False on every CTA if the layer cannot go on.

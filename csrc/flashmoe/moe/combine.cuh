@@ -185,7 +185,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
         if (row >= 0) heap.dprobs(src_rank, token)[k] = dprob;
     }
     __syncwarp();
-    args.watchdog.trace.add(uint32_t(Role::kDeliver), 2, begin);
+    args.watchdog.trace.add(uint32_t(Role::kDeliver), kOne, begin);
     const int64_t summed = Trace::now();
     if (is_last) {
         protocol::publish_result<Atomics>(heap.result_signal(meta.src_rank, meta.token, rank),
@@ -193,7 +193,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
         atomicAdd_block(&counters().results_pushed[meta.src_rank], 1u);
     }
     __syncwarp();
-    args.watchdog.trace.add(uint32_t(Role::kDeliver), 3, summed);
+    args.watchdog.trace.add(uint32_t(Role::kDeliver), kSignals, summed);
     end_span(uint32_t(Role::kDeliver));
     return Progress::kSome;
 }
@@ -313,7 +313,7 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
         reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
                                               __popc(__shfl_sync(~0u, ranks, mine * width)));
         __syncwarp();
-        args.watchdog.trace.add(uint32_t(Role::kReduce), 2, begin);
+        args.watchdog.trace.add(uint32_t(Role::kReduce), kOne, begin);
         end_span(uint32_t(Role::kReduce));
         if (is_one) break;
     }

@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
         if (lane == 0) atomicAdd_block(&counters().rows_pulled[rank], 1u);
     }
     __syncwarp();
-    args.watchdog.trace.add(uint32_t(Role::kDispatch), 1, begin);
+    args.watchdog.trace.add(uint32_t(Role::kDispatch), kFirstRows, begin);
 }
 
 // All rows but `num_copied` places' own ones, in the order in which they are computed, first this
@@ -121,7 +121,7 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     begin_span(uint32_t(Role::kDispatch));
     bool has_heard = false;  // of every peer's rows
     auto hear = [&] {
-        args.watchdog.trace.add(uint32_t(Role::kDispatch), 0, begin);
+        args.watchdog.trace.add(uint32_t(Role::kDispatch), kWhole, begin);
         end_span(uint32_t(Role::kDispatch));
         await_published_rows(args, current_epoch(args.workspace));
         has_heard = true;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     if (not has_heard) hear();
     if (pad_rows_pulled) atomicAdd_block(&counters().pad_rows_pulled, uint32_t(pad_rows_pulled));
     if (pad_rows_made) atomicAdd_block(&counters().pad_rows_made, uint32_t(pad_rows_made));
-    args.watchdog.trace.add(uint32_t(Role::kDispatch), 0, begin);
+    args.watchdog.trace.add(uint32_t(Role::kDispatch), kWhole, begin);
     end_span(uint32_t(Role::kDispatch));
 }
 

@@ -169,7 +169,7 @@ __device__ __forceinline__ void publish_rows(const LayerArgs& args,
         }
     }
     ptx::bulk_wait_complete();
-    args.watchdog.trace.add(uint32_t(Role::kDispatchCopy), -1, begin);
+    args.watchdog.trace.add(uint32_t(Role::kDispatchCopy), kNoPart, begin);
     tell_rows(args, &args.workspace.tickets->rows_published, epoch);
 }
 

@@ -65,12 +65,7 @@ struct Mainloop {
         const int thread = threadIdx.x % 128;
         auto thread_mma = mma.get_slice(thread);
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
-            Barrier& full = ring.full[cursor.index()];
-            // Nothing of a warpgroup in here, since its warps do not find the same.
-            ptx::delay_point_of_warp();
-            if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {
-                waited += await_stage(watchdog, full, cursor.parity());
-            }
+            await_stage(watchdog, ring.full[cursor.index()], cursor.parity(), waited);
             auto& stage = ring.stage[cursor.index()];
             auto a = make_tensor(
                 make_smem_ptr(reinterpret_cast<T*>(stage.a) + warpgroup * 64 * BLOCK_K), LayoutA{});
@@ -107,11 +102,7 @@ struct Mainloop {
                                                 uint32_t& waited,
                                                 const Watchdog& watchdog) {
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
-            Barrier& full = ring.full[cursor.index()];
-            ptx::delay_point_of_warp();
-            if (not agreed<Waiter::kWarp>(full.test_wait(cursor.parity()))) {
-                waited += await_stage(watchdog, full, cursor.parity());
-            }
+            await_stage(watchdog, ring.full[cursor.index()], cursor.parity(), waited);
             ptx::barrier_sync(kProcessorsBarrier + warpgroup, 128);
             release(ring.empty[cursor.index()]);
             cursor.advance();
@@ -119,12 +110,17 @@ struct Mainloop {
     }
 
  private:
-    // A stage that does not come leaves no fault here, in the midst of the products: its loader
-    // waits as well, for rows or for room, and does.
-    __device__ __forceinline__ static uint32_t await_stage(const Watchdog& watchdog,
-                                                           Barrier& full,
-                                                           uint32_t parity) {
-        return await_barrier<Waiter::kWarp>(watchdog, Role::kProcessorStage, full, parity, [] {});
+    // Waits for a stage, which adds to `waited`. Nothing of a warpgroup in here, since its warps do
+    // not find the same. A stage that does not come leaves no fault, in the midst of the products:
+    // its loader waits as well, for rows or for room, and does.
+    __device__ __forceinline__ static void await_stage(const Watchdog& watchdog,
+                                                       Barrier& full,
+                                                       uint32_t parity,
+                                                       uint32_t& waited) {
+        ptx::delay_point_of_warp();
+        if (agreed<Waiter::kWarp>(full.test_wait(parity))) return;
+        waited +=
+            await_barrier<Waiter::kWarp>(watchdog, Role::kProcessorStage, full, parity, [] {});
     }
     // One elected thread for each CTA.
     __device__ __forceinline__ static void release(Barrier& stage) {

@@ -134,7 +134,7 @@ __device__ __forceinline__ uint32_t await_barrier(
         }
     }
 #ifdef FLASHMOE_TRACE
-    if (Trace::now() - begin > 100) watchdog.trace.add(uint32_t(role), -1, begin);
+    if (Trace::now() - begin > 100) watchdog.trace.add(uint32_t(role), kNoPart, begin);
 #endif
     return uint32_t(ptx::globaltimer_ns() - start);
 }

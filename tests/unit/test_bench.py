@@ -9,15 +9,16 @@ import torch.distributed as dist
 
 from flashmoe_megatron.reference_backend import ReferenceBackend
 from tests.distributed import RankPool
-from tools.bench.bench_layer import GATE, FusedLayer, UnfusedLayer
+from tools.bench.bench_layer import DTYPES, GATE, FusedLayer, UnfusedLayer
 from tools.bench.gate import LayerResults, relative_errors
 from tools.bench.profile_layer import FORWARD, Activity, activities_of, unexpected
-from tools.bench.shapes import SHAPES, Problem, Shape, make_problem
+from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Shape, make_problem
 
 
-def make(num_ranks: int, rank: int, *, gated: bool) -> Problem:
+def make(num_ranks: int, rank: int, *, gated: bool, dtype: str = "bf16") -> Problem:
     shape = Shape(40, 64, 128, 8, 2, gated=gated)
-    return make_problem(shape, num_ranks, rank=rank, device=torch.device("cpu"), zipf=0.7)
+    cpu = torch.device("cpu")
+    return make_problem(shape, num_ranks, rank=rank, device=cpu, zipf=0.7, dtype=DTYPES[dtype])
 
 
 def measured_errors(
@@ -62,6 +63,24 @@ def test_baseline_and_gate(ranks: RankPool, num_ranks: int, gated: bool, use_mai
         assert max(baseline.values()) < GATE
         assert broken["out"] > 10 * GATE
         assert broken["grad_x"] == layer["grad_x"]
+
+
+def test_float16_passes_the_gate_by_more():
+    errors = {}
+    for dtype in DTYPES:
+        problem = make(1, 0, gated=True, dtype=dtype)
+        assert problem.x.dtype == problem.parameters[0].dtype == DTYPES[dtype]
+        layer = FusedLayer(problem, ReferenceBackend(problem.config), use_main_grad=True)
+        errors[dtype] = max(relative_errors(problem, layer.results()).values())
+    assert errors["fp16"] < errors["bf16"] / 4 < GATE / 4
+
+
+@pytest.mark.parametrize("name", ODD_SHAPES)
+def test_odd_shapes_fill_no_tiles_but_divide_among_four(name: str):
+    shape = ODD_SHAPES[name]
+    assert shape.num_experts % 4 == 0
+    rows = shape.tokens * shape.topk * 4 / shape.num_experts
+    assert any(size % 256 for size in (shape.tokens, rows, shape.intermediate, shape.hidden))
 
 
 def test_shapes_are_the_published_ones():

@@ -20,6 +20,8 @@ the same run; the larger of the two. Backward floors are twice the forward's.
 
 Weight gradients are ordinary bfloat16 tensors for both, or with ``--grads main_grad`` are added to
 float32 buffers by both (by the fused kernel itself; by an addition after the baseline's backward).
+In float16 there is no baseline, since torch's grouped products take bfloat16 alone: ``--dtypes bf16
+fp16`` measures both, one after the other.
 """
 
 import argparse
@@ -38,11 +40,12 @@ from flashmoe_megatron.telemetry.record import Direction
 from tools.bench import common
 from tools.bench.common import Record, Timer, Timing, log
 from tools.bench.gate import LayerResults, relative_errors
-from tools.bench.shapes import SHAPES, Problem, Shape, make_problem
+from tools.bench.shapes import ALL_SHAPES, SHAPES, Problem, Shape, make_problem
 from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
 
 GATE = 6e-3
 TIMEOUT_S = 10.0
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAUNCHES_IN_ROW = 3  # before the one whose record is taken there are others
 
 
@@ -183,6 +186,7 @@ class Ceilings:
 def measure(
     name: str,
     shape: Shape,
+    dtype: str,
     options: argparse.Namespace,
     timer: Timer,
     ceilings: Ceilings,
@@ -200,7 +204,13 @@ def measure(
     rank = dist.get_rank() if num_ranks > 1 else 0
     device = torch.device("cuda", torch.cuda.current_device())
     problem = make_problem(
-        shape, num_ranks, rank=rank, device=device, zipf=options.zipf, seed=options.seed
+        shape,
+        num_ranks,
+        rank=rank,
+        device=device,
+        zipf=options.zipf,
+        seed=options.seed,
+        dtype=DTYPES[dtype],
     )
     backend = select_backend(
         problem.config,
@@ -218,11 +228,14 @@ def measure(
     about = {
         "shape": name,
         **vars(shape),
+        "dtype": dtype,
         "num_ranks": num_ranks,
         "imbalance": round(problem.imbalance(), 3),
         "grads": options.grads,
     }
 
+    if dtype != "bf16":
+        name = f"{name} {dtype}"
     errors = relative_errors(problem, fused.results())
     record.write(measurement="gate", implementation="fused", relative_l2=errors, **about)
     worst = max(errors.values(), key=lambda error: error if error == error else float("inf"))
@@ -261,7 +274,7 @@ def measure(
         call = fused.forward_and_backward
         timing = kernel_timing("backward", call, backend, options.iterations)
         take("kernel_backward", "backward kernel", "fused", timing, 2 * floor_ms)
-    if not options.no_baselines:
+    if not options.no_baselines and dtype == "bf16":
         for tensor in (problem.x, problem.probs, *problem.parameters):
             tensor.grad = None
             tensor.__dict__.pop("main_grad", None)
@@ -325,11 +338,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shapes",
         nargs="+",
-        choices=list(SHAPES),
+        choices=list(ALL_SHAPES),
         default=list(SHAPES),
         metavar="SHAPE",
-        help=f"from {', '.join(SHAPES)}",
+        help=f"from {', '.join(ALL_SHAPES)}; the first {len(SHAPES)} unless given",
     )
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16"])
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--forward-only", action="store_true", help="the gate still does both")
@@ -384,9 +398,10 @@ def main(arguments: list[str]) -> int:
     log(f"{num_ranks} x {machine['gpus'][0]}, torch {machine['torch']}, {machine['commit']}")
     rows = []
     for name in options.shapes:
-        shape = SHAPES[name].one_of(options.one_of)
-        rows.append(measure(name, shape, options, timer, ceilings, record, num_ranks))
-        torch.cuda.empty_cache()
+        shape = ALL_SHAPES[name].one_of(options.one_of)
+        for dtype in options.dtypes:
+            rows.append(measure(name, shape, dtype, options, timer, ceilings, record, num_ranks))
+            torch.cuda.empty_cache()
     print_table(rows, ceilings)
     if dist.is_initialized():
         dist.destroy_process_group()

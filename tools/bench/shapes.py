@@ -68,6 +68,17 @@ SHAPES = {
     "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2, gated=True),
     "deepseek-v3-e64": Shape(4096, 7168, 2048, 64, 8, gated=True),
 }
+"""What the kernel is meant for, and measured by."""
+
+ODD_SHAPES = {
+    "qwen3-30b-t777": Shape(777, 2048, 768, 128, 8, gated=True),
+    "qwen1.5-a2.7b": Shape(8192, 2048, 1408, 60, 4, gated=True),
+    "deepseek-v2-lite": Shape(8192, 2048, 1408, 64, 6, gated=True),
+    "deepseek-v2": Shape(4096, 5120, 1536, 160, 6, gated=True),
+}
+"""Whose sizes are no multiples of a tile: tokens, experts of a rank, columns of either product."""
+
+ALL_SHAPES = {**SHAPES, **ODD_SHAPES}
 
 
 @dataclass
@@ -76,7 +87,7 @@ class Problem:
 
     Attributes:
         config: The layer.
-        x: ``[tokens, hidden]`` bf16, requires a gradient.
+        x: ``[tokens, hidden]`` bf16 or fp16, requires a gradient.
         grad_out: As ``x``, without a gradient.
         topk_idx: ``[tokens, topk]`` int64.
         topk_weight: ``[tokens, topk]`` float32, requires a gradient.
@@ -130,6 +141,7 @@ def make_problem(
     device: torch.device,
     zipf: float = 0.0,
     seed: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:
     """Random tokens, weights and routing.
 
@@ -140,11 +152,12 @@ def make_problem(
         device: Where everything is made.
         zipf: Expert ``e`` is chosen with a weight of ``(e + 1) ** -zipf``; 0 is uniform.
         seed: Together with the rank decides all numbers.
+        dtype: Of tokens and weights.
     """
     g = torch.Generator(device).manual_seed(seed * 1000 + rank)
 
     def random(*size: int, scale: float = 1.0) -> torch.Tensor:
-        values = torch.empty(size, dtype=torch.bfloat16, device=device)
+        values = torch.empty(size, dtype=dtype, device=device)
         return values.normal_(std=scale, generator=g)
 
     config = shape.config(num_ranks)

@@ -1,0 +1,69 @@
+"""The list of measuring steps: what it runs, what it leaves out, how it goes on."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.bench import all_figures, bench_layer
+from tools.bench.all_figures import FolderError, Step, read_done, run, steps
+
+FINE = Step("fine", "timeit", ["-n", "1", "pass"], 30)
+BROKEN = Step("broken", "no_such_module", [], 30)
+LONG = Step("long", "timeit", ["-n", "1", "import time; time.sleep(60)"], 1)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4])
+def test_steps_have_names_of_their_own_and_arguments_that_are_known(
+    num_gpus: int, tmp_path: Path
+) -> None:
+    found = list(steps(num_gpus, tmp_path))
+    assert len({step.name for step in found}) == len(found) > 6
+    for step in found:
+        assert step.ranks <= num_gpus
+        command = step.command("abc")
+        assert ("torch.distributed.run" in command) == bool(step.ranks)
+        assert command[-2:] == ["--commit", "abc"]
+        if step.module == "tools.bench.bench_layer":
+            options = bench_layer.parse(step.arguments)
+            assert options.out.name == f"{step.name}.jsonl"
+            assert options.one_of == (4 if num_gpus == 1 else 1)
+            assert options.row_bound == (2.5 if options.zipf else 1.2)
+
+
+def test_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([FINE, BROKEN, LONG], tmp_path, 10, None) == 2
+    assert [(one.name, one.status) for one in read_done(tmp_path / "steps.jsonl")] == [
+        ("fine", "done"),
+        ("broken", "failed"),
+        ("long", "timed out"),
+    ]
+    assert "no_such_module" in (tmp_path / "broken.log").read_text()
+    capsys.readouterr()
+    assert run([FINE, BROKEN], tmp_path, 10, None) == 1
+    printed = capsys.readouterr().out
+    assert "fine: done before" in printed
+    assert "broken: failed" in printed
+
+
+def test_begins_nothing_that_may_not_end_in_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([FINE], tmp_path, 0.4, None) == 0
+    assert "fine: may take 30 s, 2" in capsys.readouterr().out
+    assert not (tmp_path / "steps.jsonl").exists()
+
+
+def test_a_list_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    for content in ("fine", "[1]", '{"step": "fine"}'):
+        path.write_text(content + "\n")
+        with pytest.raises(FolderError, match="wanted a JSON object of a step a line"):
+            run([FINE], tmp_path, 10, None)
+
+
+def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert all_figures.main(["--out", str(tmp_path / "new"), "--gpus", "0"]) == 2
+    assert "nothing can be measured" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert all_figures.main(["--out", str(tmp_path), "--gpus", "4", "--list"]) == 0
+    assert "bench_layer" in capsys.readouterr().out

@@ -169,6 +169,8 @@ def _is_early(arrival: Instruction, before: list[Instruction]) -> bool:
             loaded = {f"R{first + word}" for word in range(words)}
         elif loaded and loaded.intersection(one.registers[1:]):
             loaded.add(one.registers[0])
+        elif loaded and one.registers and not one.predicate:
+            loaded.discard(one.registers[0])  # written anew
     if loaded is None:
         return False
     return not loaded.intersection([arrival.predicate.lstrip("@!"), *arrival.registers])

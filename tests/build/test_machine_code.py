@@ -60,9 +60,13 @@ def test_counts_arrivals_that_do_not_depend_on_the_load_before_them() -> None:
         /*0010*/                   LDS R8, [R10] ;
         /*0020*/                   ISETP.GT.AND P1, PT, R9, -0x1, PT ;
         /*0030*/               @P1 SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R2+URZ], RZ ;
+        Function : _Z6fourthv
+        /*0010*/                   LDS R8, [R10] ;
+        /*0020*/                   IADD3 R8, R9, 0x1e0, RZ ;
+        /*0030*/                   SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R8+URZ], RZ ;
     """
     found = machine_code.early_arrivals(machine_code.instructions(listing))
-    assert found == {"_Z5firstv": 1, "_Z6secondv": 0, "_Z5thirdv": 1}
+    assert found == {"_Z5firstv": 1, "_Z6secondv": 0, "_Z5thirdv": 1, "_Z6fourthv": 1}
 
 
 @pytest.fixture(scope="module")

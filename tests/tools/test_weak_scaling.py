@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -21,10 +22,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.tools.offline_wandb import offline_runs
 from tools.weak_scaling import wandb_log
 from tools.weak_scaling.jobs import Begun, Limits, Outcome, run_points, signal_told_of
-from tools.weak_scaling.points import Settings, paper_settings, small_settings
+from tools.weak_scaling.points import KERNELS, Settings, paper_settings, small_settings
 from tools.weak_scaling.report import latency_table
 from tools.weak_scaling.results import FolderError, Results
-from tools.weak_scaling.wandb_log import ExperimentLog
+from tools.weak_scaling.wandb_log import ExperimentLog, metrics_of
 
 ROOT = Path(__file__).parents[2]
 # 3 experts do not divide among 2 ranks: one of the 5 points fails, the first on 2 ranks.
@@ -318,6 +319,10 @@ def row_of(settings: Settings, factor: float = 1.0) -> list[Outcome]:
             "errors": {"fused": {"out": 1e-3}, "unfused": {"out": 1e-3}},
             "memory": {**memory, "fused": {}, "unfused": {}},
         }
+        if point.num_gpus != 1:
+            result["kernels"] = {
+                direction: timing(factor * math.sqrt(point.num_gpus)) for direction in KERNELS
+            }
         outcomes.append(Outcome(point, {"gpus": []}, result))
     return outcomes
 
@@ -338,6 +343,14 @@ def test_overlap_efficiency_and_throughput_by_hand(tmp_path: Path):
         assert line["forward fused Oe = T(2)/T(N)"] == wanted
         assert line["forward unfused / fused"] == "2.00"
         assert float(line["forward fused, Mtokens/s"]) == pytest.approx(2 * tokens / 1e3, rel=1e-2)
+        # The kernels' are made up to take sqrt(N) / 2 ms, and to be missing on one GPU.
+        kernel = {1: "", 2: "0.7071", 4: "1"}[gpus]
+        wanted = {1: "", 2: "1.000", 4: "" if is_alone else "0.707"}[gpus]
+        for direction in KERNELS:
+            assert line[f"{direction} kernel, ms"] == kernel
+            assert line[f"{direction} kernel Oe = T(2)/T(N)"] == wanted
+    logged = metrics_of(results.rows[settings.points()[-1].key])
+    assert logged["kernel/backward_ms"] == 1.0
 
 
 def test_without_wandb_there_is_one_warning(tmp_path: Path, monkeypatch, caplog):

@@ -10,13 +10,20 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.planner import plan_buffer_rows
 from flashmoe_megatron.select import select_backend
-from tools.bench.bench_layer import Ceilings, FusedLayer, UnfusedLayer, without_grad
+from tools.bench.bench_layer import (
+    Ceilings,
+    FusedLayer,
+    UnfusedLayer,
+    kernel_timing,
+    without_grad,
+)
 from tools.bench.common import Timer, Timing
 from tools.bench.gate import LayerResults, relative_errors
 from tools.bench.shapes import Problem, make_problem
-from tools.weak_scaling.points import Point, Settings
+from tools.weak_scaling.points import KERNELS, Point, Settings
 
 PEER_TIMEOUT_S = 10.0
+ROW_BOUND = 1.25  # of one launch, plan and all: more than uniform routing ever gives a rank
 
 
 class GateError(Exception):
@@ -90,8 +97,9 @@ class Bench:
         """Measures one point. Collective over the default group.
 
         Returns:
-            For JSON: relative errors, times in ms by implementation and pass, memory in bytes, and
-            what bounds the times.
+            For JSON: relative errors, times in ms by implementation and pass, on GPUs the times
+            that the fused kernel's launches record by direction, memory in bytes, and what bounds
+            the times.
 
         Raises:
             GateError: A result of either implementation is further from float32 than allowed.
@@ -114,6 +122,7 @@ class Bench:
             found["cublas_tflops"] = round(self.ceilings.tflops, 1)
             found["link_gbps"] = self.ceilings.link_gbps and round(self.ceilings.link_gbps, 1)
             found["floor_ms"] = round(self.ceilings.floor_ms(point.shape, problem), 4)
+            found["kernels"] = self._kernels(problem)
         del fused
         for tensor in (problem.x, problem.probs, *problem.parameters):
             tensor.grad = None
@@ -126,7 +135,7 @@ class Bench:
             torch.cuda.empty_cache()
         return found
 
-    def _backend(self, problem: Problem) -> Backend:
+    def _backend(self, problem: Problem, row_bound: float | None = None) -> Backend:
         group = dist.group.WORLD if self.num_ranks > 1 else None
         if self.device.type != "cuda":
             return select_backend(problem.config, group, self.device, kind="reference")
@@ -137,6 +146,7 @@ class Bench:
             kind="kernel",
             symmetric_backend=self.settings.symmetric,
             timeout_s=PEER_TIMEOUT_S,
+            row_bound=row_bound,
         )
 
     def _gate(self, name: str, problem: Problem, results: LayerResults) -> dict[str, float]:
@@ -153,6 +163,18 @@ class Bench:
         return {
             "forward": self.timer(without_grad(layer)).as_dict(),
             "forward+backward": self.timer(layer.forward_and_backward).as_dict(),
+        }
+
+    def _kernels(self, problem: Problem) -> dict[str, dict[str, Any]]:
+        """Times without the hosts: of launches that follow one another without a pause."""
+        backend = self._backend(problem, ROW_BOUND)
+        layer = FusedLayer(problem, backend, use_main_grad=True)
+        calls = {"forward": without_grad(layer), "backward": layer.forward_and_backward}
+        return {
+            direction: kernel_timing(
+                direction, calls[direction], backend, self.settings.iterations
+            ).as_dict()
+            for direction in KERNELS
         }
 
     def _peaks(self, layer: Layer) -> dict[str, int]:

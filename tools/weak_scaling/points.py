@@ -7,6 +7,7 @@ from tools.bench.shapes import Shape
 
 IMPLEMENTATIONS = ("fused", "unfused")
 PASSES = ("forward", "forward+backward")
+KERNELS = ("forward", "backward")
 
 
 @dataclass(frozen=True, order=True)

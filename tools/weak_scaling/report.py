@@ -5,12 +5,23 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.weak_scaling.points import IMPLEMENTATIONS, PASSES
-from tools.weak_scaling.results import Measured, Results, median_ms, overlap_efficiency
+from tools.weak_scaling.points import IMPLEMENTATIONS, KERNELS, PASSES
+from tools.weak_scaling.results import (
+    Measured,
+    Results,
+    kernel_ms,
+    kernel_overlap_efficiency,
+    median_ms,
+    overlap_efficiency,
+)
 
 logger = logging.getLogger("flashmoe.weak_scaling")
 
 Table = tuple[list[str], list[list[str]]]
+KERNEL_NOTE = (
+    " Kernel times are what launches record that follow one another without a pause: without the "
+    "hosts, and without how late they let the ranks begin."
+)
 
 
 def write_report(results: Results) -> list[Path]:
@@ -59,6 +70,8 @@ def latency_table(measured: Measured) -> Table:
             f"{which} fused Oe = T(2)/T(N)",
             f"{which} unfused Oe = T(2)/T(N)",
         ]
+    for direction in KERNELS:
+        titles += [f"{direction} kernel, ms", f"{direction} kernel Oe = T(2)/T(N)"]
     rows = []
     for point, result in measured.items():
         row = [str(point.num_gpus), str(point.tokens), str(point.num_experts)]
@@ -73,6 +86,11 @@ def latency_table(measured: Measured) -> Table:
             for name in IMPLEMENTATIONS:
                 efficiency = overlap_efficiency(measured, point, name, which)
                 row.append("" if efficiency is None else f"{efficiency:.3f}")
+        for direction in KERNELS:
+            kernel = kernel_ms(result, direction)
+            efficiency = kernel_overlap_efficiency(measured, point, direction)
+            row.append("" if kernel is None else f"{kernel:.4g}")
+            row.append("" if efficiency is None else f"{efficiency:.3f}")
         rows.append(row)
     return titles, rows
 
@@ -114,6 +132,7 @@ def _markdown(results: Results, tables: dict[str, Table], drawn: Sequence[Path])
     settings, machine, failed = results.settings, results.machine(), results.failed()
     missing = len(results.missing(retry_failed=False))
     gpus = machine.get("gpus") or []
+    has_kernels = any("kernels" in result for result in results.measured().values())
     where = (
         f"{len(gpus)} x {gpus[0]}, driver {machine['driver']}"
         if gpus and settings.device == "cuda"
@@ -138,7 +157,7 @@ def _markdown(results: Results, tables: dict[str, Table], drawn: Sequence[Path])
         *_table(*tables["latency"]),
         "",
         "Oe is the overlap efficiency, the time on 2 GPUs over the time on N at equal tokens per "
-        "GPU: 1 if more GPUs cost nothing.",
+        "GPU: 1 if more GPUs cost nothing." + (KERNEL_NOTE if has_kernels else ""),
         "",
         "## Memory of one GPU",
         "",

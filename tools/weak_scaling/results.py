@@ -28,6 +28,21 @@ def overlap_efficiency(
     return median_ms(pair, implementation, which) / median_ms(ours, implementation, which)
 
 
+def kernel_ms(result: dict[str, Any], direction: str) -> float | None:
+    """What launches of a direction record of themselves, median; ``None`` where none did."""
+    timing = result.get("kernels", {}).get(direction)
+    return None if timing is None else float(timing["median_ms"])
+
+
+def kernel_overlap_efficiency(measured: Measured, point: Point, direction: str) -> float | None:
+    """Oe of the kernel alone, without what its launch costs the hosts."""
+    pair = measured.get(replace(point, num_gpus=2))
+    if pair is None or point.num_gpus < 2:
+        return None
+    two, ours = kernel_ms(pair, direction), kernel_ms(measured[point], direction)
+    return None if two is None or ours is None else two / ours
+
+
 class FolderError(Exception):
     """The folder cannot be used as asked."""
 

@@ -24,7 +24,7 @@ def metrics_of(row: dict[str, Any]) -> dict[str, Any]:
 
     Keys: ``PASS/IMPLEMENTATION_ms`` (median), ``PASS/IMPLEMENTATION_mtokens_per_s`` (of all GPUs),
     ``PASS/speedup`` (unfused over fused; above 1 the kernel is faster), ``memory/...`` in bytes,
-    ``error/IMPLEMENTATION`` (largest relative L2 error), ``floor_ms``.
+    ``error/IMPLEMENTATION`` (largest relative L2 error), ``kernel/DIRECTION_ms``, ``floor_ms``.
     """
     if row["status"] != "ok":
         return {"failed": 1}
@@ -45,6 +45,8 @@ def metrics_of(row: dict[str, Any]) -> dict[str, Any]:
             found.update({f"memory/{name}/{what}": peak for what, peak in value.items()})
         else:
             found[f"memory/{name}"] = value
+    for direction, timing in result.get("kernels", {}).items():
+        found[f"kernel/{direction}_ms"] = timing["median_ms"]
     if "floor_ms" in result:
         found["floor_ms"] = result["floor_ms"]
     return found

@@ -23,7 +23,7 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,44 +123,36 @@ def moves_in_loops(kernels: Kernels) -> dict[str, list[int]]:
 
 
 def lost_acquires(kernels: Kernels) -> dict[str, int]:
-    """Counts invalidations of the L1 whose load is gone.
-
-    Args:
-        kernels: Of :func:`instructions`.
-
-    Returns:
-        Their number by the mangled name of each kernel.
-    """
-    return {
-        kernel: sum(
-            first[:2] == (second.predicate, NOTHING)
-            for first, second in pairwise(code)
-            if second.operation == INVALIDATION
-        )
-        for kernel, code in kernels.items()
-    }
+    """Counts invalidations of the L1 whose load is gone, by the kernels' names."""
+    return _count(kernels, _is_lost)
 
 
 def early_arrivals(kernels: Kernels) -> dict[str, int]:
-    """Counts arrivals at other CTAs' barriers that do not depend on a load shortly before them.
+    """Counts arrivals at other CTAs' barriers that overtake a load, by the kernels' names."""
+    return _count(kernels, _is_early)
 
-    Args:
-        kernels: Of :func:`instructions`.
 
-    Returns:
-        Their number by the mangled name of each kernel.
-    """
+def _count(
+    kernels: Kernels, is_bad: Callable[[Instruction, list[Instruction]], bool]
+) -> dict[str, int]:
+    """How many instructions of each kernel are bad behind the few before them."""
     return {
-        kernel: sum(
-            one.operation == ARRIVAL and _is_early(one, code[max(0, at - NEAR) : at])
-            for at, one in enumerate(code)
-        )
+        kernel: sum(is_bad(one, code[max(0, at - NEAR) : at]) for at, one in enumerate(code))
         for kernel, code in kernels.items()
     }
+
+
+def _is_lost(invalidation: Instruction, before: list[Instruction]) -> bool:
+    """Whether a load has become nothing where the L1 is invalidated behind it."""
+    if invalidation.operation != INVALIDATION or not before:
+        return False
+    return before[-1][:2] == (invalidation.predicate, NOTHING)
 
 
 def _is_early(arrival: Instruction, before: list[Instruction]) -> bool:
     """Whether the last load among some instructions may be done after the arrival behind them."""
+    if arrival.operation != ARRIVAL:
+        return False
     loaded: set[str] | None = None  # with what was computed from it
     for one in before:
         if one.operation.startswith(LOAD):

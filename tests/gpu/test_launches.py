@@ -77,7 +77,6 @@ def test_experts_with_few_rows(width: tuple[int, int]):
     grads = steps.make_grads(layer, weights)
     first = steps.step(layer, inputs, weights, grads)
     assert_as_good(first, expected(config, inputs))
-    first = replace(first, **{name: tensor.clone() for name, tensor in vars(first).items()})
     differences = torch.zeros((), dtype=torch.int64, device=inputs.fc1[0].device)
     for _ in range(launches):
         got = steps.step(layer, inputs, weights, grads)

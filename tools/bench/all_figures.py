@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tools.bench.shapes import ODD_SHAPES
@@ -82,7 +82,7 @@ class Done:
     name: str
     status: str
     seconds: float
-    command: list[str] = field(default_factory=list)
+    command: list[str]
 
 
 def steps(num_gpus: int, out: Path) -> Iterator[Step]:
@@ -92,8 +92,7 @@ def steps(num_gpus: int, out: Path) -> Iterator[Step]:
 
     def bench(name: str, limit_s: float, *arguments: str, ranks: int = several) -> Step:
         kept = ["--out", str(out / f"{name}.jsonl")]
-        alone = of_all if ranks == several else []
-        return Step(name, layer, [*alone, *KERNEL, *arguments, *kept], limit_s, ranks)
+        return Step(name, layer, [*of_all, *KERNEL, *arguments, *kept], limit_s, ranks)
 
     yield bench("layer", 150)
     if num_gpus > 2:  # overlap efficiency is relative to two

@@ -1,6 +1,7 @@
 """The folder of a run: its settings, and one line per point that ended."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,7 @@ def overlap_efficiency(
     measured: Measured, point: Point, implementation: str, which: str
 ) -> float | None:
     """The paper's Oe = T(2) / T(N): 1 if more GPUs cost nothing; ``None`` without 2 GPUs."""
-    pair = measured.get(replace(point, num_gpus=2))
-    if pair is None or point.num_gpus < 2:
-        return None
-    ours = measured[point]
-    return median_ms(pair, implementation, which) / median_ms(ours, implementation, which)
+    return _two_over_all(measured, point, lambda result: median_ms(result, implementation, which))
 
 
 def kernel_ms(result: dict[str, Any], direction: str) -> float | None:
@@ -36,10 +33,16 @@ def kernel_ms(result: dict[str, Any], direction: str) -> float | None:
 
 def kernel_overlap_efficiency(measured: Measured, point: Point, direction: str) -> float | None:
     """Oe of the kernel alone, without what its launch costs the hosts."""
+    return _two_over_all(measured, point, lambda result: kernel_ms(result, direction))
+
+
+def _two_over_all(
+    measured: Measured, point: Point, time_of: Callable[[dict[str, Any]], float | None]
+) -> float | None:
     pair = measured.get(replace(point, num_gpus=2))
     if pair is None or point.num_gpus < 2:
         return None
-    two, ours = kernel_ms(pair, direction), kernel_ms(measured[point], direction)
+    two, ours = time_of(pair), time_of(measured[point])
     return None if two is None or ours is None else two / ours
 
 

@@ -25,20 +25,25 @@ __device__ __forceinline__ void load_boxes(const void* map,
                                            int k,
                                            int first_k,
                                            bool is_shared,
+                                           int cta,
                                            BeginOfBox mn) {
     constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     auto* arrived = reinterpret_cast<uint64_t*>(&full);
-    const int cta = int(ptx::cluster_rank());
+    // The maps' dimensions: 64 columns, rows, blocks of 64 columns.
+    const auto row = [&](int box) { return kMajor == Major::K ? mn(box) : first_k + k * BLOCK_K; };
+    const auto block = [&](int box) {
+        return kMajor == Major::K ? first_k / BLOCK_K + k : mn(box) / BLOCK_K;
+    };
+    if (is_shared) {
+        static_assert(kBoxes <= kClusterSize and kClusterSize == 2);
+        const int box = int(uint32_t(k + cta) % kClusterSize);
+        if (box >= kBoxes) return;
+        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, arrived, (1 << kClusterSize) - 1, kHint,
+                                               boxes[box], 0, row(box), block(box));
+    } else {
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box) {
-        // The maps' dimensions: 64 columns, rows, blocks of 64 columns.
-        const int row = kMajor == Major::K ? mn(box) : first_k + k * BLOCK_K;
-        const int block = kMajor == Major::K ? first_k / BLOCK_K + k : mn(box) / BLOCK_K;
-        if (not is_shared) {
-            cute::SM90_TMA_LOAD_3D::copy(map, arrived, kHint, boxes[box], 0, row, block);
-        } else if ((box + k) % kClusterSize == cta) {
-            cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, arrived, (1 << kClusterSize) - 1, kHint,
-                                                   boxes[box], 0, row, block);
+        for (int box = 0; box < kBoxes; ++box) {
+            cute::SM90_TMA_LOAD_3D::copy(map, arrived, kHint, boxes[box], 0, row(box), block(box));
         }
     }
 }
@@ -133,14 +138,15 @@ __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
                                                    Announce announce) {
     const WeightGradProduct& product = product_of(args, tile);
     const int first_row = args.plan.expert_block[tile.expert] * BLOCK_M;
+    const int cta = int(ptx::cluster_rank());
     stream_tile(
         args.watchdog, ring, cursor, weight_grad_k_blocks(args.plan, tile),
         [&](auto& stage, Barrier& full, int k) {
-            load_boxes<Major::MN>(&product.left, full, stage.a, k, first_row, false,
+            load_boxes<Major::MN>(&product.left, full, stage.a, k, first_row, false, cta,
                                   [&](int) { return tile.m * BLOCK_M; });
         },
         [&](auto& stage, Barrier& full, int k) {
-            load_boxes<Major::MN>(&product.right, full, stage.b, k, first_row, true,
+            load_boxes<Major::MN>(&product.right, full, stage.b, k, first_row, true, cta,
                                   [&](int box) { return tile.n * BLOCK_N + box * kBoxRows; });
         },
         [] {}, take, announce);
@@ -189,20 +195,22 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                 }
             }
             const int matrix = Pass::kWeightOfGemm0 ^ tile.gemm;
+            const int cta = int(ptx::cluster_rank());
             const CUtensorMap* weights =
                 args.weight_maps + matrix * args.shape.num_local_experts() + tile.expert;
             stream_tile(
                 args.watchdog, ring, cursor, args.num_k_blocks[tile.gemm],
                 [&](auto& stage, Barrier& full, int k) {
                     load_boxes<Major::K>(&args.load_map[tile.gemm], full, stage.a, k, 0,
-                                         tile.pair == Pair::kAlongN,
+                                         tile.pair == Pair::kAlongN, cta,
                                          [&](int) { return tile.m * BLOCK_M; });
                 },
                 [&](auto& stage, Barrier& full, int k) {
-                    load_boxes<Pass::kMajorB>(
-                        weights, full, stage.b, k, 0, tile.pair == Pair::kAlongM, [&](int box) {
-                            return begin_of_b<Pass>(args.shape, tile.gemm, tile.n, box);
-                        });
+                    load_boxes<Pass::kMajorB>(weights, full, stage.b, k, 0,
+                                              tile.pair == Pair::kAlongM, cta, [&](int box) {
+                                                  return begin_of_b<Pass>(args.shape, tile.gemm,
+                                                                          tile.n, box);
+                                              });
                 },
                 [&] {
                     const Workspace& workspace = args.workspace;

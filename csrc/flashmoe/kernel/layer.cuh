@@ -177,7 +177,10 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
             cutlass::arch::warpgroup_reg_dealloc<kCommRegisters>();
             const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
             if (warp == 0) {
-                if (cute::elect_one_sync()) load_layer<Pass>(args, ring, words.mailbox);
+                const StageRing<kStages> kept{ptx::keep_address(ring.stage),
+                                              ptx::keep_address(ring.full),
+                                              ptx::keep_address(ring.empty)};
+                if (cute::elect_one_sync()) load_layer<Pass>(args, kept, words.mailbox);
                 __syncwarp();
             } else if (warp == 1) {
                 dispatch(args, buffers.pieces, words.pieces, num_first_places(args));

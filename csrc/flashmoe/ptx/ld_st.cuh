@@ -106,6 +106,15 @@ __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Something in shared memory, whose address stays in a register: else it is found anew at each use
+// of a barrier or a copy, from the CTA's place in its cluster, which takes tens of cycles. Scope: a
+// warp.
+template <class T>
+__device__ __forceinline__ T& keep_address(T& shared) {
+    const uint32_t address = __shfl_sync(~0u, uint32_t(__cvta_generic_to_shared(&shared)), 0);
+    return *static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 // Which CTA of its cluster this one is.
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;

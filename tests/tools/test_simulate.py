@@ -34,7 +34,7 @@ from tools.simulate.routing import busiest_rank, hit_probability, maximal_incast
 
 PAPER = SHAPES["paper-8k"]
 FIGURES, KEPT = figures_file.load()
-FITTED = Fitted(host_us={"run": 100.0}, host_backward_us={"run": 300.0})
+FITTED = Fitted(forward_us=100.0, backward_us=30.0, forward_slowing=0.1, backward_slowing=0.2)
 IDEAL = Fitted(
     product_efficiency=1.0,
     tile_us=0.0,
@@ -42,7 +42,6 @@ IDEAL = Fitted(
     wgrad_efficiency=1.0,
     wgrad_tile_us=0.0,
     link_efficiency=1.0,
-    host_us={"run": 0.0},
 )
 ENDLESS = 1e12
 
@@ -169,7 +168,7 @@ def test_more_tokens_take_longer(backward: bool):
         for tokens in (512, 1024, 2048, 4096, 8192, 16384, 32768)
     ]
     assert times == sorted(times)
-    assert times[-1] > 1.9 * times[-2] - FITTED.host_us["run"] - 300
+    assert times[-1] > 1.9 * times[-2] - FITTED.forward_us
 
 
 def test_slower_links_take_longer():
@@ -261,8 +260,32 @@ def test_what_cannot_be_simulated_is_refused():
         simulate(replace(PAPER, num_experts=6), 4, FIGURES, FITTED)
     with pytest.raises(ValueError, match="NIC rate"):
         simulate(PAPER, 16, FIGURES, FITTED)
-    with pytest.raises(FigureError, match="fit"):
-        simulate(PAPER, 4, FIGURES, Fitted())
+
+
+def test_nothing_fitted_is_an_error(tmp_path: Path, monkeypatch, capsys):
+    figures = tmp_path / "figures.json"
+    data = json.loads(figures_file.FILE.read_text())
+    figures.write_text(json.dumps({**data, "fitted": {}}))
+    kept = figures_file.load(figures)
+    monkeypatch.setattr(command.figures_file, "load", lambda: kept)
+    for arguments in (["compare"], ["predict", "--out", str(tmp_path)]):
+        assert command.main(arguments) == 2
+        assert "nothing is fitted" in capsys.readouterr().err
+
+
+def test_long_launches_come_to_the_power_limit():
+    free = replace(FIGURES, nvlink_gbps=ENDLESS, hbm_gbps=ENDLESS, nvlink_latency_us=0.0)
+    slowing = replace(IDEAL, forward_slowing=0.2)
+
+    def lost(tokens: int) -> float:
+        shape = replace(SHAPES["mixtral-8x7b"], tokens=tokens)
+        without, slowed = (simulate(shape, 4, free, f).total for f in (IDEAL, slowing))
+        return 1.0 - without / slowed
+
+    # Of 7.7 ms of products, one millisecond less than all; of an eighth of them half.
+    assert lost(8192) == pytest.approx(0.2 * 7.8 / 8.8, abs=0.005)
+    assert lost(1024) == pytest.approx(0.2 * 1.0 / 2.0, abs=0.01)
+    assert lost(65536) == pytest.approx(0.2, abs=0.005)
 
 
 # Measured times.
@@ -289,15 +312,17 @@ def test_a_fit_finds_what_made_the_times():
         derivative_us=3.0,
         wgrad_efficiency=0.7,
         wgrad_tile_us=6.0,
-        host_us={"run": 210.0},
-        host_backward_us={"run": 900.0},
+        forward_us=60.0,
+        backward_us=20.0,
+        forward_slowing=0.15,
+        backward_slowing=0.1,
     )
     points = points_of(truth)
     found = fit(points, FIGURES)
     for comparison in compare(points, FIGURES, found):
         assert abs(comparison.error) < 0.03
     assert found.product_efficiency == pytest.approx(0.82, rel=0.05)
-    assert found.host_us["run"] == pytest.approx(210.0, rel=0.1)
+    assert found.forward_us == pytest.approx(60.0, rel=0.1)
     assert all("paper-4k" not in seen and "paper-16k-e8" not in seen for seen in found.fitted_to)
     assert len(found.fitted_to) == 18
 
@@ -307,7 +332,7 @@ def test_the_table_tells_fitted_from_held_out():
     held_out = Measurement("r", "paper-4k", SHAPES["paper-4k"], 4, True, 2.0, None, None)
     lines = table([Comparison(held_out, 2.3), Comparison(fitted, 0.95)], tolerance=0.1)
     assert lines[2] == "| r | paper-1k forward | 2 | 1.000 | 0.950 | -5.0% | fitted |"
-    assert lines[3] == ("| r | paper-4k forward+backward | 4 | 2.000 | 2.300 | +15.0% | held out |")
+    assert lines[3] == "| r | paper-4k backward | 4 | 2.000 | 2.300 | +15.0% | held out |"
     assert lines[-2] == "fitted: 1 of 1 within 10%, mean 5.0%, largest 5.0%"
     assert lines[-1] == "held out: 0 of 1 within 10%, mean 15.0%, largest 15.0%"
 
@@ -320,18 +345,15 @@ def test_a_run_is_judged_by_its_own_ceilings():
 
 def test_what_is_kept_reproduces_what_was_measured(capsys, tmp_path: Path):
     """The claim of the README, on the records of this repository."""
-    # Two forwards of 2K tokens are off by 17 and 19 %: 0.363 ms on 2 GPUs and 0.501 on 4, of which
-    # Python is the larger part; forward and backward of 4K on 4 GPUs by 10.3 %. All else is within
-    # a tenth.
-    assert command.main(["compare", "--tolerance", "0.20", "--out", str(tmp_path)]) == 0
+    assert command.main(["compare", "--tolerance", "0.10", "--out", str(tmp_path)]) == 0
     assert "held out" in capsys.readouterr().out
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     points = command.points_of([command.ROOT / file for file in KEPT.files])
     held_out = [c for c in compare(points, FIGURES, KEPT) if not c.point.is_fitted]
     assert {c.point.num_gpus for c in held_out} == {1, 2, 4}
     errors = np.array([abs(c.error) for c in held_out])
-    assert len(errors) >= 50
-    assert np.mean(errors <= 0.10) >= 0.94
+    assert len(errors) >= 40
+    assert np.max(errors) <= 0.10
     assert np.mean(errors) <= 0.05
 
 
@@ -341,8 +363,8 @@ def test_compare_fails_where_the_model_is_wrong(tmp_path: Path, capsys):
     with file.open("w") as out:
         for line in source.read_text().splitlines():
             row = json.loads(line)
-            if "median_ms" in row:
-                row["median_ms"] *= 2
+            if "min_ms" in row:
+                row["min_ms"] *= 2
             out.write(json.dumps(row) + "\n")
     assert command.main(["compare", str(file)]) == 1
     assert "held out: 0 of" in capsys.readouterr().out
@@ -357,34 +379,38 @@ def test_points_of_a_sweep(tmp_path: Path):
         "intermediate": 2048,
         "topk": 2,
     }
-    times = {"fused": {"forward": {"median_ms": 0.7}, "forward+backward": {"median_ms": 2.0}}}
-    result = {"times": times, "cublas_tflops": 700.0, "link_gbps": 370.0}
+    times = {"fused": {"forward": {"median_ms": 0.9, "min_ms": 0.8}}}
+    kernels = {
+        "forward": {"median_ms": 0.75, "min_ms": 0.7},
+        "backward": {"median_ms": 2.5, "min_ms": 2.0},
+    }
+    result = {"times": times, "kernels": kernels, "cublas_tflops": 700.0, "link_gbps": 370.0}
     rows = [
         {"key": "a", "status": "ok", "point": point, "result": result},
         {"key": "b", "status": "failed", "point": point, "reason": "out of memory"},
     ]
     file = tmp_path / "results.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    forward, both = read_points(file)
+    forward, backward = read_points(file)
     assert forward.shape == SHAPES["paper-4k"]
-    assert (forward.num_gpus, forward.median_ms, forward.backward) == (2, 0.7, False)
-    assert (both.median_ms, both.backward, both.cublas_tflops) == (2.0, True, 700.0)
+    assert (forward.num_gpus, forward.kernel_ms, forward.backward) == (2, 0.7, False)
+    assert (backward.kernel_ms, backward.backward, backward.cublas_tflops) == (2.0, True, 700.0)
     assert not forward.is_fitted
     point["tokens"] = 1024
     file.write_text(json.dumps({**rows[0], "point": point}) + "\n")
     assert all(measured.is_fitted for measured in read_points(file))
 
 
-def test_points_of_a_bench_are_those_from_an_idle_gpu():
-    """Neither gates, baselines, times from a graph nor what launches record."""
+def test_points_of_a_bench_are_what_launches_record():
+    """Neither gates, baselines, nor times that have the host's calls in them."""
     file = command.ROOT / "tools/bench/results/2026-11-22-layer-4x-own-rows.jsonl"
     taken = [json.loads(line) for line in file.read_text().splitlines()]
     assert {row["measurement"] for row in taken} > {"forward from a graph", "backward kernel"}
-    found = {(point.name, point.backward): point.median_ms for point in read_points(file)}
+    found = {(point.name, point.backward): point.kernel_ms for point in read_points(file)}
     assert len(found) == len(read_points(file)) == 2 * len({row["shape"] for row in taken})
     for row in taken:
-        if row["implementation"] == "fused" and row["measurement"] == "forward+backward":
-            assert found[row["shape"], True] == row["median_ms"]
+        if row["implementation"] == "fused" and row["measurement"] == "backward kernel":
+            assert found[row["shape"], True] == row["min_ms"]
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", '{"status": "ok"}\n'])

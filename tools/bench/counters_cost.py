@@ -4,43 +4,84 @@
 
 Both are the same kernel, which counts or does not; they take turns of some launches each, so that
 clocks and temperature are the same for both. What counters cost is the median over pairs of turns.
-Launches follow one another without a pause: what is timed is the kernels.
+Launches follow one another without a pause: what is timed is the kernels. All values are zeros,
+since with random ones the GPU is at its power limit, whose control moves its clock by several per
+cent; the routing is random.
 """
 
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.select import select_backend
 from tools.bench import common, stopwatch
+from tools.bench.bench_layer import FusedLayer
 from tools.bench.common import log
 from tools.bench.shapes import SHAPES, Problem, make_problem
 
 WAYS = {"counted": True, "uncounted": False}
+ROW_BOUND = 1.25  # so that a forward is one launch, plan and all
 
 
-def turn_ms(backend: Backend, problem: Problem, launches: int) -> float:
-    """Milliseconds of a forward, of a row of them."""
-    given = (problem.x.detach(), problem.probs.detach(), problem.routing_map, problem.weights)
-    backend.forward(*given, training=False)
+def layer_of(problem: Problem, counts: bool, device: torch.device) -> FusedLayer:
+    """The layer with or without counters."""
+    backend = select_backend(
+        problem.config,
+        None,
+        device,
+        kind="kernel",
+        timeout_s=10.0,
+        row_bound=ROW_BOUND,
+        counters=counts,
+    )
+    return FusedLayer(problem, backend, use_main_grad=True)
+
+
+def forward(layer: FusedLayer) -> None:
+    """One forward of an evaluation."""
+    with torch.no_grad():
+        layer()
+
+
+def forward_and_backward(layer: FusedLayer) -> None:
+    """One of each, as in training."""
+    layer.forward_and_backward()
+
+
+def turn_ms(of: Callable[[FusedLayer], None], layer: FusedLayer, times: int) -> float:
+    """Milliseconds of one of a row of them."""
+    of(layer)
     begin = stopwatch.now()
-    for _ in range(launches):
-        backend.forward(*given, training=False)
+    for _ in range(times):
+        of(layer)
     end = stopwatch.now()
     stopwatch.synchronize()
-    return stopwatch.between_ms(begin, end) / launches
+    return stopwatch.between_ms(begin, end) / times
+
+
+def measure(
+    of: Callable[[FusedLayer], None], layers: dict[str, FusedLayer], turns: int, each: int
+) -> dict[str, list[float]]:
+    """Milliseconds of every turn of each way."""
+    times: dict[str, list[float]] = {name: [] for name in layers}
+    for turn in range(-2, turns):  # the first ones warm up
+        for name, layer in layers.items():
+            taken = turn_ms(of, layer, each)
+            if turn >= 0:
+                times[name].append(taken)
+    return times
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"], choices=SHAPES)
     parser.add_argument("--one-of", type=int, default=4, help="1/N of the experts")
-    parser.add_argument("--turns", type=int, default=40, help="of each")
-    parser.add_argument("--launches", type=int, default=50, help="of a turn")
+    parser.add_argument("--turns", type=int, default=60, help="of each")
+    parser.add_argument("--launches", type=int, default=20, help="of a turn")
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
     parser.add_argument("--out", type=Path, help="file that takes one JSON object per shape")
     options = parser.parse_args()
@@ -50,26 +91,26 @@ def main() -> int:
         problem = make_problem(
             SHAPES[shape].one_of(options.one_of), 1, rank=0, device=device, zipf=0.0, seed=1
         )
-        backends = {
-            name: select_backend(
-                problem.config, None, device, kind="kernel", timeout_s=10.0, counters=counts
+        with torch.no_grad():
+            for tensor in (problem.x, problem.grad_out, *problem.parameters):
+                tensor.zero_()
+        layers = {name: layer_of(problem, counts, device) for name, counts in WAYS.items()}
+        for of in (forward, forward_and_backward):
+            times = measure(of, layers, options.turns, options.launches)
+            pairs = zip(times["counted"], times["uncounted"], strict=True)
+            cost = statistics.median(counted / uncounted - 1 for counted, uncounted in pairs)
+            medians = {name: statistics.median(taken) for name, taken in times.items()}
+            log(
+                f"{shape}, {of.__name__}: {medians['counted']:.4f} ms, without counters "
+                f"{medians['uncounted']:.4f} ms: {cost:+.2%}"
             )
-            for name, counts in WAYS.items()
-        }
-        times: dict[str, list[float]] = {name: [] for name in WAYS}
-        for turn in range(-2, options.turns):  # the first ones warm up
-            for name, backend in backends.items():
-                taken = turn_ms(backend, problem, options.launches)
-                if turn >= 0:
-                    times[name].append(taken)
-        pairs = zip(times["counted"], times["uncounted"], strict=True)
-        cost = statistics.median(counted / uncounted - 1 for counted, uncounted in pairs)
-        medians = {name: statistics.median(taken) for name, taken in times.items()}
-        log(
-            f"{shape}: {medians['counted']:.4f} ms, without counters "
-            f"{medians['uncounted']:.4f} ms: {cost:+.2%}"
-        )
-        record.write(measurement="counters", shape=shape, milliseconds=times, cost=round(cost, 5))
+            record.write(
+                measurement="counters",
+                shape=shape,
+                passes=of.__name__,
+                milliseconds=times,
+                cost=round(cost, 5),
+            )
     return 0
 
 

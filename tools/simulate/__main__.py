@@ -9,7 +9,7 @@ from tools import simulate
 from tools.bench.common import ROOT
 from tools.bench.shapes import SHAPES
 from tools.simulate import figures as figures_file
-from tools.simulate.figures import FigureError
+from tools.simulate.figures import FigureError, Figures, Fitted
 from tools.simulate.fit import Comparison, compare, fit
 from tools.simulate.fit import table as comparison_table
 from tools.simulate.measured import Measurement, PointError, read_points
@@ -45,7 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     predicting.add_argument("--domains", type=int, nargs="+", default=[8, 72])
     predicting.add_argument("--nic-gbps", type=positive, default=50.0, help="GB/s of one GPU's NIC")
     predicting.add_argument("--shape", choices=list(SHAPES), default="paper-8k")
-    predicting.add_argument("--backward", action="store_true", help="forward and backward")
+    predicting.add_argument("--backward", action="store_true", help="the backward's launch")
     return parser.parse_args(arguments)
 
 
@@ -91,11 +91,23 @@ def run_fit(options: argparse.Namespace) -> int:
     return judge(compare(points, figures, fitted), options)
 
 
+def load_fitted() -> tuple[Figures, Fitted]:
+    """The figures with what was fitted last.
+
+    Raises:
+        FigureError: Nothing has been fitted.
+    """
+    figures, fitted = figures_file.load()
+    if not fitted.files:
+        raise FigureError("nothing is fitted: run `python -m tools.simulate fit RESULTS.jsonl`")
+    return figures, fitted
+
+
 def run_predict(options: argparse.Namespace) -> int:
     """Predicts, writes and prints."""
     from tools.simulate import predict
 
-    figures, fitted = figures_file.load()
+    figures, fitted = load_fitted()
     shape = SHAPES[options.shape]
     by_domain = {
         domain: predict.weak_scaling(
@@ -139,7 +151,7 @@ def main(arguments: list[str]) -> int:
             return run_fit(options)
         if options.command == "predict":
             return run_predict(options)
-        figures, fitted = figures_file.load()
+        figures, fitted = load_fitted()
         files = options.files or [ROOT / file for file in fitted.files]
         return judge(compare(points_of(files), figures, fitted), options)
     except (FigureError, PointError, ValueError) as error:

@@ -1,7 +1,7 @@
 """The figures that the model is fed with, from the one file that has them and their sources."""
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ class Fitted:
         wgrad_efficiency: Rate of the weight gradients' products relative to cuBLAS.
         wgrad_tile_us: Of a tile of a weight gradient beside its products.
         link_efficiency: Rate of dispatch and combine relative to a peer copy.
-        host_us: What a forward costs once, by run: Python, launch, plan, first rows, last sums.
-        host_backward_us: How long the host takes, by run, from the beginning of a forward until it
-            launches the backward, which does not begin before.
+        forward_us, backward_us: What a launch costs once: plan, first rows, last sums.
+        forward_slowing, backward_slowing: What part of their rate products lose that go on for
+            long, since the GPU comes to its power limit: an H200's cuBLAS does 772 TFLOP/s for a
+            millisecond, and 675 for a second.
         files: With the measured times, relative to the checkout.
         fitted_to: The points that were seen.
     """
@@ -65,26 +66,20 @@ class Fitted:
     wgrad_efficiency: float = 0.8
     wgrad_tile_us: float = 2.0
     link_efficiency: float = 0.9
-    host_us: dict[str, float] = field(default_factory=dict)
-    host_backward_us: dict[str, float] = field(default_factory=dict)
+    forward_us: float = 0.0
+    backward_us: float = 0.0
+    forward_slowing: float = 0.0
+    backward_slowing: float = 0.0
     files: tuple[str, ...] = ()
     fitted_to: tuple[str, ...] = ()
 
-    def once_us(self, run: str | None) -> float:
-        """The fixed cost of a run, of the fastest host if it is unknown.
+    def once_us(self, *, backward: bool) -> float:
+        """The fixed cost of a launch."""
+        return self.backward_us if backward else self.forward_us
 
-        Raises:
-            FigureError: Nothing has been fitted.
-        """
-        if not self.host_us:
-            raise FigureError("nothing is fitted: run `python -m tools.simulate fit RESULTS.jsonl`")
-        return self.host_us.get(run or "", min(self.host_us.values()))
-
-    def launched_us(self, run: str | None) -> float:
-        """When a run's host launches a backward, of the fastest host if it is unknown."""
-        return self.host_backward_us.get(
-            run or "", min(self.host_backward_us.values(), default=0.0)
-        )
+    def slowing(self, *, backward: bool) -> float:
+        """What part of their rate a launch's products lose in the end."""
+        return self.backward_slowing if backward else self.forward_slowing
 
 
 def load(path: Path = FILE) -> tuple[Figures, Fitted]:
@@ -119,7 +114,5 @@ def store(fitted: Fitted, path: Path = FILE) -> None:
         name: round(value, 4) if isinstance(value, float) else value
         for name, value in asdict(fitted).items()
     }
-    for name in ("host_us", "host_backward_us"):
-        rounded[name] = {run: round(value, 1) for run, value in getattr(fitted, name).items()}
     data["fitted"] = rounded
     path.write_text(json.dumps(data, indent=1) + "\n")

@@ -10,16 +10,32 @@ from tools.simulate.figures import Figures, Fitted
 from tools.simulate.measured import Measurement, PointError
 from tools.simulate.model import simulate, with_run
 
+PEAK = 1.3
+"""What the tensor cores could do at best, of cuBLAS' rate."""
+
 BOUNDS = {
-    "product_efficiency": (0.6, 1.1),
+    "product_efficiency": (0.6, PEAK),
     "tile_us": (0.0, 20.0),
     "derivative_us": (0.0, 10.0),
-    "wgrad_efficiency": (0.4, 1.1),
+    "wgrad_efficiency": (0.4, PEAK),
     "wgrad_tile_us": (0.0, 40.0),
-    "link_efficiency": (0.4, 1.0),
+    "link_efficiency": (0.3, 1.0),
+    "forward_us": (5.0, 150.0),
+    "backward_us": (5.0, 150.0),
+    "forward_slowing": (0.0, 0.4),
+    "backward_slowing": (0.0, 0.4),
 }
-HOST_BOUNDS = (10.0, 1000.0)
-HOST_BACKWARD_BOUNDS = (50.0, 5000.0)
+START = Fitted(
+    product_efficiency=0.95,
+    tile_us=3.0,
+    derivative_us=3.0,
+    wgrad_efficiency=0.9,
+    wgrad_tile_us=5.0,
+    forward_us=50.0,
+    backward_us=30.0,
+    forward_slowing=0.1,
+    backward_slowing=0.1,
+)
 PRIOR_WEIGHT = 0.03
 """How strongly a parameter is held where it was, per part of its range: what the points do not tell
 apart stays where it is."""
@@ -35,7 +51,7 @@ class Comparison:
     @property
     def error(self) -> float:
         """Relative to the measured time."""
-        return self.simulated_ms / self.point.median_ms - 1.0
+        return self.simulated_ms / self.point.kernel_ms - 1.0
 
 
 def compare(points: list[Measurement], figures: Figures, fitted: Fitted) -> list[Comparison]:
@@ -52,27 +68,19 @@ def fit(points: list[Measurement], figures: Figures) -> Fitted:
     seen = [point for point in points if point.is_fitted]
     if not seen:
         raise PointError("none of the points is of a shape that the model is fitted to")
-    runs = sorted({point.run for point in points})
     names = [name for name in BOUNDS if any(p.backward for p in seen) or not _is_backward(name)]
-    start = Fitted(link_efficiency=min(figures.nvlink_row_gbps / figures.nvlink_gbps, 1.0))
-    count = len(runs)
-    bounds = [BOUNDS[name] for name in names]
-    bounds += [HOST_BOUNDS] * count + [HOST_BACKWARD_BOUNDS] * count
-    low, high = (np.array(side) for side in zip(*bounds, strict=True))
-    guess = np.array(
-        [*(getattr(start, name) for name in names), *[150.0] * count, *[700.0] * count]
-    )
+    start = replace(START, link_efficiency=min(figures.nvlink_row_gbps / figures.nvlink_gbps, 1.0))
+    low, high = (np.array(side) for side in zip(*(BOUNDS[name] for name in names), strict=True))
+    guess = np.array([getattr(start, name) for name in names])
 
     def fitted_of(values: NDArray[np.float64]) -> Fitted:
-        found = dict(zip(names, map(float, values), strict=False))
-        of_hosts = values[len(names) :].reshape(2, count)
-        forward, backward = (dict(zip(runs, map(float, row), strict=True)) for row in of_hosts)
-        return replace(start, **found, host_us=forward, host_backward_us=backward)  # type: ignore[arg-type]
+        found = dict(zip(names, map(float, values), strict=True))
+        return replace(start, **found)  # type: ignore[arg-type]
 
     def residuals(scaled: NDArray[np.float64]) -> NDArray[np.float64]:
         values = low + scaled * (high - low)
         fitted = fitted_of(values)
-        errors = [np.log(_simulated_ms(point, figures, fitted) / point.median_ms) for point in seen]
+        errors = [np.log(_simulated_ms(point, figures, fitted) / point.kernel_ms) for point in seen]
         prior = PRIOR_WEIGHT * (values - guess) / (high - low)
         return np.array([*errors, *prior])
 
@@ -97,7 +105,7 @@ def table(comparisons: list[Comparison], tolerance: float) -> list[str]:
     for comparison in ordered:
         point = comparison.point
         lines.append(
-            f"| {point.run} | {point.title} | {point.num_gpus} | {point.median_ms:.3f} | "
+            f"| {point.run} | {point.title} | {point.num_gpus} | {point.kernel_ms:.3f} | "
             f"{comparison.simulated_ms:.3f} | {comparison.error:+.1%} | "
             f"{'fitted' if point.is_fitted else 'held out'} |"
         )
@@ -116,11 +124,9 @@ def table(comparisons: list[Comparison], tolerance: float) -> list[str]:
 def _simulated_ms(point: Measurement, figures: Figures, fitted: Fitted) -> float:
     of_run = with_run(figures, point.cublas_tflops, point.link_gbps)
     of_run = replace(of_run, domain=max(of_run.domain, point.num_gpus))
-    times = simulate(
-        point.shape, point.num_gpus, of_run, fitted, backward=point.backward, run=point.run
-    )
+    times = simulate(point.shape, point.num_gpus, of_run, fitted, backward=point.backward)
     return times.total / 1e3
 
 
 def _is_backward(name: str) -> bool:
-    return name.startswith(("derivative", "wgrad"))
+    return name.startswith(("derivative", "wgrad", "backward"))

@@ -12,8 +12,9 @@ FITTED_SHAPES = ("paper-1k", "paper-16k-e64", "qwen3-30b", "mixtral-8x7b")
 """What the model is fitted to, on any number of GPUs: the ends of the ranges of tokens and
 widths. It is judged by all other shapes."""
 
-FROM_IDLE = ("forward", "forward+backward")
-"""What bench_layer calls the times that are simulated: neither those from a graph nor records."""
+OF_LAUNCHES = ("forward kernel", "backward kernel")
+"""What bench_layer calls the times that launches record, which are what is simulated: other times
+have the host's calls in them."""
 
 
 class PointError(Exception):
@@ -29,8 +30,9 @@ class Measurement:
         name: Of the shape.
         shape: The layer.
         num_gpus: Ranks of the group.
-        backward: Forward and backward, else the forward alone.
-        median_ms: Of the slowest rank, from an idle GPU.
+        backward: The backward's launch, else the forward's.
+        kernel_ms: The least that the slowest rank recorded. Where ranks' hosts are late, a launch
+            waits for its peers, which a median has in it.
         cublas_tflops, link_gbps: Of the same run, if it measured them.
     """
 
@@ -39,7 +41,7 @@ class Measurement:
     shape: Shape
     num_gpus: int
     backward: bool
-    median_ms: float
+    kernel_ms: float
     cublas_tflops: float | None
     link_gbps: float | None
 
@@ -51,11 +53,11 @@ class Measurement:
     @property
     def title(self) -> str:
         """For a table."""
-        return f"{self.name} {'forward+backward' if self.backward else 'forward'}"
+        return f"{self.name} {'backward' if self.backward else 'forward'}"
 
 
 def read_points(path: Path) -> list[Measurement]:
-    """The fused kernel's times in a file.
+    """What launches recorded, in a file.
 
     Raises:
         PointError: There are none, or the file cannot be read.
@@ -68,12 +70,12 @@ def read_points(path: Path) -> list[Measurement]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PointError(f"{path}: {error!r}") from error
     if not found:
-        raise PointError(f"{path}: no times of the fused kernel in it")
+        raise PointError(f"{path}: no times that launches recorded in it")
     return found
 
 
 def _of_bench(path: Path, row: dict[str, Any]) -> list[Measurement]:
-    if row["implementation"] != "fused" or row["measurement"] not in FROM_IDLE:
+    if row["implementation"] != "fused" or row["measurement"] not in OF_LAUNCHES:
         return []
     if row.get("zipf") or row.get("flush_l2") or row.get("dtype", "bf16") != "bf16":
         return []  # none of it is in the model
@@ -84,8 +86,8 @@ def _of_bench(path: Path, row: dict[str, Any]) -> list[Measurement]:
             name=row["shape"],
             shape=Shape(**{name: row[name] for name in names}),
             num_gpus=row["num_ranks"],
-            backward=row["measurement"] == "forward+backward",
-            median_ms=row["median_ms"],
+            backward=row["measurement"] == "backward kernel",
+            kernel_ms=row["min_ms"],
             cublas_tflops=row["cublas_tflops"],
             link_gbps=row["link_gbps"],
         )
@@ -104,10 +106,10 @@ def _of_sweep(path: Path, row: dict[str, Any]) -> list[Measurement]:
             name=f"{tokens_label(shape.tokens)} tokens, {shape.num_experts} experts",
             shape=shape,
             num_gpus=num_gpus,
-            backward=which == "forward+backward",
-            median_ms=timing["median_ms"],
+            backward=direction == "backward",
+            kernel_ms=timing["min_ms"],
             cublas_tflops=result.get("cublas_tflops"),
             link_gbps=result.get("link_gbps"),
         )
-        for which, timing in result["times"]["fused"].items()
+        for direction, timing in result.get("kernels", {}).items()
     ]

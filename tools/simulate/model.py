@@ -13,6 +13,8 @@ BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 CLUSTER = 2
 STAGE_FLOPS = 2 * BLOCK_M * BLOCK_N * BLOCK_K
 MAIN_GRAD_BYTES = 8  # a float32 is read and written
+SLOWED_BY_HALF_MS = 1.0
+"""Of products, until half of what they lose to the power limit is lost."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +138,14 @@ def simulate_launch(
         load: What the rank receives.
         figures: Of GPUs and links.
         fitted: Efficiencies.
-        backward: The direction.
+        backward: The direction, with the weights' gradients.
 
     Returns:
-        Times without what is spent once per call.
+        Times without what is spent once per launch.
     """
     products = products_of(shape, backward=backward)
     units = units_of(load)
+    figures = slowed(shape, load, figures, fitted, backward=backward)
     row_bytes = shape.hidden * ELEMENT_BYTES
     num_clusters = figures.num_ctas // CLUSTER
     stage_us = _stage_us(figures, fitted.product_efficiency)
@@ -213,17 +216,15 @@ def simulate(
     fitted: Fitted,
     *,
     backward: bool = False,
-    run: str | None = None,
 ) -> Times:
-    """Simulates a forward, or a forward and backward, from an idle GPU.
+    """Simulates the launch of one direction, from when it begins on all ranks.
 
     Args:
         shape: The layer.
         num_gpus: Ranks of its expert-parallel group.
         figures: Of GPUs and links.
         fitted: Efficiencies.
-        backward: With the backward and the weight gradients.
-        run: Whose fixed cost counts; of the fastest host if not given.
+        backward: The direction.
 
     Raises:
         ValueError: The experts do not divide among the GPUs, or there are several domains and no
@@ -232,14 +233,8 @@ def simulate(
     if num_gpus > figures.domain and figures.nic_gbps <= 0:
         raise ValueError(f"{num_gpus} GPUs in domains of {figures.domain}: the NIC rate is missing")
     load = busiest_rank(shape, num_gpus, figures.domain)
-    times = simulate_launch(shape, load, figures, fitted, backward=False)
-    total, products, links = times.total + fitted.once_us(run), times.products, times.links
-    if backward:
-        times = simulate_launch(shape, load, figures, fitted, backward=True)
-        total = max(total, fitted.launched_us(run)) + times.total
-        products += times.products
-        links += times.links
-    return Times(total, products, links)
+    times = simulate_launch(shape, load, figures, fitted, backward=backward)
+    return replace(times, total=times.total + fitted.once_us(backward=backward))
 
 
 class _Links:
@@ -284,6 +279,17 @@ def with_run(figures: Figures, cublas_tflops: float | None, link_gbps: float | N
         cublas_tflops=cublas_tflops or figures.cublas_tflops,
         nvlink_gbps=link_gbps or figures.nvlink_gbps,
     )
+
+
+def slowed(
+    shape: Shape, load: Load, figures: Figures, fitted: Fitted, *, backward: bool
+) -> Figures:
+    """The figures with cuBLAS' rate as it is at the end of a launch that long."""
+    matrices = 3 if shape.gated else 2
+    flops = 2.0 * int(load.expert_rows.sum()) * shape.hidden * shape.intermediate * matrices
+    milliseconds = flops * (2 if backward else 1) / figures.cublas_tflops / 1e9
+    lost = fitted.slowing(backward=backward) * milliseconds / (milliseconds + SLOWED_BY_HALF_MS)
+    return replace(figures, cublas_tflops=figures.cublas_tflops * (1.0 - lost))
 
 
 def _stage_us(figures: Figures, efficiency: float) -> float:

@@ -65,7 +65,7 @@ def weak_scaling(
         nic_gbps: Rate of one GPU's NIC, GB/s.
         figures: Of GPUs and links.
         fitted: Efficiencies.
-        backward: Forward and backward, else the forward alone.
+        backward: The backward's launch, else the forward's.
         counts: Numbers of GPUs.
     """
     of_network = replace(figures, nic_gbps=nic_gbps, domain=domain)
@@ -153,7 +153,7 @@ def draw_predictions(
     Returns:
         The PNG and the SVG.
     """
-    which = "forward+backward" if backward else "forward"
+    which = "backward" if backward else "forward"
     colors = dict(zip(by_domain, (FUSED, UNFUSED, ACCENT, NEUTRAL), strict=False))
     with new_figure(10.5, 4.2) as figure:
         time_ax, overlap_ax, incast_ax = figure.subplots(1, 3)
@@ -174,7 +174,7 @@ def draw_predictions(
             points = [point for point in measured if point.run == run]
             time_ax.plot(
                 [point.num_gpus for point in points],
-                [point.median_ms for point in points],
+                [point.kernel_ms for point in points],
                 marker,
                 color="black",
                 markersize=7,
@@ -187,7 +187,7 @@ def draw_predictions(
                 more = [point for point in points if point.num_gpus >= 2]
                 overlap_ax.plot(
                     [point.num_gpus for point in more],
-                    [pair[0].median_ms / point.median_ms for point in more],
+                    [pair[0].kernel_ms / point.kernel_ms for point in more],
                     marker,
                     color="black",
                     markersize=7,
@@ -231,7 +231,7 @@ def draw_comparison(comparisons: list[Comparison], tolerance: float, path: Path)
     with new_figure(9, 4.4) as figure:
         for ax, backward in zip(figure.subplots(1, 2), (False, True), strict=True):
             chosen = [c for c in comparisons if c.point.backward is backward]
-            ax.set_xlabel(f"measured {'forward+backward' if backward else 'forward'}, ms")
+            ax.set_xlabel(f"measured {'backward' if backward else 'forward'}, ms")
             ax.set_ylabel("simulated, ms")
             if not chosen:
                 continue
@@ -245,13 +245,13 @@ def draw_comparison(comparisons: list[Comparison], tolerance: float, path: Path)
                     if points:
                         kind = "fitted" if is_fitted else "held out"
                         ax.plot(
-                            [c.point.median_ms for c in points],
+                            [c.point.kernel_ms for c in points],
                             [c.simulated_ms for c in points],
                             marker,
                             color=color,
                             label=f"{kind}, {count} GPU{'s' if count > 1 else ''}",
                         )
-            all_ms = [c.point.median_ms for c in chosen] + [c.simulated_ms for c in chosen]
+            all_ms = [c.point.kernel_ms for c in chosen] + [c.simulated_ms for c in chosen]
             ends = [min(all_ms) * 0.8, max(all_ms) * 1.25]
             ax.plot(ends, ends, color="black", linewidth=1)
             ax.fill_between(

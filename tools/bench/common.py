@@ -79,9 +79,9 @@ class Timing:
         }
 
 
-def timing_of(milliseconds: Sequence[float]) -> Timing:
-    """Of this rank's times. Collective over the default group if there is one."""
-    times = torch.tensor(milliseconds, device="cuda")
+def timing_of(milliseconds: Sequence[float], device: str = "cuda") -> Timing:
+    """The slowest rank's, from this one's. Collective over the default group, if there is one."""
+    times = torch.tensor(milliseconds, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
     ordered = sorted(times.tolist())

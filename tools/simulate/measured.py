@@ -26,7 +26,7 @@ class Measurement:
     """One measured time.
 
     Attributes:
-        run: The file, whose points share a host.
+        run: The file.
         name: Of the shape.
         shape: The layer.
         num_gpus: Ranks of the group.

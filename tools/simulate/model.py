@@ -47,10 +47,10 @@ class Products:
 
 @dataclass(frozen=True)
 class Times:
-    """What a simulated pass took, in microseconds.
+    """What a simulated launch took, in microseconds.
 
     Attributes:
-        total: From asking for it to its end.
+        total: From its begin on all ranks to its end.
         products: Of one cluster's tiles without any wait, mean.
         links: How long the busier kind of link was in use.
     """

@@ -17,7 +17,7 @@ from tools.bench.bench_layer import (
     kernel_timing,
     without_grad,
 )
-from tools.bench.common import Timer, Timing
+from tools.bench.common import Timer, Timing, timing_of
 from tools.bench.gate import LayerResults, relative_errors
 from tools.bench.shapes import Problem, make_problem
 from tools.weak_scaling.points import KERNELS, Point, Settings
@@ -59,16 +59,7 @@ class WallTimer:
             call()
             if iteration >= self.warmup:
                 found.append((time.perf_counter() - begin) * 1e3)
-        times = torch.tensor(found, dtype=torch.float64)
-        if dist.is_initialized():
-            dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        return Timing(
-            median_ms=float(times.median()),
-            min_ms=float(times.min()),
-            max_ms=float(times.max()),
-            p90_ms=float(times.quantile(0.9)),
-            iterations=self.iterations,
-        )
+        return timing_of(found, device="cpu")
 
 
 class Bench:

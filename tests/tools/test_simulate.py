@@ -42,6 +42,10 @@ IDEAL = Fitted(
     wgrad_efficiency=1.0,
     wgrad_tile_us=0.0,
     link_efficiency=1.0,
+    forward_us=0.0,
+    backward_us=0.0,
+    forward_slowing=0.0,
+    backward_slowing=0.0,
 )
 ENDLESS = 1e12
 

@@ -79,6 +79,10 @@ class Timing:
         }
 
 
+ROW_BOUND = 1.25
+"""Of one launch, plan and all: more than uniform routing ever gives a rank."""
+
+
 def timing_of(milliseconds: Sequence[float], device: str = "cuda") -> Timing:
     """The slowest rank's, from this one's. Collective over the default group, if there is one."""
     times = torch.tensor(milliseconds, dtype=torch.float64, device=device)

@@ -19,12 +19,11 @@ import torch
 
 from flashmoe_megatron.select import select_backend
 from tools.bench import common, stopwatch
-from tools.bench.bench_layer import FusedLayer
+from tools.bench.bench_layer import FusedLayer, without_grad
 from tools.bench.common import log
 from tools.bench.shapes import SHAPES, Problem, make_problem
 
 WAYS = {"counted": True, "uncounted": False}
-ROW_BOUND = 1.25  # so that a forward is one launch, plan and all
 
 
 def layer_of(problem: Problem, counts: bool, device: torch.device) -> FusedLayer:
@@ -35,42 +34,31 @@ def layer_of(problem: Problem, counts: bool, device: torch.device) -> FusedLayer
         device,
         kind="kernel",
         timeout_s=10.0,
-        row_bound=ROW_BOUND,
+        row_bound=common.ROW_BOUND,
         counters=counts,
     )
     return FusedLayer(problem, backend, use_main_grad=True)
 
 
-def forward(layer: FusedLayer) -> None:
-    """One forward of an evaluation."""
-    with torch.no_grad():
-        layer()
-
-
-def forward_and_backward(layer: FusedLayer) -> None:
-    """One of each, as in training."""
-    layer.forward_and_backward()
-
-
-def turn_ms(of: Callable[[FusedLayer], None], layer: FusedLayer, times: int) -> float:
-    """Milliseconds of one of a row of them."""
-    of(layer)
+def turn_ms(call: Callable[[], object], times: int) -> float:
+    """Milliseconds of one of a row of calls."""
+    call()
     begin = stopwatch.now()
     for _ in range(times):
-        of(layer)
+        call()
     end = stopwatch.now()
     stopwatch.synchronize()
     return stopwatch.between_ms(begin, end) / times
 
 
 def measure(
-    of: Callable[[FusedLayer], None], layers: dict[str, FusedLayer], turns: int, each: int
+    calls: dict[str, Callable[[], object]], turns: int, each: int
 ) -> dict[str, list[float]]:
     """Milliseconds of every turn of each way."""
-    times: dict[str, list[float]] = {name: [] for name in layers}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-2, turns):  # the first ones warm up
-        for name, layer in layers.items():
-            taken = turn_ms(of, layer, each)
+        for name, call in calls.items():
+            taken = turn_ms(call, each)
             if turn >= 0:
                 times[name].append(taken)
     return times
@@ -83,7 +71,9 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=60, help="of each")
     parser.add_argument("--launches", type=int, default=20, help="of a turn")
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
-    parser.add_argument("--out", type=Path, help="file that takes one JSON object per shape")
+    parser.add_argument(
+        "--out", type=Path, help="file that takes a JSON object per shape and passes"
+    )
     options = parser.parse_args()
     record = common.Record(options.out, **common.machine(options.commit))
     device = torch.device("cuda", 0)
@@ -95,19 +85,25 @@ def main() -> int:
             for tensor in (problem.x, problem.grad_out, *problem.parameters):
                 tensor.zero_()
         layers = {name: layer_of(problem, counts, device) for name, counts in WAYS.items()}
-        for of in (forward, forward_and_backward):
-            times = measure(of, layers, options.turns, options.launches)
+        of_passes = {
+            "forward": {name: without_grad(layer) for name, layer in layers.items()},
+            "forward_and_backward": {
+                name: layer.forward_and_backward for name, layer in layers.items()
+            },
+        }
+        for passes, calls in of_passes.items():
+            times = measure(calls, options.turns, options.launches)
             pairs = zip(times["counted"], times["uncounted"], strict=True)
             cost = statistics.median(counted / uncounted - 1 for counted, uncounted in pairs)
             medians = {name: statistics.median(taken) for name, taken in times.items()}
             log(
-                f"{shape}, {of.__name__}: {medians['counted']:.4f} ms, without counters "
+                f"{shape}, {passes}: {medians['counted']:.4f} ms, without counters "
                 f"{medians['uncounted']:.4f} ms: {cost:+.2%}"
             )
             record.write(
                 measurement="counters",
                 shape=shape,
-                passes=of.__name__,
+                passes=passes,
                 milliseconds=times,
                 cost=round(cost, 5),
             )

@@ -45,6 +45,8 @@ class Figures:
 class Fitted:
     """What no microbenchmark tells, found from measured times of whole layers.
 
+    Defaults are where a fit begins.
+
     Attributes:
         product_efficiency: Rate of the kernel's products relative to cuBLAS.
         tile_us: Of a tile beside its products.
@@ -60,16 +62,16 @@ class Fitted:
         fitted_to: The points that were seen.
     """
 
-    product_efficiency: float = 0.9
-    tile_us: float = 2.0
-    derivative_us: float = 2.0
-    wgrad_efficiency: float = 0.8
-    wgrad_tile_us: float = 2.0
+    product_efficiency: float = 0.95
+    tile_us: float = 3.0
+    derivative_us: float = 3.0
+    wgrad_efficiency: float = 0.9
+    wgrad_tile_us: float = 5.0
     link_efficiency: float = 0.9
-    forward_us: float = 0.0
-    backward_us: float = 0.0
-    forward_slowing: float = 0.0
-    backward_slowing: float = 0.0
+    forward_us: float = 50.0
+    backward_us: float = 30.0
+    forward_slowing: float = 0.1
+    backward_slowing: float = 0.1
     files: tuple[str, ...] = ()
     fitted_to: tuple[str, ...] = ()
 

@@ -25,17 +25,6 @@ BOUNDS = {
     "forward_slowing": (0.0, 0.4),
     "backward_slowing": (0.0, 0.4),
 }
-START = Fitted(
-    product_efficiency=0.95,
-    tile_us=3.0,
-    derivative_us=3.0,
-    wgrad_efficiency=0.9,
-    wgrad_tile_us=5.0,
-    forward_us=50.0,
-    backward_us=30.0,
-    forward_slowing=0.1,
-    backward_slowing=0.1,
-)
 PRIOR_WEIGHT = 0.03
 """How strongly a parameter is held where it was, per part of its range: what the points do not tell
 apart stays where it is."""
@@ -69,7 +58,7 @@ def fit(points: list[Measurement], figures: Figures) -> Fitted:
     if not seen:
         raise PointError("none of the points is of a shape that the model is fitted to")
     names = [name for name in BOUNDS if any(p.backward for p in seen) or not _is_backward(name)]
-    start = replace(START, link_efficiency=min(figures.nvlink_row_gbps / figures.nvlink_gbps, 1.0))
+    start = Fitted(link_efficiency=min(figures.nvlink_row_gbps / figures.nvlink_gbps, 1.0))
     low, high = (np.array(side) for side in zip(*(BOUNDS[name] for name in names), strict=True))
     guess = np.array([getattr(start, name) for name in names])
 

@@ -285,9 +285,8 @@ def slowed(
     shape: Shape, load: Load, figures: Figures, fitted: Fitted, *, backward: bool
 ) -> Figures:
     """The figures with cuBLAS' rate as it is at the end of a launch that long."""
-    matrices = 3 if shape.gated else 2
-    flops = 2.0 * int(load.expert_rows.sum()) * shape.hidden * shape.intermediate * matrices
-    milliseconds = flops * (2 if backward else 1) / figures.cublas_tflops / 1e9
+    flops = shape.flops * load.imbalance * (2 if backward else 1)
+    milliseconds = flops / figures.cublas_tflops / 1e9
     lost = fitted.slowing(backward=backward) * milliseconds / (milliseconds + SLOWED_BY_HALF_MS)
     return replace(figures, cublas_tflops=figures.cublas_tflops * (1.0 - lost))
 

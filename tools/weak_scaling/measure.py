@@ -17,13 +17,12 @@ from tools.bench.bench_layer import (
     kernel_timing,
     without_grad,
 )
-from tools.bench.common import Timer, Timing, timing_of
+from tools.bench.common import ROW_BOUND, Timer, Timing, timing_of
 from tools.bench.gate import LayerResults, relative_errors
 from tools.bench.shapes import Problem, make_problem
 from tools.weak_scaling.points import KERNELS, Point, Settings
 
 PEER_TIMEOUT_S = 10.0
-ROW_BOUND = 1.25  # of one launch, plan and all: more than uniform routing ever gives a rank
 
 
 class GateError(Exception):

@@ -36,31 +36,12 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
     begin_span(uint32_t(Role::kFinish));
     if constexpr (Pass::kIsBackward) publish_grads(args, handover, processor);
     open_rooms(handover, processor);
-    // Behind a forward's last tiles there is nothing to hide their finishing under, so that nothing
-    // must hold it up.
-    const int num_units = args.plan.header->num_units;
-    const int last_unit = max(0, num_units - 1) / args.group_units * args.group_units;
-    const int last_block = num_units > 0 ? args.plan.units[last_unit].first_block : 0;
-    const auto is_last_group = [&](const TileInfo& tile) {
-        return not Pass::kIsBackward and tile.gemm == 1 and tile.m >= last_block;
-    };
     for (;;) {
         [[maybe_unused]] uint32_t waited = 0;
         const TileInfo tile = take_tile(args.watchdog, Role::kFinisherTile, mailbox, slot, waited);
         if (tile.gemm == TileInfo::kNoTile) break;
-        // A tile takes its processor longer than its finisher.
-        auto combine_until_handed_over = [&] {
-            while (
-                not agreed<Waiter::kWarp>(handover.full[processor][0].test_wait(handed.parity()))) {
-                if (combine_some<typename Pass::Element, Pass::kIsBackward, 4>(
-                        args, combine, chunk) != Progress::kSome) {
-                    break;
-                }
-            }
-        };
         if constexpr (Pass::kIsBackward) {
             if (is_weight_grad(tile)) {
-                combine_until_handed_over();
                 const int64_t begin = Trace::now();
                 store_weight_grads<typename Pass::Element>(args, tile, handover, handed, processor);
                 args.watchdog.trace.add(uint32_t(Role::kStoreGrad), tile.expert, begin);
@@ -70,7 +51,16 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         const int first_row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
         const RowFacts facts(args.plan, first_row);
-        if (not is_last_group(tile)) combine_until_handed_over();
+        // A tile takes its processor longer than its finisher. But what combines may be late for
+        // the outputs, so not for GEMM0's, since GEMM1 waits for them, nor for weight gradients,
+        // which take longest, nor for a forward's last tiles, which nothing comes behind.
+        if (tile.gemm == 1 and (Pass::kIsBackward or not tile.is_late)) {
+            const auto& full = handover.full[processor][0];
+            while (not agreed<Waiter::kWarp>(full.test_wait(handed.parity())) and
+                   combine_some<typename Pass::Element, Pass::kIsBackward, 4>(
+                       args, combine, chunk) == Progress::kSome) {
+            }
+        }
         GiveBack give_back;
 #pragma unroll 1
         for (int warp = 0; warp < kProcessorWarps; ++warp) {

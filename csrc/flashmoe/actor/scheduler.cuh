@@ -10,6 +10,8 @@
 
 namespace flashmoe {
 
+constexpr int kLateWaves = 2;  // pairs for each cluster at the end of a layer
+
 struct TileOrder {
     const RowUnit* units;
     protocol::TileOrder order;
@@ -22,9 +24,11 @@ struct TileOrder {
         const RowUnit unit = units[place.unit];
         const bool is_single = unit.num_blocks() == 1;
         if (is_single and place.n % kClusterSize != 0) return TileInfo::nothing(TileInfo::kSkip);
-        return {int16_t(place.gemm), is_single ? Pair::kAlongN : Pair::kAlongM,
-                unit.expert,         unit.num_halves,
-                unit.first_block,    place.n};
+        const int left = order.num_tickets() - ticket;
+        const bool is_late = left <= kLateWaves * int(gridDim.x) / kClusterSize;
+        return {int16_t(place.gemm),     unit.expert, is_single ? Pair::kAlongN : Pair::kAlongM,
+                int8_t(unit.num_halves), is_late,     0,
+                unit.first_block,        place.n};
     }
 };
 

@@ -33,9 +33,11 @@ __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, i
         if (ticket < tiles) {
             const protocol::BandOrder::Place place = order.at(ticket % per_expert);
             return {int16_t(kFirstWeightGrad + which),
-                    Pair::kAlongM,
                     int16_t(ticket / per_expert),
+                    Pair::kAlongM,
                     kClusterSize * kNumProcessors,
+                    false,
+                    0,
                     place.m * kClusterSize,
                     place.n};
         }

@@ -18,28 +18,32 @@ constexpr int kNumProcessors = 2;  // warpgroups; each owns 64 rows of the tile
 static_assert(kNumProcessors * kHalfRows == BLOCK_M);
 
 // How the tiles of the two CTAs lie: along M they share B, along N they share A.
-enum class Pair : int16_t { kAlongM, kAlongN };
+enum class Pair : int8_t { kAlongM, kAlongN };
 
 // The tile of one product: block m of BLOCK_M rows, block n of BLOCK_N columns, for one expert.
 struct alignas(16) TileInfo {
     int16_t gemm;  // 0 or 1, in a backward up to 3; kNoTile ends the kernel
-    Pair pair;
     int16_t expert;
-    int16_t
+    Pair pair;
+    int8_t
         num_halves;  // that have rows: of the pair, or once it is known whose tile it is, of that
+    bool is_late;    // one of the layer's last
+    int8_t reserved;
     int32_t m;
     int32_t n;
 
     static constexpr int16_t kNoTile = -1, kSkip = -2;
 
     static __device__ __forceinline__ TileInfo nothing(int16_t why) {
-        return {why, Pair::kAlongM, 0, 0, 0, 0};
+        return {why, 0, Pair::kAlongM, 0, false, 0, 0, 0};
     }
     // From the pair's first tile to the one of CTA `cta`.
     __device__ __forceinline__ TileInfo of(int cta) const {
         const bool along_m = pair == Pair::kAlongM;
-        const int16_t halves = num_halves - (along_m ? cta * kNumProcessors : 0);
-        return {gemm, pair, expert, halves, m + (along_m ? cta : 0), n + (along_m ? 0 : cta)};
+        TileInfo own = *this;
+        own.num_halves -= int8_t(along_m ? cta * kNumProcessors : 0);
+        (along_m ? own.m : own.n) += cta;
+        return own;
     }
 };
 

@@ -29,6 +29,7 @@ from tools.timeline.records import (
     roles_of_sources,
 )
 from tools.timeline.states import OUTER, SPANS, Kinds, State
+from tools.timeline.summary import Round, Waits, all_waits, ending, rounds, summary
 
 LAYOUT = Layout(WARPS, EVENTS)
 RATE = 1.6  # cycles per ns
@@ -287,6 +288,81 @@ def test_the_picture_names_its_axes_and_units(tmp_path: Path, monkeypatch):
     assert labels[:4] == ["SM 0 loader", "SM 0 dispatch", "SM 0 finisher", "SM 0 processor"]
     legend = {text.get_text() for text in figure.legends[0].get_texts()}
     assert {"GEMM0", "GEMM1", "dispatch", "combine: deliver", "combine: reduce", "wait"} <= legend
+
+
+def two_tiles() -> LaunchTrace:
+    """Two processor warps, of which one has two tiles, a loader and a finisher; microseconds."""
+    launches = []
+    for later_ns in (0, 1_000_000):
+        cycles = int(later_ns * RATE)
+
+        def warp(
+            *events: tuple[str, float, float], later_ns: int = later_ns, cycles: int = cycles
+        ) -> Warp:
+            made = Warp(START_NS + later_ns, cycles, 7)
+            for kind, begin, end in events:
+                made.add(kind, int(begin * 1_600), int(end * 1_600))
+            return made
+
+        busy = warp(
+            ("kProcessorStage", 2, 3),
+            ("kProcessorStage", 4, 4.5),
+            ("kGemm0", 1, 10),
+            ("kProcessorHandover", 10.25, 10.75),
+            ("kProcessorStage", 11, 13),
+            ("kGemm1", 11, 21),
+            ("kProcessorHandover", 21.5, 29),  # behind its last tile: between no two
+        )
+        early = warp(("kProcessorHandover", 0.25, 0.5), ("kGemm0", 1, 7))
+        loader = warp(("kLoaderStage", 2, 9))
+        finisher = warp(("kEpilogue1", 21.5, 23))
+        launches.append(pack([[loader, finisher, busy, early] + [None] * (WARPS - 4)]))
+    return one_launch(read_buffer(*launches, LAYOUT, 1, (0, 0)))
+
+
+def test_tiles_and_their_waits_are_told_by_number():
+    launch = two_tiles()
+    events, kinds = on_common_axis(launch)[0], Kinds(launch.roles)
+    first, second = rounds(events, kinds)
+    near = {"abs": 0.01}
+    assert list(vars(first).values()) == pytest.approx([0, 1, 1, 7.5, 0.75, 0.5, 0.25], **near)
+    assert list(vars(second).values()) == pytest.approx([1, 0.5, 11, 10, 2, 0, 0], **near)
+    assert isinstance(first, Round)
+    waits = {one.name: one for one in all_waits(events, kinds)}
+    assert list(waits) == ["kProcessorHandover", "kLoaderStage", "kProcessorStage"]
+    assert waits["kLoaderStage"] == Waits("kLoaderStage", 1, pytest.approx(7, **near))
+    assert waits["kProcessorHandover"].time == pytest.approx(0.25 + 0.5 + 7.5, **near)
+    end = ending(events, kinds)
+    assert end.products == pytest.approx((21, 21, 21), **near)  # of the one CTA
+    assert (end.finisher, end.launch) == pytest.approx((23, 29), **near)
+
+
+def test_the_tables_have_every_rank_and_all_of_a_round(tmp_path: Path, capsys):
+    launch = made_up()
+    launch.save(tmp_path / "forward.npz")
+    assert command.main(["summarize", str(tmp_path / "forward.npz")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == summary(launch)
+    assert [line for line in printed if line.startswith("## ")] == ["## Rank 0", "## Rank 1"]
+    kinds = Kinds(launch.roles)
+    for events in on_common_axis(launch):
+        products = np.isin(events.kind, [KIND["kGemm0"], KIND["kGemm1"]])
+        warps = len({*zip(events.cta[products], events.warp[products], strict=True)})
+        found = rounds(events, kinds)
+        assert sum(one.tiles for one in found) * warps == pytest.approx(products.sum())
+        total = sum(one.duration * one.tiles for one in found) * warps
+        assert total == pytest.approx((events.end - events.begin)[products].sum())
+
+
+def test_a_launch_without_products_has_no_tables(tmp_path: Path, capsys):
+    launches = []
+    for later_ns in (0, 1_000_000):
+        dispatch = Warp(START_NS + later_ns, int(later_ns * RATE), 7)
+        dispatch.add("kDispatch", 0, 8_000)
+        launches.append(pack([[dispatch] + [None] * (WARPS - 1)]))
+    one_launch(read_buffer(*launches, LAYOUT, 1, (0, 0))).save(tmp_path / "gather.npz")
+    assert command.main(["summarize", str(tmp_path / "gather.npz")]) == 2
+    assert "no products" in capsys.readouterr().err
 
 
 def test_another_file_is_an_error_that_says_so(tmp_path: Path, capsys):

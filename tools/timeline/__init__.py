@@ -11,4 +11,8 @@ on any machine,
 writes beside it a picture (PNG and SVG: what the tensor cores and the links do over time, all ranks
 above each other, and a few SMs role by role) and ``forward.trace.json.gz`` for Perfetto
 (https://ui.perfetto.dev) or chrome://tracing, with a track per SM and role.
+
+    python -m tools.timeline summarize runs/timeline/forward.npz
+
+prints tables: tile by tile how long products take and what they wait for, and when what ends.
 """

@@ -27,6 +27,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     draw = commands.add_parser("draw", help="picture and trace of recorded launches")
     draw.add_argument("files", type=Path, nargs="+", help=".npz files")
     draw.add_argument("--out", type=Path, help="folder; default: beside each file")
+    summarize = commands.add_parser("summarize", help="tables of recorded launches")
+    summarize.add_argument("files", type=Path, nargs="+", help=".npz files")
     return parser.parse_args(arguments)
 
 
@@ -46,6 +48,14 @@ def draw(options: argparse.Namespace) -> None:
         print(f"wrote {trace}, {slices} slices")
 
 
+def summarize(options: argparse.Namespace) -> None:
+    """Prints every file's tables."""
+    from tools.timeline.summary import summary
+
+    for file in options.files:
+        print("\n".join(summary(LaunchTrace.load(file))))
+
+
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
@@ -53,7 +63,10 @@ def main(arguments: list[str]) -> int:
             from tools.timeline.capture import capture
 
             return capture(options)
-        draw(options)
+        if options.command == "summarize":
+            summarize(options)
+        else:
+            draw(options)
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -107,10 +107,11 @@ def rounds(events: Events, kinds: Kinds) -> list[Round]:
         is_owned = (owner >= 0) & (np.floor(begin / APART_US) == of_warp[owner])
         is_within = is_owned & (begin < end[owner])
         is_behind = is_owned & ~is_within & is_followed[owner]
-        return tuple(  # type: ignore[return-value]
-            np.bincount(owner[which], length[which], len(products))
-            for which in (is_within, is_behind)
-        )
+
+        def total(which: NDArray[np.bool_]) -> NDArray[np.float64]:
+            return np.bincount(owner[which], length[which], len(products))
+
+        return total(is_within), total(is_behind)
 
     waited, _ = waits("kProcessorStage")
     _, handover = waits("kProcessorHandover")

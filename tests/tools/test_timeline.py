@@ -36,18 +36,30 @@ RATE = 1.6  # cycles per ns
 START_NS = 1_700_000_000_000_000_000  # a %globaltimer of our days
 
 
-def two_warps(start_ns: int = START_NS, sm: int = 7) -> tuple[np.ndarray, np.ndarray]:
-    """A launch of one CTA with a processor and a dispatch warp, and the next one 1 ms later."""
+def one_cta(
+    *warps: list[tuple[str, float, float, int]], start_ns: int = START_NS, sm: int = 7
+) -> tuple[np.ndarray, np.ndarray]:
+    """A launch of one CTA, and the next one 1 ms later.
+
+    Args:
+        warps: Of each its events: kind, begin and end in microseconds, index.
+        start_ns: %globaltimer when it begins.
+        sm: The multiprocessor.
+    """
     launches = []
     for later_ns in (0, 1_000_000):
-        cycles = 5_000 + int(later_ns * RATE)
-        processor = Warp(start_ns + later_ns, cycles, sm)
-        processor.add("kGemm0", 1_600, 16_000, 3)  # 1 to 10 us
-        processor.add("kProcessorStage", 3_200, 4_800)  # 2 to 3 us
-        dispatch = Warp(start_ns + later_ns, cycles, sm)
-        dispatch.add("kDispatch", 0, 8_000)  # 0 to 5 us
-        launches.append(pack([[processor, dispatch] + [None] * (WARPS - 2)]))
+        recorded = [Warp(start_ns + later_ns, 5_000 + int(later_ns * RATE), sm) for _ in warps]
+        for warp, events in zip(recorded, warps, strict=True):
+            for kind, begin, end, index in events:
+                warp.add(kind, int(begin * 1_000 * RATE), int(end * 1_000 * RATE), index)
+        launches.append(pack([[*recorded, *[None] * (WARPS - len(recorded))]]))
     return launches[0], launches[1]
+
+
+def two_warps(start_ns: int = START_NS, sm: int = 7) -> tuple[np.ndarray, np.ndarray]:
+    """A launch of one CTA with a processor and a dispatch warp, and the next one."""
+    processor = [("kGemm0", 1, 10, 3), ("kProcessorStage", 2, 3, -1)]
+    return one_cta(processor, [("kDispatch", 0, 5, -1)], start_ns=start_ns, sm=sm)
 
 
 def one_launch(*ranks: RankTrace, roles: dict[int, str] = ROLES) -> LaunchTrace:
@@ -291,33 +303,19 @@ def test_the_picture_names_its_axes_and_units(tmp_path: Path, monkeypatch):
 
 
 def two_tiles() -> LaunchTrace:
-    """Two processor warps, of which one has two tiles, a loader and a finisher; microseconds."""
-    launches = []
-    for later_ns in (0, 1_000_000):
-        cycles = int(later_ns * RATE)
-
-        def warp(
-            *events: tuple[str, float, float], later_ns: int = later_ns, cycles: int = cycles
-        ) -> Warp:
-            made = Warp(START_NS + later_ns, cycles, 7)
-            for kind, begin, end in events:
-                made.add(kind, int(begin * 1_600), int(end * 1_600))
-            return made
-
-        busy = warp(
-            ("kProcessorStage", 2, 3),
-            ("kProcessorStage", 4, 4.5),
-            ("kGemm0", 1, 10),
-            ("kProcessorHandover", 10.25, 10.75),
-            ("kProcessorStage", 11, 13),
-            ("kGemm1", 11, 21),
-            ("kProcessorHandover", 21.5, 29),  # behind its last tile: between no two
-        )
-        early = warp(("kProcessorHandover", 0.25, 0.5), ("kGemm0", 1, 7))
-        loader = warp(("kLoaderStage", 2, 9))
-        finisher = warp(("kEpilogue1", 21.5, 23))
-        launches.append(pack([[loader, finisher, busy, early] + [None] * (WARPS - 4)]))
-    return one_launch(read_buffer(*launches, LAYOUT, 1, (0, 0)))
+    """Two processor warps, of which one has two tiles, a loader and a finisher."""
+    busy = [
+        ("kProcessorStage", 2, 3, -1),
+        ("kProcessorStage", 4, 4.5, -1),
+        ("kGemm0", 1, 10, -1),
+        ("kProcessorHandover", 10.25, 10.75, -1),
+        ("kProcessorStage", 11, 13, -1),
+        ("kGemm1", 11, 21, -1),
+        ("kProcessorHandover", 21.5, 29, -1),  # behind its last tile: between no two
+    ]
+    early = [("kProcessorHandover", 0.25, 0.5, -1), ("kGemm0", 1, 7, -1)]
+    loader, finisher = [("kLoaderStage", 2, 9, -1)], [("kEpilogue1", 21.5, 23, -1)]
+    return one_launch(read_buffer(*one_cta(loader, finisher, busy, early), LAYOUT, 1, (0, 0)))
 
 
 def test_tiles_and_their_waits_are_told_by_number():
@@ -355,12 +353,8 @@ def test_the_tables_have_every_rank_and_all_of_a_round(tmp_path: Path, capsys):
 
 
 def test_a_launch_without_products_has_no_tables(tmp_path: Path, capsys):
-    launches = []
-    for later_ns in (0, 1_000_000):
-        dispatch = Warp(START_NS + later_ns, int(later_ns * RATE), 7)
-        dispatch.add("kDispatch", 0, 8_000)
-        launches.append(pack([[dispatch] + [None] * (WARPS - 1)]))
-    one_launch(read_buffer(*launches, LAYOUT, 1, (0, 0))).save(tmp_path / "gather.npz")
+    launch = one_launch(read_buffer(*one_cta([("kDispatch", 0, 5, -1)]), LAYOUT, 1, (0, 0)))
+    launch.save(tmp_path / "gather.npz")
     assert command.main(["summarize", str(tmp_path / "gather.npz")]) == 2
     assert "no products" in capsys.readouterr().err
 

@@ -63,6 +63,10 @@ class Kinds:
         """All kinds in one of some states."""
         return [kind for kind in self.names if self.state(kind) in states]
 
+    def named(self, *names: str) -> list[int]:
+        """All kinds of some names."""
+        return [kind for kind, name in self.names.items() if name in names]
+
     def title(self, kind: int) -> str:
         """How a trace names an event."""
         name = self.names.get(kind, f"kind {kind}").removeprefix("k")
@@ -77,7 +81,7 @@ def actors_of_warps(events: Events, kinds: Kinds, num_ctas: int) -> dict[tuple[i
     """
     marks = {
         "processor": kinds.of(*PRODUCTS),
-        "dispatch": [k for k, name in kinds.names.items() if name == "kDispatch"],
+        "dispatch": kinds.named("kDispatch"),
         "loader": [k for k, name in kinds.names.items() if name.startswith("kLoader")],
         "finisher": kinds.of(State.EPILOGUE),
     }

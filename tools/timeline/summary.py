@@ -65,12 +65,8 @@ class Ending:
     launch: float
 
 
-def _of_kinds(events: Events, kinds: list[int]) -> NDArray[np.bool_]:
-    return np.isin(events.kind, kinds)
-
-
 def _products(events: Events, kinds: Kinds) -> NDArray[np.bool_]:
-    products = _of_kinds(events, kinds.of(*PRODUCTS))
+    products = np.isin(events.kind, kinds.of(*PRODUCTS))
     if not products.any():
         raise TraceError("the launch has no products")
     return products
@@ -101,7 +97,7 @@ def rounds(events: Events, kinds: Kinds) -> list[Round]:
 
     def waits(name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """By product: what is waited within it, and behind it until the next."""
-        chosen = _of_kinds(events, [kind for kind, role in kinds.names.items() if role == name])
+        chosen = np.isin(events.kind, kinds.named(name))
         begin, length = placed[chosen], (events.end - events.begin)[chosen]
         owner = np.searchsorted(at, begin, side="right") - 1
         is_owned = (owner >= 0) & (np.floor(begin / APART_US) == of_warp[owner])
@@ -143,7 +139,7 @@ def ending(events: Events, kinds: Kinds) -> Ending:
         TraceError: There is no product among the events.
     """
     products = _products(events, kinds)
-    epilogues = _of_kinds(events, kinds.of(State.EPILOGUE))
+    epilogues = np.isin(events.kind, kinds.of(State.EPILOGUE))
     last = [events.end[products & (events.cta == cta)].max() for cta in set(events.cta[products])]
     tenth, median, end = np.percentile(last, [10, 50, 100])
     finisher = events.end[epilogues].max() if epilogues.any() else np.nan

@@ -40,45 +40,40 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         [[maybe_unused]] uint32_t waited = 0;
         const TileInfo tile = take_tile(args.watchdog, Role::kFinisherTile, mailbox, slot, waited);
         if (tile.gemm == TileInfo::kNoTile) break;
-        if constexpr (Pass::kIsBackward) {
-            if (is_weight_grad(tile)) {
-                const int64_t begin = Trace::now();
-                store_weight_grads<typename Pass::Element>(args, tile, handover, handed, processor);
-                args.watchdog.trace.add(uint32_t(Role::kStoreGrad), tile.expert, begin);
-                continue;
-            }
-        }
+        if (is_weight_grad(tile)) continue;  // processors store them
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         const int first_row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
         const RowFacts facts(args.plan, first_row);
-        // A tile takes its processor longer than its finisher. But what combines may be late for
-        // the outputs, so not for GEMM0's, since GEMM1 waits for them, nor for weight gradients,
-        // which take longest, nor for a forward's last tiles, which nothing comes behind.
-        if (tile.gemm == 1 and (Pass::kIsBackward or not tile.is_late)) {
-            const auto& full = handover.full[processor][0];
-            while (not agreed<Waiter::kWarp>(full.test_wait(handed.parity())) and
-                   combine_some<typename Pass::Element, Pass::kIsBackward, 4>(
-                       args, combine, chunk) == Progress::kSome) {
-            }
-        }
-        GiveBack give_back;
+        const auto finish = [&](auto finish_rows) {
+            GiveBack give_back;
 #pragma unroll 1
-        for (int warp = 0; warp < kProcessorWarps; ++warp) {
-            wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows,
-                                        handover.full[processor][warp], handed.parity());
-            const int64_t begin = Trace::now();
-            const HandedOver outputs(handover.outputs[processor][warp]);
-            const WarpRows rows{first_row + warp * kWarpRows, warp, outputs, facts};
-            if (tile.gemm == 0) {
-                Pass::finish_gemm0(args, tile, rows);
-            } else {
-                store_results(args, tile, rows);
+            for (int warp = 0; warp < kProcessorWarps; ++warp) {
+                wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows,
+                                            handover.full[processor][warp], handed.parity());
+                const int64_t begin = Trace::now();
+                const HandedOver outputs(handover.outputs[processor][warp]);
+                finish_rows(WarpRows{first_row + warp * kWarpRows, warp, outputs, facts});
+                give_back.follow(handover.empty[processor][warp]);
+                args.watchdog.trace.add(uint32_t(Role::kEpilogue0) + uint32_t(tile.gemm), tile.m,
+                                        begin);
             }
-            give_back.follow(handover.empty[processor][warp]);
-            args.watchdog.trace.add(uint32_t(Role::kEpilogue0) + uint32_t(tile.gemm), tile.m,
-                                    begin);
+            give_back.finish();
+        };
+        if (tile.gemm == 0) {
+            finish(typename Pass::FinishGemm0(args, tile, first_row));
+        } else {
+            // A tile takes its processor longer than its finisher. But what combines may be late
+            // for the outputs, so not for GEMM0's, since GEMM1 waits for them, nor for a forward's
+            // last tiles, which nothing comes behind.
+            if (Pass::kIsBackward or not tile.is_late) {
+                const Barrier& full = handover.full[processor][0];
+                while (not agreed<Waiter::kWarp>(full.test_wait(handed.parity())) and
+                       combine_some<typename Pass::Element, Pass::kIsBackward, 4>(
+                           args, combine, chunk) == Progress::kSome) {
+                }
+            }
+            finish([&](const WarpRows& rows) { store_results(args, tile, rows); });
         }
-        give_back.finish();
         handed.advance();
         protocol::complete_copies<Atomics>();
         if (threadIdx.x % 32 == 0) {
@@ -89,7 +84,6 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             }
         }
     }
-    ptx::bulk_wait_complete();  // of weight gradients, which nobody in this launch waits for
     end_span(uint32_t(Role::kFinish));
 }
 

@@ -82,16 +82,29 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
     if constexpr (Pass::kIsBackward) {  // weight gradients come last
         // Their products are other instructions, which all warps of a warpgroup have to be at.
         ptx::barrier_sync(kProcessorsBarrier + warpgroup, 128);
+        const uint32_t warp = threadIdx.x / 32 % kProcessorWarps;
+        WarpOutputs& room = handover.outputs[warpgroup][warp];
         for (bool is_tile = is_weight_grad(tile); is_tile; is_tile = take()) {
             const int64_t begin = Trace::now();
             // Uniform by construction, as ptxas wants the bounds of a main loop.
             const int num_k_blocks = __shfl_sync(~0u, weight_grad_k_blocks(args.plan, tile), 0);
-            if (num_k_blocks == 0) continue;
+            const GradRows grad(args, tile, warpgroup);
+            if (num_k_blocks == 0) {
+                store_no_weight_grad(args, grad);
+                continue;
+            }
             Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
                                                    warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
-            hand_over_floats(args.watchdog, handover, warpgroup, handed, handing_over, accumulator);
+            // Finishers have done with the room once for all.
+            handing_over +=
+                wait_barrier<Waiter::kWarp>(args.watchdog, Role::kProcessorHandover,
+                                            handover.empty[warpgroup][warp], handed.parity());
+            const int64_t stored = Trace::now();
+            store_weight_grad<T>(args, grad, room, accumulator);
+            args.watchdog.trace.add(uint32_t(Role::kStoreGrad), tile.expert, stored);
         }
+        ptx::bulk_wait_complete();  // which nobody in this launch waits for
     }
     count_time(uint32_t(Role::kProcessorStage), waited);
     count_time(uint32_t(Role::kProcessorHandover), handing_over);

@@ -28,14 +28,7 @@ struct ForwardPass {
     static constexpr bool kIsBackward = false, kGatedForward = kGated, kHasBias = true;
     static constexpr Major kMajorB = kTransposed ? Major::MN : Major::K;
     static constexpr int kWeightOfGemm0 = 0;  // fc1, then fc2
-
-    __device__ __forceinline__ static void finish_gemm0(const LayerArgs& args,
-                                                        const TileInfo& tile,
-                                                        const WarpRows& rows) {
-        with_activation(args.activation, [&](auto activation) {
-            activate_rows<T, activation(), kGated>(args, tile, rows);
-        });
-    }
+    using FinishGemm0 = ActivateRows<T, kGated>;
 };
 
 template <class T, bool kGated, bool kTransposed>
@@ -45,14 +38,7 @@ struct BackwardPass {
     static constexpr bool kIsBackward = true, kGatedForward = false, kHasBias = false;
     static constexpr Major kMajorB = kTransposed ? Major::K : Major::MN;
     static constexpr int kWeightOfGemm0 = 1;  // fc2, then fc1
-
-    __device__ __forceinline__ static void finish_gemm0(const LayerArgs& args,
-                                                        const TileInfo& tile,
-                                                        const WarpRows& rows) {
-        with_activation(args.activation, [&](auto activation) {
-            differentiate_rows<T, activation(), kGated>(args, tile, rows);
-        });
-    }
+    using FinishGemm0 = DifferentiateRows<T, kGated>;
 };
 
 constexpr int kStages = 3;

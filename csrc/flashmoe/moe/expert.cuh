@@ -1,6 +1,7 @@
 // What happens to GEMM0's outputs: in the forward the activation and the routing weight, in the
 // backward their derivatives. GEMM1's outputs just leave. A warp has 16 rows of a tile, and a lane
-// eight columns of a row at a time.
+// eight columns of a row at a time. A functor is made for a processor's rows of a tile, and called
+// for each of its warps in turn.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
@@ -49,60 +50,89 @@ struct WarpRows {
     const RowFacts& facts;
 };
 
+// Calls visit with the activation as a type: a branch per tile, not a kernel per activation.
+template <class Visit>
+__device__ __forceinline__ void with_activation(Activation activation, Visit visit) {
+    switch (activation) {
+        case Activation::kSilu:
+            return visit(std::integral_constant<Activation, Activation::kSilu>{});
+        case Activation::kGelu:
+            return visit(std::integral_constant<Activation, Activation::kGelu>{});
+        case Activation::kGeluTanh:
+            return visit(std::integral_constant<Activation, Activation::kGeluTanh>{});
+        case Activation::kRelu:
+            return visit(std::integral_constant<Activation, Activation::kRelu>{});
+        case Activation::kSquaredRelu:
+            return visit(std::integral_constant<Activation, Activation::kSquaredRelu>{});
+    }
+}
+
 // act(gate) * up * prob, or act(z) * prob. z has been rounded to 16 bits, as every unfused path
 // does, so that the backward differentiates exactly what the forward computed.
-template <class T, Activation kAct, bool kGated>
-__device__ __forceinline__ void activate_rows(const LayerArgs& args,
-                                              const TileInfo& tile,
-                                              const WarpRows& rows) {
-    constexpr int kChunks = kGated ? kRowChunks / 2 : kRowChunks, kRowsAtOnce = 32 / kChunks;
-    constexpr int kBatch = 4;  // chunks of a lane whose arithmetic overlaps
-    const int lane = threadIdx.x % 32, chunk = lane % kChunks;
-    const int intermediate = args.shape.intermediate, fc1_rows = args.shape.fc1_rows();
-    const int column = (tile.n * kChunks + chunk) * 8;
-    const bool is_inside = column < intermediate;
+template <class T, bool kGated>
+class ActivateRows {
+ public:
+    __device__ __forceinline__ ActivateRows(const LayerArgs& args, const TileInfo& tile, int)
+        : args_(args), tile_n_(tile.n) {}
+    __device__ __forceinline__ void operator()(const WarpRows& rows) const {
+        with_activation(args_.activation, [&](auto activation) { finish<activation()>(rows); });
+    }
+
+ private:
+    template <Activation kAct>
+    __device__ __forceinline__ void finish(const WarpRows& rows) const {
+        constexpr int kChunks = kGated ? kRowChunks / 2 : kRowChunks, kRowsAtOnce = 32 / kChunks;
+        constexpr int kBatch = 4;  // chunks of a lane whose arithmetic overlaps
+        const int lane = threadIdx.x % 32, chunk = lane % kChunks;
+        const int intermediate = args_.shape.intermediate, fc1_rows = args_.shape.fc1_rows();
+        const int column = (tile_n_ * kChunks + chunk) * 8;
+        const bool is_inside = column < intermediate;
 #pragma unroll 1
-    for (int first = lane / kChunks; first < kWarpRows; first += kBatch * kRowsAtOnce) {
-        uint4 gate[kBatch], up[kBatch];
-        float prob[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const int row = first + i * kRowsAtOnce;
-            gate[i] = rows.outputs.chunk(row, chunk);
-            if constexpr (kGated) up[i] = rows.outputs.chunk(row, chunk + kChunks);
-            prob[i] = rows.facts.prob(rows.warp, row);
-        }
-        if (is_inside and args.preact != nullptr) {
+        for (int first = lane / kChunks; first < kWarpRows; first += kBatch * kRowsAtOnce) {
+            uint4 gate[kBatch], up[kBatch];
+            float prob[kBatch];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int64_t row = rows.first + first + i * kRowsAtOnce;
-                *chunk_of(args.preact, row, fc1_rows, column) = gate[i];
-                if constexpr (kGated) {
-                    *chunk_of(args.preact, row, fc1_rows, intermediate + column) = up[i];
+                const int row = first + i * kRowsAtOnce;
+                gate[i] = rows.outputs.chunk(row, chunk);
+                if constexpr (kGated) up[i] = rows.outputs.chunk(row, chunk + kChunks);
+                prob[i] = rows.facts.prob(rows.warp, row);
+            }
+            if (is_inside and args_.preact != nullptr) {
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    const int64_t row = rows.first + first + i * kRowsAtOnce;
+                    *chunk_of(args_.preact, row, fc1_rows, column) = gate[i];
+                    if constexpr (kGated) {
+                        *chunk_of(args_.preact, row, fc1_rows, intermediate + column) = up[i];
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                float z[8], u[8];
+                unpack8<T>(gate[i], z);
+                if constexpr (kGated) unpack8<T>(up[i], u);
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    z[c] = activate<kAct>(z[c]).value * prob[i];
+                    if constexpr (kGated) z[c] *= u[c];
+                }
+                gate[i] = pack8<T>(z);
+            }
+            if (is_inside) {
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    const int64_t row = rows.first + first + i * kRowsAtOnce;
+                    *chunk_of(args_.act, row, intermediate, column) = gate[i];
                 }
             }
         }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            float z[8], u[8];
-            unpack8<T>(gate[i], z);
-            if constexpr (kGated) unpack8<T>(up[i], u);
-#pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                z[c] = activate<kAct>(z[c]).value * prob[i];
-                if constexpr (kGated) z[c] *= u[c];
-            }
-            gate[i] = pack8<T>(z);
-        }
-        if (is_inside) {
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int64_t row = rows.first + first + i * kRowsAtOnce;
-                *chunk_of(args.act, row, intermediate, column) = gate[i];
-            }
-        }
     }
-}
+
+    const LayerArgs& args_;
+    int tile_n_;
+};
 
 // The sums over the warp of four values of each lane: lane i < 4 gets the ith.
 __device__ __forceinline__ float sum_four(const float (&values)[4]) {
@@ -142,72 +172,77 @@ struct Preacts {
 };
 
 // From G = dY W2 (unscaled): the gradient of fc1's output, fc2's input again, and this tile's share
-// of the probabilities' gradient, <G, act>; no division by the probability anywhere.
-template <class T, Activation kAct, bool kGated>
-__device__ __forceinline__ void differentiate_rows(const LayerArgs& args,
-                                                   const TileInfo& tile,
-                                                   const WarpRows& rows) {
-    constexpr int kBatch = Preacts<kGated>::kRows;
-    const int lane = threadIdx.x % 32, column = (tile.n * kRowChunks + lane) * 8;
-    const int intermediate = args.shape.intermediate, fc1_rows = args.shape.fc1_rows();
-    const bool is_inside = column < intermediate;
-    Preacts<kGated> preacts, next;
-    preacts.load(args, rows.first, column);
-#pragma unroll 1
-    for (int first = 0; first < kWarpRows; first += kBatch) {
-        if (first + kBatch < kWarpRows) next.load(args, rows.first + first + kBatch, column);
-        float dprobs[kBatch] = {};
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const int row = first + i;
-            const float prob = rows.facts.prob(rows.warp, row);
-            if (not is_inside) continue;
-            float g[8], z[8], u[8], act[8];
-            unpack8<T>(rows.outputs.chunk(row, lane), g);
-            unpack8<T>(preacts.gate[i], z);
-            if constexpr (kGated) unpack8<T>(preacts.up[i], u);
-#pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                const Activated f = activate<kAct>(z[c]);
-                const float value = kGated ? f.value * u[c] : f.value;
-                const float scaled = prob * g[c];
-                dprobs[i] += g[c] * value;
-                act[c] = value * prob;
-                z[c] = scaled * f.slope * (kGated ? u[c] : 1.0f);
-                u[c] = scaled * f.value;
-            }
-            const int64_t at = rows.first + row;
-            *chunk_of(args.act, at, intermediate, column) = pack8<T>(act);
-            *chunk_of(args.dpre, at, fc1_rows, column) = pack8<T>(z);
-            if constexpr (kGated) {
-                *chunk_of(args.dpre, at, fc1_rows, intermediate + column) = pack8<T>(u);
-            }
-        }
-        const float dprob = sum_four(dprobs);
-        if (lane < kBatch) {
-            const int64_t at = rows.first + first + lane;
-            args.dprob_partial[at * args.num_n_tiles[0] + tile.n] = dprob;
-        }
-        preacts = next;
+// of the probabilities' gradient, <G, act>; no division by the probability anywhere. Of a
+// processor's rows, whose warps follow one another: pre-activations are on their way four rows
+// ahead, the first before there are outputs.
+template <class T, bool kGated>
+class DifferentiateRows {
+ public:
+    __device__ __forceinline__ DifferentiateRows(const LayerArgs& args,
+                                                 const TileInfo& tile,
+                                                 int first_row)
+        : args_(args),
+          tile_n_(tile.n),
+          column_((tile.n * kRowChunks + int(threadIdx.x % 32)) * 8),
+          end_(first_row + kProcessorWarps * kWarpRows) {
+        preacts_.load(args, first_row, column_);
     }
-}
+    __device__ __forceinline__ void operator()(const WarpRows& rows) {
+        with_activation(args_.activation, [&](auto activation) { finish<activation()>(rows); });
+    }
 
-// Calls visit with the activation as a type: a branch per tile, not a kernel per activation.
-template <class Visit>
-__device__ __forceinline__ void with_activation(Activation activation, Visit visit) {
-    switch (activation) {
-        case Activation::kSilu:
-            return visit(std::integral_constant<Activation, Activation::kSilu>{});
-        case Activation::kGelu:
-            return visit(std::integral_constant<Activation, Activation::kGelu>{});
-        case Activation::kGeluTanh:
-            return visit(std::integral_constant<Activation, Activation::kGeluTanh>{});
-        case Activation::kRelu:
-            return visit(std::integral_constant<Activation, Activation::kRelu>{});
-        case Activation::kSquaredRelu:
-            return visit(std::integral_constant<Activation, Activation::kSquaredRelu>{});
+ private:
+    template <Activation kAct>
+    __device__ __forceinline__ void finish(const WarpRows& rows) {
+        constexpr int kBatch = Preacts<kGated>::kRows;
+        const int lane = threadIdx.x % 32;
+        const int intermediate = args_.shape.intermediate, fc1_rows = args_.shape.fc1_rows();
+        const bool is_inside = column_ < intermediate;
+#pragma unroll 1
+        for (int first = 0; first < kWarpRows; first += kBatch) {
+            const int first_of_next = rows.first + first + kBatch;
+            Preacts<kGated> next;
+            if (first_of_next < end_) next.load(args_, first_of_next, column_);
+            float dprobs[kBatch] = {};
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int row = first + i;
+                const float prob = rows.facts.prob(rows.warp, row);
+                if (not is_inside) continue;
+                float g[8], z[8], u[8], act[8];
+                unpack8<T>(rows.outputs.chunk(row, lane), g);
+                unpack8<T>(preacts_.gate[i], z);
+                if constexpr (kGated) unpack8<T>(preacts_.up[i], u);
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    const Activated f = activate<kAct>(z[c]);
+                    const float value = kGated ? f.value * u[c] : f.value;
+                    const float scaled = prob * g[c];
+                    dprobs[i] += g[c] * value;
+                    act[c] = value * prob;
+                    z[c] = scaled * f.slope * (kGated ? u[c] : 1.0f);
+                    u[c] = scaled * f.value;
+                }
+                const int64_t at = rows.first + row;
+                *chunk_of(args_.act, at, intermediate, column_) = pack8<T>(act);
+                *chunk_of(args_.dpre, at, fc1_rows, column_) = pack8<T>(z);
+                if constexpr (kGated) {
+                    *chunk_of(args_.dpre, at, fc1_rows, intermediate + column_) = pack8<T>(u);
+                }
+            }
+            const float dprob = sum_four(dprobs);
+            if (lane < kBatch) {
+                const int64_t at = rows.first + first + lane;
+                args_.dprob_partial[at * args_.num_n_tiles[0] + tile_n_] = dprob;
+            }
+            preacts_ = next;
+        }
     }
-}
+
+    const LayerArgs& args_;
+    Preacts<kGated> preacts_;
+    int tile_n_, column_, end_;
+};
 
 // GEMM1: a row that is alone here is its token's result, and goes to the token's rank, tile by
 // tile; the others wait in the result buffer to be summed. Scope: one warp, a lane for each row.

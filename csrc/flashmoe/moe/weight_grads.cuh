@@ -51,101 +51,96 @@ __device__ __forceinline__ int weight_grad_k_blocks(const Plan& plan, const Tile
     return ceil_div(plan.expert_rows[tile.expert], BLOCK_K);
 }
 
-// Where a lane's four columns of a gradient's row go. One lane's writes are the only ones to an
-// element in a launch, so sums have a fixed order.
-template <class T>
+// Where the rows of a gradient go that one processor's warp has of a tile. A warp's writes are the
+// only ones to them in a launch, so sums have a fixed order.
 class GradRows {
  public:
-    __device__ __forceinline__
-    GradRows(const BackwardArgs& args, const TileInfo& tile, int processor, int half)
-        : num_in_(product_of(args, tile).num_in),
-          is_float_(args.weight_grads.dtype == Dtype::kFloat32),
-          accumulates_(args.weight_grads.accumulate) {
+    __device__ __forceinline__ GradRows(const BackwardArgs& args,
+                                        const TileInfo& tile,
+                                        int processor)
+        : num_in_(product_of(args, tile).num_in), column_(tile.n * BLOCK_N) {
         const int matrix = kFirstWeightGrad + 1 - tile.gemm;  // fc1's pointers come first
-        char* grad = static_cast<char*>(
+        grad_ = static_cast<char*>(
             args.weight_grads.grads[matrix * args.shape.num_local_experts() + tile.expert]);
-        const int row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
-        const int first_column = tile.n * BLOCK_N + half * (BLOCK_N / 2);
-        column_ = first_column + int(threadIdx.x % 32) * 4;
-        row_bytes_ = 4 * min(BLOCK_N / 2, num_in_ - first_column);
-        rows_left_ = row_bytes_ > 0 ? product_of(args, tile).num_out - row : 0;
-        first_ = grad + (int64_t(row) * num_in_ + first_column) * (is_float_ ? 4 : 2);
+        const int warp = int(threadIdx.x / 32) % kProcessorWarps;
+        row_ = tile.m * BLOCK_M + (processor * kProcessorWarps + warp) * kWarpRows;
+        num_rows_ = min(product_of(args, tile).num_out - row_, kWarpRows);
     }
-
-    __device__ __forceinline__ bool is_float() const { return is_float_; }
-    // Has a bulk copy write or add to one of the processor's 64 rows, which is of floats. Scope:
-    // one lane.
-    __device__ __forceinline__ void put(int row, const uint8_t* values) const {
-        if (row >= rows_left_) return;
-        char* at = first_ + int64_t(row) * num_in_ * 4;
-        if (accumulates_) {
-            ptx::bulk_add_f32(values, at, row_bytes_);
-        } else {
-            cute::SM90_BULK_COPY_S2G::copy(values, at, row_bytes_);
-        }
+    __device__ __forceinline__ int num_rows() const { return num_rows_; }  // or less than none
+    // Of a row, from some column of the tile on.
+    __device__ __forceinline__ char* at(int row, int column, int element_bytes) const {
+        return grad_ + (int64_t(row_ + row) * num_in_ + column_ + column) * element_bytes;
     }
-    // Writes or adds to this lane's columns of a row.
-    __device__ __forceinline__ void put(int row, const float4& value) const {
-        if (row >= rows_left_ or column_ >= num_in_) return;
-        char* at = first_ + (int64_t(row) * num_in_ + threadIdx.x % 32 * 4) * (is_float_ ? 4 : 2);
-        if (is_float_) {
-            *reinterpret_cast<float4*>(at) = value;
-        } else {
-            float4 sum = value;
-            if (accumulates_) {  // rounded once
-                const uint2 packed = *reinterpret_cast<const uint2*>(at);
-                const float2 low = unpack<T>(packed.x), high = unpack<T>(packed.y);
-                sum = {low.x + value.x, low.y + value.y, high.x + value.z, high.y + value.w};
-            }
-            *reinterpret_cast<uint2*>(at) = {pack<T>(sum.x, sum.y), pack<T>(sum.z, sum.w)};
-        }
+    __device__ __forceinline__ int columns_from(int column) const {
+        return num_in_ - column_ - column;
     }
-    __device__ __forceinline__ bool accumulates() const { return accumulates_; }
 
  private:
-    char* first_;
-    int rows_left_;
-    int row_bytes_;
-    int column_;  // this lane's first
-    int num_in_;
-    bool is_float_, accumulates_;
+    char* grad_;
+    int num_in_, column_, row_, num_rows_;
 };
 
-// Stores what a processor hands over of a tile, in two halves. Scope: a finisher.
+// Writes or adds 16-bit values to this lane's four columns of a row, rounded once.
 template <class T>
-__device__ __forceinline__ void store_weight_grads(const BackwardArgs& args,
-                                                   const TileInfo& tile,
-                                                   const Handover& handover,
-                                                   RingCursor<1>& handed,
-                                                   int processor) {
-    const bool is_empty = weight_grad_k_blocks(args.plan, tile) == 0;
-#pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-        const GradRows<T> grad(args, tile, processor, half);
-        if (is_empty) {  // nothing is handed over
-            if (grad.accumulates()) return;
-            for (int row = 0; row < kProcessorWarps * kWarpRows; ++row) grad.put(row, float4{});
-            continue;
-        }
-        GiveBack give_back;
-#pragma unroll 1
-        for (int warp = 0; warp < kProcessorWarps; ++warp) {
-            wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows,
-                                        handover.full[processor][warp], handed.parity());
-            const HandedOver outputs(handover.outputs[processor][warp]);
-            if (grad.is_float()) {
-                const int row = threadIdx.x % 32;
-                if (row < kWarpRows) grad.put(warp * kWarpRows + row, outputs.at(row));
+__device__ __forceinline__ void put_rounded(char* at, float4 value, bool accumulates) {
+    if (accumulates) {
+        const uint2 packed = *reinterpret_cast<const uint2*>(at);
+        const float2 low = unpack<T>(packed.x), high = unpack<T>(packed.y);
+        value = {low.x + value.x, low.y + value.y, high.x + value.z, high.y + value.w};
+    }
+    *reinterpret_cast<uint2*>(at) = {pack<T>(value.x, value.y), pack<T>(value.z, value.w)};
+}
+
+// Stores a warp's rows of a tile unrounded, half after half, since a half takes all the room there
+// is: the warp's own, once finishers have no more use for it. Bulk copies fetch what is float32,
+// the last of them while the next tile is multiplied. A loop over the halves would cost ptxas the
+// uniform registers of the main loop before it. Scope: a warp of a processor.
+template <class T, int kHalf = 0, class Accumulator>
+__device__ __forceinline__ void store_weight_grad(const BackwardArgs& args,
+                                                  const GradRows& grad,
+                                                  WarpOutputs& room,
+                                                  const Accumulator& accumulator) {
+    constexpr int kColumns = BLOCK_N / 2, kFirst = kHalf * kColumns;
+    const int lane = threadIdx.x % 32, columns = min(grad.columns_from(kFirst), kColumns);
+    const bool accumulates = args.weight_grads.accumulate;
+    cute::tma_store_wait<0>();
+    __syncwarp();
+    lay_down_floats<kHalf>(room, accumulator);
+    if (args.weight_grads.dtype == Dtype::kFloat32) {
+        ptx::fence_proxy_async_shared();
+        __syncwarp();
+        if (lane < grad.num_rows() and columns > 0) {
+            char* target = grad.at(lane, kFirst, 4);
+            if (accumulates) {
+                ptx::bulk_add_f32(room.row[lane], target, 4 * columns);
             } else {
-#pragma unroll 8
-                for (int row = 0; row < kWarpRows; ++row) {
-                    grad.put(warp * kWarpRows + row, outputs.floats(row));
-                }
+                cute::SM90_BULK_COPY_S2G::copy(room.row[lane], target, 4 * columns);
             }
-            give_back.follow(handover.empty[processor][warp]);
         }
-        give_back.finish();
-        handed.advance();
+        cute::tma_store_arrive();
+    } else {
+        __syncwarp();
+        if (lane * 4 < columns) {
+#pragma unroll 8
+            for (int row = 0; row < grad.num_rows(); ++row) {
+                put_rounded<T>(grad.at(row, kFirst + lane * 4, 2), HandedOver(room).floats(row),
+                               accumulates);
+            }
+        }
+    }
+    if constexpr (kHalf == 0) store_weight_grad<T, 1>(args, grad, room, accumulator);
+}
+
+// Writes zeros for an expert without rows. Scope: a warp of a processor.
+__device__ __forceinline__ void store_no_weight_grad(const BackwardArgs& args,
+                                                     const GradRows& grad) {
+    if (args.weight_grads.accumulate) return;
+    const int bytes = args.weight_grads.dtype == Dtype::kFloat32 ? 4 : 2;
+    const int per_lane = 8 / bytes, columns = min(grad.columns_from(0), BLOCK_N);
+    for (int row = 0; row < grad.num_rows(); ++row) {
+        for (int i = int(threadIdx.x % 32) * per_lane; i < columns; i += 32 * per_lane) {
+            *reinterpret_cast<uint2*>(grad.at(row, i, bytes)) = uint2{};
+        }
     }
 }
 

@@ -52,25 +52,6 @@ __device__ __forceinline__ void open_rooms(const Handover& handover, int process
     for (Barrier& empty : handover.empty[processor]) empty.arrive();
 }
 
-// Has `lay_down` write this warp's outputs once their room is free, and tells its finisher. What
-// the warp waits is added to `waited`, by this and the next. Scope: a warp of a processor.
-template <class LayDown>
-__device__ __forceinline__ void hand_over_by(const Watchdog& watchdog,
-                                             const Handover& handover,
-                                             int processor,
-                                             RingCursor<1>& cursor,
-                                             uint32_t& waited,
-                                             LayDown lay_down) {
-    const uint32_t warp = threadIdx.x / 32 % kProcessorWarps;
-    waited += wait_barrier<Waiter::kWarp>(watchdog, Role::kProcessorHandover,
-                                          handover.empty[processor][warp], cursor.parity());
-    lay_down(handover.outputs[processor][warp]);
-    ptx::fence_proxy_async_shared();
-    ptx::delay_point_of_warp();
-    handover.full[processor][warp].arrive();
-    cursor.advance();
-}
-
 // A warp's share of an accumulator, rounded.
 template <class T, class Accumulator>
 __device__ __forceinline__ void lay_down(WarpOutputs& outputs, const Accumulator& accumulator) {
@@ -90,7 +71,8 @@ __device__ __forceinline__ void lay_down(WarpOutputs& outputs, const Accumulator
     }
 }
 
-// Hands over a warp's share of an accumulator. Scope: a warp of a processor.
+// Lays down this warp's outputs once their room is free, and tells its finisher. What the warp
+// waits is added to `waited`. Scope: a warp of a processor.
 template <class T, class Accumulator>
 __device__ __forceinline__ void hand_over(const Watchdog& watchdog,
                                           const Handover& handover,
@@ -98,8 +80,14 @@ __device__ __forceinline__ void hand_over(const Watchdog& watchdog,
                                           RingCursor<1>& cursor,
                                           uint32_t& waited,
                                           const Accumulator& accumulator) {
-    hand_over_by(watchdog, handover, processor, cursor, waited,
-                 [&](WarpOutputs& outputs) { lay_down<T>(outputs, accumulator); });
+    const uint32_t warp = threadIdx.x / 32 % kProcessorWarps;
+    waited += wait_barrier<Waiter::kWarp>(watchdog, Role::kProcessorHandover,
+                                          handover.empty[processor][warp], cursor.parity());
+    lay_down<T>(handover.outputs[processor][warp], accumulator);
+    ptx::fence_proxy_async_shared();
+    ptx::delay_point_of_warp();
+    handover.full[processor][warp].arrive();
+    cursor.advance();
 }
 
 // Half the columns of a warp's share as they are, in float32.
@@ -121,23 +109,6 @@ __device__ __forceinline__ void lay_down_floats(WarpOutputs& outputs,
             ptx::st_shared(target + i * 8 * sizeof(outputs.row[0]) + j * 32, accumulator(at),
                            accumulator(at + 1));
         }
-    }
-}
-
-// Hands over a warp's share of an accumulator unrounded, half after half, since a half takes all
-// the room there is. A loop over the halves would cost ptxas the uniform registers of the main loop
-// before it. Scope: a warp of a processor.
-template <int kHalf = 0, class Accumulator>
-__device__ __forceinline__ void hand_over_floats(const Watchdog& watchdog,
-                                                 const Handover& handover,
-                                                 int processor,
-                                                 RingCursor<1>& cursor,
-                                                 uint32_t& waited,
-                                                 const Accumulator& accumulator) {
-    hand_over_by(watchdog, handover, processor, cursor, waited,
-                 [&](WarpOutputs& outputs) { lay_down_floats<kHalf>(outputs, accumulator); });
-    if constexpr (kHalf == 0) {
-        hand_over_floats<1>(watchdog, handover, processor, cursor, waited, accumulator);
     }
 }
 

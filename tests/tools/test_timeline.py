@@ -29,7 +29,16 @@ from tools.timeline.records import (
     roles_of_sources,
 )
 from tools.timeline.states import OUTER, SPANS, Kinds, State
-from tools.timeline.summary import Round, Waits, all_waits, ending, rounds, summary
+from tools.timeline.summary import (
+    Round,
+    Waits,
+    Work,
+    all_waits,
+    all_work,
+    ending,
+    rounds,
+    summary,
+)
 
 LAYOUT = Layout(WARPS, EVENTS)
 RATE = 1.6  # cycles per ns
@@ -326,6 +335,10 @@ def test_tiles_and_their_waits_are_told_by_number():
     assert list(vars(first).values()) == pytest.approx([0, 1, 1, 7.5, 0.75, 0.5, 0.25], **near)
     assert list(vars(second).values()) == pytest.approx([1, 0.5, 11, 10, 2, 0, 0], **near)
     assert isinstance(first, Round)
+    work = {one.name: one for one in all_work(events, kinds)}
+    assert list(work) == ["kGemm0", "kGemm1", "kEpilogue1"]
+    assert work["kGemm0"] == Work("kGemm0", 2, pytest.approx((6.3, 7.5, 8.7), **near))
+    assert work["kEpilogue1"].durations == pytest.approx((1.5, 1.5, 1.5), **near)
     waits = {one.name: one for one in all_waits(events, kinds)}
     assert list(waits) == ["kProcessorHandover", "kLoaderStage", "kProcessorStage"]
     assert waits["kLoaderStage"] == Waits("kLoaderStage", 1, pytest.approx(7, **near))

@@ -1,4 +1,4 @@
-"""Where the time of a launch goes, in numbers: rounds of tiles, waits, and the end."""
+"""Where the time of a launch goes, in numbers: rounds of tiles, work, waits, and the end."""
 
 from dataclasses import dataclass
 
@@ -33,6 +33,21 @@ class Round:
     waited: float
     gap: float
     handover: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """All products or epilogues of one kind. Durations are in microseconds.
+
+    Attributes:
+        name: Of the role.
+        count: Per CTA, of all warps: each warp of a processor has its own.
+        durations: The 10th, 50th and 90th percentile.
+    """
+
+    name: str
+    count: float
+    durations: tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,19 @@ def rounds(events: Events, kinds: Kinds) -> list[Round]:
     return found
 
 
+def all_work(events: Events, kinds: Kinds) -> list[Work]:
+    """The products and epilogues of one rank by role, in the order of their numbers."""
+    num_ctas = len(np.unique(events.cta))
+    found = []
+    for kind in kinds.of(*PRODUCTS, State.EPILOGUE):
+        has = events.kind == kind
+        if has.any():
+            low, median, high = np.percentile((events.end - events.begin)[has], [10, 50, 90])
+            durations = (float(low), float(median), float(high))
+            found.append(Work(kinds.names[kind], has.sum() / num_ctas, durations))
+    return found
+
+
 def all_waits(events: Events, kinds: Kinds) -> list[Waits]:
     """The waits of one rank by role, longest first."""
     num_ctas = len(np.unique(events.cta))
@@ -171,6 +199,14 @@ def summary(launch: LaunchTrace) -> list[str]:
             f"| {one.number} | {one.tiles:.2f} | {one.begin:.1f} | {one.duration:.2f} | "
             f"{one.waited:.2f} | {one.gap:.2f} | {one.handover:.2f} |"
             for one in rounds(events, kinds)
+        ]
+        lines += ["", "| work | a CTA | 10 % | median | 90 % |"]
+        lines += ["| --- | --- | --- | --- | --- |"]
+        lines += [
+            f"| {work.name.removeprefix('k')} | {work.count:.1f} | "
+            + " | ".join(f"{duration:.2f}" for duration in work.durations)
+            + " |"
+            for work in all_work(events, kinds)
         ]
         lines += ["", "| wait | a CTA | its time |", "| --- | --- | --- |"]
         lines += [

@@ -14,5 +14,6 @@ above each other, and a few SMs role by role) and ``forward.trace.json.gz`` for 
 
     python -m tools.timeline summarize runs/timeline/forward.npz
 
-prints tables: tile by tile how long products take and what they wait for, and when what ends.
+prints tables: tile by tile how long products take and what they wait for, how long epilogues take,
+and when what ends.
 """

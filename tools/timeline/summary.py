@@ -1,5 +1,6 @@
 """Where the time of a launch goes, in numbers: rounds of tiles, work, waits, and the end."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,28 +136,35 @@ def rounds(events: Events, kinds: Kinds) -> list[Round]:
     return found
 
 
+def _by_role(
+    events: Events, kinds: Kinds, *states: State
+) -> Iterator[tuple[str, NDArray[np.float64]]]:
+    """The durations of each role's events in some states, of roles that have any."""
+    for kind in kinds.of(*states):
+        has = events.kind == kind
+        if has.any():
+            yield kinds.names[kind], (events.end - events.begin)[has]
+
+
 def all_work(events: Events, kinds: Kinds) -> list[Work]:
     """The products and epilogues of one rank by role, in the order of their numbers."""
     num_ctas = len(np.unique(events.cta))
     found = []
-    for kind in kinds.of(*PRODUCTS, State.EPILOGUE):
-        has = events.kind == kind
-        if has.any():
-            low, median, high = np.percentile((events.end - events.begin)[has], [10, 50, 90])
-            durations = (float(low), float(median), float(high))
-            found.append(Work(kinds.names[kind], has.sum() / num_ctas, durations))
+    for name, durations in _by_role(events, kinds, *PRODUCTS, State.EPILOGUE):
+        low, median, high = np.percentile(durations, [10, 50, 90])
+        found.append(
+            Work(name, len(durations) / num_ctas, (float(low), float(median), float(high)))
+        )
     return found
 
 
 def all_waits(events: Events, kinds: Kinds) -> list[Waits]:
     """The waits of one rank by role, longest first."""
     num_ctas = len(np.unique(events.cta))
-    found = []
-    for kind in kinds.of(State.WAIT):
-        has = events.kind == kind
-        if has.any():
-            time = float((events.end - events.begin)[has].sum())
-            found.append(Waits(kinds.names[kind], has.sum() / num_ctas, time / num_ctas))
+    found = [
+        Waits(name, len(durations) / num_ctas, float(durations.sum()) / num_ctas)
+        for name, durations in _by_role(events, kinds, State.WAIT)
+    ]
     return sorted(found, key=lambda waits: -waits.time)
 
 

@@ -10,9 +10,20 @@
 
 namespace flashmoe {
 
-__device__ __forceinline__ uint4* chunk_of(char* rows, int64_t row, int width, int column) {
-    return reinterpret_cast<uint4*>(rows + (row * width + column) * 2);
-}
+// One chunk of each of some rows that follow one another: the address of the first is worked out
+// once, in 64 bits, and a row further is one addition.
+class Chunks {
+ public:
+    __device__ __forceinline__ Chunks(char* rows, int64_t first_row, int width, int column)
+        : first_(rows + (first_row * width + column) * 2), row_bytes_(width * 2) {}
+    __device__ __forceinline__ uint4& operator[](int row) const {
+        return *reinterpret_cast<uint4*>(first_ + row * row_bytes_);
+    }
+
+ private:
+    char* first_;
+    int row_bytes_;
+};
 
 // What a finisher has to know of its processor's 64 rows, two rows a lane: on their way before the
 // outputs are there.
@@ -98,14 +109,14 @@ class ActivateRows {
                 if constexpr (kGated) up[i] = rows.outputs.chunk(row, chunk + kChunks);
                 prob[i] = rows.facts.prob(rows.warp, row);
             }
+            const int64_t first_row = rows.first + first;
             if (is_inside and args_.preact != nullptr) {
+                const Chunks gates(args_.preact, first_row, fc1_rows, column);
+                const Chunks ups(args_.preact, first_row, fc1_rows, intermediate + column);
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
-                    const int64_t row = rows.first + first + i * kRowsAtOnce;
-                    *chunk_of(args_.preact, row, fc1_rows, column) = gate[i];
-                    if constexpr (kGated) {
-                        *chunk_of(args_.preact, row, fc1_rows, intermediate + column) = up[i];
-                    }
+                    gates[i * kRowsAtOnce] = gate[i];
+                    if constexpr (kGated) ups[i * kRowsAtOnce] = up[i];
                 }
             }
 #pragma unroll
@@ -121,11 +132,9 @@ class ActivateRows {
                 gate[i] = pack8<T>(z);
             }
             if (is_inside) {
+                const Chunks acts(args_.act, first_row, intermediate, column);
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    const int64_t row = rows.first + first + i * kRowsAtOnce;
-                    *chunk_of(args_.act, row, intermediate, column) = gate[i];
-                }
+                for (int i = 0; i < kBatch; ++i) acts[i * kRowsAtOnce] = gate[i];
             }
         }
     }
@@ -161,12 +170,12 @@ struct Preacts {
     __device__ __forceinline__ void load(const LayerArgs& args, int64_t first, int column) {
         const int intermediate = args.shape.intermediate, fc1_rows = args.shape.fc1_rows();
         if (column >= intermediate) return;
+        const Chunks gates(args.preact, first, fc1_rows, column);
+        const Chunks ups(args.preact, first, fc1_rows, intermediate + column);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            gate[i] = *chunk_of(args.preact, first + i, fc1_rows, column);
-            if constexpr (kGated) {
-                up[i] = *chunk_of(args.preact, first + i, fc1_rows, intermediate + column);
-            }
+            gate[i] = gates[i];
+            if constexpr (kGated) up[i] = ups[i];
         }
     }
 };
@@ -203,6 +212,10 @@ class DifferentiateRows {
             const int first_of_next = rows.first + first + kBatch;
             Preacts<kGated> next;
             if (first_of_next < end_) next.load(args_, first_of_next, column_);
+            const int64_t first_row = rows.first + first;
+            const Chunks acts(args_.act, first_row, intermediate, column_);
+            const Chunks gates(args_.dpre, first_row, fc1_rows, column_);
+            const Chunks ups(args_.dpre, first_row, fc1_rows, intermediate + column_);
             float dprobs[kBatch] = {};
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
@@ -223,17 +236,13 @@ class DifferentiateRows {
                     z[c] = scaled * f.slope * (kGated ? u[c] : 1.0f);
                     u[c] = scaled * f.value;
                 }
-                const int64_t at = rows.first + row;
-                *chunk_of(args_.act, at, intermediate, column_) = pack8<T>(act);
-                *chunk_of(args_.dpre, at, fc1_rows, column_) = pack8<T>(z);
-                if constexpr (kGated) {
-                    *chunk_of(args_.dpre, at, fc1_rows, intermediate + column_) = pack8<T>(u);
-                }
+                acts[i] = pack8<T>(act);
+                gates[i] = pack8<T>(z);
+                if constexpr (kGated) ups[i] = pack8<T>(u);
             }
             const float dprob = sum_four(dprobs);
             if (lane < kBatch) {
-                const int64_t at = rows.first + first + lane;
-                args_.dprob_partial[at * args_.num_n_tiles[0] + tile_n_] = dprob;
+                args_.dprob_partial[(first_row + lane) * args_.num_n_tiles[0] + tile_n_] = dprob;
             }
             preacts_ = next;
         }

@@ -18,27 +18,33 @@ struct Activated {
 template <Activation kAct>
 __device__ __forceinline__ Activated activate(float z) {
     if constexpr (kAct == Activation::kSilu) {
-        const float sigmoid = ptx::rcp(1.0f + ptx::exp2(-kLog2e * z));
-        return {z * sigmoid, sigmoid * (1.0f + z * (1.0f - sigmoid))};
+        const float sigmoid = ptx::rcp(1.0f + ptx::exp2(-kLog2e * z)), value = z * sigmoid;
+        return {value, sigmoid + value * (1.0f - sigmoid)};
     } else if constexpr (kAct == Activation::kGelu) {
         // Phi(-|z|) by Abramowitz and Stegun 7.1.26, |error| < 8e-8: its exponential is the
-        // density's, so the derivative comes almost for free.
-        constexpr float kInvSqrt2 = 0.70710678118654752f, kInvSqrt2Pi = 0.39894228040143268f;
-        const float t = ptx::rcp(1.0f + 0.3275911f * kInvSqrt2 * fabsf(z));
-        const float density = ptx::exp2(-0.5f * kLog2e * z * z);
-        const float tail =
-            density * t *
-            (0.127414796f +
-             t * (-0.142248368f + t * (0.710706871f + t * (-0.726576014f + t * 0.530702715f))));
-        const float cdf = 0.5f + copysignf(0.5f - tail, z);
-        return {z * cdf, cdf + z * kInvSqrt2Pi * density};
+        // density's, so the derivative comes almost for free. What z is scaled by for the
+        // exponential, and the density's own factor, are in the coefficients.
+        constexpr double kScale = 0.84932180028801904;                  // z^2 / 2 in powers of 2
+        constexpr double kT = kScale * 1.4142135623730951 / 0.3275911;  // unit of t
+        constexpr double kLogFactor = -1.3257480647361593, kFactor = 0.3989422804014327;
+        constexpr double kT2 = kT * kT, kT3 = kT2 * kT, kT4 = kT3 * kT, kT5 = kT4 * kT;
+        const float scaled = float(kScale) * z;
+        const float t = ptx::rcp(float(kT) + fabsf(scaled));
+        const float density = ptx::exp2(float(kLogFactor) - scaled * scaled);
+        const float ratio = float(0.127414796 / kFactor * kT) +
+                            t * (float(-0.142248368 / kFactor * kT2) +
+                                 t * (float(0.710706871 / kFactor * kT3) +
+                                      t * (float(-0.726576014 / kFactor * kT4) +
+                                           t * float(0.530702715 / kFactor * kT5))));
+        const float cdf = fabsf((z > 0.0f ? 1.0f : 0.0f) - density * t * ratio);
+        return {z * cdf, cdf + z * density};
     } else if constexpr (kAct == Activation::kGeluTanh) {
-        // (1 + tanh u) / 2 = 1 - 1 / (1 + exp 2u)
-        constexpr float kBeta = 0.79788456080286536f, kKappa = 0.044715f;
+        // (1 + tanh u) / 2 = 1 - 1 / (1 + exp 2u), u = z (kBeta + kKappa z^2)
+        constexpr float kBeta = 0.79788456080286536f, kKappa = 0.044715f * kBeta;
         const float zz = z * z;
-        const float exp2u = ptx::exp2(2.0f * kBeta * kLog2e * z * (1.0f + kKappa * zz));
-        const float rest = ptx::rcp(1.0f + exp2u), cdf = 1.0f - rest;
-        return {z * cdf, cdf + 2.0f * kBeta * z * cdf * rest * (1.0f + 3.0f * kKappa * zz)};
+        const float exp2u = ptx::exp2(z * (2.0f * kLog2e * kBeta + 2.0f * kLog2e * kKappa * zz));
+        const float rest = ptx::rcp(1.0f + exp2u), cdf = 1.0f - rest, value = z * cdf;
+        return {value, cdf + value * rest * (2.0f * kBeta + 6.0f * kKappa * zz)};
     } else if constexpr (kAct == Activation::kRelu) {
         return {fmaxf(z, 0.0f), z > 0.0f ? 1.0f : 0.0f};
     } else {

@@ -19,7 +19,7 @@ from flashmoe_megatron.errors import (
     RowBoundError,
 )
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 LIBRARY = Path(__file__).with_name("libflashmoe.so")
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -130,6 +130,7 @@ class FlashMoESizes(_Sized):
         ("plan_bytes", ctypes.c_uint64),
         ("mailbox_bytes", ctypes.c_uint64),
         ("weight_map_bytes", ctypes.c_uint64),
+        ("grad_table_bytes", ctypes.c_uint64),
         ("row_block_bytes", ctypes.c_uint64),
         ("preact_block_bytes", ctypes.c_uint64),
         ("scratch_block_bytes", ctypes.c_uint64 * 2),
@@ -321,6 +322,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     library.flashmoe_backward.argtypes = [pointer] * 5 + [integer, integer]
     library.flashmoe_read_record.argtypes = [pointer, ctypes.c_uint64, pointer]
     library.flashmoe_encode_weights.argtypes = [pointer] * 4
+    library.flashmoe_encode_grads.argtypes = [pointer] * 3 + [integer, pointer]
     for struct in _STRUCTS:
         theirs = library.flashmoe_sizeof(struct.__name__.encode())
         if theirs != ctypes.sizeof(struct):

@@ -35,7 +35,7 @@ class MemoryPlan:
             ``num_ranks * max_tokens * topk``, are at most 2**19; independent of the number of
             experts.
         workspace: Counters, one for all layers of a group.
-        weight_maps: Descriptors of one layer's weights.
+        weight_maps: Descriptors of one layer's weights and of where their gradients go.
         kept: What one forward keeps for its backward: the plan, the received rows and the
             pre-activations; without the rows if it keeps "preactivations", nothing if "inputs".
         forward: What a forward that a backward follows takes besides, while it runs: activations
@@ -141,7 +141,7 @@ def plan_memory(
         token_buffer=tokens * config.hidden * ELEMENT_BYTES,
         symmetric=int(sizes.heap_bytes),
         workspace=int(sizes.workspace_bytes),
-        weight_maps=int(sizes.weight_map_bytes),
+        weight_maps=int(sizes.weight_map_bytes) + int(sizes.grad_table_bytes),
         kept=kept,
         forward=forward,
         backward=backward,

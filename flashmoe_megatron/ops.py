@@ -30,7 +30,7 @@ for _schema in (
     " -> ()",
     "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor rows,"
     " Tensor preact, Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs,"
-    " Tensor weight_grads, int num_row_blocks, int grads_dtype, bool accumulate, int layer,"
+    " Tensor grad_table, int num_row_blocks, int grads_dtype, bool accumulate, int layer,"
     " int problem, int group) -> ()",
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
@@ -160,7 +160,7 @@ def _backward(
     scratch: torch.Tensor,
     grad_x: torch.Tensor,
     grad_probs: torch.Tensor,
-    weight_grads: torch.Tensor,
+    grad_table: torch.Tensor,
     num_row_blocks: int,
     grads_dtype: int,
     accumulate: bool,
@@ -188,7 +188,7 @@ def _backward(
         group,
         ctypes.byref(launch),
         grad_out.data_ptr(),
-        weight_grads.data_ptr(),
+        grad_table.data_ptr(),
         grads_dtype,
         accumulate,
     )

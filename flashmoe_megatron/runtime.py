@@ -520,20 +520,38 @@ class KernelBackend:
         return host.to(self.device, non_blocking=True)
 
     def _grad_table(self, grads: Sequence[WeightGrad]) -> tuple[torch.Tensor, int, bool]:
-        """Device array of gradient addresses, their dtype and whether to add to them."""
+        """Device table of where gradients go, their dtype and whether to add to them."""
         first = grads[0]
         for grad in grads:
             self._check_input("weight gradient", grad.buffer, torch.float32, self._dtype)
-        addresses = tuple(grad.buffer.data_ptr() for grad in grads)
-        for address in addresses[: 2 * self.config.num_local_experts]:  # not of biases
+        dtype, addresses = first.buffer.dtype, [grad.buffer.data_ptr() for grad in grads]
+        key = (dtype, *addresses)
+        table = self._grad_tables.get(key)
+        if table is None:
+            table = self._encode_grads(dtype, addresses)
+            if first.accumulate:  # main_grad stays where it is; ordinary gradients do not
+                _remember(self._grad_tables, key, table)
+        return table, ops.dtype_code(dtype), first.accumulate
+
+    def _encode_grads(self, dtype: torch.dtype, addresses: Sequence[int]) -> torch.Tensor:
+        """The table of such gradients, on the device."""
+        num_weights = 2 * self.config.num_local_experts
+        for address in addresses[:num_weights]:
             if address % 16:
                 raise ShapeError(f"weight gradient: at {address:#x}, wanted 16-byte aligned")
-        table = self._grad_tables.get(addresses)
-        if table is None:
-            table = self._address_table(addresses)
-            if first.accumulate:  # main_grad stays where it is; ordinary gradients do not
-                _remember(self._grad_tables, addresses, table)
-        return table, ops.dtype_code(first.buffer.dtype), first.accumulate
+        array = ctypes.c_void_p * num_weights
+        weights, biases = addresses[:num_weights], addresses[num_weights:]
+        problem = self._describe()
+        host = torch.empty(self._sizes.grad_table_bytes, dtype=torch.uint8).pin_memory()
+        _native.call(
+            "encode_grads",
+            problem,
+            array(*weights),
+            array(*biases) if biases else None,
+            ops.dtype_code(dtype),
+            host.data_ptr(),
+        )
+        return host.to(self.device, non_blocking=True)
 
     def _check_input(self, name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
         if tensor.device != self.device:

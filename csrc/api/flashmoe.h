@@ -14,7 +14,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 7
+#define FLASHMOE_ABI_VERSION 8
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 
@@ -81,6 +81,7 @@ typedef struct {
     uint64_t plan_bytes;       /* local, one per forward, kept for its backward */
     uint64_t mailbox_bytes;    /* pinned host memory, one per group */
     uint64_t weight_map_bytes; /* host, then device: TMA descriptors of all local weights */
+    uint64_t grad_table_bytes; /* host, then device: where all gradients of weights go */
     /* Per block of 128 rows: */
     uint64_t row_block_bytes;        /* received rows */
     uint64_t preact_block_bytes;     /* pre-activations */
@@ -210,6 +211,17 @@ FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             const void* const* fc2,
                                             void* weight_maps);
 
+/* Writes the table of where a backward's gradients go into host memory.
+ *   grads  those of the local experts' weights, layouts as theirs and 16-byte aligned: all of fc1,
+ *          then all of fc2
+ *   bias_grads  the same of their biases; or NULL
+ *   grads_dtype  of all of them: float32 or the problem's */
+FLASHMOE_EXPORT int flashmoe_encode_grads(const FlashMoEProblem* problem,
+                                          void* const* grads,
+                                          void* const* bias_grads,
+                                          int32_t grads_dtype,
+                                          void* grad_table);
+
 /* One call of a pass. Rows come in blocks of 128 and are of the problem's dtype. */
 typedef struct {
     uint32_t struct_size;
@@ -248,15 +260,14 @@ FLASHMOE_EXPORT int flashmoe_gather(const FlashMoEProblem* problem,
                                     const void* x);
 
 /* Collective. All gradients: dispatches grad_out along the saved plan (an epoch of its own).
- *   grads  device array of 2 * num_local_experts pointers, fc1's first; layouts as the weights,
- *          16-byte aligned; and with biases as many again for theirs
- *   grads_dtype  float32 or the problem's
+ *   grad_table   device copy, of gradients for biases too if `launch` has biases
+ *   grads_dtype  that the table is of
  *   accumulate   adds to what is there */
 FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
                                       const FlashMoEGroup* group,
                                       const FlashMoELaunch* launch,
                                       const void* grad_out,
-                                      void* const* grads,
+                                      const void* grad_table,
                                       int32_t grads_dtype,
                                       int32_t accumulate);
 

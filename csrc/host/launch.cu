@@ -472,16 +472,22 @@ int set_buffers(const FlashMoEProblem* p,
     return FLASHMOE_OK;
 }
 
+// TMA descriptors of both matrices of every expert, then where these are, then both biases.
+uint64_t grad_table_bytes(const Shape& s) {
+    return uint64_t(s.num_local_experts()) * (2 * sizeof(CUtensorMap) + 4 * sizeof(void*));
+}
+
 // What the tiles of the weights' gradients read and write.
 int set_weight_grads(const FlashMoEProblem* p,
                      const FlashMoELaunch* launch,
-                     void* const* grads,
+                     const void* grad_table,
                      int grads_dtype,
                      bool accumulate,
                      BackwardArgs* args) {
     const Shape& s = args->shape;
-    auto& [product, pointers, dtype, adds] = args->weight_grads;
-    pointers = grads;
+    auto& [product, maps, pointers, dtype, adds] = args->weight_grads;
+    maps = static_cast<const CUtensorMap*>(grad_table);
+    pointers = reinterpret_cast<void* const*>(maps + 2 * s.num_local_experts());
     dtype = Dtype(grads_dtype);
     adds = accumulate;
     product[0].num_out = product[1].num_in = s.hidden;
@@ -516,7 +522,7 @@ int launch_bias_grads(const FlashMoEProblem* p,
     args.rows[1] = backward.rows;
     args.width[0] = s.fc1_rows();
     args.width[1] = s.hidden;
-    args.grads[0] = backward.weight_grads.grads + 2 * s.num_local_experts();
+    args.grads[0] = backward.weight_grads.pointers + 2 * s.num_local_experts();
     args.grads[1] = args.grads[0] + s.num_local_experts();
     args.accumulate = backward.weight_grads.accumulate;
     const KernelEntry entry = bias_grad_entry_of(p, backward.weight_grads.dtype == Dtype::kFloat32);
@@ -562,6 +568,7 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->mailbox_bytes = sizeof(Mailbox);
     // Two matrices of every expert, read along their contiguous dimension and across it.
     sizes->weight_map_bytes = 4 * sizeof(CUtensorMap) * s.num_local_experts();
+    sizes->grad_table_bytes = grad_table_bytes(s);
     sizes->row_block_bytes = uint64_t(BLOCK_M) * problem->hidden * 2;
     sizes->preact_block_bytes = uint64_t(BLOCK_M) * s.fc1_rows() * 2;
     for (const bool is_backward : {false, true}) {
@@ -714,6 +721,37 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem,
     return FLASHMOE_OK;
 }
 
+int flashmoe_encode_grads(const FlashMoEProblem* problem,
+                          void* const* grads,
+                          void* const* bias_grads,
+                          int32_t grads_dtype,
+                          void* grad_table) {
+    FLASHMOE_TRY(check_problem(problem));
+    FLASHMOE_TRY(check_dtype(problem, grads_dtype, "grads_dtype"));
+    if (grads == nullptr or grad_table == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "grads or grad_table is null");
+    }
+    const Shape s = shape_of(problem);
+    const int experts = s.num_local_experts();
+    memset(grad_table, 0, grad_table_bytes(s));
+    char* const pointers = static_cast<char*>(grad_table) + 2 * experts * sizeof(CUtensorMap);
+    for (int i = 0; i < 2 * experts; ++i) {
+        FLASHMOE_TRY(check_pointer(grads[i], true, "a weight's gradient"));
+        memcpy(pointers + i * sizeof(void*), &grads[i], sizeof(void*));
+        if (Dtype(grads_dtype) != Dtype::kFloat32) continue;
+        int rows = i < experts ? s.fc1_rows() : s.hidden;
+        int columns = i < experts ? s.hidden : s.intermediate;
+        if (problem->is_transposed) std::swap(rows, columns);
+        alignas(128) CUtensorMap map;
+        FLASHMOE_TRY(encode_map(&map, BoxKind::kGrad, grads[i], rows, columns));
+        memcpy(static_cast<char*>(grad_table) + i * sizeof(map), &map, sizeof(map));
+    }
+    if (bias_grads != nullptr) {
+        memcpy(pointers + 2 * experts * sizeof(void*), bias_grads, 2 * experts * sizeof(void*));
+    }
+    return FLASHMOE_OK;
+}
+
 int flashmoe_forward(const FlashMoEProblem* problem,
                      const FlashMoEGroup* group,
                      const FlashMoEInput* input,
@@ -755,19 +793,19 @@ int flashmoe_backward(const FlashMoEProblem* problem,
                       const FlashMoEGroup* group,
                       const FlashMoELaunch* launch_args,
                       const void* grad_out,
-                      void* const* grads,
+                      const void* grad_table,
                       int32_t grads_dtype,
                       int32_t accumulate) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_pass(problem, launch_args, true));
     FLASHMOE_TRY(check_pointer(grad_out, launch_args->num_tokens > 0, "grad_out"));
-    FLASHMOE_TRY(check_pointer(grads, true, "grads"));
+    FLASHMOE_TRY(check_pointer(grad_table, true, "grad_table", alignof(CUtensorMap)));
     FLASHMOE_TRY(check_dtype(problem, grads_dtype, "grads_dtype"));
     auto args = layer_args<BackwardArgs>(problem, group, launch_args->plan, grad_out,
                                          launch_args->num_tokens);
     FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
     FLASHMOE_TRY(
-        set_weight_grads(problem, launch_args, grads, grads_dtype, accumulate != 0, &args));
+        set_weight_grads(problem, launch_args, grad_table, grads_dtype, accumulate != 0, &args));
     const KernelEntry entry = entry_of(problem, true);
     FLASHMOE_TRY(launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
                         group->stream, "backward launch", args));

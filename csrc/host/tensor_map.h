@@ -1,16 +1,24 @@
-// TMA descriptors of row-major bf16 matrices, with the 128-byte swizzle. An operand is read along
-// its contiguous dimension (K-major), or across it (MN-major: transposed weights, weight
-// gradients). The encoder is found through the runtime, so nothing links to libcuda.
+// TMA descriptors of row-major matrices, with the 128-byte swizzle: of bf16 operands, which are
+// read along their contiguous dimension (K-major), or across it (MN-major: transposed weights,
+// weight gradients); and of float32 gradients, which a processor's warp writes. The encoder is
+// found through the runtime, so nothing links to libcuda.
 #pragma once
 
 #include <cuda.h>
 
-#include "flashmoe/base/shape.cuh"
+#include "flashmoe/tile/float_box.cuh"
 #include "host/error.h"
 
 namespace flashmoe {
 
-enum class BoxKind { kKMajor, kMnMajor };
+enum class BoxKind { kKMajor, kMnMajor, kGrad };
+
+// Gives the thread the context that the runtime would give it at its first launch.
+inline int bind_thread() {
+    int device;
+    FLASHMOE_TRY(check_cuda(cudaGetDevice(&device), "asking for the GPU"));
+    return check_cuda(cudaSetDevice(device), "binding a thread to its GPU");
+}
 
 inline int encode_map(
     CUtensorMap* map, BoxKind kind, const void* matrix, int64_t rows, int64_t columns) {
@@ -26,24 +34,34 @@ inline int encode_map(
         }
         encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
     }
-    // Three dimensions: 64 columns, the rows, and the blocks of 64 columns. So a box of 128 columns
-    // lies in shared memory as wgmma wants it.
-    const cuuint64_t sizes[3] = {BLOCK_K, cuuint64_t(rows), cuuint64_t(columns / BLOCK_K)};
-    const cuuint64_t strides[2] = {cuuint64_t(columns) * 2, BLOCK_K * 2};
-    const cuuint32_t k_major[3] = {BLOCK_K, kBoxRows, 1};
-    const cuuint32_t mn_major[3] = {BLOCK_K, BLOCK_K, kBoxRows / BLOCK_K};
+    // Three dimensions: the columns in 128 bytes, the rows, and the blocks of such columns. So a
+    // box of more columns lies in shared memory as wgmma wants it.
+    const bool is_grad = kind == BoxKind::kGrad;
+    const int element_bytes = is_grad ? 4 : 2;
+    const cuuint32_t block = cuuint32_t(128 / element_bytes);
+    const cuuint64_t sizes[3] = {block, cuuint64_t(rows), cuuint64_t(columns / block)};
+    const cuuint64_t strides[2] = {cuuint64_t(columns) * element_bytes, 128};
+    const cuuint32_t boxes[3][3] = {
+        {block, kBoxRows, 1}, {block, BLOCK_K, kBoxRows / BLOCK_K}, {block, kWarpRows, 1}};
     const cuuint32_t element_strides[3] = {1, 1, 1};
-    const CUresult result =
-        encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(matrix), sizes, strides,
-               kind == BoxKind::kKMajor ? k_major : mn_major, element_strides,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto attempt = [&] {
+        return encode(map,
+                      is_grad ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                      3, const_cast<void*>(matrix), sizes, strides, boxes[int(kind)],
+                      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = attempt();
+    if (result == CUDA_ERROR_INVALID_CONTEXT) {  // of a thread that has used no GPU so far
+        FLASHMOE_TRY(bind_thread());
+        result = attempt();
+    }
     if (result != CUDA_SUCCESS) {
-        return fail(
-            FLASHMOE_BAD_ARGUMENT,
-            "cannot describe a [%lld, %lld] bf16 matrix at %p to TMA (error %d): it must be "
-            "16-byte aligned",
-            (long long)rows, (long long)columns, matrix, int(result));
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "cannot describe a [%lld, %lld] %s matrix at %p to TMA (error %d): it must be "
+                    "16-byte aligned",
+                    (long long)rows, (long long)columns, is_grad ? "float32" : "bf16", matrix,
+                    int(result));
     }
     return FLASHMOE_OK;
 }

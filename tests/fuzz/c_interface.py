@@ -77,7 +77,7 @@ def arena() -> Arena:
     return Arena(
         **{name: GuardedBytes(256) for name in ("problem", "group", "input", "launch", "sizes")},
         buffer=GuardedBytes(BUFFER_BYTES),
-        tables=GuardedBytes(8 * MOST_LOCAL_EXPERTS),
+        tables=GuardedBytes(2 * 8 * MOST_LOCAL_EXPERTS),
     )
 
 
@@ -96,6 +96,7 @@ def open_library() -> ctypes.CDLL:
         "gather": [pointer] * 4,
         "backward": [pointer] * 5 + [integer] * 2,
         "encode_weights": [pointer] * 4,
+        "encode_grads": [pointer] * 3 + [integer, pointer],
         "read_fault": [pointer] * 2,
         "clear_fault": [pointer],
         "read_counters": [pointer] * 2,
@@ -281,15 +282,27 @@ def _backward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
     )
 
 
-def _encode_weights(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+def _tables(choices: Choices, fields: Any, matrices: int) -> list[int | None]:
+    """Addresses of two arrays of pointers, of so many for each local expert."""
     local = MOST_LOCAL_EXPERTS
     if fields is not None and fields["num_ranks"] > 0:
         local = min(max(fields["num_experts"] // fields["num_ranks"], 1), MOST_LOCAL_EXPERTS)
     pointers = [_pointer(choices) for _ in range(min(local, 8))]
-    table = (ctypes.c_void_p * local)(*(pointers * (local // len(pointers) + 1))[:local])
+    count = matrices * local
+    table = (ctypes.c_void_p * count)(*(pointers * (count // len(pointers) + 1))[:count])
     tables = arena().tables.place(bytes(table))
-    given = [None if choices.integer(1) % 8 == 7 else tables for _ in range(2)]
+    return [None if choices.integer(1) % 8 == 7 else tables for _ in range(2)]
+
+
+def _encode_weights(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    given = _tables(choices, fields, 1)
     return int(library.flashmoe_encode_weights(problem, *given, _pointer(choices)))
+
+
+def _encode_grads(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    given = _tables(choices, fields, 2)
+    dtype = _int32(choices.number()) if choices.flag() else 0
+    return int(library.flashmoe_encode_grads(problem, *given, dtype, _pointer(choices)))
 
 
 def _read_fault(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
@@ -337,6 +350,7 @@ _CALLS = {
     "gather": _gather,
     "backward": _backward,
     "encode_weights": _encode_weights,
+    "encode_grads": _encode_grads,
     "read_fault": _read_fault,
     "clear_fault": _clear_fault,
     "read_counters": _read_counters,
@@ -364,6 +378,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     exact = {
         "max_row_blocks": blocks,
         "weight_map_bytes": 4 * 128 * local,
+        "grad_table_bytes": (2 * 128 + 4 * 8) * local,
         "row_block_bytes": 256 * hidden,
         "preact_block_bytes": 256 * fc1_rows,
         "scratch_block_bytes": [

@@ -1,9 +1,13 @@
 """The layer as a model calls it, on one GPU: through autograd, hooks and profilers watching."""
 
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from flashmoe_megatron import _native
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Keep
@@ -74,6 +78,16 @@ def test_main_grad(dtype: torch.dtype):
     model.want.unfused.grad_fc1 = model.want.unfused.grad_fc1.to(dtype)
     model.want.unfused.grad_fc2 = model.want.unfused.grad_fc2.to(dtype)
     model.check(out, [w.main_grad for w in model.fc1], [w.main_grad for w in model.fc2])
+
+
+def test_a_thread_may_begin_with_the_library():
+    """As autograd's does where a layer's is the first backward: no context is current there."""
+    model = Model()
+    backend, array = model.backend, ctypes.c_void_p * CONFIG.num_local_experts
+    problem, buffer = backend._describe(), torch.empty(2**20, dtype=torch.uint8)
+    fc1, fc2 = (array(*(weight.data_ptr() for weight in each)) for each in (model.fc1, model.fc2))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_native.call, "encode_weights", problem, fc1, fc2, buffer.data_ptr()).result()
 
 
 @pytest.mark.parametrize("keep", ["preactivations", "inputs"])

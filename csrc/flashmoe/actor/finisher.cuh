@@ -40,7 +40,12 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         [[maybe_unused]] uint32_t waited = 0;
         const TileInfo tile = take_tile(args.watchdog, Role::kFinisherTile, mailbox, slot, waited);
         if (tile.gemm == TileInfo::kNoTile) break;
-        if (is_weight_grad(tile)) continue;  // processors store them
+        if constexpr (Pass::kIsBackward) {
+            if (is_weight_grad(tile)) {
+                finish_weight_grad(args, tile, handover, handed, processor);
+                continue;
+            }
+        }
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         const int first_row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
         const RowFacts facts(args.plan, first_row);
@@ -48,12 +53,13 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             GiveBack give_back;
 #pragma unroll 1
             for (int warp = 0; warp < kProcessorWarps; ++warp) {
-                wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows,
-                                            handover.full[processor][warp], handed.parity());
+                const WarpRoom room(handover, processor, warp);
+                wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows, room.full,
+                                            handed.parity());
                 const int64_t begin = Trace::now();
-                const HandedOver outputs(handover.outputs[processor][warp]);
+                const HandedOver outputs(room.outputs);
                 finish_rows(WarpRows{first_row + warp * kWarpRows, warp, outputs, facts});
-                give_back.follow(handover.empty[processor][warp]);
+                give_back.follow(room.empty);
                 args.watchdog.trace.add(uint32_t(Role::kEpilogue0) + uint32_t(tile.gemm), tile.m,
                                         begin);
             }
@@ -84,6 +90,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             }
         }
     }
+    ptx::bulk_wait_complete();  // of weight gradients, which nobody in this launch waits for
     end_span(uint32_t(Role::kFinish));
 }
 

@@ -53,6 +53,8 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
     RingCursor<Ring::kNumStages> cursor;
     RingCursor<kTileSlots> slot;
     RingCursor<1> handed;
+    const int warp = int(threadIdx.x / 32) % kProcessorWarps;
+    const WarpRoom room(handover, warpgroup, warp);
     TileInfo tile;
     // Counted at the end, since products leave no time for it.
     uint32_t waited = 0;  // for tiles and stages
@@ -77,18 +79,16 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
                 add_bias<Pass>(args, tile, warpgroup, biases[tile.expert], accumulator);
             }
         }
-        hand_over<T>(args.watchdog, handover, warpgroup, handed, handing_over, accumulator);
+        hand_over<T>(args.watchdog, room, handed, handing_over, accumulator);
     }
     if constexpr (Pass::kIsBackward) {  // weight gradients come last
         // Their products are other instructions, which all warps of a warpgroup have to be at.
         ptx::barrier_sync(kProcessorsBarrier + warpgroup, 128);
-        const uint32_t warp = threadIdx.x / 32 % kProcessorWarps;
-        WarpOutputs& room = handover.outputs[warpgroup][warp];
         for (bool is_tile = is_weight_grad(tile); is_tile; is_tile = take()) {
             const int64_t begin = Trace::now();
             // Uniform by construction, as ptxas wants the bounds of a main loop.
             const int num_k_blocks = __shfl_sync(~0u, weight_grad_k_blocks(args.plan, tile), 0);
-            const GradRows grad(args, tile, warpgroup);
+            const GradRows grad(args, tile, warpgroup * kProcessorWarps + warp);
             if (num_k_blocks == 0) {
                 store_no_weight_grad(args, grad);
                 continue;
@@ -96,12 +96,11 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
                                                    warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
-            // Finishers have done with the room once for all.
-            handing_over +=
-                wait_barrier<Waiter::kWarp>(args.watchdog, Role::kProcessorHandover,
-                                            handover.empty[warpgroup][warp], handed.parity());
+            handing_over += wait_barrier<Waiter::kWarp>(args.watchdog, Role::kProcessorHandover,
+                                                        room.empty, handed.parity());
             const int64_t stored = Trace::now();
             store_weight_grad<T>(args, grad, room, accumulator);
+            handed.advance();
             args.watchdog.trace.add(uint32_t(Role::kStoreGrad), tile.expert, stored);
         }
         ptx::bulk_wait_complete();  // which nobody in this launch waits for

@@ -136,6 +136,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     begin_record(args);
     for (int i = threadIdx.x; i < 2 * args.shape.num_local_experts(); i += blockDim.x) {
         ptx::acquire_tensor_map(args.weight_maps + i);
+        if constexpr (Pass::kIsBackward) ptx::acquire_tensor_map(args.weight_grads.maps + i);
     }
     if (threadIdx.x == kLayerThreads - 1) {  // of the warp that does not plan
         init_barriers(ring, words.mailbox, kNumProcessors * (kProcessorWarps + 1));

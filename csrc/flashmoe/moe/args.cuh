@@ -111,7 +111,8 @@ struct WeightGradProduct {
 
 struct WeightGrads {
     WeightGradProduct product[2];  // fc2, fc1
-    void* const* grads;            // device: fc1 of every local expert, then fc2
+    const CUtensorMap* maps;       // device: fc1 of every local expert, then fc2; float32 alone
+    void* const* pointers;         // device: the same, then those of the biases
     Dtype dtype;                   // float32, or the tokens'
     bool accumulate;
 };

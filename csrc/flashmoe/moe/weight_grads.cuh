@@ -7,7 +7,7 @@
 
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/protocol/order.h"
-#include "flashmoe/tile/handover.cuh"
+#include "flashmoe/tile/float_box.cuh"
 
 namespace flashmoe {
 
@@ -51,19 +51,17 @@ __device__ __forceinline__ int weight_grad_k_blocks(const Plan& plan, const Tile
     return ceil_div(plan.expert_rows[tile.expert], BLOCK_K);
 }
 
-// Where the rows of a gradient go that one processor's warp has of a tile. A warp's writes are the
-// only ones to them in a launch, so sums have a fixed order.
+// Where the rows of a gradient go that one warp of the processors, of all of a CTA, has of a tile.
+// A warp's writes are the only ones to them in a launch, so sums have a fixed order.
 class GradRows {
  public:
-    __device__ __forceinline__ GradRows(const BackwardArgs& args,
-                                        const TileInfo& tile,
-                                        int processor)
+    __device__ __forceinline__ GradRows(const BackwardArgs& args, const TileInfo& tile, int warp)
         : num_in_(product_of(args, tile).num_in), column_(tile.n * BLOCK_N) {
-        const int matrix = kFirstWeightGrad + 1 - tile.gemm;  // fc1's pointers come first
-        grad_ = static_cast<char*>(
-            args.weight_grads.grads[matrix * args.shape.num_local_experts() + tile.expert]);
-        const int warp = int(threadIdx.x / 32) % kProcessorWarps;
-        row_ = tile.m * BLOCK_M + (processor * kProcessorWarps + warp) * kWarpRows;
+        const int matrix = kFirstWeightGrad + 1 - tile.gemm;  // fc1's come first
+        const int index = matrix * args.shape.num_local_experts() + tile.expert;
+        map_ = args.weight_grads.maps + index;
+        grad_ = static_cast<char*>(args.weight_grads.pointers[index]);
+        row_ = tile.m * BLOCK_M + warp * kWarpRows;
         num_rows_ = min(product_of(args, tile).num_out - row_, kWarpRows);
     }
     __device__ __forceinline__ int num_rows() const { return num_rows_; }  // or less than none
@@ -74,8 +72,25 @@ class GradRows {
     __device__ __forceinline__ int columns_from(int column) const {
         return num_in_ - column_ - column;
     }
+    // Writes or adds a block of the floats that are laid down; what of it is outside the gradient
+    // stays behind. Scope: one lane.
+    __device__ __forceinline__ void send(const WarpOutputs& room,
+                                         int half,
+                                         int block,
+                                         bool adds) const {
+        const int column = half * kFloatBoxColumns + block * kFloatBlockColumns;
+        if (num_rows_ <= 0 or columns_from(column) <= 0) return;
+        const uint8_t* const from = &room.row[0][0] + block * kFloatBlockBytes;
+        const int place = (column_ + column) / kFloatBlockColumns;
+        if (adds) {
+            cute::SM90_TMA_REDUCE_ADD_3D::copy(map_, from, 0, row_, place);
+        } else {
+            cute::SM90_TMA_STORE_3D::copy(map_, from, 0, row_, place);
+        }
+    }
 
  private:
+    const CUtensorMap* map_;
     char* grad_;
     int num_in_, column_, row_, num_rows_;
 };
@@ -91,44 +106,88 @@ __device__ __forceinline__ void put_rounded(char* at, float4 value, bool accumul
     *reinterpret_cast<uint2*>(at) = {pack<T>(value.x, value.y), pack<T>(value.z, value.w)};
 }
 
+// The same of all of half the columns of a warp's rows, which are laid down. Scope: a warp.
+template <class T>
+__device__ __forceinline__ void put_half(const BackwardArgs& args,
+                                         const GradRows& grad,
+                                         const WarpOutputs& laid_down,
+                                         int half) {
+    const int column = half * kFloatBoxColumns + int(threadIdx.x % 32) * 4;
+    if (grad.columns_from(column) <= 0) return;
+#pragma unroll 8
+    for (int row = 0; row < grad.num_rows(); ++row) {
+        put_rounded<T>(grad.at(row, column, 2), laid_down_floats(laid_down, row),
+                       args.weight_grads.accumulate);
+    }
+}
+
+// Has TMA write or add them in float32: a lane a block of columns each, one behind the other with a
+// pause between. Scope: a warp.
+__device__ __forceinline__ void send_half(const BackwardArgs& args,
+                                          const GradRows& grad,
+                                          const WarpOutputs& laid_down,
+                                          int half,
+                                          unsigned pause_ns) {
+    for (int block = 0; block < kFloatBoxBlocks; ++block) {
+        if (int(threadIdx.x % 32) == block) {
+            grad.send(laid_down, half, block, args.weight_grads.accumulate);
+        }
+        if (pause_ns > 0) __nanosleep(pause_ns);
+    }
+}
+
 // Stores a warp's rows of a tile unrounded, half after half, since a half takes all the room there
-// is: the warp's own, once finishers have no more use for it. Bulk copies fetch what is float32,
-// the last of them while the next tile is multiplied. A loop over the halves would cost ptxas the
-// uniform registers of the main loop before it. Scope: a warp of a processor.
+// is: the second float32 half leaves while the next tile is multiplied, by the finisher's hand. A
+// loop over the halves would cost ptxas the uniform registers of the main loop before it. Scope: a
+// warp of a processor.
 template <class T, int kHalf = 0, class Accumulator>
 __device__ __forceinline__ void store_weight_grad(const BackwardArgs& args,
                                                   const GradRows& grad,
-                                                  WarpOutputs& room,
+                                                  const WarpRoom& room,
                                                   const Accumulator& accumulator) {
-    constexpr int kColumns = BLOCK_N / 2, kFirst = kHalf * kColumns;
-    const int lane = threadIdx.x % 32, columns = min(grad.columns_from(kFirst), kColumns);
-    const bool accumulates = args.weight_grads.accumulate;
-    cute::tma_store_wait<0>();
+    lay_down_floats<kHalf>(room.outputs, accumulator);
+    ptx::fence_proxy_async_shared();
     __syncwarp();
-    lay_down_floats<kHalf>(room, accumulator);
-    if (args.weight_grads.dtype == Dtype::kFloat32) {
-        ptx::fence_proxy_async_shared();
-        __syncwarp();
-        if (lane < grad.num_rows() and columns > 0) {
-            char* target = grad.at(lane, kFirst, 4);
-            if (accumulates) {
-                ptx::bulk_add_f32(room.row[lane], target, 4 * columns);
-            } else {
-                cute::SM90_BULK_COPY_S2G::copy(room.row[lane], target, 4 * columns);
-            }
-        }
+    if (args.weight_grads.dtype != Dtype::kFloat32) {
+        put_half<T>(args, grad, room.outputs, kHalf);
+    } else if (kHalf == 0) {
+        send_half(args, grad, room.outputs, 0, 0);
         cute::tma_store_arrive();
-    } else {
-        __syncwarp();
-        if (lane * 4 < columns) {
-#pragma unroll 8
-            for (int row = 0; row < grad.num_rows(); ++row) {
-                put_rounded<T>(grad.at(row, kFirst + lane * 4, 2), HandedOver(room).floats(row),
-                               accumulates);
-            }
-        }
+        cute::tma_store_wait<0>();
     }
-    if constexpr (kHalf == 0) store_weight_grad<T, 1>(args, grad, room, accumulator);
+    __syncwarp();
+    if constexpr (kHalf == 0) {
+        store_weight_grad<T, 1>(args, grad, room, accumulator);
+    } else {
+        ptx::delay_point_of_warp();
+        room.full.arrive();
+    }
+}
+
+// Sends what processors leave of a tile, in pieces over half the time of the next one: its loads
+// would wait behind all that an SM sends at once. Scope: a finisher.
+__device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
+                                                   const TileInfo& tile,
+                                                   const Handover& handover,
+                                                   RingCursor<1>& handed,
+                                                   int processor) {
+    constexpr int kPieces = kProcessorWarps * kFloatBoxBlocks;
+    constexpr unsigned kBlockNs = 650;  // that a block of K is multiplied in
+    const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
+    if (num_k_blocks == 0) return;
+    GiveBack give_back;
+#pragma unroll 1
+    for (int warp = 0; warp < kProcessorWarps; ++warp) {
+        const WarpRoom room(handover, processor, warp);
+        wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows, room.full, handed.parity());
+        if (args.weight_grads.dtype == Dtype::kFloat32) {
+            const GradRows grad(args, tile, processor * kProcessorWarps + warp);
+            send_half(args, grad, room.outputs, 1, num_k_blocks * kBlockNs / 2 / kPieces);
+        }
+        give_back.follow(room.empty);
+    }
+    give_back.finish();
+    handed.advance();
 }
 
 // Writes zeros for an expert without rows. Scope: a warp of a processor.

@@ -152,15 +152,6 @@ __device__ __forceinline__ float rcp(float x) {
     return y;
 }
 
-// Adds floats of shared memory to global memory, in the L2, as a bulk store of this thread; both
-// 16-byte aligned.
-__device__ __forceinline__ void bulk_add_f32(const void* smem, void* target, int bytes) {
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
-        "r"(uint32_t(__cvta_generic_to_shared(smem))), "r"(bytes)
-        : "memory");
-}
-
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, const uint32_t (&r)[4]) {
     asm volatile(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_address),

@@ -35,6 +35,18 @@ struct Handover {
     Barrier (&empty)[kNumProcessors][kProcessorWarps];
 };
 
+// What one processor's warp has of it.
+struct WarpRoom {
+    WarpOutputs& outputs;
+    Barrier& full;
+    Barrier& empty;
+
+    __device__ __forceinline__ WarpRoom(const Handover& handover, int processor, int warp)
+        : outputs(handover.outputs[processor][warp]),
+          full(handover.full[processor][warp]),
+          empty(handover.empty[processor][warp]) {}
+};
+
 __device__ __forceinline__ void init_barriers(const Handover& handover) {
     for (int processor = 0; processor < kNumProcessors; ++processor) {
         for (int warp = 0; warp < kProcessorWarps; ++warp) {
@@ -75,41 +87,17 @@ __device__ __forceinline__ void lay_down(WarpOutputs& outputs, const Accumulator
 // waits is added to `waited`. Scope: a warp of a processor.
 template <class T, class Accumulator>
 __device__ __forceinline__ void hand_over(const Watchdog& watchdog,
-                                          const Handover& handover,
-                                          int processor,
+                                          const WarpRoom& room,
                                           RingCursor<1>& cursor,
                                           uint32_t& waited,
                                           const Accumulator& accumulator) {
-    const uint32_t warp = threadIdx.x / 32 % kProcessorWarps;
-    waited += wait_barrier<Waiter::kWarp>(watchdog, Role::kProcessorHandover,
-                                          handover.empty[processor][warp], cursor.parity());
-    lay_down<T>(handover.outputs[processor][warp], accumulator);
+    waited += wait_barrier<Waiter::kWarp>(watchdog, Role::kProcessorHandover, room.empty,
+                                          cursor.parity());
+    lay_down<T>(room.outputs, accumulator);
     ptx::fence_proxy_async_shared();
     ptx::delay_point_of_warp();
-    handover.full[processor][warp].arrive();
+    room.full.arrive();
     cursor.advance();
-}
-
-// Half the columns of a warp's share as they are, in float32.
-template <int kHalf, class Accumulator>
-__device__ __forceinline__ void lay_down_floats(WarpOutputs& outputs,
-                                                const Accumulator& accumulator) {
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t target =
-        uint32_t(__cvta_generic_to_shared(outputs.row[lane / 4])) + lane % 4 * 8;
-    // For ptxas alone: where only ordinary stores follow a main loop, it takes that for divergent,
-    // and every stage's descriptors cost 16 moves to uniform registers.
-    ptx::stmatrix_x4(uint32_t(__cvta_generic_to_shared(outputs.row[lane % kWarpRows])), {});
-    __syncwarp();
-#pragma unroll
-    for (int j = 0; j < BLOCK_N / 16; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int at = 4 * (kHalf * BLOCK_N / 16 + j) + 2 * i;
-            ptx::st_shared(target + i * 8 * sizeof(outputs.row[0]) + j * 32, accumulator(at),
-                           accumulator(at + 1));
-        }
-    }
 }
 
 // A finishing warp's view of one processor's rows.
@@ -123,12 +111,6 @@ class HandedOver {
     }
     __device__ __forceinline__ uint4 chunk(int row, int chunk) const {
         return ptx::ld_shared(uint32_t(__cvta_generic_to_shared(at(row, chunk))));
-    }
-    // This lane's four columns of half a row of floats.
-    __device__ __forceinline__ float4 floats(int row) const {
-        const uint4 v = chunk(row, int(threadIdx.x % 32));
-        return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
-                __uint_as_float(v.w)};
     }
 
  private:

@@ -28,7 +28,7 @@ from tools.timeline.records import (
     read_buffer,
     roles_of_sources,
 )
-from tools.timeline.states import OUTER, SPANS, Kinds, State
+from tools.timeline.states import OUTER, SPANS, Kinds, State, actors_of_warps
 from tools.timeline.summary import (
     Round,
     Waits,
@@ -237,6 +237,21 @@ def test_a_wait_hides_the_work_that_it_interrupts():
     moving = draw.communication_shares(events, Kinds(ROLES), times)
     assert list(moving[State.DISPATCH]) == [1, 1, 1, 1, 0, 0]
     assert not moving[State.DELIVER].any()
+
+
+def test_a_warp_is_what_it_does_beside_the_first_rows():
+    """Every warp of a launch copies some of those, which is a kind of dispatching."""
+    first_rows = ("kDispatch", 0, 1, 1)
+    of_warps = {
+        "loader": [("kLoaderStage", 2, 3, -1)],
+        "dispatch": [("kDispatch", 2, 9, -1), ("kDeliver", 9, 10, -1)],
+        "finisher": [("kEpilogue0", 4, 5, 3), ("kReduce", 9, 10, -1)],
+        "processor": [("kGemm0", 1, 4, 3), ("kProcessorStage", 2, 3, -1)],
+    }
+    launches = one_cta(*([first_rows, *events] for events in of_warps.values()))
+    launch = one_launch(read_buffer(*launches, LAYOUT, 1, (0, 0)))
+    found = actors_of_warps(on_common_axis(launch)[0], Kinds(launch.roles))
+    assert found == {(0, warp): actor for warp, actor in enumerate(of_warps)}
 
 
 def test_the_trace_has_a_track_per_sm_and_role(tmp_path: Path):

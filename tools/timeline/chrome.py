@@ -37,7 +37,7 @@ def write_chrome_trace(launch: LaunchTrace, path: Path, shortest_us: float = SHO
     slices = 0
     for rank, events in enumerate(on_common_axis(launch)):
         trace.append(_name("process_name", rank, 0, f"rank {rank}"))
-        tracks = _tracks(actors_of_warps(events, kinds, len(events.sm)))
+        tracks = _tracks(actors_of_warps(events, kinds))
         for (cta, _), (actor, number) in sorted(tracks.items()):
             sm = int(events.sm[cta])
             track = sm * TRACKS_PER_SM + number

@@ -155,7 +155,7 @@ def _draw_roles(ax: Axes, events: Events, kinds: Kinds) -> None:
 
 def _role_rows(events: Events, kinds: Kinds) -> list[tuple[int, int, str]]:
     """CTA, warp and name of every line of the lower picture: each role of a few CTAs once."""
-    actors = actors_of_warps(events, kinds, len(events.sm))
+    actors = actors_of_warps(events, kinds)
     ctas = sorted({cta for cta, _ in actors})
     shown = [ctas[round(at)] for at in np.linspace(0, len(ctas) - 1, min(SHOWN_SMS, len(ctas)))]
     found = []
@@ -173,7 +173,7 @@ def _num_role_rows(events: Events, kinds: Kinds) -> int:
 
 
 def _warps_of(events: Events, kinds: Kinds, wanted: tuple[str, ...]) -> list[tuple[int, int]]:
-    actors = actors_of_warps(events, kinds, len(events.sm))
+    actors = actors_of_warps(events, kinds)
     return sorted(pair for pair, actor in actors.items() if actor in wanted)
 
 

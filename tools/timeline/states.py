@@ -73,8 +73,10 @@ class Kinds:
         return f"wait: {name}" if self.state(kind) is State.WAIT else name
 
 
-def actors_of_warps(events: Events, kinds: Kinds, num_ctas: int) -> dict[tuple[int, int], str]:
+def actors_of_warps(events: Events, kinds: Kinds) -> dict[tuple[int, int], str]:
     """What each warp is, found by what it does rather than by its number.
+
+    All warps copy a launch's first rows, so having dispatched says least.
 
     Returns:
         By CTA and warp; warps without events are left out.
@@ -89,7 +91,7 @@ def actors_of_warps(events: Events, kinds: Kinds, num_ctas: int) -> dict[tuple[i
         (int(cta), int(warp)): "combine"
         for cta, warp in np.unique(np.stack([events.cta, events.warp], 1), axis=0)
     }
-    for actor in ("finisher", "loader", "dispatch", "processor"):  # the last one wins
+    for actor in ("dispatch", "finisher", "loader", "processor"):  # the last one wins
         has = np.isin(events.kind, marks[actor])
         pairs = np.unique(np.stack([events.cta[has], events.warp[has]], 1), axis=0)
         found.update({(int(cta), int(warp)): actor for cta, warp in pairs})

@@ -178,9 +178,10 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
             combine<Pass>(args, words.combine);
         }
         args.watchdog.trace.close();
-        cute::cluster_sync();  // the other CTA may still write to this one's shared memory
     }
     close_counters(args.workspace.totals);
+    // The other CTA may still write to this one's shared memory. Sums are on their way meanwhile.
+    if (goes_on) cute::cluster_sync();
     leave(args.workspace, true,
           [&] { write_record(args, Pass::kIsBackward, [&] { spoil_output(args); }); });
 }

@@ -6,7 +6,7 @@
 
 #include <cuda.h>
 
-#include "flashmoe/tile/float_box.cuh"
+#include "flashmoe/tile/float_half.cuh"
 #include "host/error.h"
 
 namespace flashmoe {

@@ -7,7 +7,7 @@
 
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/protocol/order.h"
-#include "flashmoe/tile/float_box.cuh"
+#include "flashmoe/tile/float_half.cuh"
 
 namespace flashmoe {
 
@@ -78,7 +78,7 @@ class GradRows {
                                          int half,
                                          int block,
                                          bool adds) const {
-        const int column = half * kFloatBoxColumns + block * kFloatBlockColumns;
+        const int column = half * kHalfColumns + block * kFloatBlockColumns;
         if (num_rows_ <= 0 or columns_from(column) <= 0) return;
         const uint8_t* const from = &room.row[0][0] + block * kFloatBlockBytes;
         const int place = (column_ + column) / kFloatBlockColumns;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void put_half(const BackwardArgs& args,
                                          const GradRows& grad,
                                          const WarpOutputs& laid_down,
                                          int half) {
-    const int column = half * kFloatBoxColumns + int(threadIdx.x % 32) * 4;
+    const int column = half * kHalfColumns + int(threadIdx.x % 32) * 4;
     if (grad.columns_from(column) <= 0) return;
 #pragma unroll 8
     for (int row = 0; row < grad.num_rows(); ++row) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void send_half(const BackwardArgs& args,
                                           const WarpOutputs& laid_down,
                                           int half,
                                           unsigned pause_ns) {
-    for (int block = 0; block < kFloatBoxBlocks; ++block) {
+    for (int block = 0; block < kHalfBlocks; ++block) {
         if (int(threadIdx.x % 32) == block) {
             grad.send(laid_down, half, block, args.weight_grads.accumulate);
         }
@@ -171,7 +171,7 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
                                                    const Handover& handover,
                                                    RingCursor<1>& handed,
                                                    int processor) {
-    constexpr int kPieces = kProcessorWarps * kFloatBoxBlocks;
+    constexpr int kPieces = kProcessorWarps * kHalfBlocks;
     constexpr unsigned kBlockNs = 650;  // that a block of K is multiplied in
     const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
     if (num_k_blocks == 0) return;

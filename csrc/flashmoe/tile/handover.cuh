@@ -17,8 +17,9 @@ constexpr int kWarpRows = 16;            // of a processor's 64
 constexpr int kRowChunks = BLOCK_N / 8;  // of 16 bytes
 
 // Outputs of one processor's warp. Rows are a chunk further apart than they are long, so that eight
-// rows of one chunk lie in different banks.
-struct alignas(16) WarpOutputs {
+// rows of one chunk lie in different banks. Aligned for the swizzle of what float_half.cuh lays
+// down.
+struct alignas(256) WarpOutputs {
     uint8_t row[kWarpRows][BLOCK_N * 2 + 16];
 };
 

@@ -472,9 +472,13 @@ int set_buffers(const FlashMoEProblem* p,
     return FLASHMOE_OK;
 }
 
-// TMA descriptors of both matrices of every expert, then where these are, then both biases.
+// A table of gradients: TMA descriptors of both matrices of every expert, then where these are,
+// then both biases.
+uint64_t grad_pointers_begin(const Shape& s) {
+    return 2 * sizeof(CUtensorMap) * s.num_local_experts();
+}
 uint64_t grad_table_bytes(const Shape& s) {
-    return uint64_t(s.num_local_experts()) * (2 * sizeof(CUtensorMap) + 4 * sizeof(void*));
+    return grad_pointers_begin(s) + 4 * sizeof(void*) * s.num_local_experts();
 }
 
 // What the tiles of the weights' gradients read and write.
@@ -487,7 +491,8 @@ int set_weight_grads(const FlashMoEProblem* p,
     const Shape& s = args->shape;
     auto& [product, maps, pointers, dtype, adds] = args->weight_grads;
     maps = static_cast<const CUtensorMap*>(grad_table);
-    pointers = reinterpret_cast<void* const*>(maps + 2 * s.num_local_experts());
+    pointers = reinterpret_cast<void* const*>(static_cast<const char*>(grad_table) +
+                                              grad_pointers_begin(s));
     dtype = Dtype(grads_dtype);
     adds = accumulate;
     product[0].num_out = product[1].num_in = s.hidden;
@@ -734,7 +739,7 @@ int flashmoe_encode_grads(const FlashMoEProblem* problem,
     const Shape s = shape_of(problem);
     const int experts = s.num_local_experts();
     memset(grad_table, 0, grad_table_bytes(s));
-    char* const pointers = static_cast<char*>(grad_table) + 2 * experts * sizeof(CUtensorMap);
+    char* const pointers = static_cast<char*>(grad_table) + grad_pointers_begin(s);
     for (int i = 0; i < 2 * experts; ++i) {
         FLASHMOE_TRY(check_pointer(grads[i], true, "a weight's gradient"));
         memcpy(pointers + i * sizeof(void*), &grads[i], sizeof(void*));

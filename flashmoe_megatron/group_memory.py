@@ -96,6 +96,12 @@ class GroupMemory:
                 self.options.symmetric_backend,
             )
 
+    def keep_for_graphs(self, *objects: object) -> None:
+        """Keeps what a launch reads, if CUDA graphs have captured any and may replay it."""
+        self._is_captured = self._is_captured or torch.cuda.is_current_stream_capturing()
+        if self._is_captured:
+            self._kept_for_graphs.append(objects)
+
     def open(self) -> _native.FlashMoEGroup:
         """The group as the library sees it, on the current stream."""
         assert self._heap is not None

@@ -79,15 +79,6 @@ _MOST_LAYERS = 1024
 _Table = TypeVar("_Table")
 
 
-def _remember(
-    tables: dict[tuple[Hashable, ...], _Table], key: tuple[Hashable, ...], table: _Table
-) -> None:
-    """Keeps one table per layer that shares the backend; weights that move must not pile up."""
-    if len(tables) >= _MOST_LAYERS:
-        tables.clear()
-    tables[key] = table
-
-
 class KernelBackend:
     """The routed experts of one layer as one persistent kernel per direction.
 
@@ -501,10 +492,10 @@ class KernelBackend:
         )
         biases = [bias.data_ptr() for bias in (*weights.fc1_bias, *weights.fc2_bias)]
         tables = WeightTables(
-            host.to(self.device, non_blocking=True),
+            self._upload(host),
             self._address_table(biases) if biases else None,
         )
-        _remember(self._tables, key, tables)
+        self._remember(self._tables, key, tables)
         return tables
 
     def _adopt(self, transposed: bool, dtype: torch.dtype) -> None:
@@ -516,8 +507,14 @@ class KernelBackend:
         self._transposed, self._dtype, self._problem = transposed, dtype, None
 
     def _address_table(self, addresses: Sequence[int]) -> torch.Tensor:
-        host = torch.tensor(addresses, dtype=torch.int64).pin_memory()
-        return host.to(self.device, non_blocking=True)
+        return self._upload(torch.tensor(addresses, dtype=torch.int64).pin_memory())
+
+    def _upload(self, host: torch.Tensor) -> torch.Tensor:
+        """A table on the device. A graph that captures the copy reads ``host`` at every replay."""
+        table = host.to(self.device, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            self.memory.keep_for_graphs(host, table)
+        return table
 
     def _grad_table(self, grads: Sequence[WeightGrad]) -> tuple[torch.Tensor, int, bool]:
         """Device table of where gradients go, their dtype and whether to add to them."""
@@ -530,7 +527,7 @@ class KernelBackend:
         if table is None:
             table = self._encode_grads(dtype, addresses)
             if first.accumulate:  # main_grad stays where it is; ordinary gradients do not
-                _remember(self._grad_tables, key, table)
+                self._remember(self._grad_tables, key, table)
         return table, ops.dtype_code(dtype), first.accumulate
 
     def _encode_grads(self, dtype: torch.dtype, addresses: Sequence[int]) -> torch.Tensor:
@@ -551,7 +548,16 @@ class KernelBackend:
             ops.dtype_code(dtype),
             host.data_ptr(),
         )
-        return host.to(self.device, non_blocking=True)
+        return self._upload(host)
+
+    def _remember(
+        self, tables: dict[tuple[Hashable, ...], _Table], key: tuple[Hashable, ...], table: _Table
+    ) -> None:
+        """Keeps one table per layer that shares the backend; weights that move must not pile up."""
+        if len(tables) >= _MOST_LAYERS:
+            self.memory.keep_for_graphs(*tables.values())
+            tables.clear()
+        tables[key] = table
 
     def _check_input(self, name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
         if tensor.device != self.device:

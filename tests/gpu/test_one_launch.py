@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.errors import RoutingError, RowBoundError
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
@@ -102,3 +103,42 @@ def test_a_graph_replays_it_with_new_inputs():
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, result)
+
+
+def test_a_graph_replays_a_backward_whose_gradients_are_its_own():
+    """Their addresses are first known in the capture, and copied to the GPU at every replay."""
+    config = make_config(1)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, is_guarded=False)
+    backend = layer.backends[0]
+    blocks = enough_blocks(layer)
+
+    def step() -> list[torch.Tensor]:
+        fc1, fc2 = (
+            [WeightGrad(torch.empty_like(weight, dtype=torch.float32), False) for weight in each]
+            for each in (weights[0].fc1, weights[0].fc2)
+        )
+        out, saved = backend.bounded_forward(
+            inputs.x[0],
+            inputs.probs[0],
+            inputs.routing_map[0],
+            weights[0],
+            blocks,
+            training=True,
+        )
+        grads = backend.backward(inputs.grad_out[0], saved, weights[0], fc1, fc2)
+        return [out, *grads, *(grad.buffer for grad in (*fc1, *fc2))]
+
+    want = [tensor.clone() for tensor in step()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    table_bytes = int(backend._sizes.grad_table_bytes)
+    others = [torch.full((table_bytes,), 255, dtype=torch.uint8).pin_memory() for _ in range(64)]
+    for tensor in got:
+        tensor.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, got, want)), len(others)

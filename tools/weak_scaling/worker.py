@@ -88,11 +88,11 @@ def main(arguments: list[str]) -> int:
                 return 1
             point = Point(**values)
             events.tell("begin", point=point.key)
+            if dist.is_initialized():
+                dist.barrier()  # a rank that fails ends the others, who have told all by now
             result = bench.measure(point)
             if rank == 0:
                 events.tell("done", point=point.key, result=result)
-            if dist.is_initialized():
-                dist.barrier()  # a rank that fails at the next point ends one that still tells
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is this point's outcome

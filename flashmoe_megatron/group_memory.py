@@ -40,7 +40,7 @@ class GroupMemory:
         self._workspace_bytes = 0
         self._mailbox = torch.empty(0)
         self._fault_code = ctypes.c_uint32()
-        self._is_captured = False  # by a CUDA graph
+        self._is_captured = False  # some CUDA graph has the present heap
         self._kept_for_graphs: list[tuple[object, ...]] = []
         self._groups: dict[int, _native.FlashMoEGroup] = {}  # by stream
         self.is_void = False
@@ -70,7 +70,7 @@ class GroupMemory:
         torch.cuda.synchronize(self.device)
         if self._is_captured:
             # Its addresses are in the graphs: a replay must not write over what others have now.
-            self._kept_for_graphs.append((self._heap, self._workspace, self._mailbox))
+            self.keep_for_graphs(self._heap, self._workspace, self._mailbox)
             self._is_captured = False
             logger.warning(
                 "the symmetric heap is made anew: CUDA graphs of MoE layers keep the old one, of "
@@ -97,10 +97,13 @@ class GroupMemory:
             )
 
     def keep_for_graphs(self, *objects: object) -> None:
-        """Keeps what a launch reads, if CUDA graphs have captured any and may replay it."""
-        self._is_captured = self._is_captured or torch.cuda.is_current_stream_capturing()
-        if self._is_captured:
+        """Keeps what launches read, if CUDA graphs have captured any, on this heap or another."""
+        self._note_capture()
+        if self._is_captured or self._kept_for_graphs:
             self._kept_for_graphs.append(objects)
+
+    def _note_capture(self) -> None:
+        self._is_captured = self._is_captured or torch.cuda.is_current_stream_capturing()
 
     def open(self) -> _native.FlashMoEGroup:
         """The group as the library sees it, on the current stream."""
@@ -109,7 +112,7 @@ class GroupMemory:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if stream != self._last_stream:
             self._follow(stream)
-        self._is_captured = self._is_captured or torch.cuda.is_current_stream_capturing()
+        self._note_capture()
         group = self._groups.get(stream)
         if group is None:
             group = self._groups[stream] = _native.FlashMoEGroup(

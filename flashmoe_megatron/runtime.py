@@ -482,7 +482,7 @@ class KernelBackend:
             raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
         array = ctypes.c_void_p * self.config.num_local_experts
         problem = self._describe()
-        host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8).pin_memory()
+        host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8)
         _native.call(
             "encode_weights",
             problem,
@@ -507,13 +507,14 @@ class KernelBackend:
         self._transposed, self._dtype, self._problem = transposed, dtype, None
 
     def _address_table(self, addresses: Sequence[int]) -> torch.Tensor:
-        return self._upload(torch.tensor(addresses, dtype=torch.int64).pin_memory())
+        return self._upload(torch.tensor(addresses, dtype=torch.int64))
 
     def _upload(self, host: torch.Tensor) -> torch.Tensor:
-        """A table on the device. A graph that captures the copy reads ``host`` at every replay."""
-        table = host.to(self.device, non_blocking=True)
+        """A table on the device. A graph that captures the copy repeats it at every replay."""
+        pinned = host.pin_memory()
+        table = pinned.to(self.device, non_blocking=True)
         if torch.cuda.is_current_stream_capturing():
-            self.memory.keep_for_graphs(host, table)
+            self.memory.keep_for_graphs(pinned, table)
         return table
 
     def _grad_table(self, grads: Sequence[WeightGrad]) -> tuple[torch.Tensor, int, bool]:
@@ -539,7 +540,7 @@ class KernelBackend:
         array = ctypes.c_void_p * num_weights
         weights, biases = addresses[:num_weights], addresses[num_weights:]
         problem = self._describe()
-        host = torch.empty(self._sizes.grad_table_bytes, dtype=torch.uint8).pin_memory()
+        host = torch.empty(self._sizes.grad_table_bytes, dtype=torch.uint8)
         _native.call(
             "encode_grads",
             problem,

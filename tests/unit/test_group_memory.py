@@ -102,7 +102,9 @@ def test_what_a_graph_has_captured_is_kept(
     with caplog.at_level(logging.WARNING, "flashmoe_megatron"):
         for _ in range(2):  # the second heap is in no graph
             memory.allocate(SIZES)
+    tables = (torch.empty(1), torch.empty(2))
+    memory.keep_for_graphs(*tables)  # of the old heap's graphs, for all that is known
     assert [tuple(map(id, one)) for one in memory._kept_for_graphs] == (
-        [tuple(map(id, kept))] if is_captured else []
+        [tuple(map(id, one)) for one in (kept, tables)] if is_captured else []
     )
     assert caplog.text.count("capture them again") == is_captured

@@ -35,12 +35,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--zeroed",
         action="store_true",
-        help="hand out zeroed row buffers: initcheck does not see what TMA writes",
+        help="hand out zeroed rows and results: initcheck does not see what TMA writes",
     )
     parser.add_argument("--timeout", type=float, default=15.0, help="of a wait for a peer, seconds")
     options = parser.parse_args(arguments)
     if options.zeroed:
         KernelBackend._empty = zeroed  # type: ignore[method-assign]
+        torch.empty_like = torch.zeros_like
     for num_ranks in options.ranks:
         config = make_config(
             num_ranks, hidden=128, intermediate=64, num_experts=4, topk=2, max_tokens=160

@@ -101,7 +101,7 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "results are read after a look at their signals alone",
+        "the signals of results are awaited without acquiring",
         "ranks2",
         "heap",
         True,
@@ -116,18 +116,43 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "no fence between arriving last at a grid barrier and the verdict",
-        "ctas3",
-        UNWRITTEN,
-        False,
-        (dropped(GRID, GPU + "        A::compare_and_swap", GPU),),
+        "the signals of results are looked at without acquiring",
+        "ranks2",
+        "heap",
+        True,
+        (
+            (
+                SIGNALS,
+                "return A::template load_acquire<Scope::kSystem>(signal) == epoch;",
+                "return A::load(signal) == epoch;",
+            ),
+        ),
     ),
     Mutant(
-        "no fence before a CTA arrives at a grid barrier",
+        "a CTA arrives at a grid barrier without releasing",
         "ctas2_backward",
         UNWRITTEN,
         False,
-        (dropped(GRID, GPU + "    if (A::add(arrived", GPU),),
+        (
+            (
+                GRID,
+                "A::add_release(word, may_go_on ? 1 : 1 + kStop);",
+                "A::add(word, may_go_on ? 1 : 1 + kStop);",
+            ),
+        ),
+    ),
+    Mutant(
+        "the word of a grid barrier is read without acquiring",
+        "ctas2_backward",
+        UNWRITTEN,
+        True,
+        (
+            (
+                GRID,
+                "return A::template load_acquire<Scope::kGpu>(word); };",
+                "return A::load(word); };",
+            ),
+        ),
     ),
     Mutant(
         "no fence before a CTA leaves",
@@ -248,7 +273,7 @@ MUTANTS = [
     Mutant(
         "signals of results tell no epoch",
         "ranks3",
-        UNWRITTEN,
+        "a token's sum is wrong",
         False,
         (
             (
@@ -256,7 +281,11 @@ MUTANTS = [
                 "A::template store<Scope::kSystem>(signal, epoch);\n}",
                 "A::template store<Scope::kSystem>(signal, 1u);\n}",
             ),
-            (SIGNALS, "return A::load(signal) == epoch;", "return A::load(signal) == 1;"),
+            (
+                SIGNALS,
+                "return A::template load_acquire<Scope::kSystem>(signal) == epoch;",
+                "return A::template load_acquire<Scope::kSystem>(signal) == 1;",
+            ),
             (
                 SIGNALS,
                 "return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },\n"
@@ -336,9 +365,21 @@ MUTANTS = [
         (
             (
                 FORWARD,
-                "&here_.raised[0]) == 0 and\n"
-                "                   protocol::who_gave_up<A>(&here_.gave_up[0]) == 0;",
-                "&here_.raised[0]) == 0;",
+                "if (not grid_barrier(0, has_routes)) return false;",
+                "if (not grid_barrier(0, true)) return false;",
+            ),
+        ),
+    ),
+    Mutant(
+        "who gives up at a grid barrier does not look whether all have come",
+        "late",
+        "a plan is made of some of the routes",
+        False,
+        (
+            (
+                GRID,
+                "if (A::compare_and_swap(word, last, last + kStop) == last) return false;",
+                "if (A::add(word, kStop) != ~0u) return false;",
             ),
         ),
     ),
@@ -397,7 +438,7 @@ MUTANTS = [
     Mutant(
         "a block's tiles are taken for done one warp short",
         "ranks2",
-        UNWRITTEN,
+        "a token's sum is wrong",
         False,
         (
             (
@@ -456,9 +497,9 @@ MUTANTS = [
     Mutant(
         "a grid barrier does not wait for its last CTA",
         "ctas2_backward",
-        UNWRITTEN,
+        "disagree",
         False,
-        ((GRID, "if (A::add(arrived, 1) == expected - 1) {", "if (A::add(arrived, 1) == 0) {"),),
+        ((GRID, "return seen == expected or", "return seen == expected - 1 or"),),
     ),
     Mutant(
         "the first CTA to leave zeroes the counters",
@@ -558,7 +599,7 @@ MUTANTS = [
     Mutant(
         "a gather tells that rows have been read before they are",
         "ranks2_gather",
-        STILL_READ,
+        BY_TMA,
         False,
         (
             (
@@ -584,6 +625,19 @@ MUTANTS = [
         ),
     ),
     # Places.
+    Mutant(
+        "a token of another rank is taken for one of this",
+        "ranks2",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "is_home = src == rank_ and ranks == 1u << rank_;",
+                "is_home = ranks == 1u << rank_;",
+            ),
+        ),
+    ),
     Mutant(
         "all ranks write a token's result to one slot",
         "ranks3",

@@ -9,12 +9,12 @@ from tests.protocol.programs import run, summary
 
 # States that each has; a search that ends earlier has lost some.
 COMPLETE = {
-    "ranks2": 60_000,
+    "ranks2": 40_000,
     "ranks3": 520,
     "ranks3_apart": 1_000,
     "ranks3_split": 55,
     "ranks3_refused": 70,
-    "ctas2": 3_000,
+    "ctas2": 900,
 }
 BOUNDED = {
     "ranks2_backward": 10_000,

@@ -75,7 +75,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                 const Barrier& full = handover.full[processor][0];
                 while (not agreed<Waiter::kWarp>(full.test_wait(handed.parity())) and
                        combine_some<typename Pass::Element, Pass::kIsBackward, 4>(
-                           args, combine, chunk) == Progress::kSome) {
+                           args, combine, chunk, true) == Progress::kSome) {
                 }
             }
             finish([&](const WarpRows& rows) { store_results(args, tile, rows); });
@@ -90,7 +90,9 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             }
         }
     }
-    ptx::bulk_wait_complete();  // of weight gradients, which nobody in this launch waits for
+    if constexpr (Pass::kIsBackward) {
+        ptx::bulk_wait_complete();  // of weight gradients, which nobody in this launch waits for
+    }
     end_span(uint32_t(Role::kFinish));
 }
 

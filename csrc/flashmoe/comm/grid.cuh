@@ -16,14 +16,8 @@ enum NamedBarrier {
     kProcessorsBarrier,  // the first processor's; the second has the next
 };
 
-// Which threads of a CTA do something together: a template parameter of what they do.
-struct WholeCta {
-    __device__ __forceinline__ static int size() { return int(blockDim.x); }
-    __device__ __forceinline__ static void sync() { __syncthreads(); }
-    __device__ __forceinline__ static bool any(bool own) { return __syncthreads_or(own); }
-};
-
-// All warps but the last, which has other work meanwhile.
+// Threads of a CTA that do something together, a template parameter of what they do: all warps but
+// the last, which has other work meanwhile.
 struct AllButLastWarp {
     __device__ __forceinline__ static int size() { return int(blockDim.x) - 32; }
     __device__ __forceinline__ static bool has_me() { return int(threadIdx.x) < size(); }
@@ -44,33 +38,25 @@ struct AllButLastWarp {
 
 // Runs `then` on one thread, of whichever CTA comes last; everything that any thread of the teams
 // did before is visible to it. Scope: the team of every CTA.
-template <class Team = WholeCta, class Then>
+template <class Team, class Then>
 __device__ __forceinline__ void last_arrival(uint32_t* counter, Then then) {
     Team::sync();
     if (threadIdx.x == 0) protocol::arrive<Atomics>(counter, gridDim.x, then);
 }
 
-struct GridBarrier {
-    uint32_t arrived;
-    uint32_t verdict;
-};
-
-// Waits for all CTAs, each barrier once a launch. Whether to go on is decided once, by the last CTA
-// to arrive, which calls may_go_on, or by the first to give up; so all CTAs return the same. Scope:
-// the team of every CTA; CTAs are resident together.
-template <class Team = WholeCta, class MayGoOn>
+// Waits for all CTAs, each barrier once a launch, and tells all of them the same: whether all of
+// their threads may go on. Scope: the team of every CTA; CTAs are resident together.
+template <class Team>
 __device__ __forceinline__ bool grid_barrier(const Watchdog& watchdog,
-                                             GridBarrier* barrier,
-                                             MayGoOn may_go_on) {
-    bool goes_on = false;
-    Team::sync();
+                                             uint32_t* word,
+                                             bool may_go_on) {
+    bool goes_on = Team::all(may_go_on);
     if (threadIdx.x == 0) {
-        goes_on = protocol::barrier<Atomics>(
-            &barrier->arrived, &barrier->verdict, gridDim.x, may_go_on, [&](auto load, auto done) {
-                return wait_for(watchdog, {Role::kGridBarrier, -1, 0, protocol::kGo}, load, done);
-            });
+        goes_on = protocol::barrier<Atomics>(word, gridDim.x, goes_on, [&](auto load, auto done) {
+            return wait_for(watchdog, {Role::kGridBarrier, -1, 0, gridDim.x}, load, done);
+        });
     }
-    return Team::any(goes_on);
+    return Team::all(goes_on);
 }
 
 }  // namespace flashmoe

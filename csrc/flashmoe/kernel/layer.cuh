@@ -91,7 +91,7 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
     int chunk = 0;
     for (int idle = 0; idle < 10000;) {
         const Progress progress =
-            combine_some<typename Pass::Element, Pass::kIsBackward, 4>(args, smem, chunk);
+            combine_some<typename Pass::Element, Pass::kIsBackward, 4>(args, smem, chunk, false);
         if (progress == Progress::kFinished) break;
         idle = progress == Progress::kSome ? 0 : idle + 1;
         if (idle > 0) __nanosleep(500);

@@ -121,6 +121,13 @@ struct BackwardArgs : LayerArgs {
     WeightGrads weight_grads;
 };
 
+// Where the sum of a token's rows on this rank goes: to a slot of the token's rank, which sums
+// those of all ranks, or if there is no other rank's to where that rank would have written it.
+__device__ __forceinline__ char* target_of(const LayerArgs& args, const RowMeta& meta) {
+    if (meta.is_home()) return args.out + int64_t(meta.token) * args.shape.hidden * 2;
+    return args.heap.result(meta.src_rank, meta.token, meta.slot);
+}
+
 // The epoch of this launch. 0 marks fresh memory; it wraps past 0 and 1, since epochs alternate
 // between even and odd.
 __device__ __forceinline__ uint32_t current_epoch(const Workspace& workspace) {

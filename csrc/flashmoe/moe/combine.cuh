@@ -127,11 +127,9 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
     for (int i = 0; i < rows_of_unit; ++i) {
         if (last >> i & 1 and __popc(last & ((1u << i) - 1)) == nth) at = i;
     }
-    const int src_rank = __shfl_sync(~0u, int(meta.src_rank), at);
-    const int token = __shfl_sync(~0u, meta.token, at);
-    const int slot = __shfl_sync(~0u, int(meta.slot), at);
+    const RowMeta token = shuffled(meta, at);
     int row = -1;
-    if (nth < count and k < plan.topk) row = plan.rows_of(src_rank, token)[k];
+    if (nth < count and k < plan.topk) row = plan.rows_of(token.src_rank, token.token)[k];
     const uint32_t* ready = workspace.tile_ready + workspace.tile_counter(1, max(row, 0) / BLOCK_M);
     if (must_wait) {
         begin_span(uint32_t(Role::kCombineResult));
@@ -160,8 +158,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
         const int base = i * width;
         const uint32_t routes = all_routes & (((1u << width) - 1) << base);
         if (__popc(routes) == 1) continue;  // its finishers have sent it
-        char* target = heap.result(__shfl_sync(~0u, src_rank, base), __shfl_sync(~0u, token, base),
-                                   __shfl_sync(~0u, slot, base));
+        char* target = target_of(args, shuffled(token, base));
         sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
             return [&, left = routes]() mutable -> const uint4* {
                 if (left == 0) return nullptr;
@@ -182,14 +179,16 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
             const float dot = dot_with_bias<T>(args, __shfl_sync(~0u, row, of));
             if (lane == of) dprob += dot;
         }
-        if (row >= 0) heap.dprobs(src_rank, token)[k] = dprob;
+        if (row >= 0) heap.dprobs(token.src_rank, token.token)[k] = dprob;
     }
     __syncwarp();
     args.watchdog.trace.add(uint32_t(Role::kDeliver), kOne, begin);
     const int64_t summed = Trace::now();
     if (is_last) {
-        protocol::publish_result<Atomics>(heap.result_signal(meta.src_rank, meta.token, rank),
-                                          current_epoch(workspace));
+        if (kIsBackward or not meta.is_home()) {  // else nobody waits for it
+            protocol::publish_result<Atomics>(heap.result_signal(meta.src_rank, meta.token, rank),
+                                              current_epoch(workspace));
+        }
         atomicAdd_block(&counters().results_pushed[meta.src_rank], 1u);
     }
     __syncwarp();
@@ -235,16 +234,18 @@ struct ReduceChunks {
 };
 
 template <class T, bool kIsBackward, int kUnroll>
-__device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, int num_shares) {
+__device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, uint32_t ranks) {
     const Heap& heap = args.heap;
     const int rank = args.shape.rank;
     const int64_t row_bytes = heap.hidden * 2;
-    sum_rows<T, kUnroll>(args.out + token * row_bytes, int(row_bytes / 16), [&] {
-        return [&, slot = 0]() mutable -> const uint4* {
-            if (slot == num_shares) return nullptr;
-            return reinterpret_cast<const uint4*>(heap.result(rank, token, slot++));
-        };
-    });
+    if (not is_home(ranks, rank)) {  // else it is there
+        sum_rows<T, kUnroll>(args.out + token * row_bytes, int(row_bytes / 16), [&] {
+            return [&, slot = 0]() mutable -> const uint4* {
+                if (slot == __popc(ranks)) return nullptr;
+                return reinterpret_cast<const uint4*>(heap.result(rank, token, slot++));
+            };
+        });
+    }
     if constexpr (kIsBackward) scatter_dprobs(args, token);
 }
 
@@ -267,33 +268,38 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
     uint32_t* taken_word = smem.reduced + bit / 32;
     uint32_t taken = __shfl_sync(~0u, Atomics::load(taken_word), 0) >> bit % 32 & all;
     if (taken == all) return Progress::kFinished;
+    const uint32_t token_lanes = width == 32 ? ~0u : (1u << width) - 1;
+    // One bit per token, of all of whose lanes something is true.
+    const auto tokens_of = [&](bool is_true) {
+        const uint32_t lanes = __ballot_sync(~0u, is_true);
+        const uint32_t tokens =
+            __ballot_sync(~0u, (lanes >> (nth * width) & token_lanes) == token_lanes);
+        uint32_t bits = 0;
+        for (int i = 0; i < in_chunk; ++i) bits |= (tokens >> (i * width) & 1) << i;
+        return bits;
+    };
 
+    const uint32_t ranks = nth < in_chunk ? args.plan.own_ranks[first + nth] : 0;
     const bool is_share = nth < in_chunk and src < args.shape.num_ranks;
     const uint32_t* signal = args.heap.result_signal(args.shape.rank, first + nth, src);
     bool is_here = is_share and protocol::result_is_here<Atomics>(signal, epoch);
-    const uint32_t ranks = nth < in_chunk ? args.plan.own_ranks[first + nth] : 0;
     const bool is_awaited = is_share and (ranks >> src & 1);
-    const auto await_signal = [&] {
-        protocol::await_result<Atomics>(signal, epoch, [&](auto load, auto done) {
-            wait_for(args.watchdog, {Role::kReduceResult, src, first + nth, epoch}, load, done);
-        });
-    };
+    // Who delivers these has made their results.
+    const uint32_t home = kIsBackward ? 0 : tokens_of(is_home(ranks, args.shape.rank));
+    if ((taken |= home) == all) return Progress::kFinished;
     if (must_wait) {
         begin_span(uint32_t(Role::kReduceResult));
         const int next = __ffs(all & ~taken) - 1;
         if (nth == next and is_awaited) {
-            await_signal();
+            protocol::await_result<Atomics>(signal, epoch, [&](auto load, auto done) {
+                wait_for(args.watchdog, {Role::kReduceResult, src, first + nth, epoch}, load, done);
+            });
             is_here = true;
         }
-        __syncwarp();
         end_span(uint32_t(Role::kReduceResult));
     }
-    const uint32_t lanes_here = __ballot_sync(~0u, is_here or not is_awaited);
-    const uint32_t token_lanes = width == 32 ? ~0u : (1u << width) - 1;
-    uint32_t ready = __ballot_sync(~0u, (lanes_here >> (nth * width) & token_lanes) == token_lanes);
-    // One bit per token, from the first of its lanes.
-    uint32_t complete = 0;
-    for (int i = 0; i < in_chunk; ++i) complete |= (ready >> (i * width) & 1) << i;
+    __syncwarp();  // what one lane's signal tells of, all may read
+    const uint32_t complete = tokens_of(is_here or not is_awaited);
     if ((complete & ~taken) == 0) return Progress::kNone;
 
     const int turn = int(threadIdx.x / 32) % in_chunk;  // each warp begins with another token
@@ -304,14 +310,12 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
         if (lane == 0) {
             is_mine = protocol::take_bits<Atomics>(taken_word, 1u << (bit % 32 + mine), &taken);
         }
-        taken = __shfl_sync(~0u, taken, 0) >> bit % 32 & all;
+        taken = __shfl_sync(~0u, taken, 0) >> bit % 32 & all | home;
         if (__shfl_sync(~0u, is_mine, 0) == 0) continue;
         const int64_t begin = Trace::now();
         begin_span(uint32_t(Role::kReduce));
-        if (nth == mine and is_awaited) await_signal();  // it is here: this is for the order
-        __syncwarp();
         reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
-                                              __popc(__shfl_sync(~0u, ranks, mine * width)));
+                                              __shfl_sync(~0u, ranks, mine * width));
         __syncwarp();
         args.watchdog.trace.add(uint32_t(Role::kReduce), kOne, begin);
         end_span(uint32_t(Role::kReduce));
@@ -341,17 +345,16 @@ __device__ __forceinline__ void reduce_results(const LayerArgs& args, CombineSme
     }
 }
 
-// Combines a little, without waiting for anything: a unit of rows, or a token. `chunk` is where
-// this warp looks for one first. Scope: one warp.
+// Combines a little, without waiting for anything: a unit of rows, or a token, or what is complete
+// of its chunk. `chunk` is where this warp looks for one first. Scope: one warp.
 template <class T, bool kIsBackward, int kUnroll>
-__device__ __forceinline__ Progress combine_some(const LayerArgs& args,
-                                                 CombineSmem& smem,
-                                                 int& chunk) {
+__device__ __forceinline__ Progress
+combine_some(const LayerArgs& args, CombineSmem& smem, int& chunk, bool is_one) {
     const Progress delivered = deliver_unit<T, kIsBackward, kUnroll>(args, smem, false);
     if (delivered == Progress::kSome) return delivered;
     const ReduceChunks chunks(args);
     const auto reduce_one = [&](int of_chunk) {
-        return reduce_chunk<T, kIsBackward, kUnroll>(args, smem, chunks, of_chunk, true, false);
+        return reduce_chunk<T, kIsBackward, kUnroll>(args, smem, chunks, of_chunk, is_one, false);
     };
     Progress reduced = Progress::kFinished;
     for (; chunk < chunks.count(); ++chunk) {

@@ -34,7 +34,7 @@ class RowFacts {
         for (int i = 0; i < 2; ++i) {
             const int row = first_row + i * 32 + int(threadIdx.x % 32);
             prob_[i] = plan.row_prob[row];
-            meta_[i] = *reinterpret_cast<const uint2*>(plan.row_meta + row);
+            meta_[i] = plan.row_meta[row];
         }
     }
     // Of a row of one processor warp's. Scope: one warp.
@@ -42,15 +42,12 @@ class RowFacts {
         return __shfl_sync(~0u, warp < 2 ? prob_[0] : prob_[1], warp % 2 * kWarpRows + row);
     }
     __device__ __forceinline__ RowMeta meta(int warp, int row) const {
-        const int lane = warp % 2 * kWarpRows + row;
-        const uint2 packed = {__shfl_sync(~0u, warp < 2 ? meta_[0].x : meta_[1].x, lane),
-                              __shfl_sync(~0u, warp < 2 ? meta_[0].y : meta_[1].y, lane)};
-        return reinterpret_cast<const RowMeta&>(packed);
+        return shuffled(warp < 2 ? meta_[0] : meta_[1], warp % 2 * kWarpRows + row);
     }
 
  private:
     float prob_[2];
-    uint2 meta_[2];
+    RowMeta meta_[2];
 };
 
 // What one processor warp hands over: its rows of the tile's outputs.
@@ -253,8 +250,8 @@ class DifferentiateRows {
     int tile_n_, column_, end_;
 };
 
-// GEMM1: a row that is alone here is its token's result, and goes to the token's rank, tile by
-// tile; the others wait in the result buffer to be summed. Scope: one warp, a lane for each row.
+// GEMM1: a row that is alone here is its token's share, and goes to the token's rank, tile by tile;
+// the others wait in the result buffer to be summed. Scope: one warp, a lane for each row.
 __device__ __forceinline__ void store_results(const LayerArgs& args,
                                               const TileInfo& tile,
                                               const WarpRows& rows) {
@@ -262,7 +259,7 @@ __device__ __forceinline__ void store_results(const LayerArgs& args,
     const int column = tile.n * BLOCK_N;
     const RowMeta meta = rows.facts.meta(rows.warp, row);
     if (threadIdx.x % 32 >= kWarpRows) return;
-    char* target = meta.is_alone() ? args.heap.result(meta.src_rank, meta.token, meta.slot)
+    char* target = meta.is_alone() ? target_of(args, meta)
                                    : args.result + int64_t(rows.first + row) * hidden * 2;
     cute::SM90_BULK_COPY_S2G::copy(rows.outputs.at(row), target + column * 2,
                                    2 * min(BLOCK_N, hidden - column));

@@ -61,26 +61,27 @@ __device__ __forceinline__ void walk_chunk(const Shape& s,
     }
 }
 
-// Marks the rows of this lane's token: first, last, and which result slot is ours.
-__device__ __forceinline__ void describe_rows(
-    const Shape& s, const Heap& heap, const Plan& plan, uint32_t epoch, Chunk chunk) {
-    if (chunk.token < 0) return;
-    const Route* routes = heap.routes(s.rank, epoch, chunk.src_rank, chunk.token);
-    const int32_t* rows = plan.rows_of(chunk.src_rank, chunk.token);
+// What routes tell of this lane's token.
+struct TokenRows {
+    uint32_t ranks = 0;  // that compute for it
     int first = INT32_MAX, last = -1;
-    uint32_t ranks = 0;
-    for (int k = 0; k < s.topk; ++k) {
-        if (routes[k].expert >= 0) ranks |= 1u << (routes[k].expert / s.num_local_experts());
-        if (rows[k] >= 0) {
-            first = min(first, rows[k]);
-            last = max(last, rows[k]);
-        }
-    }
+};
+
+// Marks the token's rows: first, last, and which result slot is ours.
+__device__ __forceinline__ void describe_rows(const Shape& s,
+                                              const Plan& plan,
+                                              Chunk chunk,
+                                              const TokenRows& token) {
+    if (chunk.token < 0) return;
+    const int32_t* rows = plan.rows_of(chunk.src_rank, chunk.token);
+    const auto [ranks, first, last] = token;
     const uint8_t slot = uint8_t(__popc(protocol::slots_before(ranks, s.rank)));
+    const bool is_home = chunk.src_rank == s.rank and flashmoe::is_home(ranks, s.rank);
     for (int k = 0; k < s.topk; ++k) {
         if (const int row = rows[k]; row >= 0) {
-            const uint8_t flags =
-                (row == first ? RowMeta::kOwner : 0) | (row == last ? RowMeta::kLast : 0);
+            const uint8_t flags = (row == first ? RowMeta::kOwner : 0) |
+                                  (row == last ? RowMeta::kLast : 0) |
+                                  (is_home ? RowMeta::kHome : 0);
             plan.row_meta[row] = {chunk.token, uint8_t(chunk.src_rank), slot, flags, 0};
         }
     }
@@ -119,9 +120,9 @@ struct PlacementSmem {
 };
 
 // Waits for the routing of every rank and counts this CTA's chunks. A peer that does not come, or
-// that refuses its routing, is a fault on every rank, so that none goes on. Scope: the planners of
-// the grid.
-__device__ __forceinline__ void count_routes(const LayerArgs& args,
+// that refuses its routing, is a fault on every rank, so that none goes on: then it is false.
+// Scope: the planners of the grid.
+__device__ __forceinline__ bool count_routes(const LayerArgs& args,
                                              uint32_t epoch,
                                              const PlacementSmem& smem,
                                              int (&num_tokens)[kMaxRanks]) {
@@ -135,17 +136,19 @@ __device__ __forceinline__ void count_routes(const LayerArgs& args,
     bool is_here = true;
     if (threadIdx.x < s.num_ranks) {
         const uint64_t* signal = args.heap.route_signal(s.rank, epoch, threadIdx.x);
+        uint64_t seen = 0;
         is_here = protocol::await_routes<Atomics>(signal, epoch, [&](auto load, auto done) {
-            return wait_for(args.watchdog, {Role::kPlanRoutes, int(threadIdx.x), 0, epoch}, load,
-                            done);
+            return wait_for(
+                args.watchdog, {Role::kPlanRoutes, int(threadIdx.x), 0, epoch},
+                [&] { return seen = load(); }, done);
         });
-        if (is_here and RouteSignal::is_refused(*signal)) {
+        if (is_here and RouteSignal::is_refused(seen)) {
             args.watchdog.raise(kFaultRouting, Role::kRouting, threadIdx.x, -1, 0, 0);
             is_here = false;
         }
-        num_tokens[threadIdx.x] = is_here ? int(RouteSignal::tokens(*signal)) : 0;
+        num_tokens[threadIdx.x] = is_here ? int(RouteSignal::tokens(seen)) : 0;
     }
-    if (not Planners::all(is_here)) return;
+    if (not Planners::all(is_here)) return false;
 
     for (int i = warp; i < per_cta and first + i < num_chunks; i += num_warps) {
         const Chunk chunk = chunk_at(s, num_tokens, first + i);
@@ -169,6 +172,7 @@ __device__ __forceinline__ void count_routes(const LayerArgs& args,
         }
         if (own > 0) atomicAdd(args.workspace.own_selections + expert, own);
     }
+    return true;
 }
 
 // Every rank computes every rank's row blocks, so that all agree whether one has too many for its
@@ -321,13 +325,17 @@ __device__ __forceinline__ void place_rows(const LayerArgs& args,
         if (rows != nullptr) {
             for (int k = 0; k < s.topk; ++k) rows[k] = -1;
         }
+        TokenRows token;
         walk_chunk(
-            s, args.heap, epoch, chunk, smem.counts + i * num_experts, [](Route) {},
+            s, args.heap, epoch, chunk, smem.counts + i * num_experts,
+            [&](Route route) { token.ranks |= 1u << (route.expert / num_experts); },
             [&](int k, int, uint32_t row, Route route) {
                 rows[k] = int(row);
                 plan.row_prob[row] = route.prob;
+                token.first = min(token.first, int(row));
+                token.last = max(token.last, int(row));
             });
-        describe_rows(s, args.heap, plan, epoch, chunk);
+        describe_rows(s, plan, chunk, token);
         __syncwarp();
     }
 }
@@ -358,22 +366,17 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
         publish_routes(args, epoch);
         ptx::barrier_arrive(kRoutesPublished, int(blockDim.x));
         traced(0);
-        count_routes(args, epoch, smem, num_tokens);
+        const bool has_counted = count_routes(args, epoch, smem, num_tokens);
         traced(1);
-        GridBarrier(&barriers)[2] = args.workspace.tickets->barrier;
-        goes_on = grid_barrier<Planners>(args.watchdog, &barriers[0], [&] {
-            // A CTA that was told that a peer gave up has not counted its share.
-            return ptx::ld_acquire_gpu(args.workspace.raised) == 0 and
-                   args.watchdog.who_gave_up() == 0;
-        });
+        uint32_t(&barriers)[2] = args.workspace.tickets->barrier;
+        goes_on = grid_barrier<Planners>(args.watchdog, &barriers[0], has_counted);
         traced(2);
         if (goes_on) {
             const bool fit = rows_fit(args, epoch);
             place_experts(args, smem);
             place_rows(args, epoch, smem, num_tokens);
             traced(3);
-            goes_on = grid_barrier<Planners>(args.watchdog, &barriers[1], [] { return true; }) and
-                      Planners::all(fit);
+            goes_on = grid_barrier<Planners>(args.watchdog, &barriers[1], fit);
         }
     }
     return __syncthreads_or(goes_on);

@@ -18,14 +18,26 @@ struct alignas(8) RowMeta {
     uint8_t flags;
     uint8_t reserved;
 
-    static constexpr uint8_t kOwner = 1, kLast = 2, kPad = 4;
+    static constexpr uint8_t kOwner = 1, kLast = 2, kPad = 4, kHome = 8;
     __device__ bool is_owner() const { return flags & kOwner; }
     __device__ bool is_last() const { return flags & kLast; }
     __device__ bool is_pad() const { return flags & kPad; }
     // The only row of its token on this rank.
     __device__ bool is_alone() const { return is_owner() and is_last(); }
+    // All rows of its token are on the token's own rank: their sum is its result.
+    __device__ bool is_home() const { return flags & kHome; }
 };
 static_assert(sizeof(RowMeta) == 8);
+
+// The same of a token, by the mask of the ranks that compute for it.
+__device__ __forceinline__ bool is_home(uint32_t ranks, int rank) { return ranks == 1u << rank; }
+
+// What another lane has. Scope: one warp.
+__device__ __forceinline__ RowMeta shuffled(const RowMeta& meta, int lane) {
+    const auto& words = reinterpret_cast<const uint2&>(meta);
+    const uint2 of_lane = {__shfl_sync(~0u, words.x, lane), __shfl_sync(~0u, words.y, lane)};
+    return reinterpret_cast<const RowMeta&>(of_lane);
+}
 
 // What a cluster computes together: two row blocks of one expert, or an expert's odd last one.
 struct alignas(8) RowUnit {
@@ -116,7 +128,7 @@ struct Tickets {
     uint32_t tile, dispatch;
     uint32_t differentiated;  // finishers' shares of a backward's GEMM0 tiles, of all blocks
     uint32_t routes_published, rows_published, rows_taken, leaving;
-    GridBarrier barrier[2];
+    uint32_t barrier[2];
 };
 
 // Takes the next `count` items off a counter. Scope: one warp.

@@ -18,33 +18,27 @@ FLASHMOE_PROTOCOL void arrive(typename A::U32* counter, uint32_t expected, Then 
     }
 }
 
-// What all CTAs decided together.
-enum Verdict : uint32_t { kUndecided = 0, kGo = 1, kStop = 2 };
+// A grid barrier's word counts who has come, and from this bit on those that say to stop.
+constexpr uint32_t kStop = 1u << 16;
 
-// Waits for `expected` threads. Whether to go on is decided once, by the last to arrive, which
-// calls may_go_on, or by the first that gives up waiting; so all return the same. Each barrier has
-// its own words. Scope: as above; the CTA comes together again afterwards.
-template <class A, class MayGoOn, class Wait>
-FLASHMOE_PROTOCOL bool barrier(typename A::U32* arrived,
-                               typename A::U32* verdict,
+// Waits for `expected` threads, fewer than kStop, and tells whether all of them have come and may
+// go on. All return the same: who gives up waiting says to stop, but only while somebody has not
+// come. Each barrier has its own word. Scope: as above; the CTA comes together again afterwards.
+template <class A, class Wait>
+FLASHMOE_PROTOCOL bool barrier(typename A::U32* word,
                                uint32_t expected,
-                               MayGoOn may_go_on,
+                               bool may_go_on,
                                Wait wait) {
-    A::template fence<Scope::kGpu>();
-    if (A::add(arrived, 1) == expected - 1) {
-        A::template fence<Scope::kGpu>();
-        A::compare_and_swap(verdict, kUndecided, may_go_on() ? kGo : kStop);
+    A::add_release(word, may_go_on ? 1 : 1 + kStop);
+    const auto load = [=] { return A::template load_acquire<Scope::kGpu>(word); };
+    const auto is_decided = [=](uint32_t seen) { return seen == expected or seen >= kStop; };
+    uint32_t last = 0;
+    wait(load, [&](uint32_t seen) { return is_decided(last = seen); });
+    while (not is_decided(last)) {  // given up
+        if (A::compare_and_swap(word, last, last + kStop) == last) return false;
+        last = load();
     }
-    uint32_t decision = kUndecided;
-    wait([=] { return A::template load_acquire<Scope::kGpu>(verdict); },
-         [&](uint32_t seen) { return (decision = seen) != kUndecided; });
-    if (decision == kUndecided) {  // given up
-        A::compare_and_swap(verdict, kUndecided, kStop);
-        decision = A::template load_acquire<Scope::kGpu>(verdict);
-    }
-    const bool goes_on = decision == kGo;
-    A::template fence<Scope::kGpu>();
-    return goes_on;
+    return last == expected;
 }
 
 // True on the last of `expected` threads, which may then write over the counters that all others

@@ -70,18 +70,18 @@ FLASHMOE_PROTOCOL void publish_result(typename A::U32* signal, uint32_t epoch) {
     A::template store<Scope::kSystem>(signal, epoch);
 }
 
-// A look, without order: who then wants what the signal tells of awaits it all the same.
-template <class A>
-FLASHMOE_PROTOCOL bool result_is_here(const typename A::U32* signal, uint32_t epoch) {
-    return A::load(signal) == epoch;
-}
-
 // Afterwards what the signal tells of is ordered after it, and once the warp has come together for
 // all of it. No fence, which would wait for what the warp has stored before.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL auto await_result(const typename A::U32* signal, uint32_t epoch, Wait wait) {
     return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },
                 [=](uint32_t seen) { return seen == epoch; });
+}
+
+// The same for who has other things to do.
+template <class A>
+FLASHMOE_PROTOCOL bool result_is_here(const typename A::U32* signal, uint32_t epoch) {
+    return A::template load_acquire<Scope::kSystem>(signal) == epoch;
 }
 
 }  // namespace flashmoe::protocol

@@ -87,11 +87,10 @@ inline uint64_t gemm_value(int gemm, uint64_t row, int expert, int n) {
 }
 inline uint64_t dprob_value(uint64_t row, int expert) { return mix(row, 1u << 20 | expert); }
 
-inline uint64_t expected_result(const Sizes& s, uint64_t x, int expert) {
-    uint64_t act = 0, sum = 0;
-    for (int n = 0; n < s.n_tiles[0]; ++n) act += gemm_value(0, x, expert, n);
-    for (int n = 0; n < s.n_tiles[1]; ++n) sum += gemm_value(1, act, expert, n);
-    return sum;
+inline uint64_t expected_result(const Sizes& s, uint64_t x, int expert, int n) {
+    uint64_t act = 0;
+    for (int i = 0; i < s.n_tiles[0]; ++i) act += gemm_value(0, x, expert, i);
+    return gemm_value(1, act, expert, n);
 }
 
 // How a wait ended.
@@ -100,15 +99,17 @@ enum class WaitEnd { kDone, kTimeIsUp, kTold };
 struct Row {
     int token, src, slot;
     bool owner, last, pad;
+    bool home;  // all rows of the token are on its own rank
 
     bool alone() const { return owner and last; }
     static Row unpack(uint64_t word) {
         return {int(word & 255),      int(word >> 8 & 255), int(word >> 16 & 255),
-                bool(word >> 24 & 1), bool(word >> 25 & 1), bool(word >> 26 & 1)};
+                bool(word >> 24 & 1), bool(word >> 25 & 1), bool(word >> 26 & 1),
+                bool(word >> 27 & 1)};
     }
     uint64_t pack() const {
         return uint64_t(token) | uint64_t(src) << 8 | uint64_t(slot) << 16 | uint64_t(owner) << 24 |
-               uint64_t(last) << 25 | uint64_t(pad) << 26;
+               uint64_t(last) << 25 | uint64_t(pad) << 26 | uint64_t(home) << 27;
     }
 };
 
@@ -174,7 +175,7 @@ struct Memory {
           received(s.max_rows(), "received", rank),
           act(s.max_rows() * s.n_tiles[0], "act", rank),
           result(s.max_rows() * s.n_tiles[1], "result", rank),
-          out(s.tokens, "out", rank),
+          out(s.tokens * s.n_tiles[1], "out", rank),
           weight_grads(2 * s.local_experts(), "weight_grads", rank),
           go_on(s.ctas, "go_on", rank),
           spoiled(1, "spoiled", rank),
@@ -184,9 +185,9 @@ struct Memory {
             for (int i = 0; i < count; ++i) A::name(&counters[first + i], what, i);
         };
         static const char* const tickets[kTickets] = {
-            "tickets.tile",     "tickets.dispatch", "differentiated",  "routes_published",
-            "rows_published",   "rows_taken",       "leaving",         "barrier0.arrived",
-            "barrier0.verdict", "barrier1.arrived", "barrier1.verdict"};
+            "tickets.tile",     "tickets.dispatch", "differentiated",
+            "routes_published", "rows_published",   "rows_taken",
+            "leaving",          "barrier0",         "barrier1"};
         for (int i = 0; i < kTickets; ++i) name(i, 1, tickets[i]);
         const int blocks = s.max_blocks();
         name(kTickets, blocks, "rows_ready");
@@ -206,7 +207,7 @@ struct Memory {
         kTaken,
         kLeaving,
         kBarrier,
-        kTickets = 11
+        kTickets = kBarrier + 2
     };
 
     static int num_counters(const Sizes& s) {
@@ -372,6 +373,8 @@ class Agent {
         return &world_.ranks[meta.src]->heap[places().results + (row * s_.n_tiles[1] + n) * width_];
     }
 
+    typename A::Plain* out_of(int token, int n) { return &here_.out[token * s_.n_tiles[1] + n]; }
+
     typename A::Plain* dprob_of(int owner, int token, int k) {
         return &world_.ranks[owner]->heap[places().dprobs + token * topk_ + k];
     }
@@ -392,17 +395,13 @@ class Agent {
         if (s_.agents == 1) publish_rows(launch, epoch);
         publish_routes(launch, epoch);
         int num_tokens[kMaxRanks];
-        if (await_routes(epoch, num_tokens)) count_routes(epoch, num_tokens);
-        const bool counted = grid_barrier(0, [&] {
-            return A::template load_acquire<protocol::Scope::kGpu>(&here_.raised[0]) == 0 and
-                   protocol::who_gave_up<A>(&here_.gave_up[0]) == 0;
-        });
-        const bool goes_on = counted and rows_fit(epoch);
-        if (goes_on) {
-            check_counts(launch);
-            place_rows(epoch, num_tokens);
-        }
-        return goes_on and grid_barrier(1, [] { return true; });
+        const bool has_routes = await_routes(epoch, num_tokens);
+        if (has_routes) count_routes(epoch, num_tokens);
+        if (not grid_barrier(0, has_routes)) return false;
+        const bool fit = rows_fit(epoch);
+        check_counts(launch);
+        if (fit) place_rows(epoch, num_tokens);
+        return grid_barrier(1, fit);
     }
 
     bool await_routes(uint32_t epoch, int (&num_tokens)[kMaxRanks]) {
@@ -499,7 +498,7 @@ class Agent {
                 const int rows = int(A::read(here_.selections(s_, expert)));
                 for (int row = begin * s_.block_rows + rows; row < (begin + blocks) * s_.block_rows;
                      ++row) {
-                    A::write(&here_.row_meta[row], Row{0, 0, 0, false, false, true}.pack());
+                    A::write(&here_.row_meta[row], Row{0, 0, 0, false, false, true, false}.pack());
                 }
                 for (int block = 0; block < blocks; block += 2) {
                     A::write(&here_.units[unit + block / 2],
@@ -531,21 +530,20 @@ class Agent {
             last = row > last ? row : last;
         }
         const int slot = __builtin_popcount(protocol::slots_before(ranks, rank_));
+        const bool is_home = src == rank_ and ranks == 1u << rank_;
         for (int k = 0; k < topk_; ++k) {
             if (const int row = entry(rows, k); row >= 0) {
                 A::write(&here_.row_meta[row],
-                         Row{token, src, slot, row == first, row == last, false}.pack());
+                         Row{token, src, slot, row == first, row == last, false, is_home}.pack());
             }
         }
         A::write(&here_.token_rows[src * s_.tokens + token], rows);
         if (src == rank_) A::write(&here_.own_ranks[token], ranks);
     }
 
-    template <class MayGoOn>
-    bool grid_barrier(int which, MayGoOn may_go_on) {
+    bool grid_barrier(int which, bool may_go_on) {
         return protocol::barrier<A>(
-            here_.counter(M::kBarrier + 2 * which), here_.counter(M::kBarrier + 2 * which + 1),
-            s_.ctas, may_go_on,
+            here_.counter(M::kBarrier + which), s_.ctas, may_go_on,
             [&](auto load, auto done) { return wait("a grid barrier", load, done); });
     }
 
@@ -681,18 +679,19 @@ class Agent {
             const int block = int(unit >> 16 & 0xffff), local = int(unit >> 8 & 255);
             const int expert = rank_ * s_.local_experts() + local;
             if ((unit & 255) == 2) {
-                compute_tile(launch, pair.gemm, block, pair.n, expert);
-                compute_tile(launch, pair.gemm, block + 1, pair.n, expert);
+                compute_tile(launch, epoch, pair.gemm, block, pair.n, expert);
+                compute_tile(launch, epoch, pair.gemm, block + 1, pair.n, expert);
             } else if (pair.n % 2 == 0) {  // of a single block, two tiles along N
-                compute_tile(launch, pair.gemm, block, pair.n, expert);
+                compute_tile(launch, epoch, pair.gemm, block, pair.n, expert);
                 if (pair.n + 1 < s_.n_tiles[pair.gemm]) {
-                    compute_tile(launch, pair.gemm, block, pair.n + 1, expert);
+                    compute_tile(launch, epoch, pair.gemm, block, pair.n + 1, expert);
                 }
             }
         }
     }
 
-    void compute_tile(const Launch& launch, int gemm, int block, int n, int expert) {
+    void compute_tile(
+        const Launch& launch, uint32_t epoch, int gemm, int block, int n, int expert) {
         if (gemm == 0) {
             protocol::await_for_tma<A>(
                 here_.rows_ready(s_, block), s_.block_rows,
@@ -717,7 +716,11 @@ class Agent {
             if (gemm == 1) {
                 const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
                 if (meta.alone()) {  // a token's only row here goes straight to its rank
-                    A::write_by_bulk(result_of(meta, n), value);
+                    if (meta.home) {
+                        A::write_by_bulk(out_of(meta.token, n), mix(epoch, value));
+                    } else {
+                        A::write_by_bulk(result_of(meta, n), value);
+                    }
                     continue;
                 }
             }
@@ -868,8 +871,13 @@ class Agent {
                     sum += A::read(&here_.result[row * s_.n_tiles[1] + n]);
                 }
             }
-            A::write(result_of(meta, n), sum);
+            if (meta.home) {
+                write_out(epoch, meta.token, n, sum);
+            } else {
+                A::write(result_of(meta, n), sum);
+            }
         }
+        if (meta.home and launch.kind != Kind::kBackward) return;  // nobody waits for it
         protocol::publish_result<A>(
             &there.result_signals[protocol::result_word(meta.token, s_.ranks, rank_)], epoch);
     }
@@ -888,8 +896,11 @@ class Agent {
         const int first = chunk * s_.chunk_tokens, left = launch.tokens[rank_] - first;
         const int in_chunk = left < s_.chunk_tokens ? left : s_.chunk_tokens;
         const uint32_t all = (1u << in_chunk) - 1;
-        uint32_t taken = A::load(here_.reduced(s_, chunk));
-        if (taken == all) return Progress::kFinished;
+        uint32_t taken = A::load(here_.reduced(s_, chunk)), home = 0;
+        for (int i = 0; i < in_chunk and launch.kind != Kind::kBackward; ++i) {
+            if (is_home(first + i)) home |= 1u << i;  // who delivers these makes their results
+        }
+        if ((taken |= home) == all) return Progress::kFinished;
         uint32_t complete = 0;
         for (int i = 0; i < in_chunk; ++i) {
             if (taken >> i & 1) continue;
@@ -911,21 +922,17 @@ class Agent {
         if (protocol::take_bits<A>(here_.reduced(s_, chunk), complete, &taken) == 0) {
             return Progress::kSome;
         }
-        const int token = first + __builtin_ctz(complete);
-        for (int src = 0; src < s_.ranks; ++src) {
-            if (uint32_t(A::read(&here_.own_ranks[token])) >> src & 1) {
-                await_result(epoch, token, src);
-            }
-        }
-        reduce_token(launch, epoch, token);
-        return taken == all ? Progress::kFinished : Progress::kSome;
+        reduce_token(launch, epoch, first + __builtin_ctz(complete));
+        return (taken | home) == all ? Progress::kFinished : Progress::kSome;
     }
 
-    uint64_t expected_sum(const Launch& launch, uint32_t epoch, int token) {
+    bool is_home(int token) { return A::read(&here_.own_ranks[token]) == 1u << rank_; }
+
+    uint64_t expected_sum(const Launch& launch, uint32_t epoch, int token, int n) {
         uint64_t sum = 0;
         for (int k = 0; k < topk_; ++k) {
             const int expert = launch.expert[rank_][token][k];
-            if (expert >= 0) sum += expected_result(s_, x_value(epoch, rank_, token), expert);
+            if (expert >= 0) sum += expected_result(s_, x_value(epoch, rank_, token), expert, n);
         }
         return sum;
     }
@@ -933,11 +940,14 @@ class Agent {
     void reduce_token(const Launch& launch, uint32_t epoch, int token) {
         const uint32_t ranks = uint32_t(A::read(&here_.own_ranks[token]));
         const int slots = __builtin_popcount(ranks);
-        uint64_t sum = 0;
-        for (int slot = 0; slot < slots; ++slot) {
-            for (int n = 0; n < s_.n_tiles[1]; ++n) {
-                sum += A::read(result_of({token, rank_, slot, false, false, false}, n));
+        for (int n = 0; n < s_.n_tiles[1] and not is_home(token); ++n) {
+            uint64_t sum = 0;
+            for (int slot = 0; slot < slots; ++slot) {
+                sum += A::read(result_of({token, rank_, slot, false, false, false, false}, n));
             }
+            A::check(sum == expected_sum(launch, epoch, token, n) or A::is_void(),
+                     "a token's sum is wrong");
+            write_out(epoch, token, n, sum);
         }
         for (int k = 0; k < topk_ and launch.kind == Kind::kBackward; ++k) {
             const int expert = launch.expert[rank_][token][k];
@@ -947,11 +957,12 @@ class Agent {
                          A::is_void(),
                      "the gradient of a probability is wrong");
         }
-        A::check(sum == expected_sum(launch, epoch, token) or A::is_void(),
-                 "a token's sum is wrong");
-        A::check(A::read(&here_.out[token]) != mix(epoch, sum) or A::is_void(),
+    }
+
+    void write_out(uint32_t epoch, int token, int n, uint64_t sum) {
+        A::check(A::read(out_of(token, n)) != mix(epoch, sum) or A::is_void(),
                  "a token is reduced twice");
-        A::write(&here_.out[token], mix(epoch, sum));
+        A::write(out_of(token, n), mix(epoch, sum));
     }
 
     // Until all tokens of this CTA are taken; after a round without progress what is not there yet
@@ -982,9 +993,11 @@ class Agent {
         const bool is_raised = A::load(&here_.raised[0]) != 0;
         if (is_raised and not launch.fails) A::write(&here_.spoiled[0], 1);
         for (int token = 0; token < launch.tokens[rank_] and computes and not is_raised; ++token) {
-            A::check(go_on and A::read(&here_.out[token]) ==
-                                   mix(epoch, expected_sum(launch, epoch, token)),
-                     "a token was lost, or is wrong and passes for right");
+            for (int n = 0; n < s_.n_tiles[1]; ++n) {
+                A::check(go_on and A::read(out_of(token, n)) ==
+                                       mix(epoch, expected_sum(launch, epoch, token, n)),
+                         "a token was lost, or is wrong and passes for right");
+            }
         }
         const int num_grads = launch.kind == Kind::kBackward ? 2 * s_.local_experts() : 0;
         for (int i = 0; i < num_grads and not is_raised; ++i) {

@@ -327,6 +327,9 @@ class KernelBackend:
         grad_out = grad_out.contiguous()
         tables = self._encode(weights)
         self._check_input("grad_out", grad_out, self._dtype)
+        wanted = (saved.num_tokens, self.config.hidden)
+        if grad_out.shape != wanted:
+            raise ShapeError(f"grad_out: shape {tuple(grad_out.shape)}, wanted {wanted}")
         grads = UniformGrads([*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias])
         table, grads_dtype, accumulate = self._grad_table(grads.grads)
         problem = self._prepare()
@@ -555,6 +558,8 @@ class KernelBackend:
         self, tables: dict[tuple[Hashable, ...], _Table], key: tuple[Hashable, ...], table: _Table
     ) -> None:
         """Keeps one table per layer that shares the backend; weights that move must not pile up."""
+        if torch.cuda.is_current_stream_capturing():
+            return  # what it holds is there once a graph is replayed, for that graph
         if len(tables) >= _MOST_LAYERS:
             self.memory.keep_for_graphs(*tables.values())
             tables.clear()

@@ -225,8 +225,8 @@ FLASHMOE_EXPORT int flashmoe_encode_grads(const FlashMoEProblem* problem,
 /* One call of a pass. Rows come in blocks of 128 and are of the problem's dtype. */
 typedef struct {
     uint32_t struct_size;
-    int32_t num_row_blocks; /* that the buffers hold */
-    int32_t num_tokens;
+    int32_t num_row_blocks;   /* that the buffers hold */
+    int32_t num_tokens;       /* of this rank; those of the plan, if there is one */
     int32_t grad_probs_dtype; /* FlashMoEDtype; backward only */
     int32_t layer;            /* comes back in the launch's record */
     const void* plan;

@@ -34,9 +34,10 @@ class Phase(enum.Enum):
     DISPATCH = "dispatch"
     """The communication role fetches token rows from peers."""
     DELIVER = "deliver"
-    """The communication role sums a token's rows and sends one to the token's rank."""
+    """The communication role sums a token's rows and sends one to the token's rank, or where all
+    rows are there writes its result."""
     REDUCE = "reduce"
-    """The communication role sums the shares of all ranks."""
+    """The communication role sums the shares of all ranks, for tokens of which others have any."""
     TAIL = "tail"
     """From the last tile of a CTA until the CTA leaves."""
 
@@ -61,7 +62,8 @@ class LaunchRecord:
             for the rows that this rank's experts received. The own entry counts those read from
             this rank's own memory, which cross no link; without it, how often a row was shared
             among a token's experts cannot be told. Empty where it is not known.
-        results_pushed: Rows of ``hidden`` elements returned to each rank, the own entry as above.
+        results_pushed: Rows of ``hidden`` elements returned to each rank, the own entry as above,
+            with those that are written straight to the output.
         phase_ns: Nanoseconds in each phase, the mean over CTAs; a phase that was not measured is
             absent.
     """

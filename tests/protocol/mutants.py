@@ -371,19 +371,6 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "who gives up at a grid barrier does not look whether all have come",
-        "late",
-        "a plan is made of some of the routes",
-        False,
-        (
-            (
-                GRID,
-                "if (A::compare_and_swap(word, last, last + kStop) == last) return false;",
-                "if (A::add(word, kStop) != ~0u) return false;",
-            ),
-        ),
-    ),
-    Mutant(
         "nobody is told that a rank gives up",
         "ranks3_absent",
         HANG,
@@ -499,7 +486,7 @@ MUTANTS = [
         "ctas2_backward",
         "disagree",
         False,
-        ((GRID, "return seen == expected or", "return seen == expected - 1 or"),),
+        ((GRID, "return seen % kStop == expected;", "return seen % kStop + 1 >= expected;"),),
     ),
     Mutant(
         "the first CTA to leave zeroes the counters",
@@ -625,6 +612,19 @@ MUTANTS = [
         ),
     ),
     # Places.
+    Mutant(
+        "nobody is told of gradients that come from the own rank alone",
+        "ranks2_backward",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "if (meta.home and launch.kind != Kind::kBackward) return;",
+                "if (meta.home) return;",
+            ),
+        ),
+    ),
     Mutant(
         "a token of another rank is taken for one of this",
         "ranks2",

@@ -2,8 +2,9 @@
 //
 // The paper's layout L[P, R, B, E, C, H] keeps four token buffers so that no two writes conflict.
 // Here rows are pulled, so a rank's own tokens are the outgoing buffer and there is no incoming one
-// in the heap at all; results arrive in one slot per (token, rank that computed for it). A write's
-// place is a function of its writer, which is Theorem 3.1: no write-write conflict.
+// in the heap at all; results arrive in one slot per (token, rank that computed for it), unless all
+// were computed on the token's own rank. A write's place is a function of its writer, which is
+// Theorem 3.1: no write-write conflict.
 #pragma once
 
 #include "flashmoe/base/shape.cuh"

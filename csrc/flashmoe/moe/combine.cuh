@@ -1,7 +1,8 @@
 // Combine: the rows of a token on this rank are summed here, in float32 and in a fixed order, and
 // one row goes to the token's rank; that rank sums the shares of all ranks in rank order. A row
-// that is the only one of its token here has gone there straight from GEMM1. Routing weights were
-// applied before fc2, so both are plain sums, and repeatable bit by bit.
+// that is the only one of its token here has gone there straight from GEMM1, and where all rows are
+// on the token's own rank their sum is its result. Routing weights were applied before fc2, so both
+// are plain sums, and repeatable bit by bit.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
@@ -251,7 +252,8 @@ __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, u
 
 // Sums all ranks' shares of tokens of one of this CTA's chunks that are complete and not taken by
 // another warp: of one, or of all that are found so. With `must_wait` it waits for the first one
-// that is not complete. Scope: one warp.
+// that is not complete. Finished is a chunk of which nothing is left to be reduced: in a forward
+// not what is summed where its rows are. Scope: one warp.
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
                                                  CombineSmem& smem,
@@ -284,7 +286,7 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
     const uint32_t* signal = args.heap.result_signal(args.shape.rank, first + nth, src);
     bool is_here = is_share and protocol::result_is_here<Atomics>(signal, epoch);
     const bool is_awaited = is_share and (ranks >> src & 1);
-    // Who delivers these has made their results.
+    // Who delivers these makes their results.
     const uint32_t home = kIsBackward ? 0 : tokens_of(is_home(ranks, args.shape.rank));
     if ((taken |= home) == all) return Progress::kFinished;
     if (must_wait) {

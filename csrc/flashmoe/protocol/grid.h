@@ -29,16 +29,16 @@ FLASHMOE_PROTOCOL bool barrier(typename A::U32* word,
                                uint32_t expected,
                                bool may_go_on,
                                Wait wait) {
-    A::add_release(word, may_go_on ? 1 : 1 + kStop);
     const auto load = [=] { return A::template load_acquire<Scope::kGpu>(word); };
-    const auto is_decided = [=](uint32_t seen) { return seen == expected or seen >= kStop; };
-    uint32_t last = 0;
-    wait(load, [&](uint32_t seen) { return is_decided(last = seen); });
-    while (not is_decided(last)) {  // given up
-        if (A::compare_and_swap(word, last, last + kStop) == last) return false;
-        last = load();
+    const auto have_come = [=](uint32_t seen) { return seen % kStop == expected; };
+    A::add_release(word, may_go_on ? 1 : 1 + kStop);
+    uint32_t seen = 0;
+    if (not wait([&] { return seen = load(); }, have_come)) {  // given up
+        for (seen = load(); not have_come(seen); seen = load()) {
+            if (A::compare_and_swap(word, seen, seen + kStop) == seen) return false;
+        }
     }
-    return last == expected;
+    return seen == expected;
 }
 
 // True on the last of `expected` threads, which may then write over the counters that all others

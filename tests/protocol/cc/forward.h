@@ -400,7 +400,7 @@ class Agent {
         if (not grid_barrier(0, has_routes)) return false;
         const bool fit = rows_fit(epoch);
         check_counts(launch);
-        if (fit) place_rows(epoch, num_tokens);
+        place_rows(epoch, num_tokens);
         return grid_barrier(1, fit);
     }
 

@@ -34,7 +34,7 @@ class RowFacts {
         for (int i = 0; i < 2; ++i) {
             const int row = first_row + i * 32 + int(threadIdx.x % 32);
             prob_[i] = plan.row_prob[row];
-            meta_[i] = plan.row_meta[row];
+            meta_[i] = *reinterpret_cast<const uint2*>(plan.row_meta + row);
         }
     }
     // Of a row of one processor warp's. Scope: one warp.
@@ -42,12 +42,15 @@ class RowFacts {
         return __shfl_sync(~0u, warp < 2 ? prob_[0] : prob_[1], warp % 2 * kWarpRows + row);
     }
     __device__ __forceinline__ RowMeta meta(int warp, int row) const {
-        return shuffled(warp < 2 ? meta_[0] : meta_[1], warp % 2 * kWarpRows + row);
+        const int lane = warp % 2 * kWarpRows + row;
+        const uint2 packed = {__shfl_sync(~0u, warp < 2 ? meta_[0].x : meta_[1].x, lane),
+                              __shfl_sync(~0u, warp < 2 ? meta_[0].y : meta_[1].y, lane)};
+        return reinterpret_cast<const RowMeta&>(packed);
     }
 
  private:
     float prob_[2];
-    RowMeta meta_[2];
+    uint2 meta_[2];  // words, which stay in registers where one of two is chosen
 };
 
 // What one processor warp hands over: its rows of the tile's outputs.

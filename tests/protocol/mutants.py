@@ -611,7 +611,6 @@ MUTANTS = [
             ),
         ),
     ),
-    # Places.
     Mutant(
         "nobody is told of gradients that come from the own rank alone",
         "ranks2_backward",
@@ -625,6 +624,7 @@ MUTANTS = [
             ),
         ),
     ),
+    # Places.
     Mutant(
         "a token of another rank is taken for one of this",
         "ranks2",

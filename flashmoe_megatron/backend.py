@@ -140,5 +140,8 @@ class Backend(Protocol):
         Returns:
             Gradients of ``x`` (``[num_tokens, hidden]``) and of ``probs``
             (``[num_tokens, num_experts]``, zero where not selected), in their inputs' dtypes.
+
+        Raises:
+            ShapeError: ``grad_out`` is not a gradient of that forward's output.
         """
         ...

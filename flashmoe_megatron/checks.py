@@ -148,6 +148,23 @@ def check_gate_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor) 
         raise ShapeError(f"gate weight has strides {weight.stride()}, wanted contiguous rows")
 
 
+def check_grad_out(config: MoEConfig, grad_out: torch.Tensor, num_tokens: int) -> None:
+    """Checks that a gradient is one of a forward's output.
+
+    Args:
+        config: The layer's shape.
+        grad_out: ``[num_tokens, hidden]``.
+        num_tokens: Tokens of the forward.
+
+    Raises:
+        ShapeError: It differs.
+    """
+    check_readable("grad_out", grad_out)
+    wanted = (num_tokens, config.hidden)
+    if grad_out.shape != wanted:
+        raise ShapeError(f"grad_out has shape {tuple(grad_out.shape)}, wanted {list(wanted)}")
+
+
 def _check_weight(
     label: str, weight: torch.Tensor, wanted: tuple[int, ...], x: torch.Tensor
 ) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
-from flashmoe_megatron.checks import check_tokens, check_weights
+from flashmoe_megatron.checks import check_grad_out, check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.gate import Gate
@@ -63,6 +63,7 @@ class _Saved:
 
     Attributes:
         plan: The routes.
+        num_tokens: Tokens of this rank.
         rows: ``[buffer rows, hidden]``, the dispatched tokens, if they are kept.
         x: The tokens, if their rows are not.
         row_probs: ``[buffer rows]``, their routing weights.
@@ -71,6 +72,7 @@ class _Saved:
     """
 
     plan: _Plan
+    num_tokens: int
     rows: torch.Tensor | None
     x: torch.Tensor | None
     row_probs: torch.Tensor
@@ -197,7 +199,7 @@ class ReferenceBackend:
         if not training:
             return out, None
         kept, tokens = (rows, None) if self.keep != "preactivations" else (None, x)
-        return out, _Saved(plan, kept, tokens, row_probs, pre_activation, layer)
+        return out, _Saved(plan, len(x), kept, tokens, row_probs, pre_activation, layer)
 
     @torch.no_grad()
     def backward(
@@ -211,6 +213,7 @@ class ReferenceBackend:
         grad_fc2_bias: Sequence[WeightGrad] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward; collective over the group, see the protocol."""
+        check_grad_out(self.config, grad_out, saved.num_tokens)
         plan: _Plan = saved.plan
         wide = _accumulation_dtype(grad_out.dtype)
         watch = _Stopwatch(grad_out.device)
@@ -246,7 +249,7 @@ class ReferenceBackend:
                 _store(grad, value.t() if weights.transposed else value)
 
         watch.lap("experts")
-        num_tokens = grad_out.shape[0]
+        num_tokens = saved.num_tokens
         grad_x = self._combine(grad_x_rows, plan, num_tokens=num_tokens)
         grad_probs = saved.row_probs.new_zeros(num_tokens, self.config.num_experts)
         returned = self._return(grad_row_probs, plan).to(grad_probs.dtype)

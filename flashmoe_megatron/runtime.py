@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron import _native, ops
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
-from flashmoe_megatron.checks import check_weights
+from flashmoe_megatron.checks import check_grad_out, check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
 from flashmoe_megatron.gate import Gate
@@ -324,12 +324,10 @@ class KernelBackend:
         grad_fc2_bias: Sequence[WeightGrad] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
+        check_grad_out(self.config, grad_out, saved.num_tokens)
         grad_out = grad_out.contiguous()
         tables = self._encode(weights)
         self._check_input("grad_out", grad_out, self._dtype)
-        wanted = (saved.num_tokens, self.config.hidden)
-        if grad_out.shape != wanted:
-            raise ShapeError(f"grad_out: shape {tuple(grad_out.shape)}, wanted {wanted}")
         grads = UniformGrads([*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias])
         table, grads_dtype, accumulate = self._grad_table(grads.grads)
         problem = self._prepare()

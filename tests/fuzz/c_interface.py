@@ -370,10 +370,10 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     heap_tokens, heap_topk = fields["heap_tokens"], fields["heap_topk"]
     local, fc1_rows = fields["num_experts"] // ranks, width * (2 if fields["is_gated"] else 1)
     blocks = -(-ranks * tokens * min(topk, local) // 128) + local
-    # What the heap holds at least: signals and routes of all ranks, rows, results and dprobs.
-    heap = heap_tokens * (
-        4 * ranks + 2 * ranks * heap_topk * 8 + 2 * hidden * (1 + min(topk, ranks)) + 4 * topk
-    )
+    # What the heap holds at least: signals and routes of all ranks, dprobs, and where there are
+    # peers rows and results.
+    buffers = 1 + min(topk, ranks) if ranks > 1 else 0
+    heap = heap_tokens * (4 * ranks + 2 * ranks * heap_topk * 8 + 2 * hidden * buffers + 4 * topk)
     plan = blocks * (8 + 128 * (8 + 4)) + 4 * tokens * (ranks * topk + topk + 1)
     exact = {
         "max_row_blocks": blocks,

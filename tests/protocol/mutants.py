@@ -633,7 +633,7 @@ MUTANTS = [
         (
             (
                 FORWARD,
-                "is_home = src == rank_ and ranks == 1u << rank_;",
+                "is_home = ranks == 1u << src;",
                 "is_home = ranks == 1u << rank_;",
             ),
         ),

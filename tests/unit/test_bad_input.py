@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import FlashMoEError, RoutingError, ShapeError
 from flashmoe_megatron.layer import moe_forward
 from flashmoe_megatron.reference_backend import ReferenceBackend
@@ -280,3 +280,15 @@ def test_unusable_routing_of_one_rank_is_an_error_on_all(ranks: RankPool):
     first, second = ranks.run(call_with_nan_on_rank_one, num_ranks=2)
     assert first.startswith("RoutingError: rank 1 has unusable routing")
     assert second.startswith("RoutingError: rank 1: the probability of token")
+
+
+@pytest.mark.parametrize("shape", [(NUM_TOKENS, 32), (NUM_TOKENS - 1, 64), (NUM_TOKENS * 64,)])
+def test_gradient_of_another_shape(shape: tuple[int, ...]):
+    call = good()
+    _, saved = BACKEND.forward(**call, training=True)
+    grads = [
+        [WeightGrad(torch.empty_like(weight), False) for weight in weights]
+        for weights in (call["weights"].fc1, call["weights"].fc2)
+    ]
+    with pytest.raises(ShapeError, match=rf"grad_out has shape .*, wanted \[{NUM_TOKENS}, 64\]"):
+        BACKEND.backward(torch.ones(shape), saved, call["weights"], *grads)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from flashmoe_megatron.reference_backend import ReferenceBackend
 from tests.distributed import RankPool
 from tools.bench.bench_layer import DTYPES, GATE, FusedLayer, UnfusedLayer
+from tools.bench.compare_libraries import Worker
 from tools.bench.gate import LayerResults, relative_errors
 from tools.bench.profile_layer import FORWARD, Activity, activities_of, unexpected
 from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Shape, make_problem
@@ -113,3 +114,12 @@ def test_a_trace_is_read_in_order_of_time(tmp_path: Path):
     extra = [*found, Activity("elementwise_kernel", 200.0, 1.0)]
     assert "elementwise_kernel" in str(unexpected(extra, FORWARD))
     assert unexpected(found[:1], FORWARD) is not None
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_library_that_cannot_be_compared(tmp_path: Path, exists: bool):
+    library = tmp_path / "now.so"
+    if exists:  # its process ends when it is loaded
+        library.write_bytes(b"no library")
+    with pytest.raises(SystemExit, match="no library at" if not exists else "now ended at"):
+        Worker(library, launches=1, one_of=4).turn("paper-1k", is_zero=True)

@@ -16,9 +16,8 @@ enum NamedBarrier {
     kProcessorsBarrier,  // the first processor's; the second has the next
 };
 
-// Threads of a CTA that do something together, a template parameter of what they do: all warps but
-// the last, which has other work meanwhile.
-struct AllButLastWarp {
+// The threads of a CTA that plan: all warps but the last, which copies rows meanwhile.
+struct Planners {
     __device__ __forceinline__ static int size() { return int(blockDim.x) - 32; }
     __device__ __forceinline__ static bool has_me() { return int(threadIdx.x) < size(); }
     __device__ __forceinline__ static void sync() { ptx::barrier_sync(kPlannersBarrier, size()); }
@@ -36,27 +35,26 @@ struct AllButLastWarp {
     __device__ __forceinline__ static bool all(bool own) { return not any(not own); }
 };
 
-// Runs `then` on one thread, of whichever CTA comes last; everything that any thread of the teams
-// did before is visible to it. Scope: the team of every CTA.
-template <class Team, class Then>
+// Runs `then` on one thread, of whichever CTA comes last; everything that any planner did before is
+// visible to it. Scope: the planners of the grid.
+template <class Then>
 __device__ __forceinline__ void last_arrival(uint32_t* counter, Then then) {
-    Team::sync();
+    Planners::sync();
     if (threadIdx.x == 0) protocol::arrive<Atomics>(counter, gridDim.x, then);
 }
 
 // Waits for all CTAs, each barrier once a launch, and tells all of them the same: whether all of
-// their threads may go on. Scope: the team of every CTA; CTAs are resident together.
-template <class Team>
+// their threads may go on. Scope: the planners of the grid; CTAs are resident together.
 __device__ __forceinline__ bool grid_barrier(const Watchdog& watchdog,
                                              uint32_t* word,
                                              bool may_go_on) {
-    bool goes_on = Team::all(may_go_on);
+    bool goes_on = Planners::all(may_go_on);
     if (threadIdx.x == 0) {
         goes_on = protocol::barrier<Atomics>(word, gridDim.x, goes_on, [&](auto load, auto done) {
             return wait_for(watchdog, {Role::kGridBarrier, -1, 0, gridDim.x}, load, done);
         });
     }
-    return Team::all(goes_on);
+    return Planners::all(goes_on);
 }
 
 }  // namespace flashmoe

@@ -41,6 +41,8 @@ struct HeapLayout {
 
 __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     const uint64_t tokens = s.heap_tokens, ranks = s.num_ranks;
+    // One rank alone reads tokens where they are, and sums them where they go.
+    const uint64_t row_bytes = ranks > 1 ? s.hidden * 2 : 0;
     HeapLayout at{};
     uint64_t end = 0;
     auto take = [&end](uint64_t bytes) {
@@ -54,8 +56,8 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     at.row_signals = take(ranks * sizeof(uint32_t));
     at.result_signals = take(tokens * ranks * sizeof(uint32_t));
     at.routes = take(2 * ranks * tokens * s.heap_topk * sizeof(Route));
-    at.rows = take(tokens * s.hidden * 2);
-    at.results = take(tokens * s.max_slots() * s.hidden * 2);
+    at.rows = take(tokens * row_bytes);
+    at.results = take(tokens * s.max_slots() * row_bytes);
     at.dprobs = take(tokens * s.topk * sizeof(float));
     at.bytes = end;
     return at;

@@ -146,6 +146,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
         if (not __all_sync(~0u, row < 0 or protocol::is_complete<Atomics>(ready, block_target))) {
             return Progress::kNone;
         }
+        __syncwarp();  // what one lane's counter tells of, all may read
         bool is_mine = false;
         if (lane == 0) is_mine = atomicCAS_block(&smem.next_unit, unit, unit + 1) == unit;
         if (not __shfl_sync(~0u, is_mine, 0)) return Progress::kSome;
@@ -286,9 +287,21 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
     const uint32_t* signal = args.heap.result_signal(args.shape.rank, first + nth, src);
     bool is_here = is_share and protocol::result_is_here<Atomics>(signal, epoch);
     const bool is_awaited = is_share and (ranks >> src & 1);
-    // Who delivers these makes their results.
-    const uint32_t home = kIsBackward ? 0 : tokens_of(is_home(ranks, args.shape.rank));
-    if ((taken |= home) == all) return Progress::kFinished;
+    const auto take = [&](uint32_t tokens) {
+        uint32_t is_mine = 0;
+        if (lane == 0) {
+            is_mine = protocol::take_bits<Atomics>(taken_word, tokens << bit % 32, &taken);
+        }
+        taken = __shfl_sync(~0u, taken, 0) >> bit % 32 & all;
+        return __shfl_sync(~0u, is_mine, 0) != 0;
+    };
+    if constexpr (not kIsBackward) {
+        // Who delivers these makes their results.
+        const uint32_t home = tokens_of(is_home(ranks, args.shape.rank));
+        if (home & ~taken) take(home);
+        if (taken == all) return Progress::kFinished;
+    }
+    __syncwarp();  // what one lane's signal tells of, all may read
     if (must_wait) {
         begin_span(uint32_t(Role::kReduceResult));
         const int next = __ffs(all & ~taken) - 1;
@@ -298,9 +311,9 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
             });
             is_here = true;
         }
+        __syncwarp();
         end_span(uint32_t(Role::kReduceResult));
     }
-    __syncwarp();  // what one lane's signal tells of, all may read
     const uint32_t complete = tokens_of(is_here or not is_awaited);
     if ((complete & ~taken) == 0) return Progress::kNone;
 
@@ -308,12 +321,7 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
     while (const uint32_t left = complete & ~taken) {
         const uint32_t turned = (left >> turn | left << (in_chunk - turn)) & all;
         const int mine = (__ffs(turned) - 1 + turn) % in_chunk;
-        uint32_t is_mine = 0;
-        if (lane == 0) {
-            is_mine = protocol::take_bits<Atomics>(taken_word, 1u << (bit % 32 + mine), &taken);
-        }
-        taken = __shfl_sync(~0u, taken, 0) >> bit % 32 & all | home;
-        if (__shfl_sync(~0u, is_mine, 0) == 0) continue;
+        if (not take(1u << mine)) continue;
         const int64_t begin = Trace::now();
         begin_span(uint32_t(Role::kReduce));
         reduce_token<T, kIsBackward, kUnroll>(args, first + mine,

@@ -42,10 +42,9 @@ class RowFacts {
         return __shfl_sync(~0u, warp < 2 ? prob_[0] : prob_[1], warp % 2 * kWarpRows + row);
     }
     __device__ __forceinline__ RowMeta meta(int warp, int row) const {
-        const int lane = warp % 2 * kWarpRows + row;
-        const uint2 packed = {__shfl_sync(~0u, warp < 2 ? meta_[0].x : meta_[1].x, lane),
-                              __shfl_sync(~0u, warp < 2 ? meta_[0].y : meta_[1].y, lane)};
-        return reinterpret_cast<const RowMeta&>(packed);
+        const uint2 words = {warp < 2 ? meta_[0].x : meta_[1].x,
+                             warp < 2 ? meta_[0].y : meta_[1].y};
+        return shuffled(words, warp % 2 * kWarpRows + row);
     }
 
  private:

@@ -76,7 +76,7 @@ __device__ __forceinline__ void describe_rows(const Shape& s,
     const int32_t* rows = plan.rows_of(chunk.src_rank, chunk.token);
     const auto [ranks, first, last] = token;
     const uint8_t slot = uint8_t(__popc(protocol::slots_before(ranks, s.rank)));
-    const bool is_home = chunk.src_rank == s.rank and flashmoe::is_home(ranks, s.rank);
+    const bool is_home = flashmoe::is_home(ranks, chunk.src_rank);
     for (int k = 0; k < s.topk; ++k) {
         if (const int row = rows[k]; row >= 0) {
             const uint8_t flags = (row == first ? RowMeta::kOwner : 0) |
@@ -369,14 +369,14 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
         const bool has_counted = count_routes(args, epoch, smem, num_tokens);
         traced(1);
         uint32_t(&barriers)[2] = args.workspace.tickets->barrier;
-        goes_on = grid_barrier<Planners>(args.watchdog, &barriers[0], has_counted);
+        goes_on = grid_barrier(args.watchdog, &barriers[0], has_counted);
         traced(2);
         if (goes_on) {
             const bool fit = rows_fit(args, epoch);
             place_experts(args, smem);
             place_rows(args, epoch, smem, num_tokens);
             traced(3);
-            goes_on = grid_barrier<Planners>(args.watchdog, &barriers[1], fit);
+            goes_on = grid_barrier(args.watchdog, &barriers[1], fit);
         }
     }
     return __syncthreads_or(goes_on);

@@ -32,11 +32,13 @@ static_assert(sizeof(RowMeta) == 8);
 // The same of a token, by the mask of the ranks that compute for it.
 __device__ __forceinline__ bool is_home(uint32_t ranks, int rank) { return ranks == 1u << rank; }
 
-// What another lane has. Scope: one warp.
-__device__ __forceinline__ RowMeta shuffled(const RowMeta& meta, int lane) {
-    const auto& words = reinterpret_cast<const uint2&>(meta);
+// What another lane has, given as words. Scope: one warp.
+__device__ __forceinline__ RowMeta shuffled(uint2 words, int lane) {
     const uint2 of_lane = {__shfl_sync(~0u, words.x, lane), __shfl_sync(~0u, words.y, lane)};
     return reinterpret_cast<const RowMeta&>(of_lane);
+}
+__device__ __forceinline__ RowMeta shuffled(const RowMeta& meta, int lane) {
+    return shuffled(reinterpret_cast<const uint2&>(meta), lane);
 }
 
 // What a cluster computes together: two row blocks of one expert, or an expert's odd last one.

@@ -10,9 +10,6 @@
 
 namespace flashmoe {
 
-// Who plans, while the last warp copies rows.
-using Planners = AllButLastWarp;
-
 // How a warp reads the routing map: some lanes to a token, each with its share of the experts, and
 // as many tokens at a time as that leaves room for.
 constexpr int kLaneExperts = 16;
@@ -98,7 +95,7 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
             publish_tokens(args, epoch, token, min(at_a_time, end - token));
         }
     }
-    last_arrival<Planners>(&args.workspace.tickets->routes_published, [&] {
+    last_arrival(&args.workspace.tickets->routes_published, [&] {
         const bool refused = Atomics::load(args.workspace.raised) != 0;
         protocol::publish_routes<Atomics>(
             s.num_ranks, uint32_t(args.row_block_bound),

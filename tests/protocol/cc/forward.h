@@ -375,6 +375,16 @@ class Agent {
 
     typename A::Plain* out_of(int token, int n) { return &here_.out[token * s_.n_tiles[1] + n]; }
 
+    // Where the sum of a token's rows goes, and what it is there: args.cuh.
+    struct Target {
+        typename A::Plain* at;
+        uint64_t value;
+    };
+    Target target_of(const Row& meta, int n, uint32_t epoch, uint64_t sum) {
+        if (meta.home) return {out_of(meta.token, n), mix(epoch, sum)};
+        return {result_of(meta, n), sum};
+    }
+
     typename A::Plain* dprob_of(int owner, int token, int k) {
         return &world_.ranks[owner]->heap[places().dprobs + token * topk_ + k];
     }
@@ -530,7 +540,7 @@ class Agent {
             last = row > last ? row : last;
         }
         const int slot = __builtin_popcount(protocol::slots_before(ranks, rank_));
-        const bool is_home = src == rank_ and ranks == 1u << rank_;
+        const bool is_home = ranks == 1u << src;
         for (int k = 0; k < topk_; ++k) {
             if (const int row = entry(rows, k); row >= 0) {
                 A::write(&here_.row_meta[row],
@@ -715,12 +725,9 @@ class Agent {
             const uint64_t value = input == 0 ? 0 : gemm_value(gemm, input, expert, n);
             if (gemm == 1) {
                 const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
-                if (meta.alone()) {  // a token's only row here goes straight to its rank
-                    if (meta.home) {
-                        A::write_by_bulk(out_of(meta.token, n), mix(epoch, value));
-                    } else {
-                        A::write_by_bulk(result_of(meta, n), value);
-                    }
+                if (meta.alone()) {  // a token's only row here goes straight to where its sum does
+                    const auto [target, sum] = target_of(meta, n, epoch, value);
+                    A::write_by_bulk(target, sum);
                     continue;
                 }
             }
@@ -871,11 +878,10 @@ class Agent {
                     sum += A::read(&here_.result[row * s_.n_tiles[1] + n]);
                 }
             }
-            if (meta.home) {
-                write_out(epoch, meta.token, n, sum);
-            } else {
-                A::write(result_of(meta, n), sum);
-            }
+            const auto [target, written] = target_of(meta, n, epoch, sum);
+            A::check(not meta.home or A::read(target) != written or A::is_void(),
+                     "a token is summed twice");
+            A::write(target, written);
         }
         if (meta.home and launch.kind != Kind::kBackward) return;  // nobody waits for it
         protocol::publish_result<A>(
@@ -897,10 +903,12 @@ class Agent {
         const int in_chunk = left < s_.chunk_tokens ? left : s_.chunk_tokens;
         const uint32_t all = (1u << in_chunk) - 1;
         uint32_t taken = A::load(here_.reduced(s_, chunk)), home = 0;
+        if (taken == all) return Progress::kFinished;
         for (int i = 0; i < in_chunk and launch.kind != Kind::kBackward; ++i) {
             if (is_home(first + i)) home |= 1u << i;  // who delivers these makes their results
         }
-        if ((taken |= home) == all) return Progress::kFinished;
+        if (home & ~taken) protocol::take_bits<A>(here_.reduced(s_, chunk), home, &taken);
+        if (taken == all) return Progress::kFinished;
         uint32_t complete = 0;
         for (int i = 0; i < in_chunk; ++i) {
             if (taken >> i & 1) continue;
@@ -923,7 +931,7 @@ class Agent {
             return Progress::kSome;
         }
         reduce_token(launch, epoch, first + __builtin_ctz(complete));
-        return (taken | home) == all ? Progress::kFinished : Progress::kSome;
+        return taken == all ? Progress::kFinished : Progress::kSome;
     }
 
     bool is_home(int token) { return A::read(&here_.own_ranks[token]) == 1u << rank_; }
@@ -940,14 +948,17 @@ class Agent {
     void reduce_token(const Launch& launch, uint32_t epoch, int token) {
         const uint32_t ranks = uint32_t(A::read(&here_.own_ranks[token]));
         const int slots = __builtin_popcount(ranks);
-        for (int n = 0; n < s_.n_tiles[1] and not is_home(token); ++n) {
+        const bool is_there = ranks == 1u << rank_;  // a backward's: whoever delivered it summed it
+        for (int n = 0; n < s_.n_tiles[1] and not is_there; ++n) {
             uint64_t sum = 0;
             for (int slot = 0; slot < slots; ++slot) {
                 sum += A::read(result_of({token, rank_, slot, false, false, false, false}, n));
             }
             A::check(sum == expected_sum(launch, epoch, token, n) or A::is_void(),
                      "a token's sum is wrong");
-            write_out(epoch, token, n, sum);
+            A::check(A::read(out_of(token, n)) != mix(epoch, sum) or A::is_void(),
+                     "a token is reduced twice");
+            A::write(out_of(token, n), mix(epoch, sum));
         }
         for (int k = 0; k < topk_ and launch.kind == Kind::kBackward; ++k) {
             const int expert = launch.expert[rank_][token][k];
@@ -957,12 +968,6 @@ class Agent {
                          A::is_void(),
                      "the gradient of a probability is wrong");
         }
-    }
-
-    void write_out(uint32_t epoch, int token, int n, uint64_t sum) {
-        A::check(A::read(out_of(token, n)) != mix(epoch, sum) or A::is_void(),
-                 "a token is reduced twice");
-        A::write(out_of(token, n), mix(epoch, sum));
     }
 
     // Until all tokens of this CTA are taken; after a round without progress what is not there yet

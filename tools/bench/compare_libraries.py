@@ -1,0 +1,130 @@
+"""Times builds of the library against one another, in turns, on one GPU.
+
+    python -m tools.bench.compare_libraries before.so now.so --out results.jsonl
+
+A change of some tenths of a per cent is less than what two hosts differ by, or one host from minute
+to minute. So every library has a process of its own, all of them at once on one GPU, which take
+turns of some launches each: clocks and temperature are the same for all. Launches of a turn follow
+one another without a pause, forward and backward each behind its own warm-up. With values of zero
+the GPU stays below its power limit, and times repeat within one per cent; random values show what
+training sees.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tools.bench import common
+from tools.bench.common import log
+from tools.bench.shapes import SHAPES
+
+PASSES = ("forward", "forward_and_backward")
+
+
+def work(orders: Connection, launches: int, one_of: int) -> None:
+    """Takes orders of a shape and whether its values are zeros; answers with times of a turn."""
+    import torch
+
+    from tools.bench.bench_layer import without_grad
+    from tools.bench.counters_cost import layer_of, turn_ms
+    from tools.bench.shapes import make_problem
+
+    device = torch.device("cuda", 0)
+    calls = {}
+    while (order := orders.recv()) is not None:
+        if order not in calls:
+            shape, is_zero = order
+            calls.clear()  # frees the last shape's memory
+            torch.cuda.empty_cache()
+            problem = make_problem(
+                SHAPES[shape].one_of(one_of), 1, rank=0, device=device, zipf=0.0, seed=1
+            )
+            if is_zero:
+                with torch.no_grad():
+                    for tensor in (problem.x, problem.grad_out, *problem.parameters):
+                        tensor.zero_()
+            layer = layer_of(problem, True, device)
+            calls[order] = dict(
+                zip(PASSES, (without_grad(layer), layer.forward_and_backward), strict=True)
+            )
+        orders.send({passes: turn_ms(call, launches) for passes, call in calls[order].items()})
+
+
+class Worker:
+    """A process that runs one library."""
+
+    def __init__(self, library: Path, launches: int, one_of: int) -> None:
+        if not library.is_file():
+            raise SystemExit(f"no library at {library}")
+        context = multiprocessing.get_context("spawn")
+        self.name = library.stem
+        self._orders, theirs = context.Pipe()
+        os.environ["FLASHMOE_LIBRARY"] = str(library.resolve())
+        self._process = context.Process(target=work, args=(theirs, launches, one_of), daemon=True)
+        self._process.start()
+        theirs.close()  # so that its end, if it dies, ends what is waited for
+
+    def turn(self, shape: str, is_zero: bool) -> dict[str, float]:
+        """Milliseconds of a launch, of each pass."""
+        self._orders.send((shape, is_zero))
+        try:
+            times: dict[str, float] = self._orders.recv()
+        except EOFError:
+            raise SystemExit(f"{self.name} ended at {shape}") from None
+        return times
+
+    def end(self) -> None:
+        """Waits until the process has ended."""
+        self._orders.send(None)
+        self._process.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("libraries", nargs="+", type=Path, help="the first is what others are to")
+    parser.add_argument("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"], choices=SHAPES)
+    parser.add_argument("--values", nargs="+", default=["zeros"], choices=["zeros", "random"])
+    parser.add_argument("--one-of", type=int, default=4, help="1/N of the experts")
+    parser.add_argument("--turns", type=int, default=8, help="of each library")
+    parser.add_argument("--launches", type=int, default=20, help="of a turn")
+    parser.add_argument("--commit", help="what is measured, where the checkout has no git")
+    parser.add_argument("--out", type=Path, help="file that takes a JSON object per shape")
+    options = parser.parse_args()
+    record = common.Record(options.out, **common.machine(options.commit))
+    workers = [Worker(path, options.launches, options.one_of) for path in options.libraries]
+    for shape in options.shapes:
+        for values in options.values:
+            turns: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
+            for turn in range(-2, options.turns):  # the first ones warm up
+                for worker in workers:
+                    times = worker.turn(shape, values == "zeros")
+                    if turn >= 0:
+                        turns[worker.name].append(times)
+            for passes in PASSES:
+                of_library = {name: [turn[passes] for turn in of] for name, of in turns.items()}
+                first = statistics.median(of_library[workers[0].name])
+                for name, times_ms in of_library.items():
+                    median = statistics.median(times_ms)
+                    log(
+                        f"{shape}, {values}, {passes}: {name} {1e3 * median:.1f} us "
+                        f"({1e3 * min(times_ms):.1f} to {1e3 * max(times_ms):.1f}), "
+                        f"{median / first - 1:+.2%}"
+                    )
+                record.write(
+                    measurement="libraries",
+                    shape=shape,
+                    values=values,
+                    passes=passes,
+                    milliseconds=of_library,
+                )
+    for worker in workers:
+        worker.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -207,21 +207,21 @@ def test_two_streams_at_once():
 
 def test_no_memory_to_grow_the_heap():
     memory = GroupMemory(None, device(), KernelOptions())
-    small, large = Case(1), make_config(1, hidden=4096, max_tokens=2**17, topk=1)
+    small, large = Case(1), make_config(1, max_tokens=2**17, topk=16)  # 43 MB
     first = KernelBackend(small.config, None, device(), memory=memory, rank=0)
     want = lone_step(first, small)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    filler = torch.empty(free - 2**30, dtype=torch.uint8, device=device())
     second = KernelBackend(large, None, device(), memory=memory, rank=0)
-    x = torch.zeros(8, 4096, dtype=torch.bfloat16, device=device())
+    x = torch.zeros(8, large.hidden, dtype=torch.bfloat16, device=device())
     probs = torch.ones(8, large.num_experts, device=device())
     routing_map = probs.cumsum(1) == 1
     weights = ExpertWeights(
         tuple(x.new_zeros(large.num_experts, large.fc1_rows, large.hidden)),
         tuple(x.new_zeros(large.num_experts, large.hidden, large.intermediate)),
     )
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    filler = torch.empty(free - 2**25, dtype=torch.uint8, device=device())
     with pytest.raises(HeapError, match=r"needs \d+ bytes .* has \d+ free"):
         second.forward(x, probs, routing_map, weights, training=True)
     del filler

@@ -491,7 +491,7 @@ MUTANTS = [
     Mutant(
         "the first CTA to leave zeroes the counters",
         "ctas2",
-        UNWRITTEN,
+        TWICE,
         False,
         (
             (

@@ -24,11 +24,11 @@ struct Planners {
     // Not barrier.red, which compute-sanitizer's synccheck wants of all warps.
     __device__ __forceinline__ static bool any(bool own) {
         __shared__ bool is_of_warp[32];
+        const int lane = threadIdx.x % 32;
         const bool is_mine = __any_sync(~0u, own);
-        if (threadIdx.x % 32 == 0) is_of_warp[threadIdx.x / 32] = is_mine;
+        if (lane == 0) is_of_warp[threadIdx.x / 32] = is_mine;
         sync();
-        bool is_any = false;
-        for (int warp = 0; warp < size() / 32; ++warp) is_any |= is_of_warp[warp];
+        const bool is_any = __any_sync(~0u, lane < size() / 32 and is_of_warp[lane]);
         sync();
         return is_any;
     }

@@ -22,68 +22,65 @@ __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens,
     return {src, token < num_tokens[src] ? token : -1};
 }
 
-// Calls see(route) for every route of this lane's token, and visit(k, local_expert, rank_in_chunk,
-// route) for those to an expert of this rank, counting them into `counts`. Scope: one warp; all
-// lanes stay together.
-template <class See, class Visit>
-__device__ __forceinline__ void walk_chunk(const Shape& s,
-                                           const Heap& heap,
+// Walks the routes of a chunk's tokens, a lane a token, first to count them: those to each local
+// expert into `counts`, all into `selections`. The second walk gives rows to those to local
+// experts, from where `counts` says that the chunk's begin, and describes them. Scope: one warp.
+__device__ __forceinline__ void walk_chunk(const LayerArgs& args,
                                            uint32_t epoch,
                                            Chunk chunk,
                                            uint32_t* counts,
-                                           See see,
-                                           Visit visit) {
-    constexpr int kAhead = 4;  // routes that are loaded together
+                                           uint32_t* selections,
+                                           bool is_placing) {
+    const Shape& s = args.shape;
+    const Plan& plan = args.plan;
+    const bool is_token = chunk.token >= 0;
     const uint32_t lanes_below = (1u << (threadIdx.x % 32)) - 1;
     const Route* routes =
-        chunk.token < 0 ? nullptr : heap.routes(s.rank, epoch, chunk.src_rank, chunk.token);
-    for (int first_k = 0; first_k < s.topk; first_k += kAhead) {
-        Route ahead[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            ahead[i] =
-                routes != nullptr and first_k + i < s.topk ? routes[first_k + i] : Route{-1, 0.0f};
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            if (first_k + i >= s.topk) break;
-            const Route route = ahead[i];
-            const int expert = route.expert - s.first_expert();
-            if (route.expert >= 0) see(route);
-            const bool ours = route.expert >= 0 and expert >= 0 and expert < s.num_local_experts();
-            const uint32_t same = __match_any_sync(~0u, ours ? expert : -1);
-            const uint32_t before = ours ? counts[expert] : 0;
-            __syncwarp();
-            if (ours and (same & lanes_below) == 0) counts[expert] = before + __popc(same);
-            __syncwarp();
-            if (ours) visit(first_k + i, expert, before + __popc(same & lanes_below), route);
-        }
-    }
-}
-
-// What routes tell of this lane's token.
-struct TokenRows {
-    uint32_t ranks = 0;  // that compute for it
-    int first = INT32_MAX, last = -1;
-};
-
-// Marks the token's rows: first, last, and which result slot is ours.
-__device__ __forceinline__ void describe_rows(const Shape& s,
-                                              const Plan& plan,
-                                              Chunk chunk,
-                                              const TokenRows& token) {
-    if (chunk.token < 0) return;
-    const int32_t* rows = plan.rows_of(chunk.src_rank, chunk.token);
-    const auto [ranks, first, last] = token;
-    const uint8_t slot = uint8_t(__popc(protocol::slots_before(ranks, s.rank)));
-    const bool is_home = flashmoe::is_home(ranks, chunk.src_rank);
+        is_token ? args.heap.routes(s.rank, epoch, chunk.src_rank, chunk.token) : nullptr;
+    int32_t* rows = is_token ? plan.rows_of(chunk.src_rank, chunk.token) : nullptr;
+    const auto route_at = [&](int k) {
+        return is_token and k < s.topk ? routes[k] : Route{-1, 0.0f};
+    };
+    uint32_t ranks = 0;  // that compute for the token
+    int first_row = INT32_MAX, last_row = -1;
+    Route next = route_at(0);
+#pragma unroll 1
     for (int k = 0; k < s.topk; ++k) {
-        if (const int row = rows[k]; row >= 0) {
-            const uint8_t flags = (row == first ? RowMeta::kOwner : 0) |
-                                  (row == last ? RowMeta::kLast : 0) |
-                                  (is_home ? RowMeta::kHome : 0);
-            plan.row_meta[row] = {chunk.token, uint8_t(chunk.src_rank), slot, flags, 0};
+        const Route route = next;
+        next = route_at(k + 1);
+        const int expert = route.expert - s.first_expert();
+        const bool is_route = route.expert >= 0;
+        const bool is_ours = is_route and expert >= 0 and expert < s.num_local_experts();
+        const uint32_t same = __match_any_sync(~0u, is_ours ? expert : -1);
+        const uint32_t before = is_ours ? counts[expert] : 0;
+        __syncwarp();
+        if (is_ours and (same & lanes_below) == 0) counts[expert] = before + __popc(same);
+        __syncwarp();
+        if (not is_placing) {
+            if (is_route) atomicAdd(selections + route.expert, 1u);
+            continue;
         }
+        if (is_route) ranks |= 1u << (route.expert / s.num_local_experts());
+        int row = -1;
+        if (is_ours) {
+            row = int(before + __popc(same & lanes_below));
+            plan.row_prob[row] = route.prob;
+            first_row = min(first_row, row);
+            last_row = max(last_row, row);
+        }
+        if (is_token) rows[k] = row;
+    }
+    if (not is_placing or not is_token) return;
+    const uint8_t slot = uint8_t(__popc(protocol::slots_before(ranks, s.rank)));
+    const bool is_at_home = is_home(ranks, chunk.src_rank);
+#pragma unroll 1
+    for (int k = 0; k < s.topk; ++k) {
+        const int row = rows[k];
+        if (row < 0) continue;
+        const uint8_t flags = (row == first_row ? RowMeta::kOwner : 0) |
+                              (row == last_row ? RowMeta::kLast : 0) |
+                              (is_at_home ? RowMeta::kHome : 0);
+        plan.row_meta[row] = {chunk.token, uint8_t(chunk.src_rank), slot, flags, 0};
     }
     if (chunk.src_rank == s.rank) plan.own_ranks[chunk.token] = ranks;
 }
@@ -117,25 +114,22 @@ struct PlacementSmem {
         expert_unit = expert_block + local + 1;
         expert_own = expert_unit + local + 1;
     }
+    // What is counted into. Scope: the planners of a CTA.
+    __device__ void clear(const Shape& s) const {
+#pragma unroll 1
+        for (uint32_t* word = counts + threadIdx.x; word < base; word += Planners::size())
+            *word = 0;
+    }
 };
 
-// Waits for the routing of every rank and counts this CTA's chunks. A peer that does not come, or
-// that refuses its routing, is a fault on every rank, so that none goes on: then it is false.
-// Scope: the planners of the grid.
-__device__ __forceinline__ bool count_routes(const LayerArgs& args,
+// Waits for the routing of every rank. A peer that does not come, or that refuses its routing, is a
+// fault on every rank, so that none goes on: then it is false. Scope: the planners of a CTA.
+__device__ __forceinline__ bool await_routes(const LayerArgs& args,
                                              uint32_t epoch,
-                                             const PlacementSmem& smem,
                                              int (&num_tokens)[kMaxRanks]) {
-    const Shape& s = args.shape;
-    const int num_experts = s.num_local_experts(), num_chunks = s.num_chunks();
-    const int per_cta = ceil_div(num_chunks, int(gridDim.x)), first = int(blockIdx.x) * per_cta;
-    const int warp = threadIdx.x / 32, num_warps = Planners::size() / 32;
-    for (int i = threadIdx.x; i < per_cta * num_experts + s.num_experts; i += Planners::size()) {
-        smem.counts[i] = 0;  // and `selections`, behind them
-    }
     bool is_here = true;
-    if (threadIdx.x < s.num_ranks) {
-        const uint64_t* signal = args.heap.route_signal(s.rank, epoch, threadIdx.x);
+    if (threadIdx.x < args.shape.num_ranks) {
+        const uint64_t* signal = args.heap.route_signal(args.shape.rank, epoch, threadIdx.x);
         uint64_t seen = 0;
         is_here = protocol::await_routes<Atomics>(signal, epoch, [&](auto load, auto done) {
             return wait_for(
@@ -148,31 +142,48 @@ __device__ __forceinline__ bool count_routes(const LayerArgs& args,
         }
         num_tokens[threadIdx.x] = is_here ? int(RouteSignal::tokens(seen)) : 0;
     }
-    if (not Planners::all(is_here)) return false;
+    return Planners::all(is_here);
+}
 
-    for (int i = warp; i < per_cta and first + i < num_chunks; i += num_warps) {
-        const Chunk chunk = chunk_at(s, num_tokens, first + i);
-        walk_chunk(
-            s, args.heap, epoch, chunk, smem.counts + i * num_experts,
-            [&](Route route) { atomicAdd(&smem.selections[route.expert], 1u); },
-            [](int, int, uint32_t, Route) {});
+// This CTA's chunks: the same for both walks.
+__device__ __forceinline__ void walk_chunks(const LayerArgs& args,
+                                            uint32_t epoch,
+                                            const PlacementSmem& smem,
+                                            const int (&num_tokens)[kMaxRanks],
+                                            bool is_placing) {
+    const Shape& s = args.shape;
+    const int num_chunks = s.num_chunks(), num_warps = Planners::size() / 32;
+    const int per_cta = ceil_div(num_chunks, int(gridDim.x)), first = int(blockIdx.x) * per_cta;
+#pragma unroll 1
+    for (int i = int(threadIdx.x / 32); i < per_cta and first + i < num_chunks; i += num_warps) {
+        walk_chunk(args, epoch, chunk_at(s, num_tokens, first + i),
+                   smem.counts + i * s.num_local_experts(), smem.selections, is_placing);
     }
+}
+
+// Adds what this CTA has counted to what all have. Scope: the planners of the grid.
+__device__ __forceinline__ void share_counts(const LayerArgs& args, const PlacementSmem& smem) {
+    const Shape& s = args.shape;
+    const int num_experts = s.num_local_experts();
+    const int per_cta = ceil_div(s.num_chunks(), int(gridDim.x)), first = int(blockIdx.x) * per_cta;
     Planners::sync();
+#pragma unroll 1
     for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
         if (const uint32_t count = smem.selections[expert]) {
             atomicAdd(args.workspace.selections + expert, count);
         }
     }
+#pragma unroll 1
     for (int expert = threadIdx.x; expert < num_experts; expert += Planners::size()) {
         args.workspace.cta_counts[expert * gridDim.x + blockIdx.x] =
             smem.selections[s.first_expert() + expert];
         uint32_t own = 0;
+#pragma unroll 1
         for (int i = 0; i < per_cta and first + i < s.chunks_per_rank(); ++i) {
             own += smem.counts[i * num_experts + expert];
         }
         if (own > 0) atomicAdd(args.workspace.own_selections + expert, own);
     }
-    return true;
 }
 
 // Every rank computes every rank's row blocks, so that all agree whether one has too many for its
@@ -183,8 +194,10 @@ __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) 
     const int num_experts = s.num_local_experts(), lane = threadIdx.x % 32;
     const int num_warps = Planners::size() / 32;
     bool fit = true;
+#pragma unroll 1
     for (int rank = num_warps - 1 - int(threadIdx.x / 32); rank < s.num_ranks; rank += num_warps) {
         uint32_t blocks = 0;
+#pragma unroll 1
         for (int expert = lane; expert < num_experts; expert += 32) {
             blocks +=
                 ceil_div<uint32_t>(args.workspace.selections[rank * num_experts + expert], BLOCK_M);
@@ -224,6 +237,7 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
     const Shape& s = args.shape;
     const int num_experts = s.num_local_experts();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = Planners::size() / 32;
+#pragma unroll 1
     for (int expert = warp; expert < num_experts; expert += num_warps) {
         const uint32_t* counts = args.workspace.cta_counts + expert * gridDim.x;
         const uint32_t all = args.workspace.selections[s.first_expert() + expert];
@@ -243,6 +257,7 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
     Planners::sync();
     if (warp == 0) {
         int block = 0, unit = 0, own = 0, rows = 0;
+#pragma unroll 1
         for (int first = 0; first < num_experts; first += 32) {
             const int expert = first + lane;
             const int own_rows = expert < num_experts ? smem.expert_rows[expert] : 0;
@@ -276,18 +291,17 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
     Planners::sync();
 }
 
-// Gives every row its place, and fills the tables of experts and blocks. Scope: the grid.
-__device__ __forceinline__ void place_rows(const LayerArgs& args,
-                                           uint32_t epoch,
-                                           const PlacementSmem& smem,
-                                           const int (&num_tokens)[kMaxRanks]) {
+// Fills the tables of experts, units and pad rows, and makes of each chunk's counts the rows that
+// it begins with. Scope: the planners of the grid.
+__device__ __forceinline__ void place_units(const LayerArgs& args, const PlacementSmem& smem) {
     const Shape& s = args.shape;
     const Plan& plan = args.plan;
-    const int num_experts = s.num_local_experts(), num_chunks = s.num_chunks();
-    const int per_cta = ceil_div(num_chunks, int(gridDim.x)), first = int(blockIdx.x) * per_cta;
-    const int warp = threadIdx.x / 32, num_warps = Planners::size() / 32;
+    const int num_experts = s.num_local_experts();
+    const int per_cta = ceil_div(s.num_chunks(), int(gridDim.x));
+#pragma unroll 1
     for (int expert = threadIdx.x; expert < num_experts; expert += Planners::size()) {
         uint32_t row = uint32_t(smem.expert_block[expert]) * BLOCK_M + smem.base[expert];
+#pragma unroll 1
         for (int i = 0; i < per_cta; ++i) {
             const uint32_t count = smem.counts[i * num_experts + expert];
             smem.counts[i * num_experts + expert] = row;
@@ -297,13 +311,16 @@ __device__ __forceinline__ void place_rows(const LayerArgs& args,
     Planners::sync();
     // By the last warps first, which have no chunks.
     const int thread = Planners::size() - 1 - int(threadIdx.x);
+#pragma unroll 1
     for (int expert = blockIdx.x; expert < num_experts; expert += gridDim.x) {
         const int begin = smem.expert_block[expert], end = smem.expert_block[expert + 1];
+#pragma unroll 1
         for (int row = begin * BLOCK_M + smem.expert_rows[expert] + thread; row < end * BLOCK_M;
              row += Planners::size()) {
             plan.row_meta[row] = {-1, 0, 0, RowMeta::kPad, 0};
             plan.row_prob[row] = 0.0f;
         }
+#pragma unroll 1
         for (int block = kClusterSize * thread; block < end - begin;
              block += kClusterSize * Planners::size()) {
             const int halves = ceil_div(smem.expert_rows[expert] - block * BLOCK_M, kHalfRows);
@@ -317,26 +334,6 @@ __device__ __forceinline__ void place_rows(const LayerArgs& args,
             plan.expert_block[expert] = begin;
             if (expert == num_experts - 1) plan.expert_block[num_experts] = end;
         }
-    }
-
-    for (int i = warp; i < per_cta and first + i < num_chunks; i += num_warps) {
-        const Chunk chunk = chunk_at(s, num_tokens, first + i);
-        int32_t* rows = chunk.token < 0 ? nullptr : plan.rows_of(chunk.src_rank, chunk.token);
-        if (rows != nullptr) {
-            for (int k = 0; k < s.topk; ++k) rows[k] = -1;
-        }
-        TokenRows token;
-        walk_chunk(
-            s, args.heap, epoch, chunk, smem.counts + i * num_experts,
-            [&](Route route) { token.ranks |= 1u << (route.expert / num_experts); },
-            [&](int k, int, uint32_t row, Route route) {
-                rows[k] = int(row);
-                plan.row_prob[row] = route.prob;
-                token.first = min(token.first, int(row));
-                token.last = max(token.last, int(row));
-            });
-        describe_rows(s, plan, chunk, token);
-        __syncwarp();
     }
 }
 
@@ -366,17 +363,27 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
         publish_routes(args, epoch);
         ptx::barrier_arrive(kRoutesPublished, int(blockDim.x));
         traced(0);
-        const bool has_counted = count_routes(args, epoch, smem, num_tokens);
-        traced(1);
-        uint32_t(&barriers)[2] = args.workspace.tickets->barrier;
-        goes_on = grid_barrier(args.watchdog, &barriers[0], has_counted);
-        traced(2);
-        if (goes_on) {
-            const bool fit = rows_fit(args, epoch);
-            place_experts(args, smem);
-            place_rows(args, epoch, smem, num_tokens);
-            traced(3);
-            goes_on = grid_barrier(args.watchdog, &barriers[1], fit);
+        smem.clear(args.shape);
+        // Routes are counted, then placed. In one loop, since what a launch does once takes as long
+        // as its instructions take to come, and the second round finds those of the first.
+#pragma unroll 1
+        for (int round = 0; round < 2; ++round) {
+            const bool is_placing = round == 1;
+            bool may_go_on;
+            if (not is_placing) {
+                may_go_on = await_routes(args, epoch, num_tokens);
+            } else {
+                may_go_on = rows_fit(args, epoch);
+                place_experts(args, smem);
+                place_units(args, smem);
+            }
+            walk_chunks(args, epoch, smem, num_tokens, is_placing);
+            if (not is_placing) share_counts(args, smem);
+            traced(1 + 2 * round);
+            goes_on =
+                grid_barrier(args.watchdog, &args.workspace.tickets->barrier[round], may_go_on);
+            traced(2 + 2 * round);
+            if (not goes_on) break;
         }
     }
     return __syncthreads_or(goes_on);

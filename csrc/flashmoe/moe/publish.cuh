@@ -28,6 +28,7 @@ __device__ __forceinline__ uint32_t selected_experts(const LayerArgs& args, int 
         if (first + i < s.num_experts and args.routing_map[at + i] != 0) selected |= 1u << i;
     }
     uint32_t kept = selected;
+#pragma unroll 1
     for (uint32_t left = selected; left; left &= left - 1) {
         const int i = __ffs(left) - 1;
         const float prob = load_as_float(args.probs, args.probs_dtype, at + i);
@@ -50,20 +51,24 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
     const bool is_here = lane / width < count;
     const int token = first_token + lane / width;
     const auto send = [&](int k, Route route) {
+#pragma unroll 1
         for (int rank = 0; rank < s.num_ranks; ++rank) {
             args.heap.routes(rank, epoch, s.rank, token)[k] = route;
         }
         args.plan.own_experts[int64_t(token) * s.topk + k] = route.expert;
     };
     int num_routes = 0;  // of the token, so far
+#pragma unroll 1
     for (int base = 0; base < s.num_experts; base += width * kLaneExperts) {
         const int first = base + nth * kLaneExperts;
         uint32_t selected = is_here ? selected_experts(args, token, first) : 0;
         int up_to = __popc(selected);  // this lane's
+#pragma unroll 1
         for (int step = 1; step < width; step *= 2) {
             const int before = __shfl_up_sync(~0u, up_to, step, width);
             if (nth >= step) up_to += before;
         }
+#pragma unroll 1
         for (int k = num_routes + up_to - __popc(selected); selected and k < s.topk; ++k) {
             const int expert = first + __ffs(selected) - 1;
             selected &= selected - 1;
@@ -76,6 +81,7 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
     if (num_routes > s.topk and nth == 0) {
         args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, s.topk, num_routes);
     }
+#pragma unroll 1
     for (int k = num_routes + nth; k < s.topk; k += width) send(k, {-1, 0.0f});
 }
 
@@ -88,9 +94,11 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
     // CTA after CTA, so that few tokens are everyone's.
     const int warp = int(threadIdx.x) / 32 * int(gridDim.x) + int(blockIdx.x);
     const int step = int(gridDim.x) * Planners::size() / 32 * share;
+#pragma unroll 1
     for (int first = warp * share; first < args.num_tokens; first += step) {
         if (is_gated) gate_tokens(args, first);
         const int end = min(first + share, args.num_tokens);
+#pragma unroll 1
         for (int token = first; token < end; token += at_a_time) {
             publish_tokens(args, epoch, token, min(at_a_time, end - token));
         }

@@ -70,11 +70,18 @@ MUTANTS = [
         (dropped(GRID, SYSTEM + "        then();", SYSTEM),),
     ),
     Mutant(
-        "no fence between row bounds and the signal of routes",
+        "row bounds are written after the fence behind all arrivals",
         "ranks3",
         "row_bound",
         True,
-        (dropped(SIGNALS, "row_bound);\n    " + SYSTEM, SYSTEM),),
+        (
+            (FORWARD, "if (cta_ == 0) write_row_bounds(launch, epoch);\n", ""),
+            (
+                FORWARD,
+                "const bool refused =",
+                "write_row_bounds(launch, epoch);\n            const bool refused =",
+            ),
+        ),
     ),
     Mutant(
         "no fence between a result and its signal",

@@ -22,20 +22,28 @@ __device__ __forceinline__ int lanes_per_token(const Shape& s) {
 __device__ __forceinline__ uint32_t selected_experts(const LayerArgs& args, int token, int first) {
     const Shape& s = args.shape;
     const int64_t at = int64_t(token) * s.num_experts + first;
+    const uint8_t* map = args.routing_map + at;
     uint32_t selected = 0;
+    if (s.num_experts % 4 == 0 and reinterpret_cast<uintptr_t>(map) % 4 == 0) {
 #pragma unroll
-    for (int i = 0; i < kLaneExperts; ++i) {
-        if (first + i < s.num_experts and args.routing_map[at + i] != 0) selected |= 1u << i;
+        for (int i = 0; i < kLaneExperts; i += 4) {
+            if (first + i >= s.num_experts) break;
+            const uint32_t word = *reinterpret_cast<const uint32_t*>(map + i);
+            // The lowest bit of each byte that is not zero, and of byte j to bit 28 + j.
+            selected |= (__vcmpne4(word, 0) & 0x01010101u) * 0x10204080u >> 28 << i;
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < min(kLaneExperts, s.num_experts - first); ++i) {
+            if (map[i] != 0) selected |= 1u << i;
+        }
     }
+    if (not s.skip_zero_probs) return selected;
     uint32_t kept = selected;
 #pragma unroll 1
     for (uint32_t left = selected; left; left &= left - 1) {
         const int i = __ffs(left) - 1;
-        const float prob = load_as_float(args.probs, args.probs_dtype, at + i);
-        if (isnan(prob)) {
-            args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, 0, first + i);
-        }
-        if (s.skip_zero_probs and prob == 0.0f) kept &= ~(1u << i);
+        if (load_as_float(args.probs, args.probs_dtype, at + i) == 0.0f) kept &= ~(1u << i);
     }
     return kept;
 }
@@ -68,12 +76,23 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
             const int before = __shfl_up_sync(~0u, up_to, step, width);
             if (nth >= step) up_to += before;
         }
-#pragma unroll 1
-        for (int k = num_routes + up_to - __popc(selected); selected and k < s.topk; ++k) {
+        const auto next_route = [&]() -> Route {
+            if (selected == 0) return {-1, 0.0f};
             const int expert = first + __ffs(selected) - 1;
             selected &= selected - 1;
             const int64_t at = int64_t(token) * s.num_experts + expert;
-            send(k, {expert, load_as_float(args.probs, args.probs_dtype, at)});
+            return {expert, load_as_float(args.probs, args.probs_dtype, at)};
+        };
+        int k = num_routes + up_to - __popc(selected);
+        Route next = next_route();
+#pragma unroll 1
+        while (next.expert >= 0 and k < s.topk) {
+            const Route route = next;
+            next = next_route();  // on its way while this one is sent
+            if (isnan(route.prob)) {
+                args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, 0, route.expert);
+            }
+            send(k++, route);
         }
         num_routes += __shfl_sync(~0u, up_to, width - 1, width);
     }
@@ -103,12 +122,13 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
             publish_tokens(args, epoch, token, min(at_a_time, end - token));
         }
     }
+    if (blockIdx.x == 0 and threadIdx.x < s.num_ranks) {
+        *args.heap.row_bound(int(threadIdx.x), epoch, s.rank) = uint32_t(args.row_block_bound);
+    }
     last_arrival(&args.workspace.tickets->routes_published, [&] {
         const bool refused = Atomics::load(args.workspace.raised) != 0;
         protocol::publish_routes<Atomics>(
-            s.num_ranks, uint32_t(args.row_block_bound),
-            RouteSignal::make(epoch, args.num_tokens, refused),
-            [&](int rank) { return args.heap.row_bound(rank, epoch, s.rank); },
+            s.num_ranks, RouteSignal::make(epoch, args.num_tokens, refused),
             [&](int rank) { return args.heap.route_signal(rank, epoch, s.rank); });
     });
 }

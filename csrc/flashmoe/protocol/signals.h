@@ -19,13 +19,10 @@ struct RouteSignal {
     }
 };
 
-// Tells every rank that this one's routes are in its heap, and how many blocks of rows fit in this
-// rank's buffers. Scope: the last thread of the grid to arrive.
-template <class A, class BoundOf, class SignalOf>
-FLASHMOE_PROTOCOL void publish_routes(
-    int num_ranks, uint32_t row_bound, uint64_t signal, BoundOf bound_of, SignalOf signal_of) {
-    for (int rank = 0; rank < num_ranks; ++rank) A::write(bound_of(rank), row_bound);
-    A::template fence<Scope::kSystem>();
+// Tells every rank that this one's routes and its bound of rows are in its heap. Scope: the last
+// thread of the grid to arrive, all of whose CTAs have written theirs before.
+template <class A, class SignalOf>
+FLASHMOE_PROTOCOL void publish_routes(int num_ranks, uint64_t signal, SignalOf signal_of) {
     for (int rank = 0; rank < num_ranks; ++rank) {
         A::template store<Scope::kSystem>(signal_of(rank), signal);
     }

@@ -321,20 +321,23 @@ class Agent {
                 }
             }
         }
+        if (cta_ == 0) write_row_bounds(launch, epoch);
         protocol::arrive<A>(here_.counter(M::kRoutes), s_.ctas, [&] {
             const bool refused = A::load(&here_.raised[0]) != 0;
             protocol::publish_routes<A>(
-                s_.ranks, uint32_t(launch.row_bound),
-                protocol::RouteSignal::make(epoch, launch.tokens[rank_], refused),
-                [&](int rank) {
-                    return &world_.ranks[rank]
-                                ->row_bounds[protocol::route_word(epoch, s_.ranks, rank_)];
-                },
+                s_.ranks, protocol::RouteSignal::make(epoch, launch.tokens[rank_], refused),
                 [&](int rank) {
                     return &world_.ranks[rank]
                                 ->route_signals[protocol::route_word(epoch, s_.ranks, rank_)];
                 });
         });
+    }
+
+    void write_row_bounds(const Launch& launch, uint32_t epoch) {
+        for (int rank = 0; rank < s_.ranks; ++rank) {
+            A::write(&world_.ranks[rank]->row_bounds[protocol::route_word(epoch, s_.ranks, rank_)],
+                     uint64_t(launch.row_bound));
+        }
     }
 
     void publish_rows(const Launch& launch, uint32_t epoch) {

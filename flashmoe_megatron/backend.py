@@ -56,7 +56,8 @@ class TrafficCounters:
 
     Attributes:
         rows_sent: Token rows sent to other ranks: dispatched and returned, forward and backward.
-        bytes_sent: Bytes of those rows and of the routing weights and their gradients.
+        bytes_sent: Bytes of those rows; on the reference also of the routing weights and their
+            gradients, which the kernel does not count.
         pad_rows_sent: Those among all rows handed to the exchange that stand for no route. Always
             0; counted from the buffers, not assumed.
         pad_rows_local: Rows that only align experts' segments in this rank's receive buffer.

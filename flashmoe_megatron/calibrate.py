@@ -3,11 +3,15 @@ r"""Measures a layer on 2 GPUs, once, for the overlap efficiency of runs on more
 ::
 
     torchrun --nproc-per-node 2 -m flashmoe_megatron.calibrate t2.json \
-        --hidden 2048 --intermediate 768 --num-experts 128 --topk 8 --gated --tokens 8192
+        --hidden 2048 --intermediate 768 --num-experts 128 --topk 8 --gated --tokens 8192 \
+        --grads main_grad
 
 The file then goes to ``--flashmoe-calibration``, or to ``"calibration"`` in DeepSpeed's section.
-Tokens are those of one rank and call, as in the run; routing is uniform at random. Measuring
-another layer into the same file adds it. Without a GPU the reference backend is measured.
+Tokens are those of one rank and call, as in the run; routing is uniform at random. ``--grads``,
+``--row-bound`` and ``--keep`` have to be as in the run, too, since they change what a launch does
+and what is a launch of its own: a run refuses a file that was measured in another way. Measuring
+another layer into the same file adds it, and the same layer in another way replaces it.
+Without a GPU the reference backend is measured.
 """
 
 import argparse
@@ -18,27 +22,46 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import KEEPS, Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.telemetry.calibration import Entry, gpu_name, read_entries, write_entries
+from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.telemetry.calibration import (
+    GRADS,
+    Entry,
+    Grads,
+    gpu_name,
+    read_entries,
+    write_entries,
+)
 from flashmoe_megatron.telemetry.record import DIRECTIONS
 from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
 
 NUM_RANKS = 2
 WARM_UP = 5
-MOST_ITERATIONS = 100
-"""The kernel keeps the records of 128 forwards with their backwards."""
+MOST_ITERATIONS = 80
+"""The kernel keeps 256 records, and with ``keep`` "inputs" an iteration leaves three."""
 
 
-def measure(layer: FlashMoELayer, *, num_tokens: int, iterations: int) -> list[Entry]:
+def measure(
+    layer: FlashMoELayer,
+    *,
+    num_tokens: int,
+    iterations: int,
+    bounded: bool = False,
+    grads: Grads = "own",
+) -> list[Entry]:
     """Times a layer's launches, forward and backward. Collective over the world of 2 ranks.
 
     Args:
         layer: On 2 ranks.
         num_tokens: Of each rank.
-        iterations: Launches that are averaged, per direction.
+        iterations: Forwards with their backwards that are averaged.
+        bounded: Whether the layer was given a ``row_bound``.
+        grads: Where weight gradients go; for "main_grad" the layer's parameters get one.
 
     Returns:
         One entry for each direction, the same on both ranks.
@@ -50,14 +73,30 @@ def measure(layer: FlashMoELayer, *, num_tokens: int, iterations: int) -> list[E
     group, device = dist.group.WORLD, weight.device
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (num_tokens, config.num_experts)
-    chosen = torch.rand(shape, generator=generator).topk(config.topk, dim=1).indices.to(device)
-    share = torch.full(chosen.shape, 1 / config.topk, device=device)
+    chosen = torch.rand(shape, generator=generator).topk(config.topk, dim=1).indices
+    routing_map = torch.zeros(shape, dtype=torch.bool).scatter_(1, chosen, True).to(device)
+    probs = routing_map.float() / config.topk
     x = torch.randn(num_tokens, config.hidden, generator=generator).to(weight).requires_grad_()
+    weights = ExpertWeights(fc1=tuple(layer.fc1), fc2=tuple(layer.fc2))
+    parameters = (*weights.fc1, *weights.fc2)
+    if grads == "main_grad":
+        for parameter in parameters:
+            main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
     def run(count: int) -> None:
         for _ in range(count):
-            out = layer(x, chosen, share)
-            out.backward(torch.ones_like(out))
+            for tensor in (x, *parameters):
+                tensor.grad = None
+            out = moe_apply(  # not the layer, which has no main_grad
+                layer.backend,
+                x,
+                probs,
+                routing_map,
+                weights,
+                accumulate_into_main_grad=grads == "main_grad",
+            )
+            torch.autograd.backward(out, torch.ones_like(out))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         dist.barrier()
@@ -77,6 +116,9 @@ def measure(layer: FlashMoELayer, *, num_tokens: int, iterations: int) -> list[E
             gpu=gpu_name(device),
             dtype=str(weight.dtype).removeprefix("torch."),
             direction=direction,
+            bounded=bounded,
+            keep=layer.backend.keep,
+            grads=grads,
             time_ms=launches[0, direction].duration_ns / launches[0, direction].launches / 1e6,
         )
         for direction in DIRECTIONS
@@ -106,6 +148,7 @@ def main(arguments: list[str]) -> int:
             num_ranks=NUM_RANKS,
             max_tokens=options.tokens,
         )
+        KernelOptions(row_bound=options.row_bound)  # refuses it on the reference backend, too
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
@@ -114,9 +157,16 @@ def main(arguments: list[str]) -> int:
             group=dist.group.WORLD,
             dtype=getattr(torch, options.dtype),
             backend=options.backend,
-            check_routing=False,
+            keep=options.keep,
+            row_bound=options.row_bound,
         )
-        entries = measure(layer, num_tokens=options.tokens, iterations=options.iterations)
+        entries = measure(
+            layer,
+            num_tokens=options.tokens,
+            iterations=options.iterations,
+            bounded=options.row_bound is not None,
+            grads=options.grads,
+        )
         if dist.get_rank() == 0:
             write_entries(options.file, entries)
             for entry in entries:
@@ -147,6 +197,24 @@ def _parser() -> argparse.ArgumentParser:
         ("tokens", "tokens of one rank and call"),
     ):
         parser.add_argument(f"--{name}", type=int, required=True, help=text)
+    parser.add_argument(
+        "--grads",
+        choices=GRADS,
+        required=True,
+        help="where the run's weight gradients go: Megatron adds them to main_grad unless gradient "
+        "accumulation fusion is off; else and in DeepSpeed parameters get their own",
+    )
+    parser.add_argument(
+        "--row-bound",
+        type=float,
+        help="that of the run, whose forward is then one launch with its plan in it; default: none",
+    )
+    parser.add_argument(
+        "--keep",
+        choices=KEEPS,
+        default="all",
+        help="what the run's forwards keep for their backwards; default: %(default)s",
+    )
     parser.add_argument("--gated", action="store_true", help="gated experts, such as SwiGLU")
     parser.add_argument("--activation", choices=[one.value for one in Activation], default="silu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

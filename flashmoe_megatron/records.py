@@ -10,12 +10,16 @@ _DISPATCH, _DELIVER, _REDUCE, _PLAN, _PROCESS = 36, 37, 38, 39, 40
 
 _WARPS = 12
 _PROCESSOR_WARPS = 8
+_MOST_NS = 2**32 // _WARPS
+"""A CTA counts time in 32 bits, into which all its warps add: of longer launches it may be lost."""
 
 
 def launch_record(
     record: _native.FlashMoERecord, before: _native.FlashMoERecord, num_ranks: int
 ) -> LaunchRecord:
     """Takes one launch's share out of counters that run on.
+
+    Phases of a launch that may have been too long to count them are left out, as not measured.
 
     Args:
         record: The launch's.
@@ -30,7 +34,7 @@ def launch_record(
         return float(spent / (warps * record.num_ctas))
 
     phases: dict[Phase, float] = {}
-    if is_known:
+    if is_known and record.end_ns - record.begin_ns < _MOST_NS:
         waited = mean(_PROCESSOR_STAGE, _PROCESSOR_WARPS)
         handed = mean(_PROCESSOR_HANDOVER, _PROCESSOR_WARPS)
         processed = mean(_PROCESS, _PROCESSOR_WARPS)

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import logging
-from typing import Any, Literal
+import socket
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ logger = logging.getLogger("flashmoe_megatron")
 BackendKind = Literal["auto", "kernel", "reference"]
 _KINDS = ("auto", "kernel", "reference")
 HOPPER = (9, 0)
+_Value = TypeVar("_Value")
 
 
 def select_backend(
@@ -47,8 +49,8 @@ def select_backend(
         The backend.
 
     Raises:
-        ConfigError: ``kind`` or ``keep`` is unknown, or the ranks disagree on one of them or on
-            ``config``.
+        ConfigError: ``kind`` or ``keep`` is unknown, the ranks disagree on one of them or on
+            ``config``, or the kernel is to share memory between hosts.
         DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
             GPU.
     """
@@ -56,7 +58,12 @@ def select_backend(
     chosen = resolve_kind(kind, device)
     if keep not in KEEPS:
         raise ConfigError(f"keep {keep!r}: wanted one of {', '.join(KEEPS)}")
-    check_ranks_agree(group, {**dataclasses.asdict(config), "backend": chosen, "keep": keep})
+    agreed = {**dataclasses.asdict(config), "backend": chosen, "keep": keep}
+    if chosen == "kernel":
+        memory = agreed["symmetric_backend"] = kernel_options.get("symmetric_backend")
+    check_ranks_agree(group, agreed)
+    if chosen == "kernel" and memory != "nvshmem":
+        check_one_host(group)
     if kind == "auto":
         _announce(chosen, _describe(device)[1])
     backend: Backend
@@ -100,15 +107,44 @@ def check_ranks_agree(group: dist.ProcessGroup | None, settings: dict[str, Any])
     Raises:
         ConfigError: On every rank, naming the first setting that differs and each rank's value.
     """
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, settings, group=group)
+    everyone = _gather(settings, group)
     for name in settings:
         values = [other.get(name) for other in everyone]
         if any(value != values[0] for value in values):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ConfigError(f"the ranks disagree on {name}: {listed}; wanted one value")
+
+
+def check_one_host(group: dist.ProcessGroup | None) -> None:
+    """Refuses ranks on several hosts, whose GPUs cannot map each other's memory. Collective.
+
+    Else the first launch fails inside torch's symmetric memory, which passes file descriptors.
+
+    Args:
+        group: The expert-parallel group, ``None`` for one rank.
+
+    Raises:
+        ConfigError: On every rank, naming the hosts and the group's ranks on each.
+    """
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(_gather(socket.gethostname(), group)):
+        hosts.setdefault(host, []).append(rank)
+    if len(hosts) > 1:
+        listed = ", ".join(f"{host} (its ranks {ranks})" for host, ranks in hosts.items())
+        raise ConfigError(
+            f"an expert-parallel group spans the hosts {listed}; wanted GPUs of one host: choose "
+            "an expert-parallel size (Megatron's --expert-model-parallel-size) that divides the "
+            "GPUs of a host, or the symmetric memory 'nvshmem'"
+        )
+
+
+def _gather(value: _Value, group: dist.ProcessGroup | None) -> list[_Value]:
+    """Every rank's value, by rank of the group. Collective if there are several."""
+    if group is None or dist.get_world_size(group) == 1:
+        return [value]
+    everyone = [value] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 def _named(device: torch.device | str) -> torch.device:

@@ -12,21 +12,26 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.config import KEEPS, Activation, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction
 
 FORMAT = "flashmoe-calibration"
-VERSION = 1
+VERSION = 2
+"""Version 1 did not say how the layer ran: see :class:`Entry`."""
 MOST = 1e15
 """No number in a file is larger."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 TOKEN_TOLERANCE = 0.01
 """How far the mean number of tokens of a launch may be from the calibrated one, relative."""
+
+Grads = Literal["main_grad", "own"]
+"""Where the weights' gradients go: added to float32 buffers, or written in the weights' dtype."""
+GRADS: tuple[Grads, ...] = ("main_grad", "own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,10 @@ class Entry:
         gpu: Name of the GPU, as the driver gives it.
         dtype: Of the tokens, "bfloat16", "float16", "float32" or "float64".
         direction: "forward" or "backward".
+        bounded: Whether there was a ``row_bound``: then a forward that trains is one launch with
+            its plan in it, else the plan is a launch of its own, which is not in ``time_ms``.
+        keep: What forwards kept for their backwards.
+        grads: Where the weights' gradients went.
         time_ms: Mean time of one launch, as the metric ``kernel_ms`` has it.
     """
 
@@ -57,6 +66,9 @@ class Entry:
     gpu: str
     dtype: str
     direction: Direction
+    bounded: bool
+    keep: Keep
+    grads: Grads
     time_ms: float
 
     @classmethod
@@ -69,6 +81,9 @@ class Entry:
         dtype: str,
         direction: Direction,
         time_ms: float,
+        bounded: bool = False,
+        keep: Keep = "all",
+        grads: Grads = "own",
     ) -> "Entry":
         """The entry of a measured layer.
 
@@ -79,6 +94,9 @@ class Entry:
             dtype: See there.
             direction: See there.
             time_ms: See there.
+            bounded: See there.
+            keep: See there.
+            grads: See there.
 
         Raises:
             ConfigError: The layer is not on 2 ranks, or the time is none.
@@ -91,6 +109,9 @@ class Entry:
             "gpu": gpu,
             "dtype": dtype,
             "direction": direction,
+            "bounded": bounded,
+            "keep": keep,
+            "grads": grads,
             "time_ms": time_ms,
         }
         return _parse_entry(values, where="this measurement")
@@ -103,14 +124,17 @@ class Entry:
     def describe(self) -> str:
         """One phrase for messages."""
         gate = "gated " if self.gated else ""
+        bound = "with" if self.bounded else "without"
         return (
             f"H={self.hidden} F={self.intermediate} E={self.num_experts} top-{self.topk} "
-            f"{gate}{self.activation}, {self.num_tokens} tokens, {self.dtype}, {self.direction}, "
-            f"on {self.gpu}"
+            f"{gate}{self.activation}, {self.num_tokens} tokens, {self.dtype}, {self.direction} "
+            f"{bound} row bound, keep {self.keep}, grads {self.grads}, on {self.gpu}"
         )
 
 
 _SHAPE = ("hidden", "intermediate", "num_experts", "topk", "activation", "gated")
+_MEASURED = ("bounded", "keep", "grads", "time_ms")
+"""How a layer ran, and the time that it took."""
 
 
 def _shape_of(config: MoEConfig) -> dict[str, Any]:
@@ -154,6 +178,9 @@ def load_calibration(
     gpu: str,
     dtype: str,
     num_tokens: int | None = None,
+    bounded: bool | None = None,
+    keep: Keep | None = None,
+    grads: Grads | None = None,
 ) -> Calibration:
     """Reads the file for a run.
 
@@ -163,22 +190,29 @@ def load_calibration(
         gpu: Name of this machine's GPU.
         dtype: Of the run's tokens.
         num_tokens: Tokens of one rank and launch, if they are known beforehand.
+        bounded: Whether the run has a ``row_bound``; ``None``, as for the next two, if the caller
+            cannot tell, and then the file's word is taken.
+        keep: What the run's forwards keep for their backwards.
+        grads: Where the run's weight gradients go.
 
     Returns:
         The times that concern the run.
 
     Raises:
         ConfigError: The file cannot be read, is not what it should be, or has no forward of a
-            layer with this shape, GPU and dtype; says what it has.
+            layer with this shape, GPU and dtype that ran as the run does; says what it has.
     """
     entries = read_entries(path)
+    told = {"bounded": bounded, "keep": keep, "grads": grads}
+    ran_as = {name: value for name, value in told.items() if value is not None}
     for config in dict.fromkeys(configs):
-        wanted = {**_shape_of(config), "gpu": gpu, "dtype": dtype, "direction": "forward"}
+        wanted = {**_shape_of(config), "gpu": gpu, "dtype": dtype, **ran_as, "direction": "forward"}
         if num_tokens is not None:
             wanted["num_tokens"] = num_tokens
         if not any(_differs(entry, wanted) is None for entry in entries):
             _refuse(Path(path), entries, wanted)
-    return Calibration(entries, gpu=gpu, dtype=dtype)
+    alike = [entry for entry in entries if _differs(entry, ran_as) is None]
+    return Calibration(alike, gpu=gpu, dtype=dtype)
 
 
 def gpu_name(device: torch.device) -> str:
@@ -233,7 +267,8 @@ def read_entries(path: str | Path) -> list[Entry]:
     if content["format"] != FORMAT or content["version"] != VERSION:
         raise ConfigError(
             f"calibration file {path}: format {content['format']!r} of version "
-            f"{content['version']!r}, wanted {FORMAT!r} of version {VERSION}"
+            f"{content['version']!r}, wanted {FORMAT!r} of version {VERSION}; measure again with "
+            "python -m flashmoe_megatron.calibrate, into a new file"
         )
     if not isinstance(content["entries"], list) or not content["entries"]:
         raise ConfigError(f"calibration file {path}: it has no list of entries, wanted at least 1")
@@ -252,6 +287,9 @@ def read_entries(path: str | Path) -> list[Entry]:
 
 def write_entries(path: str | Path, entries: Iterable[Entry]) -> None:
     """Adds entries to a file, or makes it; those of the same layer and machine are replaced.
+
+    So they are where the layer ran in another way: a file has one time for each layer, and a run
+    that cannot tell how it runs takes that.
 
     The file is complete at every moment: it is written under another name and then renamed.
 
@@ -288,7 +326,9 @@ def write_entries(path: str | Path, entries: Iterable[Entry]) -> None:
 
 
 def _key(entry: Entry) -> tuple[Any, ...]:
-    return dataclasses.astuple(dataclasses.replace(entry, time_ms=1.0))
+    return tuple(
+        value for name, value in dataclasses.asdict(entry).items() if name not in _MEASURED
+    )
 
 
 def _no_constant(name: str) -> float:
@@ -297,14 +337,16 @@ def _no_constant(name: str) -> float:
 
 _FIELDS: dict[str, type] = {
     **dict.fromkeys(("hidden", "intermediate", "num_experts", "topk", "num_tokens"), int),
-    **dict.fromkeys(("activation", "gpu", "dtype", "direction"), str),
-    "gated": bool,
+    **dict.fromkeys(("activation", "gpu", "dtype", "direction", "keep", "grads"), str),
+    **dict.fromkeys(("gated", "bounded"), bool),
     "time_ms": float,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
     "activation": tuple(activation.value for activation in Activation),
     "dtype": DTYPES,
     "direction": DIRECTIONS,
+    "keep": KEEPS,
+    "grads": GRADS,
 }
 
 

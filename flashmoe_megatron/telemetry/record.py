@@ -13,19 +13,21 @@ class Phase(enum.Enum):
     """Where the time of a CTA goes.
 
     A CTA has several roles that run beside each other. Those of the processors follow one another
-    and add up to the CTA's time: ``HEAD``, then ``STAGE_WAIT``, ``GEMM`` and ``EPILOGUE`` for every
-    tile, then ``TAIL``. ``ROWS_WAIT`` and ``ACT_WAIT`` are the loader's; ``DISPATCH``, ``DELIVER``
-    and ``REDUCE`` the communication roles'; both run at the same time as the processors.
+    and add up to the launch's time: ``HEAD``, then ``STAGE_WAIT``, ``GEMM`` and ``EPILOGUE`` for
+    every tile, then ``TAIL``, which is what is left. ``ROWS_WAIT`` and ``ACT_WAIT`` are the
+    loader's; ``DISPATCH``, ``DELIVER`` and ``REDUCE`` the communication roles'; both run at the
+    same time as the processors.
     """
 
     HEAD = "head"
-    """From the start of the kernel until the first operands of a CTA arrive."""
+    """What a CTA begins with: the plan, if the launch makes it, with the wait for the routes of all
+    ranks; and in the kernel copying those rows of the first tiles that are this rank's own."""
     ROWS_WAIT = "rows_wait"
     """The loader waits for token rows."""
     ACT_WAIT = "act_wait"
     """The loader waits for activations, the output of GEMM0."""
     STAGE_WAIT = "stage_wait"
-    """The processors wait for a tile or a stage, after the first and before the last: exposed."""
+    """The processors wait for a tile or its operands, the first ones included: exposed."""
     GEMM = "gemm"
     """The processors run the main loops of both projections, and of the weight gradients."""
     EPILOGUE = "epilogue"
@@ -39,7 +41,7 @@ class Phase(enum.Enum):
     REDUCE = "reduce"
     """The communication role sums the shares of all ranks, for tokens of which others have any."""
     TAIL = "tail"
-    """From the last tile of a CTA until the CTA leaves."""
+    """From the last tile of a CTA until the launch ends, also where the CTA has left before."""
 
 
 @dataclass(frozen=True)

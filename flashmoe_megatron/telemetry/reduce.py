@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
 
 
@@ -41,6 +42,32 @@ def agree_layout(places: Mapping[int, LayerPlace], group: dist.ProcessGroup | No
                     "earlier one: wanted one shape, so that their figures can be added"
                 )
     return Layout(known)
+
+
+def agree_calibration(
+    calibration: Calibration | None, group: dist.ProcessGroup | None
+) -> Calibration | None:
+    """Gives every rank the calibration that some have. Collective over the group; ranks wait, once.
+
+    A rank reads the file for its own layers, and the one that writes may have none.
+
+    Args:
+        calibration: This rank's; all are of one file.
+        group: As for :func:`agree_layout`.
+
+    Returns:
+        The first rank's that has one, ``None`` if no rank has.
+    """
+    if group is None:
+        return calibration
+    has_one = [False] * dist.get_world_size(group)
+    dist.all_gather_object(has_one, calibration is not None, group=group)
+    if not any(has_one):
+        return None
+    told = [calibration]
+    owner = dist.get_global_rank(group, has_one.index(True))
+    dist.broadcast_object_list(told, src=owner, group=group)
+    return told[0]
 
 
 class Reduction:

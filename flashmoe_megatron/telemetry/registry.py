@@ -3,7 +3,12 @@
 "Launches" below are those of all ranks since the last report, as far as backends still have them:
 the kernel keeps its last 256, so that larger steps are sampled. A phase is the mean over a launch's
 CTAs (see :class:`~flashmoe_megatron.telemetry.record.Phase`). A metric whose ingredients were not
-measured is absent, never 0.
+measured is absent, never 0; so are the phases of a launch of the kernel that takes longer than
+0.36 s, as a backward does that waits for a late rank, because its counters hold no more.
+
+A forward and a backward each leave the record of one launch. What else they may launch leaves none:
+a plan of its own, where training has no ``row_bound``; with ``keep`` "preactivations" the one that
+fetches tokens again for a backward; and what sums the gradients of biases.
 """
 
 import difflib
@@ -57,8 +62,8 @@ METRICS: dict[str, Metric] = {
             "ms",
             "lower",
             "mean",
-            "time of one launch, from its first CTA's begin to its last CTA's end; the launch that "
-            "computes the weights' gradients is not in it",
+            "time of one launch, from its first CTA's begin to its last CTA's end; launches that "
+            "leave no record are not in it",
             _CLOCK,
         ),
         Metric(
@@ -97,8 +102,9 @@ METRICS: dict[str, Metric] = {
             "lower",
             "mean",
             "processors' time lost to communication: the smaller of ROWS_WAIT (the loader waited "
-            "for rows) and HEAD + STAGE_WAIT (the processors had nothing to do), plus TAIL; the "
-            "wait for peers that begin late is before the first ROWS_WAIT and not in it",
+            "for rows) and HEAD + STAGE_WAIT (the processors had nothing to do), plus TAIL. In a "
+            "forward the wait for peers that begin late is in its plan, before the first "
+            "ROWS_WAIT, and not in it; a backward has no plan, so there it is",
             _OURS,
         ),
         Metric(
@@ -107,7 +113,9 @@ METRICS: dict[str, Metric] = {
             "ms",
             "lower",
             "mean",
-            "time that a CTA's communication roles were busy: DISPATCH + DELIVER + REDUCE",
+            "time that a CTA's communication roles were busy: DISPATCH + DELIVER + REDUCE; of a "
+            "backward with keep preactivations also while tokens were fetched again, which is not "
+            "in its kernel_ms",
             _OURS,
         ),
         Metric(
@@ -128,7 +136,9 @@ METRICS: dict[str, Metric] = {
             "higher",
             "ratio of sums",
             "Oe = T(2) / T(N): the layer's time on 2 GPUs, from the calibration file, over "
-            "kernel_ms here, at equal tokens per GPU",
+            "kernel_ms here, at equal tokens per GPU. Both have to be of the same launches: with "
+            "or without row_bound, with the same keep, gradients of weights added to main_grad or "
+            "not, and as many reserved SMs, of which calibration leaves the default",
             f"{_PAPER}, section 4",
         ),
         Metric(
@@ -137,9 +147,10 @@ METRICS: dict[str, Metric] = {
             "1",
             "higher",
             "ratio of sums",
-            "share of the SMs' time in which they had at least one warp in flight: CTAs times "
-            "their mean time over SMs times the launch's. A persistent kernel has it near 1 by "
-            "construction; what is missing is SMs left to other kernels and CTAs that left early",
+            "share of the SMs' time in which they held a CTA, and so at least one warp in flight, "
+            "a CTA that left early counted until the launch's end: CTAs over SMs. A persistent "
+            "kernel has it constant by construction; what is missing to 1 is the SMs left to other "
+            "kernels",
             f"{_PAPER}, section 4",
         ),
         Metric(
@@ -180,7 +191,8 @@ METRICS: dict[str, Metric] = {
             "MiB per rank and launch",
             "lower",
             "mean",
-            "rows that crossed a link, in dispatch and combine, times their bytes",
+            "rows that crossed a link, in dispatch and combine, times their bytes; in backward "
+            "with keep preactivations also the tokens that were fetched again",
             "counted in the kernel",
         ),
         Metric(
@@ -239,8 +251,9 @@ METRICS: dict[str, Metric] = {
             "1",
             "lower",
             "ratio of sums",
-            "rows fetched over routed rows: 1 if each of a token's experts gets its own copy, less "
-            "where experts of one rank share one. A rank's own tokens are counted on both sides",
+            "rows fetched over routed rows, of forwards: 1 if each of a token's experts gets its "
+            "own copy, less where experts of one rank share one. A rank's own tokens are counted "
+            "on both sides",
             "counted in the kernel",
         ),
         Metric(

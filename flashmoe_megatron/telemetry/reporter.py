@@ -12,9 +12,9 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.metrics import compute_metrics
 from flashmoe_megatron.telemetry.record import LaunchRecord
-from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
+from flashmoe_megatron.telemetry.reduce import Reduction, agree_calibration, agree_layout
 from flashmoe_megatron.telemetry.sinks import Sink
-from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
+from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -29,6 +29,9 @@ class Reporter:
     and a report is written by the step that finds its reduction done. Making one is collective over
     the group, and so is every step that is a multiple of the interval; ranks make the same steps.
 
+    Where ranks have different layers of one number there are no metrics: a rank with sinks says so,
+    and training goes on.
+
     Args:
         places: This rank's layers by number; none is fine.
         group: All ranks; ``None`` for this one alone.
@@ -36,7 +39,7 @@ class Reporter:
         chosen: Names of metrics.
         take_records: Gives what has finished since it was last asked.
         annotate: Adds to this rank's totals what no record has, such as the heap's size.
-        calibration: For the overlap efficiency.
+        calibration: For the overlap efficiency; one rank's is every rank's.
         sinks: Of this rank; none on ranks that write nothing.
         interval: Steps between reports.
     """
@@ -60,12 +63,19 @@ class Reporter:
         self._chosen = chosen
         self._take_records = take_records
         self._annotate = annotate
-        self._calibration = calibration
         self._sinks = tuple(sinks)
         self._interval = interval
-        self._layout = agree_layout(places, group)
         self._pending: deque[tuple[int, Reduction]] = deque()
         self._told: set[str] = set()
+        self._is_on = True
+        try:
+            self._layout = agree_layout(places, group)
+        except ConfigError as error:  # on every rank alike
+            self._is_on = False
+            self._layout = Layout({})
+            if self._sinks:
+                self._tell(f"no metrics of flashmoe: {error}")
+        self._calibration = agree_calibration(calibration, group)
         self._take_records()  # what was before belongs to no step
         self._totals = Totals(self._layout, self._places)
         self._since = time.monotonic()
@@ -79,6 +89,8 @@ class Reporter:
                 gone back since the last call.
             is_last: No further step comes: waits for this step's report, and writes it.
         """
+        if not self._is_on:
+            return
         self._write(step if now is None else now)
         if step % self._interval == 0:
             self._collect()

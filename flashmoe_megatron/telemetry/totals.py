@@ -74,7 +74,8 @@ class LaunchTotals:
             (combine).
         padded_bytes: What padding to capacity would have sent.
         aligned_bytes: The same with capacities of whole tiles.
-        rows_fetched: Rows fetched, own tokens included, where these are counted.
+        rows_fetched: Rows fetched by forwards, own tokens included, where these are counted; in a
+            backward's count may be those of a launch that fetched its tokens again.
         rows_routed: Routed rows of those launches.
         overlap_launches: Launches whose communication was measured.
         overlap_ns: Time of the communication roles in them.
@@ -128,7 +129,7 @@ class LaunchTotals:
         self.sent_bytes += rows_sent * place.row_bytes
         self.padded_bytes += place.padded_bytes(record.num_tokens)
         self.aligned_bytes += place.padded_bytes(record.num_tokens, tile=TILE_M)
-        if record.rows_pulled[place.rank]:
+        if record.direction == "forward" and record.rows_pulled[place.rank]:
             self.rows_fetched += sum(record.rows_pulled)
             self.rows_routed += record.num_rows
 

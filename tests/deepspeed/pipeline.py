@@ -1,5 +1,6 @@
 """Trains with DeepSpeed's PipelineEngine, with its own MoE layers or with ours, in one process."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from tests.deepspeed.harness import prepare
 from tests.deepspeed.models import EXPERTS, HIDDEN, tell_experts_apart
 
 NUM_STAGES = 2
+EP_SIZE = 2
 STEPS = 3
 MICRO_BATCHES = 3
 SAMPLES = 12
@@ -42,21 +44,18 @@ def batches(replica: int) -> Any:
         yield tuple(torch.randn(SAMPLES, HIDDEN, generator=generator) for _ in range(2))
 
 
-def train(
-    group: dist.ProcessGroup, fused: bool, zero: int
-) -> tuple[list[float], dict[str, str], list[int]]:
-    """Returns the losses, the report, and the calls of every fused layer of this stage."""
+def build(layers: Sequence[Any], *, zero: int = 0, **sections: Any) -> Any:
+    """An engine of these layers' specifications, in stages of equal length."""
     prepare()
     import deepspeed
-    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.pipe import PipelineModule
 
-    from flashmoe_megatron.deepspeed import attach, initialize
+    from flashmoe_megatron.deepspeed import initialize
 
     deepspeed.init_distributed()  # a pipeline asks for its ranks before there is an engine
     torch.manual_seed(11)
-    ep_size = dist.get_world_size() // NUM_STAGES
     model = PipelineModule(
-        [LayerSpec(Block, ep_size) for _ in range(2 * NUM_STAGES)],
+        layers,
         num_stages=NUM_STAGES,
         loss_fn=mean_square,
         partition_method="uniform",
@@ -68,13 +67,29 @@ def train(
         "steps_per_print": 10**9,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": zero},
+        **sections,
     }
-    if fused:
-        config["flashmoe"] = {"enabled": True}
     engine, *_ = initialize(model=model, config=config)
+    return engine
+
+
+def train_engine(engine: Any, steps: int = STEPS) -> list[float]:
+    """The losses."""
     iterator = batches(engine.grid.get_data_parallel_rank())
     torch.manual_seed(77)  # for the noise of the gates
-    losses = [float(engine.train_batch(iterator)) for _ in range(STEPS)]
+    return [float(engine.train_batch(iterator)) for _ in range(steps)]
+
+
+def train(fused: bool, zero: int) -> tuple[list[float], dict[str, str], list[int]]:
+    """Returns the losses, the report, and the calls of every fused layer of this stage."""
+    from deepspeed.pipe import LayerSpec
+
+    from flashmoe_megatron.deepspeed import attach
+
+    sections = {"flashmoe": {"enabled": True}} if fused else {}
+    specs = [LayerSpec(Block, EP_SIZE) for _ in range(2 * NUM_STAGES)]
+    engine = build(specs, zero=zero, **sections)
+    losses = train_engine(engine)
     layers = [module for module in engine.module.modules() if hasattr(module, "flashmoe")]
     report = attach(engine) if fused else {}
     return losses, report, [layer.flashmoe.experts.num_calls for layer in layers]
@@ -82,4 +97,20 @@ def train(
 
 def train_all(group: dist.ProcessGroup, stages: tuple[int, ...]) -> list[Any]:
     """The stock layers' outcome and ours, for each stage of ZeRO."""
-    return [(train(group, False, zero), train(group, True, zero)) for zero in stages]
+    return [(train(False, zero), train(True, zero)) for zero in stages]
+
+
+def train_with_metrics(
+    group: dist.ProcessGroup, runs: Sequence[tuple[str, dict[str, Any]]]
+) -> None:
+    """Trains a model for each run, given by its blocks and sections of the configuration.
+
+    A block is "M", a MoE layer, or "D", a dense one.
+    """
+    prepare()
+    from deepspeed.pipe import LayerSpec
+
+    for blocks, sections in runs:
+        kinds = {"M": (Block, EP_SIZE), "D": (nn.Linear, HIDDEN, HIDDEN)}
+        engine = build([LayerSpec(*kinds[block]) for block in blocks], **sections)
+        train_engine(engine, steps=4)

@@ -15,8 +15,9 @@ from flashmoe_megatron.adapters.deepspeed.settings import read_settings
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.calibration import Entry, write_entries
+from tests.deepspeed import pipeline
 from tests.deepspeed.harness import Case, build, train_engine
-from tests.distributed import RankError, RankPool
+from tests.distributed import RankError, RankPool, run_ranks
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
 
@@ -24,12 +25,15 @@ STEPS = 7
 INTERVAL = 2
 
 
+def csv_files(directory: str) -> dict[str, Any]:
+    return {"csv_monitor": {"enabled": True, "output_path": directory, "job_name": "job"}}
+
+
 def case(directory: str, *, monitors: dict[str, Any] | None = None, **flashmoe: Any) -> Case:
     """Two layers of 8 experts, top-2, at half of the capacity that would drop nothing."""
-    output = {"enabled": True, "output_path": directory, "job_name": "job"}
     return Case(
         model={"k": 2, "capacity_factor": 0.5, "min_capacity": 1},
-        config={"wall_clock_breakdown": True, **(monitors or {"csv_monitor": output})},
+        config={"wall_clock_breakdown": True, **(monitors or csv_files(directory))},
         steps=STEPS,
         flashmoe={"metrics_interval": INTERVAL, **flashmoe},
     )
@@ -81,11 +85,11 @@ def test_a_choice_of_metrics(two_ranks: RankPool, tmp_path: Path) -> None:
         assert not list(folder.rglob("flashmoe*"))
 
 
-def calibration(path: Path, **changes: Any) -> str:
+def calibration(path: Path, *, num_tokens: int = 24, **changes: Any) -> str:
     shape = {"hidden": 64, "intermediate": 128, "num_experts": 8, "topk": 2, "num_ranks": 2}
     activation = {"activation": cases.CONFIG.activation, "gated": True}
-    config = MoEConfig(**{**shape, **activation, "max_tokens": 24, **changes})
-    measured = {"num_tokens": 24, "gpu": "cpu", "dtype": "float32"}
+    config = MoEConfig(**{**shape, **activation, "max_tokens": num_tokens, **changes})
+    measured = {"num_tokens": num_tokens, "gpu": "cpu", "dtype": "float32"}
     entry = Entry.of(config, **measured, direction="forward", time_ms=1.0)
     write_entries(path, [entry])
     return str(path)
@@ -108,6 +112,38 @@ def test_overlap_efficiency_comes_from_the_file(two_ranks: RankPool, tmp_path: P
     wider = calibration(tmp_path / "wider.json", **{**shape, "hidden": 192})
     with pytest.raises(RankError, match="wider.json: none of its 1 entries is of this run.*hidden"):
         two_ranks.run(run, case(str(tmp_path), calibration=wider))
+
+
+PIPELINES = {"MMMM": 4, "DDMM": 2, "MMDD": 2}
+"""Blocks of two stages, and how many have experts. Rank 0, of the first stage, writes."""
+
+
+def test_all_stages_of_a_pipeline_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    shape = {"num_experts": 4, "num_tokens": pipeline.SAMPLES}
+    file = calibration(tmp_path / "t2.json", **shape)
+    section = {"enabled": True, "metrics_interval": 1, "metrics": "all", "calibration": file}
+    runs = [
+        (blocks, {**csv_files(str(tmp_path / blocks)), "flashmoe": section}) for blocks in PIPELINES
+    ]
+    run_ranks(pipeline.train_with_metrics, 4, runs, timeout_s=200)
+    for blocks, num_layers in PIPELINES.items():
+        lines = reports(tmp_path / blocks / "job")
+        assert lines
+        for line in lines:
+            layers = {
+                key.split("/")[2] for key in line if key.endswith("/kernel_ms") and "layer" in key
+            }
+            assert layers == {f"layer_{number}" for number in range(num_layers)}
+            for layer in layers:
+                rows = [line[f"flashmoe/{layer}/expert_rows/{expert}"] for expert in range(4)]
+                # Per launch: both ranks of a group hold all tokens, of which each chose two.
+                assert sum(rows) == pytest.approx(2 * pipeline.SAMPLES * 2)
+            assert line["flashmoe/forward/overlap_efficiency"] > 0
+            assert line["flashmoe/tokens_per_second"] > 0
+        assert (tmp_path / blocks / "job" / "flashmoe_tokens_per_second.csv").exists()
 
 
 def with_wandb(group: dist.ProcessGroup, given: Case, environment: dict[str, str]) -> None:
@@ -195,6 +231,7 @@ def test_routes_are_counted_on_the_device() -> None:
     counters[1].count(torch.tensor([0, 2]), torch.tensor([-1, -1]))
     assert reader.read() == (2, 0)
     assert reader.read() == (0, 0)
+    assert RouteReader([]).read() == (0, 0)  # of a pipeline stage without experts
 
 
 @pytest.mark.parametrize(

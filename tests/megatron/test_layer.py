@@ -1,5 +1,6 @@
 """One MoE layer with flashmoe gives the outputs and gradients of Megatron's alltoall layer."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.reference import assert_close
 from tests.distributed import RankError, RankPool
 from tests.megatron.harness import Layout, prepare, transformer_config
@@ -109,8 +111,40 @@ def test_unknown_experts_are_refused_by_name(four_ranks: RankPool) -> None:
 
 
 def test_more_tokens_than_announced_are_refused(four_ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"48 tokens.*max_tokens=32"):
+    with pytest.raises(RankError, match=r"48 tokens.*max_tokens=32.*--flashmoe-max-tokens 48"):
         four_ranks.run(too_many_tokens, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_te_activation_matches_alltoall(gated: bool, four_ranks: RankPool) -> None:
+    """Transformer Engine's GELU is the tanh form, though the configuration names the other."""
+    settings = {
+        "use_te_activation_func": True,
+        "activation_func": F.gelu,
+        "gated_linear_unit": gated,
+    }
+    for stock, fused in four_ranks.run(
+        both_layers, EP2_DP2, settings, "te_grouped", timeout_s=TIMEOUT_S
+    ):
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
+    way_out = r"would not be called; .* use the alltoall dispatcher"
+    converted, hooked, patched, whole, built = four_ranks.run(changed_experts, timeout_s=TIMEOUT_S)[
+        0
+    ]
+    assert re.search(
+        r"experts\.local_experts\.1\.linear_fc1 .*class tests.megatron.*\.Quantized", converted
+    )
+    assert re.search(r"experts\.local_experts\.0\.linear_fc2 .* has forward hooks", hooked)
+    assert re.search(r"experts\.local_experts\.0 .* has a forward of its own", patched)
+    assert re.search(r"experts \(SequentialMLP\) has forward hooks", whole)
+    assert re.search(r"experts\.linear_fc1 .*class tests.megatron.*\.Quantized", built)
+    for message in (converted, hooked, patched, whole, built):
+        assert re.search(way_out, message)
 
 
 def make_layer(config: Any, experts: Any = None) -> Any:
@@ -165,6 +199,9 @@ def both_layers(
 class TorchGroupedLinear(torch.nn.Module):
     """Grouped linear layers as Transformer Engine holds them: ``weight0``, ``weight1``, ..."""
 
+    # Stands for Transformer Engine's own and computes the same: other classes are refused.
+    __module__ = "transformer_engine.pytorch.module.grouped_linear"
+
     def __init__(self, num_gemms: int, num_in: int, num_out: int, **options: Any) -> None:
         super().__init__()
         self.num_gemms = num_gemms
@@ -187,14 +224,42 @@ class TorchGroupedLinear(torch.nn.Module):
         return torch.cat(rows), biases if self.returns_bias else None
 
 
+class GELU(torch.nn.Module):
+    """Transformer Engine's operation in plain torch."""
+
+    __module__ = "transformer_engine.pytorch.ops.basic.activation"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+class GEGLU(GELU):
+    __module__ = GELU.__module__
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return super().forward(gate) * up
+
+
+class TEActivation:
+    """Chooses the operation, as Megatron's TEActivationOp."""
+
+    def __new__(cls, config: Any) -> Any:
+        return GEGLU() if config.gated_linear_unit else GELU()
+
+
 def grouped_experts(kind: str) -> Any:
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe import experts
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     if kind == "te_grouped":
-        linears = MLPSubmodules(linear_fc1=TorchGroupedLinear, linear_fc2=TorchGroupedLinear)
-        return ModuleSpec(module=experts.TEGroupedMLP, submodules=linears)
+        parts = MLPSubmodules(
+            linear_fc1=TorchGroupedLinear,
+            linear_fc2=TorchGroupedLinear,
+            activation_func=TEActivation,  # where the configuration asks for it
+        )
+        return ModuleSpec(module=experts.TEGroupedMLP, submodules=parts)
     # GroupedMLP computes with a CUDA extension; its product of groups in plain torch.
     experts.gg.assert_grouped_gemm_is_available = lambda: None
     experts.gg.ops = TorchGroupedGemm
@@ -248,6 +313,49 @@ def strange_experts(group: dist.ProcessGroup) -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     make_layer(transformer_config(EP2_DP2, "flashmoe"), ModuleSpec(module=Strange))
+
+
+class Quantized:
+    """What a conversion mixes into a linear layer's class: weights stay, their use changes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("stands for another computation")
+
+
+def quantize(linear: Any) -> None:
+    linear.__class__ = type("Quantized", (Quantized, type(linear)), {"__module__": __name__})
+
+
+def changed_experts(group: dist.ProcessGroup) -> list[str]:
+    """What is said of each change; before it the layer runs, with Megatron's pre-hooks too."""
+    prepare(EP2_DP2)
+    x = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64)
+    said = []
+    for change in (
+        lambda experts: quantize(experts.local_experts[1].linear_fc1),
+        lambda experts: experts.local_experts[0].linear_fc2.register_forward_hook(print),
+        lambda experts: setattr(experts.local_experts[0], "forward", print),
+        lambda experts: experts.register_forward_hook(print),
+    ):
+        layer = make_layer(transformer_config(EP2_DP2, "flashmoe"))
+        layer.experts.register_forward_pre_hook(lambda *_: None)
+        layer(x)
+        change(layer.experts)
+        said.append(refusal_of(layer, x))
+    spec = grouped_experts("te_grouped")
+    spec.submodules.linear_fc1 = type(
+        "Quantized", (Quantized, TorchGroupedLinear), {"__module__": __name__}
+    )
+    said.append(refusal_of(make_layer, transformer_config(EP2_DP2, "flashmoe"), spec))
+    return said
+
+
+def refusal_of(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
 
 
 def too_many_tokens(group: dist.ProcessGroup) -> None:

@@ -1,22 +1,38 @@
 """What wandb, TensorBoard and the file beside a run are told of Megatron's MoE layers."""
 
+import contextlib
 import dataclasses
+import gc
 import json
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.calibration import Entry, write_entries
 from tests.distributed import RankError, RankPool
-from tests.megatron.harness import MICRO_BATCH, SEQ_LENGTH, Case, Layout, train
+from tests.megatron.harness import (
+    MICRO_BATCH,
+    SEQ_LENGTH,
+    Case,
+    Layout,
+    prepare,
+    train,
+    transformer_config,
+)
 from tests.megatron.test_command_line import megatron_parser
+from tests.megatron.test_layer import make_layer
 from tests.megatron.test_megatron_lm import MODEL, torchrun
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
@@ -120,6 +136,149 @@ def test_a_calibration_of_another_shape_ends_the_run(four_ranks: RankPool, tmp_p
     case = Case(Layout(expert=4), settings={"calibration": file})
     with pytest.raises(RankError, match="has intermediate 128 and not 64"):
         four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLayer:
+    """A layer of this many intermediate features, with its number; frozen as a teacher's are."""
+
+    width: int = 64
+    number: int = 1
+    is_frozen: bool = False
+
+
+def report_layers(
+    group: dist.ProcessGroup, by_rank: Sequence[Sequence[OneLayer]], path: str, file: str | None
+) -> list[str]:
+    """Runs each rank's layers for two steps, the last rank writing; returns the warnings."""
+    from flashmoe_megatron.adapters.megatron.metrics import MoEMetrics
+    from flashmoe_megatron.telemetry.sinks import JsonLines
+
+    prepare(Layout(), metrics="all", calibration=file)
+    layers = []
+    for one in by_rank[dist.get_rank()]:
+        # Without the auxiliary loss, whose table has room for the layers of one model.
+        config = transformer_config(
+            Layout(),
+            "flashmoe",
+            moe_ffn_hidden_size=one.width,
+            moe_router_load_balancing_type="none",
+        )
+        layer = make_layer(config)
+        layer.set_layer_number(one.number)
+        layer.requires_grad_(not one.is_frozen)
+        layers.append(layer)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("flashmoe_megatron")
+    logger.addHandler(handler)
+    is_writer = dist.get_rank() == dist.get_world_size() - 1
+    report = MoEMetrics([JsonLines(Path(path))] if is_writer else [], model=layers)
+    try:
+        for step in (1, 2):
+            for layer in layers:
+                layer(torch.randn(SEQ_LENGTH, MICRO_BATCH, 64))
+            report(step, is_last=step == 2)
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def test_the_rank_that_writes_needs_no_layer_for_the_efficiency(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    path, file = tmp_path / "metrics.jsonl", calibration(tmp_path / "t2.json")
+    two_ranks.run(report_layers, [[OneLayer()], []], str(path), file, timeout_s=TIMEOUT_S)
+    (line,) = reports(path)
+    efficiency = line["flashmoe/forward/overlap_efficiency"]
+    assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
+
+
+TEACHER = [OneLayer(128, number, is_frozen=True) for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("first", ["student", "teacher"])
+def test_of_a_teacher_and_its_student_the_student_is_reported(
+    first: str, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    student = [OneLayer(number=number) for number in (1, 2)]
+    both = student + TEACHER if first == "student" else TEACHER + student
+    path = tmp_path / "metrics.jsonl"
+    # The stage of the second rank has a part of the teacher alone.
+    by_rank = [both, TEACHER]
+    told = two_ranks.run(report_layers, by_rank, str(path), None, timeout_s=TIMEOUT_S)
+    assert told == [[], []]
+    (line,) = reports(path)
+    for layer in (1, 2):
+        rows = [line[f"flashmoe/layer_{layer}/expert_rows/{expert}"] for expert in range(8)]
+        assert sum(rows) == pytest.approx(TOKENS * 2)
+    assert "flashmoe/forward/layer_3/kernel_ms" not in line
+
+
+def test_frozen_layers_are_reported_where_none_is_trained(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    two_ranks.run(report_layers, [TEACHER] * 2, str(path), None, timeout_s=TIMEOUT_S)
+    (line,) = reports(path)
+    assert line["flashmoe/forward/layer_3/kernel_ms"] > 0
+
+
+def test_models_that_differ_in_a_layer_are_not_reported(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Of one rank's own two the same is chosen everywhere; where ranks differ, none can be."""
+    path = tmp_path / "metrics.jsonl"
+    one, other = OneLayer(), OneLayer(128)
+    both = [[one, other], [other, one]]
+    told = two_ranks.run(report_layers, both, str(path), None, timeout_s=TIMEOUT_S)
+    assert told == [[], []]
+    assert len(reports(path)) == 1
+    path.unlink()
+    differ = [[one], [other]]
+    told = two_ranks.run(report_layers, differ, str(path), None, timeout_s=TIMEOUT_S)
+    assert told[0] == []
+    (message,) = told[1]
+    assert message.startswith("no metrics of flashmoe: layer 1 is ")
+    assert not path.exists()
+
+
+def restart(group: dist.ProcessGroup, directory: str) -> list[bool]:
+    """Which iterations of Megatron's script have new metrics; the groups change after the third."""
+    from flashmoe_megatron.adapters.megatron import metrics as adapter
+
+    prepare(Layout())
+    layer = make_layer(transformer_config(Layout(), "flashmoe"))
+    gc.collect()  # layers of other tests hold themselves in cycles
+    args = SimpleNamespace(
+        moe_token_dispatcher_type="flashmoe", num_experts=8, tensorboard_dir=directory
+    )
+    world = dist.group.WORLD
+    anew = dist.new_group()
+    script = adapter._ScriptMetrics(
+        SimpleNamespace(get_wandb_writer=lambda: None, get_tensorboard_writer=lambda: None)
+    )
+    made = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as at_end:
+        at_end.callback(setattr, dist.group, "WORLD", world)
+        patch.setattr(adapter, "megatron_args", lambda: args)
+        for index, iteration in enumerate((1, 2, 3, 3, 4)):
+            if index == 3:
+                dist.group.WORLD = anew
+            layer(torch.randn(SEQ_LENGTH, MICRO_BATCH, 64))
+            before = script._metrics
+            script(iteration)
+            made.append(script._metrics is not before)
+            reporter = script._metrics._reporter
+            assert reporter._group is (world if index < 3 else anew)
+    return made
+
+
+def test_metrics_begin_anew_with_new_groups(two_ranks: RankPool, tmp_path: Path) -> None:
+    """As Megatron's --inprocess-restart makes them, which goes back to a checkpoint."""
+    for made in two_ranks.run(restart, str(tmp_path), timeout_s=TIMEOUT_S):
+        assert made == [True, False, False, True, False]
 
 
 OFFLINE = {

@@ -8,11 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_megatron.adapters import megatron as adapter
+from flashmoe_megatron.adapters.megatron import shape
+from flashmoe_megatron.adapters.megatron.activations import activation_of, activation_of_experts
 from flashmoe_megatron.adapters.megatron.refusals import (
     CONFIG_REFUSALS,
     SCRIPT_REFUSALS,
     refuse,
 )
+from flashmoe_megatron.adapters.megatron.settings import Settings
+from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
 from tests.megatron.harness import Layout, transformer_config
 
@@ -56,6 +60,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
         "--offload-modules",
+        "leave these",
+    ),
+    (
+        {"fine_grained_activation_offloading": True, "offload_modules": ["fused_group_mlp"]},
+        "--offload-modules with expert_fc1 or moe_act or fused_group_mlp",
         "leave these",
     ),
     ({"cpu_offloading": True}, "--cpu-offloading", "recompute"),
@@ -163,7 +172,76 @@ def test_every_row_of_the_table_is_tested(refusal: Any) -> None:
     assert refusal.name in tested
 
 
+REFUSED_IN_SCRIPTS = {
+    "use_megatron_fsdp": r"--use-megatron-fsdp.*--use-distributed-optimizer",
+    "use_custom_fsdp": r"--use-custom-fsdp.*--use-distributed-optimizer",
+    "use_torch_fsdp2": r"--use-torch-fsdp2.*--use-distributed-optimizer",
+    "modelopt_enabled": r"ModelOpt.*alltoall dispatcher.*--load .* without a modelopt_state",
+}
+
+
 @pytest.mark.parametrize("name", [refusal.name for refusal in SCRIPT_REFUSALS])
-def test_fsdp_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"--use-.*fsdp.*--use-distributed-optimizer"):
+def test_arguments_of_the_script_are_refused(name: str) -> None:
+    refuse(SimpleNamespace(**{name: False}), SCRIPT_REFUSALS)
+    with pytest.raises(ConfigError, match=REFUSED_IN_SCRIPTS[name]):
         refuse(SimpleNamespace(**{name: True}), SCRIPT_REFUSALS)
+
+
+class HeldActivation(torch.nn.Module):
+    """Experts of which each holds an activation: Transformer Engine's, another, or a function."""
+
+    def __init__(self, *activations: Any) -> None:
+        super().__init__()
+        self.local_experts = torch.nn.ModuleList()
+        for activation in activations:
+            expert = torch.nn.Module()
+            expert.activation_func = activation
+            self.local_experts.append(expert)
+
+
+def operation(name: str, module: str = "transformer_engine.pytorch.ops.basic.activation") -> Any:
+    return type(name, (torch.nn.Module,), {"__module__": module})()
+
+
+@pytest.mark.parametrize(
+    ("function", "held", "computed"),
+    [
+        (F.gelu, operation("GELU"), Activation.GELU_TANH),
+        (F.gelu, operation("GEGLU"), Activation.GELU_TANH),
+        (F.gelu, F.gelu, Activation.GELU),
+        (F.silu, operation("SwiGLU"), Activation.SILU),
+        # What Megatron's TEActivationOp makes of SiLU without a gate.
+        (F.silu, operation("ReLU"), Activation.RELU),
+    ],
+)
+def test_the_activation_is_the_one_that_experts_hold(
+    function: Any, held: Any, computed: Activation
+) -> None:
+    config = SimpleNamespace(activation_func=function, use_te_activation_func=True)
+    assert activation_of_experts(config, HeldActivation(held, held)) is computed
+    config.use_te_activation_func = False
+    assert activation_of_experts(config, HeldActivation(held, held)) is activation_of(function)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [operation("QGELU")],
+        [operation("GELU", module="strange")],
+        [operation("GELU"), operation("ReLU")],
+    ],
+)
+def test_unknown_te_activations_are_refused(held: list[Any]) -> None:
+    config = SimpleNamespace(activation_func=F.gelu, use_te_activation_func=True)
+    with pytest.raises(ConfigError, match=r"--use-te-activation-func: .*GELU.*; leave the flag"):
+        activation_of_experts(config, HeldActivation(*held))
+
+
+def test_the_longer_sequence_bounds_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = transformer_config(Layout(), "flashmoe")
+    args = SimpleNamespace(seq_length=16, micro_batch_size=2)
+    monkeypatch.setattr(shape, "megatron_args", lambda: args)
+    bounds = []
+    for args.decoder_seq_length in (None, 8, 40):
+        bounds.append(shape.resolve_max_tokens(config, Settings()))
+    assert bounds == [32, 32, 80]

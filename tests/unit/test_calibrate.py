@@ -23,7 +23,7 @@ LAYER = [
     "48",
     "--gated",
 ]
-QUICK = [*LAYER, "--dtype", "float32", "--iterations", "2"]
+QUICK = [*LAYER, "--dtype", "float32", "--iterations", "2", "--grads", "own"]
 
 
 def calibrate(file: Path, *arguments: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
@@ -47,9 +47,16 @@ def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
     for entry in first:
         assert entry.time_ms > 0
         assert (entry.hidden, entry.num_tokens, entry.gpu) == (64, 48, "cpu")
+        assert (entry.bounded, entry.keep, entry.grads) == (False, "all", "own")
         assert f"{entry.time_ms:.4f} ms: {entry.describe()}" in done.stdout
-    assert calibrate(file, *QUICK, "--topk", "1").returncode == 0
-    assert [entry.topk for entry in read_entries(file)] == [2, 2, 1, 1]
+    other = ["--topk", "1", "--row-bound", "1.5", "--keep", "inputs", "--grads", "main_grad"]
+    done = calibrate(file, *QUICK, *other)
+    assert done.returncode == 0, done.stderr
+    second = read_entries(file)
+    assert second[:2] == first
+    assert [entry.topk for entry in second[2:]] == [1, 1]
+    for entry in second[2:]:
+        assert (entry.bounded, entry.keep, entry.grads) == (True, "inputs", "main_grad")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,8 @@ def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
     [
         (None, [], "no ranks, wanted 2"),
         ("4", [], "4 ranks, wanted 2"),
-        ("2", ["--iterations", "0"], "--iterations 0: wanted 1 to 100"),
+        ("2", ["--iterations", "0"], "--iterations 0: wanted 1 to 80"),
+        ("2", ["--row-bound", "0.5"], "row_bound=0.5: wanted None, or at least 1"),
         ("2", ["--hidden", "65"], "hidden=65: must be a positive multiple"),
         ("2", ["--num-experts", "3"], "num_experts=3: must be a positive multiple"),
     ],

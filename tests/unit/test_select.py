@@ -1,9 +1,12 @@
 """Which backend is chosen, what is said about it, and ranks that mean different layers."""
 
 import logging
+import re
+import socket
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -136,6 +139,57 @@ def select_with(group: dist.ProcessGroup, changes: list[dict[str, Any]]) -> str:
 def test_ranks_must_agree(ranks: RankPool, changes: list[dict[str, Any]], said: str):
     for answer in ranks.run(select_with, changes, num_ranks=2):
         assert said in answer
+
+
+def select_on_hosts(group: dist.ProcessGroup, hosts: list[str], **options: Any) -> str:
+    """Selects the kernel, with a class in its place, on ranks of these hosts."""
+    runtime = ModuleType("flashmoe_megatron.runtime")
+    runtime.KernelBackend = lambda *_, **__: SimpleNamespace()
+    with (
+        mock.patch.object(socket, "gethostname", return_value=hosts[dist.get_rank(group)]),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA H200"),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.dict(sys.modules, {runtime.__name__: runtime}),
+    ):
+        try:
+            select_backend(cases.make_config(num_ranks=2), group, "cuda", **options)
+        except ConfigError as error:
+            return str(error)
+    return "selected"
+
+
+def select_with_memory(group: dist.ProcessGroup, hosts: list[str], memories: list[str]) -> str:
+    return select_on_hosts(group, hosts, symmetric_backend=memories[dist.get_rank(group)])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "memories", "said"),
+    [
+        (["a", "a"], ["cuda", "cuda"], r"^selected$"),
+        (
+            ["node-a", "node-b"],
+            ["cuda", "cuda"],
+            r"hosts node-a \(its ranks \[0\]\), node-b \(its ranks \[1\]\); wanted GPUs of one host"
+            r".*--expert-model-parallel-size",
+        ),
+        (["a", "b"], ["nvshmem", "nvshmem"], r"^selected$"),
+        (["a", "a"], ["cuda", "nvshmem"], r"disagree on symmetric_backend: cuda on rank 0, nvshme"),
+    ],
+)
+def test_the_kernel_stays_on_one_host(
+    ranks: RankPool, hosts: list[str], memories: list[str], said: str
+):
+    for answer in ranks.run(select_with_memory, hosts, memories, num_ranks=2):
+        assert re.search(said, answer)
+
+
+def test_the_reference_may_span_hosts(ranks: RankPool):
+    assert ranks.run(select_reference_on_hosts, num_ranks=2) == ["selected"] * 2
+
+
+def select_reference_on_hosts(group: dist.ProcessGroup) -> str:
+    return select_on_hosts(group, ["a", "b"], kind="reference")
 
 
 def test_group_size_must_fit():

@@ -106,7 +106,10 @@ def test_exposed_wait_is_at_most_the_communication() -> None:
 
 
 def test_late_peers_do_not_expose_communication() -> None:
-    """Waiting for a rank that begins late is in HEAD alone: the loader waits for no rows yet."""
+    """A forward waits for a rank that begins late in HEAD alone: the loader waits for no rows yet.
+
+    A backward has no plan, so that its loader does; nobody can tell that from other waits.
+    """
     phases = {**records.RECORD.phase_ns, Phase.HEAD: 5_000_000.0}
     values = metrics_of(records.record(phase_ns=phases, end_ns=5_905_000))
     assert values["flashmoe/forward/exposed_wait_ms"] == pytest.approx(0.14)
@@ -146,6 +149,13 @@ def test_launches_whose_traffic_is_unknown_are_left_out_of_it() -> None:
     assert values["flashmoe/mib/rank_1_to_0"] == pytest.approx(KNOWN["mib/rank_1_to_0"])
     assert values["flashmoe/deduplication"] == pytest.approx(KNOWN["deduplication"])
     assert values["flashmoe/forward/kernel_ms"] == pytest.approx(1.0)
+
+
+def test_tokens_that_a_backward_fetches_again_are_not_shared_less() -> None:
+    again = records.record(direction="backward", rows_pulled=(460, 380))
+    values = metrics_of(records.RECORD, again)
+    assert values["flashmoe/deduplication"] == pytest.approx(KNOWN["deduplication"])
+    assert values["flashmoe/backward/mib_sent"] == pytest.approx(570 * 128 / 2**20)
 
 
 def test_what_records_do_not_have() -> None:

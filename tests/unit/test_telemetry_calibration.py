@@ -66,6 +66,27 @@ def test_other_numbers_of_tokens_have_no_efficiency(file: Path) -> None:
     assert calibration.time_ms(CONFIG, "backward", num_tokens=256) == 2.0
 
 
+def test_a_run_that_cannot_tell_how_it_runs_takes_the_file_s_word(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    write_entries(path, [entry(bounded=True, keep="inputs", grads="main_grad")])
+    ran_as = {"bounded": True, "keep": "inputs", "grads": "main_grad"}
+    for calibration in (load(path), load(path, keep="inputs"), load(path, **ran_as)):
+        assert calibration.time_ms(CONFIG, "forward", num_tokens=256) == 0.8
+
+
+def test_a_backward_of_another_kind_has_no_efficiency(file: Path) -> None:
+    write_entries(file, [entry(direction="backward", grads="main_grad", time_ms=3.0)])
+    assert load(file, grads="own").time_ms(CONFIG, "backward", num_tokens=256) is None
+
+
+def test_a_layer_that_ran_in_another_way_is_replaced(file: Path) -> None:
+    write_entries(file, [entry(bounded=True, time_ms=0.9)])
+    assert [(one.direction, one.bounded, one.time_ms) for one in read_entries(file)] == [
+        ("forward", True, 0.9),
+        ("backward", False, 2.0),
+    ]
+
+
 def test_a_later_measurement_replaces_its_own_kind_alone(file: Path) -> None:
     write_entries(file, [entry(time_ms=0.7), entry(gpu="another", time_ms=9.0)])
     assert [(one.gpu, one.direction, one.time_ms) for one in read_entries(file)] == [
@@ -105,6 +126,9 @@ def test_a_failed_write_leaves_the_file_as_it_was(
         ({"gpu": "NVIDIA H100"}, "has gpu 'NVIDIA H200' and not 'NVIDIA H100'"),
         ({"dtype": "float32"}, "has dtype 'bfloat16' and not 'float32'"),
         ({"num_tokens": 512}, "has num_tokens 256 and not 512"),
+        ({"bounded": True}, "has bounded False and not True"),
+        ({"keep": "inputs"}, "has keep 'all' and not 'inputs'"),
+        ({"grads": "main_grad"}, "has grads 'own' and not 'main_grad'"),
         ({"configs": [replace(CONFIG, hidden=128)]}, "has hidden 64 and not 128"),
         ({"configs": [CONFIG, replace(CONFIG, topk=4)]}, "has topk 2 and not 4"),
     ],
@@ -131,7 +155,7 @@ def test_only_two_ranks_can_be_calibrated() -> None:
 def content(**changes: Any) -> dict[str, Any]:
     return {
         "format": "flashmoe-calibration",
-        "version": 1,
+        "version": 2,
         "entries": [{**asdict(entry()), **changes}],
     }
 
@@ -143,7 +167,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "a list": ([], "got list, wanted an object"),
     "other keys": ({**content(), "note": ""}, "'note', 'version'"),
     "format": ({**content(), "format": "flashmoe"}, "format 'flashmoe'"),
-    "version": ({**content(), "version": 2}, "version 2"),
+    "older": ({**content(), "version": 1}, "version 1, wanted .* of version 2; measure again"),
+    "newer": ({**content(), "version": 3}, "version 3"),
     "empty": ({**content(), "entries": []}, "no list of entries"),
     "no list": ({**content(), "entries": {}}, "no list of entries"),
     "no object": ({**content(), "entries": [3]}, "entry 0: got int"),
@@ -161,6 +186,9 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "direction": (content(direction="both"), "direction is 'both', wanted one of"),
     "dtype": (content(dtype="torch.bfloat16"), "dtype is 'torch.bfloat16'"),
     "gpu": (content(gpu=""), "gpu is empty"),
+    "bounded": (content(bounded=1.2), "bounded is 1.2, wanted bool"),
+    "keep": (content(keep="some"), "keep is 'some', wanted one of"),
+    "grads": (content(grads="bf16"), "grads is 'bf16', wanted one of"),
     "twice": ({**content(), "entries": content()["entries"] * 2}, "is there twice"),
 }
 

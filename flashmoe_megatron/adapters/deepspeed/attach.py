@@ -103,12 +103,15 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     may_use_kernel = engine.device.type == "cuda" and settings.backend != "reference"
     report = _agree(outcomes, infos, needs_one_host=may_use_kernel)
     _speak_up(report, settings)
+    # A pipeline's layers get the model's numbers: the lower of two ranks has the earlier stage.
+    numbers = {name: number for number, name in enumerate(report)}
+    any_fused = FUSED in report.values()
     report = {layer.name: report[layer.name] for layer in layers}
 
     state: _State = getattr(engine, _STATE, None) or _State({}, {}, {})
     fusing = {
-        number: layer
-        for number, layer in enumerate(layers)
+        numbers[layer.name]: layer
+        for layer in layers
         if report[layer.name] == FUSED and not layer.is_fused
     }
     calibration = _calibrate([infos[layer.name] for layer in fusing.values()], engine, settings)
@@ -118,7 +121,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
         state.places[number] = _place(info, layer.module, engine.device)
         layer.family.fuse(layer.module, info, served)
     if not hasattr(engine, _STATE):
-        _watch(engine, settings, state, calibration)
+        _watch(engine, settings, state, calibration, any_fused=any_fused)
     state.report = report
     setattr(engine, _STATE, state)
     fused = sum(outcome == FUSED for outcome in report.values())
@@ -191,6 +194,9 @@ def _calibrate(infos: Sequence[LayerInfo], engine: Any, settings: Settings) -> C
         [info.shape for info in infos],
         gpu=gpu_name(engine.device),
         dtype=str(infos[0].dtype).removeprefix("torch."),
+        bounded=settings.row_bound is not None,
+        keep=settings.keep,
+        grads="own",
     )
 
 
@@ -218,8 +224,18 @@ def _serve(info: LayerInfo, number: int, state: _State, engine: Any, settings: S
     )
 
 
-def _watch(engine: Any, settings: Settings, state: _State, calibration: Calibration | None) -> None:
-    """Looks before forwards: once for layers that came later, and regularly at the metrics."""
+def _watch(
+    engine: Any,
+    settings: Settings,
+    state: _State,
+    calibration: Calibration | None,
+    *,
+    any_fused: bool,
+) -> None:
+    """Looks before forwards: once for layers that came later, and regularly at the metrics.
+
+    Collective over all ranks if any has a fused layer: one without takes part in the metrics.
+    """
 
     def refuse_late_layers(*_: Any) -> None:
         handle.remove()
@@ -234,7 +250,7 @@ def _watch(engine: Any, settings: Settings, state: _State, calibration: Calibrat
     handle = engine.module.register_forward_pre_hook(refuse_late_layers)
     served = [layer.module.flashmoe for layer in _find_layers(engine.module) if layer.is_fused]
     is_wanted = bool(settings.metrics_interval and choose_metrics(settings.metrics))
-    if served and is_wanted and engine.monitor.enabled:
+    if any_fused and is_wanted and engine.monitor.enabled:
         report = EngineMetrics(
             engine,
             state.places,

@@ -55,7 +55,7 @@ class RouteReader:
     """Reads the counters of all layers, on a GPU one reading late so that nobody waits.
 
     Args:
-        counters: Of this rank's layers.
+        counters: Of this rank's layers; none is fine.
     """
 
     def __init__(self, counters: Sequence[RouteCounter]) -> None:
@@ -80,6 +80,8 @@ class RouteReader:
         return self._seen[0] - seen[0], self._seen[1] - seen[1]
 
     def _start(self) -> torch.Tensor:
+        if not self._counters:
+            return torch.zeros(2, dtype=torch.int64)
         total = torch.stack([counter.counts for counter in self._counters]).sum(0)
         if total.device.type != "cuda":
             return total
@@ -108,11 +110,12 @@ class MonitorSink:
 class EngineMetrics:
     """Reports the fused layers of an engine before the forwards that follow its steps.
 
-    Making one is collective over the data-parallel group.
+    Making one is collective over all ranks: pipeline stages have layers of their own, and one rank
+    writes for all.
 
     Args:
         engine: DeepSpeed's.
-        places: This rank's fused layers by number.
+        places: This rank's fused layers by number; none is fine.
         experts: Those layers' own.
         counters: Of their routes.
         backends: Of their groups, as they are at each call.
@@ -138,7 +141,7 @@ class EngineMetrics:
         self._last_step = int(engine.global_steps)
         self._reporter = Reporter(
             places,
-            engine.data_parallel_group,
+            dist.group.WORLD,
             engine.device,
             chosen=choose_metrics(settings.metrics),
             take_records=self._take_records,
@@ -149,7 +152,7 @@ class EngineMetrics:
         )
 
     def __call__(self) -> None:
-        """Ends a step, if one has ended. Collective over the group, whose steps agree."""
+        """Ends a step, if one has ended. Collective over all ranks, whose steps agree."""
         for experts in self._experts:
             experts.is_training = self._engine.module.training
         step = int(self._engine.global_steps)

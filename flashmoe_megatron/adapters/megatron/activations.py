@@ -3,9 +3,11 @@
 import functools
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from flashmoe_megatron.config import Activation
+from flashmoe_megatron.errors import ConfigError
 
 
 def activation_of(function: Any) -> Activation | None:
@@ -26,3 +28,56 @@ def activation_of(function: Any) -> Activation | None:
         if function is known:
             return activation
     return None
+
+
+_TE_ACTIVATIONS = {
+    "GELU": Activation.GELU_TANH,
+    "GEGLU": Activation.GELU_TANH,
+    "ReLU": Activation.RELU,
+    "ReGLU": Activation.RELU,
+    "SwiGLU": Activation.SILU,
+}
+"""What Transformer Engine's operations compute, by class: its GELU is the tanh form."""
+
+
+def activation_of_experts(config: Any, experts: torch.nn.Module) -> Activation:
+    """The activation that a layer's experts compute.
+
+    With ``--use-te-activation-func`` that is Transformer Engine's operation, where the model's
+    specification names one: Megatron chooses it by the configuration's function, but it is another.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        experts: The layer's ``experts`` module.
+
+    Returns:
+        The activation.
+
+    Raises:
+        ConfigError: It is not one of ours.
+    """
+    activation = activation_of(config.activation_func)
+    if activation is None:
+        raise ConfigError(f"activation_func={config.activation_func}: unknown activation")
+    if not getattr(config, "use_te_activation_func", False):
+        return activation
+    owners = getattr(experts, "local_experts", (experts,))
+    # A function is the configuration's own: the specification names no operation.
+    held = (getattr(owner, "activation_func", None) for owner in owners)
+    used = {type(operation) for operation in held if isinstance(operation, torch.nn.Module)}
+    if not used:
+        return activation
+    found = [_te_activation(cls) for cls in used]
+    if len(found) == 1 and found[0] is not None:
+        return found[0]
+    listed = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in used))
+    raise ConfigError(
+        f"--use-te-activation-func: the experts' activation is {listed}, wanted one of "
+        f"Transformer Engine's {', '.join(_TE_ACTIVATIONS)}; leave the flag out"
+    )
+
+
+def _te_activation(operation: type) -> Activation | None:
+    if operation.__module__.partition(".")[0] != "transformer_engine":
+        return None
+    return _TE_ACTIVATIONS.get(operation.__name__)

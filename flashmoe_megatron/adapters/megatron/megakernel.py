@@ -6,10 +6,12 @@ factory of that package needs one branch that makes :class:`FlashMoEMegakernel` 
 arguments.
 """
 
+import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
@@ -31,6 +33,8 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
         routed_experts: The layer's ``experts``, which keep owning their weights.
         shared_experts: The layer's shared expert, ``None`` if it has none.
         num_local_experts: Experts of this rank.
+        layer_number: The layer's number in the model, for the metrics. Megatron's factory does not
+            know it; without it, layers are numbered as they are built.
 
     Raises:
         ConfigError: The configuration or the experts' class cannot be honoured.
@@ -43,6 +47,7 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
         routed_experts: torch.nn.Module,
         shared_experts: torch.nn.Module | None,
         num_local_experts: int,
+        layer_number: int | None = None,
     ) -> None:
         super().__init__()
         refuse(config, CONFIG_REFUSALS)
@@ -53,6 +58,7 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
                 f"{config.num_moe_experts} over {dist.get_world_size(ep_group)} ranks"
             )
         self._routed = RoutedExperts(config, routed_experts, ep_group)
+        self._layer = _next_number() if layer_number is None else layer_number
         # In a tuple, so that they do not become submodules: the layer owns them.
         self._shared = () if shared_experts is None else (shared_experts,)
 
@@ -72,7 +78,20 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
             The layer's output, in the shape and dtype of ``hidden_states``.
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output = self._routed(tokens, probs, routing_map).view(hidden_states.shape)
+        output = self._routed(tokens, probs, routing_map, layer=self._layer)
+        output = output.view(hidden_states.shape)
         for shared in self._shared:
             output = output + shared(hidden_states)
         return output
+
+
+_built = itertools.count()
+
+
+def _next_number() -> int:
+    """From 1, in turns with the other pipeline stages, so that no two have layers of one number."""
+    stage, num_stages = 0, 1
+    if parallel_state.is_initialized():
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return 1 + stage + num_stages * next(_built)

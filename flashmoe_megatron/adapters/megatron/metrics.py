@@ -84,8 +84,9 @@ class MoEMetrics:
             self._reporter.step(iteration, now=iteration - 1, is_last=is_last)
 
     def _start(self) -> Reporter:
-        layers = live_experts() if self._model is None else _experts_of(self._model)
         world = dist.group.WORLD if dist.is_initialized() else None
+        found = live_experts() if self._model is None else _experts_of(self._model)
+        layers = _one_of_each_number(_trained(found, world))
         device = torch.empty(0, device=torch.cuda.current_device()).device
         source = _Source(layers)
         return Reporter(
@@ -99,6 +100,30 @@ class MoEMetrics:
             sinks=self._sinks,
             interval=self._interval,
         )
+
+
+def _trained(
+    layers: Sequence[RoutedExperts], group: dist.ProcessGroup | None
+) -> list[RoutedExperts]:
+    """Leaves out frozen layers where any rank trains some: a teacher's, say. Collective."""
+    is_trained = {
+        routed: any(parameter.requires_grad for parameter in routed._experts.parameters())
+        for routed in layers
+    }
+    everyone = [any(is_trained.values())]
+    if group is not None:
+        everyone *= dist.get_world_size(group)
+        dist.all_gather_object(everyone, any(is_trained.values()), group=group)
+    return [routed for routed in layers if is_trained[routed] or not any(everyone)]
+
+
+def _one_of_each_number(layers: Iterable[RoutedExperts]) -> list[RoutedExperts]:
+    """Of different layers with one number, the same on every rank."""
+    by_shape = sorted(layers, key=lambda routed: (routed.layer, repr(routed.backend.config)))
+    chosen: dict[int, RoutedExperts] = {}
+    for routed in by_shape:
+        chosen.setdefault(routed.layer, routed)
+    return list(chosen.values())
 
 
 def _experts_of(model: Iterable[torch.nn.Module]) -> list[RoutedExperts]:
@@ -176,10 +201,14 @@ class _ScriptMetrics:
     def __init__(self, training: ModuleType) -> None:
         self._training = training
         self._metrics: MoEMetrics | None = None
+        self._world: dist.ProcessGroup | None = None
         self._last = -1
 
     def __call__(self, iteration: int) -> None:
         args = megatron_args()
+        if self._world is not dist.group.WORLD:
+            # --inprocess-restart makes all groups anew, and may go back to an iteration.
+            self._world, self._metrics, self._last = dist.group.WORLD, None, -1
         if iteration == self._last or not _is_served(args) or not _has_logger(args):
             return
         self._last = iteration

@@ -117,11 +117,14 @@ def _graphs_moe(config: Any) -> bool:
     return not names or not names <= _GRAPHS_WITHOUT_MOE
 
 
+_OFFLOADED_IN_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
+
+
 def _offloads_experts(config: Any) -> bool:
     modules = set(getattr(config, "offload_modules", None) or ())
     return bool(
         getattr(config, "fine_grained_activation_offloading", False)
-        and modules & {"expert_fc1", "moe_act"}
+        and modules.intersection(_OFFLOADED_IN_EXPERTS)
     )
 
 
@@ -191,9 +194,9 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "offload_modules",
-        "--offload-modules with expert_fc1 or moe_act",
+        "--offload-modules with " + " or ".join(_OFFLOADED_IN_EXPERTS),
         _offloads_experts,
-        "leave these two modules out",
+        "leave these modules out",
     ),
     Refusal(
         "cpu_offloading",
@@ -331,13 +334,23 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
 )
 """Checked when a TransformerConfig is made, before Megatron's own checks."""
 
-SCRIPT_REFUSALS: tuple[Refusal, ...] = tuple(
+SCRIPT_REFUSALS: tuple[Refusal, ...] = (
+    *(
+        Refusal(
+            name,
+            "--" + name.replace("_", "-"),
+            _is_set(name),
+            "use --use-distributed-optimizer to shard the optimizer instead",
+        )
+        for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+    ),
+    # No flag: Megatron sets it for what --load finds, and for --export-kd-teacher-load.
     Refusal(
-        name,
-        "--" + name.replace("_", "-"),
-        _is_set(name),
-        "use --use-distributed-optimizer to shard the optimizer instead",
-    )
-    for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+        "modelopt_enabled",
+        "ModelOpt (modelopt_enabled)",
+        _is_set("modelopt_enabled"),
+        "use the alltoall dispatcher, or --load a checkpoint without a modelopt_state and leave "
+        "--export-kd-teacher-load out",
+    ),
 )
 """Checked against the training script's arguments when the first MoE layer is built."""

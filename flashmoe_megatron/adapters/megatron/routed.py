@@ -16,11 +16,15 @@ from flashmoe_megatron.adapters.megatron.settings import (
     megatron_args,
 )
 from flashmoe_megatron.adapters.megatron.shape import moe_config, resolve_max_tokens
-from flashmoe_megatron.adapters.megatron.weights import expert_weights, wait_for_parameters
+from flashmoe_megatron.adapters.megatron.weights import (
+    check_forwards,
+    expert_weights,
+    stand_in_for_forwards,
+)
 from flashmoe_megatron.autograd import in_backward, moe_apply
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference_backend import ReferenceBackend
 from flashmoe_megatron.select import select_backend
@@ -60,6 +64,7 @@ class RoutedExperts:
         self._experts = experts
         self._group = group
         expert_weights(experts, hidden=config.hidden_size)
+        check_forwards(experts)
         self.dtype = _compute_dtype(config)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.layer = 0
@@ -97,24 +102,39 @@ class RoutedExperts:
 
         Returns:
             ``[num_tokens, hidden]`` in ``x.dtype``.
+
+        Raises:
+            ConfigError: The experts were changed since the layer was built.
+            ShapeError: There are more tokens than the layer was built for.
         """
         self.num_calls += 1
         self.layer, self.dtype = layer, x.dtype
         if self._experts.training and not in_backward():
             self.num_tokens += x.shape[0]
-        wait_for_parameters(self._experts)
+        stand_in_for_forwards(self._experts)
         if probs.dtype not in (torch.float32, x.dtype):
             # --moe-router-dtype fp64: the choice of experts has been made in it.
             probs = probs.float()
+        max_tokens = self.backend.config.max_tokens
+        if x.shape[0] > max_tokens:
+            raise ShapeError(
+                f"x has {x.shape[0]} tokens, the layer was built for at most "
+                f"max_tokens={max_tokens} per rank; pass {flag_of('max_tokens')} {x.shape[0]} or "
+                "more on every rank"
+            )
         return moe_apply(
             self.backend,
             x.contiguous(),
             probs.contiguous(),
             routing_map.contiguous(),
             expert_weights(self._experts, hidden=self._config.hidden_size),
-            accumulate_into_main_grad=bool(self._config.gradient_accumulation_fusion),
+            accumulate_into_main_grad=self._adds_to_main_grad,
             layer=layer,
         )
+
+    @property
+    def _adds_to_main_grad(self) -> bool:
+        return bool(self._config.gradient_accumulation_fusion)
 
     def _make_backend(self) -> Backend:
         max_tokens = resolve_max_tokens(self._config, self._settings)
@@ -125,7 +145,7 @@ class RoutedExperts:
                 "building the model"
             )
         num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
-        shape = moe_config(self._config, num_ranks=num_ranks, max_tokens=max_tokens)
+        shape = moe_config(self._config, self._experts, num_ranks=num_ranks, max_tokens=max_tokens)
         # As Megatron does for its buffers; an index of a GPU, or a device under a bridge.
         device = torch.empty(0, device=torch.cuda.current_device()).device
         backend = _shared_backend(shape, self._group, device, self._settings)
@@ -137,6 +157,9 @@ class RoutedExperts:
                 [shape],
                 gpu=gpu_name(device),
                 dtype=str(self.dtype).removeprefix("torch."),
+                bounded=self._settings.row_bound is not None,
+                keep=self._settings.keep,
+                grads="main_grad" if self._adds_to_main_grad else "own",
             )
         _announce(backend, self._config)
         return backend

@@ -40,7 +40,8 @@ class Settings:
         row_bound: What the kernel's buffers of received rows hold, as a multiple of the mean number
             of rows per rank; a rank that receives more is an error, never a drop. ``None`` makes
             them exact, for which the host waits in every forward of training.
-        keep: What a forward keeps for its backward: "all" that this needs, or the layer's "inputs",
+        keep: What a forward keeps for its backward: "all" that this needs; the first projection's
+            outputs, "preactivations", for which tokens are fetched again; or the layer's "inputs",
             from which the backward computes the rest again.
         max_tokens: Most tokens of one rank and call. ``None`` takes it from the arguments of
             Megatron's training script: sequence length, micro batch size and parallel sizes.

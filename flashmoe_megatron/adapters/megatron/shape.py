@@ -2,18 +2,22 @@
 
 from typing import Any
 
-from flashmoe_megatron.adapters.megatron.activations import activation_of
+import torch
+
+from flashmoe_megatron.adapters.megatron.activations import activation_of_experts
 from flashmoe_megatron.adapters.megatron.refusals import expert_ffn_size
 from flashmoe_megatron.adapters.megatron.settings import Settings, megatron_args
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.errors import ConfigError
 
 
-def moe_config(config: Any, *, num_ranks: int, max_tokens: int) -> MoEConfig:
+def moe_config(
+    config: Any, experts: torch.nn.Module, *, num_ranks: int, max_tokens: int
+) -> MoEConfig:
     """Reads a layer's shape from a TransformerConfig that was not refused.
 
     Args:
         config: Megatron's TransformerConfig.
+        experts: The layer's ``experts`` module, which may hold an activation of its own.
         num_ranks: Ranks of the layer's expert-parallel group.
         max_tokens: Most tokens of one rank and call.
 
@@ -23,15 +27,12 @@ def moe_config(config: Any, *, num_ranks: int, max_tokens: int) -> MoEConfig:
     Raises:
         ConfigError: A size cannot be honoured, or the activation is unknown.
     """
-    activation = activation_of(config.activation_func)
-    if activation is None:
-        raise ConfigError(f"activation_func={config.activation_func}: unknown activation")
     return MoEConfig(
         hidden=config.hidden_size,
         intermediate=expert_ffn_size(config),
         num_experts=config.num_moe_experts,
         topk=config.moe_router_topk,
-        activation=activation,
+        activation=activation_of_experts(config, experts),
         gated=bool(config.gated_linear_unit),
         num_ranks=num_ranks,
         max_tokens=max_tokens,
@@ -78,6 +79,8 @@ def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
     micro_batch_size = getattr(args, "micro_batch_size", None)
     if seq_length is None or micro_batch_size is None:
         return None
+    # The longer of the two: --decoder-seq-length is the decoder's own, as of a model with images.
+    seq_length = max(seq_length, getattr(args, "decoder_seq_length", None) or 0)
     micro_batch_size = max(micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0)
     return tokens_per_rank(
         config,

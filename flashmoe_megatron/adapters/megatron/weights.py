@@ -52,19 +52,60 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
     )
 
 
-def wait_for_parameters(experts: torch.nn.Module) -> None:
-    """Makes sure that gathered parameters have arrived before their weights are read.
+def check_forwards(experts: torch.nn.Module) -> None:
+    """Refuses experts that compute something else than their class in Megatron.
+
+    Their forward is not called here: what a conversion (quantization, LoRA, sparsity) or a hook
+    puts there would be lost without a word.
+
+    Args:
+        experts: The ``experts`` of a MoELayer.
+
+    Raises:
+        ConfigError: A class, a ``forward`` or a hook is not Megatron's; names the module.
+    """
+    for module in experts.modules():
+        _check_forward(module, experts)
+
+
+def stand_in_for_forwards(experts: torch.nn.Module) -> None:
+    """Does what calling the experts would do before computing; checks as :func:`check_forwards`.
 
     With ``--overlap-param-gather`` Megatron waits for the all-gather of a module's parameters in
     the module's forward pre-hooks. The experts' forward is not called here, so their hooks are.
     """
     for module in experts.modules():
+        _check_forward(module, experts)
         with_kwargs = module._forward_pre_hooks_with_kwargs
         for key, hook in tuple(module._forward_pre_hooks.items()):
             if key in with_kwargs:
                 hook(module, (), {})
             else:
                 hook(module, ())
+
+
+_STOCK = ("megatron.core.", "transformer_engine.", "torch.nn.modules.")
+"""Whose classes compute with the parameters they own; the last are torch's containers."""
+
+
+def _check_forward(module: torch.nn.Module, experts: torch.nn.Module) -> None:
+    cls = type(module)
+    is_stock = cls.__module__.startswith(_STOCK)
+    # Runs before every launch, while the GPU may be idle.
+    if is_stock and not module._forward_hooks and "forward" not in module.__dict__:
+        return
+    name = next(name for name, m in experts.named_modules(prefix="experts") if m is module)
+    if not is_stock:
+        problem = f"is of class {cls.__module__}.{cls.__qualname__}"
+    elif module._forward_hooks:
+        problem = "has forward hooks"
+    else:
+        problem = "has a forward of its own"
+    raise ConfigError(
+        f"{name} ({cls.__name__}) {problem}, which would not be called; wanted an unchanged "
+        "module of Megatron-Core or Transformer Engine: convert no experts (quantization, LoRA, "
+        "sparsity) and hook none, or use the alltoall dispatcher"
+    )
 
 
 def _children(modules: Any) -> list[Any]:

@@ -1,0 +1,78 @@
+"""From the library's records of launches to what telemetry reads."""
+
+import pytest
+
+from flashmoe_megatron import _native, records
+from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
+
+NUM_CTAS, NUM_WARPS, NUM_PROCESSOR_WARPS = 4, 12, 8
+WRAP_NS = 2**32
+
+
+def record_after(before: _native.FlashMoERecord, duration_ns: int) -> LaunchRecord:
+    """Of a backward whose CTAs count as the kernel does, in words of 32 bits that wrap.
+
+    Processors are busy for half of it and wait for operands for a quarter; all warps deliver for a
+    third.
+    """
+    record = _native.FlashMoERecord(
+        sequence=before.sequence + 1,
+        epoch=before.epoch + 1,
+        is_backward=1,
+        num_ctas=NUM_CTAS,
+        begin_ns=10**18,
+        end_ns=10**18 + duration_ns,
+        counters=before.counters,
+    )
+    for role, warps, busy_ns in (
+        (records._PROCESS, NUM_PROCESSOR_WARPS, duration_ns // 2),
+        (records._PROCESSOR_STAGE, NUM_PROCESSOR_WARPS, duration_ns // 4),
+        (records._DELIVER, NUM_WARPS, duration_ns // 3),
+    ):
+        counted = NUM_CTAS * (warps * busy_ns % WRAP_NS)
+        record.counters.nanoseconds[role] += counted
+    record.counters.rows_pulled[1] += 7
+    return records.launch_record(record, before, num_ranks=2)
+
+
+@pytest.fixture
+def before() -> _native.FlashMoERecord:
+    record = _native.FlashMoERecord(sequence=5, epoch=9)
+    for role in range(_native.NUM_SPANS):
+        record.counters.nanoseconds[role] = 3 * WRAP_NS + role
+    record.counters.rows_pulled[1] = 100
+    return record
+
+
+@pytest.mark.parametrize("duration_ns", [1_000_000, WRAP_NS // NUM_WARPS - 1])
+def test_phases_are_means_over_ctas(before: _native.FlashMoERecord, duration_ns: int) -> None:
+    one = record_after(before, duration_ns)
+    wanted = {
+        Phase.STAGE_WAIT: duration_ns / 4,
+        Phase.GEMM: duration_ns / 4,
+        Phase.DELIVER: duration_ns / 3,
+        Phase.TAIL: duration_ns / 2,
+    }
+    for phase in Phase:
+        assert one.phase_ns[phase] == pytest.approx(wanted.get(phase, 0), abs=1), phase
+
+
+@pytest.mark.parametrize("duration_ns", [WRAP_NS // NUM_WARPS, 2 * 10**9])
+def test_a_launch_too_long_to_count_has_no_phases(
+    before: _native.FlashMoERecord, duration_ns: int
+) -> None:
+    """As a backward that waits for a late peer: what counters lost would look like a tail."""
+    one = record_after(before, duration_ns)
+    assert one.phase_ns == {}
+    assert one.duration_ns == duration_ns
+    assert one.rows_pulled == (0, 7), "rows are counted one by one"
+
+
+def test_nothing_is_known_of_a_launch_whose_predecessor_is_not(
+    before: _native.FlashMoERecord,
+) -> None:
+    one = record_after(before, 1_000_000)
+    assert one.phase_ns
+    before.epoch = 0  # its record was overwritten before it was read
+    one = record_after(before, 1_000_000)
+    assert (one.phase_ns, one.rows_pulled, one.results_pushed) == ({}, (), ())

@@ -33,7 +33,7 @@ class MemoryPlan:
             each rank that may compute for a token, and the routing of all ranks. No more than
             ``(1 + min(topk, num_ranks))`` token buffers and 16 MiB as long as the group's routes,
             ``num_ranks * max_tokens * topk``, are at most 2**19; independent of the number of
-            experts.
+            experts. One rank alone has the routing only.
         workspace: Counters, one for all layers of a group.
         weight_maps: Descriptors of one layer's weights and of where their gradients go.
         kept: What one forward keeps for its backward: the plan, the received rows and the

@@ -52,6 +52,8 @@ def test_symmetric_memory_is_bounded(config: MoEConfig, more: int) -> None:
         return
     assert plan.token_buffer == config.max_tokens * config.hidden * 2
     copies = (1 + min(config.topk, config.num_ranks)) * plan.token_buffer
+    if config.num_ranks == 1:  # reads its tokens where they are, and sums them where they go
+        copies = 0
     assert copies <= plan.symmetric <= copies + 16 * MIB
     # Of what else the layer may be, the heap knows nothing.
     others = plan_of(

@@ -25,8 +25,9 @@ from tools.bench.shapes import SHAPES
 PASSES = ("forward", "forward_and_backward")
 
 
-def work(orders: Connection, launches: int, one_of: int) -> None:
+def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
     """Takes orders of a shape and whether its values are zeros; answers with times of a turn."""
+    os.environ["FLASHMOE_LIBRARY"] = str(library)  # of this process alone, which has loaded none
     import torch
 
     from tools.bench.bench_layer import without_grad
@@ -63,8 +64,8 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self.name = library.stem
         self._orders, theirs = context.Pipe()
-        os.environ["FLASHMOE_LIBRARY"] = str(library.resolve())
-        self._process = context.Process(target=work, args=(theirs, launches, one_of), daemon=True)
+        arguments = (library.resolve(), theirs, launches, one_of)
+        self._process = context.Process(target=work, args=arguments, daemon=True)
         self._process.start()
         theirs.close()  # so that its end, if it dies, ends what is waited for
 

@@ -106,15 +106,12 @@ def _trained(
     layers: Sequence[RoutedExperts], group: dist.ProcessGroup | None
 ) -> list[RoutedExperts]:
     """Leaves out frozen layers where any rank trains some: a teacher's, say. Collective."""
-    is_trained = {
-        routed: any(parameter.requires_grad for parameter in routed._experts.parameters())
-        for routed in layers
-    }
-    everyone = [any(is_trained.values())]
+    trained = [routed for routed in layers if routed.is_trained]
+    trains_any = [bool(trained)]
     if group is not None:
-        everyone *= dist.get_world_size(group)
-        dist.all_gather_object(everyone, any(is_trained.values()), group=group)
-    return [routed for routed in layers if is_trained[routed] or not any(everyone)]
+        trains_any *= dist.get_world_size(group)
+        dist.all_gather_object(trains_any, bool(trained), group=group)
+    return trained if any(trains_any) else list(layers)
 
 
 def _one_of_each_number(layers: Iterable[RoutedExperts]) -> list[RoutedExperts]:

@@ -133,6 +133,11 @@ class RoutedExperts:
         )
 
     @property
+    def is_trained(self) -> bool:
+        """Whether any of the experts' parameters gets a gradient; a teacher's do not."""
+        return any(parameter.requires_grad for parameter in self._experts.parameters())
+
+    @property
     def _adds_to_main_grad(self) -> bool:
         return bool(self._config.gradient_accumulation_fusion)
 

@@ -12,6 +12,7 @@ namespace flashmoe {
 
 constexpr int kGateTokens = 16;   // of one warp at a time: M of a product
 constexpr int kGateExperts = 64;  // whose sums a warp holds at a time, in products of 8
+constexpr int kGateWords = 2;     // of a row that a lane has on their way at a time
 
 template <class T>
 using GateProduct = std::conditional_t<std::is_same_v<T, __half>,
@@ -25,26 +26,45 @@ template <class T>
 __device__ __forceinline__ void compute_logits(const LayerArgs& args, int first) {
     const Shape& s = args.shape;
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
-    const int64_t row_words = int64_t(s.hidden) * sizeof(T) / sizeof(uint4);
+    const int row_words = s.hidden * int(sizeof(T)) / int(sizeof(uint4));
     // Rows past the last are the last one's, and their logits go nowhere.
     const auto row_of = [&](const char* rows, int index, int num_rows) {
-        return reinterpret_cast<const uint4*>(rows) + min(index, num_rows - 1) * row_words + column;
+        return reinterpret_cast<const uint4*>(rows) +
+               int64_t(min(index, num_rows - 1)) * row_words + column;
     };
     const uint4* above = row_of(args.x, first + row, args.num_tokens);
     const uint4* below = row_of(args.x, first + row + 8, args.num_tokens);
+    const uint4* weight = reinterpret_cast<const uint4*>(args.gate.weight) + column;
+#pragma unroll 1
     for (int base = 0; base < s.num_experts; base += kGateExperts) {
-        float sums[kGateExperts / 8][4] = {};
-        for (int64_t word = 0; word < row_words; word += 4) {
-            const uint4 a = above[word], b = below[word];
+        constexpr int kProducts = kGateExperts / 8;
+        const auto is_inside = [&](int n) { return base + 8 * n < s.num_experts; };
+        float sums[kProducts][4] = {};
+#pragma unroll 1
+        for (int word = 0; word < row_words; word += 4 * kGateWords) {
+            // All are on their way before the first is waited for: a warp is alone with its tokens.
+            uint4 a[kGateWords], b[kGateWords], w[kGateWords][kProducts];
 #pragma unroll
-            for (int n = 0; n < kGateExperts / 8; ++n) {
-                if (base + 8 * n >= s.num_experts) break;
-                const uint4 w = row_of(args.gate.weight, base + 8 * n + row, s.num_experts)[word];
-                float(&d)[4] = sums[n];
-                GateProduct<T>::fma(d[0], d[1], d[2], d[3], a.x, b.x, a.y, b.y, w.x, w.y, d[0],
-                                    d[1], d[2], d[3]);
-                GateProduct<T>::fma(d[0], d[1], d[2], d[3], a.z, b.z, a.w, b.w, w.z, w.w, d[0],
-                                    d[1], d[2], d[3]);
+            for (int i = 0; i < kGateWords; ++i) {
+                a[i] = above[word + 4 * i], b[i] = below[word + 4 * i];
+#pragma unroll
+                for (int n = 0; n < kProducts; ++n) {
+                    // In 32 bits, for want of registers.
+                    const int of_expert = min(base + 8 * n + row, s.num_experts - 1) * row_words;
+                    if (is_inside(n)) w[i][n] = weight[of_expert + word + 4 * i];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kGateWords; ++i) {
+#pragma unroll
+                for (int n = 0; n < kProducts; ++n) {
+                    if (not is_inside(n)) continue;
+                    float(&d)[4] = sums[n];
+                    GateProduct<T>::fma(d[0], d[1], d[2], d[3], a[i].x, b[i].x, a[i].y, b[i].y,
+                                        w[i][n].x, w[i][n].y, d[0], d[1], d[2], d[3]);
+                    GateProduct<T>::fma(d[0], d[1], d[2], d[3], a[i].z, b[i].z, a[i].w, b[i].w,
+                                        w[i][n].z, w[i][n].w, d[0], d[1], d[2], d[3]);
+                }
             }
         }
 #pragma unroll

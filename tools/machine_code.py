@@ -19,6 +19,7 @@ be heard of before the load is done, unless the arrival depends on what was load
 is written anew, and the load finds that (tools/bench/results/2026-11-22-late-load.md).
 """
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -169,6 +170,9 @@ def _is_early(arrival: Instruction, before: list[Instruction]) -> bool:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     objects = nvcc_build.build_library(nvcc_build.ROOT / "flashmoe_megatron" / "libflashmoe.so")
     kernels = instructions(disassemble(objects))
     moves, acquires = moves_in_loops(kernels), lost_acquires(kernels)

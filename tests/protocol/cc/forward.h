@@ -409,7 +409,7 @@ class Agent {
         publish_routes(launch, epoch);
         int num_tokens[kMaxRanks];
         const bool has_routes = await_routes(epoch, num_tokens);
-        if (has_routes) count_routes(epoch, num_tokens);
+        count_routes(epoch, num_tokens);  // of ranks whose routes are here, if others' are not
         if (not grid_barrier(0, has_routes)) return false;
         const bool fit = rows_fit(epoch);
         check_counts(launch);

@@ -85,6 +85,24 @@ def prepare(layout: Layout, **settings: Any) -> None:
     adapter.install()
     adapter.configure(max_tokens=SEQ_LENGTH * MICRO_BATCH, **settings)
     _divide(layout)
+    _reset_loss_scale()
+
+
+def _reset_loss_scale() -> None:
+    """Megatron's scale of auxiliary losses is the process's, and its shape who sets it first.
+
+    A layer that runs alone makes it a number, into which a training schedule's does not go.
+    """
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = _first_loss_scale()
+
+
+@functools.lru_cache(maxsize=1)
+def _first_loss_scale() -> torch.Tensor | None:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    return MoEAuxLossAutoScaler.main_loss_backward_scale
 
 
 @functools.lru_cache(maxsize=1)

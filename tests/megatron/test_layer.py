@@ -284,19 +284,25 @@ def has_no_grouped_mlp(group: dist.ProcessGroup) -> bool:
     return not hasattr(experts, "GroupedMLP")
 
 
-def megakernel(group: dist.ProcessGroup) -> tuple[float, list[str]]:
-    prepare(EP2_DP2)
-    config = transformer_config(EP2_DP2, "flashmoe", moe_shared_expert_intermediate_size=64)
-    layer = make_layer(config)
+def megakernel_of(layer: Any, **more: Any) -> Any:
+    """FlashMoE behind the megakernel interface, for a layer's experts."""
     from flashmoe_megatron.adapters.megatron.megakernel import FlashMoEMegakernel
 
-    backend = FlashMoEMegakernel(
-        config=config,
+    return FlashMoEMegakernel(
+        config=layer.config,
         ep_group=layer.ep_group,
         routed_experts=layer.experts,
         shared_experts=layer.shared_experts,
         num_local_experts=layer.num_local_experts,
+        **more,
     )
+
+
+def megakernel(group: dist.ProcessGroup) -> tuple[float, list[str]]:
+    prepare(EP2_DP2)
+    config = transformer_config(EP2_DP2, "flashmoe", moe_shared_expert_intermediate_size=64)
+    layer = make_layer(config)
+    backend = megakernel_of(layer)
     x = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64)
     probs, routing_map = layer.route(x)
     got, want = backend(x, probs, routing_map), layer(x)[0]

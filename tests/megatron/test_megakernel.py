@@ -1,13 +1,11 @@
 """FlashMoE behind Megatron's megakernel interface; its outputs are compared in test_layer."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from tests.distributed import RankPool
 from tests.megatron.harness import MICRO_BATCH, SEQ_LENGTH, Layout, prepare, transformer_config
-from tests.megatron.test_layer import make_layer
+from tests.megatron.test_layer import make_layer, megakernel_of
 
 STAGES = Layout(expert=2, pipeline=2)
 
@@ -17,21 +15,11 @@ def layer_numbers(group: dist.ProcessGroup, given: list[int | None]) -> tuple[in
     prepare(STAGES)
     from megatron.core import parallel_state
 
-    from flashmoe_megatron.adapters.megatron.megakernel import FlashMoEMegakernel
-
     config = transformer_config(STAGES, "flashmoe")
     numbers = []
     for number in given:
         layer = make_layer(config)
-        extra: dict[str, Any] = {} if number is None else {"layer_number": number}
-        backend = FlashMoEMegakernel(
-            config=config,
-            ep_group=layer.ep_group,
-            routed_experts=layer.experts,
-            shared_experts=layer.shared_experts,
-            num_local_experts=layer.num_local_experts,
-            **extra,
-        )
+        backend = megakernel_of(layer, **({} if number is None else {"layer_number": number}))
         x = torch.randn(SEQ_LENGTH, MICRO_BATCH, 64)
         computes = backend._routed.backend
         computes.take_records()

@@ -45,9 +45,7 @@ def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
                 SHAPES[shape].one_of(one_of), 1, rank=0, device=device, zipf=0.0, seed=1
             )
             if is_zero:
-                with torch.no_grad():
-                    for tensor in (problem.x, problem.grad_out, *problem.parameters):
-                        tensor.zero_()
+                problem.zero_values()
             layer = layer_of(problem, True, device)
             calls[order] = dict(
                 zip(PASSES, (without_grad(layer), layer.forward_and_backward), strict=True)

@@ -81,9 +81,7 @@ def main() -> int:
         problem = make_problem(
             SHAPES[shape].one_of(options.one_of), 1, rank=0, device=device, zipf=0.0, seed=1
         )
-        with torch.no_grad():
-            for tensor in (problem.x, problem.grad_out, *problem.parameters):
-                tensor.zero_()
+        problem.zero_values()
         layers = {name: layer_of(problem, counts, device) for name, counts in WAYS.items()}
         of_passes = {
             "forward": {name: without_grad(layer) for name, layer in layers.items()},

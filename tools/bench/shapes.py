@@ -105,6 +105,12 @@ class Problem:
     routing_map: torch.Tensor
     weights: ExpertWeights
 
+    @torch.no_grad()
+    def zero_values(self) -> None:
+        """Makes all but the routing zeros, with which a GPU stays below its power limit."""
+        for tensor in (self.x, self.grad_out, *self.parameters):
+            tensor.zero_()
+
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
         """All local weights, fc1's first."""

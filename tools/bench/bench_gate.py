@@ -1,13 +1,16 @@
 """Times the gate in the layer's launch beside a router of torch's operators in front of it.
 
-On all GPUs of a host, from the checkout:
+On one GPU, or on all of a host, from the checkout:
 
+    python -m tools.bench.bench_gate --out results.jsonl
     torchrun --nproc-per-node 4 -m tools.bench.bench_gate --out results.jsonl
 
-or on one GPU with ``--one-of 4``, as ``bench_layer``. For every shape, in one run: the layer with
-the routing at hand, which is the floor of both; with the gate in its launch; and behind the router
-of torch, in float32 as Megatron's with ``--moe-router-dtype fp32``. First the gate's choice has to
-be that of float64 wherever two logits are further apart than rounding goes.
+For every shape, in turns of some launches: the layer with the routing at hand, which is the floor
+of both; with the gate in its launch; and behind the router of torch, in float32 as Megatron's with
+``--moe-router-dtype fp32``. Launches of a turn follow one another without a pause. Tokens and the
+router's weight are random, but experts have weights of zero, since at its power limit a GPU's time
+moves by more than a gate takes. First the gate's choice has to be that of float64 wherever two
+logits are further apart than rounding goes.
 """
 
 import argparse
@@ -21,9 +24,9 @@ from flashmoe_megatron import GateConfig, moe_apply, moe_gated_forward
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.layer import Gated
 from flashmoe_megatron.select import select_backend
-from tools.bench import common
+from tools.bench import common, stopwatch
 from tools.bench.bench_layer import without_grad
-from tools.bench.common import Record, Timer, Timing, log
+from tools.bench.common import Record, Timing, log
 from tools.bench.shapes import SHAPES, Problem, make_problem
 
 MARGIN = 1e-4
@@ -49,7 +52,7 @@ def check(found: Gated, problem: Problem, weight: torch.Tensor) -> None:
     assert error < 1e-5, f"logits: relative L2 error {error:.2e}"
 
 
-def measure(problem: Problem, backend: Backend, timer: Timer) -> dict[str, Timing]:
+def measure(problem: Problem, backend: Backend, turns: int, launches: int) -> dict[str, Timing]:
     """Times the three ways of one forward, after the check."""
     config, x, weights = problem.config, problem.x, problem.weights
     weight = torch.randn(config.num_experts, config.hidden, device=x.device) / config.hidden**0.5
@@ -72,7 +75,9 @@ def measure(problem: Problem, backend: Backend, timer: Timer) -> dict[str, Timin
         probs = GateConfig().probs_of(logits, routing_map)
         return moe_apply(backend, x, probs, routing_map, weights)
 
-    return {call.__name__: timer(without_grad(call)) for call in (at_hand, in_launch, in_torch)}
+    calls = {call.__name__: without_grad(call) for call in (at_hand, in_launch, in_torch)}
+    times = stopwatch.in_turns(calls, turns, launches)
+    return {name: common.timing_of(milliseconds) for name, milliseconds in times.items()}
 
 
 def main(arguments: list[str]) -> int:
@@ -80,29 +85,34 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")
+    parser.add_argument("--turns", type=int, default=8, help="of each way")
+    parser.add_argument("--launches", type=int, default=20, help="of a turn")
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
     parser.add_argument("--out", type=Path, help="file that takes one JSON object per measurement")
     options = parser.parse_args(arguments)
     num_ranks = common.join_group()
-    timer = Timer(options.iterations, options.warmup)
     command = " ".join(["tools.bench.bench_gate", *arguments])
     record = Record(options.out, **common.machine(options.commit), command=command)
     group = dist.group.WORLD if num_ranks > 1 else None
     rank = dist.get_rank() if num_ranks > 1 else 0
-    log("| shape | routing at hand, ms | gate in the launch | router of torch | gate adds |")
-    log("| --- | --- | --- | --- | --- |")
+    log("| shape | routing at hand, us | gate in the launch adds | router of torch adds |")
+    log("| --- | --- | --- | --- |")
     for name in options.shapes:
-        shape = SHAPES[name].one_of(options.one_of)
         device = torch.device("cuda", torch.cuda.current_device())
-        problem = make_problem(shape, num_ranks, rank=rank, device=device, seed=1)
-        backend = select_backend(problem.config, group, device, kind="kernel", timeout_s=10.0)
-        times = measure(problem, backend, timer)
-        medians = [timing.median_ms for timing in times.values()]
-        adds = medians[1] - medians[0]
-        log(f"| {name} | " + " | ".join(f"{ms:.3f}" for ms in medians) + f" | {adds:.3f} |")
+        problem = make_problem(SHAPES[name], num_ranks, rank=rank, device=device, seed=1)
+        for parameter in problem.parameters:
+            parameter.detach().zero_()
+        backend = select_backend(
+            problem.config,
+            group,
+            device,
+            kind="kernel",
+            timeout_s=10.0,
+            row_bound=common.ROW_BOUND,
+        )
+        times = measure(problem, backend, options.turns, options.launches)
+        floor, *others = (1e3 * timing.median_ms for timing in times.values())
+        log(" | ".join([f"| {name}", f"{floor:.1f}", *(f"{us - floor:.1f}" for us in others)]), "|")
         record.write(shape=name, **{key: timing.as_dict() for key, timing in times.items()})
         del problem, backend
         torch.cuda.empty_cache()

@@ -31,8 +31,9 @@ def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
     import torch
 
     from tools.bench.bench_layer import without_grad
-    from tools.bench.counters_cost import layer_of, turn_ms
+    from tools.bench.counters_cost import layer_of
     from tools.bench.shapes import make_problem
+    from tools.bench.stopwatch import turn_ms
 
     device = torch.device("cuda", 0)
     calls = {}

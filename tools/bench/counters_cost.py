@@ -12,7 +12,6 @@ cent; the routing is random.
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,30 +37,6 @@ def layer_of(problem: Problem, counts: bool, device: torch.device) -> FusedLayer
         counters=counts,
     )
     return FusedLayer(problem, backend, use_main_grad=True)
-
-
-def turn_ms(call: Callable[[], object], times: int) -> float:
-    """Milliseconds of one of a row of calls."""
-    call()
-    begin = stopwatch.now()
-    for _ in range(times):
-        call()
-    end = stopwatch.now()
-    stopwatch.synchronize()
-    return stopwatch.between_ms(begin, end) / times
-
-
-def measure(
-    calls: dict[str, Callable[[], object]], turns: int, each: int
-) -> dict[str, list[float]]:
-    """Milliseconds of every turn of each way."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(-2, turns):  # the first ones warm up
-        for name, call in calls.items():
-            taken = turn_ms(call, each)
-            if turn >= 0:
-                times[name].append(taken)
-    return times
 
 
 def main() -> int:
@@ -90,7 +65,7 @@ def main() -> int:
             },
         }
         for passes, calls in of_passes.items():
-            times = measure(calls, options.turns, options.launches)
+            times = stopwatch.in_turns(calls, options.turns, options.launches)
             pairs = zip(times["counted"], times["uncounted"], strict=True)
             cost = statistics.median(counted / uncounted - 1 for counted, uncounted in pairs)
             medians = {name: statistics.median(taken) for name, taken in times.items()}

@@ -1,5 +1,6 @@
 // The bodies of the C interface's launches: arguments are checked, device structs are filled, and
-// kernels go to the stream. Nothing here waits, except flashmoe_await_plan.
+// kernels go to the stream. Nothing here waits, except flashmoe_await_plan for the plan, and
+// flashmoe_clear_fault and flashmoe_read_counters for the stream.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -622,17 +623,21 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
         return fail(FLASHMOE_BAD_ARGUMENT, "num_row_blocks or num_rows is null");
     }
     const volatile Mailbox* mailbox = static_cast<Mailbox*>(group->mailbox);
+    // What the device has written before it is there then, on every processor.
+    const auto has_come = [&] {
+        return __atomic_load_n(&mailbox->report.epoch, __ATOMIC_ACQUIRE) != 0;
+    };
     // The device bounds its own waits; this bound is for a device that never runs.
     using Clock = std::chrono::steady_clock;
     const auto limit = std::chrono::nanoseconds(problem->timeout_ns) + std::chrono::seconds(30);
     const auto deadline = Clock::now() + limit;
-    for (uint64_t spin = 1; mailbox->report.epoch == 0; ++spin) {
+    for (uint64_t spin = 1; not has_come(); ++spin) {
         if (spin % 4096 != 0) continue;
         const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(group->stream));
         if (state != cudaSuccess and state != cudaErrorNotReady) {
             return check_cuda(state, "waiting for the plan");
         }
-        if (state == cudaSuccess and mailbox->report.epoch == 0) {
+        if (state == cudaSuccess and not has_come()) {
             return fail(FLASHMOE_CUDA_ERROR, "the stream is idle but the plan never ran");
         }
         if (Clock::now() > deadline) {

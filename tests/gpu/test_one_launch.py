@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from flashmoe_megatron.backend import WeightGrad
+from flashmoe_megatron.config import Keep
 from flashmoe_megatron.errors import RoutingError, RowBoundError
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.spinner import Spinner
 from tests.gpu.test_layer import TOKENS, make_config
 from tests.gpu.virtual import VirtualLayer
 from tests.unit import cases
@@ -73,6 +75,61 @@ def test_bad_routing_is_an_error_on_every_rank():
         assert out[rank].isnan().all()
         with pytest.raises(RoutingError):
             backend.raise_pending_fault()
+
+
+@pytest.mark.parametrize("keep", ["all", "preactivations"])
+@pytest.mark.parametrize("error", [RowBoundError, RoutingError])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_backward_that_is_launched_before_the_host_hears_of_a_fault(
+    num_ranks: int, error: type[Exception], keep: Keep
+):
+    """There is no plan that it could follow: it finds one of no rows, and ends."""
+    config = make_config(num_ranks)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
+    weights = steps.weights_of(config, inputs)
+    want = expected(config, inputs)
+    layer = VirtualLayer(config)
+    for backend in layer.backends:
+        backend.keep = keep
+    enough = enough_blocks(layer)
+    steps.backward(layer, inputs, weights, bounded(layer, inputs, weights, enough))
+    probs = [probs.clone() for probs in inputs.probs]
+    if error is RoutingError:
+        probs[-1][3] = float("nan")
+    fc1, fc2 = steps.make_grads(layer, weights)
+    torch.cuda.synchronize()
+    grad_x = []
+    spinner = Spinner()
+    with spinner.hold(torch.cuda.get_device_properties(0).multi_processor_count):
+        saved = []
+        for rank, backend in enumerate(layer.backends):
+            with layer._on_stream(rank):
+                _, kept = backend.bounded_forward(
+                    inputs.x[rank],
+                    probs[rank],
+                    inputs.routing_map[rank],
+                    weights[rank],
+                    1 if error is RowBoundError else enough,
+                    training=True,
+                )
+                saved.append(kept)
+        for rank, backend in enumerate(layer.backends):
+            with layer._on_stream(rank):
+                grads = backend.backward(
+                    inputs.grad_out[rank], saved[rank], weights[rank], fc1[rank], fc2[rank]
+                )
+                grad_x.append(grads[0])
+        assert spinner.is_running, "the host waited for a launch"
+    torch.cuda.synchronize()
+    layer.check_guards()
+    for rank, backend in enumerate(layer.backends):
+        assert grad_x[rank].isnan().all()
+        for grad in (*fc1[rank], *fc2[rank]):
+            assert not grad.buffer.any()
+        with pytest.raises(error):
+            backend.raise_pending_fault()
+    again = steps.backward(layer, inputs, weights, bounded(layer, inputs, weights, enough))
+    assert_as_good(again, want)
 
 
 def test_a_graph_replays_it_with_new_inputs():

@@ -94,20 +94,28 @@ struct PlacementSmem {
     int32_t* expert_block;  // [local expert + 1]
     int32_t* expert_unit;   // [local expert + 1]
     int32_t* expert_own;    // [local expert + 1]: units of the own rank's rows before
+    int first_chunk;
+    int num_chunks;
 
+    // Of one CTA at most.
+    __host__ __device__ static int max_chunks(const Shape& s, int num_ctas) {
+        return ceil_div(s.num_chunks(), num_ctas);
+    }
     // Words that a grid of `num_ctas` needs.
     __host__ __device__ static int64_t words(const Shape& s, int num_ctas) {
         const int64_t local = s.num_local_experts();
-        return ceil_div(s.num_chunks(), num_ctas) * local + s.num_experts + 5 * local + 3;
+        return max_chunks(s, num_ctas) * local + s.num_experts + 5 * local + 3;
     }
     // Whole lines, since the copy of rows has what is behind it.
     __host__ __device__ static int64_t bytes(const Shape& s, int num_ctas) {
         return align_up<int64_t>(words(s, num_ctas) * int64_t(sizeof(uint32_t)), 128);
     }
     __device__ PlacementSmem(const Shape& s, void* smem) {
-        const int local = s.num_local_experts();
+        const int local = s.num_local_experts(), max = max_chunks(s, int(gridDim.x));
+        first_chunk = int(blockIdx.x) * max;
+        num_chunks = min(max, s.num_chunks() - first_chunk);  // not above 0 where there are none
         counts = static_cast<uint32_t*>(smem);
-        selections = counts + int64_t(ceil_div(s.num_chunks(), int(gridDim.x))) * local;
+        selections = counts + int64_t(max) * local;
         base = selections + s.num_experts;
         expert_rows = reinterpret_cast<int32_t*>(base + local);
         expert_block = expert_rows + local;
@@ -152,11 +160,9 @@ __device__ __forceinline__ void walk_chunks(const LayerArgs& args,
                                             const int (&num_tokens)[kMaxRanks],
                                             bool is_placing) {
     const Shape& s = args.shape;
-    const int num_chunks = s.num_chunks(), num_warps = Planners::size() / 32;
-    const int per_cta = ceil_div(num_chunks, int(gridDim.x)), first = int(blockIdx.x) * per_cta;
 #pragma unroll 1
-    for (int i = int(threadIdx.x / 32); i < per_cta and first + i < num_chunks; i += num_warps) {
-        walk_chunk(args, epoch, chunk_at(s, num_tokens, first + i),
+    for (int i = int(threadIdx.x / 32); i < smem.num_chunks; i += Planners::size() / 32) {
+        walk_chunk(args, epoch, chunk_at(s, num_tokens, smem.first_chunk + i),
                    smem.counts + i * s.num_local_experts(), smem.selections, is_placing);
     }
 }
@@ -165,7 +171,7 @@ __device__ __forceinline__ void walk_chunks(const LayerArgs& args,
 __device__ __forceinline__ void share_counts(const LayerArgs& args, const PlacementSmem& smem) {
     const Shape& s = args.shape;
     const int num_experts = s.num_local_experts();
-    const int per_cta = ceil_div(s.num_chunks(), int(gridDim.x)), first = int(blockIdx.x) * per_cta;
+    const int num_own = min(smem.num_chunks, s.chunks_per_rank() - smem.first_chunk);
     Planners::sync();
 #pragma unroll 1
     for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
@@ -179,7 +185,7 @@ __device__ __forceinline__ void share_counts(const LayerArgs& args, const Placem
             smem.selections[s.first_expert() + expert];
         uint32_t own = 0;
 #pragma unroll 1
-        for (int i = 0; i < per_cta and first + i < s.chunks_per_rank(); ++i) {
+        for (int i = 0; i < num_own; ++i) {
             own += smem.counts[i * num_experts + expert];
         }
         if (own > 0) atomicAdd(args.workspace.own_selections + expert, own);
@@ -297,12 +303,11 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
     const Shape& s = args.shape;
     const Plan& plan = args.plan;
     const int num_experts = s.num_local_experts();
-    const int per_cta = ceil_div(s.num_chunks(), int(gridDim.x));
 #pragma unroll 1
     for (int expert = threadIdx.x; expert < num_experts; expert += Planners::size()) {
         uint32_t row = uint32_t(smem.expert_block[expert]) * BLOCK_M + smem.base[expert];
 #pragma unroll 1
-        for (int i = 0; i < per_cta; ++i) {
+        for (int i = 0; i < smem.num_chunks; ++i) {
             const uint32_t count = smem.counts[i * num_experts + expert];
             smem.counts[i * num_experts + expert] = row;
             row += count;
@@ -335,6 +340,26 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
             if (expert == num_experts - 1) plan.expert_block[num_experts] = end;
         }
     }
+}
+
+// What a plan that failed leaves: one of no rows, on every rank. For the host may have launched
+// what follows it, a backward above all, before it heard of the fault. Scope: the planners of the
+// grid, which have all stopped.
+__device__ __forceinline__ void leave_no_rows(const LayerArgs& args) {
+    const Plan& plan = args.plan;
+    const int first = int(blockIdx.x) * Planners::size() + int(threadIdx.x);
+    const int step = int(gridDim.x) * Planners::size(),
+              num_experts = args.shape.num_local_experts();
+#pragma unroll 1
+    for (int i = first; i < args.num_tokens * plan.topk; i += step) plan.own_experts[i] = -1;
+#pragma unroll 1
+    for (int i = first; i < args.num_tokens; i += step) plan.own_ranks[i] = 0;
+#pragma unroll 1
+    for (int i = first; i <= num_experts; i += step) {
+        plan.expert_block[i] = 0;
+        if (i < num_experts) plan.expert_rows[i] = 0;
+    }
+    if (first == 0) *plan.header = {};
 }
 
 // From the routing map to the plan: exchanges the routing with all ranks and places the rows that
@@ -385,6 +410,7 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
             traced(2 + 2 * round);
             if (not goes_on) break;
         }
+        if (not goes_on) leave_no_rows(args);
     }
     return __syncthreads_or(goes_on);
 }

@@ -6,11 +6,12 @@ function, the adapters and the tests know nothing else of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from flashmoe_megatron.config import Keep, MoEConfig
+from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -67,6 +68,19 @@ class TrafficCounters:
     bytes_sent: int = 0
     pad_rows_sent: int = 0
     pad_rows_local: int = 0
+
+
+class OfGroup:
+    """What belongs to a process group, which cannot be copied: a copy of a layer shares it."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "OfGroup":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise FlashMoEError(
+            f"{type(self).__name__} belongs to the process group of this process and cannot be "
+            "pickled: save and send the state_dict of the layer instead"
+        )
 
 
 class Backend(Protocol):

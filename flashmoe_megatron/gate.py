@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from flashmoe_megatron.config import MoEConfig, is_number
-from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -70,7 +70,7 @@ class GateConfig:
         return probs * self.scaling_factor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gate:
     """The gate of one call.
 
@@ -81,6 +81,8 @@ class Gate:
             written by the layer's forward, as the two below.
         probs: Like ``logits``, 0 where not chosen.
         routing_map: ``[num_tokens, num_experts]`` bool.
+        versions: Of logits and map once they are filled in, for their gradient is computed from
+            them.
     """
 
     config: GateConfig
@@ -88,6 +90,24 @@ class Gate:
     logits: torch.Tensor
     probs: torch.Tensor
     routing_map: torch.Tensor
+    versions: tuple[int, int] | None = None
+
+    def close(self) -> None:
+        """Notes that the forward has filled the tensors in: nobody may change them any more."""
+        if not self.logits.is_inference():
+            self.versions = self.logits._version, self.routing_map._version
+
+    def check_unchanged(self) -> None:
+        """Refuses a gradient from other logits than the forward's.
+
+        Raises:
+            FlashMoEError: Logits or map were changed in place.
+        """
+        if self.versions not in (None, (self.logits._version, self.routing_map._version)):
+            raise FlashMoEError(
+                "the gate's logits or its routing map were changed in place, but its gradient is "
+                "computed from them: change a clone"
+            )
 
     def run(self, x: torch.Tensor, topk: int) -> None:
         """Fills the tensors in, on any device."""
@@ -141,8 +161,14 @@ class _Opened(torch.autograd.Function):
     def backward(
         ctx: Any, grad_probs: torch.Tensor, grad_logits: torch.Tensor
     ) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+        if torch.is_grad_enabled():
+            raise FlashMoEError(
+                "the gradient of the MoE layer's gate was asked for with create_graph=True, but "
+                "the gate can be differentiated only once"
+            )
         x, weight = ctx.saved_tensors
         gate = ctx.gate
+        gate.check_unchanged()
         with torch.enable_grad():
             logits = gate.logits.detach().requires_grad_()
             probs = gate.config.probs_of(logits, gate.routing_map)

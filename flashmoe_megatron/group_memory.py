@@ -1,6 +1,7 @@
 """What all layers of one expert-parallel group share on a GPU: heap, workspace and mailbox."""
 
 import ctypes
+import dataclasses
 import logging
 
 import torch
@@ -21,6 +22,9 @@ class GroupMemory:
 
     Sized by the largest layer registered so far, allocated at the first call that needs it. All
     ranks build the same layers in the same order, so they allocate together.
+
+    Launches share it one behind the other, on whatever streams they are called. Those that a CUDA
+    graph replays are ordered by whoever replays it, and so are branches of one capture.
     """
 
     def __init__(
@@ -81,7 +85,8 @@ class GroupMemory:
             heap_bytes, self.group, self.device, self.options.symmetric_backend
         )
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
-        self._mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8).pin_memory()
+        mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8, device="cpu")
+        self._mailbox = mailbox.pin_memory()
         self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
         self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
         self._heap_bounds = self.bounds
@@ -176,7 +181,19 @@ _memories: dict[tuple[int, torch.device, KernelOptions], GroupMemory] = {}
 def shared_memory(
     group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
 ) -> GroupMemory:
-    """One memory per group and device. It keeps its group, so the key stays that group's own."""
+    """One memory per group and device, for layers with other bounds of rows and of time, too.
+
+    It keeps its group, so the key stays that group's own. That of a group which has been destroyed
+    is given up here: it then lives as long as the layers that have it.
+    """
+    for key, memory in list(_memories.items()):
+        if memory.group is not None and memory.group not in dist.distributed_c10d._world.pg_map:
+            del _memories[key]
+    options = dataclasses.replace(
+        KernelOptions(),
+        symmetric_backend=options.symmetric_backend,
+        counters=options.counters,
+    )
     key = (id(group), device, options)
     if key not in _memories:
         _memories[key] = GroupMemory(group, device, options)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
@@ -79,6 +80,9 @@ class Gated(NamedTuple):
     routing_map: torch.Tensor
 
 
+# A compiler would not know that the layer fills the gate's tensors in. Not torch.compiler.disable,
+# which imports the compiler with this module.
+@_disable_dynamo
 def moe_gated_forward(
     x: torch.Tensor,
     gate_weight: torch.Tensor,
@@ -109,6 +113,7 @@ def moe_gated_forward(
     Raises:
         ShapeError: A tensor is not what the backend was built for.
         RoutingError: A logit is NaN; raised late where the host does not wait for the launch.
+        FlashMoEError: In backward, if logits or map were changed in place.
     """
     config = backend.config
     if x.dim() != 2:
@@ -126,6 +131,7 @@ def moe_gated_forward(
         layer=layer,
         gate=opened,
     )
+    opened.close()
     return Gated(out, probs, logits, opened.routing_map)
 
 
@@ -173,7 +179,8 @@ class FlashMoELayer(nn.Module):
             fuse_gate: Compute the own router's choice in the layer's launch.
             bias: Give both projections of every expert a bias.
             check_routing: See :func:`moe_forward`.
-            **kernel_options: See :func:`~flashmoe_megatron.select.select_backend`.
+            **kernel_options: See :func:`~flashmoe_megatron.select.select_backend`; none beside
+                another layer's backend.
 
         Raises:
             ConfigError: The group does not fit ``config``, ranks disagree on it, or nothing can
@@ -189,6 +196,10 @@ class FlashMoELayer(nn.Module):
             raise ConfigError("fuse_gate=True without a router: wanted router=True")
         if isinstance(backend, str):
             backend = select_backend(config, group, device, kind=backend, **kernel_options)
+        elif kernel_options:
+            raise ConfigError(
+                f"{', '.join(kernel_options)} beside a backend that is given: wanted its own"
+            )
         elif backend.config != config:
             raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")
         try:
@@ -313,7 +324,8 @@ class FlashMoELayer(nn.Module):
                 "the layer has no router: give topk_idx and topk_weight, or build it with "
                 "router=True"
             )
-        logits = nn.functional.linear(tokens.float(), self.router.weight.float())
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = nn.functional.linear(tokens.float(), self.router.weight.float())
         top = logits.topk(self.config.topk, dim=1)
         return top.indices, top.values.softmax(dim=1)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
+from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_grad_out, check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
@@ -100,7 +100,7 @@ class _Stopwatch:
         return time.monotonic_ns()
 
 
-class ReferenceBackend:
+class ReferenceBackend(OfGroup):
     """Routed experts in plain torch; implements :class:`~flashmoe_megatron.backend.Backend`.
 
     Arithmetic: GEMMs in ``x.dtype``; activation, routing weight, weight gradients and all sums over

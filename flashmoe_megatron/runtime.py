@@ -1,16 +1,17 @@
 """The fused kernel as a backend: the calls of one layer."""
 
 import ctypes
+import functools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import _native, ops
-from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
+from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_grad_out, check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
@@ -77,9 +78,23 @@ def _addresses(problem: _native.FlashMoEProblem, group: _native.FlashMoEGroup) -
 
 _MOST_LAYERS = 1024
 _Table = TypeVar("_Table")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class KernelBackend:
+def _on_own_device(method: _Method) -> _Method:
+    """Makes the backend's GPU the current one, as torch does for operators of its tensors."""
+
+    @functools.wraps(method)
+    def run(backend: "KernelBackend", *args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.current_device() == backend.device.index:
+            return method(backend, *args, **kwargs)
+        with torch.cuda.device(backend.device):
+            return method(backend, *args, **kwargs)
+
+    return cast(_Method, run)
+
+
+class KernelBackend(OfGroup):
     """The routed experts of one layer as one persistent kernel per direction.
 
     Args:
@@ -123,7 +138,6 @@ class KernelBackend:
         if memory is None and size != config.num_ranks:
             raise ConfigError(f"the group has {size} ranks, the layer wants {config.num_ranks}")
         self.memory = memory or shared_memory(group, self.device, self.options)
-        self.memory.register(config)
         self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.num_ctas = num_ctas or (sms - self.options.reserved_sms) // CLUSTER_SIZE * CLUSTER_SIZE
@@ -131,6 +145,10 @@ class KernelBackend:
             raise ConfigError(f"reserved_sms={self.options.reserved_sms}: the GPU has {sms} SMs")
         self._transposed = False
         self._dtype = torch.bfloat16
+        # A layer that cannot be served must not shape the heap of those that can.
+        alone = self._problem_on(_native.HeapBounds.of(config))
+        _native.call("sizes", alone, _native.FlashMoESizes())
+        self.memory.register(config)
         self._problem: _native.FlashMoEProblem | None = None
         self._heap_bounds = self.memory.bounds
         self._bounds: dict[bool, int | None] = {}
@@ -138,6 +156,7 @@ class KernelBackend:
         self._tables: dict[tuple[Hashable, ...], WeightTables] = {}
         self._grad_tables: dict[tuple[Hashable, ...], torch.Tensor] = {}
 
+    @_on_own_device
     def forward(
         self,
         x: torch.Tensor,
@@ -167,6 +186,7 @@ class KernelBackend:
             x, probs, routing_map, gate, tables, bound, training=training, layer=layer
         )
 
+    @_on_own_device
     def bounded_forward(
         self,
         x: torch.Tensor,
@@ -220,6 +240,7 @@ class KernelBackend:
             layer=layer,
         )
 
+    @_on_own_device
     def begin_forward(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> PendingForward:
@@ -241,6 +262,7 @@ class KernelBackend:
         ops.plan(plan, *_addresses(problem, group), *ops.given(x, probs, routing_map, gate))
         return PendingForward(group, plan, x, probs, routing_map, gate)
 
+    @_on_own_device
     def finish_forward(
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
     ) -> tuple[torch.Tensor, SavedForward | None]:
@@ -313,6 +335,7 @@ class KernelBackend:
         )
         return out, saved
 
+    @_on_own_device
     def backward(
         self,
         grad_out: torch.Tensor,
@@ -326,6 +349,8 @@ class KernelBackend:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         check_grad_out(self.config, grad_out, saved.num_tokens)
         grad_out = grad_out.contiguous()
+        if grad_out.data_ptr() % 16:  # a slice of something else's gradient
+            grad_out = grad_out.clone()
         tables = self._encode(weights)
         self._check_input("grad_out", grad_out, self._dtype)
         grads = UniformGrads([*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias])
@@ -368,6 +393,8 @@ class KernelBackend:
 
         Waits for the current stream.
         """
+        if self.memory.heap_bytes == 0:
+            return TrafficCounters()
         counts = _native.FlashMoECounters()
         _native.call("read_counters", self.memory.open(), counts)
         rows = sum(counts.rows_pulled) + sum(counts.results_pushed)
@@ -412,20 +439,23 @@ class KernelBackend:
         """
         problem = self._problem
         if problem is None or self._heap_bounds != self.memory.bounds:
-            problem = _native.problem_of(
-                self.config,
-                rank=self.rank,
-                dtype=ops.dtype_code(self._dtype),
-                transposed=self._transposed,
-                num_ctas=self.num_ctas,
-                heap=self.memory.bounds,
-                timeout_s=self.options.timeout_s,
-            )
+            problem = self._problem_on(self.memory.bounds)
             _native.call("sizes", problem, self._sizes)
             _native.call("preload", problem)
             self._problem, self._heap_bounds = problem, self.memory.bounds
             self._bounds = {training: self._row_block_bound(training) for training in (False, True)}
         return problem
+
+    def _problem_on(self, heap: _native.HeapBounds) -> _native.FlashMoEProblem:
+        return _native.problem_of(
+            self.config,
+            rank=self.rank,
+            dtype=ops.dtype_code(self._dtype),
+            transposed=self._transposed,
+            num_ctas=self.num_ctas,
+            heap=heap,
+            timeout_s=self.options.timeout_s,
+        )
 
     def _row_block_bound(self, training: bool) -> int | None:
         """Blocks of rows that every buffer holds, or ``None`` to count them first."""
@@ -483,7 +513,7 @@ class KernelBackend:
             raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
         array = ctypes.c_void_p * self.config.num_local_experts
         problem = self._describe()
-        host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8)
+        host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8, device="cpu")
         _native.call(
             "encode_weights",
             problem,
@@ -508,7 +538,7 @@ class KernelBackend:
         self._transposed, self._dtype, self._problem = transposed, dtype, None
 
     def _address_table(self, addresses: Sequence[int]) -> torch.Tensor:
-        return self._upload(torch.tensor(addresses, dtype=torch.int64))
+        return self._upload(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
 
     def _upload(self, host: torch.Tensor) -> torch.Tensor:
         """A table on the device. A graph that captures the copy repeats it at every replay."""
@@ -541,7 +571,7 @@ class KernelBackend:
         array = ctypes.c_void_p * num_weights
         weights, biases = addresses[:num_weights], addresses[num_weights:]
         problem = self._describe()
-        host = torch.empty(self._sizes.grad_table_bytes, dtype=torch.uint8)
+        host = torch.empty(self._sizes.grad_table_bytes, dtype=torch.uint8, device="cpu")
         _native.call(
             "encode_grads",
             problem,

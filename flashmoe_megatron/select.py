@@ -12,6 +12,7 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.config import KEEPS, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
+from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.reference_backend import ReferenceBackend
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -43,17 +44,19 @@ def select_backend(
         kind: "kernel", "reference", or "auto": the kernel on a Hopper GPU (compute capability
             9.0), else the reference. The choice of "auto" is logged once per process.
         keep: What a forward keeps for its backward, see :data:`~flashmoe_megatron.config.Keep`.
-        **kernel_options: Passed to ``KernelBackend``; they have no meaning for the reference.
+        **kernel_options: Fields of :class:`~flashmoe_megatron.options.KernelOptions`; they change
+            nothing for the reference.
 
     Returns:
         The backend.
 
     Raises:
-        ConfigError: ``kind`` or ``keep`` is unknown, the ranks disagree on one of them or on
-            ``config``, or the kernel is to share memory between hosts.
+        ConfigError: ``kind``, ``keep`` or an option is unknown, the ranks disagree on one of the
+            first two or on ``config``, or the kernel is to share memory between hosts.
         DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
             GPU.
     """
+    _check_options(kernel_options)
     device = _named(device)
     chosen = resolve_kind(kind, device)
     if keep not in KEEPS:
@@ -136,6 +139,15 @@ def check_one_host(group: dist.ProcessGroup | None) -> None:
             "an expert-parallel size (Megatron's --expert-model-parallel-size) that divides the "
             "GPUs of a host, or the symmetric memory 'nvshmem'"
         )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuses what the kernel would, also where the reference is chosen."""
+    known = [field.name for field in dataclasses.fields(KernelOptions)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"option {name!r}: wanted one of {', '.join(known)}")
+    KernelOptions(**options)
 
 
 def _gather(value: _Value, group: dist.ProcessGroup | None) -> list[_Value]:

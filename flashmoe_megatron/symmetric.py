@@ -92,5 +92,5 @@ def _least(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
 def _too_little(nbytes: int, free: int) -> HeapError:
     return HeapError(
         f"the symmetric heap needs {nbytes} bytes on every GPU, the fullest has {free} free: "
-        "lower the micro-batch or sequence length (max_tokens), or topk"
+        "start again with a smaller micro-batch or sequence length (max_tokens), or topk"
     )

@@ -87,7 +87,8 @@ class Reduction:
     ) -> None:
         self._layout = totals.layout
         self._host = [
-            torch.tensor(values, dtype=torch.float64) for values in (totals.sums(), totals.maxima())
+            torch.tensor(values, dtype=torch.float64, device="cpu")
+            for values in (totals.sums(), totals.maxima())
         ]
         self._works: list[dist.Work] = []
         self._copied: torch.cuda.Event | None = None
@@ -137,7 +138,7 @@ class Reduction:
             for work in self._works:
                 work.wait()  # makes this stream wait, not the host
             self._host = [
-                torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True).copy_(
+                torch.empty(vector.shape, dtype=vector.dtype, device="cpu", pin_memory=True).copy_(
                     vector, non_blocking=True
                 )
                 for vector in reduced

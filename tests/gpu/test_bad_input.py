@@ -11,7 +11,7 @@ import torch
 
 from flashmoe_megatron import errors, symmetric
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.runtime import KernelBackend
@@ -197,6 +197,36 @@ def test_heap_that_does_not_fit():
 def test_bad_options(options: dict[str, Any], message: str):
     with pytest.raises(errors.ConfigError, match=message):
         make_backend(**options)
+
+
+def test_a_layer_that_cannot_be_served_leaves_the_heap_to_others():
+    memory = GroupMemory(None, device(), KernelOptions())
+    KernelBackend(CONFIG, None, device(), memory=memory, rank=0)
+    bounds = memory.bounds
+    with pytest.raises(errors.FlashMoEError, match="max_tokens"):
+        KernelBackend(replace(CONFIG, max_tokens=2**20), None, device(), memory=memory, rank=0)
+    assert memory.bounds == bounds
+
+
+def test_a_gradient_that_begins_anywhere(backend: KernelBackend):
+    """As autograd makes it of a slice of something larger: no user could align it."""
+    call = make_call()
+    weights = call["weights"]
+
+    def grads_of(grad_out: torch.Tensor) -> list[torch.Tensor]:
+        out, saved = backend.forward(**call, training=True)
+        fc1, fc2 = (
+            [WeightGrad(torch.empty_like(weight), False) for weight in kind]
+            for kind in (weights.fc1, weights.fc2)
+        )
+        return [*backend.backward(grad_out, saved, weights, fc1, fc2), fc1[0].buffer]
+
+    grad_out = torch.randn_like(call["x"])
+    assert all(map(torch.equal, grads_of(misaligned(grad_out)), grads_of(grad_out)))
+
+
+def test_traffic_before_the_first_call():
+    assert make_backend().traffic == TrafficCounters()
 
 
 def test_group_of_another_size():

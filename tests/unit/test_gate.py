@@ -1,6 +1,5 @@
 """The gate in the layer's launch: its choice, its probabilities and its gradients."""
 
-import copy
 import gc
 import weakref
 
@@ -12,7 +11,7 @@ from flashmoe_megatron import GateConfig, MoEConfig, moe_gated_forward
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import KEEPS
-from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.gate import open_gate
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference_backend import ReferenceBackend
@@ -137,12 +136,15 @@ def test_without_tokens_and_without_grad() -> None:
     assert torch.equal(again.routing_map.sum(1), torch.full((TOKENS,), config.topk))
 
 
-def test_layer_with_a_fused_gate() -> None:
+def make_layer(*, fuse_gate: bool, dtype: torch.dtype = torch.float32) -> FlashMoELayer:
+    """Always with the same parameters."""
     torch.manual_seed(1)
-    options = {"router": True, "device": "cpu", "dtype": torch.float32}
-    fused = FlashMoELayer(cases.CONFIG, fuse_gate=True, **options)
-    plain = FlashMoELayer(cases.CONFIG, **options)
-    plain.load_state_dict(copy.deepcopy(fused.state_dict()))
+    return FlashMoELayer(cases.CONFIG, fuse_gate=fuse_gate, router=True, device="cpu", dtype=dtype)
+
+
+def test_layer_with_a_fused_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, plain = make_layer(fuse_gate=True), make_layer(fuse_gate=False)
+    monkeypatch.setattr(fused, "route", lambda _: pytest.fail("routed in front of the launch"))
     x = torch.randn(4, 5, cases.CONFIG.hidden)
     for layer in (fused, plain):
         layer(x).square().sum().backward()
@@ -196,3 +198,62 @@ def test_a_gate_ends_with_its_graph() -> None:
         assert held() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["logits", "routing_map"])
+def test_a_change_of_what_the_gradient_is_computed_from_is_refused(name: str) -> None:
+    config = cases.make_config()
+    x, weight, experts = leaves(config)
+    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
+    changed = getattr(found, name)
+    with torch.no_grad():
+        changed.copy_(changed.clone())
+    with pytest.raises(FlashMoEError, match="changed in place.*change a clone"):
+        (found.out.sum() + found.probs.square().sum()).backward()
+
+
+def test_a_change_of_a_clone_or_of_probabilities_is_not() -> None:
+    config = cases.make_config()
+    x, weight, experts = leaves(config)
+    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
+    found.routing_map.clone()[0] = False
+    want = torch.autograd.grad(found.probs.square().sum(), weight, retain_graph=True)[0]
+    found.probs.mul_(2)
+    got = torch.autograd.grad(found.probs.square().sum(), weight)[0]
+    torch.testing.assert_close(got, 4 * want)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    config = cases.make_config()
+    x, weight, experts = leaves(config)
+    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
+    with pytest.raises(FlashMoEError, match="gate.*differentiated only once"):
+        torch.autograd.grad(found.probs.square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("fuse_gate", [False, True])
+def test_autocast_leaves_the_router_in_float32(fuse_gate: bool) -> None:
+    layer = make_layer(fuse_gate=fuse_gate)
+    x = torch.randn(50, cases.CONFIG.hidden)
+    want = layer(x)
+    want.square().sum().backward()
+    assert layer.router is not None
+    grad, layer.router.weight.grad = layer.router.weight.grad, None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = layer(x)
+    assert torch.equal(got, want)
+    got.square().sum().backward()
+    assert torch.equal(layer.router.weight.grad, grad)
+
+
+def test_a_compiler_leaves_the_gate_alone() -> None:
+    """It would take the gate's tensors, which the layer fills in, for what they are before that."""
+    from torch._dynamo import config as compiler
+
+    layer = make_layer(fuse_gate=True)
+    x = torch.randn(16, cases.CONFIG.hidden, requires_grad=True)
+    want = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    with compiler.patch(trace_autograd_ops=True):
+        compiled = torch.compile(layer, backend="aot_eager")
+        got = torch.autograd.grad(compiled(x).square().sum(), [x, *layer.parameters()])
+    assert all(map(torch.equal, got, want))

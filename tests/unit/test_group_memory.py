@@ -1,10 +1,14 @@
 """When the memory of a group is made anew, and what becomes of the old; without a GPU."""
 
+import gc
 import logging
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flashmoe_megatron import _native, group_memory
 from flashmoe_megatron.errors import PeerTimeoutError
@@ -108,3 +112,37 @@ def test_what_a_graph_has_captured_is_kept(
         [tuple(map(id, one)) for one in (kept, tables)] if is_captured else []
     )
     assert caplog.text.count("capture them again") == is_captured
+
+
+def test_what_the_host_reads_is_on_the_host_whatever_the_default_device(
+    memory: GroupMemory,
+) -> None:
+    with torch.device("meta"):
+        memory.allocate(SIZES)
+    assert memory._mailbox.device.type == "cpu"
+
+
+def test_layers_that_differ_in_their_bounds_alone_share_it() -> None:
+    device = torch.device("cpu")
+    shared = group_memory.shared_memory(None, device, KernelOptions())
+    for options in ({"row_bound": 2.0}, {"timeout_s": 3.0}, {"reserved_sms": 8}):
+        assert group_memory.shared_memory(None, device, KernelOptions(**options)) is shared
+    for options in ({"counters": False}, {"symmetric_backend": "nvshmem"}):
+        assert group_memory.shared_memory(None, device, KernelOptions(**options)) is not shared
+
+
+def test_the_memory_of_a_group_that_is_destroyed_is_given_up(tmp_path: Path) -> None:
+    device, options = torch.device("cpu"), KernelOptions()
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        memory = group_memory.shared_memory(dist.group.WORLD, device, options)
+        assert group_memory.shared_memory(dist.group.WORLD, device, options) is memory
+        of_nobody = weakref.ref(memory)
+    finally:
+        dist.destroy_process_group()
+    group_memory.shared_memory(None, device, options)
+    assert of_nobody() is memory
+    del memory
+    gc.collect()
+    assert of_nobody() is None

@@ -1,11 +1,15 @@
 """The layer as a module of plain PyTorch."""
 
+import copy
+import pickle
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import Activation
-from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
 from flashmoe_megatron.reference import assert_close, moe_reference
 from tests.distributed import RankPool
@@ -155,3 +159,39 @@ def test_one_seed_gives_one_model_whatever_the_number_of_ranks(ranks: RankPool):
     for num_ranks in (2, 4):
         got = torch.cat(ranks.run(run_layer, num_ranks, num_ranks=num_ranks))
         assert_close(f"out on {num_ranks} ranks", got, want, rel_l2=1e-6)
+
+
+def copy_a_layer(group: dist.ProcessGroup) -> None:
+    config = cases.make_config(num_ranks=2)
+    layer = make_layer(config=config, group=group, router=True)
+    twin = copy.deepcopy(layer)
+    assert twin.backend is layer.backend
+    assert twin.fc1[0] is not layer.fc1[0]
+    x = torch.randn(7, 64, generator=cases.generator(dist.get_rank(group)))
+    assert torch.equal(twin(x), layer(x))
+    averaged = torch.optim.swa_utils.AveragedModel(layer)
+    assert torch.equal(averaged(x), layer(x))
+    with pytest.raises(FlashMoEError, match="cannot be pickled.*state_dict"):
+        pickle.dumps(layer)
+
+
+def test_a_copy_shares_the_group(ranks: RankPool):
+    ranks.run(copy_a_layer, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"row_bonud": 1.2}, "option 'row_bonud': wanted one of symmetric_backend, "),
+        ({"row_bound": 0.5}, "row_bound=0.5: wanted None, or at least 1"),
+    ],
+)
+def test_options_are_looked_at_without_a_kernel_too(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        make_layer(**options)
+
+
+def test_options_beside_a_backend_are_refused():
+    backend = make_layer().backend
+    with pytest.raises(ConfigError, match="row_bound, keep beside a backend that is given"):
+        make_layer(backend=backend, row_bound=1.2, keep="inputs")

@@ -37,6 +37,10 @@ def _nothing_announced_yet():
     _announce.cache_clear()
 
 
+BROKEN = 131
+"""SMs reserved, with which the class below cannot be made."""
+
+
 class BrokenKernelError(RuntimeError):
     pass
 
@@ -48,7 +52,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     class KernelBackend:
         def __init__(self, config, group, device, **options):
-            if options.get("broken"):
+            if options.get("reserved_sms") == BROKEN:
                 raise BrokenKernelError("cannot load")
             made.append((config, group, device, options))
 
@@ -90,7 +94,7 @@ def test_auto_takes_the_kernel_on_hopper(gpu, kernel, caplog: pytest.LogCaptureF
 def test_a_kernel_that_fails_is_not_replaced(gpu, kernel, kind: str):
     gpu("NVIDIA H200", (9, 0))
     with pytest.raises(BrokenKernelError):
-        select_backend(cases.CONFIG, None, "cuda", kind=kind, broken=True)
+        select_backend(cases.CONFIG, None, "cuda", kind=kind, reserved_sms=BROKEN)
 
 
 def test_the_reference_can_be_asked_for_on_hopper(gpu, kernel):

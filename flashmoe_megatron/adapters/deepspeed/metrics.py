@@ -81,11 +81,11 @@ class RouteReader:
 
     def _start(self) -> torch.Tensor:
         if not self._counters:
-            return torch.zeros(2, dtype=torch.int64)
+            return torch.zeros(2, dtype=torch.int64, device="cpu")
         total = torch.stack([counter.counts for counter in self._counters]).sum(0)
         if total.device.type != "cuda":
             return total
-        copy = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
+        copy = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=True)
         copy.copy_(total, non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()

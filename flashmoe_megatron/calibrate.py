@@ -201,8 +201,8 @@ def _parser() -> argparse.ArgumentParser:
         "--grads",
         choices=GRADS,
         required=True,
-        help="where the run's weight gradients go: Megatron adds them to main_grad unless gradient "
-        "accumulation fusion is off; else and in DeepSpeed parameters get their own",
+        help="where the run's weight gradients go: in Megatron to main_grad; in DeepSpeed "
+        "parameters get their own",
     )
     parser.add_argument(
         "--row-bound",

@@ -104,7 +104,8 @@ class RoutedExperts:
             ``[num_tokens, hidden]`` in ``x.dtype``.
 
         Raises:
-            ConfigError: The experts were changed since the layer was built.
+            ConfigError: The experts or the padding to capacity were changed since the layer was
+                built.
             ShapeError: There are more tokens than the layer was built for.
         """
         self.num_calls += 1
@@ -115,7 +116,13 @@ class RoutedExperts:
         if probs.dtype not in (torch.float32, x.dtype):
             # --moe-router-dtype fp64: the choice of experts has been made in it.
             probs = probs.float()
-        max_tokens = self.backend.config.max_tokens
+        shape = self.backend.config
+        if self._config.moe_pad_expert_input_to_capacity and not shape.skip_zero_probs:
+            raise ConfigError(
+                "moe_pad_expert_input_to_capacity was set since the layer was built: pass "
+                "--moe-pad-experts-for-cuda-graph-inference where that is for decoding"
+            )
+        max_tokens = shape.max_tokens
         if x.shape[0] > max_tokens:
             raise ShapeError(
                 f"x has {x.shape[0]} tokens, the layer was built for at most "
@@ -139,7 +146,13 @@ class RoutedExperts:
 
     @property
     def _adds_to_main_grad(self) -> bool:
-        return bool(self._config.gradient_accumulation_fusion)
+        """Also without Megatron's fusion, which may be off for want of apex alone.
+
+        Megatron's DDP marks its parameters so, and its hooks then add nothing themselves. Gradients
+        of their own would cost a table, buffers and an addition for each expert and micro-batch.
+        """
+        of_ddp = (hasattr(each, "grad_added_to_main_grad") for each in self._experts.parameters())
+        return bool(self._config.gradient_accumulation_fusion) or any(of_ddp)
 
     def _make_backend(self) -> Backend:
         max_tokens = resolve_max_tokens(self._config, self._settings)
@@ -164,7 +177,7 @@ class RoutedExperts:
                 dtype=str(self.dtype).removeprefix("torch."),
                 bounded=self._settings.row_bound is not None,
                 keep=self._settings.keep,
-                grads="main_grad" if self._adds_to_main_grad else "own",
+                grads="main_grad",  # of Megatron's DDP, which comes after the model
             )
         _announce(backend, self._config)
         return backend

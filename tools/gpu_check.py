@@ -12,8 +12,9 @@ they fit, for ``--stress-seconds`` together; every result has to repeat its bits
 kernels are late at random, too.
 
 Run: ``python tools/gpu_check.py [--quick | --stress] [--out DIR]``. The record is a JSON file
-``DIR/DATE-gpu-check-Nx.json``, of a stress ``DIR/DATE-gpu-stress-Nx.json``; the exit status is 0 if
-nothing failed, 1 if something did, and 2 if there is no GPU to check.
+``DIR/DATE-gpu-check-Nx.json``, of a stress ``DIR/DATE-gpu-stress-Nx.json``; what was asked for and
+not run is in it as skipped, with the reason. The exit status is 0 if nothing failed, 1 if something
+did or nothing ran, of which there is no record, and 2 if there is no GPU to check.
 """
 
 import argparse
@@ -336,6 +337,41 @@ def _run_stress(run: StressRun, gpus: list[str], seconds: float, seed: int) -> C
     return check
 
 
+def run_parts(
+    only: list[str], num_hopper: int, *, quick: bool, sanitizer: str | None
+) -> list[Check]:
+    """Runs the parts that are asked for; one that cannot run here is skipped and says why."""
+    checks = []
+    one_gpu = "this machine has one Hopper GPU" if num_hopper < 2 else ""
+    left_out = "left out by --quick" if quick else ""
+
+    def add(name: str, why_not: str, folder: str, limit_s: float, deselect: list[str]) -> None:
+        if why_not:
+            checks.append(Check(name, "skipped", reason=why_not))
+            return
+        marker = "gpu" if folder == "tests/gpu" else "multi_gpu"
+        checks.append(run_tests(name, folder, marker, limit_s, deselect))
+
+    if "single" in only:
+        add("one GPU", "", "tests/gpu", SINGLE_LIMIT_S, list(SLOW) if quick else [])
+    if "multi" in only:
+        deselect = ["deepspeed", "faults", *(["nvshmem"] if quick else [])]
+        add("several GPUs", one_gpu, "tests/multi_gpu", MULTI_LIMIT_S, deselect)
+    if "faults" in only:
+        path = "tests/multi_gpu/test_faults.py"
+        add("faults of ranks", one_gpu or left_out, path, FAULTS_LIMIT_S, [])
+    if "deepspeed" in only:
+        missing = "" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
+        path = "tests/multi_gpu/test_deepspeed.py"
+        add("DeepSpeed", one_gpu or left_out or missing, path, DEEPSPEED_LIMIT_S, [])
+    if "sanitizer" in only and quick:
+        checks.append(Check("compute-sanitizer", "skipped", reason=left_out))
+    elif "sanitizer" in only:
+        found = find_sanitizer(sanitizer)
+        checks += [run_sanitizer(tool, found) for tool in SANITIZER_TOOLS]
+    return checks
+
+
 def describe_machine() -> dict[str, Any]:
     """In a process of its own, so that no context is held while the checks run."""
     status, output = run_bounded([sys.executable, "-m", "tools.bench.common"], 60, tail=20_000)
@@ -347,7 +383,11 @@ def describe_machine() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="no long tests and no sanitizer")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="no long tests, no nvshmem, no faults of ranks, no DeepSpeed and no sanitizer",
+    )
     parser.add_argument("--stress", action="store_true", help="repeat launches, and nothing else")
     parser.add_argument("--stress-seconds", type=float, default=900, help="of all its parts")
     parser.add_argument("--stress-launches", type=int, default=20_000, help="that it has to reach")
@@ -378,49 +418,27 @@ def main() -> int:
         )
         return 2
 
-    deselect = list(SLOW) if options.quick else []
-    checks = []
     start = time.monotonic()
     if options.stress:
-        options.only = []
-        checks += run_stress(num_hopper, options.stress_seconds, options.stress_launches)
-    if "single" in options.only:
-        checks.append(run_tests("one GPU", "tests/gpu", "gpu", SINGLE_LIMIT_S, deselect))
-    if "multi" in options.only:
-        if num_hopper < 2:
-            checks.append(
-                Check("several GPUs", "skipped", reason="this machine has one Hopper GPU")
-            )
-        else:
-            left_out = ["deepspeed", "faults", *(["nvshmem"] if options.quick else [])]
-            checks.append(
-                run_tests("several GPUs", "tests/multi_gpu", "multi_gpu", MULTI_LIMIT_S, left_out)
-            )
-    if "faults" in options.only and not options.quick and num_hopper > 1:
-        path = "tests/multi_gpu/test_faults.py"
-        checks.append(run_tests("faults of ranks", path, "multi_gpu", FAULTS_LIMIT_S, []))
-    if "deepspeed" in options.only and not options.quick and num_hopper > 1:
-        if importlib.util.find_spec("deepspeed") is None:
-            checks.append(Check("DeepSpeed", "skipped", reason="deepspeed is not installed"))
-        else:
-            path = "tests/multi_gpu/test_deepspeed.py"
-            checks.append(run_tests("DeepSpeed", path, "multi_gpu", DEEPSPEED_LIMIT_S, []))
-    if "sanitizer" in options.only and not options.quick:
-        sanitizer = find_sanitizer(options.sanitizer)
-        checks += [run_sanitizer(tool, sanitizer) for tool in SANITIZER_TOOLS]
-
+        checks = run_stress(num_hopper, options.stress_seconds, options.stress_launches)
+    else:
+        checks = run_parts(
+            options.only, num_hopper, quick=options.quick, sanitizer=options.sanitizer
+        )
     record = {
         **machine,
         "command": " ".join(["python", "tools/gpu_check.py", *sys.argv[1:]]),
         "seconds": round(time.monotonic() - start, 1),
         "checks": [asdict(check) for check in checks],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     what = "stress" if options.stress else "check"
     path = options.out / f"{machine['date'][:10]}-gpu-{what}-{num_hopper}x.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
-    partial.replace(path)
+    has_run = any(check.status != "skipped" for check in checks)
+    if has_run:
+        options.out.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(path)
     print()
     for check in checks:
         counts = ", ".join(f"{number} {what}" for what, number in check.counts.items())
@@ -428,6 +446,9 @@ def main() -> int:
         print(f"{check.status:>9}  {check.name} ({details}) in {check.seconds} s")
         for test, message in check.failures.items():
             print(f"           {test}: {message}")
+    if not has_run:
+        print("nothing ran: there is no record", file=sys.stderr)
+        return 1
     print(f"recorded in {path}")
     return int(any(check.status in ("failed", "timed out") for check in checks))
 

@@ -266,9 +266,6 @@ def schedule(seed: int) -> Iterator[tuple[int, Way, bool]]:
 
 def check_first(scenario: Scenario, got: list[Values], rank: int | None = None) -> None:
     """Compares the first results of all ranks, or those of one, with the oracle's."""
-    if scenario.dtype != torch.bfloat16:  # the bound is that of bfloat16
-        assert all(bool(value.isfinite().all()) for values in got for value in values.values())
-        return
 
     def all_of(name: str) -> torch.Tensor:
         return torch.cat([values[name] for values in got])

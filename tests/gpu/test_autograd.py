@@ -90,8 +90,14 @@ def test_a_thread_may_begin_with_the_library():
         pool.submit(_native.call, "encode_weights", problem, fc1, fc2, buffer.data_ptr()).result()
 
 
-@pytest.mark.parametrize("keep", ["preactivations", "inputs"])
-def test_what_is_not_kept_is_the_same_again(keep: Keep):
+@pytest.mark.parametrize(
+    ("keep", "launches"),
+    [
+        ("preactivations", [("forward", 1), ("backward", 4)]),  # a gather takes two epochs
+        ("inputs", [("forward", 1), ("forward", 2), ("backward", 3)]),
+    ],
+)
+def test_what_is_not_kept_is_the_same_again(keep: Keep, launches: list[tuple[str, int]]):
     whole, lean = Model(), Model()
     lean.backend.keep = keep
     outs = []
@@ -102,6 +108,10 @@ def test_what_is_not_kept_is_the_same_again(keep: Keep):
     parameters = ([m.x, m.probs, *m.fc1, *m.fc2] for m in (whole, lean))
     for want, got in zip(*parameters, strict=True):
         assert torch.equal(got.grad, want.grad)
+    torch.cuda.synchronize()
+    for model, made in ((whole, [("forward", 1), ("backward", 2)]), (lean, launches)):
+        records = model.backend.take_records()
+        assert [(record.direction, record.epoch) for record in records] == made
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])

@@ -206,9 +206,14 @@ def test_rows_fetched_again_give_the_same_bits(num_ranks: int):
     layer = VirtualLayer(config)
     for backend in layer.backends:
         backend.keep = "preactivations"
-    for _ in range(3):  # forward, gather and backward take four epochs in all
+    for _ in range(3):
         steps.spoil(layer, inputs, weights)
-        steps.assert_same_bits(steps.step(layer, inputs, weights), want)
+        before = [memory.epoch for memory in layer.group.memories]
+        forward = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
+        assert [saved.rows for saved in forward[1]] == [None] * num_ranks
+        steps.assert_same_bits(steps.backward(layer, inputs, weights, forward), want)
+        # One epoch of the forward, two of the gather, one of the backward.
+        assert [memory.epoch for memory in layer.group.memories] == [last + 4 for last in before]
     layer.check_guards()
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.runtime import KernelBackend
@@ -34,12 +35,14 @@ NUM_TOKENS = 300
 class Run:
     """One layer that can be called again and again."""
 
-    def __init__(self, *, counters: bool = True) -> None:
+    def __init__(
+        self, config: MoEConfig = CONFIG, num_tokens: int = NUM_TOKENS, *, counters: bool = True
+    ) -> None:
         memory = GroupMemory(None, device(), KernelOptions(counters=counters))
-        self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0)
-        self.inputs = steps.make_inputs(CONFIG, cases.with_empty_experts, [NUM_TOKENS])
+        self.backend = KernelBackend(config, None, device(), memory=memory, rank=0)
+        self.inputs = steps.make_inputs(config, cases.with_empty_experts, [num_tokens])
         num_sms = torch.cuda.get_device_properties(device()).multi_processor_count
-        self.places = {LAYER: LayerPlace(CONFIG, 0, num_sms=num_sms)}
+        self.places = {LAYER: LayerPlace(config, 0, num_sms=num_sms)}
 
     def __call__(self) -> None:
         x = self.inputs.x[0].clone().requires_grad_()
@@ -85,12 +88,17 @@ def test_a_launch_tells_of_itself() -> None:
 
 
 def test_the_phases_of_the_processors_are_the_launch() -> None:
-    for one in Run().records(times=3)[2:]:
+    # Several tiles for every CTA: to one that has none nearly all of a launch is tail.
+    config = make_config(1, hidden=2048, intermediate=768, num_experts=8, topk=2, max_tokens=4096)
+    for one in Run(config, 4096).records(times=3)[2:]:
         assert set(Phase) - {Phase.REDUCE} <= set(one.phase_ns)
         assert all(spent >= 0 for spent in one.phase_ns.values()), one.phase_ns
-        ours = (Phase.HEAD, Phase.STAGE_WAIT, Phase.GEMM, Phase.EPILOGUE, Phase.TAIL)
-        spent = sum(one.phase_ns[phase] for phase in ours)
-        assert spent == pytest.approx(one.duration_ns, rel=0.1)
+        for phase in (Phase.HEAD, Phase.STAGE_WAIT, Phase.GEMM):
+            assert one.phase_ns[phase] > 0, one.phase_ns
+        # The tail is what these leave of the launch, and would be 0 if they left less than nothing.
+        counted = (Phase.HEAD, Phase.STAGE_WAIT, Phase.GEMM, Phase.EPILOGUE)
+        assert sum(one.phase_ns[phase] for phase in counted) <= one.duration_ns, one.phase_ns
+        assert one.phase_ns[Phase.TAIL] < one.duration_ns / 2, one.phase_ns
 
 
 def test_metrics_of_real_launches() -> None:

@@ -22,6 +22,7 @@ BOUNDED = {
     "ranks2_layers": 10_000,
     "ranks2_layers_backward": 10_000,
     "ctas2_backward": 10_000,
+    "ctas2_agents2": 10_000,
     "ctas3": 10_000,
     "meanwhile": 10_000,
     "ranks3_absent": 10_000,

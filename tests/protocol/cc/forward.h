@@ -276,7 +276,7 @@ class Agent {
                 }
                 A::write(&here_.go_on[cta_], go_on);
             } else if (role_ == 1 and plans(launch)) {
-                publish_rows(launch, epoch);  // while the other plans
+                publish_rows(launch, epoch);  // while the other plans, in whatever order
             }
             join_cta();
             go_on = A::read(&here_.go_on[cta_]) != 0;
@@ -331,6 +331,8 @@ class Agent {
                                 ->route_signals[protocol::route_word(epoch, s_.ranks, rank_)];
                 });
         });
+        // In the kernel another warp does so, once its CTA's routes are out.
+        if (s_.agents == 1) publish_rows(launch, epoch);
     }
 
     void write_row_bounds(const Launch& launch, uint32_t epoch) {
@@ -405,7 +407,6 @@ class Agent {
     // Plan: moe/place.cuh, with one token a chunk.
 
     bool plan(const Launch& launch, uint32_t epoch) {
-        if (s_.agents == 1) publish_rows(launch, epoch);
         publish_routes(launch, epoch);
         int num_tokens[kMaxRanks];
         const bool has_routes = await_routes(epoch, num_tokens);

@@ -1,5 +1,6 @@
 """Training with flashmoe gives the numbers of training with DeepSpeed's own MoE layers."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,18 @@ from tests.deepspeed.harness import FUSED, Case, Outcome, save_and_load, train_b
 from tests.deepspeed.models import EXPERTS
 from tests.distributed import RankPool
 
-TOLERANCE = 1e-5
-"""Relative; both sides compute in float32 and differ in the order of their sums."""
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far fused layers may be off DeepSpeed's, relative; of tensors by the norm of each."""
+
+    losses: float
+    gradients: float
+    parameters: float
+
+
+FLOAT32 = Tolerance(losses=1e-5, gradients=1e-5, parameters=1e-5)
+"""Both sides differ in the order of their sums."""
 
 TIMEOUT_S = 100.0
 
@@ -103,6 +114,15 @@ def test_four_ranks(name: str, four_ranks: RankPool) -> None:
     check(four_ranks, FOUR_RANKS[name])
 
 
+# In half precision other places of rounding, and sums in float32 here: close, not equal. Of what
+# AutoEP's model computes, its experts are a larger part.
+HALF = {
+    ("native", "bf16"): Tolerance(losses=1e-3, gradients=2e-2, parameters=1e-2),
+    ("autoep", "bf16"): Tolerance(losses=8e-3, gradients=5e-2, parameters=1.5e-2),
+    ("native", "fp16"): Tolerance(losses=3e-4, gradients=3e-3, parameters=2e-3),
+    ("autoep", "fp16"): Tolerance(losses=2e-3, gradients=6e-3, parameters=1e-2),
+}
+
 BFLOAT16 = {
     "zero0": Case(**native(), config=BF16),
     "zero2": Case(**native(k=2), config=BF16, zero=2),
@@ -118,10 +138,7 @@ BFLOAT16 = {
 
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_bfloat16(name: str, two_ranks: RankPool) -> None:
-    """Other places of rounding, and sums in float32 here: close, not equal."""
-    for stock, fused in two_ranks.run(train_both, BFLOAT16[name], timeout_s=TIMEOUT_S):
-        assert set(fused.report.values()) == {FUSED}
-        assert fused.losses == pytest.approx(stock.losses, rel=2e-2)
+    check(two_ranks, BFLOAT16[name], HALF[BFLOAT16[name].family, "bf16"])
 
 
 FLOAT16 = {
@@ -135,9 +152,7 @@ FLOAT16 = {
 @pytest.mark.parametrize("name", FLOAT16)
 def test_float16(name: str, two_ranks: RankPool) -> None:
     """DeepSpeed scales the loss; the layers see nothing of it but larger gradients."""
-    for stock, fused in two_ranks.run(train_both, FLOAT16[name], timeout_s=TIMEOUT_S):
-        assert set(fused.report.values()) == {FUSED}
-        assert fused.losses == pytest.approx(stock.losses, rel=5e-3)
+    for fused in check(two_ranks, FLOAT16[name], HALF[FLOAT16[name].family, "fp16"]):
         assert fused.losses[-1] != fused.losses[0], "no step was made: the scale is too large"
 
 
@@ -158,23 +173,31 @@ def test_checkpoints_are_interchangeable(
     )
     for whole, resumed in outcomes:
         assert (resumed.fused_calls > 0) != fused_first
-        assert resumed.losses == pytest.approx(whole.losses[2:], rel=TOLERANCE)
-        assert_parameters(resumed, whole)
+        assert resumed.losses == pytest.approx(whole.losses[2:], rel=FLOAT32.losses)
+        assert_same(resumed.parameters, whole.parameters, FLOAT32.parameters)
 
 
-def check(pool: RankPool, case: Case) -> None:
-    for stock, fused in pool.run(train_both, case, timeout_s=TIMEOUT_S):
+def check(pool: RankPool, case: Case, tolerance: Tolerance = FLOAT32) -> list[Outcome]:
+    """Trains with both kinds of layers and compares; the fused outcome of each rank."""
+    outcomes = pool.run(train_both, case, timeout_s=TIMEOUT_S)
+    for stock, fused in outcomes:
         assert stock.fused_calls == 0
         assert fused.fused_calls > 0
         assert set(fused.report.values()) == {FUSED}
-        assert fused.losses == pytest.approx(stock.losses, rel=TOLERANCE)
-        assert fused.eval_losses == pytest.approx(stock.eval_losses, rel=TOLERANCE)
-        assert_parameters(fused, stock)
+        assert fused.keeps == {case.flashmoe.get("keep", "all")}
+        assert fused.losses == pytest.approx(stock.losses, rel=tolerance.losses)
+        assert fused.eval_losses == pytest.approx(stock.eval_losses, rel=tolerance.losses)
+        assert_same(fused.gradients, stock.gradients, tolerance.gradients)
+        assert_same(fused.parameters, stock.parameters, tolerance.parameters)
+    return [fused for _, fused in outcomes]
 
 
-def assert_parameters(got: Outcome, want: Outcome) -> None:
-    assert got.parameters.keys() == want.parameters.keys()
-    for name, parameter in got.parameters.items():
-        error = torch.linalg.vector_norm(parameter - want.parameters[name])
-        scale = torch.linalg.vector_norm(want.parameters[name])
-        assert error <= 100 * TOLERANCE * scale, f"{name}: off by {error / scale:.2e} of its norm"
+def assert_same(
+    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float
+) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        exact = want[name].float()
+        error = torch.linalg.vector_norm(tensor.float() - exact)
+        scale = torch.linalg.vector_norm(exact)
+        assert error <= tolerance * scale, f"{name}: off by {error / scale:.2e} of its norm"

@@ -35,9 +35,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--corpus", type=Path, help="folder of inputs to begin with and to add to")
     parser.add_argument("--seed", type=int, default=0, help="0: another one each time")
     parser.add_argument("--replay", type=Path, help="run this input and nothing else")
-    parser.add_argument(
-        "--merge", action="store_true", help="reduce the corpus to what covers more"
-    )
     options = parser.parse_args(arguments)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is accepted must not reach a GPU
 

@@ -66,7 +66,9 @@ def test_a_good_problem_is_accepted():
         assert "launch: " in outcome, outcome  # as far as it gets without a GPU
 
 
-@pytest.mark.parametrize("kind", ["overflowing heap", "small plan", "wrong blocks"])
+@pytest.mark.parametrize(
+    "kind", ["overflowing heap", "small plan", "wrong blocks", "other workspace"]
+)
 def test_the_model_of_sizes_notices(kind: str):
     fields = dict(c_interface.GOOD_PROBLEM)
     problem = _native.FlashMoEProblem(
@@ -79,6 +81,8 @@ def test_the_model_of_sizes_notices(kind: str):
         sizes.heap_bytes %= 2**14
     elif kind == "small plan":
         sizes.plan_bytes //= 2
+    elif kind == "other workspace":
+        sizes.workspace_bytes += 4
     else:
         sizes.max_row_blocks -= 1
     with pytest.raises(c_interface.ContractError):

@@ -4,12 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import all_figures, bench_layer
+from tools.bench import all_figures, bench_layer, counters_cost
 from tools.bench.all_figures import FolderError, Step, read_done, run, steps
+from tools.timeline import __main__ as timeline
+from tools.weak_scaling import __main__ as weak_scaling
 
 FINE = Step("fine", "timeit", ["-n", "1", "pass"], 30)
 BROKEN = Step("broken", "no_such_module", [], 30)
 LONG = Step("long", "timeit", ["-n", "1", "import time; time.sleep(60)"], 1)
+
+PARSERS = {
+    "tools.bench.bench_layer": bench_layer.parse,
+    "tools.bench.counters_cost": counters_cost.parse,
+    "tools.timeline": timeline.parse,
+    "tools.weak_scaling": weak_scaling.parse,
+}
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4])
@@ -22,12 +31,21 @@ def test_steps_have_names_of_their_own_and_arguments_that_are_known(
         assert step.ranks <= num_gpus
         command = step.command("abc")
         assert ("torch.distributed.run" in command) == bool(step.ranks)
-        assert command[-2:] == ["--commit", "abc"]
+        arguments = command[command.index(step.module) + 1 :]
+        options = PARSERS[step.module](arguments)
+        assert options.commit == "abc"
+        assert options.out.parent == tmp_path
         if step.module == "tools.bench.bench_layer":
-            options = bench_layer.parse(step.arguments)
             assert options.out.name == f"{step.name}.jsonl"
             assert options.one_of == (4 if num_gpus == 1 else 1)
             assert options.row_bound == (2.5 if options.zipf else 1.2)
+
+
+def test_a_sweep_that_was_begun_goes_on(tmp_path: Path) -> None:
+    for is_begun in (False, True):
+        (sweep,) = [step for step in steps(1, tmp_path) if step.name == "weak-scaling"]
+        assert weak_scaling.parse(sweep.arguments).resume == is_begun
+        (tmp_path / "weak-scaling").mkdir(exist_ok=True)
 
 
 def test_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

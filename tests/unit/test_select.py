@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.config import Activation
+from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.reference_backend import ReferenceBackend
 from flashmoe_megatron.select import _announce, select_backend
@@ -215,6 +215,14 @@ def announce_count(group: dist.ProcessGroup) -> int:
 
 def test_rank_zero_alone_announces(ranks: RankPool):
     assert ranks.run(announce_count, num_ranks=2) == [1, 0]
+
+
+@pytest.mark.parametrize("kind", ["kernel", "reference"])
+def test_the_backend_is_told_what_to_keep(gpu, kernel, kind: str):
+    gpu("NVIDIA H200", (9, 0))
+    for keep in KEEPS:
+        assert select_backend(cases.CONFIG, None, "cuda", kind=kind, keep=keep).keep == keep
+    assert select_backend(cases.CONFIG, None, "cuda", kind=kind).keep == "all"
 
 
 def test_unknown_keep():

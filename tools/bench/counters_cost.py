@@ -39,7 +39,7 @@ def layer_of(problem: Problem, counts: bool, device: torch.device) -> FusedLayer
     return FusedLayer(problem, backend, use_main_grad=True)
 
 
-def main() -> int:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"], choices=SHAPES)
     parser.add_argument("--one-of", type=int, default=4, help="1/N of the experts")
@@ -49,7 +49,11 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, help="file that takes a JSON object per shape and passes"
     )
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
     record = common.Record(options.out, **common.machine(options.commit))
     device = torch.device("cuda", 0)
     for shape in options.shapes:
@@ -84,4 +88,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -262,6 +262,9 @@ def build_engine(
         dtype: bfloat16, float16, or float32 for a reference.
         **flashmoe: Further keys of the section, where ``experts`` are fused.
     """
+    gc.collect()  # the last engine, which some frame still had when it was released
+    if HAS_GPU:
+        torch.cuda.empty_cache()
     torch.manual_seed(setup.seed)
     with device:  # large models are drawn where it is fast
         model = Decoder(setup)
@@ -309,13 +312,10 @@ def _tell_experts_apart(model: nn.Module, seed: int) -> None:
 
 
 def release(engine: Any) -> None:
-    """Gives an engine's memory back; engines hold themselves in cycles."""
+    """Takes an engine apart. What it holds in cycles goes when the next one is built."""
     engine.destroy()
     engine.optimizer = None
     engine.module = None
-    gc.collect()
-    if HAS_GPU:
-        torch.cuda.empty_cache()
 
 
 def text_batches(text: torch.Tensor, setup: Setup, device: torch.device) -> Iterator[Batch]:

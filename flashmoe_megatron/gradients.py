@@ -6,13 +6,17 @@ import torch
 
 from flashmoe_megatron.backend import WeightGrad
 
+_ALIGNMENT_BYTES = 16
+"""Of what the kernel writes to; an allocator's memory is."""
+
 
 class UniformGrads:
-    """The gradients of one call, all of one dtype and all added or all written.
+    """The gradients of one call, all of one dtype, all added or all written, and all aligned.
 
     Most calls have them like this: then these are the caller's own. They differ where some
     parameters have a ``main_grad`` and others, as frozen ones, have none; those that are not of the
-    widest kind then get a buffer of it, for the length of the call.
+    widest kind then get a buffer of it, for the length of the call. So do those that do not begin
+    at a multiple of 16 bytes, as a ``main_grad`` that Megatron lays behind one of odd length.
 
     Args:
         grads: Of all weights and biases, at least one.
@@ -23,14 +27,19 @@ class UniformGrads:
 
     def __init__(self, grads: Sequence[WeightGrad]) -> None:
         kinds = {(grad.buffer.dtype, grad.accumulate) for grad in grads}
+        is_aligned = [grad.buffer.data_ptr() % _ALIGNMENT_BYTES == 0 for grad in grads]
         self.grads = list(grads)
         self._lent: list[tuple[WeightGrad, torch.Tensor]] = []
-        if len(kinds) == 1:
+        if len(kinds) == 1 and all(is_aligned):
             return
         # The widest dtype, so that nothing is rounded twice; within it main_grad, to copy least.
-        dtype, accumulate = max(kinds, key=lambda kind: (kind[0].itemsize, kind[1]))
-        for index, grad in enumerate(grads):
-            if (grad.buffer.dtype, grad.accumulate) == (dtype, accumulate):
+        dtype = max((kind[0] for kind in kinds), key=lambda dtype: dtype.itemsize)
+        accumulate = any(
+            aligned and (grad.buffer.dtype, grad.accumulate) == (dtype, True)
+            for grad, aligned in zip(grads, is_aligned, strict=True)
+        )
+        for index, (grad, aligned) in enumerate(zip(grads, is_aligned, strict=True)):
+            if aligned and (grad.buffer.dtype, grad.accumulate) == (dtype, accumulate):
                 continue
             make = torch.zeros_like if accumulate else torch.empty_like
             buffer = make(grad.buffer, dtype=dtype, memory_format=torch.contiguous_format)

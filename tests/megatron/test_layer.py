@@ -1,6 +1,7 @@
 """One MoE layer with flashmoe gives the outputs and gradients of Megatron's alltoall layer."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,11 +132,20 @@ def test_te_activation_matches_alltoall(gated: bool, four_ranks: RankPool) -> No
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
 
 
+@pytest.mark.parametrize("place", ["config", "args", "nowhere"])
+def test_padded_decoding_matches(place: str, two_ranks: RankPool) -> None:
+    """Megatron's inference turns padding to capacity on in the configuration of a built model."""
+    for difference, said in two_ranks.run(padded_decoding, place, timeout_s=TIMEOUT_S):
+        if place == "nowhere":
+            assert "pass --moe-pad-experts-for-cuda-graph-inference" in said
+        else:
+            assert (difference, said) == (0.0, "accepted")
+
+
 def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
     way_out = r"would not be called; .* use the alltoall dispatcher"
-    converted, hooked, patched, whole, built = four_ranks.run(changed_experts, timeout_s=TIMEOUT_S)[
-        0
-    ]
+    said = four_ranks.run(changed_experts, timeout_s=TIMEOUT_S)[0]
+    converted, hooked, patched, whole, *backward, built = said
     assert re.search(
         r"experts\.local_experts\.1\.linear_fc1 .*class tests.megatron.*\.Quantized", converted
     )
@@ -143,7 +153,10 @@ def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
     assert re.search(r"experts\.local_experts\.0 .* has a forward of its own", patched)
     assert re.search(r"experts \(SequentialMLP\) has forward hooks", whole)
     assert re.search(r"experts\.linear_fc1 .*class tests.megatron.*\.Quantized", built)
-    for message in (converted, hooked, patched, whole, built):
+    assert len(backward) == 2
+    for message in backward:
+        assert re.search(r"experts\.local_experts\.1\.linear_fc2 .* has backward hooks", message)
+    for message in said:
         assert re.search(way_out, message)
 
 
@@ -309,6 +322,35 @@ def megakernel(group: dist.ProcessGroup) -> tuple[float, list[str]]:
     return float((got - want).detach().abs().max()), list(backend.state_dict())
 
 
+def padded_decoding(group: dist.ProcessGroup, place: str) -> tuple[float, str]:
+    """How far decoding is from the same without padding, and what is said against it.
+
+    The configuration has the flag from Megatron-Core 0.17 on, before it is the script's.
+    """
+    prepare(Layout(expert=2))
+    from megatron.core.inference import utils
+
+    from flashmoe_megatron.adapters.megatron import shape
+
+    flag = {"moe_pad_experts_for_cuda_graph_inference": True}
+    config = transformer_config(Layout(expert=2), "flashmoe")
+    vars(config).update(flag if place == "config" else {})
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(utils, "moe_layer_cache", None)  # of the model that this process had first
+        args = SimpleNamespace(**flag) if place == "args" else None
+        patch.setattr(shape, "megatron_args", lambda: args)
+        layer = make_layer(config).eval()
+        x = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64)
+        want, _ = layer(x)
+        utils.set_decode_expert_padding(
+            layer, True, capacity_factor=config.num_moe_experts / config.moe_router_topk
+        )
+        if place == "nowhere":
+            return 0.0, refusal_of(layer, x)
+        got, _ = layer(x)
+    return float((got - want).abs().max()), "accepted"
+
+
 class Strange(torch.nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -342,6 +384,8 @@ def changed_experts(group: dist.ProcessGroup) -> list[str]:
         lambda experts: experts.local_experts[0].linear_fc2.register_forward_hook(print),
         lambda experts: setattr(experts.local_experts[0], "forward", print),
         lambda experts: experts.register_forward_hook(print),
+        lambda experts: experts.local_experts[1].linear_fc2.register_full_backward_hook(print),
+        lambda experts: experts.local_experts[1].linear_fc2.register_full_backward_pre_hook(print),
     ):
         layer = make_layer(transformer_config(EP2_DP2, "flashmoe"))
         layer.experts.register_forward_pre_hook(lambda *_: None)

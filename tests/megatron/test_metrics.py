@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import inspect
 import json
 import logging
 import os
@@ -115,7 +116,7 @@ def test_a_choice_of_metrics(four_ranks: RankPool, tmp_path: Path) -> None:
 
 def calibration(path: Path, **changes: Any) -> str:
     config = cases.make_config(num_ranks=2, **changes)
-    measured = {"num_tokens": TOKENS, "gpu": "cpu", "dtype": "float32"}
+    measured = {"num_tokens": TOKENS, "gpu": "cpu", "dtype": "float32", "grads": "main_grad"}
     write_entries(path, [Entry.of(config, **measured, direction="forward", time_ms=1.0)])
     return str(path)
 
@@ -214,6 +215,38 @@ def test_of_a_teacher_and_its_student_the_student_is_reported(
         rows = [line[f"flashmoe/layer_{layer}/expert_rows/{expert}"] for expert in range(8)]
         assert sum(rows) == pytest.approx(TOKENS * 2)
     assert "flashmoe/forward/layer_3/kernel_ms" not in line
+
+
+def numbers_with_prediction(group: dist.ProcessGroup) -> list[int]:
+    """The numbers in the records of a decoder's layer and of two of multi-token prediction."""
+    prepare(Layout())
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    model_parallel_cuda_manual_seed(7)
+    # Without the auxiliary loss, whose table has room for the decoder's layers.
+    config = transformer_config(Layout(), "flashmoe", moe_router_load_balancing_type="none")
+    spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False)
+    first = {"layer_number": 1, "is_mtp_layer": True}
+    if "is_mtp_layer" not in inspect.signature(TransformerLayer).parameters:
+        first = {"layer_number": 1 + config.num_layers}  # as Megatron-Core 0.16 numbers it itself
+    layers = [TransformerLayer(config, spec.submodules, **place).mlp for place in ({}, first)]
+    layers.append(make_layer(config))
+    layers[2].set_layer_number(2)
+    layers[2].is_mtp_layer = True
+    numbers = []
+    for layer in layers:
+        backend = layer.flashmoe_routed_experts.backend
+        backend.take_records()
+        layer(torch.randn(SEQ_LENGTH, MICRO_BATCH, 64))
+        numbers += [record.layer for record in backend.take_records()]
+    return numbers
+
+
+def test_layers_of_multi_token_prediction_follow_the_decoders(two_ranks: RankPool) -> None:
+    for numbers in two_ranks.run(numbers_with_prediction, timeout_s=TIMEOUT_S):
+        assert numbers == [1, 3, 4]
 
 
 def test_frozen_layers_are_reported_where_none_is_trained(

@@ -1,5 +1,6 @@
 """Settings that flashmoe cannot honour are refused when the configuration is made."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
         "--moe-apply-probs-on-input",
-        "leave it out",
+        "leave it out, probabilities .* or use the alltoall dispatcher",
     ),
     (
         {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
@@ -70,13 +71,17 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cpu_offloading": True}, "--cpu-offloading", "recompute"),
     ({"moe_latent_size": 32}, "--moe-latent-size", "alltoall"),
     ({"batch_invariant_mode": True}, "--batch-invariant-mode", "alltoall"),
-    ({"cuda_graph_impl": "local"}, "CUDA graph", "attn"),
+    ({"cuda_graph_impl": "local"}, "CUDA graph", "impl transformer_engine --cuda-graph-scope attn"),
     ({"cuda_graph_impl": "transformer_engine"}, "CUDA graph", "attn"),
     ({"enable_cuda_graph": True}, "CUDA graph", "attn"),
-    ({"activation_func": torch.tanh}, "activation", "--swiglu"),
-    ({"activation_func_clamp_value": 7.0}, "--activation-func-clamp-value", "clamp"),
+    ({"activation_func": torch.tanh}, "activation", "--swiglu.* or use the alltoall dispatcher"),
+    (
+        {"activation_func_clamp_value": 7.0},
+        "--activation-func-clamp-value",
+        "clamped here, or use the alltoall dispatcher",
+    ),
     ({"activation_func_fp8_input_store": True}, "fp8-input-store", "leave it out"),
-    ({"glu_linear_offset": 1.0}, "--glu-linear-offset", "0"),
+    ({"glu_linear_offset": 1.0}, "--glu-linear-offset", "at 0 or use the alltoall dispatcher"),
     ({"moe_router_padding_for_fp8": True}, "padding-for-fp8", "leave it out"),
     ({"moe_router_padding_for_quantization": True}, "quantization", "leave it out"),
     ({"transformer_impl": "inference_optimized"}, "inference_optimized", "local"),
@@ -100,8 +105,27 @@ REFUSED_IF_KNOWN: list[tuple[dict[str, Any], str]] = [
     ({"moe_dispatch_fwd_dtype": "mxfp8"}, "bf16"),
     ({"moe_combine_bwd_dtype": "mxfp8"}, "bf16"),
     ({"quant_recipe": object()}, "--te-precision-config-file"),
-    ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]}, "CUDA graph"),
-    ({"cuda_graph_impl": "local", "cuda_graph_modules": "full"}, "CUDA graph"),
+    *(
+        ({"cuda_graph_impl": kind, "is_hybrid_model": is_hybrid, **modules}, "CUDA graph")
+        for kind in ("local", "transformer_engine")
+        for is_hybrid in (False, True)
+        for modules in (
+            {"cuda_graph_modules": ["attn", "moe_router"]},
+            {"cuda_graph_modules": "full"},
+        )
+    ),
+    # Of a GPT model that captures the whole layer.
+    ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}, "CUDA graph"),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": "attn"}, "CUDA graph"),
+    (
+        {
+            "cuda_graph_impl": "local",
+            "is_hybrid_model": True,
+            "cuda_graph_modules": ["attn"],
+            "inference_cuda_graph_scope": "block",
+        },
+        "CUDA graph",
+    ),
 ]
 
 ACCEPTED: list[dict[str, Any]] = [
@@ -129,7 +153,7 @@ def test_configuration_is_refused(setting: dict[str, Any], flag: str, way_out: s
         transformer_config(Layout(), "flashmoe", **setting)
     message = str(refusal.value)
     assert flag in message
-    assert way_out in message
+    assert re.search(way_out, message)
     assert "\n" not in message
 
 
@@ -148,12 +172,25 @@ def test_configuration_is_accepted(setting: dict[str, Any]) -> None:
     assert config.moe_token_dispatcher_type == "flashmoe"
 
 
-def test_graphs_of_attention_alone_are_accepted() -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"cuda_graph_impl": "transformer_engine"},
+        {"cuda_graph_impl": "none", "external_cuda_graph": True},
+        {"cuda_graph_impl": "local", "is_hybrid_model": True},
+        {"cuda_graph_impl": "none", "enable_cuda_graph": True, "is_hybrid_model": True},
+    ],
+    ids=str,
+)
+def test_graphs_without_moe_layers_are_accepted(setting: dict[str, Any]) -> None:
+    from megatron.core.transformer.enums import CudaGraphScope
+
     config = transformer_config(Layout(), "flashmoe")
-    config.cuda_graph_impl = "local"
-    config.cuda_graph_scope = ["attn"]
-    config.cuda_graph_modules = ["attn"]
-    refuse(config, CONFIG_REFUSALS)
+    for scope in (["attn"], "attn,mamba", [CudaGraphScope.attn]):
+        modules = {"cuda_graph_scope": scope, "cuda_graph_modules": scope}
+        for name, value in {**setting, **modules}.items():
+            setattr(config, name, value)
+        refuse(config, CONFIG_REFUSALS)
 
 
 def test_other_dispatchers_and_dense_models_keep_what_is_refused() -> None:
@@ -176,15 +213,21 @@ REFUSED_IN_SCRIPTS = {
     "use_megatron_fsdp": r"--use-megatron-fsdp.*--use-distributed-optimizer",
     "use_custom_fsdp": r"--use-custom-fsdp.*--use-distributed-optimizer",
     "use_torch_fsdp2": r"--use-torch-fsdp2.*--use-distributed-optimizer",
+    "save_dgrads_interval": r"--save-dgrads-interval \(.*=5\).* or use the alltoall dispatcher",
+    "save_activations_interval": r"--save-activations-interval .* or use the alltoall dispatcher",
+    "save_tokens_per_expert_interval": (
+        r"--save-tokens-per-expert-interval .*: use --flashmoe-metrics all .*expert_rows"
+    ),
     "modelopt_enabled": r"ModelOpt.*alltoall dispatcher.*--load .* without a modelopt_state",
 }
 
 
 @pytest.mark.parametrize("name", [refusal.name for refusal in SCRIPT_REFUSALS])
 def test_arguments_of_the_script_are_refused(name: str) -> None:
-    refuse(SimpleNamespace(**{name: False}), SCRIPT_REFUSALS)
+    unset, given = (None, 5) if name.endswith("_interval") else (False, True)
+    refuse(SimpleNamespace(**{name: unset}), SCRIPT_REFUSALS)
     with pytest.raises(ConfigError, match=REFUSED_IN_SCRIPTS[name]):
-        refuse(SimpleNamespace(**{name: True}), SCRIPT_REFUSALS)
+        refuse(SimpleNamespace(**{name: given}), SCRIPT_REFUSALS)
 
 
 class HeldActivation(torch.nn.Module):
@@ -245,3 +288,60 @@ def test_the_longer_sequence_bounds_the_tokens(monkeypatch: pytest.MonkeyPatch) 
     for args.decoder_seq_length in (None, 8, 40):
         bounds.append(shape.resolve_max_tokens(config, Settings()))
     assert bounds == [32, 32, 80]
+
+
+@pytest.mark.parametrize(
+    ("given", "bound"),
+    [
+        # What every script has, be there an engine or none.
+        (
+            {
+                "perform_rl_step": False,
+                "inference_dynamic_batching": False,
+                "inference_dynamic_batching_max_tokens": None,
+                "use_legacy_static_engine": False,
+                "inference_max_requests": 8,
+                "inference_max_seq_length": 2560,
+            },
+            32,
+        ),
+        ({"perform_rl_step": True}, 16384),
+        ({"inference_dynamic_batching": True}, 16384),
+        ({"perform_rl_step": True, "inference_dynamic_batching_max_tokens": 1000}, 1024),
+        ({"inference_dynamic_batching_max_tokens": 1024}, 1024),
+        ({"perform_rl_step": True, "inference_dynamic_batching_max_tokens": 20}, 64),
+        ({"use_legacy_static_engine": True, "inference_max_requests": 3}, 300),
+        ({"use_legacy_static_engine": True, "inference_max_batch_size": 4}, 400),
+        ({"perform_rl_step": True, "seq_length": 65536, "micro_batch_size": 1}, 65536),
+    ],
+    ids=str,
+)
+def test_engines_of_inference_bound_the_tokens(
+    given: dict[str, Any], bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {"seq_length": 16, "micro_batch_size": 2, "inference_max_seq_length": 100, **given}
+    monkeypatch.setattr(shape, "megatron_args", lambda: SimpleNamespace(**args))
+    config = transformer_config(Layout(), "flashmoe")
+    assert shape.resolve_max_tokens(config, Settings()) == bound
+    assert shape.resolve_max_tokens(config, Settings(max_tokens=7)) == 7
+
+
+def test_an_engine_shares_its_tokens_between_tensor_parallel_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = SimpleNamespace(seq_length=96, micro_batch_size=1, perform_rl_step=True)
+    monkeypatch.setattr(shape, "megatron_args", lambda: args)
+    config = SimpleNamespace(
+        context_parallel_size=2, tensor_model_parallel_size=6, sequence_parallel=True
+    )
+    # 16,384 rounded up to 66, from 64 the next that six ranks can share.
+    assert shape.resolve_max_tokens(config, Settings()) == 16434 // 6
+    config.sequence_parallel = False
+    assert shape.resolve_max_tokens(config, Settings()) == 16434
+
+
+def test_the_engine_is_that_of_megatron() -> None:
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+
+    assert DynamicInferenceContext.DEFAULT_MAX_TOKENS == shape.DYNAMIC_TOKENS
+    assert DynamicInferenceContext.TOKEN_ROUNDER == shape.TOKEN_ROUNDER

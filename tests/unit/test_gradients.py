@@ -14,13 +14,17 @@ KINDS = [
 ]
 
 
-def make(kind: tuple[torch.dtype, bool], value: float = 1.0) -> WeightGrad:
-    return WeightGrad(torch.full((3,), value, dtype=kind[0]), kind[1])
+def make(
+    kind: tuple[torch.dtype, bool], value: float = 1.0, *, is_aligned: bool = True
+) -> WeightGrad:
+    memory = torch.full((4,), value, dtype=kind[0])
+    return WeightGrad(memory[:3] if is_aligned else memory[1:], kind[1])
 
 
 def compute(grads: list[WeightGrad], value: float) -> None:
-    """As the kernel does: one dtype, all added or all written."""
+    """As the kernel does: one dtype, all added or all written, 16 bytes at a time."""
     assert len({(grad.buffer.dtype, grad.accumulate) for grad in grads}) == 1
+    assert all(grad.buffer.data_ptr() % 16 == 0 for grad in grads)
     for grad in grads:
         if grad.accumulate:
             grad.buffer.add_(value)
@@ -58,3 +62,26 @@ def test_the_widest_kind_is_computed_in_place() -> None:
     uniform = UniformGrads([make((torch.bfloat16, False)), main_grad, make((torch.float32, False))])
     assert uniform.grads[1] is main_grad
     assert {grad.buffer.dtype for grad in uniform.grads} == {torch.float32}
+
+
+@pytest.mark.parametrize("first", KINDS, ids=str)
+@pytest.mark.parametrize("second", [*KINDS, None], ids=str)
+def test_misaligned_gradients_are_added_or_written_as_they_ask(
+    first: tuple[torch.dtype, bool], second: tuple[torch.dtype, bool] | None
+) -> None:
+    """Alone, as mostly all of a layer, or beside one that is aligned."""
+    aligned = [] if second is None else [second]
+    grads = [make(first, is_aligned=False), make(first, is_aligned=False), *map(make, aligned)]
+    uniform = UniformGrads(grads)
+    compute(uniform.grads, 3.0)
+    uniform.settle()
+    want = [[4.0 if kind[1] else 3.0] * 3 for kind in (first, first, *aligned)]
+    assert [grad.buffer.tolist() for grad in grads] == want
+
+
+def test_what_is_aligned_is_computed_in_place() -> None:
+    misaligned = make((torch.float32, True), is_aligned=False)
+    aligned = make((torch.float32, True))
+    uniform = UniformGrads([misaligned, aligned])
+    assert uniform.grads[0] is not misaligned
+    assert uniform.grads[1] is aligned

@@ -106,7 +106,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=defaults.max_tokens,
         help="Most tokens of one rank and call. Default: from the sequence length, the micro "
-        "batch size and the parallel sizes.",
+        "batch size and the parallel sizes, and from those of dynamic batching where that is used.",
     )
     group.add_argument(
         flag_of("metrics"),

@@ -119,6 +119,18 @@ def _fused_compute(original: _Method) -> _Method:
             return original(self, hidden_states, probs, *args, **kwargs)
         routed = getattr(self, ROUTED)
         routing_map = self.token_dispatcher.routing_map
-        return routed(hidden_states, probs, routing_map, layer=self.layer_number or 0), None
+        return routed(hidden_states, probs, routing_map, layer=_number_in_model(self)), None
 
     return routed_experts_compute
+
+
+def _number_in_model(layer: Any) -> int:
+    """A layer's number, by which records are told apart; 0 if nobody has set it.
+
+    Those of multi-token prediction follow the decoder's. From Megatron-Core 0.17 on they are marked
+    and begin at 1 again.
+    """
+    number = int(layer.layer_number or 0)
+    if getattr(layer, "is_mtp_layer", False):
+        number += int(layer.config.num_layers)
+    return number

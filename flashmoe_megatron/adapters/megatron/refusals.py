@@ -95,13 +95,27 @@ def _recomputes(module: str) -> Callable[[Any], bool]:
 _GRAPHS_WITHOUT_MOE = {"attn", "mamba", "mlp"}
 
 
+def _graph_kind(config: Any) -> str:
+    for name, kind in (
+        ("enable_cuda_graph", "local"),
+        ("external_cuda_graph", "transformer_engine"),
+    ):
+        if getattr(config, name, False):
+            return kind
+    return getattr(config, "cuda_graph_impl", None) or "none"
+
+
 def _graphs_moe(config: Any) -> bool:
     """Whether CUDA graphs would capture a MoE layer or part of one."""
-    is_on = getattr(config, "cuda_graph_impl", None) not in (None, "none") or any(
-        getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")
-    )
-    if not is_on:
+    kind = _graph_kind(config)
+    if kind == "none":
         return False
+    # What "local" captures of a Transformer layer is the whole, whichever part is named; in hybrid
+    # models attention and experts are layers of their own. In inference it may capture the model.
+    if kind != "transformer_engine":
+        of_inference = getattr(config, "inference_cuda_graph_scope", None)
+        if not getattr(config, "is_hybrid_model", False) or _name_of(of_inference) == "block":
+            return True
     modules = getattr(config, "cuda_graph_modules", None) or getattr(
         config, "cuda_graph_scope", None
     )
@@ -109,12 +123,13 @@ def _graphs_moe(config: Any) -> bool:
         modules = []
     elif not isinstance(modules, list | tuple | set):
         modules = [modules]
-    names = {
-        part
-        for module in modules
-        for part in str(getattr(module, "name", module)).replace(",", " ").split()
-    }
+    names = {part for module in modules for part in _name_of(module).replace(",", " ").split()}
     return not names or not names <= _GRAPHS_WITHOUT_MOE
+
+
+def _name_of(choice: Any) -> str:
+    """A choice is a string or, once Megatron has read it, a member of an enumeration."""
+    return str(getattr(choice, "name", choice))
 
 
 _OFFLOADED_IN_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
@@ -184,7 +199,8 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "moe_apply_probs_on_input",
         "--moe-apply-probs-on-input",
         _is_set("moe_apply_probs_on_input"),
-        "leave it out, probabilities scale the activation before the second projection",
+        "leave it out, probabilities scale the activation before the second projection, or use the "
+        "alltoall dispatcher",
     ),
     Refusal(
         "recompute_modules",
@@ -232,20 +248,20 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "cuda_graph_impl",
         "a CUDA graph over MoE layers",
         _graphs_moe,
-        "capture attention only, with --cuda-graph-scope attn (--cuda-graph-modules attn from "
-        "Megatron-Core 0.18), or leave --cuda-graph-impl out",
+        "capture attention only, with --cuda-graph-impl transformer_engine --cuda-graph-scope attn "
+        "(--cuda-graph-modules attn from Megatron-Core 0.18), or leave --cuda-graph-impl out",
     ),
     Refusal(
         "activation_func",
         "this activation function",
         lambda config: activation_of(getattr(config, "activation_func", None)) is None,
-        "use SwiGLU (--swiglu), GELU, --squared-relu, ReLU or SiLU",
+        "use SwiGLU (--swiglu), GELU, --squared-relu, ReLU or SiLU, or use the alltoall dispatcher",
     ),
     Refusal(
         "activation_func_clamp_value",
         "--activation-func-clamp-value",
         _is_given("activation_func_clamp_value"),
-        "leave it out, activations are not clamped here",
+        "leave it out, activations are not clamped here, or use the alltoall dispatcher",
     ),
     Refusal(
         "activation_func_fp8_input_store",
@@ -257,7 +273,7 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "glu_linear_offset",
         "--glu-linear-offset",
         _is_set("glu_linear_offset"),
-        "leave it at 0",
+        "leave it at 0 or use the alltoall dispatcher",
     ),
     Refusal(
         "moe_mlp_glu_interleave_size",
@@ -343,6 +359,22 @@ SCRIPT_REFUSALS: tuple[Refusal, ...] = (
             "use --use-distributed-optimizer to shard the optimizer instead",
         )
         for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+    ),
+    *(
+        Refusal(
+            name,
+            "--" + name.replace("_", "-"),
+            _is_given(name),
+            "leave it out or use the alltoall dispatcher, here the experts' linear layers are not "
+            "called one by one",
+        )
+        for name in ("save_dgrads_interval", "save_activations_interval")
+    ),
+    Refusal(
+        "save_tokens_per_expert_interval",
+        "--save-tokens-per-expert-interval",
+        _is_given("save_tokens_per_expert_interval"),
+        "use --flashmoe-metrics all instead, whose expert_rows are each expert's tokens",
     ),
     # No flag: Megatron sets it for what --load finds, and for --export-kd-teacher-load.
     Refusal(

@@ -44,7 +44,8 @@ class Settings:
             outputs, "preactivations", for which tokens are fetched again; or the layer's "inputs",
             from which the backward computes the rest again.
         max_tokens: Most tokens of one rank and call. ``None`` takes it from the arguments of
-            Megatron's training script: sequence length, micro batch size and parallel sizes.
+            Megatron's training script: sequence length, micro batch size and parallel sizes, and
+            those of the inference engine that it makes.
         metrics: What is told to wandb and TensorBoard: "default", "all", "none", or names with
             commas between them.
         calibration: File with the layer's time on 2 GPUs, for the overlap efficiency.

@@ -36,9 +36,16 @@ def moe_config(
         gated=bool(config.gated_linear_unit),
         num_ranks=num_ranks,
         max_tokens=max_tokens,
-        # Padding to capacity fills experts up with routes of probability 0.
-        skip_zero_probs=bool(config.moe_pad_expert_input_to_capacity),
+        skip_zero_probs=_pads_to_capacity(config),
     )
+
+
+def _pads_to_capacity(config: Any) -> bool:
+    """Whether routes of probability 0 may fill experts up, be it in decoding alone."""
+    in_decoding = "moe_pad_experts_for_cuda_graph_inference"
+    # The configuration has this from Megatron-Core 0.17 on, before it is the script's.
+    decoding = (getattr(owner, in_decoding, False) for owner in (config, megatron_args()))
+    return bool(config.moe_pad_expert_input_to_capacity or any(decoding))
 
 
 def tokens_per_rank(
@@ -63,7 +70,9 @@ def tokens_per_rank(
 
 
 def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
-    """The bound from the settings, else from the training script; ``None`` if nobody says.
+    """The bound from the settings, else from the script; ``None`` if nobody says.
+
+    Of a script that trains and generates, as reinforcement learning does, the larger of both.
 
     Args:
         config: Megatron's TransformerConfig.
@@ -82,9 +91,37 @@ def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
     # The longer of the two: --decoder-seq-length is the decoder's own, as of a model with images.
     seq_length = max(seq_length, getattr(args, "decoder_seq_length", None) or 0)
     micro_batch_size = max(micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0)
-    return tokens_per_rank(
+    in_training = tokens_per_rank(
         config,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         context_parallel_size=config.context_parallel_size,
     )
+    return max(in_training, _tokens_in_inference(config, args))
+
+
+DYNAMIC_TOKENS, TOKEN_ROUNDER = 16384, 64
+"""Of Megatron's dynamic batching: the default of its most tokens, and what it rounds them up to."""
+
+
+def _tokens_in_inference(config: Any, args: Any) -> int:
+    """Tokens that one rank's layer sees in one call of the engine that arguments ask for, else 0.
+
+    That an engine has such arguments, with defaults, does not mean that a script makes it.
+    """
+    tokens = 0
+    dynamic = getattr(args, "inference_dynamic_batching_max_tokens", None)
+    makes_dynamic = ("perform_rl_step", "inference_dynamic_batching")
+    if dynamic or any(getattr(args, name, False) for name in makes_dynamic):
+        tensor = config.tensor_model_parallel_size
+        granule = -(-TOKEN_ROUNDER // tensor) * tensor
+        rounded = -(-(dynamic or DYNAMIC_TOKENS) // granule) * granule
+        tokens = tokens_per_rank(
+            config, seq_length=rounded, micro_batch_size=1, context_parallel_size=1
+        )
+    if getattr(args, "use_legacy_static_engine", False):
+        # The second name is of Megatron-Core 0.16. Ranks do not share prompts there.
+        names = ("inference_max_requests", "inference_max_batch_size")
+        requests = max(getattr(args, name, None) or 1 for name in names)
+        tokens = max(tokens, requests * (getattr(args, "inference_max_seq_length", None) or 0))
+    return tokens

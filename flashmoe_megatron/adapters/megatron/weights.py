@@ -62,7 +62,8 @@ def check_forwards(experts: torch.nn.Module) -> None:
         experts: The ``experts`` of a MoELayer.
 
     Raises:
-        ConfigError: A class, a ``forward`` or a hook is not Megatron's; names the module.
+        ConfigError: A class or a ``forward`` is not Megatron's, or there are hooks after a forward
+            or around a backward; names the module.
     """
     for module in experts.modules():
         _check_forward(module, experts)
@@ -92,13 +93,21 @@ def _check_forward(module: torch.nn.Module, experts: torch.nn.Module) -> None:
     cls = type(module)
     is_stock = cls.__module__.startswith(_STOCK)
     # Runs before every launch, while the GPU may be idle.
-    if is_stock and not module._forward_hooks and "forward" not in module.__dict__:
+    if (
+        is_stock
+        and not module._forward_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and "forward" not in module.__dict__
+    ):
         return
     name = next(name for name, m in experts.named_modules(prefix="experts") if m is module)
     if not is_stock:
         problem = f"is of class {cls.__module__}.{cls.__qualname__}"
     elif module._forward_hooks:
         problem = "has forward hooks"
+    elif module._backward_hooks or module._backward_pre_hooks:
+        problem = "has backward hooks"
     else:
         problem = "has a forward of its own"
     raise ConfigError(

@@ -388,6 +388,7 @@ class KernelBackend(OfGroup):
         return grad_x, grad_probs
 
     @property
+    @_on_own_device
     def traffic(self) -> TrafficCounters:
         """What this rank's kernels have moved for all layers of the group so far.
 
@@ -406,6 +407,7 @@ class KernelBackend(OfGroup):
             pad_rows_local=counts.pad_rows_made,
         )
 
+    @_on_own_device
     def raise_pending_fault(self) -> None:
         """Raises what a launch found wrong that the host did not wait for.
 

@@ -160,6 +160,10 @@ def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
         assert re.search(way_out, message)
 
 
+def test_gradients_go_where_they_are_seen(two_ranks: RankPool) -> None:
+    two_ranks.run(main_grads, timeout_s=TIMEOUT_S)
+
+
 def make_layer(config: Any, experts: Any = None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -320,6 +324,42 @@ def megakernel(group: dist.ProcessGroup) -> tuple[float, list[str]]:
     probs, routing_map = layer.route(x)
     got, want = backend(x, probs, routing_map), layer(x)[0]
     return float((got - want).detach().abs().max()), list(backend.state_dict())
+
+
+def main_grads(group: dist.ProcessGroup) -> None:
+    """To ``main_grad`` where DDP will look for them, without Megatron's fusion and with it.
+
+    But not where a hook on a parameter wants to see its gradient, unless fusion was asked for.
+    """
+    prepare(Layout(expert=2))
+    layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
+    want = run_layer(layer)
+    first, *_ = experts = list(layer.experts.parameters())
+    for parameter in experts:  # as Megatron's DDP does
+        parameter.main_grad = torch.zeros_like(parameter)
+
+    def added(*, fusion: bool = False) -> list[bool]:
+        layer.config.gradient_accumulation_fusion = fusion
+        for parameter in layer.parameters():
+            parameter.grad = None
+        for parameter in experts:
+            parameter.grad_added_to_main_grad = False
+            parameter.main_grad.zero_()
+        got = run_layer(layer)
+        for name, parameter in layer.experts.named_parameters():
+            grad = f"grad of experts.{name}"
+            if parameter.grad_added_to_main_grad:
+                got[grad] = parameter.main_grad
+            assert_close(grad, got[grad], want[grad], rel_l2=1e-5)
+        return [parameter.grad_added_to_main_grad for parameter in experts]
+
+    assert all(added())
+    for register in (first.register_hook, first.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        assert not any(added())
+        assert all(added(fusion=True))
+        handle.remove()
+    assert all(added())
 
 
 def padded_decoding(group: dist.ProcessGroup, place: str) -> tuple[float, str]:

@@ -149,10 +149,15 @@ class RoutedExperts:
         """Also without Megatron's fusion, which may be off for want of apex alone.
 
         Megatron's DDP marks its parameters so, and its hooks then add nothing themselves. Gradients
-        of their own would cost a table, buffers and an addition for each expert and micro-batch.
+        of their own would cost a table, buffers and an addition for each expert and micro-batch;
+        they are made where somebody else's hooks want to see them.
         """
-        of_ddp = (hasattr(each, "grad_added_to_main_grad") for each in self._experts.parameters())
-        return bool(self._config.gradient_accumulation_fusion) or any(of_ddp)
+        if self._config.gradient_accumulation_fusion:
+            return True
+        parameters = list(self._experts.parameters())
+        return any(hasattr(each, "grad_added_to_main_grad") for each in parameters) and not any(
+            each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters
+        )
 
     def _make_backend(self) -> Backend:
         max_tokens = resolve_max_tokens(self._config, self._settings)

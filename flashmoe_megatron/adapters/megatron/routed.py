@@ -22,7 +22,7 @@ from flashmoe_megatron.adapters.megatron.weights import (
     stand_in_for_forwards,
 )
 from flashmoe_megatron.autograd import in_backward, moe_apply
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.planner import plan_capacity
@@ -129,13 +129,14 @@ class RoutedExperts:
                 f"max_tokens={max_tokens} per rank; pass {flag_of('max_tokens')} {x.shape[0]} or "
                 "more on every rank"
             )
+        weights = expert_weights(self._experts, hidden=self._config.hidden_size)
         return moe_apply(
             self.backend,
             x.contiguous(),
             probs.contiguous(),
             routing_map.contiguous(),
-            expert_weights(self._experts, hidden=self._config.hidden_size),
-            accumulate_into_main_grad=self._adds_to_main_grad,
+            weights,
+            accumulate_into_main_grad=self._adds_to_main_grad(weights),
             layer=layer,
         )
 
@@ -144,8 +145,7 @@ class RoutedExperts:
         """Whether any of the experts' parameters gets a gradient; a teacher's do not."""
         return any(parameter.requires_grad for parameter in self._experts.parameters())
 
-    @property
-    def _adds_to_main_grad(self) -> bool:
+    def _adds_to_main_grad(self, weights: ExpertWeights) -> bool:
         """Also without Megatron's fusion, which may be off for want of apex alone.
 
         Megatron's DDP marks its parameters so, and its hooks then add nothing themselves. Gradients
@@ -154,8 +154,8 @@ class RoutedExperts:
         """
         if self._config.gradient_accumulation_fusion:
             return True
-        parameters = list(self._experts.parameters())
-        return any(hasattr(each, "grad_added_to_main_grad") for each in parameters) and not any(
+        parameters = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
+        return hasattr(parameters[0], "grad_added_to_main_grad") and not any(
             each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters
         )
 

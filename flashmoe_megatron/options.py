@@ -28,7 +28,8 @@ class KernelOptions:
         row_bound: What every buffer of received rows holds, as a multiple of the mean number of
             rows per rank; a rank that is to receive more is an error, nothing is ever dropped. The
             layer is then one launch that the host never waits for, and CUDA graphs can capture it;
-            who replays one orders it with all other calls of the group's layers. ``None``: buffers are exact, for which the host waits until the rows are counted.
+            who replays one orders it with all other calls of the group's layers. ``None``: buffers
+            are exact, for which the host waits until the rows are counted.
         counters: Whether launches count where their time goes and what they move, and leave a
             record each. Off, they save the little that this costs.
     """

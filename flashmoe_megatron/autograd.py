@@ -7,8 +7,7 @@ import torch
 
 from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
 from flashmoe_megatron.checks import check_tokens
-from flashmoe_megatron.errors import FlashMoEError
-from flashmoe_megatron.gate import Gate
+from flashmoe_megatron.gate import Gate, refuse_second_derivative
 from flashmoe_megatron.weights import SplitGrads, SplitWeights
 
 
@@ -133,11 +132,7 @@ class _RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise FlashMoEError(
-                "the gradient of the MoE layer was asked for with create_graph=True, but the layer "
-                "can be differentiated only once"
-            )
+        refuse_second_derivative("layer")
         num_weights = len(_tensors_of(ctx.owners))
         values = ctx.saved_tensors
         weights = _with_tensors(ctx.owners, values[:num_weights])

@@ -7,11 +7,8 @@ addresses. The values of the routing are the backends' business.
 import torch
 
 from flashmoe_megatron.backend import ExpertWeights
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ShapeError
-
-ALIGNMENT_BYTES = 16
-"""Every row that a TMA descriptor or a 16-byte load touches starts at a multiple of it."""
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

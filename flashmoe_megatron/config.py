@@ -10,6 +10,9 @@ from flashmoe_megatron.errors import ConfigError
 TILE_M = 128
 """Rows of a tile: every expert's segment of rows starts at a multiple of it (bM of the paper)."""
 
+ALIGNMENT_BYTES = 16
+"""Every row that a TMA descriptor or a 16-byte load touches starts at a multiple of it."""
+
 DIM_GRANULE = 64
 """Hidden and intermediate size must be divisible by this (one 128-byte swizzle row of BF16)."""
 

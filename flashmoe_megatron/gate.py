@@ -120,6 +120,19 @@ class Gate:
             self.probs.copy_(self.config.probs_of(self.logits, self.routing_map))
 
 
+def refuse_second_derivative(what: str) -> None:
+    """For a backward whose own operations autograd does not see.
+
+    Raises:
+        FlashMoEError: Autograd is to make a graph of it.
+    """
+    if torch.is_grad_enabled():
+        raise FlashMoEError(
+            f"the gradient of the MoE {what} was asked for with create_graph=True, but the {what} "
+            "can be differentiated only once"
+        )
+
+
 def open_gate(
     moe: MoEConfig, x: torch.Tensor, weight: torch.Tensor, config: GateConfig
 ) -> tuple[torch.Tensor, torch.Tensor, Gate]:
@@ -161,11 +174,7 @@ class _Opened(torch.autograd.Function):
     def backward(
         ctx: Any, grad_probs: torch.Tensor, grad_logits: torch.Tensor
     ) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
-        if torch.is_grad_enabled():
-            raise FlashMoEError(
-                "the gradient of the MoE layer's gate was asked for with create_graph=True, but "
-                "the gate can be differentiated only once"
-            )
+        refuse_second_derivative("layer's gate")
         x, weight = ctx.saved_tensors
         gate = ctx.gate
         gate.check_unchanged()

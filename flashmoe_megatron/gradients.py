@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from flashmoe_megatron.backend import WeightGrad
-
-_ALIGNMENT_BYTES = 16
-"""Of what the kernel writes to; an allocator's memory is."""
+from flashmoe_megatron.config import ALIGNMENT_BYTES
 
 
 class UniformGrads:
@@ -27,7 +25,7 @@ class UniformGrads:
 
     def __init__(self, grads: Sequence[WeightGrad]) -> None:
         kinds = {(grad.buffer.dtype, grad.accumulate) for grad in grads}
-        is_aligned = [grad.buffer.data_ptr() % _ALIGNMENT_BYTES == 0 for grad in grads]
+        is_aligned = [grad.buffer.data_ptr() % ALIGNMENT_BYTES == 0 for grad in grads]
         self.grads = list(grads)
         self._lent: list[tuple[WeightGrad, torch.Tensor]] = []
         if len(kinds) == 1 and all(is_aligned):

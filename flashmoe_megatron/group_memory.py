@@ -1,7 +1,6 @@
 """What all layers of one expert-parallel group share on a GPU: heap, workspace and mailbox."""
 
 import ctypes
-import dataclasses
 import logging
 
 import torch
@@ -189,11 +188,7 @@ def shared_memory(
     for key, memory in list(_memories.items()):
         if memory.group is not None and memory.group not in dist.distributed_c10d._world.pg_map:
             del _memories[key]
-    options = dataclasses.replace(
-        KernelOptions(),
-        symmetric_backend=options.symmetric_backend,
-        counters=options.counters,
-    )
+    options = KernelOptions(symmetric_backend=options.symmetric_backend, counters=options.counters)
     key = (id(group), device, options)
     if key not in _memories:
         _memories[key] = GroupMemory(group, device, options)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flashmoe_megatron import _native, ops
 from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_grad_out, check_weights
-from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
+from flashmoe_megatron.config import ALIGNMENT_BYTES, TILE_M, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
 from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.gradients import UniformGrads
@@ -349,7 +349,7 @@ class KernelBackend(OfGroup):
         """See :class:`flashmoe_megatron.backend.Backend`."""
         check_grad_out(self.config, grad_out, saved.num_tokens)
         grad_out = grad_out.contiguous()
-        if grad_out.data_ptr() % 16:  # a slice of something else's gradient
+        if grad_out.data_ptr() % ALIGNMENT_BYTES:  # a slice of something else's gradient
             grad_out = grad_out.clone()
         tables = self._encode(weights)
         self._check_input("grad_out", grad_out, self._dtype)
@@ -407,7 +407,6 @@ class KernelBackend(OfGroup):
             pad_rows_local=counts.pad_rows_made,
         )
 
-    @_on_own_device
     def raise_pending_fault(self) -> None:
         """Raises what a launch found wrong that the host did not wait for.
 
@@ -419,6 +418,11 @@ class KernelBackend(OfGroup):
             RoutingError: The routing of some rank cannot be used.
             PeerTimeoutError: A wait ran out of time, on this rank or on another.
         """
+        if self.memory.has_fault:  # which is asked before every launch, of host memory alone
+            self._raise_fault()
+
+    @_on_own_device
+    def _raise_fault(self) -> None:
         error = self.memory.take_fault()
         if error is not None:
             raise error
@@ -484,7 +488,7 @@ class KernelBackend(OfGroup):
             and x.is_contiguous()
             and probs.is_contiguous()
             and routing_map.is_contiguous()
-            and x.data_ptr() % 16 == 0
+            and x.data_ptr() % ALIGNMENT_BYTES == 0
         ):
             return
         self._check_input("x", x, self._dtype)
@@ -567,9 +571,6 @@ class KernelBackend(OfGroup):
     def _encode_grads(self, dtype: torch.dtype, addresses: Sequence[int]) -> torch.Tensor:
         """The table of such gradients, on the device."""
         num_weights = 2 * self.config.num_local_experts
-        for address in addresses[:num_weights]:
-            if address % 16:
-                raise ShapeError(f"weight gradient: at {address:#x}, wanted 16-byte aligned")
         array = ctypes.c_void_p * num_weights
         weights, biases = addresses[:num_weights], addresses[num_weights:]
         problem = self._describe()
@@ -602,8 +603,11 @@ class KernelBackend(OfGroup):
             raise ShapeError(f"{name}: dtype {tensor.dtype}, wanted {_names(dtypes)}")
         if not tensor.is_contiguous():
             raise ShapeError(f"{name}: strides {tensor.stride()}, wanted contiguous")
-        if tensor.data_ptr() % 16 and tensor.numel() and tensor.dtype == self._dtype:
-            raise ShapeError(f"{name}: at address {tensor.data_ptr():#x}, wanted 16-byte aligned")
+        address = tensor.data_ptr()
+        if address % ALIGNMENT_BYTES and tensor.numel() and tensor.dtype == self._dtype:
+            raise ShapeError(
+                f"{name}: at address {address:#x}, wanted {ALIGNMENT_BYTES}-byte aligned"
+            )
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

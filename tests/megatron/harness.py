@@ -56,7 +56,8 @@ class Case:
 class Outcome:
     """What one rank saw; losses are empty on ranks without the last pipeline stage.
 
-    ``skipped`` tells of each iteration whether its gradients were too large for float16.
+    ``skipped`` tells of each iteration whether its gradients were too large for float16, ``keeps``
+    what the fused layers' backends keep for their backwards.
     """
 
     losses: list[float]
@@ -66,6 +67,7 @@ class Outcome:
     parameters: dict[str, torch.Tensor]
     layer_classes: set[str]
     fused_calls: int
+    keeps: set[str]
 
 
 class Norm(torch.nn.RMSNorm):
@@ -241,7 +243,8 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
             for name, parameter in chunk.named_parameters()
         },
         layer_classes={type(layer).__name__ for layer in _dispatchers(chunks)},
-        fused_calls=sum(_fused_calls(layer) for layer in _moe_layers(chunks)),
+        fused_calls=sum(routed.num_calls for routed in _routed_experts(chunks)),
+        keeps={routed.backend.keep for routed in _routed_experts(chunks)},
     )
 
 
@@ -433,9 +436,10 @@ def _dispatchers(chunks: list[Any]) -> list[Any]:
     return [layer.token_dispatcher for layer in _moe_layers(chunks)]
 
 
-def _fused_calls(layer: Any) -> int:
-    routed = getattr(layer, "flashmoe_routed_experts", None)
-    return 0 if routed is None else routed.num_calls
+def _routed_experts(chunks: list[Any]) -> list[Any]:
+    """Of the layers that are fused."""
+    found = (getattr(layer, "flashmoe_routed_experts", None) for layer in _moe_layers(chunks))
+    return [routed for routed in found if routed is not None]
 
 
 def train_both(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, Outcome]:

@@ -3,21 +3,13 @@
 import pytest
 import torch
 
-from flashmoe_megatron import Activation, FlashMoELayer, MoEConfig
+from flashmoe_megatron import FlashMoELayer
+from tests.unit import cases
 
 
 @pytest.mark.multi_gpu(2)
 def test_a_layer_on_a_gpu_that_is_not_the_current_one() -> None:
-    config = MoEConfig(
-        hidden=256,
-        intermediate=128,
-        num_experts=8,
-        topk=2,
-        activation=Activation.SILU,
-        gated=True,
-        num_ranks=1,
-        max_tokens=300,
-    )
+    config = cases.make_config(hidden=256, intermediate=128, max_tokens=300)
     first = FlashMoELayer(config, device="cuda:0", router=True)
     second = FlashMoELayer(config, device="cuda:1", router=True)
     second.load_state_dict(first.state_dict())

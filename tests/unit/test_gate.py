@@ -136,10 +136,12 @@ def test_without_tokens_and_without_grad() -> None:
     assert torch.equal(again.routing_map.sum(1), torch.full((TOKENS,), config.topk))
 
 
-def make_layer(*, fuse_gate: bool, dtype: torch.dtype = torch.float32) -> FlashMoELayer:
+def make_layer(*, fuse_gate: bool) -> FlashMoELayer:
     """Always with the same parameters."""
     torch.manual_seed(1)
-    return FlashMoELayer(cases.CONFIG, fuse_gate=fuse_gate, router=True, device="cpu", dtype=dtype)
+    return FlashMoELayer(
+        cases.CONFIG, fuse_gate=fuse_gate, router=True, device="cpu", dtype=torch.float32
+    )
 
 
 def test_layer_with_a_fused_gate(monkeypatch: pytest.MonkeyPatch) -> None:

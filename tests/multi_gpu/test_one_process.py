@@ -16,7 +16,7 @@ def test_a_layer_on_a_gpu_that_is_not_the_current_one() -> None:
     x = torch.randn(300, config.hidden, dtype=torch.bfloat16, device="cuda:0")
     results = []
     for layer, device in ((first, "cuda:0"), (second, "cuda:1")):
-        own = x.to(device).requires_grad_()
+        own = x.detach().to(device).requires_grad_()
         assert torch.cuda.current_device() == 0
         out = layer(own)
         out.float().square().sum().backward()

@@ -1,5 +1,6 @@
 """What all layers of one expert-parallel group share on a GPU: heap, workspace and mailbox."""
 
+import contextlib
 import ctypes
 import logging
 
@@ -80,12 +81,16 @@ class GroupMemory:
                 "whose faults and records nobody hears; capture them again"
             )
         self._heap, self.heap_bytes = None, 0
+        obstacle = None
+        try:
+            self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
+            mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8, device="cpu")
+            self._mailbox = mailbox.pin_memory()
+        except RuntimeError as error:  # which all ranks are told, so that none waits for this one
+            obstacle = error
         self._heap = symmetric.allocate(
-            heap_bytes, self.group, self.device, self.options.symmetric_backend
+            heap_bytes, self.group, self.device, self.options.symmetric_backend, obstacle
         )
-        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
-        mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8, device="cpu")
-        self._mailbox = mailbox.pin_memory()
         self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
         self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
         self._heap_bounds = self.bounds
@@ -133,7 +138,8 @@ class GroupMemory:
         """Puts the launches on this stream behind those on the last one: all share their memory."""
         last, self._last_stream = self._last_stream, stream
         if last is not None and not torch.cuda.is_current_stream_capturing():
-            before = torch.cuda.ExternalStream(last, device=self.device)  # type: ignore[no-untyped-call]
+            # Not ExternalStream, which makes a stream of its own of 0, the default stream's handle.
+            before = torch.cuda.get_stream_from_external(last, self.device)
             torch.cuda.current_stream(self.device).wait_stream(before)
 
     @property
@@ -145,7 +151,10 @@ class GroupMemory:
         """The error that a launch has left, once."""
         if not self.has_fault:
             return None
-        # As the last launch had it: to open it anew asks CUDA, which may have failed itself.
+        if self._is_captured:  # replays are on the stream of whoever asks, as far as is known
+            with contextlib.suppress(RuntimeError):  # CUDA may have failed: the fault says why
+                torch.cuda.current_stream(self.device).synchronize()
+        # As the last launch had it: to open it anew asks CUDA.
         assert self._last_stream is not None
         group = self._groups[self._last_stream]
         fault = _native.read_fault(group)

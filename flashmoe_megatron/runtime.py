@@ -14,7 +14,13 @@ from flashmoe_megatron import _native, ops
 from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_grad_out, check_weights
 from flashmoe_megatron.config import ALIGNMENT_BYTES, TILE_M, Keep, MoEConfig
-from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError
+from flashmoe_megatron.errors import (
+    ConfigError,
+    DeviceError,
+    FlashMoEError,
+    RoutingError,
+    ShapeError,
+)
 from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.gradients import UniformGrads
 from flashmoe_megatron.group_memory import GroupMemory, shared_memory
@@ -176,8 +182,8 @@ class KernelBackend(OfGroup):
             pending = self._begin_forward(x, probs, routing_map, gate)
             try:
                 return self._finish_forward(pending, tables, training=training, layer=layer)
-            except FlashMoEError:
-                raise
+            except RoutingError:
+                raise  # on all ranks, and has ended the layer
             except BaseException:
                 # The peers will wait for this rank's layer in vain, and make new memory.
                 self.memory.is_void = True
@@ -508,8 +514,10 @@ class KernelBackend(OfGroup):
         tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
         # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
         first = tensors[0]
-        key = (first.shape, first.stride(), first.dtype, *map(torch.Tensor.data_ptr, tensors))
-        self._adopt(weights.transposed, first.dtype)
+        transposed = weights.transposed
+        layout = (transposed, first.shape, first.stride(), first.dtype)
+        key = (*layout, *map(torch.Tensor.data_ptr, tensors))
+        self._adopt(transposed, first.dtype)
         if key in self._tables:
             return self._tables[key]
         check_weights(self.config, torch.empty(0, dtype=self._dtype, device=self.device), weights)
@@ -560,7 +568,7 @@ class KernelBackend(OfGroup):
         for grad in grads:
             self._check_input("weight gradient", grad.buffer, torch.float32, self._dtype)
         dtype, addresses = first.buffer.dtype, [grad.buffer.data_ptr() for grad in grads]
-        key = (dtype, *addresses)
+        key = (self._transposed, dtype, *addresses)
         table = self._grad_tables.get(key)
         if table is None:
             table = self._encode_grads(dtype, addresses)

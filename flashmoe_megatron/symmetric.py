@@ -35,6 +35,7 @@ def allocate(
     group: dist.ProcessGroup | None,
     device: torch.device,
     backend: SymmetricBackend = "cuda",
+    obstacle: Exception | None = None,
 ) -> SymmetricAllocation:
     """Allocates zeroed symmetric memory. Collective over the group.
 
@@ -43,19 +44,21 @@ def allocate(
         group: The ranks, ``None`` for one rank (then ordinary memory does).
         device: This rank's GPU.
         backend: "cuda" (GPUs of one host) or "nvshmem".
+        obstacle: Why this rank has no use for the memory: then no rank gets any.
 
     Raises:
         ConfigError: The backend is unknown.
-        HeapError: Some rank has too little memory; says how much was asked for and is free.
+        HeapError: Some rank has too little memory, or an obstacle; says how much was asked for and
+            is free.
     """
     if backend not in _TORCH_NAMES:
         raise ConfigError(f"symmetric memory {backend!r}: wanted one of {', '.join(_TORCH_NAMES)}")
     ranks = None if group is None or dist.get_world_size(group) == 1 else group
     torch.cuda.empty_cache()  # what torch has cached is not there for symmetric memory
-    free = torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0] if obstacle is None else 0
     least = free if ranks is None else _least(free, ranks, device)
     if nbytes > least:
-        raise _too_little(nbytes, least)
+        raise _too_little(nbytes, least) from obstacle
     if ranks is None:
         local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return SymmetricAllocation(local, (local.data_ptr(),))

@@ -5,9 +5,10 @@
  * are asynchronous. Calls marked "collective" must be made by every rank of the expert-parallel
  * group, in the same order, also with zero tokens.
  *
- * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward. One backward of it is
- * flashmoe_backward, with flashmoe_gather before it if the received rows were not kept. Each plan
- * and each backward takes the next epoch, a gather the next two.
+ * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward; or flashmoe_forward alone,
+ * which then plans. One backward of it is flashmoe_backward, with flashmoe_gather before it if the
+ * received rows were not kept. Each plan and each backward takes the next epoch, a gather the next
+ * two.
  */
 #ifndef FLASHMOE_API_FLASHMOE_H_
 #define FLASHMOE_API_FLASHMOE_H_
@@ -148,7 +149,8 @@ FLASHMOE_EXPORT int flashmoe_plan(const FlashMoEProblem* problem,
                                   void* plan);
 
 /* Waits on the host until the plan is there; gives the received blocks of 128 rows (pad rows
- * included) and the received rows. */
+ * included) and the received rows. The bound of time is the plan's own: what is ahead of it on the
+ * stream may take as long as it likes. */
 FLASHMOE_EXPORT int flashmoe_await_plan(const FlashMoEProblem* problem,
                                         const FlashMoEGroup* group,
                                         int32_t* num_row_blocks,
@@ -167,7 +169,7 @@ FLASHMOE_EXPORT int flashmoe_clear_fault(const FlashMoEGroup* group);
 /* What this rank's launches have counted since the workspace was zeroed. */
 typedef struct {
     uint64_t nanoseconds[FLASHMOE_NUM_SPANS];    /* by flashmoe::Role, summed over CTAs and warps:
-                                                    waited,    or for the later roles busy */
+                                                    waited, or for the later roles busy */
     uint64_t rows_pulled[FLASHMOE_MAX_RANKS];    /* by rank, the own one too: fetched by dispatch */
     uint64_t results_pushed[FLASHMOE_MAX_RANKS]; /* likewise: delivered by combine */
     uint64_t pad_rows_pulled;                    /* among them */
@@ -204,8 +206,8 @@ FLASHMOE_EXPORT int flashmoe_read_record(const FlashMoEGroup* group,
                                          FlashMoERecord* record);
 
 /* Encodes the TMA descriptors of the local experts' weights into host memory.
- *   fc1[e] [fc1_rows, hidden] bf16, fc2[e] [hidden, intermediate] bf16, or their transposes;
- *   16-byte aligned */
+ *   fc1[e] [fc1_rows, hidden], fc2[e] [hidden, intermediate], or their transposes; of the
+ *   problem's dtype, 16-byte aligned */
 FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             const void* const* fc1,
                                             const void* const* fc2,
@@ -232,7 +234,7 @@ typedef struct {
     const void* plan;
     const void* weight_maps; /* device copy */
     const void* biases;      /* device, 16-byte aligned biases: num_local_experts pointers to fc1's
-                                biases [fc1_rows], then      to fc2's [hidden]; or NULL */
+                                biases [fc1_rows], then to fc2's [hidden]; or NULL */
     void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward
                          or by flashmoe_gather, read by a backward */
     void* preact;     /* num_row_blocks * preact_block_bytes: written by a forward for its

@@ -174,6 +174,8 @@ int check_dtype(const FlashMoEProblem* p, int dtype, const char* name) {
     return FLASHMOE_OK;
 }
 
+int size_of(int dtype) { return dtype == FLASHMOE_FLOAT32 ? 4 : 2; }
+
 int check_group(const FlashMoEProblem* p, const FlashMoEGroup* group) {
     FLASHMOE_TRY(check_problem(p));
     FLASHMOE_TRY(check_group_struct(group));
@@ -359,10 +361,8 @@ int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
     FLASHMOE_TRY(check_dtype(p, input->probs_dtype, "probs_dtype"));
     const bool has_tokens = input->num_tokens > 0;
     FLASHMOE_TRY(check_pointer(input->x, has_tokens, "x"));
-    if (has_tokens and (input->probs == nullptr or input->routing_map == nullptr)) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "probs %p, routing_map %p: both must be set",
-                    input->probs, input->routing_map);
-    }
+    FLASHMOE_TRY(check_pointer(input->probs, has_tokens, "probs", size_of(input->probs_dtype)));
+    FLASHMOE_TRY(check_pointer(input->routing_map, has_tokens, "routing_map", 1));
     return input->gate_weight == nullptr ? int(FLASHMOE_OK) : check_gate(input);
 }
 
@@ -411,6 +411,8 @@ int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_b
     FLASHMOE_TRY(check_pointer(launch->preact, has_preact, "preact", 128));
     FLASHMOE_TRY(check_pointer(launch->scratch, has_rows, "scratch", 128));
     FLASHMOE_TRY(check_pointer(launch->weight_maps, true, "weight_maps", alignof(CUtensorMap)));
+    FLASHMOE_TRY(
+        check_pointer(launch->biases, launch->biases != nullptr, "biases", alignof(void*)));
     FLASHMOE_TRY(check_pointer(launch->out, has_tokens, "out"));
     if (not is_backward) return FLASHMOE_OK;
     FLASHMOE_TRY(check_dtype(p, launch->grad_probs_dtype, "grad_probs_dtype"));
@@ -609,7 +611,7 @@ int flashmoe_plan(const FlashMoEProblem* problem,
     set_routing(problem, input, int(args.shape.max_row_blocks()), &args);
     set_order(problem, false, &args);
     PlanReport* report = &static_cast<Mailbox*>(group->mailbox)->report;
-    static_cast<volatile PlanReport*>(report)->epoch = 0;
+    *report = {};
     return launch(reinterpret_cast<const void*>(&plan_kernel), problem->num_ctas, kPlanThreads,
                   kPlanSmemBytes, group->stream, "plan launch", args, report);
 }
@@ -627,10 +629,11 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
     const auto has_come = [&] {
         return __atomic_load_n(&mailbox->report.epoch, __ATOMIC_ACQUIRE) != 0;
     };
-    // The device bounds its own waits; this bound is for a device that never runs.
+    // The device bounds its own waits; this bound is for one that stands still. What is ahead on
+    // the stream is not counted: it may be a collective that waits for ranks of another group.
     using Clock = std::chrono::steady_clock;
     const auto limit = std::chrono::nanoseconds(problem->timeout_ns) + std::chrono::seconds(30);
-    const auto deadline = Clock::now() + limit;
+    auto deadline = Clock::now() + limit;
     for (uint64_t spin = 1; not has_come(); ++spin) {
         if (spin % 4096 != 0) continue;
         const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(group->stream));
@@ -640,7 +643,9 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
         if (state == cudaSuccess and not has_come()) {
             return fail(FLASHMOE_CUDA_ERROR, "the stream is idle but the plan never ran");
         }
-        if (Clock::now() > deadline) {
+        if (not mailbox->report.has_begun) {
+            deadline = Clock::now() + limit;
+        } else if (Clock::now() > deadline) {
             return fail(FLASHMOE_PEER_TIMEOUT, "the plan did not finish in time");
         }
         std::this_thread::yield();
@@ -668,11 +673,12 @@ int flashmoe_clear_fault(const FlashMoEGroup* group) {
     FLASHMOE_TRY(check_pointer(group->mailbox, true, "mailbox"));
     FLASHMOE_TRY(check_pointer(group->workspace, true, "workspace"));
     const auto stream = static_cast<cudaStream_t>(group->stream);
+    FLASHMOE_TRY(check_cuda(cudaStreamSynchronize(stream), "clearing a fault"));
+    // Before the device's word: the next fault that a launch finds then is told.
+    static_cast<Mailbox*>(group->mailbox)->fault = Fault{};
     FLASHMOE_TRY(check_cuda(cudaMemsetAsync(group->workspace, 0, sizeof(uint32_t), stream),
                             "clearing a fault"));
-    FLASHMOE_TRY(check_cuda(cudaStreamSynchronize(stream), "clearing a fault"));
-    static_cast<Mailbox*>(group->mailbox)->fault = Fault{};
-    return FLASHMOE_OK;
+    return check_cuda(cudaStreamSynchronize(stream), "clearing a fault");
 }
 
 int flashmoe_read_counters(const FlashMoEGroup* group, FlashMoECounters* counters) {
@@ -743,10 +749,14 @@ int flashmoe_encode_grads(const FlashMoEProblem* problem,
     }
     const Shape s = shape_of(problem);
     const int experts = s.num_local_experts();
+    for (int i = 0; i < 2 * experts; ++i) {
+        FLASHMOE_TRY(check_pointer(grads[i], true, "a weight's gradient"));
+        if (bias_grads == nullptr) continue;
+        FLASHMOE_TRY(check_pointer(bias_grads[i], true, "a bias's gradient", size_of(grads_dtype)));
+    }
     memset(grad_table, 0, grad_table_bytes(s));
     char* const pointers = static_cast<char*>(grad_table) + grad_pointers_begin(s);
     for (int i = 0; i < 2 * experts; ++i) {
-        FLASHMOE_TRY(check_pointer(grads[i], true, "a weight's gradient"));
         memcpy(pointers + i * sizeof(void*), &grads[i], sizeof(void*));
         if (Dtype(grads_dtype) != Dtype::kFloat32) continue;
         int rows = i < experts ? s.fc1_rows() : s.hidden;

@@ -205,6 +205,27 @@ def test_two_streams_at_once():
         assert all(torch.equal(one, want) for one in got)
 
 
+@pytest.mark.parametrize("default_is", ["first", "second"])
+def test_a_stream_waits_for_the_one_before(default_is: str):
+    """Also for the default stream, and that one for others."""
+    case = Case(1)
+    backend = lone_backend(case.config, num_ctas=32, row_bound=2.0)  # two fit the GPU together
+    want = lone_step(backend, case)
+    torch.cuda.synchronize()
+    lanes = [torch.cuda.default_stream(), torch.cuda.Stream()]
+    first, second = lanes if default_is == "first" else reversed(lanes)
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(400_000_000)  # 0.2 s
+        got = [lone_step(backend, case)]
+    with torch.cuda.stream(second):
+        got.append(lone_step(backend, case))
+        done = second.record_event()
+    time.sleep(0.05)
+    assert not done.query(), "the second launch did not wait for the first"
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, want) for one in got)
+
+
 def test_no_memory_to_grow_the_heap():
     memory = GroupMemory(None, device(), KernelOptions())
     small, large = Case(1), make_config(1, max_tokens=2**17, topk=16)  # 43 MB

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import _native, group_memory
-from flashmoe_megatron.errors import PeerTimeoutError
+from flashmoe_megatron.errors import HeapError, PeerTimeoutError
 from flashmoe_megatron.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
 from tests.unit.cases import make_config
@@ -88,6 +88,26 @@ def test_a_fault_is_told_although_cuda_has_failed(
     memory._mailbox.view(torch.int32)[0] = _native.PEER_TIMEOUT
     assert isinstance(memory.take_fault(), PeerTimeoutError)
     assert memory.is_void
+
+
+def test_a_rank_without_room_for_the_rest_tells_the_others(
+    memory: GroupMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+
+    def allocate(*given: object) -> None:
+        told.append(given[-1])
+        raise HeapError("no rank gets any")
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(group_memory.symmetric, "allocate", allocate)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", fail)
+    with pytest.raises(HeapError):
+        memory.allocate(SIZES)
+    assert "out of memory" in str(told[0])
+    assert memory.needs(SIZES)
 
 
 @pytest.mark.parametrize("is_captured", [False, True], ids=["no graph", "a graph"])

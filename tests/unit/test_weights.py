@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import _native
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer
@@ -300,6 +301,30 @@ def test_the_kernel_refuses_biases_of_one_projection_and_misaligned_ones():
     (longer,) = zeros(config.fc1_rows + 1)
     with pytest.raises(ShapeError, match="wanted 16-byte aligned"):
         kernel._encode(replace(weights, fc1_bias=(longer[1:],)))
+
+
+def test_the_kernel_takes_other_tables_for_another_layout(monkeypatch: pytest.MonkeyPatch):
+    """At the same addresses: a model made anew may have its weights transposed there."""
+    config = cases.make_config(hidden=64, intermediate=64, num_experts=1, topk=1, gated=False)
+    kernel = KernelBackend.__new__(KernelBackend)
+    kernel.config, kernel.device = config, torch.device("cpu")
+    kernel._transposed, kernel._dtype = False, torch.bfloat16
+    kernel._tables, kernel._grad_tables = {}, {}
+    kernel._sizes = _native.FlashMoESizes(weight_map_bytes=512, grad_table_bytes=512)
+    monkeypatch.setattr(kernel, "_describe", lambda: None)
+    monkeypatch.setattr(kernel, "_upload", lambda host: host)
+    monkeypatch.setattr(_native, "call", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    square = torch.zeros(64, 64, dtype=torch.bfloat16)
+    grads = [WeightGrad(torch.zeros(64, 64), accumulate=True) for _ in range(2)]
+
+    def tables(transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = ExpertWeights((square,), (square,), transposed=transposed)
+        return kernel._encode(weights).maps, kernel._grad_table(grads)[0]
+
+    plain = tables(False)
+    assert all(one is other for one, other in zip(plain, tables(False), strict=True))
+    assert all(one is not other for one, other in zip(plain, tables(True), strict=True))
 
 
 def test_layer_with_biases():

@@ -13,11 +13,13 @@ struct PlanReport {
     uint32_t epoch;  // 0 until the plan is there
     int32_t num_row_blocks;
     int32_t num_rows;
+    uint32_t has_begun;
 };
 
 __global__ __launch_bounds__(kPlanThreads, 1)  //
     void plan_kernel(const __grid_constant__ LayerArgs args, volatile PlanReport* report) {
     extern __shared__ __align__(128) uint8_t smem[];
+    if (blockIdx.x == 0 and threadIdx.x == 0) report->has_begun = 1;
     open_counters(args.records != nullptr);
     const uint32_t epoch = current_epoch(args.workspace);
     const bool go_on = plan_layer(args, epoch, smem);

@@ -1,6 +1,7 @@
 """Makes a backend differentiable: one autograd node per layer and call."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +52,9 @@ def moe_apply(
         ordered_grads: Give the parameters their gradients in reverse order of ``weights``. Else
             their order depends on what else is in a rank's graph, since autograd runs the nodes
             that accumulate them as they lie in a heap; ZeRO pairs the ranks' gradients by order.
-        layer: A number that comes back in the records of this forward and of its backward.
+        layer: A number, at least 0, that comes back in the records of this forward and of its
+            backward; evaluation's is marked, by
+            :func:`~flashmoe_megatron.telemetry.record.launch_number`.
         gate: Fills ``probs`` and ``routing_map`` in, which
             :func:`~flashmoe_megatron.gate.open_gate` has made, in the same launch.
 
@@ -150,7 +153,11 @@ class _RoutedExperts(torch.autograd.Function):
         if isinstance(weights, SplitWeights):
             destinations = _SplitDestinations(weights)
         else:
-            destinations = _Destinations(ctx.owners, into_main_grad=ctx.accumulate_into_main_grad)
+            adds = [
+                ctx.accumulate_into_main_grad and _accumulates(node)
+                for node, _ in ctx.next_functions[-num_weights:]
+            ]
+            destinations = _Destinations(ctx.owners, adds)
         targets = destinations.targets
         grad_x, grad_probs = ctx.backend.backward(
             grad_outputs[0].contiguous(),
@@ -180,13 +187,19 @@ _Targets = dict[str, list[WeightGrad]]
 
 
 class _Destinations:
-    """Where the gradients of :class:`ExpertWeights` go: buffers of their own, or main_grad."""
+    """Where the gradients of :class:`ExpertWeights` go: buffers of their own, or main_grad.
 
-    def __init__(self, owners: ExpertWeights, *, into_main_grad: bool) -> None:
-        self._into_main_grad = into_main_grad
+    Args:
+        owners: The parameters.
+        adds: Of each, in the order of the node's inputs, whether it is added to main_grad.
+    """
+
+    def __init__(self, owners: ExpertWeights, adds: Sequence[bool]) -> None:
         self._owners = owners
+        left = iter(adds)
         self.targets: _Targets = {
-            kind: [self._target(owner) for owner in getattr(owners, kind)] for kind in _KINDS
+            kind: [self._target(owner, next(left)) for owner in getattr(owners, kind)]
+            for kind in _KINDS
         }
 
     def grads(self) -> tuple[torch.Tensor, ...]:
@@ -199,11 +212,26 @@ class _Destinations:
                 grads.append(_dummy_grad(owner) if target.accumulate else target.buffer)
         return tuple(grads)
 
-    def _target(self, owner: Any) -> WeightGrad:
-        if self._into_main_grad and getattr(owner, "main_grad", None) is not None:
+    @staticmethod
+    def _target(owner: Any, adds: bool) -> WeightGrad:
+        if adds and getattr(owner, "main_grad", None) is not None:
             return WeightGrad(owner.main_grad, accumulate=True)
         buffer = torch.empty(owner.shape, dtype=owner.dtype, device=owner.device)
         return WeightGrad(buffer, accumulate=False)
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether this backward accumulates the gradient of a leaf.
+
+    It does not for one that is frozen, nor where only others' gradients are asked for, as
+    ``torch.autograd.grad`` does: their main_grad is none of this backward's business.
+    """
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what torch.autograd.grad is asked for
+        return False
 
 
 class _SplitDestinations:

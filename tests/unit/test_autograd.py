@@ -193,6 +193,45 @@ def test_weights_without_main_grad_get_ordinary_gradients():
         assert torch.equal(parameter.main_grad if parameter is fused else parameter.grad, grad)
 
 
+def test_main_grad_of_a_frozen_weight_is_left_alone():
+    """It has one where it was frozen after Megatron's DDP had been built."""
+    layer = Layer()
+    want = layer.grads()[2:]
+    frozen = layer.parameters[1]
+    frozen.requires_grad_(False)
+    for parameter in layer.parameters:
+        parameter.main_grad = torch.zeros(parameter.shape)
+        parameter.grad_added_to_main_grad = False
+    layer(accumulate_into_main_grad=True).backward(layer.grad_out)
+    for parameter, grad in zip(layer.parameters, want, strict=True):
+        assert parameter.grad_added_to_main_grad == (parameter is not frozen)
+        assert torch.equal(
+            parameter.main_grad, torch.zeros_like(grad) if parameter is frozen else grad
+        )
+
+
+@pytest.mark.parametrize("asks_for", ["tokens", "a weight", "one weight's accumulation"])
+def test_main_grad_is_for_what_a_backward_accumulates(asks_for: str):
+    layer = Layer()
+    want_x, _, want, *_ = layer.grads()
+    asked, *others = layer.parameters
+    for parameter in layer.parameters:
+        parameter.main_grad = torch.zeros(parameter.shape)
+        parameter.grad_added_to_main_grad = False
+    out = layer(accumulate_into_main_grad=True)
+    if asks_for == "one weight's accumulation":
+        out.backward(layer.grad_out, inputs=[asked])
+        assert torch.equal(asked.main_grad, want)
+    else:
+        source, wanted = (layer.x, want_x) if asks_for == "tokens" else (asked, want)
+        (found,) = torch.autograd.grad(out, source, layer.grad_out)
+        assert torch.equal(found, wanted)
+        others.append(asked)
+    for parameter in others:
+        assert not parameter.main_grad.any()
+        assert not parameter.grad_added_to_main_grad
+
+
 def test_dummies_share_memory_and_are_zero_where_zero_is_wanted():
     layer = Layer()
     for parameter in layer.parameters:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         HeapError,
         PeerTimeoutError,
         RoutingError,
+        RowBoundError,
         ShapeError,
     )
     from flashmoe_megatron.gate import GateConfig
@@ -50,6 +51,7 @@ __all__ = [
     "PeerTimeoutError",
     "ReferenceBackend",
     "RoutingError",
+    "RowBoundError",
     "ShapeError",
     "SplitWeights",
     "TrafficCounters",
@@ -80,6 +82,7 @@ _HOME = {
             "HeapError",
             "PeerTimeoutError",
             "RoutingError",
+            "RowBoundError",
             "ShapeError",
         ),
         "gate": ("GateConfig",),

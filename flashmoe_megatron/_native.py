@@ -1,6 +1,7 @@
 """The C interface of libflashmoe in Python: the only file that knows the library.
 
-The structs mirror csrc/api/flashmoe.h; their sizes are compared with the library's when it loads.
+Numbers, structs and signatures mirror csrc/api/flashmoe.h, with which tests/build compares them; of
+structs the sizes are compared with the library's when it loads, too.
 """
 
 import ctypes
@@ -252,6 +253,28 @@ _STRUCTS = (
     FlashMoELaunch,
 )
 
+_STATUS, _INT32, _ADDRESS = ctypes.c_int, ctypes.c_int32, ctypes.c_void_p
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "abi_version": (ctypes.c_int,),
+    "last_error": (ctypes.c_char_p,),
+    "role_name": (ctypes.c_char_p, ctypes.c_uint32),
+    "sizeof": (ctypes.c_uint64, ctypes.c_char_p),
+    "sizes": (_STATUS, _ADDRESS, _ADDRESS),
+    "preload": (_STATUS, _ADDRESS),
+    "plan": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "await_plan": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "read_fault": (_STATUS, _ADDRESS, _ADDRESS),
+    "clear_fault": (_STATUS, _ADDRESS),
+    "read_counters": (_STATUS, _ADDRESS, _ADDRESS),
+    "read_record": (_STATUS, _ADDRESS, ctypes.c_uint64, _ADDRESS),
+    "encode_weights": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "encode_grads": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32, _ADDRESS),
+    "forward": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32),
+    "gather": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "backward": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32, _INT32),
+}
+"""What every function returns, then what it takes, by its name without the prefix ``flashmoe_``."""
+
 
 def library_path() -> Path:
     """The package's own library, or the one that ``$FLASHMOE_LIBRARY`` names.
@@ -312,17 +335,9 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     found = version()  # before any symbol that another version may lack
     if found != ABI_VERSION:
         raise DeviceError(f"{path.name} has interface version {found}, wanted {ABI_VERSION}")
-    library.flashmoe_last_error.restype = ctypes.c_char_p
-    library.flashmoe_role_name.restype = ctypes.c_char_p
-    library.flashmoe_sizeof.restype = ctypes.c_uint64
-    pointer, integer = ctypes.c_void_p, ctypes.c_int32
-    library.flashmoe_forward.argtypes = [pointer] * 4 + [integer]
-    library.flashmoe_plan.argtypes = [pointer] * 4
-    library.flashmoe_gather.argtypes = [pointer] * 4
-    library.flashmoe_backward.argtypes = [pointer] * 5 + [integer, integer]
-    library.flashmoe_read_record.argtypes = [pointer, ctypes.c_uint64, pointer]
-    library.flashmoe_encode_weights.argtypes = [pointer] * 4
-    library.flashmoe_encode_grads.argtypes = [pointer] * 3 + [integer, pointer]
+    for name, (result, *arguments) in SIGNATURES.items():
+        entry = getattr(library, f"flashmoe_{name}")
+        entry.restype, entry.argtypes = result, arguments
     for struct in _STRUCTS:
         theirs = library.flashmoe_sizeof(struct.__name__.encode())
         if theirs != ctypes.sizeof(struct):

@@ -50,6 +50,13 @@ class WeightGrad:
     buffer: torch.Tensor
     accumulate: bool
 
+    def store(self, value: torch.Tensor) -> None:
+        """Adds or writes a gradient, in the buffer's dtype."""
+        if self.accumulate:
+            self.buffer.add_(value)
+        else:
+            self.buffer.copy_(value)
+
 
 @dataclass
 class TrafficCounters:
@@ -127,7 +134,9 @@ class Backend(Protocol):
             routing_map: ``[num_tokens, num_experts]`` bool; which experts each token selects.
             weights: The local experts.
             training: Whether a backward will follow; what it needs is returned as ``saved``.
-            layer: A number that comes back in the records of this forward and of its backward.
+            layer: A number, at least 0, that comes back in the records of this forward and of its
+                backward; evaluation's is marked, by
+                :func:`~flashmoe_megatron.telemetry.record.launch_number`.
             gate: Computes ``probs`` and ``routing_map`` first: they are its own, and are written.
 
         Returns:

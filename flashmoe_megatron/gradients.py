@@ -47,7 +47,4 @@ class UniformGrads:
     def settle(self) -> None:
         """Hands on what went to buffers of this call, once they are computed."""
         for grad, buffer in self._lent:
-            if grad.accumulate:
-                grad.buffer.add_(buffer)
-            else:
-                grad.buffer.copy_(buffer)
+            grad.store(buffer)

@@ -15,6 +15,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.gate import GateConfig, open_gate
 from flashmoe_megatron.select import BackendKind, select_backend
+from flashmoe_megatron.telemetry.record import launch_number
 from flashmoe_megatron.weights import SplitWeights
 
 
@@ -292,9 +293,12 @@ class FlashMoELayer(nn.Module):
             fc1_bias=tuple(self.fc1_bias),
             fc2_bias=tuple(self.fc2_bias),
         )
+        number = launch_number(0, is_training=self.training)
         if topk_idx is None or topk_weight is None:
             if self.router is not None and self.fuse_gate:
-                gated = moe_gated_forward(tokens, self.router.weight, weights, backend=self.backend)
+                gated = moe_gated_forward(
+                    tokens, self.router.weight, weights, backend=self.backend, layer=number
+                )
                 return gated.out.view(x.shape)
             topk_idx, topk_weight = self.route(tokens)
         out = moe_forward(
@@ -304,6 +308,7 @@ class FlashMoELayer(nn.Module):
             weights,
             backend=self.backend,
             check_routing=self.check_routing,
+            layer=number,
         )
         return out.view(x.shape)
 

@@ -1,16 +1,28 @@
 """From the library's record of a launch to the one that telemetry reads."""
 
+from enum import IntEnum
+
 from flashmoe_megatron import _native
-from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
+from flashmoe_megatron.telemetry.record import LaunchRecord, Phase, read_launch_number
 
-# flashmoe::Role in csrc/flashmoe/comm/wait.cuh
-_LOADER_ROWS, _LOADER_ACT = 6, 7
-_PROCESSOR_STAGE, _PROCESSOR_HANDOVER = 9, 10  # the first with what they wait for tiles
-_DISPATCH, _DELIVER, _REDUCE, _PLAN, _PROCESS = 36, 37, 38, 39, 40
 
-_WARPS = 12
-_PROCESSOR_WARPS = 8
-_MOST_NS = 2**32 // _WARPS
+class Role(IntEnum):
+    """Those of flashmoe::Role in csrc/flashmoe/comm/wait.cuh that phases are made of."""
+
+    LOADER_ROWS = 6
+    LOADER_ACT = 7
+    PROCESSOR_STAGE = 9  # with what they wait for tiles
+    PROCESSOR_HANDOVER = 10
+    DISPATCH = 36
+    DELIVER = 37
+    REDUCE = 38
+    PLAN = 39
+    PROCESS = 40
+
+
+WARPS = 12  # of a CTA
+PROCESSOR_WARPS = 8
+_MOST_NS = 2**32 // WARPS
 """A CTA counts time in 32 bits, into which all its warps add: of longer launches it may be lost."""
 
 
@@ -29,31 +41,32 @@ def launch_record(
     counters, earlier = record.counters, before.counters
     is_known = before.sequence + 1 == record.sequence and (before.epoch or not before.sequence)
 
-    def mean(role: int, warps: int = 1) -> float:
+    def mean(role: Role, warps: int = 1) -> float:
         spent = counters.nanoseconds[role] - earlier.nanoseconds[role]
         return float(spent / (warps * record.num_ctas))
 
     phases: dict[Phase, float] = {}
     if is_known and record.end_ns - record.begin_ns < _MOST_NS:
-        waited = mean(_PROCESSOR_STAGE, _PROCESSOR_WARPS)
-        handed = mean(_PROCESSOR_HANDOVER, _PROCESSOR_WARPS)
-        processed = mean(_PROCESS, _PROCESSOR_WARPS)
-        head = mean(_PLAN)
+        waited = mean(Role.PROCESSOR_STAGE, PROCESSOR_WARPS)
+        handed = mean(Role.PROCESSOR_HANDOVER, PROCESSOR_WARPS)
+        processed = mean(Role.PROCESS, PROCESSOR_WARPS)
+        head = mean(Role.PLAN)
         phases = {
             Phase.HEAD: head,
-            Phase.ROWS_WAIT: mean(_LOADER_ROWS),
-            Phase.ACT_WAIT: mean(_LOADER_ACT),
+            Phase.ROWS_WAIT: mean(Role.LOADER_ROWS),
+            Phase.ACT_WAIT: mean(Role.LOADER_ACT),
             Phase.STAGE_WAIT: waited,
             Phase.GEMM: processed - waited - handed,
             Phase.EPILOGUE: handed,
-            Phase.DISPATCH: mean(_DISPATCH),
+            Phase.DISPATCH: mean(Role.DISPATCH),
             # Busy time of all warps of a CTA; one alone is busy while tiles are computed.
-            Phase.DELIVER: mean(_DELIVER, _WARPS),
-            Phase.REDUCE: mean(_REDUCE, _WARPS),
+            Phase.DELIVER: mean(Role.DELIVER, WARPS),
+            Phase.REDUCE: mean(Role.REDUCE, WARPS),
             Phase.TAIL: max(0.0, record.end_ns - record.begin_ns - head - processed),
         }
+    layer, is_evaluation = read_launch_number(record.layer)
     return LaunchRecord(
-        layer=record.layer,
+        layer=layer,
         direction="backward" if record.is_backward else "forward",
         epoch=record.epoch,
         begin_ns=record.begin_ns,
@@ -66,6 +79,7 @@ def launch_record(
         rows_pulled=_moved(counters.rows_pulled, earlier.rows_pulled, num_ranks, is_known),
         results_pushed=_moved(counters.results_pushed, earlier.results_pushed, num_ranks, is_known),
         phase_ns=phases,
+        is_evaluation=is_evaluation,
     )
 
 

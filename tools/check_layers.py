@@ -30,7 +30,7 @@ PYTHON = [
     ["planner"],
     ["telemetry", "gate"],
     ["backend"],
-    ["checks", "gradients", "weights"],
+    ["activations", "checks", "gradients", "reference_rows", "weights"],
     ["reference", "reference_backend", "_native"],
     ["memory", "ops", "symmetric", "records"],
     ["options"],

@@ -35,6 +35,7 @@ def compute_metrics(
         _of_directions(totals),
         _of_overlap(totals, calibration),
         _of_all(totals),
+        _of_links(totals),
         _of_experts(totals, one_by_one="expert_rows" in wanted),
     )
     return {key_of(name, **values): value for name, values, value in found if name in wanted}
@@ -115,32 +116,38 @@ def _of_all(totals: Totals) -> Iterator[Named]:
     tokens = [count for count in totals.tokens.values() if count]
     if totals.seconds and tokens:
         yield "tokens_per_second", {}, sum(tokens) / len(tokens) / totals.seconds
-    if whole.counted_launches:
-        per_rank = whole.counted_launches / totals.layout.num_ranks
-        for source, row in enumerate(totals.bytes_between):
-            for target, sent in enumerate(row):
-                if source != target:
-                    between: dict[str, object] = {"source": source, "target": target}
-                    yield "mib_between", between, sent / per_rank / MIB
+
+
+def _of_links(totals: Totals) -> Iterator[Named]:
+    """Each end's bytes per launch of its own: one may have told of more launches."""
+    counted = totals.counted_launches
+    for source, target in itertools.permutations(range(totals.layout.num_ranks), 2):
+        if counted[source] and counted[target]:
+            pulled = totals.bytes_pulled[source][target] / counted[target]
+            pushed = totals.bytes_pushed[source][target] / counted[source]
+            yield "mib_between", {"source": source, "target": target}, (pulled + pushed) / MIB
 
 
 def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
-    """Rows of experts per launch of their rank, whose launches are the group's."""
+    """Rows of experts per launch of their own rank: another may have told of more launches."""
     everyone: list[float] = []
     expert_imbalance = rank_imbalance = 0.0
     for layer, place in totals.layout.layers.items():
-        launches = sum(totals.launches[layer, direction].launches for direction in DIRECTIONS)
-        if not launches:
-            continue
-        per_rank = launches / place.config.num_ranks
-        rows = [count / per_rank for count in totals.expert_rows[layer]]
-        everyone += rows
-        for expert, count in enumerate(rows if one_by_one else ()):
-            yield "expert_rows", {"layer": layer, "expert": expert}, count
+        launches = totals.rank_launches[layer]
         local = place.config.num_local_experts
-        by_rank = [sum(rows[first : first + local]) for first in range(0, len(rows), local)]
-        expert_imbalance = max(expert_imbalance, _imbalance(rows))
-        rank_imbalance = max(rank_imbalance, _imbalance(by_rank))
+        rows = {
+            expert: count / launches[expert // local]
+            for expert, count in enumerate(totals.expert_rows[layer])
+            if launches[expert // local]
+        }
+        for expert, count in rows.items() if one_by_one else ():
+            yield "expert_rows", {"layer": layer, "expert": expert}, count
+        counts = list(rows.values())
+        everyone += counts
+        if all(launches):
+            by_rank = [sum(counts[first : first + local]) for first in range(0, len(counts), local)]
+            expert_imbalance = max(expert_imbalance, _imbalance(counts))
+            rank_imbalance = max(rank_imbalance, _imbalance(by_rank))
     if everyone:
         yield "expert_rows_min", {}, min(everyone)
         yield "expert_rows_mean", {}, sum(everyone) / len(everyone)

@@ -9,6 +9,24 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
+def launch_number(layer: int, *, is_training: bool) -> int:
+    """The number that a launch carries for its layer, negative in evaluation.
+
+    No backend can tell evaluation itself: a checkpointed forward of training saves nothing either.
+
+    Args:
+        layer: The layer's, at least 0.
+        is_training: Whether its module is in training mode. All that it does in evaluation mode is
+            evaluation, a backward, too: neither tokens nor launches are in a metric.
+    """
+    return layer if is_training else ~layer
+
+
+def read_launch_number(number: int) -> tuple[int, bool]:
+    """Undoes :func:`launch_number`: the layer's, and whether the launch is evaluation's."""
+    return (~number, True) if number < 0 else (number, False)
+
+
 class Phase(enum.Enum):
     """Where the time of a CTA goes.
 
@@ -68,6 +86,7 @@ class LaunchRecord:
             with those that are written straight to the output.
         phase_ns: Nanoseconds in each phase, the mean over CTAs; a phase that was not measured is
             absent.
+        is_evaluation: Whether the caller marked that number, by :func:`launch_number`.
     """
 
     layer: int
@@ -83,6 +102,7 @@ class LaunchRecord:
     rows_pulled: tuple[int, ...]
     results_pushed: tuple[int, ...]
     phase_ns: Mapping[Phase, float]
+    is_evaluation: bool = False
 
     @property
     def duration_ns(self) -> int:

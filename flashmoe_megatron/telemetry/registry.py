@@ -1,10 +1,14 @@
 """Every metric by name: key, unit, which way is better, how it is defined and where that is from.
 
-"Launches" below are those of all ranks since the last report, as far as backends still have them:
-the kernel keeps its last 256, so that larger steps are sampled. A phase is the mean over a launch's
-CTAs (see :class:`~flashmoe_megatron.telemetry.record.Phase`). A metric whose ingredients were not
-measured is absent, never 0; so are the phases of a launch of the kernel that takes longer than
-0.36 s, as a backward does that waits for a late rank, because its counters hold no more.
+"Launches" below are training's, of all ranks since the last report, as far as backends still have
+them: the kernel keeps its last 256, so that larger steps are sampled. What layers do in evaluation
+mode is in no metric (see :func:`~flashmoe_megatron.telemetry.record.launch_number`). Ranks may tell
+of different numbers of launches; rows and bytes are per launch of the rank that counted them.
+
+A phase is the mean over a launch's CTAs (see :class:`~flashmoe_megatron.telemetry.record.Phase`). A
+metric whose ingredients were not measured is absent, never 0; so are the phases of a launch of the
+kernel that takes longer than 0.36 s, as a backward does that waits for a late rank, because its
+counters hold no more.
 
 A forward and a backward each leave the record of one launch. What else they may launch leaves none:
 a plan of its own, where training has no ``row_bound``; with ``keep`` "preactivations" the one that
@@ -309,7 +313,8 @@ METRICS: dict[str, Metric] = {
             "1",
             "lower",
             "max",
-            "rows of a layer's fullest expert over the mean of its experts, in the worst layer",
+            "rows of a layer's fullest expert over the mean of its experts, in the worst of the "
+            "layers of which every rank of a group has told",
             "Megatron-Core's and DeepSpeed's load imbalance",
         ),
         Metric(

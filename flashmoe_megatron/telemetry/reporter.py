@@ -29,6 +29,8 @@ class Reporter:
     and a report is written by the step that finds its reduction done. Making one is collective over
     the group, and so is every step that is a multiple of the interval; ranks make the same steps.
 
+    Records of evaluation are dropped; a layer that is trained in evaluation mode gets a warning.
+
     Where ranks have different layers of one number there are no metrics: a rank with sinks says so,
     and training goes on.
 
@@ -104,6 +106,13 @@ class Reporter:
 
     def _collect(self) -> None:
         for record in self._take_records():
+            if record.is_evaluation:
+                if record.direction == "backward":
+                    self._tell(
+                        "launches of layers in evaluation mode are in no metric, although some "
+                        "have a backward: call train() on what is trained"
+                    )
+                continue
             try:
                 self._totals.add(record)
             except ConfigError as error:  # of another model in this process, say

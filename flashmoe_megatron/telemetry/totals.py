@@ -211,8 +211,11 @@ class Totals:
         layout: As given.
         launches: Sums for every layer and direction.
         longest_ns: The longest launch of each.
+        rank_launches: Launches of each rank of each layer's group, by layer.
         expert_rows: Rows of every expert of each layer's group, by layer.
-        bytes_between: ``[source][target]``, bytes between ranks of an expert-parallel group.
+        counted_launches: Those of each rank of an expert-parallel group whose traffic is known.
+        bytes_pulled: ``[source][target]``, bytes between such ranks that the target counted.
+        bytes_pushed: The same, that the source counted.
         tokens: That training has put through each layer, recomputation left out, by layer; told by
             the host, because a backend keeps its last launches alone.
         routes_chosen: Routes that routers chose, where the framework tells.
@@ -226,10 +229,13 @@ class Totals:
         self._places = layout.layers if places is None else places
         self.launches: dict[Slot, LaunchTotals] = {slot: LaunchTotals() for slot in layout.slots}
         self.longest_ns: dict[Slot, float] = dict.fromkeys(layout.slots, 0.0)
-        self.expert_rows = {
-            layer: [0.0] * place.config.num_experts for layer, place in layout.layers.items()
-        }
-        self.bytes_between = [[0.0] * layout.num_ranks for _ in range(layout.num_ranks)]
+        configs = {layer: place.config for layer, place in layout.layers.items()}
+        self.rank_launches = {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
+        self.expert_rows = {layer: [0.0] * one.num_experts for layer, one in configs.items()}
+        ranks = range(layout.num_ranks)
+        self.counted_launches = [0.0 for _ in ranks]
+        self.bytes_pulled = [[0.0 for _ in ranks] for _ in ranks]
+        self.bytes_pushed = [[0.0 for _ in ranks] for _ in ranks]
         self.tokens = dict.fromkeys(layout.layers, 0.0)
         self.routes_chosen = 0.0
         self.routes_kept = 0.0
@@ -260,21 +266,26 @@ class Totals:
         slot = (record.layer, record.direction)
         self.launches[slot].add(record, place)
         self.longest_ns[slot] = max(self.longest_ns[slot], float(record.duration_ns))
+        self.rank_launches[record.layer][place.rank] += 1
         first = place.rank * config.num_local_experts
         for expert, rows in enumerate(record.expert_rows):
             self.expert_rows[record.layer][first + expert] += rows
+        if record.rows_pulled:
+            self.counted_launches[place.rank] += 1
         for peer in range(len(record.rows_pulled)):
             if peer != place.rank:
                 pulled, pushed = record.rows_pulled[peer], record.results_pushed[peer]
-                self.bytes_between[peer][place.rank] += pulled * place.row_bytes
-                self.bytes_between[place.rank][peer] += pushed * place.row_bytes
+                self.bytes_pulled[peer][place.rank] += pulled * place.row_bytes
+                self.bytes_pushed[place.rank][peer] += pushed * place.row_bytes
 
     def sums(self) -> list[float]:
         """What is added up over ranks."""
         return [
             *(value for totals in self.launches.values() for value in totals.values()),
+            *(count for ranks in self.rank_launches.values() for count in ranks),
             *(rows for experts in self.expert_rows.values() for rows in experts),
-            *(value for row in self.bytes_between for value in row),
+            *self.counted_launches,
+            *(value for row in (*self.bytes_pulled, *self.bytes_pushed) for value in row),
             *self.tokens.values(),
             self.routes_chosen,
             self.routes_kept,
@@ -297,9 +308,12 @@ class Totals:
 
         for slot in layout.slots:
             totals.launches[slot] = LaunchTotals.from_values(take(_LAUNCH_WIDTH))
-        for layer, experts in totals.expert_rows.items():
-            totals.expert_rows[layer] = take(len(experts))
-        totals.bytes_between = [take(layout.num_ranks) for _ in range(layout.num_ranks)]
+        for by_layer in (totals.rank_launches, totals.expert_rows):
+            for layer, values in by_layer.items():
+                by_layer[layer] = take(len(values))
+        totals.counted_launches = take(layout.num_ranks)
+        totals.bytes_pulled = [take(layout.num_ranks) for _ in range(layout.num_ranks)]
+        totals.bytes_pushed = [take(layout.num_ranks) for _ in range(layout.num_ranks)]
         totals.tokens = dict(zip(layout.layers, take(len(layout.layers)), strict=True))
         totals.routes_chosen, totals.routes_kept = take(2)
         *longest, totals.seconds, totals.heap_bytes = maxima

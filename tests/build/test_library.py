@@ -1,5 +1,6 @@
 """The compiled library, on a machine that may have neither a GPU nor a driver."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -9,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_megatron import _native
+from flashmoe_megatron import _native, config
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "csrc" / "api" / "flashmoe.h"
+NUMBERS = {
+    "int": ctypes.c_int,
+    "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+}
 LOAD = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
@@ -33,8 +41,53 @@ def run(*command: object) -> str:
     ).stdout
 
 
+def header() -> str:
+    return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
+
+
+def declared_numbers() -> dict[str, int]:
+    """Enumerators and macros, without their prefix."""
+    found = re.findall(r"\bFLASHMOE_(\w+)(?: =)? (\d+)\b", header())
+    return {name: int(number) for name, number in found}
+
+
+def declared_fields() -> dict[str, list[tuple[str, type]]]:
+    """Of every struct, as ``_fields_`` of its mirror."""
+    numbers = declared_numbers()
+    found: dict[str, list[tuple[str, type]]] = {}
+    for body, struct in re.findall(r"typedef struct \{(.*?)\} (\w+);", header(), re.DOTALL):
+        found[struct] = []
+        for kind, name, length in re.findall(r"(\w[^;]*?)\s*(\w+)(?:\[(\w+)\])?;", body):
+            mirror = mirror_of(kind)
+            if length:
+                count = numbers.get(length.removeprefix("FLASHMOE_"))
+                mirror = mirror * (int(length) if count is None else count)
+            found[struct].append((name, mirror))
+    return found
+
+
+def declared_signatures() -> dict[str, tuple[type, ...]]:
+    """Of every function, as in the binding."""
+    found = {}
+    for result, name, arguments in re.findall(
+        r"FLASHMOE_EXPORT\s+([^;(]*?)\s*flashmoe_(\w+)\((.*?)\);", header(), re.DOTALL
+    ):
+        kinds = re.findall(r"(\w[^,]*?)\s*\w+(?:,|$)", arguments) if arguments != "void" else []
+        found[name] = tuple(map(mirror_of, [result, *kinds]))
+    return found
+
+
 def declared_functions() -> set[str]:
-    return set(re.findall(r"FLASHMOE_EXPORT[^;(]*?(flashmoe_\w+)\(", HEADER.read_text()))
+    return {f"flashmoe_{name}" for name in declared_signatures()}
+
+
+def mirror_of(kind: str) -> type:
+    """What the binding has for a type of the header."""
+    if kind == "const char*":
+        return ctypes.c_char_p
+    if kind.endswith("*"):
+        return ctypes.c_void_p
+    return NUMBERS[kind] if kind in NUMBERS else getattr(_native, kind)
 
 
 def other_pythons() -> list[str]:
@@ -75,6 +128,24 @@ def test_binding_loads_it_and_agrees_on_every_struct():
     assert library.flashmoe_abi_version() == _native.ABI_VERSION
     for mirror in _native._STRUCTS:
         assert library.flashmoe_sizeof(mirror.__name__.encode()) > 0
+
+
+def test_binding_has_the_numbers_of_the_header():
+    ours = {name: value for name, value in vars(_native).items() if name.isupper()}
+    ours = {name: value for name, value in ours.items() if isinstance(value, int)}
+    ours |= {activation.name: number for activation, number in _native.ACTIVATIONS.items()}
+    ours["MAX_TOPK"] = config.MAX_TOPK
+    theirs = declared_numbers()
+    del theirs["NUM_RECORDS"]  # which the library alone needs
+    assert ours == theirs
+
+
+def test_binding_has_the_fields_of_the_header_in_their_order():
+    assert {mirror.__name__: mirror._fields_ for mirror in _native._STRUCTS} == declared_fields()
+
+
+def test_binding_has_the_functions_of_the_header():
+    assert declared_signatures() == _native.SIGNATURES
 
 
 def test_binding_refuses_another_version(library, tmp_path):

@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.calibration import Entry, write_entries
 from tests.deepspeed import pipeline
-from tests.deepspeed.harness import Case, build, train_engine
+from tests.deepspeed.harness import Case, batch, build, train_engine
 from tests.distributed import RankError, RankPool, run_ranks
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
+from tests.unit.test_telemetry_reports import counted
 
 STEPS = 7
 INTERVAL = 2
@@ -73,6 +75,35 @@ def test_the_monitor_and_the_breakdown_receive_our_figures(
     assert [line["flashmoe/dropped_routes"] for line in lines] == pytest.approx(
         values["flashmoe_dropped_routes"]
     )
+
+
+def run_beside_evaluations(group: dist.ProcessGroup, given: Case, evaluations: int) -> None:
+    """Steps, and after each evaluations of a third as many tokens."""
+    engine = build(given, fused=True)
+    for step in range(given.steps):
+        engine.train()
+        torch.manual_seed(77 + step)  # of the gate
+        engine.backward(engine(*batch(given, step, torch.float32)))
+        engine.step()
+        engine.eval()
+        for _ in range(evaluations):
+            with torch.no_grad():
+                engine(*batch(replace(given, tokens=(8,)), 999, torch.float32))
+
+
+def test_evaluation_is_in_no_metric(two_ranks: RankPool, tmp_path: Path) -> None:
+    """Least of all in that of dropped routes: here evaluation drops none."""
+    lines = []
+    for evaluations in (0, 5):
+        given = case(str(tmp_path / str(evaluations)), metrics="all")
+        given.model["eval_capacity_factor"] = 8.0
+        two_ranks.run(run_beside_evaluations, given, evaluations)
+        lines.append([counted(line) for line in reports(tmp_path / str(evaluations) / "job")])
+    alone, mixed = lines
+    assert alone[0]["flashmoe/dropped_routes"] > 0
+    both = min(len(alone), len(mixed))  # the last report is written if a forward finds it done
+    assert both > 1
+    assert mixed[:both] == alone[:both]
 
 
 def test_a_choice_of_metrics(two_ranks: RankPool, tmp_path: Path) -> None:

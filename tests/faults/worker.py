@@ -63,15 +63,15 @@ class Ranks:
         raise AssertionError("the call ended as if its peer had taken part")
 
     def die_in(self, method: str) -> None:
-        """Kills this rank when its backend calls a method of its own."""
-        setattr(self.backend, method, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        """Kills this rank when its backend calls a method of its exchange of rows."""
+        setattr(self.backend._rows, method, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_in_forward(ranks: Ranks) -> dict[str, Any]:
     """Between the exchange of counts and that of rows."""
     ranks.forward().sum().backward()
     if ranks.is_faulty:
-        ranks.die_in("_dispatch")
+        ranks.die_in("dispatch")
     return ranks.gives_up(ranks.forward)
 
 
@@ -79,7 +79,7 @@ def killed_in_backward(ranks: Ranks) -> dict[str, Any]:
     """Between the exchange of gradients and their return."""
     out = ranks.forward()
     if ranks.is_faulty:
-        ranks.die_in("_combine")
+        ranks.die_in("combine")
     return ranks.gives_up(out.sum().backward)
 
 

@@ -19,8 +19,7 @@ from flashmoe_megatron import _native
 from tests.fuzz.choices import Choices
 from tests.fuzz.guarded import GuardedBytes
 
-STATUSES = range(6)
-MOST_LOCAL_EXPERTS = 512
+STATUSES = range(_native.TOO_MANY_ROWS + 1)
 MOST_CTAS = 256
 GOOD_PROBLEM: dict[str, int] = {
     "rank": 1,
@@ -78,38 +77,8 @@ def arena() -> Arena:
     return Arena(
         **{name: GuardedBytes(256) for name in ("problem", "group", "input", "launch", "sizes")},
         buffer=GuardedBytes(BUFFER_BYTES),
-        tables=GuardedBytes(2 * 8 * MOST_LOCAL_EXPERTS),
+        tables=GuardedBytes(2 * 8 * _native.MAX_LOCAL_EXPERTS),
     )
-
-
-@functools.cache
-def open_library() -> ctypes.CDLL:
-    """The library with all arguments declared: pointers are addresses here."""
-    _native.load()  # refuses another version
-    library = ctypes.CDLL(str(_native.library_path()))
-    pointer, integer = ctypes.c_void_p, ctypes.c_int32
-    for name, arguments in {
-        "sizes": [pointer] * 2,
-        "preload": [pointer],
-        "plan": [pointer] * 4,
-        "await_plan": [pointer] * 4,
-        "forward": [pointer] * 4 + [integer],
-        "gather": [pointer] * 4,
-        "backward": [pointer] * 5 + [integer] * 2,
-        "encode_weights": [pointer] * 4,
-        "encode_grads": [pointer] * 3 + [integer, pointer],
-        "read_fault": [pointer] * 2,
-        "clear_fault": [pointer],
-        "read_counters": [pointer] * 2,
-        "read_record": [pointer, ctypes.c_uint64, pointer],
-        "role_name": [ctypes.c_uint32],
-        "sizeof": [ctypes.c_char_p],
-    }.items():
-        getattr(library, f"flashmoe_{name}").argtypes = arguments
-    library.flashmoe_last_error.restype = ctypes.c_char_p
-    library.flashmoe_role_name.restype = ctypes.c_char_p
-    library.flashmoe_sizeof.restype = ctypes.c_uint64
-    return library
 
 
 def exercise(data: bytes) -> str:
@@ -122,7 +91,7 @@ def exercise(data: bytes) -> str:
         ContractError: The interface broke its promise.
     """
     choices = Choices(data)
-    library = open_library()
+    library = _native.load()
     function = choices.pick(list(_CALLS))
     problem, fields = _problem(choices)
     status = _CALLS[function](library, choices, problem, fields)
@@ -285,9 +254,9 @@ def _backward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
 
 def _tables(choices: Choices, fields: Any, matrices: int) -> list[int | None]:
     """Addresses of two arrays of pointers, of so many for each local expert."""
-    local = MOST_LOCAL_EXPERTS
+    local = _native.MAX_LOCAL_EXPERTS
     if fields is not None and fields["num_ranks"] > 0:
-        local = min(max(fields["num_experts"] // fields["num_ranks"], 1), MOST_LOCAL_EXPERTS)
+        local = min(max(fields["num_experts"] // fields["num_ranks"], 1), _native.MAX_LOCAL_EXPERTS)
     pointers = [_pointer(choices) for _ in range(min(local, 8))]
     count = matrices * local
     table = (ctypes.c_void_p * count)(*(pointers * (count // len(pointers) + 1))[:count])
@@ -378,7 +347,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     plan = blocks * (8 + 128 * (8 + 4)) + 4 * tokens * (ranks * topk + topk + 1)
     # Words: what outlives a launch, the counts of all CTAs, tickets, and the counters of blocks
     # and experts.
-    workspace = 256 + MOST_LOCAL_EXPERTS * MOST_CTAS + 64
+    workspace = 256 + _native.MAX_LOCAL_EXPERTS * MOST_CTAS + 64
     workspace += 3 * blocks + fields["num_experts"] + local
     exact = {
         "max_row_blocks": blocks,

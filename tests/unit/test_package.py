@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import flashmoe_megatron
+from flashmoe_megatron import errors
 
 
 def test_public_names_resolve():
@@ -13,6 +14,11 @@ def test_public_names_resolve():
         assert getattr(flashmoe_megatron, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = flashmoe_megatron.nonsense
+
+
+def test_every_error_is_public():
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert classes <= set(flashmoe_megatron.__all__)
 
 
 def test_import_and_planning_need_no_torch():

@@ -1,12 +1,38 @@
 """From the library's records of launches to what telemetry reads."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from flashmoe_megatron import _native, records
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
+from tools.timeline.records import roles_of_sources
 
-NUM_CTAS, NUM_WARPS, NUM_PROCESSOR_WARPS = 4, 12, 8
+CSRC = Path(__file__).resolve().parents[2] / "csrc" / "flashmoe"
+NUMBER_OF_ROLE = {name: number for number, name in roles_of_sources().items()}
+
+
+def constant(header: str, name: str) -> int:
+    """What the kernel's sources define."""
+    (found,) = re.findall(rf"^constexpr int {name} = (\d+);", (CSRC / header).read_text(), re.M)
+    return int(found)
+
+
+NUM_CTAS = 4
+NUM_WARPS = constant("kernel/layer.cuh", "kLayerThreads") // 32
+NUM_PROCESSOR_WARPS = constant("tile/pipeline.cuh", "kNumProcessors") * constant(
+    "tile/handover.cuh", "kProcessorWarps"
+)
 WRAP_NS = 2**32
+
+
+def test_numbers_are_the_kernels() -> None:
+    assert (records.WARPS, records.PROCESSOR_WARPS) == (NUM_WARPS, NUM_PROCESSOR_WARPS)
+    for role in records.Role:
+        name = "k" + role.name.title().replace("_", "")
+        assert role == NUMBER_OF_ROLE[name], name
+    assert max(NUMBER_OF_ROLE.values()) < _native.NUM_SPANS
 
 
 def record_after(before: _native.FlashMoERecord, duration_ns: int) -> LaunchRecord:
@@ -25,12 +51,12 @@ def record_after(before: _native.FlashMoERecord, duration_ns: int) -> LaunchReco
         counters=before.counters,
     )
     for role, warps, busy_ns in (
-        (records._PROCESS, NUM_PROCESSOR_WARPS, duration_ns // 2),
-        (records._PROCESSOR_STAGE, NUM_PROCESSOR_WARPS, duration_ns // 4),
-        (records._DELIVER, NUM_WARPS, duration_ns // 3),
+        ("kProcess", NUM_PROCESSOR_WARPS, duration_ns // 2),
+        ("kProcessorStage", NUM_PROCESSOR_WARPS, duration_ns // 4),
+        ("kDeliver", NUM_WARPS, duration_ns // 3),
     ):
         counted = NUM_CTAS * (warps * busy_ns % WRAP_NS)
-        record.counters.nanoseconds[role] += counted
+        record.counters.nanoseconds[NUMBER_OF_ROLE[role]] += counted
     record.counters.rows_pulled[1] += 7
     return records.launch_record(record, before, num_ranks=2)
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from flashmoe_megatron.autograd import in_backward, moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference_backend import MOST_RECORDS, ReferenceBackend
 from flashmoe_megatron.telemetry.calibration import Calibration, Entry
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
@@ -129,6 +131,77 @@ def make_reporter(
 ) -> Reporter:
     options = {"chosen": frozenset(METRICS), "take_records": backend.take_records, **changes}
     return Reporter(places, group, CPU, sinks=sinks, **options)
+
+
+COUNTED = ("expert_rows", "row_fill", "imbalance", "mib_sent", "deduplication", "dropped_routes")
+
+
+def counted(values: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that the clock is not in."""
+    return {key: values[key] for key in values if any(name in key for name in COUNTED)}
+
+
+def make_layer(**changes: Any) -> FlashMoELayer:
+    torch.manual_seed(3)
+    options = {"router": True, "dtype": torch.float32, "backend": "reference", **changes}
+    return FlashMoELayer(cases.CONFIG, device=CPU, **options)
+
+
+def reports_of_layer(*, evaluations: int, **changes: Any) -> list[dict[str, float]]:
+    """Of steps of 64 tokens, with evaluations of 8 tokens before each."""
+    layer = make_layer(**changes)
+    written = Memory()
+    reporter = make_reporter(None, {0: place(layer.backend, 0)}, layer.backend, [written])
+    x = torch.randn(64, layer.config.hidden)
+    for step in (1, 2):
+        layer.eval()
+        for _ in range(evaluations):
+            with torch.no_grad():
+                layer(x[:8])
+        layer.train()
+        layer(x).sum().backward()
+        reporter.step(step, is_last=step == 2)
+    return [values for _, values in written.reports]
+
+
+@pytest.mark.parametrize("fuse_gate", [False, True])
+def test_evaluation_is_in_no_metric(fuse_gate: bool) -> None:
+    alone = reports_of_layer(evaluations=0, fuse_gate=fuse_gate)
+    mixed = reports_of_layer(evaluations=5, fuse_gate=fuse_gate)
+    assert alone[0]["flashmoe/expert_rows/mean"] == 64 * 2 / 8
+    assert [counted(values) for values in mixed] == [counted(values) for values in alone]
+
+
+@pytest.mark.parametrize("keep", ["all", "inputs"])
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_mode_of_the_layer_tells_evaluation(
+    is_training: bool, use_reentrant: bool | None, keep: str
+) -> None:
+    """Whatever is saved for a backward or computed again in it."""
+    layer = make_layer().train(is_training)
+    layer.backend.keep = keep
+    x = torch.randn(8, layer.config.hidden, requires_grad=True)
+    is_plain = use_reentrant is None
+    out = layer(x) if is_plain else checkpoint(layer, x, use_reentrant=use_reentrant)
+    out.sum().backward()
+    taken = layer.backend.take_records()
+    assert taken[-1].direction == "backward"
+    assert {(one.layer, one.is_evaluation) for one in taken} == {(0, not is_training)}
+
+
+def test_training_in_evaluation_mode_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    layer = make_layer().eval()
+    written = Memory()
+    reporter = make_reporter(None, {0: place(layer.backend, 0)}, layer.backend, [written])
+    for step in (1, 2):
+        layer(torch.randn(8, layer.config.hidden)).sum().backward()
+        reporter.step(step, is_last=True)
+    assert [values for _, values in written.reports] == [{}, {}]
+    assert [record.message for record in caplog.records] == [
+        "launches of layers in evaluation mode are in no metric, although some have a backward: "
+        "call train() on what is trained"
+    ]
 
 
 def reports_of_rank(group: dist.ProcessGroup) -> list[Any]:

@@ -136,6 +136,7 @@ class EngineMetrics:
         self._engine = engine
         self._backends = backends
         self._experts = experts
+        self._counters = counters
         self._tokens = [one.num_tokens for one in experts]
         self._routes = RouteReader(counters)
         self._last_step = int(engine.global_steps)
@@ -153,8 +154,11 @@ class EngineMetrics:
 
     def __call__(self) -> None:
         """Ends a step, if one has ended. Collective over all ranks, whose steps agree."""
+        is_training = self._engine.module.training
         for experts in self._experts:
-            experts.is_training = self._engine.module.training
+            experts.is_training = is_training
+        for counter in self._counters:
+            counter.is_on = is_training
         step = int(self._engine.global_steps)
         if step != self._last_step:
             self._last_step = step

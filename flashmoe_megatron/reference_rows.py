@@ -1,0 +1,229 @@
+"""How rows travel on the reference backend: unpadded, by ``torch.distributed``.
+
+Each expert's segment starts at a multiple of :data:`~flashmoe_megatron.config.TILE_M` in the
+receiver's buffer only, and every sum has a fixed order.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.config import MoEConfig, align_capacity
+from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
+
+_UNUSABLE = -1  # takes the place of every count in the exchange of a rank with unusable routing
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Where every route of one call goes.
+
+    A route is a pair of a token and an expert that it selected. Routes are ordered by expert, then
+    by token, so that the routes to one rank are consecutive.
+
+    Attributes:
+        token_idx: ``[num_routes]`` int64, the token of each route of this rank.
+        expert_idx: ``[num_routes]`` int64, its global expert.
+        route_of_token: ``[num_tokens, most routes of a token]`` int64, each token's routes by
+            ascending expert, then -1.
+        send_counts: Routes to each rank.
+        recv_counts: Rows from each rank.
+        slot: ``[num_rows]`` int64, where each received row lies in the receive buffer.
+        is_route: ``[buffer rows]`` bool, false for the pad rows.
+        segments: First row and number of rows of each local expert in the receive buffer.
+    """
+
+    token_idx: torch.Tensor
+    expert_idx: torch.Tensor
+    route_of_token: torch.Tensor
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+    slot: torch.Tensor
+    is_route: torch.Tensor
+    segments: tuple[tuple[int, int], ...]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over values of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class RowExchange:
+    """The rows of one layer between the ranks of its group; every method is collective over it.
+
+    Attributes:
+        traffic: What was sent and padded so far.
+    """
+
+    def __init__(self, config: MoEConfig, group: dist.ProcessGroup | None) -> None:
+        """Binds the layer to a process group.
+
+        Args:
+            config: The layer's shape.
+            group: See :class:`~flashmoe_megatron.reference_backend.ReferenceBackend`.
+
+        Raises:
+            ConfigError: The group's size is not ``config.num_ranks``.
+        """
+        num_ranks = 1 if group is None else dist.get_world_size(group)
+        if num_ranks != config.num_ranks:
+            raise ConfigError(
+                f"num_ranks={config.num_ranks}, but the process group has {num_ranks} ranks"
+            )
+        self.traffic = TrafficCounters()
+        self._config = config
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+
+    def plan(self, probs: torch.Tensor, routing_map: torch.Tensor) -> RowPlan:
+        """Exchanges the counts of rows between all ranks and lays out the receive buffer.
+
+        Raises:
+            RoutingError: On every rank, if any rank's routing is unusable.
+            PeerTimeoutError: A rank is gone or did not come in time, here and in every exchange.
+        """
+        config = self._config
+        device = probs.device
+        selected = routing_map & (probs != 0) if config.skip_zero_probs else routing_map
+        problem = self._routing_problem(probs, selected)
+        send = selected.sum(0)
+        if problem is not None:
+            send.fill_(_UNUSABLE)
+        recv = self._exchange_counts(send).view(config.num_ranks, config.num_local_experts)
+        if problem is not None:
+            raise RoutingError(problem)
+        unusable = (recv < 0).any(1).nonzero().flatten().tolist()
+        if unusable:
+            raise RoutingError(f"rank {unusable[0]} has unusable routing; its own error says why")
+
+        expert_idx, token_idx = selected.t().nonzero(as_tuple=True)
+        rank_in_token = (selected.cumsum(1) - 1)[token_idx, expert_idx]
+        most_routes = int(selected.sum(1).max()) if selected.shape[0] else 0
+        route_of_token = torch.full((selected.shape[0], most_routes), -1, device=device)
+        route_of_token[token_idx, rank_in_token] = torch.arange(len(token_idx), device=device)
+
+        # Rows arrive by source rank, then expert; they are stored by expert, then source rank.
+        rows_per_expert = recv.sum(0).tolist()
+        starts: list[int] = []
+        buffer_rows = 0
+        for rows in rows_per_expert:
+            starts.append(buffer_rows)
+            buffer_rows += align_capacity(rows)
+        first_slot = torch.tensor(starts, device=device) + recv.cumsum(0) - recv
+        chunk = recv.flatten()
+        shift = first_slot.flatten() - (chunk.cumsum(0) - chunk)
+        slot = shift.repeat_interleave(chunk) + torch.arange(sum(rows_per_expert), device=device)
+        is_route = torch.zeros(buffer_rows, dtype=torch.bool, device=device)
+        is_route[slot] = True
+        self.traffic.pad_rows_local += buffer_rows - sum(rows_per_expert)
+        return RowPlan(
+            token_idx=token_idx,
+            expert_idx=expert_idx,
+            route_of_token=route_of_token,
+            send_counts=tuple(send.view(config.num_ranks, -1).sum(1).tolist()),
+            recv_counts=tuple(recv.sum(1).tolist()),
+            slot=slot,
+            is_route=is_route,
+            segments=tuple(zip(starts, rows_per_expert, strict=True)),
+        )
+
+    def dispatch(self, routed: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        """Sends one entry per route to the rank of its expert.
+
+        Args:
+            routed: ``[num_routes, ...]``, in the order of the plan.
+            plan: The routes.
+
+        Returns:
+            The receive buffer ``[buffer rows, ...]``, zero at the pad rows.
+        """
+        self.traffic.pad_rows_sent += routed.shape[0] - len(plan.token_idx)
+        received = self._exchange(routed, plan.send_counts, plan.recv_counts)
+        buffer = received.new_zeros(plan.is_route.shape[0], *received.shape[1:])
+        buffer[plan.slot] = received
+        return buffer
+
+    def send_back(self, buffer: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        """Sends the buffer's rows back to where they came from, in the order of the plan."""
+        self.traffic.pad_rows_sent += int((~plan.is_route[plan.slot]).sum())
+        return self._exchange(buffer[plan.slot], plan.recv_counts, plan.send_counts)
+
+    def combine(self, buffer: torch.Tensor, plan: RowPlan, *, num_tokens: int) -> torch.Tensor:
+        """Sends the buffer's rows back and sums each token's, by ascending expert."""
+        returned = self.send_back(buffer, plan)
+        total = torch.zeros(
+            num_tokens,
+            self._config.hidden,
+            dtype=accumulation_dtype(buffer.dtype),
+            device=buffer.device,
+        )
+        for routes in plan.route_of_token.unbind(1):
+            tokens = (routes >= 0).nonzero().squeeze(1)
+            total[tokens] += returned[routes[tokens]].to(total.dtype)
+        return total.to(buffer.dtype)
+
+    def _routing_problem(self, probs: torch.Tensor, selected: torch.Tensor) -> str | None:
+        """What makes this rank's routing unusable, if anything."""
+        nan = (probs.isnan() & selected).nonzero()
+        if len(nan):
+            token, expert = nan[0].tolist()
+            return (
+                f"rank {self._rank}: the probability of token {token} for expert {expert} is NaN "
+                f"({len(nan)} NaN in all), wanted a number"
+            )
+        experts_per_token = selected.sum(1)
+        too_many = (experts_per_token > self._config.topk).nonzero()
+        if len(too_many):
+            token = int(too_many[0])
+            return (
+                f"rank {self._rank}: token {token} selects {int(experts_per_token[token])} experts "
+                f"({len(too_many)} such tokens in all), wanted at most topk={self._config.topk}"
+            )
+        return None
+
+    def _exchange_counts(self, send: torch.Tensor) -> torch.Tensor:
+        """Sends each rank the counts for its experts, ``[num_experts]``; returns the received."""
+        if self._group is None:
+            return send
+        recv = torch.empty_like(send)
+        self._all_to_all(recv, send)
+        return recv
+
+    def _exchange(
+        self, send: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Uneven all-to-all of rows; counts what leaves this rank."""
+        rows_leaving = send.shape[0] - send_counts[self._rank]
+        if send.dim() > 1:
+            self.traffic.rows_sent += rows_leaving
+        self.traffic.bytes_sent += rows_leaving * math.prod(send.shape[1:]) * send.element_size()
+        if self._group is None:
+            return send
+        recv = send.new_empty(sum(recv_counts), *send.shape[1:])
+        self._all_to_all(recv, send, list(recv_counts), list(send_counts))
+        return recv
+
+    def _all_to_all(
+        self,
+        recv: torch.Tensor,
+        send: torch.Tensor,
+        recv_counts: list[int] | None = None,
+        send_counts: list[int] | None = None,
+    ) -> None:
+        """The group's exchange; its bound is the timeout of the process group.
+
+        Raises:
+            PeerTimeoutError: A rank is gone or did not come in time. The process group cannot be
+                used again.
+        """
+        try:
+            dist.all_to_all_single(recv, send, recv_counts, send_counts, group=self._group)
+        except RuntimeError as error:  # what torch.distributed raises for it
+            raise PeerTimeoutError(
+                f"rank {self._rank}: an exchange with the other {self._config.num_ranks - 1} ranks "
+                f"failed, since one of them is gone or did not come: {error}"
+            ) from error

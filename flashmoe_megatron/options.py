@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from flashmoe_megatron.config import (
+    DEFAULT_RESERVED_SMS,
+    DEFAULT_TIMEOUT_S,
     MAX_ROW_BOUND,
     MAX_TIMEOUT_S,
     MIN_TIMEOUT_S,
@@ -11,10 +13,6 @@ from flashmoe_megatron.config import (
 )
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.symmetric import SymmetricBackend
-
-DEFAULT_TIMEOUT_S = 120.0
-DEFAULT_RESERVED_SMS = 4
-"""SMs that the persistent kernel leaves to other kernels, NCCL's above all."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 from flashmoe_megatron.adapters.megatron import settings as settings_module
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.megatron.settings import Settings, configure, current_settings
+from flashmoe_megatron.config import MAX_TIMEOUT_S
 from flashmoe_megatron.errors import ConfigError
 
 
@@ -65,11 +66,29 @@ def test_defaults_of_the_flags_are_those_of_the_settings() -> None:
         if name.startswith("flashmoe_")
     }
     assert Settings(**given) == Settings()
-    assert Settings().timeout_s == 120.0
     assert [Settings(metrics=m).kernel_options()["counters"] for m in ("default", "none")] == [
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("args", "seconds"),
+    [
+        (None, 120.0),
+        ({}, 120.0),
+        ({"distributed_timeout_minutes": 10}, 600.0),
+        ({"distributed_timeout_minutes": 10**9}, MAX_TIMEOUT_S),
+    ],
+    ids=str,
+)
+def test_a_peer_is_waited_for_as_long_as_the_script_does(
+    args: dict[str, int] | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_script = None if args is None else argparse.Namespace(**args)
+    monkeypatch.setattr(settings_module, "megatron_args", lambda: of_script)
+    assert Settings().kernel_options()["timeout_s"] == seconds
+    assert Settings(timeout_s=7.5).kernel_options()["timeout_s"] == 7.5
 
 
 def test_parser_without_the_dispatcher_flag_is_refused() -> None:

@@ -1,5 +1,6 @@
 """One MoE layer with flashmoe gives the outputs and gradients of Megatron's alltoall layer."""
 
+import math
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.errors import ConfigError, RoutingError
 from flashmoe_megatron.reference import assert_close
 from tests.distributed import RankError, RankPool
 from tests.megatron.harness import Layout, prepare, transformer_config
@@ -162,6 +163,16 @@ def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
 
 def test_gradients_go_where_they_are_seen(two_ranks: RankPool) -> None:
     two_ranks.run(main_grads, timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_an_overflow_is_for_the_loss_scaler(dtype: torch.dtype, two_ranks: RankPool) -> None:
+    """Which float16 has: the token's output is NaN. Without one it is an error at once."""
+    for said, is_nan, difference in two_ranks.run(overflown, dtype, timeout_s=TIMEOUT_S):
+        if dtype == torch.float16:
+            assert (said, is_nan, difference) == ("accepted", [True, *[False] * 31], 0.0)
+        else:
+            assert re.search(r"rank \d: the probability of token 0 .* is NaN", said)
 
 
 def make_layer(config: Any, experts: Any = None) -> Any:
@@ -360,6 +371,25 @@ def main_grads(group: dist.ProcessGroup) -> None:
         assert all(added(fusion=True))
         handle.remove()
     assert all(added())
+
+
+def overflown(group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[str, list[bool], float]:
+    """What a layer says to infinity in one token, whose outputs are NaN, and how far others are."""
+    prepare(Layout(expert=2))
+    name = "fp16" if dtype == torch.float16 else "bf16"
+    config = transformer_config(Layout(expert=2), "flashmoe", **{name: True, "params_dtype": dtype})
+    layer = make_layer(config).to(dtype)
+    x = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64, dtype=dtype)
+    want, _ = layer(x)
+    x[0, 0, 0] = math.inf
+    try:
+        got, _ = layer(x.requires_grad_())
+    except RoutingError as error:
+        return str(error), [], 0.0
+    got.float().sum().backward()
+    assert not layer.router.weight.grad.isfinite().all(), "the loss scaler would see nothing"
+    tokens = got.isnan().any(-1).flatten().tolist()
+    return "accepted", tokens, float((got - want)[1:].detach().abs().max())
 
 
 def padded_decoding(group: dist.ProcessGroup, place: str) -> tuple[float, str]:

@@ -37,6 +37,7 @@ from tests.megatron.test_layer import make_layer
 from tests.megatron.test_megatron_lm import MODEL, torchrun
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
+from tests.unit.test_telemetry_reports import counted
 
 TIMEOUT_S = 110.0
 TOKENS = SEQ_LENGTH * MICRO_BATCH
@@ -196,6 +197,36 @@ def test_the_rank_that_writes_needs_no_layer_for_the_efficiency(
     assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
 
 
+def report_beside_evaluations(group: dist.ProcessGroup, evaluations: int, path: str) -> None:
+    """Three iterations of a layer, and before each evaluations of half as many tokens."""
+    from flashmoe_megatron.adapters.megatron.metrics import MoEMetrics
+    from flashmoe_megatron.telemetry.sinks import JsonLines
+
+    prepare(Layout(expert=2), metrics="all")
+    layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
+    report = MoEMetrics([JsonLines(Path(path))] if dist.get_rank() == 0 else [], model=[layer])
+    torch.manual_seed(5)
+    x = torch.randn(SEQ_LENGTH, MICRO_BATCH, 64)
+    for iteration in (1, 2, 3):
+        layer.eval()
+        for _ in range(evaluations):
+            with torch.no_grad():
+                layer(x[: SEQ_LENGTH // 2])
+        layer.train()
+        layer(x)[0].sum().backward()
+        report(iteration, is_last=iteration == 3)
+
+
+def test_evaluation_is_in_no_metric(two_ranks: RankPool, tmp_path: Path) -> None:
+    alone, mixed = tmp_path / "alone.jsonl", tmp_path / "mixed.jsonl"
+    for evaluations, path in ((0, alone), (5, mixed)):
+        two_ranks.run(report_beside_evaluations, evaluations, str(path), timeout_s=TIMEOUT_S)
+    assert [line["step"] for line in reports(mixed)] == [2, 3]
+    for line, wanted in zip(reports(mixed), reports(alone), strict=True):
+        assert line["flashmoe/expert_rows/mean"] == 2 * TOKENS * 2 / 8
+        assert counted(line) == counted(wanted)
+
+
 TEACHER = [OneLayer(128, number, is_frozen=True) for number in (1, 2, 3)]
 
 
@@ -275,6 +306,31 @@ def test_models_that_differ_in_a_layer_are_not_reported(
     (message,) = told[1]
     assert message.startswith("no metrics of flashmoe: layer 1 is ")
     assert not path.exists()
+
+
+@pytest.mark.parametrize("exits", [None, 3], ids=str)
+def test_no_report_is_left_when_a_script_exits(
+    exits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashmoe_megatron.adapters.megatron import metrics as adapter
+
+    told: dict[int, bool] = {}
+
+    def report(iteration: int, *, is_last: bool) -> None:
+        told[iteration] = is_last
+
+    args = SimpleNamespace(train_iters=5, exit_interval=exits)
+    monkeypatch.setattr(adapter, "megatron_args", lambda: args)
+    monkeypatch.setattr(adapter, "_is_served", lambda _: True)
+    monkeypatch.setattr(adapter, "_has_logger", lambda _: True)
+    monkeypatch.setattr(adapter, "MoEMetrics", lambda *_, **__: report)
+    script = adapter._ScriptMetrics(SimpleNamespace())
+    monkeypatch.setattr(script, "_sinks", lambda _: [])
+    for iteration in range(1, 6):
+        script(iteration)
+    assert [iteration for iteration, is_last in told.items() if is_last] == (
+        [5] if exits is None else [3, 5]
+    )
 
 
 def restart(group: dist.ProcessGroup, directory: str) -> list[bool]:

@@ -340,6 +340,26 @@ def test_an_engine_shares_its_tokens_between_tensor_parallel_ranks(
     assert shape.resolve_max_tokens(config, Settings()) == 16434
 
 
+def test_a_batch_that_is_shared_out_by_length_bounds_the_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sequence may be for fewer ranks than share a context at most."""
+    args = SimpleNamespace(seq_length=4096, micro_batch_size=1)
+    monkeypatch.setattr(shape, "megatron_args", lambda: args)
+    config = SimpleNamespace(
+        context_parallel_size=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=False,
+        hybrid_context_parallel=True,
+        max_seqlen_per_dp_cp_rank=8192,
+    )
+    assert shape.resolve_max_tokens(config, Settings()) == 8192
+    config.sequence_parallel = True
+    assert shape.resolve_max_tokens(config, Settings()) == 4096
+    config.hybrid_context_parallel = False
+    assert shape.resolve_max_tokens(config, Settings()) == 1024
+
+
 def test_the_engine_is_that_of_megatron() -> None:
     from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 

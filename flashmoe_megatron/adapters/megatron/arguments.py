@@ -70,7 +70,8 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="SECONDS",
         type=float,
         default=defaults.timeout_s,
-        help="Longest wait of the kernel for a peer before an error. Default: %(default)s.",
+        help="Longest wait of the kernel for a peer before an error. Default: that of "
+        "--distributed-timeout-minutes.",
     )
     group.add_argument(
         flag_of("reserved_sms"),

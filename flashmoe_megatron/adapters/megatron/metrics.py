@@ -212,8 +212,9 @@ class _ScriptMetrics:
         if self._metrics is None:
             interval = getattr(args, "tensorboard_log_interval", None) or 1
             self._metrics = MoEMetrics(self._sinks(args), interval=interval)
-        last = getattr(args, "train_iters", None)
-        self._metrics(iteration, is_last=last is not None and iteration >= last)
+        last, exits = getattr(args, "train_iters", None), getattr(args, "exit_interval", None)
+        is_last = last is not None and iteration >= last
+        self._metrics(iteration, is_last=is_last or bool(exits and iteration % exits == 0))
 
     def _sinks(self, args: Any) -> list[Sink]:
         """On the rank on which Megatron has its writers."""

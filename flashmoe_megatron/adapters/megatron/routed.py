@@ -21,6 +21,7 @@ from flashmoe_megatron.adapters.megatron.weights import (
     expert_weights,
     stand_in_for_forwards,
 )
+from flashmoe_megatron.adapters.overflow import apply_despite_overflow
 from flashmoe_megatron.autograd import in_backward, moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import MoEConfig
@@ -29,6 +30,7 @@ from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference_backend import ReferenceBackend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.calibration import Calibration, gpu_name, load_calibration
+from flashmoe_megatron.telemetry.record import launch_number
 
 
 class RoutedExperts:
@@ -130,15 +132,19 @@ class RoutedExperts:
                 "more on every rank"
             )
         weights = expert_weights(self._experts, hidden=self._config.hidden_size)
-        return moe_apply(
-            self.backend,
-            x.contiguous(),
-            probs.contiguous(),
-            routing_map.contiguous(),
-            weights,
-            accumulate_into_main_grad=self._adds_to_main_grad(weights),
-            layer=layer,
-        )
+
+        def apply(finite_probs: torch.Tensor) -> torch.Tensor:
+            return moe_apply(
+                self.backend,
+                x.contiguous(),
+                finite_probs.contiguous(),
+                routing_map.contiguous(),
+                weights,
+                accumulate_into_main_grad=self._adds_to_main_grad(weights),
+                layer=launch_number(layer, is_training=self._experts.training),
+            )
+
+        return apply_despite_overflow(apply, probs, x.dtype)
 
     @property
     def is_trained(self) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_megatron.config import (
+    DEFAULT_RESERVED_SMS,
+    DEFAULT_TIMEOUT_S,
     KEEPS,
     MAX_ROW_BOUND,
     MAX_TIMEOUT_S,
@@ -35,7 +37,8 @@ class Settings:
     Attributes:
         backend: "kernel", "reference", or "auto": the kernel on a Hopper GPU, else the reference.
         symmetric_memory: What the kernel shares memory between GPUs with, "cuda" or "nvshmem".
-        timeout_s: Longest wait of the kernel for a peer, in seconds.
+        timeout_s: Longest wait of the kernel for a peer, in seconds. ``None`` takes that of the
+            script's process groups, ``--distributed-timeout-minutes``; without a script 120.
         reserved_sms: Multiprocessors that the kernel leaves free, for NCCL's kernels.
         row_bound: What the kernel's buffers of received rows hold, as a multiple of the mean number
             of rows per rank; a rank that receives more is an error, never a drop. ``None`` makes
@@ -53,8 +56,8 @@ class Settings:
 
     backend: str = "auto"
     symmetric_memory: str = "cuda"
-    timeout_s: float = 120.0
-    reserved_sms: int = 4
+    timeout_s: float | None = None
+    reserved_sms: int = DEFAULT_RESERVED_SMS
     row_bound: float | None = None
     keep: Keep = "all"
     max_tokens: int | None = None
@@ -70,7 +73,9 @@ class Settings:
         ):
             if value not in choices:
                 raise ConfigError(f"{flag_of(name)} {value!r}: wanted one of {', '.join(choices)}")
-        if not is_number(self.timeout_s, least=MIN_TIMEOUT_S, most=MAX_TIMEOUT_S):
+        if self.timeout_s is not None and not is_number(
+            self.timeout_s, least=MIN_TIMEOUT_S, most=MAX_TIMEOUT_S
+        ):
             raise ConfigError(
                 f"{flag_of('timeout_s')} {self.timeout_s!r}: must be positive, wanted "
                 f"{MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} seconds"
@@ -107,11 +112,19 @@ class Settings:
         """What of this is passed to the kernel's backend."""
         return {
             "symmetric_backend": self.symmetric_memory,
-            "timeout_s": self.timeout_s,
+            "timeout_s": _script_timeout_s() if self.timeout_s is None else self.timeout_s,
             "reserved_sms": self.reserved_sms,
             "row_bound": self.row_bound,
             "counters": self.metrics != "none",
         }
+
+
+def _script_timeout_s() -> float:
+    """How long Megatron's own exchanges wait for a rank, as for one that writes a profile."""
+    minutes = getattr(megatron_args(), "distributed_timeout_minutes", None)
+    if not minutes or minutes < 0:
+        return DEFAULT_TIMEOUT_S
+    return min(60 * float(minutes), MAX_TIMEOUT_S)
 
 
 def flag_of(name: str) -> str:

@@ -97,6 +97,13 @@ def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
         micro_batch_size=micro_batch_size,
         context_parallel_size=config.context_parallel_size,
     )
+    # Of a batch that is shared out by length, fewer ranks may share a sequence than others.
+    longest = getattr(config, "max_seqlen_per_dp_cp_rank", None) or 0
+    if getattr(config, "hybrid_context_parallel", False):
+        of_one = tokens_per_rank(
+            config, seq_length=longest, micro_batch_size=1, context_parallel_size=1
+        )
+        in_training = max(in_training, of_one)
     return max(in_training, _tokens_in_inference(config, args))
 
 

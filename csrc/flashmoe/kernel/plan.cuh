@@ -1,20 +1,10 @@
 // The plan as a launch of its own, for a host that sizes its buffers by it.
 #pragma once
 
+#include "flashmoe/kernel/plan_report.h"
 #include "flashmoe/moe/place.cuh"
 
 namespace flashmoe {
-
-constexpr int kPlanThreads = 384;  // as a layer has: with more, the gate has too few registers
-constexpr int kPlanSmemBytes = 224 * 1024;  // of the placement, and to copy rows through
-
-// What the host reads after a plan; after the fault record in the mailbox.
-struct PlanReport {
-    uint32_t epoch;  // 0 until the plan is there
-    int32_t num_row_blocks;
-    int32_t num_rows;
-    uint32_t has_begun;
-};
 
 __global__ __launch_bounds__(kPlanThreads, 1)  //
     void plan_kernel(const __grid_constant__ LayerArgs args, volatile PlanReport* report) {

@@ -1,0 +1,236 @@
+// What every call refuses before it reaches a GPU: structs of another version, problems that the
+// kernels cannot serve, pointers that they cannot read.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "flashmoe/kernel/plan_report.h"
+#include "flashmoe/moe/args.cuh"
+#include "flashmoe/moe/place.cuh"
+#include "flashmoe/moe/publish.cuh"
+#include "host/error.h"
+
+namespace flashmoe {
+
+static_assert(int(Dtype::kBFloat16) == FLASHMOE_BFLOAT16 and
+              int(Dtype::kFloat16) == FLASHMOE_FLOAT16);
+static_assert(kMaxRanks == FLASHMOE_MAX_RANKS and kMaxTopk == FLASHMOE_MAX_TOPK and
+              kMaxLocalExperts == FLASHMOE_MAX_LOCAL_EXPERTS);
+
+inline Shape shape_of(const FlashMoEProblem* p) {
+    return {p->rank,          p->num_ranks,           p->hidden,
+            p->intermediate,  p->num_experts,         p->topk,
+            p->max_tokens,    p->heap_tokens,         p->heap_topk,
+            p->is_gated != 0, p->skip_zero_probs != 0};
+}
+
+constexpr int kMaxPlacementBytes = kPlanSmemBytes - int(sizeof(RowCopySmem));
+constexpr int kMaxWidth = 1 << 20;              // of hidden and intermediate
+constexpr int kMaxTokens = 1 << 24;             // of a rank
+constexpr uint64_t kMaxTimeoutNs = 1ull << 62;  // deadlines are sums of signed nanoseconds
+
+inline int forward_tiles(const FlashMoEProblem* p) {
+    // Half of a gated tile's columns are `up`.
+    return ceil_div(p->intermediate, p->is_gated ? BLOCK_N / 2 : BLOCK_N);
+}
+
+inline int backward_tiles(const FlashMoEProblem* p) { return ceil_div(p->intermediate, BLOCK_N); }
+
+inline int64_t placement_bytes(const FlashMoEProblem* p) {
+    return PlacementSmem::bytes(shape_of(p), p->num_ctas);
+}
+
+// Of another version of this interface, or null.
+template <class Struct>
+int check_struct(const Struct* given, const char* name) {
+    if (given != nullptr and given->struct_size == sizeof(Struct)) return FLASHMOE_OK;
+    return fail(FLASHMOE_BAD_ARGUMENT, "%s: struct_size is %u, wanted %zu", name,
+                given ? given->struct_size : 0, sizeof(Struct));
+}
+
+inline int check_problem(const FlashMoEProblem* p) {
+    FLASHMOE_TRY(check_struct(p, "problem"));
+    if (p->num_ranks < 1 or p->num_ranks > kMaxRanks or p->rank < 0 or p->rank >= p->num_ranks) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "rank %d of %d: wanted 1 to %d ranks", p->rank,
+                    p->num_ranks, kMaxRanks);
+    }
+    for (const int width : {p->hidden, p->intermediate}) {
+        if (width < 64 or width > kMaxWidth or width % 64) {
+            return fail(FLASHMOE_BAD_ARGUMENT,
+                        "hidden %d, intermediate %d: wanted positive multiples of 64, at most %d",
+                        p->hidden, p->intermediate, kMaxWidth);
+        }
+    }
+    if (p->num_experts < 1 or p->num_experts % p->num_ranks or
+        p->num_experts / p->num_ranks > kMaxLocalExperts) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "%d experts on %d ranks: wanted a multiple of the ranks, at most %d a rank",
+                    p->num_experts, p->num_ranks, kMaxLocalExperts);
+    }
+    if (p->topk < 1 or p->topk > kMaxTopk or p->topk > p->num_experts) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "topk %d of %d experts: wanted 1 to %d", p->topk,
+                    p->num_experts, kMaxTopk);
+    }
+    if (p->max_tokens < 1 or p->max_tokens > kMaxTokens) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "max_tokens %d: wanted 1 to 2^24", p->max_tokens);
+    }
+    if (p->dtype != FLASHMOE_BFLOAT16 and p->dtype != FLASHMOE_FLOAT16) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "dtype %d: wanted bfloat16 (1) or float16 (2)",
+                    p->dtype);
+    }
+    if (p->activation < 0 or p->activation > FLASHMOE_SQUARED_RELU) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "activation %d is unknown", p->activation);
+    }
+    if (p->num_ctas < kClusterSize or p->num_ctas > kMaxCtas or p->num_ctas % kClusterSize) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "num_ctas %d: wanted a multiple of %d, at most %d",
+                    p->num_ctas, kClusterSize, kMaxCtas);
+    }
+    if (p->heap_tokens < p->max_tokens or p->heap_tokens > kMaxTokens) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "heap_tokens %d: wanted max_tokens = %d to 2^24",
+                    p->heap_tokens, p->max_tokens);
+    }
+    if (p->heap_topk < p->topk or p->heap_topk > kMaxTopk) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "heap_topk %d: wanted topk = %d to %d", p->heap_topk,
+                    p->topk, kMaxTopk);
+    }
+    if (p->timeout_ns < 1 or p->timeout_ns > kMaxTimeoutNs) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "timeout_ns %llu: wanted 1 to 2^62",
+                    (unsigned long long)p->timeout_ns);
+    }
+    const Shape s = shape_of(p);
+    if (placement_bytes(p) > kMaxPlacementBytes) {
+        return fail(
+            FLASHMOE_BAD_ARGUMENT,
+            "%d tokens of %d ranks for %d experts on %d CTAs: the plan of one CTA takes %lld "
+            "bytes of shared memory, it has %d",
+            p->max_tokens, p->num_ranks, p->num_experts, p->num_ctas, (long long)placement_bytes(p),
+            kMaxPlacementBytes);
+    }
+    // Tokens are shared out by chunks.
+    const int chunk_tokens = 32 / chunk_lanes(p->num_ranks);
+    const int cta_tokens =
+        ceil_div(ceil_div(p->max_tokens, chunk_tokens), p->num_ctas) * chunk_tokens;
+    if (cta_tokens > kMaxCtaTokens) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "max_tokens %d on %d CTAs: one has to reduce %d of them, its shared memory has "
+                    "room for %d",
+                    p->max_tokens, p->num_ctas, cta_tokens, kMaxCtaTokens);
+    }
+    if (s.max_row_blocks() * BLOCK_M > INT32_MAX / 2) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens of %d ranks make too many rows for one rank",
+                    p->max_tokens, p->num_ranks);
+    }
+    // Tickets count tiles in 32 bits, of the layer and of the weights' gradients; every CTA takes
+    // one more than there are.
+    const int64_t across = ceil_div(p->hidden, BLOCK_N);
+    const int64_t pass =
+        s.max_row_blocks() * (std::max(forward_tiles(p), backward_tiles(p)) + across);
+    const int64_t weight_grads =
+        s.num_local_experts() * across *
+        (ceil_div(s.fc1_rows(), BLOCK_N) + ceil_div(p->intermediate, BLOCK_N));
+    if (pass + weight_grads > INT32_MAX - kMaxCtas) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "a pass of %lld tiles, weight gradients of %lld: wanted fewer than 2^31",
+                    (long long)pass, (long long)weight_grads);
+    }
+    return FLASHMOE_OK;
+}
+
+// Of memory that the call reads or writes if `is_used`.
+inline int check_pointer(const void* pointer, bool is_used, const char* name, int alignment = 16) {
+    if (is_used and (pointer == nullptr or uintptr_t(pointer) % alignment)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%s is at %p: wanted a %d-byte aligned address", name,
+                    pointer, alignment);
+    }
+    return FLASHMOE_OK;
+}
+
+inline int check_dtype(const FlashMoEProblem* p, int dtype, const char* name) {
+    if (dtype != FLASHMOE_FLOAT32 and dtype != p->dtype) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%s %d: wanted float32 (0) or the problem's dtype, %d",
+                    name, dtype, p->dtype);
+    }
+    return FLASHMOE_OK;
+}
+
+inline int size_of(int dtype) { return dtype == FLASHMOE_FLOAT32 ? 4 : 2; }
+
+inline int check_group(const FlashMoEProblem* p, const FlashMoEGroup* group) {
+    FLASHMOE_TRY(check_problem(p));
+    FLASHMOE_TRY(check_struct(group, "group"));
+    for (int rank = 0; rank < p->num_ranks; ++rank) {
+        FLASHMOE_TRY(check_pointer(group->heaps[rank], true, "a rank's heap"));
+    }
+    FLASHMOE_TRY(check_pointer(group->workspace, true, "workspace"));
+    return check_pointer(group->mailbox, true, "mailbox");
+}
+
+inline int check_tokens(const FlashMoEProblem* p, int num_tokens) {
+    if (num_tokens < 0 or num_tokens > p->max_tokens) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens: wanted 0 to max_tokens = %d", num_tokens,
+                    p->max_tokens);
+    }
+    return FLASHMOE_OK;
+}
+
+inline int check_gate(const FlashMoEInput* input) {
+    FLASHMOE_TRY(check_pointer(input->gate_weight, true, "gate_weight"));
+    FLASHMOE_TRY(check_pointer(input->logits, input->num_tokens > 0, "logits"));
+    if (input->score < 0 or input->score > FLASHMOE_SIGMOID) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "score %d is unknown", input->score);
+    }
+    if (input->probs_dtype != FLASHMOE_FLOAT32) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "probs_dtype %d: wanted float32 (0) of a gate",
+                    input->probs_dtype);
+    }
+    if (not std::isfinite(input->scaling_factor)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "scaling_factor %f: wanted a finite number",
+                    input->scaling_factor);
+    }
+    return FLASHMOE_OK;
+}
+
+inline int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
+    FLASHMOE_TRY(check_struct(input, "input"));
+    FLASHMOE_TRY(check_tokens(p, input->num_tokens));
+    FLASHMOE_TRY(check_dtype(p, input->probs_dtype, "probs_dtype"));
+    const bool has_tokens = input->num_tokens > 0;
+    FLASHMOE_TRY(check_pointer(input->x, has_tokens, "x"));
+    FLASHMOE_TRY(check_pointer(input->probs, has_tokens, "probs", size_of(input->probs_dtype)));
+    FLASHMOE_TRY(check_pointer(input->routing_map, has_tokens, "routing_map", 1));
+    return input->gate_weight == nullptr ? int(FLASHMOE_OK) : check_gate(input);
+}
+
+// What every pass reads.
+inline int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
+    FLASHMOE_TRY(check_struct(launch, "launch"));
+    FLASHMOE_TRY(check_tokens(p, launch->num_tokens));
+    const Shape s = shape_of(p);
+    if (launch->num_row_blocks < 0 or launch->num_row_blocks > s.max_row_blocks()) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%d row blocks: wanted 0 to %lld",
+                    launch->num_row_blocks, (long long)s.max_row_blocks());
+    }
+    const bool has_rows = launch->num_row_blocks > 0;
+    FLASHMOE_TRY(check_pointer(launch->plan, true, "plan"));
+    return check_pointer(launch->rows, has_rows, "rows", 128);
+}
+
+// What a pass of the layer reads and writes beside that.
+inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_backward) {
+    FLASHMOE_TRY(check_launch(p, launch));
+    const bool has_tokens = launch->num_tokens > 0, has_rows = launch->num_row_blocks > 0;
+    // A forward may keep no pre-activations, a backward needs them.
+    const bool has_preact = has_rows and (is_backward or launch->preact != nullptr);
+    FLASHMOE_TRY(check_pointer(launch->preact, has_preact, "preact", 128));
+    FLASHMOE_TRY(check_pointer(launch->scratch, has_rows, "scratch", 128));
+    FLASHMOE_TRY(check_pointer(launch->weight_maps, true, "weight_maps", alignof(CUtensorMap)));
+    FLASHMOE_TRY(
+        check_pointer(launch->biases, launch->biases != nullptr, "biases", alignof(void*)));
+    FLASHMOE_TRY(check_pointer(launch->out, has_tokens, "out"));
+    if (not is_backward) return FLASHMOE_OK;
+    FLASHMOE_TRY(check_dtype(p, launch->grad_probs_dtype, "grad_probs_dtype"));
+    return check_pointer(launch->grad_probs, has_tokens, "grad_probs");
+}
+
+}  // namespace flashmoe

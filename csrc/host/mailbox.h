@@ -1,0 +1,23 @@
+// What the device tells the host, in pinned memory.
+#pragma once
+
+#include "api/flashmoe.h"
+#include "flashmoe/kernel/plan_report.h"
+#include "flashmoe/moe/args.cuh"
+
+namespace flashmoe {
+
+static_assert(sizeof(Fault) == sizeof(FlashMoEFault));
+static_assert(sizeof(Totals) == sizeof(FlashMoECounters) and kNumSpans == FLASHMOE_NUM_SPANS);
+static_assert(sizeof(Record) == sizeof(FlashMoERecord) and kNumRecords == FLASHMOE_NUM_RECORDS);
+static_assert(kFaultTimeout == FLASHMOE_PEER_TIMEOUT and kFaultRouting == FLASHMOE_BAD_ROUTING and
+              kFaultRows == FLASHMOE_TOO_MANY_ROWS);
+
+// Written by the device, read by the host without synchronization.
+struct Mailbox {
+    Fault fault;
+    PlanReport report;
+    Record records[kNumRecords];
+};
+
+}  // namespace flashmoe

@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,8 @@ LARGE = (
     "--num-microbatches 1 --data-megabytes 32"
 )
 COLORS = {"flashmoe": FUSED}
+PATIENCE_S = 45
+"""Of SIGTERM: torchrun kills ranks that live 30 s on, and gives up on them after another 30 s."""
 Report = dict[str, Any]
 
 
@@ -55,7 +58,8 @@ def train_on(count: int, args: argparse.Namespace, model: list[str], folder: Pat
     """Trains on one number of ranks.
 
     Returns:
-        What the training program wrote, or why there is nothing: ``{"reason": ...}``.
+        What the training program wrote, or why there is nothing: ``{"reason": ...}``, and with
+        ``"is_stuck": True`` if ranks may still run.
     """
     report = folder / f"ranks{count}.json"
     command = [
@@ -66,20 +70,43 @@ def train_on(count: int, args: argparse.Namespace, model: list[str], folder: Pat
     cores = os.cpu_count() or 1
     environment = {"OMP_NUM_THREADS": str(max(cores // (2 * count), 1)), **os.environ}
     with (folder / f"ranks{count}.log").open("w") as log:
+        # Of a session of its own: a Ctrl-C for both would be torchrun's second signal, at which it
+        # leaves its ranks.
+        launcher = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            ran = subprocess.run(
-                command,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=args.timeout,
-            )
+            status = launcher.wait(args.timeout)
         except subprocess.TimeoutExpired:
-            return {"reason": f"not done within {args.timeout:g} s, see {log.name}"}
-    if ran.returncode != 0 or not report.exists():
-        return {"reason": f"status {ran.returncode}, see {log.name}"}
+            reason = f"not done within {args.timeout:g} s, see {log.name}"
+            return {"reason": reason} if end(launcher) else {"reason": reason, "is_stuck": True}
+        except KeyboardInterrupt:
+            end(launcher)
+            raise
+    if status != 0 or not report.exists():
+        return {"reason": f"status {status}, see {log.name}"}
     found: Report = json.loads(report.read_text())
     return found
+
+
+def end(launcher: "subprocess.Popen[bytes]") -> bool:
+    """Ends torchrun, politely first: its ranks are of sessions of their own, which it alone ends.
+
+    Returns:
+        Whether all have ended.
+    """
+    launcher.terminate()
+    try:
+        launcher.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+        return False
+    return True
 
 
 def metrics_of(report: Report) -> dict[str, float]:
@@ -179,6 +206,9 @@ def main() -> int:
             failed[count] = report["reason"]
             print(f"  failed: {report['reason']}", flush=True)
             log.add(f"ranks{count}", {"ranks": count, **report}, {"failed": 1}, failed=True)
+            if "is_stuck" in report:
+                print("  its ranks could not be ended: no more are started", flush=True)
+                break
             continue
         names = list(report["milliseconds"])
         tokens = report["tokens_per_rank"]

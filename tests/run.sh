@@ -13,7 +13,14 @@ check() {
     PATH=$bin:$PATH "$@" || failed+=("$1")
 }
 
-mapfile -t device_sources < <(git ls-files 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'csrc/*.cpp')
+# Not of git, which a copy of the checkout may lack: without a name clang-format reads its input.
+mapfile -t device_sources < <(
+    find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | sort
+)
+if [ "${#device_sources[@]}" -eq 0 ]; then
+    echo "csrc has no sources" >&2
+    exit 1
+fi
 check ruff check .
 check ruff format --check .
 check mypy

@@ -113,7 +113,8 @@ def run_bounded(
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Ends a process and what it started: politely first, so that torchrun ends its ranks."""
-    for how, patience_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
+    # torchrun kills ranks that live 30 s on; it alone can, since each has a session of its own.
+    for how, patience_s in ((signal.SIGTERM, 45), (signal.SIGKILL, 20)):
         try:
             os.killpg(process.pid, how)
             process.wait(patience_s)

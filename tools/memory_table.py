@@ -10,7 +10,8 @@ on all GPUs of a host, beside what the heap and torch's allocator say of a forwa
 
 The allocator's figures are bytes that were requested, current after the forward and at the peak of
 either direction, counted from before it. The exit status is 1 if one differs from the plan by more
-than ``--tolerance``, or if the symmetric heap exceeds its bound.
+than ``--tolerance``, or if the symmetric heap exceeds its bound; it is 2 if a layer cannot be on so
+many ranks.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.config import KEEPS, Keep
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.memory import MemoryPlan, plan_memory
 from tools.bench import common
 from tools.bench.common import Record, log
@@ -169,6 +171,14 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     has_gpu = torch.cuda.is_available()
     num_ranks = common.join_group() if has_gpu else options.ranks
+    try:
+        plans = {
+            (name, keep): plan_memory(SHAPES[name].config(num_ranks), keep=keep)
+            for name, keep in itertools.product(options.shapes, options.keeps)
+        }
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     record = Record(
         options.out,
         **(common.machine(options.commit) if has_gpu else {}),
@@ -177,9 +187,8 @@ def main(arguments: list[str]) -> int:
     )
     rows: list[Row] = []
     wrong = []
-    for name, keep in itertools.product(options.shapes, options.keeps):
-        shape = SHAPES[name]
-        plan, found = plan_memory(shape.config(num_ranks), keep=keep), {}
+    for (name, keep), planned in plans.items():
+        shape, plan, found = SHAPES[name], planned, {}
         if has_gpu:
             plan, found = measure(shape, num_ranks, keep)
             gc.collect()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import all_figures, bench_layer, counters_cost
-from tools.bench.all_figures import FolderError, Step, read_done, run, steps
+from tools.bench.all_figures import FolderError, Step, put_aside, read_done, run, steps
 from tools.timeline import __main__ as timeline
 from tools.weak_scaling import __main__ as weak_scaling
 
@@ -61,6 +61,29 @@ def test_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "fine: done before" in printed
     assert "broken: failed" in printed
+
+
+def test_what_a_failed_attempt_has_left_is_put_aside(tmp_path: Path) -> None:
+    append = f"open({str(tmp_path / 'layer.jsonl')!r}, 'a').write('line')"
+
+    def attempt(then: str) -> int:
+        step = Step("layer", "timeit", ["-n", "1", "-r", "1", f"{append}; {then}"], 30)
+        return run([step], tmp_path, 10, None)
+
+    assert [attempt("1 / 0"), attempt("1 / 0"), attempt("pass")] == [1, 1, 0]
+    names = ["layer.jsonl", "layer.jsonl.before0", "layer.jsonl.before1"]
+    assert sorted(path.name for path in tmp_path.glob("layer.jsonl*")) == names
+    assert [(tmp_path / name).read_text() for name in names] == ["line"] * 3
+    assert attempt("pass") == 0  # done before
+    assert sorted(path.name for path in tmp_path.glob("layer.jsonl*")) == names
+
+
+def test_folders_are_put_aside_but_the_sweeps(tmp_path: Path) -> None:
+    for name in ("timeline", "weak-scaling"):
+        (tmp_path / name).mkdir()
+    for step in steps(2, tmp_path):
+        put_aside(step, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.before0", "weak-scaling"}
 
 
 def test_begins_nothing_that_may_not_end_in_time(

@@ -1,12 +1,16 @@
 """The two examples of weak scaling, from one command each, as a user without a GPU runs them."""
 
+import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import psutil
 import pytest
 
 from tests.tools.offline_wandb import offline_runs
@@ -69,6 +73,48 @@ def test_weak_scaling_of_training(framework: str, tmp_path: Path):
     again = call(f"weak_scaling_{framework}", "--out", str(folder))
     assert again.returncode == 2
     assert "exists" in again.stdout
+
+
+@pytest.fixture
+def weak_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example, whose training writes its process's number and hangs."""
+    path = ROOT / "examples" / "weak_scaling.py"
+    spec = importlib.util.spec_from_file_location("weak_scaling_example", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "EXAMPLES", tmp_path)
+    hangs = f"import os, time; open({str(tmp_path / 'rank')!r}, 'w').write(str(os.getpid()))"
+    (tmp_path / "weak_scaling_megatron.py").write_text(f"{hangs}; time.sleep({TIMEOUT_S})\n")
+    arguments = ("weak_scaling.py", "megatron", "--gpus", "1", "2", "--out", str(tmp_path / "run"))
+    monkeypatch.setattr(sys, "argv", [*arguments, "--timeout", "15"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    return module
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_ranks_of_a_training_that_hangs_are_ended(weak_scaling, tmp_path: Path):
+    sys.argv.remove("2")
+    assert weak_scaling.main() == 1
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "Failed on 1: not done within 15 s" in report
+    assert has_ended(int((tmp_path / "rank").read_text()))
+
+
+def test_a_sweep_stops_at_ranks_that_cannot_be_ended(weak_scaling, tmp_path: Path, capsys):
+    weak_scaling.PATIENCE_S = 0  # torchrun is killed before it can end its rank
+    try:
+        assert weak_scaling.main() == 1
+        assert "1 ranks ...\n  failed: not done within 15 s" in (printed := capsys.readouterr().out)
+        assert "no more are started" in printed
+        assert "2 ranks" not in printed
+    finally:
+        pid = int((tmp_path / "rank").read_text())
+        if not has_ended(pid):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_training_that_fails_is_told(tmp_path: Path):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tools.bench.shapes import SHAPES, Shape
 from tools.simulate import __main__ as command
 from tools.simulate import figures as figures_file
+from tools.simulate import predict
 from tools.simulate.figures import FigureError, Figures, Fitted
 from tools.simulate.fit import Comparison, compare, fit, table
 from tools.simulate.measured import Measurement, PointError, read_points
@@ -451,6 +452,32 @@ def test_figures_are_kept_and_read_back(tmp_path: Path):
     file.write_text(json.dumps(data))
     with pytest.raises(FigureError, match="nvlink_gbps"):
         figures_file.load(file)
+
+
+@pytest.mark.parametrize("domain", ["0", "-8", "2.5"])
+def test_domains_have_to_be_positive(tmp_path: Path, domain: str, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["predict", "--out", str(tmp_path), "--domains", domain])
+    assert "--domains" in capsys.readouterr().err
+
+
+def test_all_domains_and_runs_are_drawn(tmp_path: Path, monkeypatch):
+    domains, runs = range(2, 8), [f"run{number}" for number in range(7)]
+    predictions = weak_scaling(PAPER, 8, 50.0, FIGURES, FITTED, counts=(1, 2, 16))
+    measured = [
+        Measurement(run, "paper-8k", PAPER, 2, False, 1.0, cublas_tflops=None, link_gbps=None)
+        for run in runs
+    ]
+    figures = []
+    monkeypatch.setattr(predict, "save", lambda figure, path: figures.append(figure))
+    predict.draw_predictions(
+        dict.fromkeys(domains, predictions), measured, PAPER, 50.0, tmp_path, backward=False
+    )
+    _, labels = figures[0].axes[0].get_legend_handles_labels()
+    assert labels == [
+        *(f"simulated, domains of {domain}" for domain in domains),
+        *(f"measured, run {number}" for number in range(1, len(runs) + 1)),
+    ]
 
 
 def test_predictions_as_table_and_figures(tmp_path: Path, capsys):

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 SWEEP = [
     *("--device", "cpu", "--gpus", "1", "2", "--tokens", "32", "--experts", "3"),
     *("--base-tokens", "64", "--base-experts", "4", "--expert-tokens", "32"),
-    *("--hidden", "64", "--intermediate", "64", "--iterations", "3"),
+    *("--hidden", "64", "--intermediate", "64", "--iterations", "3", "--commit", "abc"),
 ]
 FAILING = "gpus2-tokens32-experts3-hidden64-ffn64-top2"
 TIMEOUT_S = 200
@@ -180,6 +180,26 @@ def test_resume_does_not_mix_settings(sweep):
     assert ran.returncode == 2
     assert "iterations=3" in ran.stdout
     assert "iterations=7" in ran.stdout
+
+
+def test_resume_does_not_mix_commits(sweep):
+    folder, _ = sweep
+    before = (folder / "results.jsonl").read_bytes()
+    ran = call("run", *SWEEP, "--commit", "def", "--out", folder, "--resume")
+    assert ran.returncode == 2
+    assert "has points of commit abc, but this is def" in ran.stdout
+    assert (folder / "results.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("machine", [{"commit": "unknown"}, {"gpus": []}, {}])
+def test_resume_goes_on_where_no_commit_is_known(tmp_path: Path, machine: dict[str, Any]):
+    settings = small_settings((1,))
+    results = Results.create(tmp_path / "run", settings)
+    results.add(Outcome(settings.points()[0], machine, reason="none"))
+    assert Results.resume(results.folder, settings, "unknown").rows == results.rows
+    if machine:
+        with pytest.raises(FolderError, match="commit unknown, but this is abc"):
+            Results.resume(results.folder, settings, "abc")
 
 
 def test_a_run_that_dies_keeps_its_points(tmp_path: Path):

@@ -5,7 +5,8 @@
 A step is a measuring tool in processes of its own. One is begun only if the time that it takes at
 most is left, and never twice in one folder: run again, it goes on with what is missing. ``--list``
 prints the steps and runs none. The folder gets each step's results, what it printed
-(``STEP.log``), and a line for each in ``steps.jsonl``.
+(``STEP.log``), and a line for each in ``steps.jsonl``. What an attempt has left that was not done
+is renamed before the next one (``STEP.jsonl.before0``).
 """
 
 import argparse
@@ -134,6 +135,16 @@ def read_done(path: Path) -> list[Done]:
         raise FolderError(f"{path}: wanted a JSON object of a step a line, got {error}") from error
 
 
+def put_aside(step: Step, out: Path) -> None:
+    """Renames what an earlier attempt has left: the next one would append to it."""
+    if "--resume" in step.arguments:
+        return
+    for left in (out / step.name, out / f"{step.name}.jsonl"):
+        if left.exists():
+            number = sum(1 for _ in out.glob(f"{left.name}.before*"))
+            left.rename(out / f"{left.name}.before{number}")
+
+
 def run(todo: list[Step], out: Path, minutes: float, commit: str | None) -> int:
     """Runs what is not done and fits.
 
@@ -152,6 +163,7 @@ def run(todo: list[Step], out: Path, minutes: float, commit: str | None) -> int:
         if step.limit_s > left:
             print(f"{step.name}: may take {step.limit_s:.0f} s, {left:.0f} are left", flush=True)
             continue
+        put_aside(step, out)
         command, start = step.command(commit), time.monotonic()
         status, output = run_bounded(command, step.limit_s, tail=TAIL, variables=step.variables())
         (out / f"{step.name}.log").write_text(output)

@@ -90,9 +90,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
     parser.add_argument("--out", type=Path, help="file that takes one JSON object per measurement")
     options = parser.parse_args(arguments)
+    if not common.has_gpu():
+        return 2
     num_ranks = common.join_group()
-    command = " ".join(["tools.bench.bench_gate", *arguments])
-    record = Record(options.out, **common.machine(options.commit), command=command)
+    record = Record(
+        options.out,
+        **common.machine(options.commit),
+        command=" ".join(["tools.bench.bench_gate", *arguments]),
+        num_ranks=num_ranks,
+    )
     group = dist.group.WORLD if num_ranks > 1 else None
     rank = dist.get_rank() if num_ranks > 1 else 0
     log("| shape | routing at hand, us | gate in the launch adds | router of torch adds |")
@@ -113,7 +119,8 @@ def main(arguments: list[str]) -> int:
         times = measure(problem, backend, options.turns, options.launches)
         floor, *others = (1e3 * timing.median_ms for timing in times.values())
         log(" | ".join([f"| {name}", f"{floor:.1f}", *(f"{us - floor:.1f}" for us in others)]), "|")
-        record.write(shape=name, **{key: timing.as_dict() for key, timing in times.items()})
+        found = {key: timing.as_dict() for key, timing in times.items()}
+        record.write(measurement="gate", shape=name, **found)
         del problem, backend
         torch.cuda.empty_cache()
     if dist.is_initialized():

@@ -373,8 +373,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    if not torch.cuda.is_available():
-        print("no CUDA GPU is usable here: nothing can be measured", file=sys.stderr)
+    if not common.has_gpu():
         return 2
     num_ranks = common.join_group()
     if num_ranks > 1 and options.one_of > 1:

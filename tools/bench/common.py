@@ -35,6 +35,14 @@ def commit_of_checkout() -> str:
     return commit + ("+" if changes else "")
 
 
+def has_gpu() -> bool:
+    """Whether anything can be measured here; says so if not."""
+    if torch.cuda.is_available():
+        return True
+    print("no CUDA GPU is usable here: nothing can be measured", file=sys.stderr)
+    return False
+
+
 def machine(commit: str | None = None) -> dict[str, Any]:
     """Everything about the machine and the software that a figure depends on.
 

@@ -54,14 +54,23 @@ def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
         orders.send({passes: turn_ms(call, launches) for passes, call in calls[order].items()})
 
 
+def names_of(libraries: list[Path]) -> list[str]:
+    """What each library is called: by its file alone where that tells them apart."""
+    files = [library.resolve() for library in libraries]
+    if len(set(files)) < len(files):
+        raise SystemExit(f"a library is named twice: {', '.join(map(str, libraries))}")
+    stems = [library.stem for library in libraries]
+    return stems if len(set(stems)) == len(stems) else [str(library) for library in libraries]
+
+
 class Worker:
     """A process that runs one library."""
 
-    def __init__(self, library: Path, launches: int, one_of: int) -> None:
+    def __init__(self, library: Path, launches: int, one_of: int, name: str = "") -> None:
         if not library.is_file():
             raise SystemExit(f"no library at {library}")
         context = multiprocessing.get_context("spawn")
-        self.name = library.stem
+        self.name = name or library.stem
         self._orders, theirs = context.Pipe()
         arguments = (library.resolve(), theirs, launches, one_of)
         self._process = context.Process(target=work, args=arguments, daemon=True)
@@ -95,7 +104,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file that takes a JSON object per shape")
     options = parser.parse_args()
     record = common.Record(options.out, **common.machine(options.commit))
-    workers = [Worker(path, options.launches, options.one_of) for path in options.libraries]
+    workers = [
+        Worker(path, options.launches, options.one_of, name)
+        for path, name in zip(options.libraries, names_of(options.libraries), strict=True)
+    ]
     for shape in options.shapes:
         for values in options.values:
             turns: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}

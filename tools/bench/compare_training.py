@@ -6,20 +6,24 @@ The noise run differs from the second log only in an order of rounding (for inst
 ``--moe-permute-fusion`` left out, or the router in another precision). Within noise means, at every
 iteration: the relative distance of the two losses is at most one unit of bfloat16 (2^-8), or twice
 the largest distance that the noise run has shown up to there, since training amplifies both alike.
-Prints a markdown table; the exit status is 1 if any iteration is outside.
+
+The second log, alltoall's, is the reference: all of its iterations are judged. One that ours lacks,
+or has with a loss that is missing or not finite, is outside; the noise run's only adds nothing to
+the bound. A reference may end early: iterations that it lacks are not judged, but counted. Prints a
+markdown table; the exit status is 1 if any iteration is outside.
 """
 
 import argparse
+import math
 import re
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-LINE = re.compile(
-    r"iteration +(?P<iteration>\d+)/.*elapsed time per iteration \(ms\): (?P<ms>[0-9.]+)"
-    r".*lm loss: (?P<loss>[0-9.E+-]+)"
-)
+LINE = re.compile(r"iteration +(\d+)/")
+MS = re.compile(r"elapsed time per iteration \(ms\): ([^ |]+) \|")
+LOSS = re.compile(r"lm loss: ([^ |]+) \|")
 BF16_UNIT = 2.0**-8
 WARM = 5
 """Iterations that medians leave out."""
@@ -27,20 +31,37 @@ WARM = 5
 
 @dataclass(frozen=True)
 class Iteration:
-    """One line of a log: milliseconds and loss."""
+    """One line of a log: milliseconds and loss, NaN where they are missing or not finite."""
 
     ms: float
     loss: float
 
 
+MISSING = Iteration(math.nan, math.nan)
+
+
 def read_log(path: Path) -> dict[int, Iteration]:
     """Reads the iterations of a log that was written with ``--log-interval 1``."""
-    found = (LINE.search(line) for line in path.read_text().splitlines())
+    # Megatron writes INF, and leaves out a loss that is NaN.
     return {
-        int(match["iteration"]): Iteration(float(match["ms"]), float(match["loss"]))
-        for match in found
-        if match
+        int(match[1]): Iteration(_number(MS, line), _number(LOSS, line))
+        for line in path.read_text(errors="replace").splitlines()
+        if (match := LINE.search(line))
     }
+
+
+def _number(pattern: re.Pattern[str], line: str) -> float:
+    found = pattern.search(line)
+    try:
+        value = float(found[1]) if found else math.nan
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+def _distance(loss: float, reference: float) -> float:
+    # Megatron writes a loss of 0 where it has skipped the iteration.
+    return abs(loss - reference) / reference if reference else math.nan
 
 
 def band_of_noise(noises: list[float], *, ahead: int = 0) -> list[float]:
@@ -74,13 +95,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("theirs", type=Path)
     parser.add_argument("--noise", type=Path, required=True)
     options = parser.parse_args(arguments)
-    logs = [read_log(path) for path in (options.ours, options.theirs, options.noise)]
-    iterations = sorted(set.intersection(*(set(log) for log in logs)))
-    if not iterations:
-        parser.error("the logs have no iteration in common")
-    ours, theirs, noise = logs
-    distances = [abs(ours[i].loss - theirs[i].loss) / theirs[i].loss for i in iterations]
-    noises = [abs(noise[i].loss - theirs[i].loss) / theirs[i].loss for i in iterations]
+    paths = (options.ours, options.theirs, options.noise)
+    logs = [read_log(path) for path in paths]
+    for path, log in zip(paths, logs, strict=True):
+        if not log:
+            parser.error(f"{path} has no iterations")
+    iterations = sorted(logs[1])
+    ours, theirs, noise = ({i: log.get(i, MISSING) for i in iterations} for log in logs)
+    distances = [_distance(ours[i].loss, theirs[i].loss) for i in iterations]
+    noises = [_distance(noise[i].loss, theirs[i].loss) for i in iterations]
     inside = within_noise(distances, noises)
 
     print("| iteration | ms | alltoall ms | loss | alltoall loss | noise run | distance | noise |")
@@ -90,12 +113,18 @@ def main(arguments: list[str]) -> int:
             f"| {i} | {ours[i].ms:.0f} | {theirs[i].ms:.0f} | {ours[i].loss:.5f} | "
             f"{theirs[i].loss:.5f} | {noise[i].loss:.5f} | {distance:.1e} | {spread:.1e} |"
         )
-    warm = [i for i in iterations if i > WARM] or iterations
-    mine, other = (statistics.median(log[i].ms for i in warm) for log in (ours, theirs))
-    print(
-        f"\nMedian from iteration {warm[0]} on: {mine:.0f} ms, alltoall {other:.0f} ms, ratio "
-        f"{other / mine:.2f}. Within noise at {sum(inside)} of {len(inside)} iterations."
-    )
+    timed = [i for i in iterations if math.isfinite(ours[i].ms + theirs[i].ms)]
+    if warm := [i for i in timed if i > WARM] or timed:
+        mine, other = (statistics.median(log[i].ms for i in warm) for log in (ours, theirs))
+        print(
+            f"\nMedian from iteration {warm[0]} on: {mine:.0f} ms, alltoall {other:.0f} ms, ratio "
+            f"{other / mine:.2f}."
+        )
+    print(f"\nWithin noise at {sum(inside)} of {len(inside)} iterations.")
+    if beyond := set(logs[0]) - set(iterations):
+        print(f"{options.theirs} lacks {len(beyond)} more of ours, which are not compared.")
+    if lacking := set(iterations) - set(logs[2]):
+        print(f"{options.noise} lacks {len(lacking)} of them, which have the noise before them.")
     return 0 if all(inside) else 1
 
 

@@ -54,6 +54,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
+    if not common.has_gpu():
+        return 2
     record = common.Record(options.out, **common.machine(options.commit))
     device = torch.device("cuda", 0)
     for shape in options.shapes:

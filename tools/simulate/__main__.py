@@ -25,6 +25,14 @@ def positive(text: str) -> float:
     return value
 
 
+def count(text: str) -> int:
+    """An argument that has to be a positive whole number."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, wanted at least 1")
+    return value
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.simulate",
@@ -42,7 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--out", type=Path, help="folder for a figure of it")
     predicting = commands.add_parser("predict", help="weak scaling to 4096 GPUs")
     predicting.add_argument("--out", type=Path, required=True, help="folder for tables and plots")
-    predicting.add_argument("--domains", type=int, nargs="+", default=[8, 72])
+    predicting.add_argument("--domains", type=count, nargs="+", default=[8, 72])
     predicting.add_argument("--nic-gbps", type=positive, default=50.0, help="GB/s of one GPU's NIC")
     predicting.add_argument("--shape", choices=list(SHAPES), default="paper-8k")
     predicting.add_argument("--backward", action="store_true", help="the backward's launch")

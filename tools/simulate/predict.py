@@ -7,6 +7,7 @@ what one will. The maximal incast volume beside them tells how much a NIC has to
 """
 
 import csv
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -154,12 +155,12 @@ def draw_predictions(
         The PNG and the SVG.
     """
     which = "backward" if backward else "forward"
-    colors = dict(zip(by_domain, (FUSED, UNFUSED, ACCENT, NEUTRAL), strict=False))
+    colors = itertools.cycle((FUSED, UNFUSED, ACCENT, NEUTRAL))
     with new_figure(10.5, 4.2) as figure:
         time_ax, overlap_ax, incast_ax = figure.subplots(1, 3)
         for domain, predictions in by_domain.items():
             counts = [p.num_gpus for p in predictions]
-            style = {"color": colors[domain], "label": f"simulated, domains of {domain}"}
+            style = {"color": next(colors), "label": f"simulated, domains of {domain}"}
             time_ax.plot(counts, [p.times.total / 1e3 for p in predictions], **style)
             pairs = [p for p in predictions if p.num_gpus >= 2]
             overlap_ax.plot(
@@ -170,7 +171,8 @@ def draw_predictions(
                 [p.num_gpus for p in beyond], [p.incast_bytes / MEGABYTE for p in beyond], **style
             )
         runs = sorted({point.run for point in measured})
-        for number, (run, marker) in enumerate(zip(runs, "osD^v", strict=False), 1):
+        markers = itertools.cycle("osD^v")
+        for number, (run, marker) in enumerate(zip(runs, markers, strict=False), 1):
             points = [point for point in measured if point.run == run]
             time_ax.plot(
                 [point.num_gpus for point in points],

@@ -15,6 +15,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tools import weak_scaling
+from tools.bench.common import commit_of_checkout
 from tools.weak_scaling.jobs import Begun, Limits, run_points
 from tools.weak_scaling.points import Point, Settings, paper_settings, small_settings
 from tools.weak_scaling.report import write_report
@@ -104,8 +105,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
         0 if no point has failed, else 1.
     """
     settings = settings_of(options)
-    open_folder = Results.resume if options.resume else Results.create
-    results = open_folder(options.out, settings)
+    if options.resume:
+        results = Results.resume(options.out, settings, options.commit or commit_of_checkout())
+    else:
+        results = Results.create(options.out, settings)
     points = results.missing(retry_failed=options.retry_failed)
     kept = len(settings.points()) - len(points)
     console.print(f"{len(points)} points to measure{f', {kept} are there' if kept else ''}")

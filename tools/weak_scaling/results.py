@@ -95,11 +95,12 @@ class Results:
         return Results(folder)
 
     @staticmethod
-    def resume(folder: Path, settings: Settings) -> "Results":
+    def resume(folder: Path, settings: Settings, commit: str) -> "Results":
         """Opens the folder of a run that ended early, or makes a new one.
 
         Raises:
-            FolderError: Its settings are others, which may not share a report with these.
+            FolderError: Its settings or its commit, as a machine's record has it, are others, which
+                may not share a report with these.
         """
         if not folder.exists():
             return Results.create(folder, settings)
@@ -110,6 +111,13 @@ class Results:
                 raise FolderError(
                     f"{folder} was measured with {name}={theirs[name]}, but {name}={value} is "
                     "wanted: name another folder"
+                )
+        for row in results.rows.values():
+            # A job that never started has no machine, and has measured nothing.
+            if row["machine"] and (found := row["machine"].get("commit", "unknown")) != commit:
+                raise FolderError(
+                    f"{folder} has points of commit {found}, but this is {commit}: name another "
+                    "folder"
                 )
         return results
 

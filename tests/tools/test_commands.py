@@ -1,0 +1,125 @@
+"""What the tools' commands say where they cannot run, and what they record where they can."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from tools import gpu_check, memory_table
+from tools.bench import bench_gate, common, counters_cost
+from tools.bench.common import Timing
+
+ROOT = Path(__file__).parents[2]
+CHECKS = ("ruff", "mypy", "clang-format", "codespell", "python", "pytest")
+
+
+@pytest.mark.parametrize("tool", [bench_gate, counters_cost])
+def test_without_a_gpu_nothing_is_measured(tool, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tool.main(["--out", str(tmp_path / "out.jsonl")]) == 2
+    wanted = "no CUDA GPU is usable here: nothing can be measured\n"
+    assert capsys.readouterr().err == wanted
+    assert not list(tmp_path.iterdir())
+
+
+def test_records_of_the_gate_say_what_and_on_how_many(tmp_path: Path, monkeypatch) -> None:
+    timings = {name: Timing(1.0, 1.0, 1.0, 1.0, 8) for name in ("at_hand", "in_launch", "in_torch")}
+    monkeypatch.setattr(common, "has_gpu", lambda: True)
+    monkeypatch.setattr(common, "join_group", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    problem = SimpleNamespace(parameters=(), config=None)
+    monkeypatch.setattr(bench_gate, "make_problem", lambda *_, **__: problem)
+    monkeypatch.setattr(bench_gate, "select_backend", lambda *_, **__: None)
+    monkeypatch.setattr(bench_gate, "measure", lambda *_: timings)
+    out = tmp_path / "out.jsonl"
+    assert bench_gate.main(["--shapes", "paper-1k", "--out", str(out)]) == 0
+    row = json.loads(out.read_text())
+    assert (row["measurement"], row["shape"], row["num_ranks"]) == ("gate", "paper-1k", 1)
+    assert row["in_launch"]["median_ms"] == 1.0
+
+
+@pytest.mark.parametrize("num_ranks", [0, 3, 9])
+def test_a_layer_that_cannot_be_on_so_many_ranks(num_ranks: int, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out.jsonl"
+    assert memory_table.main(["--ranks", str(num_ranks), "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert str(num_ranks) in printed.err
+    assert not out.exists()
+
+
+def test_a_rank_that_ignores_sigterm_is_ended(tmp_path: Path) -> None:
+    """By torchrun, 30 s later: the rank is of a session of its own."""
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import os, pathlib, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "time.sleep(200)\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    status, _ = gpu_check.run_bounded([*launcher, str(program)], 15, tail=1000)
+    assert status is None
+    pid = int((tmp_path / "pid").read_text())
+    try:
+        assert not psutil.pid_exists(pid)
+    finally:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def run_checks(folder: Path) -> tuple[subprocess.CompletedProcess[str], dict[str, list[str]]]:
+    """Runs ``tests/run.sh`` in a folder without git, with commands that write their arguments.
+
+    Returns:
+        How it ended, and the arguments by command.
+    """
+    bin_folder = folder / "bin"
+    for part in ("bin", "tests", "tools"):
+        (folder / part).mkdir()
+    (folder / "tests" / "run.sh").write_text((ROOT / "tests" / "run.sh").read_text())
+    (folder / "tools" / "setup_env.sh").write_text(f"echo {bin_folder}/python\n")
+    for name in CHECKS:
+        command = bin_folder / name
+        command.write_text(
+            f'#!/bin/sh\nfor word in "$@"; do echo "$word" >> {command}.said; done\n'
+        )
+        command.chmod(0o755)
+    ran = subprocess.run(
+        ["bash", "tests/run.sh"],
+        cwd=folder,
+        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return ran, {path.stem: path.read_text().split() for path in bin_folder.glob("*.said")}
+
+
+def test_sources_are_checked_without_git(tmp_path: Path) -> None:
+    sources = [f"csrc/{name}" for name in ("a/b.cuh", "c.cu", "d.cpp", "e.h")]
+    for name in (*sources, "csrc/README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    ran, said = run_checks(tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert said["clang-format"] == ["--dry-run", "-Werror", *sources]
+
+
+def test_a_checkout_without_sources_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    ran, said = run_checks(tmp_path)
+    assert ran.returncode == 1
+    assert "csrc has no sources" in ran.stderr
+    assert "clang-format" not in said

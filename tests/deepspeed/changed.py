@@ -47,6 +47,15 @@ def replaced_forward(engine: Any) -> None:
     layer.forward = layer.forward
 
 
+def hooked(engine: Any) -> None:
+    first_layer(engine).experts.register_forward_hook(lambda *_: None)
+
+
+def hooked_within(engine: Any) -> None:
+    expert = first_layer(engine).experts.deepspeed_experts[1]
+    expert.fc1.register_full_backward_hook(lambda *_: None)
+
+
 def tanh(engine: Any) -> None:
     for expert in first_layer(engine).experts.deepspeed_experts:
         expert.function = torch.tanh
@@ -86,6 +95,16 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     "experts": ({}, experts_subclass, "moe.0: its experts are MyExperts, wanted Experts"),
     "tutel": ({}, tutel, "moe.0: it uses Tutel; leave use_tutel out"),
     "forward": ({}, replaced_forward, "moe.0: its forward method was replaced"),
+    "hook": (
+        {},
+        hooked,
+        r"moe.0: experts \(Experts\) has forward hooks, which would not be called",
+    ),
+    "hook within": (
+        {},
+        hooked_within,
+        r"moe.0: experts.deepspeed_experts.1.fc1 \(Linear\) has backward hooks",
+    ),
     "fp64": (
         {},
         double,
@@ -118,6 +137,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     ),
     "autoep subclass": (AUTOEP, subclass, "model.layers.0.mlp: MyLayer is a subclass of AutoEPMoE"),
     "autoep experts": (AUTOEP, experts_subclass, "its experts are MyExperts, wanted GroupedExpe"),
+    "autoep hook": (AUTOEP, hooked, r"0.mlp: experts \(GroupedExperts\) has forward hooks"),
     "autoep pre": (
         AUTOEP,
         set_attribute("score_apply", "pre"),

@@ -209,6 +209,35 @@ def test_layers_that_come_later_are_noticed(two_ranks: RankPool) -> None:
         assert message == ""
 
 
+def hook_later(group: dist.ProcessGroup, family: str) -> None:
+    case = Case(family=family, zero=1)
+    engine = build(case, fused=True)
+    engine(*batch(case, 0, torch.float32))
+    fused = next(module for module in engine.module.modules() if hasattr(module, "flashmoe"))
+    fused.experts.register_forward_pre_hook(lambda *_: None)
+    engine(*batch(case, 1, torch.float32))
+
+
+@pytest.mark.parametrize("family", ["native", "autoep"])
+def test_later_hooks_are_noticed(family: str, two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"experts \(\w+\) has forward hooks"):
+        two_ranks.run(hook_later, family)
+
+
+def autocast_around(group: dist.ProcessGroup) -> None:
+    case = Case(config={"bf16": {"enabled": True}})
+    engine = build(case, fused=True)
+    x = batch(case, 0, torch.float32)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        engine.module.moe[0](x)
+
+
+def test_tokens_that_autocast_left_in_another_dtype_are_refused(two_ranks: RankPool) -> None:
+    wanted = r"torch.autocast gives .* in torch.float32 and its experts are torch.bfloat16"
+    with pytest.raises(RankError, match=wanted):
+        two_ranks.run(autocast_around)
+
+
 def too_many_tokens(group: dist.ProcessGroup) -> None:
     case = Case(flashmoe={"max_tokens_per_rank": 8})
     build(case, fused=True)(*batch(case, 0, torch.float32))

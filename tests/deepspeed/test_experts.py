@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.adapters.deepspeed.experts import has_biases, read_weights, recognise
 from flashmoe_megatron.config import Activation
@@ -85,6 +86,14 @@ def test_experts_with_zero_weights_are_recognised() -> None:
     assert recognise(expert, HIDDEN).activation is Activation.GELU
 
 
+def test_experts_that_recompute_themselves_are_recognised() -> None:
+    class Recomputed(TwoLinears):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    assert recognise(Recomputed(), HIDDEN).activation is Activation.GELU
+
+
 class Tuple(TwoLinears):
     def forward(self, x: torch.Tensor):
         return super().forward(x), None
@@ -123,10 +132,60 @@ class HalfBiased(Gated):
         self.up_proj = nn.Linear(HIDDEN, WIDTH, bias=True)
 
 
-def hooked() -> nn.Module:
-    expert = TwoLinears()
-    expert.fc1.register_forward_hook(lambda *_: None)
-    return expert
+class ClampedGated(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x).clamp(max=7), self.up_proj(x).clamp(-7, 7)
+        return self.down_proj(F.silu(gate) * up)
+
+
+class ClampedOutput(TwoLinears):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(-50, 50)
+
+
+class Detached(TwoLinears):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.detach())
+
+
+class FrozenWithin(TwoLinears):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.gelu(F.linear(x, self.fc1.weight.detach(), self.fc1.bias)))
+
+
+class ScaledGradient(TwoLinears):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out * 0.1 + (out * 0.9).detach()
+
+
+class StraightThrough(torch.autograd.Function):
+    """ReLU with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class WithoutGradient(TwoLinears):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Buffered(TwoLinears):
+    """Computes what it would without its buffer, today."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
 
 
 def lora_like() -> nn.Module:
@@ -155,7 +214,16 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"has a parameter 1\.weight outside",
     ),
     "a tuple": (Tuple, "Tuple returns tuple, wanted one tensor"),
-    "hooks": (hooked, "forward hooks on fc1"),
+    "relu6": (lambda: sequential(nn.ReLU6()), "none of the known.*clamps"),
+    "hardtanh": (lambda: sequential(nn.Hardtanh(-20, 20), nn.GELU()), "none of the known"),
+    "clamped gated": (ClampedGated, "ClampedGated computes none of the known"),
+    "clamped output": (ClampedOutput, "ClampedOutput computes none of the known"),
+    "detached": (Detached, "Detached computes none of the known"),
+    "frozen within": (FrozenWithin, "FrozenWithin computes none of the known"),
+    "scaled gradient": (ScaledGradient, "ScaledGradient computes none of the known"),
+    "own backward": (lambda: TwoLinears(StraightThrough.apply), "none of the known"),
+    "no gradient": (WithoutGradient, "cannot be run forward and backward on 8 rows"),
+    "a buffer": (Buffered, "Buffered has a buffer scale"),
     "subclass of Linear": (lora_like, r"has a parameter 0\.weight outside of nn.Linear"),
     "other width": (lambda: nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), "cannot be run"),
 }

@@ -13,7 +13,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def info(**changes) -> LayerInfo:
-    return LayerInfo(**{"shape": cases.CONFIG, "group": None, "dtype": torch.bfloat16, **changes})
+    wanted = {"shape": cases.CONFIG, "group": None, "dtype": torch.bfloat16, "classes": ()}
+    return LayerInfo(**{**wanted, **changes})
 
 
 def test_processors_run_the_reference() -> None:

@@ -1,12 +1,23 @@
 """Training with flashmoe gives the numbers of training with DeepSpeed's own MoE layers."""
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.deepspeed.harness import FUSED, Case, Outcome, save_and_load, train_both
+from tests.deepspeed.harness import (
+    FUSED,
+    Case,
+    Outcome,
+    batch,
+    build,
+    save_and_load,
+    train_both,
+)
 from tests.deepspeed.models import EXPERTS
 from tests.distributed import RankPool
 
@@ -154,6 +165,39 @@ def test_float16(name: str, two_ranks: RankPool) -> None:
     """DeepSpeed scales the loss; the layers see nothing of it but larger gradients."""
     for fused in check(two_ranks, FLOAT16[name], HALF[FLOAT16[name].family, "fp16"]):
         assert fused.losses[-1] != fused.losses[0], "no step was made: the scale is too large"
+
+
+OVERFLOWN = 1
+"""The step whose tokens are not finite."""
+
+
+def overflow(group: dist.ProcessGroup, case: Case, fused: bool) -> tuple[list[float], int]:
+    """Losses of steps of which one overflows, and how many steps the loss scaler skipped."""
+    engine = build(case, fused=fused)
+    losses = []
+    for step in range(case.steps):
+        x, y = batch(case, step, torch.float16)
+        if step == OVERFLOWN:
+            x[3, 5] = math.inf
+        torch.manual_seed(77 + step)
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return losses, engine.skipped_steps
+
+
+@pytest.mark.parametrize("name", ["zero2", "autoep_zero2"])
+def test_the_loss_scaler_skips_a_step_that_overflows(name: str, two_ranks: RankPool) -> None:
+    case = dataclasses.replace(FLOAT16[name], steps=4)
+    tolerance = HALF[case.family, "fp16"].losses
+    stock = two_ranks.run(overflow, case, False)
+    for (losses, skipped), (wanted, wanted_skipped) in zip(
+        two_ranks.run(overflow, case, True), stock, strict=True
+    ):
+        assert skipped == wanted_skipped == 1
+        assert losses == pytest.approx(wanted, rel=tolerance, nan_ok=True)
+        assert [math.isnan(loss) for loss in losses] == [s == OVERFLOWN for s in range(4)]
 
 
 CHECKPOINTS = {

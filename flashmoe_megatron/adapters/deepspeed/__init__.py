@@ -1,4 +1,4 @@
 """DeepSpeed's MoE layers on flashmoe; the public door is :mod:`flashmoe_megatron.deepspeed`.
 
-``settings``, ``versions`` and ``experts`` need no DeepSpeed; the other modules import it.
+``settings``, ``versions``, ``experts`` and ``forwards`` need no DeepSpeed; the other modules do.
 """

@@ -4,6 +4,11 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 
+from flashmoe_megatron.adapters.deepspeed.forwards import (
+    Classes,
+    check_forwards,
+    check_unchanged,
+)
 from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -20,9 +25,11 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
 
     Attributes:
         flashmoe: Applies the experts and counts the routes.
+        expert_classes: What the experts have to remain.
     """
 
     flashmoe: Served
+    expert_classes: Classes
 
     def forward(
         self, hidden_states: torch.Tensor
@@ -36,6 +43,9 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
 
         Returns:
             What ``AutoEPMoELayer`` returns for the model at hand.
+
+        Raises:
+            ConfigError: The experts have changed.
         """
         hidden = hidden_states.shape[-1]
         x = hidden_states.reshape(-1, hidden)
@@ -43,6 +53,7 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
         with torch.no_grad():
             self.tokens_per_expert.add_(tokens_per_expert)
         experts = self.experts
+        check_unchanged(experts, self.expert_classes)
         # Read here, where ZeRO-3 gathers them, and kept as they are, so that it does so again.
         weights = SplitWeights(gate=(experts.w1,), up=(experts.w3,), down=(experts.w2,))
         out = self.flashmoe.experts(x, selected, scores, weights)
@@ -100,6 +111,7 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
         raise ConfigError(
             f"its experts compute {activation!r}, wanted one of {', '.join(_ACTIVATIONS)}"
         )
+    classes = check_forwards(experts)
     # Sharded parameters are empty between uses and carry their shape beside them.
     _, intermediate, hidden = getattr(experts.w1, "ds_shape", experts.w1.shape)
     shape = MoEConfig(
@@ -112,10 +124,11 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
         num_ranks=layer.ep_size,
         max_tokens=1,
     )
-    return LayerInfo(shape, layer.ep_group, experts.w1.dtype)
+    return LayerInfo(shape, layer.ep_group, experts.w1.dtype, classes)
 
 
 def fuse(layer: AutoEPMoELayer, info: LayerInfo, served: Served) -> None:
     """Gives a layer our class; its modules and parameters stay."""
     layer.__class__ = FlashAutoEPMoELayer
     layer.flashmoe = served
+    layer.expert_classes = info.classes

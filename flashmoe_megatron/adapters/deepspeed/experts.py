@@ -1,8 +1,9 @@
 """Recognises what the experts of DeepSpeed's native MoE layer compute.
 
 An expert is any module, so its function is found by its structure (two or three ``nn.Linear``) and
-then put to the proof: the module runs with random parameters on random rows and has to give what
-one formula of ours gives, and no other. Nothing is concluded from a name.
+then put to the proof: the module runs forward and backward with random parameters on random rows
+and has to give the values and gradients of one formula of ours, and no other. Nothing is concluded
+from a name.
 """
 
 import itertools
@@ -19,6 +20,9 @@ from flashmoe_megatron.reference import moe_reference
 from flashmoe_megatron.weights import SplitWeights
 
 PROBE_ROWS = 8
+PROBE_SCALES = (1.0, 32.0, 1000.0)
+"""Of the rows: functions differ around 1, and clamps act far from there."""
+
 PROBE_TOLERANCE = 1e-5
 """Relative; the two forms of GELU differ by 1e-4 and the arithmetic is that of float64."""
 
@@ -67,27 +71,23 @@ def recognise(expert: nn.Module, hidden: int) -> ExpertForm:
             raise ConfigError(
                 f"expert {name} has a parameter {parameter} outside of nn.Linear layers"
             )
-    for path, module in expert.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ConfigError(
-                f"expert {name} has forward hooks on {path or 'itself'}, which would not be called"
-            )
+    for buffer, _ in expert.named_buffers():
+        raise ConfigError(f"expert {name} has a buffer {buffer}, which would not be read")
     if len(linears) not in (2, 3):
         raise ConfigError(f"expert {name} has {len(linears)} nn.Linear layers, wanted 2 or 3")
     device = next(iter(linears.values())).weight.device
+    found = list(_candidates(linears, hidden))
     # Here random numbers are drawn, which the training that follows may not miss.
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        proofs = [_run(expert, linears, hidden, training=training) for training in (True, False)]
-    found = [
-        form
-        for form in _candidates(linears, hidden)
-        if all(proof.accepts(form) for proof in proofs)
-    ]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        copy = _Copy(linears, hidden)
+        for scale, training in itertools.product(PROBE_SCALES, (True, False)):
+            proof = _run(expert, copy, scale, training=training)
+            found = [form for form in found if proof.accepts(form)]
     if len(found) != 1:
         tried = ", ".join(activation.value for activation in Activation)
         raise ConfigError(
             f"expert {name} computes none of the known functions: {len(linears)} linear layers, "
-            f"with or without a gate, around one of {tried}, without dropout"
+            f"with or without a gate, around one of {tried}, without dropout or clamps"
         )
     return found[0]
 
@@ -128,7 +128,7 @@ def has_biases(expert: nn.Module, form: ExpertForm) -> tuple[bool, bool]:
 
 def _linear(expert: nn.Module, name: str) -> nn.Linear:
     linear = expert.get_submodule(name)
-    assert isinstance(linear, nn.Linear)
+    assert isinstance(linear, nn.Linear)  # of that class when recognised, and unchanged
     return linear
 
 
@@ -169,19 +169,49 @@ def _candidates(linears: dict[str, nn.Linear], hidden: int) -> Iterator[ExpertFo
                 )
 
 
+class _Copy(nn.Module):
+    """Random rows and linear layers in float64, of the shapes and under the names of an expert's.
+
+    The layers are drawn so that rows around 1 become values around 1.
+    """
+
+    def __init__(self, linears: dict[str, nn.Linear], hidden: int) -> None:
+        super().__init__()
+        device = next(iter(linears.values())).weight.device
+        generator = torch.Generator(device).manual_seed(1)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, dtype=torch.float64, device=device, generator=generator)
+
+        self.linears: dict[str, nn.Linear] = {}
+        self.values: dict[str, torch.Tensor] = {}
+        for name, linear in linears.items():
+            copy = self.linears[name] = nn.Linear(1, 1, bias=linear.bias is not None)
+            copy.weight = nn.Parameter(draw(*linear.weight.shape) / linear.in_features**0.5)
+            if linear.bias is not None:
+                copy.bias = nn.Parameter(draw(*linear.bias.shape))
+            self.values |= {f"{name}.{kind}": value for kind, value in copy.named_parameters()}
+        self.x, self.grad_out = draw(PROBE_ROWS, hidden), draw(PROBE_ROWS, hidden)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.linears[target]
+
+
 @dataclass(frozen=True)
 class _Proof:
-    """One run of the module with random parameters.
+    """One run of the module with the parameters of a copy.
 
     Attributes:
         x: ``[PROBE_ROWS, hidden]`` float64.
-        out: What the module made of it.
-        copy: Linear layers with the parameters of the run, by name.
+        copy: What the module ran with.
+        out: What it made of x.
+        grads: Of x and of the parameters; ``None`` where there is none.
     """
 
     x: torch.Tensor
+    copy: _Copy
     out: torch.Tensor
-    copy: nn.Module
+    grads: tuple[torch.Tensor | None, ...]
 
     def accepts(self, form: ExpertForm) -> bool:
         """Whether the module computed what the form says."""
@@ -189,7 +219,7 @@ class _Proof:
         if isinstance(weights, SplitWeights):
             weights = weights.join()
         ones = torch.ones(len(self.x), 1, device=self.x.device)
-        want = moe_reference(
+        out = moe_reference(
             self.x,
             ones,
             ones.bool(),
@@ -200,56 +230,60 @@ class _Proof:
             fc1_bias=weights.fc1_bias,
             fc2_bias=weights.fc2_bias,
         )
-        return bool((self.out - want).norm() <= PROBE_TOLERANCE * want.norm())
+        if not _is_close(self.out, out):
+            return False
+        leaves = (self.x, *self.copy.values.values())
+        grads = torch.autograd.grad(out, leaves, self.copy.grad_out)
+        return all(
+            got is not None and _is_close(got, want)
+            for got, want in zip(self.grads, grads, strict=True)
+        )
 
 
-class _Copy(nn.Module):
-    """Linear layers under their dotted names, apart from any module."""
+def _is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return bool((got - want).norm() <= PROBE_TOLERANCE * want.norm())
 
-    def __init__(self, linears: dict[str, nn.Linear]) -> None:
+
+class _ForwardBackward(nn.Module):
+    """Both in one call: an expert that recomputes itself has its parameters replaced for both."""
+
+    def __init__(self, expert: nn.Module) -> None:
         super().__init__()
-        self.linears = linears
+        self.expert = expert
 
-    def get_submodule(self, target: str) -> nn.Module:
-        return self.linears[target]
+    def forward(
+        self, x: torch.Tensor, leaves: Sequence[torch.Tensor], grad_out: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        rows = x.view(1, 1, *x.shape)
+        out = self.expert(rows)
+        if not isinstance(out, torch.Tensor) or out.shape != rows.shape:
+            got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+            raise ConfigError(
+                f"expert {type(self.expert).__name__} returns {got}, wanted one tensor shaped as "
+                "its input"
+            )
+        out = out.view(x.shape).double()
+        return out.detach(), torch.autograd.grad(out, leaves, grad_out, allow_unused=True)
 
 
-@torch.no_grad()
-def _run(
-    expert: nn.Module, linears: dict[str, nn.Linear], hidden: int, *, training: bool
-) -> _Proof:
-    """Runs the module with parameters drawn so that its activation sees values around 1."""
-    device = next(iter(linears.values())).weight.device
-    generator = torch.Generator(device).manual_seed(1)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float64, device=device, generator=generator)
-
-    copies: dict[str, nn.Linear] = {}
-    values: dict[str, torch.Tensor] = {}
-    for name, linear in linears.items():
-        copy = nn.Linear(1, 1, bias=linear.bias is not None)
-        copy.weight = nn.Parameter(draw(*linear.weight.shape) / linear.in_features**0.5)
-        values[f"{name}.weight"] = copy.weight
-        if linear.bias is not None:
-            copy.bias = nn.Parameter(draw(*linear.bias.shape))
-            values[f"{name}.bias"] = copy.bias
-        copies[name] = copy
-    x = draw(PROBE_ROWS, hidden)
+def _run(expert: nn.Module, copy: _Copy, scale: float, *, training: bool) -> _Proof:
+    """Runs the module forward and backward on rows around ``scale``."""
+    x = (copy.x * scale).requires_grad_()
+    values = {f"expert.{name}": value for name, value in copy.values.items()}
     modes = [(module, module.training) for module in expert.modules()]
     try:
         expert.train(training)
-        out = torch.func.functional_call(expert, values, (x.view(1, 1, PROBE_ROWS, hidden),))
+        out, grads = torch.func.functional_call(
+            _ForwardBackward(expert), values, (x, (x, *values.values()), copy.grad_out)
+        )
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
-            f"expert {type(expert).__name__} cannot be run on {PROBE_ROWS} rows in float64: {error}"
+            f"expert {type(expert).__name__} cannot be run forward and backward on {PROBE_ROWS} "
+            f"rows in float64: {error}"
         ) from error
     finally:
         for module, mode in modes:
             module.training = mode
-    if not isinstance(out, torch.Tensor) or out.shape != (1, 1, PROBE_ROWS, hidden):
-        got = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
-        raise ConfigError(
-            f"expert {type(expert).__name__} returns {got}, wanted one tensor shaped as its input"
-        )
-    return _Proof(x, out.view(PROBE_ROWS, hidden).double(), _Copy(copies))
+    return _Proof(x, copy, out, grads)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.deepspeed.experts import ExpertForm
+from flashmoe_megatron.adapters.deepspeed.forwards import Classes
 from flashmoe_megatron.adapters.deepspeed.metrics import RouteCounter
 from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
 from flashmoe_megatron.config import MoEConfig
@@ -25,6 +26,7 @@ class LayerInfo:
         shape: Its shape; ``max_tokens`` does not count.
         group: Its expert-parallel group.
         dtype: Of the experts' parameters.
+        classes: Of the experts and all modules in them.
         biases: Whether its experts' first projection has a bias, and whether their second has one.
         form: What each expert module computes; ``None`` where experts are stacked.
     """
@@ -32,6 +34,7 @@ class LayerInfo:
     shape: MoEConfig
     group: dist.ProcessGroup
     dtype: torch.dtype
+    classes: Classes
     biases: tuple[bool, bool] = (False, False)
     form: ExpertForm | None = None
 

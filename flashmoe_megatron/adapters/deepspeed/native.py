@@ -14,6 +14,11 @@ from flashmoe_megatron.adapters.deepspeed.experts import (
     read_weights,
     recognise,
 )
+from flashmoe_megatron.adapters.deepspeed.forwards import (
+    Classes,
+    check_forwards,
+    check_unchanged,
+)
 from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -26,10 +31,12 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
 
     Attributes:
         flashmoe: Applies the experts and counts the routes.
+        expert_classes: What the experts have to remain.
         form: What the experts compute.
     """
 
     flashmoe: Served
+    expert_classes: Classes
     form: ExpertForm
 
     def forward(self, *inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -41,12 +48,16 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
 
         Returns:
             Like the tokens. ``l_aux`` and ``exp_counts`` are set as ``MOELayer`` does.
+
+        Raises:
+            ConfigError: The experts have changed.
         """
         if self.wall_clock_breakdown:
             self.timers(MOE_TIMER).start()
         hidden_states, used_token = inputs
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         self.l_aux, _, _, indices, _, gates, self.exp_counts = self.gate(x, used_token, True)
+        check_unchanged(self.experts, self.expert_classes)
         weights = read_weights(self.experts.deepspeed_experts, self.form)
         out = self.flashmoe.experts(x, indices.t(), gates.t(), weights)
         self.flashmoe.routes.count(self.exp_counts, indices)
@@ -88,6 +99,7 @@ def inspect(layer: MOELayer) -> LayerInfo:
     tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
     if tensor_parallel > 1:
         raise ConfigError(f"it is in a tensor-parallel group of size {tensor_parallel}, wanted 1")
+    classes = check_forwards(layer.experts)
     hidden = layer.gate.wg.in_features
     experts = layer.experts.deepspeed_experts
     recognised = [recognise(expert, hidden) for expert in experts]
@@ -108,7 +120,7 @@ def inspect(layer: MOELayer) -> LayerInfo:
         max_tokens=1,
     )
     dtype = next(experts.parameters()).dtype
-    return LayerInfo(shape, layer.ep_group, dtype, biases=biases, form=form)
+    return LayerInfo(shape, layer.ep_group, dtype, classes, biases=biases, form=form)
 
 
 def fuse(layer: MOELayer, info: LayerInfo, served: Served) -> None:
@@ -116,3 +128,4 @@ def fuse(layer: MOELayer, info: LayerInfo, served: Served) -> None:
     layer.__class__ = FlashMOELayer
     layer.flashmoe = served
     layer.form = info.form
+    layer.expert_classes = info.classes

@@ -6,12 +6,14 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
+from flashmoe_megatron.adapters.overflow import apply_despite_overflow
 from flashmoe_megatron.autograd import in_backward
 from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
-from flashmoe_megatron.errors import ShapeError
+from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.layer import moe_forward
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.telemetry.record import launch_number
 from flashmoe_megatron.weights import SplitWeights
 
 
@@ -93,7 +95,7 @@ class RoutedExperts:
     Attributes:
         num_calls: Forward calls so far, recomputation included.
         num_tokens: Tokens of calls while ``is_training``, recomputation left out.
-        is_training: Whether the model is; told by whoever reads ``num_tokens``.
+        is_training: Whether the model is; told by whoever reads ``num_tokens`` and the records.
     """
 
     def __init__(self, shape: MoEConfig, backends: GroupBackends, layer: int = 0) -> None:
@@ -122,17 +124,35 @@ class RoutedExperts:
 
         Returns:
             ``[num_tokens, hidden]`` in ``x.dtype``.
+
+        Raises:
+            ConfigError: ``torch.autocast`` is enabled and gives tokens of another dtype.
+            RoutingError: A gate is NaN, but for float16: see :func:`apply_despite_overflow`.
         """
         self.num_calls += 1
         if self.is_training and not in_backward():
             self.num_tokens += x.shape[0]
-        return moe_forward(
-            x.contiguous(),
-            expert_idx,
-            gates if gates.dtype in (torch.float32, x.dtype) else gates.float(),
-            weights,
-            backend=self._backends.backend_of(self.shape, x.shape[0]),
-            check_routing=False,
-            ordered_grads=True,
-            layer=self.layer,
-        )
+        dtype = (weights.down if isinstance(weights, SplitWeights) else weights.fc2)[0].dtype
+        if x.dtype != dtype and torch.is_autocast_enabled(x.device.type):
+            raise ConfigError(
+                f"torch.autocast gives the layer tokens in {x.dtype} and its experts are {dtype}, "
+                "wanted one dtype: leave torch.autocast out, or cast the tokens before the layer"
+            )
+        backend = self._backends.backend_of(self.shape, x.shape[0])
+        number = launch_number(self.layer, is_training=self.is_training)
+
+        def apply(finite_gates: torch.Tensor) -> torch.Tensor:
+            return moe_forward(
+                x.contiguous(),
+                expert_idx,
+                finite_gates,
+                weights,
+                backend=backend,
+                check_routing=False,
+                ordered_grads=True,
+                layer=number,
+            )
+
+        if gates.dtype not in (torch.float32, x.dtype):
+            gates = gates.float()
+        return apply_despite_overflow(apply, gates, x.dtype)

@@ -1,0 +1,80 @@
+"""What the forwards of experts would do besides computing is lost: they are not called."""
+
+from torch import nn
+
+from flashmoe_megatron.errors import ConfigError
+
+Classes = tuple[type[nn.Module], ...]
+"""Of a module and all below it, in torch's order."""
+
+_HARMLESS = "deepspeed."
+"""Whose hooks gather parameters (ZeRO-3), as reading these does too, or profile."""
+
+
+def check_forwards(experts: nn.Module) -> Classes:
+    """Refuses experts with hooks, or with a ``forward`` that is not their class's.
+
+    Args:
+        experts: The ``experts`` of one of DeepSpeed's MoE layers.
+
+    Returns:
+        Their classes, for :func:`check_unchanged`.
+
+    Raises:
+        ConfigError: Names the module and what it has.
+    """
+    classes = []
+    # Runs before every launch, while the GPU may be idle.
+    for module in experts.modules():
+        classes.append(type(module))
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or "forward" in module.__dict__
+        ):
+            _check_forward(module, experts)
+    return tuple(classes)
+
+
+def check_unchanged(experts: nn.Module, classes: Classes) -> None:
+    """Checks as :func:`check_forwards`, and that the modules are of the classes that they were.
+
+    Args:
+        experts: As there.
+        classes: What it gave when the layer was attached to.
+
+    Raises:
+        ConfigError: Names the module and what it has or is.
+    """
+    now = check_forwards(experts)
+    if now == classes:
+        return
+    problem = f"experts have {len(now)} modules, wanted {len(classes)}"
+    named = experts.named_modules(prefix="experts")
+    for (name, _), got, wanted in zip(named, now, classes, strict=False):
+        if got is not wanted:
+            problem = f"{name} is a {got.__name__}, wanted a {wanted.__name__}"
+            break
+    raise ConfigError(
+        f"{problem}, as when flashmoe was attached: convert no experts afterwards (LoRA, "
+        "quantization), their forward is not called"
+    )
+
+
+def _check_forward(module: nn.Module, experts: nn.Module) -> None:
+    kinds = {
+        "forward": (module._forward_hooks, module._forward_pre_hooks),
+        "backward": (module._backward_hooks, module._backward_pre_hooks),
+    }
+    problem = "a forward of its own" if "forward" in module.__dict__ else None
+    for kind, registries in kinds.items():
+        hooks = [hook for registry in registries for hook in registry.values()]
+        if not all(str(getattr(hook, "__module__", "")).startswith(_HARMLESS) for hook in hooks):
+            problem = f"{kind} hooks"
+    if problem is not None:
+        name = next(name for name, m in experts.named_modules(prefix="experts") if m is module)
+        raise ConfigError(
+            f"{name} ({type(module).__name__}) has {problem}, which would not be called"
+        )

@@ -23,19 +23,18 @@ def check_forwards(experts: nn.Module) -> Classes:
     Raises:
         ConfigError: Names the module and what it has.
     """
-    classes = []
-    # Runs before every launch, while the GPU may be idle.
-    for module in experts.modules():
-        classes.append(type(module))
+    modules = _with_all_below(experts)
+    for module in modules:
+        own = module.__dict__
         if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or "forward" in module.__dict__
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
         ):
             _check_forward(module, experts)
-    return tuple(classes)
+    return tuple(map(type, modules))
 
 
 def check_unchanged(experts: nn.Module, classes: Classes) -> None:
@@ -52,10 +51,10 @@ def check_unchanged(experts: nn.Module, classes: Classes) -> None:
     if now == classes:
         return
     problem = f"experts have {len(now)} modules, wanted {len(classes)}"
-    named = experts.named_modules(prefix="experts")
-    for (name, _), got, wanted in zip(named, now, classes, strict=False):
-        if got is not wanted:
-            problem = f"{name} is a {got.__name__}, wanted a {wanted.__name__}"
+    for module, wanted in zip(_with_all_below(experts), classes, strict=False):
+        if type(module) is not wanted:
+            got = type(module).__name__
+            problem = f"{_name_of(module, experts)} is a {got}, wanted a {wanted.__name__}"
             break
     raise ConfigError(
         f"{problem}, as when flashmoe was attached: convert no experts afterwards (LoRA, "
@@ -74,7 +73,28 @@ def _check_forward(module: nn.Module, experts: nn.Module) -> None:
         if not all(str(getattr(hook, "__module__", "")).startswith(_HARMLESS) for hook in hooks):
             problem = f"{kind} hooks"
     if problem is not None:
-        name = next(name for name, m in experts.named_modules(prefix="experts") if m is module)
+        name = _name_of(module, experts)
         raise ConfigError(
             f"{name} ({type(module).__name__}) has {problem}, which would not be called"
         )
+
+
+def _with_all_below(experts: nn.Module) -> list[nn.Module]:
+    """As torch's modules(), which makes up names as well, and leaves out what it has met.
+
+    This runs before every launch, while the GPU may be idle.
+    """
+    found, left = [], [experts]
+    while left:
+        module = left.pop()
+        found.append(module)
+        if children := module._modules:
+            left += [below for below in reversed(children.values()) if below is not None]
+    return found
+
+
+def _name_of(module: nn.Module, experts: nn.Module) -> str:
+    names: dict[int, str] = {
+        id(each): name for name, each in experts.named_modules(prefix="experts")
+    }
+    return names[id(module)]

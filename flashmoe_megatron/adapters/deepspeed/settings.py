@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flashmoe_megatron.config import (
+    DEFAULT_RESERVED_SMS,
+    DEFAULT_TIMEOUT_S,
     KEEPS,
     MAX_ROW_BOUND,
     MAX_TIMEOUT_S,
@@ -64,8 +66,8 @@ class Settings:
     fallback: str = "error"
     backend: str = "auto"
     symmetric_memory: str = "cuda"
-    timeout: float = 120.0
-    reserved_sms: int = 4
+    timeout: float = DEFAULT_TIMEOUT_S
+    reserved_sms: int = DEFAULT_RESERVED_SMS
     row_bound: float | None = None
     keep: Keep = "all"
     max_tokens_per_rank: int | None = None

@@ -20,7 +20,7 @@ from flashmoe_megatron.errors import (
     RowBoundError,
 )
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 LIBRARY = Path(__file__).with_name("libflashmoe.so")
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -263,6 +263,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "preload": (_STATUS, _ADDRESS),
     "plan": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "await_plan": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "await_fc2_grads": (_STATUS, _ADDRESS, ctypes.c_uint64, _ADDRESS),
     "read_fault": (_STATUS, _ADDRESS, _ADDRESS),
     "clear_fault": (_STATUS, _ADDRESS),
     "read_counters": (_STATUS, _ADDRESS, _ADDRESS),
@@ -271,7 +272,17 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "encode_grads": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32, _ADDRESS),
     "forward": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32),
     "gather": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-    "backward": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32, _INT32),
+    "backward": (
+        _STATUS,
+        _ADDRESS,
+        _ADDRESS,
+        _ADDRESS,
+        _ADDRESS,
+        _ADDRESS,
+        _INT32,
+        _INT32,
+        ctypes.c_uint64,
+    ),
 }
 """What every function returns, then what it takes, by its name without the prefix ``flashmoe_``."""
 

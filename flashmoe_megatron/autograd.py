@@ -1,7 +1,7 @@
 """Makes a backend differentiable: one autograd node per layer and call."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +10,9 @@ from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
 from flashmoe_megatron.checks import check_tokens
 from flashmoe_megatron.gate import Gate, refuse_second_derivative
 from flashmoe_megatron.weights import SplitGrads, SplitWeights
+
+AfterBackward = Callable[[Sequence[torch.Tensor]], None]
+"""Takes the fc2 weights whose gradients a backward adds to main_grad."""
 
 
 def moe_apply(
@@ -23,6 +26,7 @@ def moe_apply(
     ordered_grads: bool = False,
     layer: int = 0,
     gate: Gate | None = None,
+    after_backward: AfterBackward | None = None,
 ) -> torch.Tensor:
     """Applies a layer's routed experts, with gradients for tokens, probabilities and weights.
 
@@ -57,6 +61,8 @@ def moe_apply(
             :func:`~flashmoe_megatron.telemetry.record.launch_number`.
         gate: Fills ``probs`` and ``routing_map`` in, which
             :func:`~flashmoe_megatron.gate.open_gate` has made, in the same launch.
+        after_backward: Called in backward when the backend's has been issued, before hooks on the
+            parameters; in it and in these hooks the backend's ``early_fc2_grads`` may be used.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
@@ -81,6 +87,7 @@ def moe_apply(
         accumulate_into_main_grad,
         layer,
         gate,
+        after_backward,
         routing_map,
         x,
         probs,
@@ -106,6 +113,7 @@ class _RoutedExperts(torch.autograd.Function):
         accumulate_into_main_grad: bool,
         layer: int,
         gate: Gate | None,
+        after_backward: AfterBackward | None,
         routing_map: torch.Tensor,
         x: torch.Tensor,
         probs: torch.Tensor,
@@ -131,6 +139,7 @@ class _RoutedExperts(torch.autograd.Function):
         # The objects themselves: a hook on saved tensors may return copies without main_grad.
         ctx.owners = weights
         ctx.accumulate_into_main_grad = accumulate_into_main_grad
+        ctx.after_backward = after_backward
         return out
 
     @staticmethod
@@ -168,8 +177,10 @@ class _RoutedExperts(torch.autograd.Function):
             targets["fc1_bias"],
             targets["fc2_bias"],
         )
+        if ctx.after_backward is not None:
+            ctx.after_backward(destinations.fc2_in_main_grad())
         # Autograd drops the gradients of inputs that need none.
-        return None, None, None, None, None, None, grad_x, grad_probs, *destinations.grads()
+        return *[None] * 7, grad_x, grad_probs, *destinations.grads()
 
 
 @dataclasses.dataclass
@@ -212,6 +223,11 @@ class _Destinations:
                 grads.append(_dummy_grad(owner) if target.accumulate else target.buffer)
         return tuple(grads)
 
+    def fc2_in_main_grad(self) -> list[torch.Tensor]:
+        """The fc2 weights whose gradients are added to main_grad."""
+        pairs = zip(self._owners.fc2, self.targets["fc2"], strict=True)
+        return [owner for owner, target in pairs if target.accumulate]
+
     @staticmethod
     def _target(owner: Any, adds: bool) -> WeightGrad:
         if adds and getattr(owner, "main_grad", None) is not None:
@@ -243,6 +259,10 @@ class _SplitDestinations:
             kind: [WeightGrad(buffer, False) for buffer in getattr(self._grads.buffers, kind)]
             for kind in _KINDS
         }
+
+    def fc2_in_main_grad(self) -> list[torch.Tensor]:
+        """None."""
+        return []
 
     def grads(self) -> tuple[torch.Tensor, ...]:
         """What autograd is told, in the order of the node's inputs."""

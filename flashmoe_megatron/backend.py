@@ -5,6 +5,7 @@ function, the adapters and the tests know nothing else of them.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -167,5 +168,17 @@ class Backend(Protocol):
 
         Raises:
             ShapeError: ``grad_out`` is not a gradient of that forward's output.
+        """
+        ...
+
+    def early_fc2_grads(self) -> AbstractContextManager[object] | None:
+        """Lets others begin with the gradients of fc2's weights before the backward ends.
+
+        Called after a backward of this backend's, before any other. Not collective.
+
+        Returns:
+            A context: what is put on the current stream within it waits for the gradients of fc2's
+            weights, and for all that the backward itself has waited for, but not for its end.
+            ``None`` where they are complete no earlier than the rest.
         """
         ...

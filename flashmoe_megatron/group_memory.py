@@ -47,6 +47,10 @@ class GroupMemory:
         self._is_captured = False  # some CUDA graph has the present heap
         self._kept_for_graphs: list[tuple[object, ...]] = []
         self._groups: dict[int, _native.FlashMoEGroup] = {}  # by stream
+        self.num_backwards = 0
+        """Number of the last backward, of any layer; those that graphs capture have none."""
+        self._fc2_grads_stream: torch.cuda.Stream | None = None
+        self._fc2_grads_number = 0  # of the last backward that it waits for
         self.is_void = False
         """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
         allocate anew."""
@@ -141,6 +145,23 @@ class GroupMemory:
             # Not ExternalStream, which makes a stream of its own of 0, the default stream's handle.
             before = torch.cuda.get_stream_from_external(last, self.device)
             torch.cuda.current_stream(self.device).wait_stream(before)
+
+    def next_backward(self) -> int:
+        """The number of the backward that is launched next; 0 of one that a graph captures."""
+        if torch.cuda.is_current_stream_capturing():
+            return 0
+        self.num_backwards += 1
+        return self.num_backwards
+
+    def behind_fc2_grads(self) -> torch.cuda.Stream:
+        """A stream that waits for fc2's gradients of the last backward, not for all of it."""
+        if self._fc2_grads_stream is None:
+            self._fc2_grads_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream, number = self._fc2_grads_stream, self.num_backwards
+        if self._fc2_grads_number != number:
+            _native.call("await_fc2_grads", self.open(), number, stream.cuda_stream)
+            self._fc2_grads_number = number
+        return stream
 
     @property
     def has_fault(self) -> bool:

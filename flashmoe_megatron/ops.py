@@ -30,8 +30,8 @@ for _schema in (
     " -> ()",
     "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor rows,"
     " Tensor preact, Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs,"
-    " Tensor grad_table, int num_row_blocks, int grads_dtype, bool accumulate, int layer,"
-    " int problem, int group) -> ()",
+    " Tensor grad_table, int num_row_blocks, int grads_dtype, bool accumulate, int number,"
+    " int layer, int problem, int group) -> ()",
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
@@ -164,6 +164,7 @@ def _backward(
     num_row_blocks: int,
     grads_dtype: int,
     accumulate: bool,
+    number: int,
     layer: int,
     problem: int,
     group: int,
@@ -191,6 +192,7 @@ def _backward(
         grad_table.data_ptr(),
         grads_dtype,
         accumulate,
+        number,
     )
 
 

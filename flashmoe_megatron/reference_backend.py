@@ -176,6 +176,9 @@ class ReferenceBackend(OfGroup):
         return out, _Saved(plan, len(x), kept, tokens, row_probs, pre_activation, layer)
 
     @torch.no_grad()
+    def early_fc2_grads(self) -> None:
+        """None are complete before the others; see the protocol."""
+
     def backward(
         self,
         grad_out: torch.Tensor,

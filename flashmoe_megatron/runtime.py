@@ -1,5 +1,6 @@
 """The fused kernel as a backend: the calls of one layer."""
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -161,6 +162,7 @@ class KernelBackend(OfGroup):
         self._sizes = _native.FlashMoESizes()
         self._tables: dict[tuple[Hashable, ...], WeightTables] = {}
         self._grad_tables: dict[tuple[Hashable, ...], torch.Tensor] = {}
+        self._early_number = 0  # of the last backward, if fc2's gradients are there before its end
 
     @_on_own_device
     def forward(
@@ -363,6 +365,7 @@ class KernelBackend(OfGroup):
         table, grads_dtype, accumulate = self._grad_table(grads.grads)
         problem = self._prepare()
         addresses = _addresses(problem, self.memory.open())
+        number = self.memory.next_backward()
         blocks, rows = saved.num_row_blocks, saved.rows
         if rows is None:
             assert saved.x is not None
@@ -387,11 +390,22 @@ class KernelBackend(OfGroup):
             blocks,
             grads_dtype,
             accumulate,
+            number,
             saved.layer,
             *addresses,
         )
         grads.settle()
+        self._early_number = number if grads.are_own else 0
         return grad_x, grad_probs
+
+    def early_fc2_grads(self) -> contextlib.AbstractContextManager[object] | None:
+        """See :class:`flashmoe_megatron.backend.Backend`."""
+        number = self._early_number
+        if not number or number != self.memory.num_backwards:
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return torch.cuda.stream(self.memory.behind_fc2_grads())
 
     @property
     @_on_own_device

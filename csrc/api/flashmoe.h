@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 8
+#define FLASHMOE_ABI_VERSION 9
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 
@@ -264,14 +264,23 @@ FLASHMOE_EXPORT int flashmoe_gather(const FlashMoEProblem* problem,
 /* Collective. All gradients: dispatches grad_out along the saved plan (an epoch of its own).
  *   grad_table   device copy, of gradients for biases too if `launch` has biases
  *   grads_dtype  that the table is of
- *   accumulate   adds to what is there */
+ *   accumulate   adds to what is there
+ *   number       for flashmoe_await_fc2_grads, one more than that of the group's last backward; or 0,
+ *                in a CUDA graph, whose replays would tell of a number long past */
 FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
                                       const FlashMoEGroup* group,
                                       const FlashMoELaunch* launch,
                                       const void* grad_out,
                                       const void* grad_table,
                                       int32_t grads_dtype,
-                                      int32_t accumulate);
+                                      int32_t accumulate,
+                                      uint64_t number);
+
+/* Makes a stream wait until the backward of that number, which has been launched, or a later one
+ * has the gradients of all fc2 weights (not of biases) complete, while it may still compute fc1's. */
+FLASHMOE_EXPORT int flashmoe_await_fc2_grads(const FlashMoEGroup* group,
+                                             uint64_t number,
+                                             void* stream);
 
 #ifdef __cplusplus
 }

@@ -239,14 +239,16 @@ int set_weight_grads(const FlashMoEProblem* p,
                      const void* grad_table,
                      int grads_dtype,
                      bool accumulate,
+                     uint64_t number,
                      BackwardArgs* args) {
     const Shape& s = args->shape;
-    auto& [product, maps, pointers, dtype, adds] = args->weight_grads;
+    auto& [product, maps, pointers, dtype, adds, its_number] = args->weight_grads;
     maps = static_cast<const CUtensorMap*>(grad_table);
     pointers = reinterpret_cast<void* const*>(static_cast<const char*>(grad_table) +
                                               grad_pointers_begin(s));
     dtype = Dtype(grads_dtype);
     adds = accumulate;
+    its_number = number;
     product[0].num_out = product[1].num_in = s.hidden;
     product[0].num_in = s.intermediate;
     product[1].num_out = s.fc1_rows();
@@ -393,7 +395,8 @@ int flashmoe_backward(const FlashMoEProblem* problem,
                       const void* grad_out,
                       const void* grad_table,
                       int32_t grads_dtype,
-                      int32_t accumulate) {
+                      int32_t accumulate,
+                      uint64_t number) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_pass(problem, launch_args, true));
     FLASHMOE_TRY(check_pointer(grad_out, launch_args->num_tokens > 0, "grad_out"));
@@ -402,8 +405,8 @@ int flashmoe_backward(const FlashMoEProblem* problem,
     auto args = layer_args<BackwardArgs>(problem, group, launch_args->plan, grad_out,
                                          launch_args->num_tokens);
     FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
-    FLASHMOE_TRY(
-        set_weight_grads(problem, launch_args, grad_table, grads_dtype, accumulate != 0, &args));
+    FLASHMOE_TRY(set_weight_grads(problem, launch_args, grad_table, grads_dtype, accumulate != 0,
+                                  number, &args));
     const KernelEntry entry = entry_of(problem, true);
     FLASHMOE_TRY(launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
                         group->stream, "backward launch", args));

@@ -1,12 +1,13 @@
 // The bodies of the C interface's calls that read what launches have left: plans, faults, counters
-// and records. Only flashmoe_await_plan waits for the plan, and flashmoe_clear_fault and
-// flashmoe_read_counters for the stream.
+// and records, and gradients that are complete. Only flashmoe_await_plan waits for the plan, and
+// flashmoe_clear_fault and flashmoe_read_counters for the stream.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
 
 #include "host/check.h"
+#include "host/driver.h"
 #include "host/mailbox.h"
 
 namespace flashmoe {
@@ -71,6 +72,18 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
     *num_row_blocks = mailbox->report.num_row_blocks;
     *num_rows = mailbox->report.num_rows;
     return FLASHMOE_OK;
+}
+
+int flashmoe_await_fc2_grads(const FlashMoEGroup* group, uint64_t number, void* stream) {
+    FLASHMOE_TRY(check_struct(group, "group"));
+    FLASHMOE_TRY(check_pointer(group->workspace, true, "workspace"));
+    static decltype(&cuStreamWaitValue64) wait = nullptr;
+    FLASHMOE_TRY(find_in_driver("cuStreamWaitValue64", &wait));
+    const char* word = static_cast<char*>(group->workspace) + Workspace::kFc2GradsOffset;
+    const CUresult result = wait(static_cast<CUstream>(stream), reinterpret_cast<CUdeviceptr>(word),
+                                 number, CU_STREAM_WAIT_VALUE_GEQ);
+    if (result == CUDA_SUCCESS) return FLASHMOE_OK;
+    return fail(FLASHMOE_CUDA_ERROR, "cuStreamWaitValue64: error %d", int(result));
 }
 
 int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault) {

@@ -1,13 +1,10 @@
 // TMA descriptors of row-major matrices, with the 128-byte swizzle: of bf16 operands, which are
 // read along their contiguous dimension (K-major), or across it (MN-major: transposed weights,
-// weight gradients); and of float32 gradients, which a processor's warp writes. The encoder is
-// found through the runtime, so nothing links to libcuda.
+// weight gradients); and of float32 gradients, which a processor's warp writes.
 #pragma once
 
-#include <cuda.h>
-
 #include "flashmoe/tile/float_half.cuh"
-#include "host/error.h"
+#include "host/driver.h"
 
 namespace flashmoe {
 
@@ -23,17 +20,7 @@ inline int bind_thread() {
 inline int encode_map(
     CUtensorMap* map, BoxKind kind, const void* matrix, int64_t rows, int64_t columns) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-    if (encode == nullptr) {
-        void* found = nullptr;
-        cudaDriverEntryPointQueryResult result;
-        FLASHMOE_TRY(check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
-                                                                 12000, cudaEnableDefault, &result),
-                                "looking up cuTensorMapEncodeTiled"));
-        if (result != cudaDriverEntryPointSuccess or found == nullptr) {
-            return fail(FLASHMOE_CUDA_ERROR, "the driver has no cuTensorMapEncodeTiled");
-        }
-        encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-    }
+    FLASHMOE_TRY(find_in_driver("cuTensorMapEncodeTiled", &encode));
     // Three dimensions: the columns in 128 bytes, the rows, and the blocks of such columns. So a
     // box of more columns lies in shared memory as wgmma wants it.
     const bool is_grad = kind == BoxKind::kGrad;

@@ -248,6 +248,7 @@ def _backward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
             _pointer(choices),
             dtype,
             _int32(choices.number()),
+            choices.number() % 2**64,
         )
     )
 
@@ -273,6 +274,11 @@ def _encode_grads(library: Any, choices: Choices, problem: Any, fields: Any) -> 
     given = _tables(choices, fields, 2)
     dtype = _int32(choices.number()) if choices.flag() else 0
     return int(library.flashmoe_encode_grads(problem, *given, dtype, _pointer(choices)))
+
+
+def _await_fc2_grads(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    number = choices.number() % 2**64
+    return int(library.flashmoe_await_fc2_grads(_group(choices), number, _pointer(choices)))
 
 
 def _read_fault(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
@@ -321,6 +327,7 @@ _CALLS = {
     "backward": _backward,
     "encode_weights": _encode_weights,
     "encode_grads": _encode_grads,
+    "await_fc2_grads": _await_fc2_grads,
     "read_fault": _read_fault,
     "clear_fault": _clear_fault,
     "read_counters": _read_counters,

@@ -54,6 +54,34 @@ TWICE = "is written over by one who does not know of the last write"
 HANG = "nobody can go on"
 
 MUTANTS = [
+    # Gradients that are complete before the launch is.
+    Mutant(
+        "fc2's gradients are told of before their copies are complete",
+        "ctas2_grads",
+        "weight_grads",
+        False,
+        ((FORWARD, "A::bulk_wait_complete();\n        protocol::arrive", "protocol::arrive"),),
+    ),
+    Mutant(
+        "the first CTA tells of fc2's gradients",
+        "ctas2_grads",
+        "weight_grads",
+        True,
+        ((FORWARD, "M::kFc2GradsStored), s_.ctas", "M::kFc2GradsStored), 1"),),
+    ),
+    Mutant(
+        "a CTA counts fc2's gradients before it is done with them",
+        "ctas2_grads",
+        "weight_grads",
+        True,
+        (
+            (
+                FORWARD,
+                "if (product == 1 and not has_counted",
+                "if (product == 0 and not has_counted",
+            ),
+        ),
+    ),
     # Fences.
     Mutant(
         "no fence before a CTA arrives",

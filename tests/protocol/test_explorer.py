@@ -15,6 +15,7 @@ COMPLETE = {
     "ranks3_split": 55,
     "ranks3_refused": 70,
     "ctas2": 900,
+    "ctas2_grads": 2_000,
 }
 BOUNDED = {
     "ranks2_backward": 10_000,

@@ -147,6 +147,25 @@ def test_main_grad_takes_the_gradient_and_hooks_see_a_dummy():
         assert not torch.equal(parameter.main_grad - start, grad.float())
 
 
+def test_who_waits_for_a_backward_hears_of_it_before_hooks_fire():
+    layer = Layer()
+    fc1, fc2 = layer.parameters[:4], layer.parameters[4:]
+    heard: list[list[torch.Tensor] | str] = []
+    for parameter in (*fc1, *fc2[1:]):
+        parameter.main_grad = torch.zeros(parameter.shape)
+    for parameter in layer.parameters:
+        parameter.register_hook(lambda *_: heard.append("hook"))
+
+    def after_backward(weights: list[torch.Tensor]) -> None:
+        assert layer.backend.num_backwards == 1
+        heard.append(weights)
+
+    layer(accumulate_into_main_grad=True, after_backward=after_backward).backward(layer.grad_out)
+    weights, *hooks = heard
+    assert [id(weight) for weight in weights] == [id(weight) for weight in fc2[1:]]
+    assert hooks == ["hook"] * 8
+
+
 def test_main_grad_accumulates_over_micro_batches():
     layer = Layer()
     want = layer.grads()[2:]

@@ -33,6 +33,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
     RingCursor<kTileSlots> slot;
     RingCursor<1> handed;
     int chunk = 0;
+    [[maybe_unused]] bool has_counted_grads = false;
     begin_span(uint32_t(Role::kFinish));
     if constexpr (Pass::kIsBackward) publish_grads(args, handover, processor);
     open_rooms(handover, processor);
@@ -42,7 +43,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (tile.gemm == TileInfo::kNoTile) break;
         if constexpr (Pass::kIsBackward) {
             if (is_weight_grad(tile)) {
-                finish_weight_grad(args, tile, handover, handed, processor);
+                finish_weight_grad(args, tile, handover, handed, processor, has_counted_grads);
                 continue;
             }
         }

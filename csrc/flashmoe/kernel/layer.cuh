@@ -183,8 +183,12 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     close_counters(args.workspace.totals);
     // The other CTA may still write to this one's shared memory. Sums are on their way meanwhile.
     if (goes_on) cute::cluster_sync();
-    leave(args.workspace, true,
-          [&] { write_record(args, Pass::kIsBackward, [&] { spoil_output(args); }); });
+    leave(args.workspace, true, [&] {
+        write_record(args, Pass::kIsBackward, [&] { spoil_output(args); });
+        if constexpr (Pass::kIsBackward) {
+            if (threadIdx.x == 0) tell_fc2_grads(args);  // unless that is done
+        }
+    });
 }
 
 template <class Pass>

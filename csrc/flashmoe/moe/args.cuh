@@ -115,6 +115,7 @@ struct WeightGrads {
     void* const* pointers;         // device: the same, then those of the biases
     Dtype dtype;                   // float32, or the tokens'
     bool accumulate;
+    uint64_t number;  // of this backward: what Workspace::fc2_grads is told; 0: nothing
 };
 
 struct BackwardArgs : LayerArgs {

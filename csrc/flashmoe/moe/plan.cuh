@@ -128,7 +128,8 @@ struct Plan {
 // Counters of one launch: zero when it begins, and zeroed by the last CTA that leaves.
 struct Tickets {
     uint32_t tile, dispatch;
-    uint32_t differentiated;  // finishers' shares of a backward's GEMM0 tiles, of all blocks
+    uint32_t differentiated;    // finishers' shares of a backward's GEMM0 tiles, of all blocks
+    uint32_t fc2_grads_stored;  // finishers whose CTA's shares of fc2's gradients are complete
     uint32_t routes_published, rows_published, rows_taken, leaving;
     uint32_t barrier[2];
 };
@@ -141,12 +142,13 @@ __device__ __forceinline__ int take_tickets(uint32_t* counter, int count) {
 }
 
 struct Workspace {
-    static constexpr int kTotalsOffset = 128;  // bytes from the start
+    static constexpr int kFc2GradsOffset = 24, kTotalsOffset = 128;  // bytes from the start
 
     uint32_t* raised;       // first fault wins; never zeroed by a launch
     uint32_t* epoch;        // the last one that ended
     uint64_t* begun_ns;     // when this launch began
     uint64_t* num_records;  // that all launches have written
+    uint64_t* fc2_grads;    // number of the last backward whose gradients of fc2 are complete
     Totals* totals;         // never zeroed
     Tickets* tickets;
     uint32_t* rows_ready;      // [block]: rows in place, 128 when full
@@ -178,6 +180,8 @@ struct Workspace {
             out->epoch = words + 1;
             out->begun_ns = reinterpret_cast<uint64_t*>(words + 2);
             out->num_records = reinterpret_cast<uint64_t*>(words + 4);
+            out->fc2_grads =
+                reinterpret_cast<uint64_t*>(static_cast<char*>(base) + kFc2GradsOffset);
             out->totals = reinterpret_cast<Totals*>(static_cast<char*>(base) + kTotalsOffset);
             out->cta_counts = words + kFront;
             out->tickets = reinterpret_cast<Tickets*>(words + kFront + kCounts);

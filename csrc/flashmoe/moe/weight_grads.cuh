@@ -2,7 +2,8 @@
 // behind those of its two products, so that they fill the tensor cores while results travel. One
 // cluster owns a whole pair of 128 x 256 tiles, with all rows of the expert as K. No split along K,
 // hence no atomics in the order of sums, and the same bits at every run. Pad rows are zeros. fc2's
-// tiles come first, so that its gradients are complete early.
+// tiles come first: its gradients are complete while fc1's are computed, and whoever waits for them
+// alone, such as their reduction over replicas, is told so.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
@@ -12,7 +13,7 @@
 namespace flashmoe {
 
 // Weight gradients are products 2 (fc2's) and 3 (fc1's) of a backward.
-constexpr int kFirstWeightGrad = 2;
+constexpr int kFirstWeightGrad = 2, kFc1WeightGrad = 3;
 
 __device__ __forceinline__ bool is_weight_grad(const TileInfo& tile) {
     return tile.gemm >= kFirstWeightGrad;
@@ -57,7 +58,7 @@ class GradRows {
  public:
     __device__ __forceinline__ GradRows(const BackwardArgs& args, const TileInfo& tile, int warp)
         : num_in_(product_of(args, tile).num_in), column_(tile.n * BLOCK_N) {
-        const int matrix = kFirstWeightGrad + 1 - tile.gemm;  // fc1's come first
+        const int matrix = kFc1WeightGrad - tile.gemm;  // fc1's come first
         const int index = matrix * args.shape.num_local_experts() + tile.expert;
         map_ = args.weight_grads.maps + index;
         grad_ = static_cast<char*>(args.weight_grads.pointers[index]);
@@ -145,6 +146,8 @@ __device__ __forceinline__ void store_weight_grad(const BackwardArgs& args,
                                                   const GradRows& grad,
                                                   const WarpRoom& room,
                                                   const Accumulator& accumulator) {
+    // What this warp has sent of the tile before, which is long done: its finisher counts on it.
+    if constexpr (kHalf == 0) ptx::bulk_wait_complete();
     lay_down_floats<kHalf>(room.outputs, accumulator);
     ptx::fence_proxy_async_shared();
     __syncwarp();
@@ -164,17 +167,37 @@ __device__ __forceinline__ void store_weight_grad(const BackwardArgs& args,
     }
 }
 
+// Tells streams that wait for fc2's gradients of this backward. Scope: one thread, behind all of
+// them.
+__device__ __forceinline__ void tell_fc2_grads(const BackwardArgs& args) {
+    const uint64_t number = args.weight_grads.number;
+    if (number != 0) Atomics::store<protocol::Scope::kSystem>(args.workspace.fc2_grads, number);
+}
+
+// Counts what a processor and its finisher have stored of fc2's gradients; the last of the GPU
+// tells. Where some CTA has no tile of fc1's, the end of the launch does. Scope: a finisher, behind
+// its bulk copies and what its processor's warps have handed over since.
+__device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    protocol::arrive<Atomics>(&args.workspace.tickets->fc2_grads_stored, kNumProcessors * gridDim.x,
+                              [&] { tell_fc2_grads(args); });
+}
+
 // Sends what processors leave of a tile, in pieces over half the time of the next one: its loads
 // would wait behind all that an SM sends at once. Scope: a finisher.
 __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
                                                    const TileInfo& tile,
                                                    const Handover& handover,
                                                    RingCursor<1>& handed,
-                                                   int processor) {
+                                                   int processor,
+                                                   bool& has_counted) {
     constexpr int kPieces = kProcessorWarps * kHalfBlocks;
     constexpr unsigned kBlockNs = 650;  // that a block of K is multiplied in
     const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
     if (num_k_blocks == 0) return;
+    const bool counts = not has_counted and tile.gemm == kFc1WeightGrad;
+    if (counts) ptx::bulk_wait_complete();  // of fc2's last tile
     GiveBack give_back;
 #pragma unroll 1
     for (int warp = 0; warp < kProcessorWarps; ++warp) {
@@ -186,6 +209,8 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
         }
         give_back.follow(room.empty);
     }
+    if (counts) count_fc2_grads(args);
+    has_counted |= counts;
     give_back.finish();
     handed.advance();
 }

@@ -21,6 +21,7 @@ def install() -> None:
     when_imported("megatron.core.transformer.transformer_config", _patch_config)
     when_imported("megatron.core.transformer.moe.moe_layer", _patch_layer)
     when_imported("megatron.core.transformer.moe.moe_utils", _fix_router)
+    when_imported("megatron.core.distributed.param_and_grad_buffer", _patch_buckets)
     when_imported("megatron.core.datasets.utils", _fix_datasets)
     when_imported("megatron.training.arguments", _patch_arguments)
     when_imported("megatron.training.global_vars", _patch_global_vars)
@@ -46,6 +47,12 @@ def _fix_router(module: ModuleType) -> None:
     from flashmoe_megatron.adapters.megatron.fixes import define_te_general_gemm
 
     define_te_general_gemm(module)
+
+
+def _patch_buckets(module: ModuleType) -> None:
+    from flashmoe_megatron.adapters.megatron.grad_reduce import patch_buckets
+
+    patch_buckets(module)
 
 
 def _fix_datasets(module: ModuleType) -> None:

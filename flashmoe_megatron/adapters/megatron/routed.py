@@ -1,5 +1,6 @@
 """The routed experts of one MoE layer of Megatron: which backend, which weights, one call."""
 
+import functools
 import math
 import sys
 import weakref
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
 from flashmoe_megatron.adapters.megatron.refusals import SCRIPT_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.settings import (
     Settings,
@@ -142,6 +144,7 @@ class RoutedExperts:
                 weights,
                 accumulate_into_main_grad=self._adds_to_main_grad(weights),
                 layer=launch_number(layer, is_training=self._experts.training),
+                after_backward=functools.partial(note_backward, self.backend),
             )
 
         return apply_despite_overflow(apply, probs, x.dtype)

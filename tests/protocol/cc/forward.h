@@ -185,9 +185,9 @@ struct Memory {
             for (int i = 0; i < count; ++i) A::name(&counters[first + i], what, i);
         };
         static const char* const tickets[kTickets] = {
-            "tickets.tile",     "tickets.dispatch", "differentiated",
-            "routes_published", "rows_published",   "rows_taken",
-            "leaving",          "barrier0",         "barrier1"};
+            "tickets.tile",     "tickets.dispatch", "differentiated", "fc2_grads_stored",
+            "routes_published", "rows_published",   "rows_taken",     "leaving",
+            "barrier0",         "barrier1"};
         for (int i = 0; i < kTickets; ++i) name(i, 1, tickets[i]);
         const int blocks = s.max_blocks();
         name(kTickets, blocks, "rows_ready");
@@ -202,6 +202,7 @@ struct Memory {
         kTile,
         kDispatch,
         kDifferentiated,
+        kFc2GradsStored,
         kRoutes,
         kRows,
         kTaken,
@@ -677,15 +678,20 @@ class Agent {
         const uint64_t header = A::read(&here_.header[0]);
         const protocol::TileOrder order{
             int(header & 0xffff), s_.group_units, s_.lag, {s_.n_tiles[0], s_.n_tiles[1]}};
+        bool has_counted_grads = false;
         for (;;) {
-            forget(4);
+            forget(has_counted_grads ? 10 : 4);
             const int ticket = int(protocol::take<A>(here_.counter(M::kTile), 1));
             const auto pair = order.at(ticket);
             if (pair.gemm == protocol::TilePlace::kNone) {
                 const int behind = ticket - order.num_tickets();
-                if (launch.kind != Kind::kBackward or behind >= 2 * s_.local_experts()) return;
-                compute_weight_grad(epoch, behind / s_.local_experts(),
-                                    behind % s_.local_experts());
+                if (launch.kind != Kind::kBackward or behind >= 2 * s_.local_experts()) {
+                    return A::bulk_wait_complete();
+                }
+                const int product = behind / s_.local_experts();
+                compute_weight_grad(epoch, product, behind % s_.local_experts());
+                if (product == 1 and not has_counted_grads) count_fc2_grads(launch, epoch);
+                has_counted_grads |= product == 1;
                 continue;
             }
             if (s_.finishers_combine) combine_some(launch, epoch);
@@ -776,7 +782,22 @@ class Agent {
         auto* grad = &here_.weight_grads[product * s_.local_experts() + local];
         const uint64_t value = mix(epoch, mix(sum, uint64_t(product) << 8 | uint64_t(expert)));
         A::check(A::read(grad) != value or A::is_void(), "a weight gradient is added twice");
-        A::write(grad, value);
+        A::fence_proxy_async();  // what has just been read was for the check alone
+        A::write_by_bulk(grad, value);
+    }
+
+    // The last to come tells whoever waits for fc2's gradients alone, who then reads them.
+    void count_fc2_grads(const Launch& launch, uint32_t epoch) {
+        A::bulk_wait_complete();
+        protocol::arrive<A>(here_.counter(M::kFc2GradsStored), s_.ctas, [&] {
+            for (int local = 0; local < s_.local_experts(); ++local) {
+                const int expert = rank_ * s_.local_experts() + local;
+                A::check(A::read(&here_.weight_grads[local]) ==
+                                 expected_weight_grad(launch, epoch, 0, expert) or
+                             A::is_void(),
+                         "fc2's gradients are told of before they are complete");
+            }
+        });
     }
 
     uint64_t expected_weight_grad(const Launch& launch, uint32_t epoch, int product, int expert) {

@@ -120,6 +120,10 @@ inline std::vector<Scenario> small_scenarios() {
         const Launch both = launch_of(Kind::kForward, s, {{{0, 1}, {0, 1}}});
         const Launch one = launch_of(Kind::kForward, s, {{{1}}});
         all.push_back({"ctas2", s, {both, one, both}});
+        Sizes grads = s;  // more of them than CTAs
+        grads.experts = 3;
+        const Launch lone = launch_of(Kind::kForward, grads, {{{1}}});
+        all.push_back({"ctas2_grads", grads, {lone, again(lone, Kind::kBackward)}});
         Sizes three = s;
         three.ctas = 3, three.tokens = 3, three.chunk_tokens = 1;
         all.push_back({"ctas3", three, {launch_of(Kind::kForward, three, {{{0}, {0}, {0}}})}});

@@ -1,0 +1,100 @@
+"""Lets Megatron reduce fc2's gradients over replicas while fc1's are still computed.
+
+A backward computes the gradients of fc2's weights before those of fc1's, in one launch. With
+``--overlap-grad-reduce`` Megatron starts a bucket's collective in the hook of the last parameter to
+get its gradient, behind all that the compute stream has by then: that whole launch. Where all that
+is new in a bucket is of fc2, the collective is started behind fc2's gradients alone.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from flashmoe_megatron.backend import Backend
+
+_EARLY = "flashmoe_early_in"
+"""Attribute of a parameter: the last backward before whose end its gradient may be complete."""
+_LATE = "flashmoe_late_in"
+"""Attribute of a bucket group: the last backward at or after whose end it got a gradient."""
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """A layer's backward that has been issued: which of the process's, and by whom."""
+
+    number: int
+    backend: Backend | None
+
+
+_last = _Backward(0, None)
+_early_group: Any = None
+"""The bucket group that is told of a gradient, if its collective may then start early."""
+
+
+def note_backward(backend: Backend, fc2_in_main_grad: Sequence[torch.Tensor]) -> None:
+    """Hears of a layer's backward when it has been issued, before its parameters' hooks.
+
+    Args:
+        backend: Has issued it.
+        fc2_in_main_grad: The fc2 weights whose gradients it adds to main_grad.
+    """
+    global _last
+    _last = _Backward(_last.number + 1, backend)
+    for weight in fc2_in_main_grad:
+        # Else Megatron's hook adds the zeros that autograd got, behind the launch.
+        if not getattr(weight, "zero_out_wgrad", False):
+            setattr(weight, _EARLY, _last.number)
+
+
+def patch_buckets(module: ModuleType) -> None:
+    """Wraps what Megatron's hooks call when a parameter has its gradient, and what that may start.
+
+    Args:
+        module: ``megatron.core.distributed.param_and_grad_buffer``.
+    """
+    group_class = module._ParamAndGradBucketGroup
+    register, start = group_class.register_grad_ready, group_class.start_grad_sync
+
+    @functools.wraps(register)
+    def register_grad_ready(group: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
+        global _early_group
+        _early_group = group if _may_be_early(group, param) else None
+        try:
+            return register(group, param, *args, **kwargs)
+        finally:
+            _early_group = None
+
+    @functools.wraps(start)
+    def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
+        early = None
+        if group is _early_group and _last.backend is not None:
+            early = _last.backend.early_fc2_grads()
+        with early or contextlib.nullcontext():
+            return start(group, *args, **kwargs)
+
+    group_class.register_grad_ready = register_grad_ready
+    group_class.start_grad_sync = start_grad_sync
+
+
+def _may_be_early(group: Any, param: torch.Tensor) -> bool:
+    """Whether a bucket group need not wait for the last backward's end, this gradient being there.
+
+    Gradients that were there before that backward are complete when it begins to compute its own;
+    any that came since, other than the early ones, are as late as its end.
+    """
+    if getattr(param, _EARLY, 0) != _last.number:
+        setattr(group, _LATE, _last.number)
+        return False
+    # Several instances of the distributed optimizer reduce on a stream of their own, which waits
+    # for the compute stream; and sums in float32 are made when the collective is waited for.
+    config = group.ddp_config
+    return bool(
+        getattr(group, _LATE, 0) != _last.number
+        and config.num_distributed_optimizer_instances == 1
+        and not getattr(config, "reduce_scatter_with_fp32_accumulation", False)
+    )

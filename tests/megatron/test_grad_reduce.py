@@ -1,0 +1,119 @@
+"""Which of Megatron's collectives may start behind fc2's gradients alone, in real training runs."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.reference_backend import ReferenceBackend
+from tests.distributed import RankPool
+from tests.megatron.harness import Case, Layout, train
+
+EP2_DP2 = Layout(expert=2)
+FC1, FC2 = (128, 64), (64, 64)  # of an expert; other parameters are in buckets of their own
+
+Started = list[tuple[bool, set[tuple[int, ...]]]]
+
+
+def early_collectives(group: dist.ProcessGroup, case: Case) -> tuple[Started, list[float]]:
+    """Trains with a backend whose fc2 gradients are early.
+
+    Returns:
+        Of each collective over gradients of experts whether it was started as an early one, with
+        the shapes of its parameters; and the losses.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    is_early = False
+    started: Started = []
+
+    @contextlib.contextmanager
+    def early() -> Iterator[None]:
+        nonlocal is_early
+        is_early = True
+        yield
+        is_early = False
+
+    bucket_group = param_and_grad_buffer._ParamAndGradBucketGroup
+    start = bucket_group.start_grad_sync
+
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not all(getattr(param, "allreduce", True) for param in self.params):
+            started.append((is_early, {tuple(param.shape) for param in self.params}))
+        return start(self, *args, **kwargs)
+
+    with (
+        patch.object(ReferenceBackend, "early_fc2_grads", lambda backend: early()),
+        patch.object(bucket_group, "start_grad_sync", start_grad_sync),
+    ):
+        return started, train(group, case, "flashmoe").losses
+
+
+def case_of(**ddp: Any) -> Case:
+    settings = {"overlap_grad_reduce": True, "bucket_size": 1, **ddp}
+    return Case(EP2_DP2, ddp=settings, fuse_main_grad=True)
+
+
+def test_buckets_of_fc2_are_reduced_early(four_ranks: RankPool) -> None:
+    plain = four_ranks.run(train, case_of(), "flashmoe", timeout_s=110)
+    for (started, losses), want in zip(
+        four_ranks.run(early_collectives, case_of(), timeout_s=110), plain, strict=True
+    ):
+        assert losses == want.losses
+        # In the first iteration Megatron counts what comes, and reduces at its end.
+        assert {shape for early, (shape,) in started if early} == {FC2}
+        assert {early for early, shapes in started if shapes == {FC1}} == {False}
+        num_fc2 = 2 * 4  # layers, local experts
+        assert sum(early for early, _ in started) == (case_of().iterations - 1) * num_fc2
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [{"bucket_size": 10_000}, {"overlap_grad_reduce": False}],
+    ids=["buckets that fc1 shares", "nothing overlaps"],
+)
+def test_others_are_not(ddp: dict[str, Any], four_ranks: RankPool) -> None:
+    for started, _ in four_ranks.run(early_collectives, case_of(**ddp), timeout_s=110):
+        assert started
+        assert not any(early for early, _ in started)
+
+
+def may_be_early_after_each(group: dist.ProcessGroup) -> list[bool]:
+    """Asks of a bucket group of two layers' fc2 and of something else, gradient after gradient."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from flashmoe_megatron.adapters.megatron import grad_reduce
+
+    class Group:
+        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+
+    first, second, zeroed, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(4))
+    zeroed.zero_out_wgrad = True  # type: ignore[attr-defined]
+    bucket_group = Group()
+    backend: Any = None
+    answers = []
+
+    def ask(parameter: torch.Tensor) -> None:
+        answers.append(grad_reduce._may_be_early(bucket_group, parameter))
+
+    grad_reduce.note_backward(backend, [first])
+    ask(first)
+    ask(other)  # came after the launch: now the group is as late as its end
+    ask(first)
+    grad_reduce.note_backward(backend, [second, zeroed])
+    ask(second)  # all that was late was of the backward before
+    ask(zeroed)  # Megatron adds to it behind the launch
+    ask(second)
+    grad_reduce.note_backward(backend, [second])
+    Group.ddp_config.num_distributed_optimizer_instances = 2
+    ask(second)
+    return answers
+
+
+def test_a_gradient_that_came_since_makes_a_bucket_late(two_ranks: RankPool) -> None:
+    want = [True, False, False, True, False, False, False]
+    assert two_ranks.run(may_be_early_after_each) == [want, want]

@@ -14,7 +14,8 @@ from flashmoe_megatron.checks import TOKEN_DTYPES, check_gate_weight, check_read
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.gate import GateConfig, open_gate
-from flashmoe_megatron.select import BackendKind, select_backend
+from flashmoe_megatron.options import BackendKind
+from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.record import launch_number
 from flashmoe_megatron.weights import SplitWeights
 

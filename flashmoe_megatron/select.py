@@ -10,15 +10,13 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import Backend
-from flashmoe_megatron.config import KEEPS, Keep, MoEConfig
+from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendKind, KernelOptions, wanted_instead
 from flashmoe_megatron.reference_backend import ReferenceBackend
 
 logger = logging.getLogger("flashmoe_megatron")
 
-BackendKind = Literal["auto", "kernel", "reference"]
-_KINDS = ("auto", "kernel", "reference")
 HOPPER = (9, 0)
 _Value = TypeVar("_Value")
 
@@ -59,8 +57,7 @@ def select_backend(
     _check_options(kernel_options)
     device = _named(device)
     chosen = resolve_kind(kind, device)
-    if keep not in KEEPS:
-        raise ConfigError(f"keep {keep!r}: wanted one of {', '.join(KEEPS)}")
+    _check("keep", keep)
     agreed = {**dataclasses.asdict(config), "backend": chosen, "keep": keep}
     if chosen == "kernel":
         memory = agreed["symmetric_backend"] = kernel_options.get("symmetric_backend")
@@ -87,8 +84,7 @@ def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "
         ConfigError: ``kind`` is unknown.
         DeviceError: ``kind`` is "kernel" and the device is not a Hopper GPU.
     """
-    if kind not in _KINDS:
-        raise ConfigError(f"backend {kind!r}: wanted one of {', '.join(_KINDS)}")
+    _check("backend", kind)
     is_hopper, found = _describe(device)
     if kind == "kernel" and not is_hopper:
         raise DeviceError(
@@ -139,6 +135,12 @@ def check_one_host(group: dist.ProcessGroup | None) -> None:
             "an expert-parallel size (Megatron's --expert-model-parallel-size) that divides the "
             "GPUs of a host, or the symmetric memory 'nvshmem'"
         )
+
+
+def _check(option: str, value: object) -> None:
+    wanted = wanted_instead(option, value)
+    if wanted is not None:
+        raise ConfigError(f"{option} {value!r}: wanted {wanted}")
 
 
 def _check_options(options: dict[str, Any]) -> None:

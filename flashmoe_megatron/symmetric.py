@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import ConfigError, HeapError
+from flashmoe_megatron.options import SymmetricBackend
 
-SymmetricBackend = Literal["cuda", "nvshmem"]
-_TORCH_NAMES: dict[str, Literal["CUDA", "NVSHMEM"]] = {"cuda": "CUDA", "nvshmem": "NVSHMEM"}
+_TORCH_NAMES: dict[SymmetricBackend, Literal["CUDA", "NVSHMEM"]] = {
+    "cuda": "CUDA",
+    "nvshmem": "NVSHMEM",
+}
 
 
 @dataclass(frozen=True)

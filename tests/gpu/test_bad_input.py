@@ -188,8 +188,8 @@ def test_heap_that_does_not_fit():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout_s": 0.0}, "timeout_s=0.0: must be positive"),
-        ({"reserved_sms": -1}, "reserved_sms=-1: must not be negative"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0: wanted seconds above 0"),
+        ({"reserved_sms": -1}, "reserved_sms=-1: wanted a whole number"),
         ({"reserved_sms": 100_000}, "reserved_sms=100000: the GPU has"),
     ],
     ids=str,

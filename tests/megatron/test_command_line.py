@@ -101,9 +101,9 @@ def test_parser_without_the_dispatcher_flag_is_refused() -> None:
     [
         ({"backend": "cuda"}, "--flashmoe-backend 'cuda': wanted one of auto, kernel, reference"),
         ({"symmetric_memory": "nvls"}, "--flashmoe-symmetric-memory 'nvls'"),
-        ({"timeout_s": 0.0}, "--flashmoe-timeout 0.0: must be positive"),
+        ({"timeout_s": 0.0}, "--flashmoe-timeout 0.0: wanted seconds above 0"),
         ({"reserved_sms": -1}, "--flashmoe-reserved-sms -1"),
-        ({"row_bound": 0.9}, "--flashmoe-row-bound 0.9: must be at least 1"),
+        ({"row_bound": 0.9}, "--flashmoe-row-bound 0.9: wanted a number of at least 1"),
         ({"max_tokens": 0}, "--flashmoe-max-tokens 0"),
         ({"heap": 1}, "unknown settings heap"),
     ],

@@ -65,7 +65,7 @@ def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
         (None, [], "no ranks, wanted 2"),
         ("4", [], "4 ranks, wanted 2"),
         ("2", ["--iterations", "0"], "--iterations 0: wanted 1 to 80"),
-        ("2", ["--row-bound", "0.5"], "row_bound=0.5: wanted None, or at least 1"),
+        ("2", ["--row-bound", "0.5"], "row_bound=0.5: wanted a number of at least 1"),
         ("2", ["--hidden", "65"], "hidden=65: must be a positive multiple"),
         ("2", ["--num-experts", "3"], "num_experts=3: must be a positive multiple"),
     ],

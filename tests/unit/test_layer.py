@@ -183,7 +183,7 @@ def test_a_copy_shares_the_group(ranks: RankPool):
     ("options", "message"),
     [
         ({"row_bonud": 1.2}, "option 'row_bonud': wanted one of symmetric_backend, "),
-        ({"row_bound": 0.5}, "row_bound=0.5: wanted None, or at least 1"),
+        ({"row_bound": 0.5}, "row_bound=0.5: wanted a number of at least 1"),
     ],
 )
 def test_options_are_looked_at_without_a_kernel_too(options: dict[str, Any], message: str):

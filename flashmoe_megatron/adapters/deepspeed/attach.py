@@ -126,7 +126,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     setattr(engine, _STATE, state)
     fused = sum(outcome == FUSED for outcome in report.values())
     if fused:
-        kind = resolve_kind(settings.backend, engine.device)  # type: ignore[arg-type]
+        kind = resolve_kind(settings.backend, engine.device)
         log_dist(f"flashmoe: fused {fused} of {len(report)} MoE layers, backend {kind}", ranks=[0])
     return report
 

@@ -32,7 +32,7 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
         A sentence with the way out, ``None`` if the layer can be served.
     """
     try:
-        kind = resolve_kind(settings.backend, device)  # type: ignore[arg-type]
+        kind = resolve_kind(settings.backend, device)
         if kind == "kernel":
             from flashmoe_megatron import _native
 

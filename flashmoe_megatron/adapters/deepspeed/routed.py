@@ -63,7 +63,7 @@ class GroupBackends:
                 config,
                 self.group,
                 self._device,
-                kind=self._settings.backend,  # type: ignore[arg-type]
+                kind=self._settings.backend,
                 keep=self._settings.keep,
                 **self._settings.kernel_options(),
             )

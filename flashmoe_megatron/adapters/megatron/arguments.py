@@ -5,15 +5,10 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from flashmoe_megatron.adapters.megatron.settings import (
-    BACKENDS,
-    DISPATCHER_TYPE,
-    SYMMETRIC_MEMORIES,
-    Settings,
-    flag_of,
-)
+from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, Settings, flag_of
 from flashmoe_megatron.config import KEEPS
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.options import BACKENDS, SYMMETRIC_BACKENDS
 
 _PATCHED = "_flashmoe_patched"
 
@@ -60,7 +55,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         flag_of("symmetric_memory"),
         dest="flashmoe_symmetric_memory",
-        choices=SYMMETRIC_MEMORIES,
+        choices=SYMMETRIC_BACKENDS,
         default=defaults.symmetric_memory,
         help="What the kernel shares memory between GPUs with. Default: %(default)s.",
     )

@@ -243,7 +243,7 @@ def _shared_backend(
             shape,
             group,
             device,
-            kind=settings.backend,  # type: ignore[arg-type]
+            kind=settings.backend,
             keep=settings.keep,
             **settings.kernel_options(),
         )

@@ -11,6 +11,8 @@ from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ShapeError
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+"""What tokens and weights may be on the kernel."""
 
 
 def check_tokens(
@@ -143,6 +145,31 @@ def check_gate_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor) 
     _check_weight("gate weight", weight, (config.num_experts, config.hidden), x)
     if not weight.is_contiguous():
         raise ShapeError(f"gate weight has strides {weight.stride()}, wanted contiguous rows")
+
+
+def check_kernel_tensor(
+    name: str, tensor: torch.Tensor, device: torch.device, *dtypes: torch.dtype
+) -> None:
+    """Checks that the kernel can read or write a tensor.
+
+    Args:
+        name: For the message.
+        tensor: Contiguous, and at a multiple of 16 bytes if it is of 16-bit numbers.
+        device: The GPU that it has to be on.
+        *dtypes: What it may be.
+
+    Raises:
+        ShapeError: It differs.
+    """
+    if tensor.device != device:
+        raise ShapeError(f"{name}: on {tensor.device}, wanted {device}")
+    if tensor.dtype not in dtypes:
+        raise ShapeError(f"{name}: dtype {tensor.dtype}, wanted {_names(dtypes)}")
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{name}: strides {tensor.stride()}, wanted contiguous")
+    address = tensor.data_ptr()
+    if address % ALIGNMENT_BYTES and tensor.numel() and tensor.dtype in KERNEL_DTYPES:
+        raise ShapeError(f"{name}: at address {address:#x}, wanted {ALIGNMENT_BYTES}-byte aligned")
 
 
 def check_grad_out(config: MoEConfig, grad_out: torch.Tensor, num_tokens: int) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron import _native, ops
 from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
-from flashmoe_megatron.checks import check_grad_out, check_weights
+from flashmoe_megatron.checks import KERNEL_DTYPES, check_grad_out, check_kernel_tensor
 from flashmoe_megatron.config import ALIGNMENT_BYTES, TILE_M, Keep, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -27,16 +27,11 @@ from flashmoe_megatron.gradients import UniformGrads
 from flashmoe_megatron.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.memory import transient_blocks
 from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.tables import AddressTables, WeightTables
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 CLUSTER_SIZE = 2
 """CTAs that work together, on neighbouring SMs: the grid is a multiple of it."""
-DTYPES = (torch.bfloat16, torch.float16)
-"""What tokens and weights may be."""
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(str(dtype) for dtype in dtypes)
 
 
 @dataclass
@@ -51,19 +46,6 @@ class SavedForward:
     num_tokens: int
     probs_dtype: torch.dtype
     layer: int
-
-
-@dataclass(frozen=True)
-class WeightTables:
-    """Where the kernel finds the experts' weights.
-
-    Attributes:
-        maps: TMA descriptors of all matrices, on the device.
-        biases: Addresses of fc1's and then fc2's biases, on the device; ``None`` without any.
-    """
-
-    maps: torch.Tensor
-    biases: torch.Tensor | None
 
 
 @dataclass
@@ -83,8 +65,6 @@ def _addresses(problem: _native.FlashMoEProblem, group: _native.FlashMoEGroup) -
     return ctypes.addressof(problem), ctypes.addressof(group)
 
 
-_MOST_LAYERS = 1024
-_Table = TypeVar("_Table")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -160,8 +140,7 @@ class KernelBackend(OfGroup):
         self._heap_bounds = self.memory.bounds
         self._bounds: dict[bool, int | None] = {}
         self._sizes = _native.FlashMoESizes()
-        self._tables: dict[tuple[Hashable, ...], WeightTables] = {}
-        self._grad_tables: dict[tuple[Hashable, ...], torch.Tensor] = {}
+        self._tables = AddressTables(config, self.memory, self.device)
         self._early_number = 0  # of the last backward, if fc2's gradients are there before its end
 
     @_on_own_device
@@ -362,7 +341,9 @@ class KernelBackend(OfGroup):
         tables = self._encode(weights)
         self._check_input("grad_out", grad_out, self._dtype)
         grads = UniformGrads([*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias])
-        table, grads_dtype, accumulate = self._grad_table(grads.grads)
+        for grad in grads.grads:
+            self._check_input("weight gradient", grad.buffer, torch.float32, self._dtype)
+        table = self._tables.of_grads(grads.grads, self._describe(), self._sizes)
         problem = self._prepare()
         addresses = _addresses(problem, self.memory.open())
         number = self.memory.next_backward()
@@ -388,8 +369,8 @@ class KernelBackend(OfGroup):
             grad_probs,
             table,
             blocks,
-            grads_dtype,
-            accumulate,
+            ops.dtype_code(grads.grads[0].buffer.dtype),
+            grads.grads[0].accumulate,
             number,
             saved.layer,
             *addresses,
@@ -398,6 +379,7 @@ class KernelBackend(OfGroup):
         self._early_number = number if grads.are_own else 0
         return grad_x, grad_probs
 
+    @_on_own_device
     def early_fc2_grads(self) -> contextlib.AbstractContextManager[object] | None:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         number = self._early_number
@@ -524,112 +506,21 @@ class KernelBackend(OfGroup):
         return problem
 
     def _encode(self, weights: ExpertWeights) -> WeightTables:
-        """Tables of the weights on the device; where they are is read at every call."""
-        tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
-        # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
-        first = tensors[0]
-        transposed = weights.transposed
-        layout = (transposed, first.shape, first.stride(), first.dtype)
-        key = (*layout, *map(torch.Tensor.data_ptr, tensors))
-        self._adopt(transposed, first.dtype)
-        if key in self._tables:
-            return self._tables[key]
-        check_weights(self.config, torch.empty(0, dtype=self._dtype, device=self.device), weights)
-        for weight in tensors:
-            self._check_input("expert weight", weight, self._dtype)
-        if bool(weights.fc1_bias) != bool(weights.fc2_bias):
-            raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
-        array = ctypes.c_void_p * self.config.num_local_experts
-        problem = self._describe()
-        host = torch.empty(self._sizes.weight_map_bytes, dtype=torch.uint8, device="cpu")
-        _native.call(
-            "encode_weights",
-            problem,
-            array(*(weight.data_ptr() for weight in weights.fc1)),
-            array(*(weight.data_ptr() for weight in weights.fc2)),
-            host.data_ptr(),
-        )
-        biases = [bias.data_ptr() for bias in (*weights.fc1_bias, *weights.fc2_bias)]
-        tables = WeightTables(
-            self._upload(host),
-            self._address_table(biases) if biases else None,
-        )
-        self._remember(self._tables, key, tables)
-        return tables
+        """Tables of the weights on the device, of which the problem is from here on."""
+        self._adopt(weights.transposed, (weights.fc1 or weights.fc2)[0].dtype)
+        return self._tables.of_weights(weights, self._describe(), self._sizes)
 
     def _adopt(self, transposed: bool, dtype: torch.dtype) -> None:
         """Makes the problem one of such weights."""
         if transposed == self._transposed and dtype == self._dtype:
             return
-        if dtype not in DTYPES:
-            raise ShapeError(f"tokens or weights: dtype {dtype}, wanted {_names(DTYPES)}")
+        if dtype not in KERNEL_DTYPES:
+            wanted = " or ".join(str(one) for one in KERNEL_DTYPES)
+            raise ShapeError(f"tokens or weights: dtype {dtype}, wanted {wanted}")
         self._transposed, self._dtype, self._problem = transposed, dtype, None
 
-    def _address_table(self, addresses: Sequence[int]) -> torch.Tensor:
-        return self._upload(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
-
-    def _upload(self, host: torch.Tensor) -> torch.Tensor:
-        """A table on the device. A graph that captures the copy repeats it at every replay."""
-        pinned = host.pin_memory()
-        table = pinned.to(self.device, non_blocking=True)
-        if torch.cuda.is_current_stream_capturing():
-            self.memory.keep_for_graphs(pinned, table)
-        return table
-
-    def _grad_table(self, grads: Sequence[WeightGrad]) -> tuple[torch.Tensor, int, bool]:
-        """Device table of where gradients go, their dtype and whether to add to them."""
-        first = grads[0]
-        for grad in grads:
-            self._check_input("weight gradient", grad.buffer, torch.float32, self._dtype)
-        dtype, addresses = first.buffer.dtype, [grad.buffer.data_ptr() for grad in grads]
-        key = (self._transposed, dtype, *addresses)
-        table = self._grad_tables.get(key)
-        if table is None:
-            table = self._encode_grads(dtype, addresses)
-            if first.accumulate:  # main_grad stays where it is; ordinary gradients do not
-                self._remember(self._grad_tables, key, table)
-        return table, ops.dtype_code(dtype), first.accumulate
-
-    def _encode_grads(self, dtype: torch.dtype, addresses: Sequence[int]) -> torch.Tensor:
-        """The table of such gradients, on the device."""
-        num_weights = 2 * self.config.num_local_experts
-        array = ctypes.c_void_p * num_weights
-        weights, biases = addresses[:num_weights], addresses[num_weights:]
-        problem = self._describe()
-        host = torch.empty(self._sizes.grad_table_bytes, dtype=torch.uint8, device="cpu")
-        _native.call(
-            "encode_grads",
-            problem,
-            array(*weights),
-            array(*biases) if biases else None,
-            ops.dtype_code(dtype),
-            host.data_ptr(),
-        )
-        return self._upload(host)
-
-    def _remember(
-        self, tables: dict[tuple[Hashable, ...], _Table], key: tuple[Hashable, ...], table: _Table
-    ) -> None:
-        """Keeps one table per layer that shares the backend; weights that move must not pile up."""
-        if torch.cuda.is_current_stream_capturing():
-            return  # what it holds is there once a graph is replayed, for that graph
-        if len(tables) >= _MOST_LAYERS:
-            self.memory.keep_for_graphs(*tables.values())
-            tables.clear()
-        tables[key] = table
-
     def _check_input(self, name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
-        if tensor.device != self.device:
-            raise ShapeError(f"{name}: on {tensor.device}, wanted {self.device}")
-        if tensor.dtype not in dtypes:
-            raise ShapeError(f"{name}: dtype {tensor.dtype}, wanted {_names(dtypes)}")
-        if not tensor.is_contiguous():
-            raise ShapeError(f"{name}: strides {tensor.stride()}, wanted contiguous")
-        address = tensor.data_ptr()
-        if address % ALIGNMENT_BYTES and tensor.numel() and tensor.dtype == self._dtype:
-            raise ShapeError(
-                f"{name}: at address {address:#x}, wanted {ALIGNMENT_BYTES}-byte aligned"
-            )
+        check_kernel_tensor(name, tensor, self.device, *dtypes)
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

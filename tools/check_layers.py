@@ -35,6 +35,7 @@ PYTHON = [
     ["reference", "reference_backend", "_native"],
     ["memory", "ops", "symmetric", "records"],
     ["group_memory"],
+    ["tables"],
     ["runtime"],
     ["select", "autograd"],
     ["layer"],

@@ -38,7 +38,11 @@ def test_calls_run_on_the_gpu_of_the_backend(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["forward", "bounded_forward", "begin_forward", "finish_forward", "backward"]
+    "name",
+    [
+        *("forward", "bounded_forward", "begin_forward", "finish_forward", "backward"),
+        "early_fc2_grads",
+    ],
 )
 def test_all_calls_that_launch_do(name: str) -> None:
     assert hasattr(getattr(KernelBackend, name), "__wrapped__")

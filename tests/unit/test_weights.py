@@ -11,10 +11,12 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.group_memory import GroupMemory
 from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.reference import assert_close, moe_reference
 from flashmoe_megatron.reference_backend import ReferenceBackend
-from flashmoe_megatron.runtime import KernelBackend
+from flashmoe_megatron.tables import AddressTables
 from flashmoe_megatron.weights import SplitWeights
 from tests.distributed import RankPool
 from tests.unit import cases
@@ -281,12 +283,19 @@ def test_wrong_biases_are_refused(change, message: str):
         )
 
 
+CPU = torch.device("cpu")
+PROBLEM = _native.FlashMoEProblem()
+SIZES = _native.FlashMoESizes(weight_map_bytes=512, grad_table_bytes=512)
+
+
+def address_tables(config: MoEConfig) -> AddressTables:
+    return AddressTables(config, GroupMemory(None, CPU, KernelOptions()), CPU)
+
+
 def test_the_kernel_refuses_biases_of_one_projection_and_misaligned_ones():
     """Before anything is launched: the kernel reads both kinds, 16 bytes at a time."""
     config = cases.make_config(num_experts=1, topk=1)
-    kernel = KernelBackend.__new__(KernelBackend)
-    kernel.config, kernel.device = config, torch.device("cpu")
-    kernel._transposed, kernel._dtype, kernel._tables = False, torch.bfloat16, {}
+    tables = address_tables(config)
 
     def zeros(*shape: int) -> tuple[torch.Tensor, ...]:
         return (torch.zeros(*shape, dtype=torch.bfloat16),)
@@ -297,34 +306,31 @@ def test_the_kernel_refuses_biases_of_one_projection_and_misaligned_ones():
         fc2_bias=zeros(config.hidden),
     )
     with pytest.raises(ConfigError, match="one of fc1 and fc2 has biases.* wanted both"):
-        kernel._encode(weights)
+        tables.of_weights(weights, PROBLEM, SIZES)
     (longer,) = zeros(config.fc1_rows + 1)
     with pytest.raises(ShapeError, match="wanted 16-byte aligned"):
-        kernel._encode(replace(weights, fc1_bias=(longer[1:],)))
+        tables.of_weights(replace(weights, fc1_bias=(longer[1:],)), PROBLEM, SIZES)
 
 
 def test_the_kernel_takes_other_tables_for_another_layout(monkeypatch: pytest.MonkeyPatch):
     """At the same addresses: a model made anew may have its weights transposed there."""
     config = cases.make_config(hidden=64, intermediate=64, num_experts=1, topk=1, gated=False)
-    kernel = KernelBackend.__new__(KernelBackend)
-    kernel.config, kernel.device = config, torch.device("cpu")
-    kernel._transposed, kernel._dtype = False, torch.bfloat16
-    kernel._tables, kernel._grad_tables = {}, {}
-    kernel._sizes = _native.FlashMoESizes(weight_map_bytes=512, grad_table_bytes=512)
-    monkeypatch.setattr(kernel, "_describe", lambda: None)
-    monkeypatch.setattr(kernel, "_upload", lambda host: host)
+    tables = address_tables(config)
+    monkeypatch.setattr(tables, "_upload", lambda host: host)
     monkeypatch.setattr(_native, "call", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     square = torch.zeros(64, 64, dtype=torch.bfloat16)
     grads = [WeightGrad(torch.zeros(64, 64), accumulate=True) for _ in range(2)]
 
-    def tables(transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def both(transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         weights = ExpertWeights((square,), (square,), transposed=transposed)
-        return kernel._encode(weights).maps, kernel._grad_table(grads)[0]
+        problem = _native.FlashMoEProblem(is_transposed=transposed)
+        maps = tables.of_weights(weights, problem, SIZES).maps
+        return maps, tables.of_grads(grads, problem, SIZES)
 
-    plain = tables(False)
-    assert all(one is other for one, other in zip(plain, tables(False), strict=True))
-    assert all(one is not other for one, other in zip(plain, tables(True), strict=True))
+    plain = both(False)
+    assert all(one is other for one, other in zip(plain, both(False), strict=True))
+    assert all(one is not other for one, other in zip(plain, both(True), strict=True))
 
 
 def test_layer_with_biases():

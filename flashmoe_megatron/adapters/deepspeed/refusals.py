@@ -7,6 +7,7 @@ import torch
 
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
+from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.select import resolve_kind
 
@@ -50,9 +51,7 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
 
 def kernel_problem(info: LayerInfo) -> str | None:
     """Says what keeps the kernel from serving a layer that the reference may serve."""
-    from flashmoe_megatron.runtime import DTYPES
-
-    if info.dtype not in DTYPES:
+    if info.dtype not in KERNEL_DTYPES:
         return (
             f"its experts are {info.dtype} and the kernel computes in bfloat16 or float16; enable "
             "bf16 or fp16 in the DeepSpeed configuration"

@@ -26,6 +26,7 @@ from flashmoe_megatron.adapters.megatron.weights import (
 from flashmoe_megatron.adapters.overflow import apply_despite_overflow
 from flashmoe_megatron.autograd import in_backward, moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.planner import plan_capacity
@@ -197,10 +198,8 @@ class RoutedExperts:
         return backend
 
     def _check_kernel_dtype(self) -> None:
-        from flashmoe_megatron.runtime import DTYPES
-
         dtype = _compute_dtype(self._config)
-        if dtype not in DTYPES:
+        if dtype not in KERNEL_DTYPES:
             raise ConfigError(
                 f"params_dtype={dtype}: the kernel computes in bfloat16 or float16; pass --bf16 or "
                 f"--fp16, or {flag_of('backend')} reference"

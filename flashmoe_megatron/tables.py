@@ -1,0 +1,151 @@
+"""Tables on the GPU of where the kernel finds the experts' weights, and where gradients go.
+
+Weights stay where their owner has them, in any number of tensors. Each table is made once for the
+tensors that it points to, since making one takes the host longer than a launch.
+"""
+
+import ctypes
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from flashmoe_megatron import _native, ops
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.checks import check_kernel_tensor, check_weights
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.group_memory import GroupMemory
+
+MOST_LAYERS = 1024
+"""That share a backend and have tables at the same time; weights that move must not pile up."""
+
+_Table = TypeVar("_Table")
+
+
+@dataclass(frozen=True)
+class WeightTables:
+    """Where the kernel finds the experts' weights.
+
+    Attributes:
+        maps: TMA descriptors of all matrices, on the device.
+        biases: Addresses of fc1's and then fc2's biases, on the device; ``None`` without any.
+    """
+
+    maps: torch.Tensor
+    biases: torch.Tensor | None
+
+
+class AddressTables:
+    """The tables of all layers that share a backend.
+
+    Args:
+        config: The layers' shape.
+        memory: Keeps tables that CUDA graphs have captured.
+        device: The GPU.
+    """
+
+    def __init__(self, config: MoEConfig, memory: GroupMemory, device: torch.device) -> None:
+        self._config = config
+        self._memory = memory
+        self._device = device
+        self._of_weights: dict[tuple[Hashable, ...], WeightTables] = {}
+        self._of_grads: dict[tuple[Hashable, ...], torch.Tensor] = {}
+
+    def of_weights(
+        self,
+        weights: ExpertWeights,
+        problem: _native.FlashMoEProblem,
+        sizes: _native.FlashMoESizes,
+    ) -> WeightTables:
+        """Those of a layer's weights; where they are is read at every call.
+
+        Args:
+            weights: The local experts.
+            problem: Of their dtype and layout.
+            sizes: The problem's.
+
+        Raises:
+            ShapeError: A weight is not what the layer was built for, or the kernel cannot read it.
+            ConfigError: Only one projection has biases.
+        """
+        tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
+        # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
+        first = tensors[0]
+        layout = (weights.transposed, first.shape, first.stride(), first.dtype)
+        key = (*layout, *map(torch.Tensor.data_ptr, tensors))
+        if key in self._of_weights:
+            return self._of_weights[key]
+        check_weights(self._config, first.new_empty(0, device=self._device), weights)
+        for weight in tensors:
+            check_kernel_tensor("expert weight", weight, self._device, first.dtype)
+        if bool(weights.fc1_bias) != bool(weights.fc2_bias):
+            raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
+        array = ctypes.c_void_p * self._config.num_local_experts
+        host = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8, device="cpu")
+        _native.call(
+            "encode_weights",
+            problem,
+            array(*(weight.data_ptr() for weight in weights.fc1)),
+            array(*(weight.data_ptr() for weight in weights.fc2)),
+            host.data_ptr(),
+        )
+        biases = [bias.data_ptr() for bias in (*weights.fc1_bias, *weights.fc2_bias)]
+        addresses = torch.tensor(biases, dtype=torch.int64, device="cpu")
+        tables = WeightTables(self._upload(host), self._upload(addresses) if biases else None)
+        self._remember(self._of_weights, key, tables)
+        return tables
+
+    def of_grads(
+        self,
+        grads: Sequence[WeightGrad],
+        problem: _native.FlashMoEProblem,
+        sizes: _native.FlashMoESizes,
+    ) -> torch.Tensor:
+        """That of where gradients go.
+
+        Args:
+            grads: Of all fc1, then all fc2, then their biases in the same order if there are any;
+                of one dtype, all added or all written.
+            problem: Of the weights' layout.
+            sizes: The problem's.
+        """
+        dtype, addresses = grads[0].buffer.dtype, [grad.buffer.data_ptr() for grad in grads]
+        key = (problem.is_transposed, dtype, *addresses)
+        table = self._of_grads.get(key)
+        if table is None:
+            num_weights = 2 * self._config.num_local_experts
+            array = ctypes.c_void_p * num_weights
+            weights, biases = addresses[:num_weights], addresses[num_weights:]
+            host = torch.empty(sizes.grad_table_bytes, dtype=torch.uint8, device="cpu")
+            _native.call(
+                "encode_grads",
+                problem,
+                array(*weights),
+                array(*biases) if biases else None,
+                ops.dtype_code(dtype),
+                host.data_ptr(),
+            )
+            table = self._upload(host)
+            if grads[0].accumulate:  # main_grad stays where it is; ordinary gradients do not
+                self._remember(self._of_grads, key, table)
+        return table
+
+    def _upload(self, host: torch.Tensor) -> torch.Tensor:
+        """A table on the device. A graph that captures the copy repeats it at every replay."""
+        pinned = host.pin_memory()
+        table = pinned.to(self._device, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            self._memory.keep_for_graphs(pinned, table)
+        return table
+
+    def _remember(
+        self, tables: dict[tuple[Hashable, ...], _Table], key: tuple[Hashable, ...], table: _Table
+    ) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # what it holds is there once a graph is replayed, for that graph
+        if len(tables) >= MOST_LAYERS:
+            self._memory.keep_for_graphs(*tables.values())
+            tables.clear()
+        tables[key] = table

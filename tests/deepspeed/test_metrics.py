@@ -268,8 +268,8 @@ def test_routes_are_counted_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("metrics", "kernel_time", "flashmoe.metrics is 'kernel_time': unknown .*'kernel_ms'"),
-        ("metrics", ["kernel_ms"], r"flashmoe.metrics is \['kernel_ms'\]: metrics are"),
+        ("metrics", "kernel_time", "flashmoe.metrics is 'kernel_time', unknown .*'kernel_ms'"),
+        ("metrics", ["kernel_ms"], r"flashmoe.metrics is \['kernel_ms'\], metrics are"),
         ("calibration", True, "flashmoe.calibration is True, wanted the path of a file"),
     ],
 )

@@ -1,7 +1,6 @@
 """What the fused layers tell DeepSpeed's monitor, on its own axis of samples."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,20 @@ import torch.distributed as dist
 
 from flashmoe_megatron.adapters.deepspeed.routed import GroupBackends, RoutedExperts
 from flashmoe_megatron.adapters.deepspeed.settings import Settings
+from flashmoe_megatron.adapters.metrics import (
+    FILE_NAME,
+    add_heap,
+    add_tokens,
+    take_records,
+    warn_without_wandb,
+)
+from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, Sink
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
-
-logger = logging.getLogger("flashmoe_megatron")
-
-FILE_NAME = "flashmoe_metrics.jsonl"
-"""What is kept of every report, beside the run."""
 
 
 class RouteCounter:
@@ -137,7 +139,7 @@ class EngineMetrics:
         self._backends = backends
         self._experts = experts
         self._counters = counters
-        self._tokens = [one.num_tokens for one in experts]
+        self._tokens = {id(one): one.num_tokens for one in experts}
         self._routes = RouteReader(counters)
         self._last_step = int(engine.global_steps)
         self._reporter = Reporter(
@@ -165,18 +167,15 @@ class EngineMetrics:
             self._reporter.step(step, now=int(self._engine.global_samples))
 
     def _take_records(self) -> list[LaunchRecord]:
-        backends = [one for group in self._backends() for one in group.backends()]
-        return [record for backend in backends for record in backend.take_records()]
+        return take_records(self._all_backends())
 
     def _annotate(self, totals: Totals) -> None:
-        backends = [one for group in self._backends() for one in group.backends()]
-        sizes = [getattr(backend, "heap_bytes", 0) for backend in backends]
-        totals.heap_bytes = float(max(sizes, default=0))
+        add_heap(totals, self._all_backends())
         totals.routes_chosen, totals.routes_kept = self._routes.read()
-        for index, experts in enumerate(self._experts):
-            if experts.layer in totals.tokens:
-                totals.tokens[experts.layer] += experts.num_tokens - self._tokens[index]
-            self._tokens[index] = experts.num_tokens
+        add_tokens(totals, self._experts, self._tokens)
+
+    def _all_backends(self) -> list[Backend]:
+        return [one for group in self._backends() for one in group.backends()]
 
 
 def _sinks(engine: Any) -> list[Sink]:
@@ -209,13 +208,7 @@ def wandb_may_fail() -> Iterator[None]:
         try:
             return stock(config)
         except Exception as error:  # noqa: BLE001 - a logger's failure is not worth a training run
-            logger.warning(
-                "wandb does not start: %s: %s; training goes on without it, and %s has flashmoe's "
-                "metrics. WANDB_MODE=offline keeps a run here, for wandb sync",
-                type(error).__name__,
-                error,
-                FILE_NAME,
-            )
+            warn_without_wandb(error, FILE_NAME)
             return None
 
     monitor.WandbMonitor = start

@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +26,13 @@ from flashmoe_megatron.adapters.megatron.settings import (
     current_settings,
     megatron_args,
 )
+from flashmoe_megatron.adapters.metrics import (
+    FILE_NAME,
+    add_heap,
+    add_tokens,
+    take_records,
+    warn_without_wandb,
+)
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
@@ -34,9 +41,6 @@ from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, Sink, TensorBo
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
 
 logger = logging.getLogger("flashmoe_megatron")
-
-FILE_NAME = "flashmoe_metrics.jsonl"
-"""What is kept of every report, beside the run."""
 
 _PATCHED = "_flashmoe_patched"
 
@@ -145,23 +149,20 @@ class _Source:
     """What layers tell, as long as they live."""
 
     def __init__(self, layers: Iterable[RoutedExperts]) -> None:
-        self._tokens = weakref.WeakKeyDictionary({routed: routed.num_tokens for routed in layers})
+        self._layers = weakref.WeakSet(layers)
+        self._tokens = {id(routed): routed.num_tokens for routed in self._layers}
 
     def take_records(self) -> list[LaunchRecord]:
         """What their backends have finished."""
-        return [record for backend in self._backends() for record in backend.take_records()]
+        return take_records(self._backends())
 
     def annotate(self, totals: Totals) -> None:
         """Adds the heap's size, and the tokens since the last call."""
-        sizes = [getattr(backend, "heap_bytes", 0) for backend in self._backends()]
-        totals.heap_bytes = float(max(sizes, default=0))
-        for routed, counted in list(self._tokens.items()):
-            if routed.layer in totals.tokens:
-                totals.tokens[routed.layer] += routed.num_tokens - counted
-            self._tokens[routed] = routed.num_tokens
+        add_heap(totals, self._backends())
+        add_tokens(totals, list(self._layers), self._tokens)
 
-    def _backends(self) -> Iterator[Backend]:
-        return iter({id(routed.backend): routed.backend for routed in self._tokens}.values())
+    def _backends(self) -> list[Backend]:
+        return list({id(routed.backend): routed.backend for routed in self._layers}.values())
 
 
 def patch_training(training: ModuleType) -> None:
@@ -269,14 +270,7 @@ def patch_global_vars(global_vars: ModuleType) -> None:
         try:
             original(args)
         except Exception as error:  # noqa: BLE001 - a logger's failure is not worth a training run
-            kept = _folder(args) / FILE_NAME
-            logger.warning(
-                "wandb does not start: %s: %s; training goes on without it, and %s has flashmoe's "
-                "metrics. WANDB_MODE=offline keeps a run here, for wandb sync",
-                type(error).__name__,
-                error,
-                kept,
-            )
+            warn_without_wandb(error, _folder(args) / FILE_NAME)
 
     setattr(set_wandb_writer, _PATCHED, True)
     global_vars._set_wandb_writer = set_wandb_writer  # type: ignore[attr-defined]

@@ -1,0 +1,57 @@
+"""What the metrics of both frameworks do alike."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.telemetry.totals import Totals
+
+logger = logging.getLogger("flashmoe_megatron")
+
+FILE_NAME = "flashmoe_metrics.jsonl"
+"""What is kept of every report, beside the run."""
+
+
+class CountsTokens(Protocol):
+    """The experts of one layer: its number in the model, and training's tokens so far."""
+
+    layer: int
+    num_tokens: int
+
+
+def take_records(backends: Iterable[Backend]) -> list[LaunchRecord]:
+    """What the backends have finished since the last call."""
+    return [record for backend in backends for record in backend.take_records()]
+
+
+def add_heap(totals: Totals, backends: Iterable[Backend]) -> None:
+    """Adds the size of the largest symmetric heap; the reference has none."""
+    sizes = [getattr(backend, "heap_bytes", 0) for backend in backends]
+    totals.heap_bytes = float(max(sizes, default=0))
+
+
+def add_tokens(totals: Totals, layers: Sequence[CountsTokens], counted: dict[int, int]) -> None:
+    """Adds the tokens since the last call.
+
+    Args:
+        totals: Has tokens by layer.
+        layers: Those that are alive.
+        counted: By identity of a layer its tokens at the last call; is brought up to date.
+    """
+    for one in layers:
+        if one.layer in totals.tokens:
+            totals.tokens[one.layer] += one.num_tokens - counted[id(one)]
+        counted[id(one)] = one.num_tokens
+
+
+def warn_without_wandb(error: Exception, kept: object) -> None:
+    """Says that wandb does not start, and who has its figures."""
+    logger.warning(
+        "wandb does not start: %s: %s; training goes on without it, and %s has flashmoe's "
+        "metrics. WANDB_MODE=offline keeps a run here, for wandb sync",
+        type(error).__name__,
+        error,
+        kept,
+    )

@@ -21,7 +21,7 @@ from tests.deepspeed.harness import Case, batch, build, train_engine
 from tests.distributed import RankError, RankPool, run_ranks
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
-from tests.unit.test_telemetry_reports import counted
+from tests.unit.records import counted
 
 STEPS = 7
 INTERVAL = 2

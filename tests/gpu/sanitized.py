@@ -18,7 +18,7 @@ from flashmoe_megatron import ops
 from flashmoe_megatron.config import TILE_M
 from flashmoe_megatron.errors import PeerTimeoutError
 from tests.gpu import steps
-from tests.gpu.test_layer import make_config
+from tests.gpu.layers import make_config
 from tests.gpu.virtual import VirtualLayer
 from tests.unit import cases
 

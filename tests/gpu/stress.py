@@ -36,7 +36,7 @@ from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
-from tests.gpu.test_layer import zipf
+from tests.gpu.layers import zipf
 from tests.gpu.virtual import VirtualGroup, VirtualLayer, device, poisoned_empties, streams
 from tests.unit import cases
 

@@ -16,7 +16,7 @@ from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
-from tests.gpu.test_layer import make_config
+from tests.gpu.layers import make_config
 from tests.gpu.virtual import device
 from tests.unit import cases
 

@@ -15,9 +15,8 @@ from flashmoe_megatron.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
-from tests.gpu.test_faults import Case
-from tests.gpu.test_layer import make_config
-from tests.gpu.virtual import device, streams
+from tests.gpu.layers import TOKENS, make_config
+from tests.gpu.virtual import VirtualLayer, device, streams
 from tests.unit import cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -134,15 +133,16 @@ def test_replays_of_a_graph_tell_nobody():
 
 
 def test_who_waits_for_a_launch_that_gives_up_goes_on():
-    case = Case()
-    case.check()
-    inputs, layer = case.inputs, case.layer
-    _, saved = layer.forward(inputs.x, inputs.probs, inputs.routing_map, case.weights)
+    config = make_config(2)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[2])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, timeout_s=1.0, is_guarded=False)
+    _, saved = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
     torch.cuda.synchronize()
-    grads = steps.make_grads(layer, case.weights)
+    (fc1, _), (fc2, _) = steps.make_grads(layer, weights)
     backend = layer.backends[0]
-    with torch.cuda.stream(streams()[0]):
-        backend.backward(inputs.grad_out[0], saved[0], case.weights[0], grads[0][0], grads[1][0])
+    with torch.cuda.stream(streams()[0]):  # the other rank never comes
+        backend.backward(inputs.grad_out[0], saved[0], weights[0], fc1, fc2)
         early = backend.early_fc2_grads()
     assert early is not None
     start = time.monotonic()

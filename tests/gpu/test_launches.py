@@ -8,7 +8,7 @@ import torch
 from flashmoe_megatron.config import Activation
 from tests.gpu import steps
 from tests.gpu.expected import Expected, assert_as_good, expected
-from tests.gpu.test_layer import TOKENS, make_config, zipf
+from tests.gpu.layers import TOKENS, make_config, zipf
 from tests.gpu.virtual import VirtualGroup, VirtualLayer, streams
 from tests.unit import cases
 

@@ -8,8 +8,8 @@ from flashmoe_megatron.config import Keep
 from flashmoe_megatron.errors import RoutingError, RowBoundError
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.layers import TOKENS, make_config
 from tests.gpu.spinner import Spinner
-from tests.gpu.test_layer import TOKENS, make_config
 from tests.gpu.virtual import VirtualLayer
 from tests.unit import cases
 

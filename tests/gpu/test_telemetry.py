@@ -21,7 +21,7 @@ from flashmoe_megatron.telemetry.registry import METRICS
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
 from tests.gpu import steps
-from tests.gpu.test_layer import make_config
+from tests.gpu.layers import make_config
 from tests.gpu.virtual import device
 from tests.unit import cases
 

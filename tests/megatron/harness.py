@@ -3,6 +3,7 @@
 Megatron is imported inside the functions: in a rank it has to come after the CPU bridge.
 """
 
+import argparse
 import dataclasses
 import functools
 import multiprocessing
@@ -447,3 +448,12 @@ def train_both(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, Outcome]:
     stock = train(group, case, "alltoall")
     fused = train(group, dataclasses.replace(case), "flashmoe")
     return stock, fused
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    """As much of the script's parser as flashmoe looks at."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "--moe-token-dispatcher-type", choices=["allgather", "alltoall", "flex"], default="alltoall"
+    )
+    return parser

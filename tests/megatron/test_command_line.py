@@ -14,20 +14,13 @@ from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.megatron.settings import Settings, configure, current_settings
 from flashmoe_megatron.config import MAX_TIMEOUT_S
 from flashmoe_megatron.errors import ConfigError
+from tests.megatron.harness import megatron_parser
 
 
 @pytest.fixture
 def _forget_settings() -> object:
     yield
     settings_module._chosen = None
-
-
-def megatron_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--moe-token-dispatcher-type", choices=["allgather", "alltoall", "flex"], default="alltoall"
-    )
-    return parser
 
 
 def test_parser_knows_the_type_and_the_flags() -> None:

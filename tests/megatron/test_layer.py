@@ -14,6 +14,7 @@ from flashmoe_megatron.errors import ConfigError, RoutingError
 from flashmoe_megatron.reference import assert_close
 from tests.distributed import RankError, RankPool
 from tests.megatron.harness import Layout, prepare, transformer_config
+from tests.megatron.layers import make_layer, megakernel_of
 
 EP2_DP2 = Layout(expert=2)
 EP4 = Layout(expert=4)
@@ -175,27 +176,6 @@ def test_an_overflow_is_for_the_loss_scaler(dtype: torch.dtype, two_ranks: RankP
             assert re.search(r"rank \d: the probability of token 0 .* is NaN", said)
 
 
-def make_layer(config: Any, experts: Any = None) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    mlp = spec.submodules.mlp
-    submodules = getattr(mlp, "submodules", None) or mlp.keywords["submodules"]
-    if experts is not None:
-        submodules.experts = experts
-    torch.manual_seed(7)
-    model_parallel_cuda_manual_seed(7)
-    layer = MoELayer(config, submodules)
-    layer.set_layer_number(1)
-    with torch.no_grad():
-        for name, parameter in layer.experts.named_parameters():
-            if "bias" in name:  # Megatron begins with 0, which would hide them
-                parameter.normal_(std=0.5)
-    return layer
-
-
 def run_layer(layer: Any) -> dict[str, torch.Tensor]:
     """Forward and backward; every tensor that has to agree."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -310,20 +290,6 @@ def has_no_grouped_mlp(group: dist.ProcessGroup) -> bool:
     from megatron.core.transformer.moe import experts
 
     return not hasattr(experts, "GroupedMLP")
-
-
-def megakernel_of(layer: Any, **more: Any) -> Any:
-    """FlashMoE behind the megakernel interface, for a layer's experts."""
-    from flashmoe_megatron.adapters.megatron.megakernel import FlashMoEMegakernel
-
-    return FlashMoEMegakernel(
-        config=layer.config,
-        ep_group=layer.ep_group,
-        routed_experts=layer.experts,
-        shared_experts=layer.shared_experts,
-        num_local_experts=layer.num_local_experts,
-        **more,
-    )
 
 
 def megakernel(group: dist.ProcessGroup) -> tuple[float, list[str]]:

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from tests.distributed import RankPool
 from tests.megatron.harness import MICRO_BATCH, SEQ_LENGTH, Layout, prepare, transformer_config
-from tests.megatron.test_layer import make_layer, megakernel_of
+from tests.megatron.layers import make_layer, megakernel_of
 
 STAGES = Layout(expert=2, pipeline=2)
 

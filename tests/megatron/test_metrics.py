@@ -28,16 +28,16 @@ from tests.megatron.harness import (
     SEQ_LENGTH,
     Case,
     Layout,
+    megatron_parser,
     prepare,
     train,
     transformer_config,
 )
-from tests.megatron.test_command_line import megatron_parser
-from tests.megatron.test_layer import make_layer
-from tests.megatron.test_megatron_lm import MODEL, torchrun
+from tests.megatron.layers import make_layer
+from tests.megatron.stock_script import MODEL, torchrun
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
-from tests.unit.test_telemetry_reports import counted
+from tests.unit.records import counted
 
 TIMEOUT_S = 110.0
 TOKENS = SEQ_LENGTH * MICRO_BATCH

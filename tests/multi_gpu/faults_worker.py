@@ -26,8 +26,8 @@ from flashmoe_megatron.errors import HeapError, PeerTimeoutError
 from flashmoe_megatron.runtime import KernelBackend
 from tests.faults.jobs import write_record
 from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.layers import make_config
 from tests.gpu.spinner import Spinner
-from tests.gpu.test_layer import make_config
 from tests.multi_gpu.worker import Job
 from tests.unit import cases
 

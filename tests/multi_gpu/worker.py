@@ -31,7 +31,7 @@ from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.runtime import KernelBackend
 from flashmoe_megatron.select import select_backend
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
-from tests.gpu.test_layer import make_config, zipf
+from tests.gpu.layers import make_config, zipf
 from tests.gpu.virtual import poisoned_empties
 from tests.unit import cases
 

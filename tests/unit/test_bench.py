@@ -11,7 +11,7 @@ from flashmoe_megatron.reference_backend import ReferenceBackend
 from tests.distributed import RankPool
 from tools.bench.bench_layer import DTYPES, GATE, FusedLayer, UnfusedLayer
 from tools.bench.compare_libraries import Worker
-from tools.bench.gate import LayerResults, relative_errors
+from tools.bench.correctness import LayerResults, relative_errors
 from tools.bench.profile_layer import FORWARD, Activity, activities_of, unexpected
 from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Shape, make_problem
 

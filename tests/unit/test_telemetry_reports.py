@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
 from tests.distributed import RankPool
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases, records
+from tests.unit.records import counted
 
 CPU = torch.device("cpu")
 TOKENS = [24, 40]
@@ -131,14 +131,6 @@ def make_reporter(
 ) -> Reporter:
     options = {"chosen": frozenset(METRICS), "take_records": backend.take_records, **changes}
     return Reporter(places, group, CPU, sinks=sinks, **options)
-
-
-COUNTED = ("expert_rows", "row_fill", "imbalance", "mib_sent", "deduplication", "dropped_routes")
-
-
-def counted(values: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that the clock is not in."""
-    return {key: values[key] for key in values if any(name in key for name in COUNTED)}
 
 
 def make_layer(**changes: Any) -> FlashMoELayer:

@@ -39,7 +39,7 @@ from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.record import Direction
 from tools.bench import common
 from tools.bench.common import Record, Timer, Timing, log
-from tools.bench.gate import LayerResults, relative_errors
+from tools.bench.correctness import LayerResults, relative_errors
 from tools.bench.shapes import ALL_SHAPES, SHAPES, Problem, Shape, make_problem
 from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
 

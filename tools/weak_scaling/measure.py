@@ -18,7 +18,7 @@ from tools.bench.bench_layer import (
     without_grad,
 )
 from tools.bench.common import ROW_BOUND, Timer, Timing, timing_of
-from tools.bench.gate import LayerResults, relative_errors
+from tools.bench.correctness import LayerResults, relative_errors
 from tools.bench.shapes import Problem, make_problem
 from tools.weak_scaling.points import KERNELS, Point, Settings
 

@@ -1,0 +1,41 @@
+"""One MoE layer of Megatron's, made in a rank of a pool."""
+
+from typing import Any
+
+import torch
+
+
+def make_layer(config: Any, experts: Any = None) -> Any:
+    """A layer with the weights of one seed, and with other experts than Megatron's if wanted."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    mlp = spec.submodules.mlp
+    submodules = getattr(mlp, "submodules", None) or mlp.keywords["submodules"]
+    if experts is not None:
+        submodules.experts = experts
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    layer = MoELayer(config, submodules)
+    layer.set_layer_number(1)
+    with torch.no_grad():
+        for name, parameter in layer.experts.named_parameters():
+            if "bias" in name:  # Megatron begins with 0, which would hide them
+                parameter.normal_(std=0.5)
+    return layer
+
+
+def megakernel_of(layer: Any, **more: Any) -> Any:
+    """FlashMoE behind the megakernel interface, for a layer's experts."""
+    from flashmoe_megatron.adapters.megatron.megakernel import FlashMoEMegakernel
+
+    return FlashMoEMegakernel(
+        config=layer.config,
+        ep_group=layer.ep_group,
+        routed_experts=layer.experts,
+        shared_experts=layer.shared_experts,
+        num_local_experts=layer.num_local_experts,
+        **more,
+    )

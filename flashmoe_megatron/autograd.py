@@ -215,12 +215,14 @@ class _Destinations:
 
     def grads(self) -> tuple[torch.Tensor, ...]:
         """What autograd is told, in the order of the node's inputs."""
-        grads = []
+        grads: list[torch.Tensor] = []
         for kind in _KINDS:
-            for owner, target in zip(getattr(self._owners, kind), self.targets[kind], strict=True):
-                if target.accumulate:
-                    owner.grad_added_to_main_grad = True
-                grads.append(_dummy_grad(owner) if target.accumulate else target.buffer)
+            pairs = list(zip(getattr(self._owners, kind), self.targets[kind], strict=True))
+            added = [owner for owner, target in pairs if target.accumulate]
+            for owner in added:
+                owner.grad_added_to_main_grad = True
+            dummies = iter(_dummy_grads(added))
+            grads += (next(dummies) if target.accumulate else target.buffer for _, target in pairs)
         return tuple(grads)
 
     def fc2_in_main_grad(self) -> list[torch.Tensor]:
@@ -230,10 +232,12 @@ class _Destinations:
 
     @staticmethod
     def _target(owner: Any, adds: bool) -> WeightGrad:
-        if adds and getattr(owner, "main_grad", None) is not None:
-            return WeightGrad(owner.main_grad, accumulate=True)
-        buffer = torch.empty(owner.shape, dtype=owner.dtype, device=owner.device)
-        return WeightGrad(buffer, accumulate=False)
+        main_grad = getattr(owner, "main_grad", None) if adds else None
+        if main_grad is not None:
+            return WeightGrad(main_grad, True)
+        return WeightGrad(
+            torch.empty(owner.shape, dtype=owner.dtype, device=owner.device), accumulate=False
+        )
 
 
 def _accumulates(node: Any) -> bool:
@@ -297,18 +301,22 @@ def _with_tensors(weights: _Weights, tensors: tuple[torch.Tensor, ...]) -> _Weig
 _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _dummy_grad(weight: torch.Tensor) -> torch.Tensor:
-    """A gradient that only makes hooks fire; one buffer for all weights of one kind.
+def _dummy_grads(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Gradients that only make hooks fire, of weights of one kind: one buffer for all.
 
-    Detached, so that autograd takes it as the parameter's ``grad`` without a copy.
+    Tensors of their own, so that autograd takes each as the parameter's ``grad`` without a copy,
+    and all of them made by one call.
     """
-    key = (weight.shape, weight.dtype, weight.device)
+    if not weights:
+        return ()
+    first = weights[0]
+    key = (first.shape, first.dtype, first.device)
     if key not in _dummies:
-        _dummies[key] = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        _dummies[key] = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
     dummy = _dummies[key]
-    if getattr(weight, "zero_out_wgrad", False):
+    if any(getattr(weight, "zero_out_wgrad", False) for weight in weights):
         dummy.zero_()
-    return dummy.detach()
+    return dummy.expand(len(weights), *first.shape).unbind()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ function, the adapters and the tests know nothing else of them.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -39,8 +39,7 @@ class ExpertWeights:
     fc2_bias: tuple[torch.Tensor, ...] = ()
 
 
-@dataclass(frozen=True)
-class WeightGrad:
+class WeightGrad(NamedTuple):  # of which a backward makes one for each weight, before its launch
     """Where the gradient of one weight goes.
 
     Attributes:

@@ -341,9 +341,7 @@ class KernelBackend(OfGroup):
         tables = self._encode(weights)
         self._check_input("grad_out", grad_out, self._dtype)
         grads = UniformGrads([*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias])
-        for grad in grads.grads:
-            self._check_input("weight gradient", grad.buffer, torch.float32, self._dtype)
-        table = self._tables.of_grads(grads.grads, self._describe(), self._sizes)
+        table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
         problem = self._prepare()
         addresses = _addresses(problem, self.memory.open())
         number = self.memory.next_backward()

@@ -100,6 +100,7 @@ class AddressTables:
     def of_grads(
         self,
         grads: Sequence[WeightGrad],
+        dtype: torch.dtype,
         problem: _native.FlashMoEProblem,
         sizes: _native.FlashMoESizes,
     ) -> torch.Tensor:
@@ -108,13 +109,21 @@ class AddressTables:
         Args:
             grads: Of all fc1, then all fc2, then their biases in the same order if there are any;
                 of one dtype, all added or all written.
-            problem: Of the weights' layout.
+            dtype: Of the weights.
+            problem: Of their layout.
             sizes: The problem's.
+
+        Raises:
+            ShapeError: The kernel cannot write one of them.
         """
-        dtype, addresses = grads[0].buffer.dtype, [grad.buffer.data_ptr() for grad in grads]
-        key = (problem.is_transposed, dtype, *addresses)
+        grads_dtype, addresses = grads[0].buffer.dtype, [grad.buffer.data_ptr() for grad in grads]
+        key = (problem.is_transposed, grads_dtype, *addresses)
         table = self._of_grads.get(key)
         if table is None:
+            for grad in grads:
+                check_kernel_tensor(
+                    "weight gradient", grad.buffer, self._device, torch.float32, dtype
+                )
             num_weights = 2 * self._config.num_local_experts
             array = ctypes.c_void_p * num_weights
             weights, biases = addresses[:num_weights], addresses[num_weights:]
@@ -124,7 +133,7 @@ class AddressTables:
                 problem,
                 array(*weights),
                 array(*biases) if biases else None,
-                ops.dtype_code(dtype),
+                ops.dtype_code(grads_dtype),
                 host.data_ptr(),
             )
             table = self._upload(host)

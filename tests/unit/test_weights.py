@@ -326,7 +326,7 @@ def test_the_kernel_takes_other_tables_for_another_layout(monkeypatch: pytest.Mo
         weights = ExpertWeights((square,), (square,), transposed=transposed)
         problem = _native.FlashMoEProblem(is_transposed=transposed)
         maps = tables.of_weights(weights, problem, SIZES).maps
-        return maps, tables.of_grads(grads, problem, SIZES)
+        return maps, tables.of_grads(grads, torch.bfloat16, problem, SIZES)
 
     plain = both(False)
     assert all(one is other for one, other in zip(plain, both(False), strict=True))

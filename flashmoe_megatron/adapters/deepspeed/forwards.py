@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from flashmoe_megatron.adapters.modules import with_all_below
 from flashmoe_megatron.errors import ConfigError
 
 Classes = tuple[type[nn.Module], ...]
@@ -23,7 +24,7 @@ def check_forwards(experts: nn.Module) -> Classes:
     Raises:
         ConfigError: Names the module and what it has.
     """
-    modules = _with_all_below(experts)
+    modules = with_all_below(experts)
     for module in modules:
         own = module.__dict__
         if (
@@ -51,7 +52,7 @@ def check_unchanged(experts: nn.Module, classes: Classes) -> None:
     if now == classes:
         return
     problem = f"experts have {len(now)} modules, wanted {len(classes)}"
-    for module, wanted in zip(_with_all_below(experts), classes, strict=False):
+    for module, wanted in zip(with_all_below(experts), classes, strict=False):
         if type(module) is not wanted:
             got = type(module).__name__
             problem = f"{_name_of(module, experts)} is a {got}, wanted a {wanted.__name__}"
@@ -77,20 +78,6 @@ def _check_forward(module: nn.Module, experts: nn.Module) -> None:
         raise ConfigError(
             f"{name} ({type(module).__name__}) has {problem}, which would not be called"
         )
-
-
-def _with_all_below(experts: nn.Module) -> list[nn.Module]:
-    """As torch's modules(), which makes up names as well, and leaves out what it has met.
-
-    This runs before every launch, while the GPU may be idle.
-    """
-    found, left = [], [experts]
-    while left:
-        module = left.pop()
-        found.append(module)
-        if children := module._modules:
-            left += [below for below in reversed(children.values()) if below is not None]
-    return found
 
 
 def _name_of(module: nn.Module, experts: nn.Module) -> str:

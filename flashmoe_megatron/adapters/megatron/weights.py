@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.adapters.modules import with_all_below
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
 
@@ -65,7 +66,7 @@ def check_forwards(experts: torch.nn.Module) -> None:
         ConfigError: A class or a ``forward`` is not Megatron's, or there are hooks after a forward
             or around a backward; names the module.
     """
-    for module in experts.modules():
+    for module in with_all_below(experts):
         _check_forward(module, experts)
 
 
@@ -75,7 +76,7 @@ def stand_in_for_forwards(experts: torch.nn.Module) -> None:
     With ``--overlap-param-gather`` Megatron waits for the all-gather of a module's parameters in
     the module's forward pre-hooks. The experts' forward is not called here, so their hooks are.
     """
-    for module in experts.modules():
+    for module in with_all_below(experts):
         _check_forward(module, experts)
         with_kwargs = module._forward_pre_hooks_with_kwargs
         for key, hook in tuple(module._forward_pre_hooks.items()):

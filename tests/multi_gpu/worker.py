@@ -265,6 +265,32 @@ def main_grads(job: Job) -> None:
     assert_as_good(Results(out.detach(), x.grad, probs.grad, fc1, fc2), want)
 
 
+def early_reductions(job: Job) -> None:
+    """Replicas sum fc2's gradients while they still compute fc1's; of one rank each."""
+    config = make_config(1, hidden=1024, intermediate=1024, max_tokens=4096)
+    backend = KernelBackend(config, None, job.device)
+    inputs = job.inputs(config, cases.uniform, [4096], seed=job.rank)
+    weights = ExpertWeights(tuple(inputs.fc1), tuple(inputs.fc2))
+    grads = [
+        [WeightGrad(torch.zeros_like(weight, dtype=torch.float32), True) for weight in share]
+        for share in (weights.fc1, weights.fc2)
+    ]
+    for _ in range(20):
+        _, saved = backend.forward(
+            inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights, training=True
+        )
+        backend.backward(inputs.grad_out[0], saved, weights, *grads)
+        early = backend.early_fc2_grads()
+        assert early is not None
+        with early:
+            reduced = torch.stack([grad.buffer for grad in grads[1]])
+            work = dist.all_reduce(reduced, group=job.group, async_op=True)
+        work.wait()
+        want = torch.stack([grad.buffer for grad in grads[1]])
+        dist.all_reduce(want, group=job.group)
+        torch.testing.assert_close(reduced, want, rtol=0, atol=0)
+
+
 def bad_routing(job: Job) -> None:
     """A NaN on the last rank is an error on every rank; the next launch is right."""
     config = make_config(job.num_ranks)
@@ -319,6 +345,7 @@ CASES: dict[str, Callable[[Job], None]] = {
         large,
         main_grads,
         layers_in_flight,
+        early_reductions,
         bad_routing,
         a_thousand_launches,
         a_peer_that_never_calls,

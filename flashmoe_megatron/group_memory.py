@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron import _native, symmetric
 from flashmoe_megatron.config import MAX_RANKS, MoEConfig
-from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.errors import DeviceError, FlashMoEError
 from flashmoe_megatron.options import KernelOptions
 from flashmoe_megatron.records import launch_record
 from flashmoe_megatron.telemetry.record import LaunchRecord
@@ -51,6 +51,7 @@ class GroupMemory:
         """Number of the last backward, of any layer; those that graphs capture have none."""
         self._fc2_grads_stream: torch.cuda.Stream | None = None
         self._fc2_grads_number = 0  # of the last backward that it waits for
+        self._has_no_waits = False  # of streams for words in memory
         self.is_void = False
         """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
         allocate anew."""
@@ -153,13 +154,25 @@ class GroupMemory:
         self.num_backwards += 1
         return self.num_backwards
 
-    def behind_fc2_grads(self) -> torch.cuda.Stream:
-        """A stream that waits for fc2's gradients of the last backward, not for all of it."""
+    def behind_fc2_grads(self) -> torch.cuda.Stream | None:
+        """A stream that waits for fc2's gradients of the last backward, not for all of it.
+
+        ``None`` where the driver has no such waits, which is said once.
+        """
+        if self._has_no_waits:
+            return None
         if self._fc2_grads_stream is None:
             self._fc2_grads_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream, number = self._fc2_grads_stream, self.num_backwards
         if self._fc2_grads_number != number:
-            _native.call("await_fc2_grads", self.open(), number, stream.cuda_stream)
+            assert self._last_stream is not None
+            group = self._groups[self._last_stream]  # not the current stream's: it launches nothing
+            try:
+                _native.call("await_fc2_grads", group, number, stream.cuda_stream)
+            except DeviceError as error:
+                self._has_no_waits = True
+                logger.warning("fc2's gradients are not reduced before a backward ends: %s", error)
+                return None
             self._fc2_grads_number = number
         return stream
 

@@ -175,10 +175,10 @@ class ReferenceBackend(OfGroup):
         kept, tokens = (rows, None) if self.keep != "preactivations" else (None, x)
         return out, _Saved(plan, len(x), kept, tokens, row_probs, pre_activation, layer)
 
-    @torch.no_grad()
     def early_fc2_grads(self) -> None:
         """None are complete before the others; see the protocol."""
 
+    @torch.no_grad()
     def backward(
         self,
         grad_out: torch.Tensor,

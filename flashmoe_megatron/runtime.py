@@ -385,7 +385,8 @@ class KernelBackend(OfGroup):
             return None
         if torch.cuda.is_current_stream_capturing():
             return None
-        return torch.cuda.stream(self.memory.behind_fc2_grads())
+        stream = self.memory.behind_fc2_grads()
+        return None if stream is None else torch.cuda.stream(stream)
 
     @property
     @_on_own_device

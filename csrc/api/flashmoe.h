@@ -265,7 +265,7 @@ FLASHMOE_EXPORT int flashmoe_gather(const FlashMoEProblem* problem,
  *   grad_table   device copy, of gradients for biases too if `launch` has biases
  *   grads_dtype  that the table is of
  *   accumulate   adds to what is there
- *   number       for flashmoe_await_fc2_grads, one more than that of the group's last backward; or 0,
+ *   number       for flashmoe_await_fc2_grads, more than that of the group's last backward; or 0,
  *                in a CUDA graph, whose replays would tell of a number long past */
 FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
                                       const FlashMoEGroup* group,
@@ -277,7 +277,8 @@ FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
                                       uint64_t number);
 
 /* Makes a stream wait until the backward of that number, which has been launched, or a later one
- * has the gradients of all fc2 weights (not of biases) complete, while it may still compute fc1's. */
+ * has the gradients of all fc2 weights (not of biases) complete, while it may still compute fc1's.
+ */
 FLASHMOE_EXPORT int flashmoe_await_fc2_grads(const FlashMoEGroup* group,
                                              uint64_t number,
                                              void* stream);

@@ -83,37 +83,43 @@ def test_others_are_not(ddp: dict[str, Any], four_ranks: RankPool) -> None:
 
 
 def may_be_early_after_each(group: dist.ProcessGroup) -> list[bool]:
-    """Asks of a bucket group of two layers' fc2 and of something else, gradient after gradient."""
+    """Asks of bucket groups of two layers' fc2 and of something else, gradient after gradient."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     from flashmoe_megatron.adapters.megatron import grad_reduce
 
     class Group:
-        ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+        def __init__(self) -> None:
+            self.ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
 
-    first, second, zeroed, other = (torch.nn.Parameter(torch.zeros(1)) for _ in range(4))
+    first, second, other, zeroed, added = (torch.nn.Parameter(torch.zeros(1)) for _ in range(5))
+    for parameter in (first, second, other, zeroed):
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     zeroed.zero_out_wgrad = True  # type: ignore[attr-defined]
-    bucket_group = Group()
     backend: Any = None
     answers = []
 
-    def ask(parameter: torch.Tensor) -> None:
+    def ask(parameter: torch.Tensor, bucket_group: Any) -> None:
         answers.append(grad_reduce._may_be_early(bucket_group, parameter))
 
+    group_of_two = Group()
     grad_reduce.note_backward(backend, [first])
-    ask(first)
-    ask(other)  # came after the launch: now the group is as late as its end
-    ask(first)
+    ask(first, group_of_two)
+    ask(other, group_of_two)  # came after the launch: now the group is as late as its end
+    ask(first, group_of_two)
     grad_reduce.note_backward(backend, [second, zeroed])
-    ask(second)  # all that was late was of the backward before
-    ask(zeroed)  # Megatron adds to it behind the launch
-    ask(second)
-    grad_reduce.note_backward(backend, [second])
-    Group.ddp_config.num_distributed_optimizer_instances = 2
-    ask(second)
+    ask(second, group_of_two)  # all that was late was of the backward before
+    group_of_two.ddp_config.num_distributed_optimizer_instances = 2
+    ask(second, group_of_two)
+    for by_hook in (added, zeroed):  # Megatron adds to these itself, on another stream
+        mixed = Group()
+        ask(by_hook, mixed)
+        ask(second, mixed)
+        grad_reduce.note_backward(backend, [second])
+        ask(second, mixed)
     return answers
 
 
 def test_a_gradient_that_came_since_makes_a_bucket_late(two_ranks: RankPool) -> None:
-    want = [True, False, False, True, False, False, False]
+    want = [True, False, False, True, False, *[False] * 6]
     assert two_ranks.run(may_be_early_after_each) == [want, want]

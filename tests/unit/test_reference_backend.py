@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, TrafficCounters
+from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig
 from flashmoe_megatron.reference import assert_close, moe_reference
 from flashmoe_megatron.reference_backend import ReferenceBackend
@@ -255,3 +255,23 @@ def test_output_does_not_depend_on_the_number_of_ranks(ranks: RankPool):
     for name in ("out", "grad x", "grad probs"):
         joined = torch.cat([found[name] for found, _ in spread])
         assert_close(name, joined, single[name], rel_l2=1e-3)
+
+
+def test_a_backward_can_be_called_with_parameters():
+    """A backend is more than what autograd calls, which is in no-grad mode."""
+    config = cases.make_config(num_experts=4)
+    inputs = cases.make_inputs(config, cases.uniform, [20], dtype=torch.float32)
+    fc1, fc2 = (
+        tuple(torch.nn.Parameter(weight) for weight in weights)
+        for weights in (inputs.fc1, inputs.fc2)
+    )
+    weights, backend = ExpertWeights(fc1, fc2), ReferenceBackend(config)
+    grads = [
+        [WeightGrad(torch.empty_like(weight), False) for weight in share] for share in (fc1, fc2)
+    ]
+    _, saved = backend.forward(
+        inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights, training=True
+    )
+    grad_x, _ = backend.backward(inputs.grad_out[0], saved, weights, *grads)
+    assert not grad_x.requires_grad
+    assert all(grad.buffer.abs().sum() > 0 for share in grads for grad in share)

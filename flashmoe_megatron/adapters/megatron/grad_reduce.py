@@ -21,6 +21,8 @@ _EARLY = "flashmoe_early_in"
 """Attribute of a parameter: the last backward before whose end its gradient may be complete."""
 _LATE = "flashmoe_late_in"
 """Attribute of a bucket group: the last backward at or after whose end it got a gradient."""
+_IS_FOREIGN = "flashmoe_is_foreign"
+"""Attribute of a bucket group: Megatron's hooks have added gradients to it themselves."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,7 @@ def note_backward(backend: Backend, fc2_in_main_grad: Sequence[torch.Tensor]) ->
     global _last
     _last = _Backward(_last.number + 1, backend)
     for weight in fc2_in_main_grad:
-        # Else Megatron's hook adds the zeros that autograd got, behind the launch.
-        if not getattr(weight, "zero_out_wgrad", False):
+        if not _adds_zeros(weight):
             setattr(weight, _EARLY, _last.number)
 
 
@@ -84,9 +85,12 @@ def patch_buckets(module: ModuleType) -> None:
 def _may_be_early(group: Any, param: torch.Tensor) -> bool:
     """Whether a bucket group need not wait for the last backward's end, this gradient being there.
 
-    Gradients that were there before that backward are complete when it begins to compute its own;
-    any that came since, other than the early ones, are as late as its end.
+    Gradients that launches added to main_grad before that backward are complete when it begins to
+    compute its own; any that came since, other than the early ones, are as late as its end. What
+    hooks add is on the stream on which DDP was made, which no launch waits for.
     """
+    if not getattr(param, "grad_added_to_main_grad", False) or _adds_zeros(param):
+        setattr(group, _IS_FOREIGN, True)
     if getattr(param, _EARLY, 0) != _last.number:
         setattr(group, _LATE, _last.number)
         return False
@@ -94,7 +98,13 @@ def _may_be_early(group: Any, param: torch.Tensor) -> bool:
     # for the compute stream; and sums in float32 are made when the collective is waited for.
     config = group.ddp_config
     return bool(
-        getattr(group, _LATE, 0) != _last.number
+        not getattr(group, _IS_FOREIGN, False)
+        and getattr(group, _LATE, 0) != _last.number
         and config.num_distributed_optimizer_instances == 1
         and not getattr(config, "reduce_scatter_with_fp32_accumulation", False)
     )
+
+
+def _adds_zeros(param: torch.Tensor) -> bool:
+    """Whether Megatron's hook adds the zeros that autograd got to what a launch has added."""
+    return bool(getattr(param, "zero_out_wgrad", False))

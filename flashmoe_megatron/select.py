@@ -60,9 +60,9 @@ def select_backend(
     _check("keep", keep)
     agreed = {**dataclasses.asdict(config), "backend": chosen, "keep": keep}
     if chosen == "kernel":
-        memory = agreed["symmetric_backend"] = kernel_options.get("symmetric_backend")
+        agreed["symmetric_backend"] = kernel_options.get("symmetric_backend")
     check_ranks_agree(group, agreed)
-    if chosen == "kernel" and memory != "nvshmem":
+    if chosen == "kernel":
         check_one_host(group)
     if kind == "auto":
         _announce(chosen, _describe(device)[1])
@@ -133,7 +133,7 @@ def check_one_host(group: dist.ProcessGroup | None) -> None:
         raise ConfigError(
             f"an expert-parallel group spans the hosts {listed}; wanted GPUs of one host: choose "
             "an expert-parallel size (Megatron's --expert-model-parallel-size) that divides the "
-            "GPUs of a host, or the symmetric memory 'nvshmem'"
+            "GPUs of a host"
         )
 
 

@@ -14,17 +14,18 @@ check() {
 }
 
 # Not of git, which a copy of the checkout may lack: without a name clang-format reads its input.
-mapfile -t device_sources < <(
-    find csrc -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp' | sort
+mapfile -t sources < <(
+    find csrc tests tools \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.c' \
+        -o -name '*.cc' \) | sort
 )
-if [ "${#device_sources[@]}" -eq 0 ]; then
+if [ ! -d csrc ] || [ "${#sources[@]}" -eq 0 ]; then
     echo "csrc has no sources" >&2
     exit 1
 fi
 check ruff check .
 check ruff format --check .
 check mypy
-check clang-format --dry-run -Werror "${device_sources[@]}"
+check clang-format --dry-run -Werror "${sources[@]}"
 check codespell
 check python tools/check_layers.py
 check pytest tests/unit tests/build tests/megatron tests/deepspeed tests/tools tests/fuzz tests/faults tests/protocol "$@"

@@ -86,7 +86,7 @@ def run_checks(folder: Path) -> tuple[subprocess.CompletedProcess[str], dict[str
     """
     bin_folder = folder / "bin"
     for part in ("bin", "tests", "tools"):
-        (folder / part).mkdir()
+        (folder / part).mkdir(exist_ok=True)
     (folder / "tests" / "run.sh").write_text((ROOT / "tests" / "run.sh").read_text())
     (folder / "tools" / "setup_env.sh").write_text(f"echo {bin_folder}/python\n")
     for name in CHECKS:
@@ -108,7 +108,7 @@ def run_checks(folder: Path) -> tuple[subprocess.CompletedProcess[str], dict[str
 
 
 def test_sources_are_checked_without_git(tmp_path: Path) -> None:
-    sources = [f"csrc/{name}" for name in ("a/b.cuh", "c.cu", "d.cpp", "e.h")]
+    sources = ["csrc/a/b.cuh", "csrc/c.cu", "csrc/e.h", "tests/cc/d.cc", "tools/f.cu"]
     for name in (*sources, "csrc/README.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

@@ -1,4 +1,4 @@
-"""Takes all figures of a version on the GPUs at hand, the most important first.
+"""Takes the layer's figures of a version on the GPUs at hand, the most important first.
 
     python -m tools.bench.all_figures --out runs/figures --minutes 9
 

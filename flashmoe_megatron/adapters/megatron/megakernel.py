@@ -1,4 +1,4 @@
-"""The routed and shared experts behind the megakernel interface of Megatron-Core's main branch.
+"""The routed and shared experts behind the megakernel interface of Megatron-LM's pull request 6572.
 
 There a MoE layer hands its routing result to a ``MegakernelBackend``, a module with
 ``forward(hidden_states, probs, routing_map)`` that replaces dispatch, experts and combine. The

@@ -28,7 +28,8 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
     """
     name = type(experts).__name__
     if hasattr(experts, "local_experts"):
-        pairs = [(e.linear_fc1, e.linear_fc2) for e in _children(experts.local_experts)]
+        local_experts: Any = experts.local_experts
+        pairs = [(e.linear_fc1, e.linear_fc2) for e in local_experts]
         return ExpertWeights(
             fc1=tuple(_parameter(fc1, "weight", name) for fc1, _ in pairs),
             fc2=tuple(_parameter(fc2, "weight", name) for _, fc2 in pairs),
@@ -116,10 +117,6 @@ def _check_forward(module: torch.nn.Module, experts: torch.nn.Module) -> None:
         "module of Megatron-Core or Transformer Engine: convert no experts (quantization, LoRA, "
         "sparsity) and hook none, or use the alltoall dispatcher"
     )
-
-
-def _children(modules: Any) -> list[Any]:
-    return list(modules)
 
 
 def _num_gemms(linear: Any) -> int:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from flashmoe_megatron.reference_backend import ReferenceBackend
 from tests.distributed import RankPool
-from tests.megatron.harness import Case, Layout, train
+from tests.megatron.harness import Case, Layout, prepare, train
 
-EP2_DP2 = Layout(expert=2)
+EP2 = EP2_DP2 = Layout(expert=2)
 FC1, FC2 = (128, 64), (64, 64)  # of an expert; other parameters are in buckets of their own
 
 Started = list[tuple[bool, set[tuple[int, ...]]]]
@@ -26,6 +26,7 @@ def early_collectives(group: dist.ProcessGroup, case: Case) -> tuple[Started, li
         Of each collective over gradients of experts whether it was started as an early one, with
         the shapes of its parameters; and the losses.
     """
+    prepare(case.layout)
     from megatron.core.distributed import param_and_grad_buffer
 
     is_early = False
@@ -84,6 +85,7 @@ def test_others_are_not(ddp: dict[str, Any], four_ranks: RankPool) -> None:
 
 def may_be_early_after_each(group: dist.ProcessGroup) -> list[bool]:
     """Asks of bucket groups of two layers' fc2 and of something else, gradient after gradient."""
+    prepare(EP2)
     from megatron.core.distributed import DistributedDataParallelConfig
 
     from flashmoe_megatron.adapters.megatron import grad_reduce

@@ -21,17 +21,14 @@ class UniformGrads:
 
     Attributes:
         grads: What to compute, in the same order.
-        are_own: Whether these are all the caller's own, so that there is nothing to settle.
     """
 
     def __init__(self, grads: Sequence[WeightGrad]) -> None:
         kinds = {(grad.buffer.dtype, grad.accumulate) for grad in grads}
         is_aligned = [grad.buffer.data_ptr() % ALIGNMENT_BYTES == 0 for grad in grads]
         self.grads = list(grads)
-        self.are_own = False
         self._lent: list[tuple[WeightGrad, torch.Tensor]] = []
         if len(kinds) == 1 and all(is_aligned):
-            self.are_own = True
             return
         # The widest dtype, so that nothing is rounded twice; within it main_grad, to copy least.
         dtype = max((kind[0] for kind in kinds), key=lambda dtype: dtype.itemsize)
@@ -46,6 +43,11 @@ class UniformGrads:
             buffer = make(grad.buffer, dtype=dtype, memory_format=torch.contiguous_format)
             self.grads[index] = WeightGrad(buffer, accumulate)
             self._lent.append((grad, buffer))
+
+    @property
+    def are_own(self) -> bool:
+        """Whether these are all the caller's own, so that there is nothing to settle."""
+        return not self._lent
 
     def settle(self) -> None:
         """Hands on what went to buffers of this call, once they are computed."""

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
         plan_buffer_rows,
         plan_capacity,
     )
-    from flashmoe_megatron.reference import moe_reference
-    from flashmoe_megatron.reference_backend import ReferenceBackend
+    from flashmoe_megatron.reference.backend import ReferenceBackend
+    from flashmoe_megatron.reference.oracle import moe_reference
     from flashmoe_megatron.select import select_backend
     from flashmoe_megatron.weights import SplitWeights
 
@@ -88,8 +88,8 @@ _HOME = {
         "gate": ("GateConfig",),
         "layer": ("FlashMoELayer", "Gated", "moe_forward", "moe_gated_forward"),
         "planner": ("dispatch_volume", "expert_capacity", "plan_buffer_rows", "plan_capacity"),
-        "reference": ("moe_reference",),
-        "reference_backend": ("ReferenceBackend",),
+        "reference.oracle": ("moe_reference",),
+        "reference.backend": ("ReferenceBackend",),
         "select": ("select_backend",),
         "weights": ("SplitWeights",),
     }.items()

@@ -13,7 +13,7 @@ from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.options import BackendKind, KernelOptions, wanted_instead
-from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.reference.backend import ReferenceBackend
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -70,7 +70,7 @@ def select_backend(
     if chosen == "reference":
         backend = ReferenceBackend(config, group)
     else:
-        from flashmoe_megatron.runtime import KernelBackend
+        from flashmoe_megatron.kernel.backend import KernelBackend
 
         backend = KernelBackend(config, group, device, **kernel_options)
     backend.keep = keep

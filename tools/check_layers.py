@@ -1,6 +1,6 @@
 """Checks that dependencies go one way, in csrc/ and in the Python package.
 
-The two lists are the architecture, lowest layer first. A file may use its own directory or module
+The lists are the architecture, lowest layer first. A file may use its own directory or module
 and anything in a lower line; never a higher line, and never a neighbour on its own line.
 """
 
@@ -31,21 +31,29 @@ PYTHON = [
     ["options"],
     ["telemetry", "gate"],
     ["backend"],
-    ["activations", "checks", "gradients", "reference_rows", "weights"],
-    ["reference", "reference_backend", "_native"],
-    ["memory", "ops", "symmetric", "records"],
-    ["group_memory"],
-    ["tables"],
-    ["runtime"],
+    ["checks", "weights"],
+    ["kernel", "reference"],
     ["select", "autograd"],
     ["layer"],
     ["adapters"],
     ["autoload", "calibrate", "deepspeed", "run"],
 ]
+KERNEL = [
+    ["bindings"],
+    ["gradients", "memory", "ops", "records", "symmetric"],
+    ["group_memory"],
+    ["tables"],
+    ["backend"],
+]
+REFERENCE = [
+    ["activations", "rows"],
+    ["backend", "oracle"],
+]
 ELSEWHERE: dict[tuple[str, ...], str] = {
     ("api", "flashmoe.h"): "flashmoe.h",
 }
 """Headers that belong to another layer than their directory."""
+PACKAGE = Path("flashmoe_megatron")
 EVERYWHERE = "__init__"  # names the public, so it may know all
 
 Edge = tuple[Path, str, str]
@@ -70,10 +78,14 @@ def csrc_edges(root: Path) -> Iterator[Edge]:
                 yield path, user, layer_of_header(below.parts)
 
 
-def python_edges(root: Path) -> Iterator[Edge]:
-    """Every import of one module of the package by another, also those inside functions."""
-    for path in sorted(root.rglob("*.py")):
-        user = path.relative_to(root).with_suffix("").parts[0]
+def python_edges(root: Path, folder: str = "") -> Iterator[Edge]:
+    """Every import of one module of the package, or of one of its folders, by another.
+
+    Imports inside functions count as well.
+    """
+    prefix = [root.name, folder] if folder else [root.name]
+    for path in sorted((root / folder).rglob("*.py")):
+        user = path.relative_to(root / folder).with_suffix("").parts[0]
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -82,9 +94,9 @@ def python_edges(root: Path) -> Iterator[Edge]:
             else:
                 continue
             for name in names:
-                package, _, rest = name.partition(".")
-                if package == root.name and rest:
-                    yield path, user, rest.split(".")[0]
+                *parents, used = name.split(".")[: len(prefix) + 1]
+                if parents == prefix:
+                    yield path, user, used
 
 
 def violations(edges: Iterator[Edge], layers: list[list[str]]) -> Iterator[str]:
@@ -105,7 +117,9 @@ def violations(edges: Iterator[Edge], layers: list[list[str]]) -> Iterator[str]:
 def main() -> int:
     found = [
         *violations(csrc_edges(Path("csrc")), CSRC),
-        *violations(python_edges(Path("flashmoe_megatron")), PYTHON),
+        *violations(python_edges(PACKAGE), PYTHON),
+        *violations(python_edges(PACKAGE, "kernel"), KERNEL),
+        *violations(python_edges(PACKAGE, "reference"), REFERENCE),
     ]
     print("\n".join(found) or "layers: ok")
     return bool(found)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.memory import MemoryPlan, plan_memory
+from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
 from tools.bench import common
 from tools.bench.common import Record, log
 from tools.bench.shapes import SHAPES, Shape, make_problem
@@ -56,9 +56,9 @@ def measure(shape: Shape, num_ranks: int, keep: Keep) -> tuple[MemoryPlan, dict[
         The plan for as many rows as this rank received, and by the names of its attributes what
         this rank's heap and allocator say.
     """
-    from flashmoe_megatron.group_memory import GroupMemory
+    from flashmoe_megatron.kernel.backend import KernelBackend
+    from flashmoe_megatron.kernel.group_memory import GroupMemory
     from flashmoe_megatron.options import KernelOptions
-    from flashmoe_megatron.runtime import KernelBackend
 
     rank = dist.get_rank() if num_ranks > 1 else 0
     device = torch.device("cuda", torch.cuda.current_device())

@@ -47,16 +47,21 @@ def test_layers_of_csrc(tmp_path, files, found):
             ["'config'", "'layer'"],
         ),
         (
-            {"reference.py": "from flashmoe_megatron import reference_backend\n"},
-            ["'reference'", "'reference_backend'"],
+            {"kernel/ops.py": "from flashmoe_megatron.reference import rows\n"},
+            ["'kernel'", "'reference'"],
         ),
+        ({"kernel/ops.py": "from flashmoe_megatron.kernel import tables\n"}, ["'ops'", "'tables'"]),
+        ({"kernel/ops.py": "from flashmoe_megatron.kernel import bindings\n"}, []),
         ({"news.py": "from flashmoe_megatron import config\n"}, ["'news'", "no layer"]),
     ],
 )
 def test_layers_of_the_package(tmp_path, files, found):
     root = tmp_path / "flashmoe_megatron"
     write(root, files)
-    lines = list(check_layers.violations(check_layers.python_edges(root), check_layers.PYTHON))
+    lines = [
+        *check_layers.violations(check_layers.python_edges(root), check_layers.PYTHON),
+        *check_layers.violations(check_layers.python_edges(root, "kernel"), check_layers.KERNEL),
+    ]
     assert bool(lines) == bool(found)
     assert all(part in lines[0] for part in found)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_megatron import _native, config
+from flashmoe_megatron import config
+from flashmoe_megatron.kernel import bindings
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "csrc" / "api" / "flashmoe.h"
@@ -30,9 +31,9 @@ print(library.flashmoe_abi_version())
 
 @pytest.fixture(scope="module")
 def library() -> Path:
-    if not _native.LIBRARY.is_file():
-        pytest.fail(f"{_native.LIBRARY} is not built: run python tools/build.py")
-    return _native.LIBRARY
+    if not bindings.LIBRARY.is_file():
+        pytest.fail(f"{bindings.LIBRARY} is not built: run python tools/build.py")
+    return bindings.LIBRARY
 
 
 def run(*command: object) -> str:
@@ -87,7 +88,7 @@ def mirror_of(kind: str) -> type:
         return ctypes.c_char_p
     if kind.endswith("*"):
         return ctypes.c_void_p
-    return NUMBERS[kind] if kind in NUMBERS else getattr(_native, kind)
+    return NUMBERS[kind] if kind in NUMBERS else getattr(bindings, kind)
 
 
 def other_pythons() -> list[str]:
@@ -124,16 +125,16 @@ def test_needs_neither_driver_nor_cuda_nor_torch_nor_python(library):
 
 
 def test_binding_loads_it_and_agrees_on_every_struct():
-    library = _native.load()
-    assert library.flashmoe_abi_version() == _native.ABI_VERSION
-    for mirror in _native._STRUCTS:
+    library = bindings.load()
+    assert library.flashmoe_abi_version() == bindings.ABI_VERSION
+    for mirror in bindings._STRUCTS:
         assert library.flashmoe_sizeof(mirror.__name__.encode()) > 0
 
 
 def test_binding_has_the_numbers_of_the_header():
-    ours = {name: value for name, value in vars(_native).items() if name.isupper()}
+    ours = {name: value for name, value in vars(bindings).items() if name.isupper()}
     ours = {name: value for name, value in ours.items() if isinstance(value, int)}
-    ours |= {activation.name: number for activation, number in _native.ACTIVATIONS.items()}
+    ours |= {activation.name: number for activation, number in bindings.ACTIVATIONS.items()}
     ours["MAX_TOPK"] = config.MAX_TOPK
     theirs = declared_numbers()
     del theirs["NUM_RECORDS"]  # which the library alone needs
@@ -141,11 +142,11 @@ def test_binding_has_the_numbers_of_the_header():
 
 
 def test_binding_has_the_fields_of_the_header_in_their_order():
-    assert {mirror.__name__: mirror._fields_ for mirror in _native._STRUCTS} == declared_fields()
+    assert {mirror.__name__: mirror._fields_ for mirror in bindings._STRUCTS} == declared_fields()
 
 
 def test_binding_has_the_functions_of_the_header():
-    assert declared_signatures() == _native.SIGNATURES
+    assert declared_signatures() == bindings.SIGNATURES
 
 
 def test_binding_refuses_another_version(library, tmp_path):
@@ -155,8 +156,8 @@ def test_binding_refuses_another_version(library, tmp_path):
     )
     other = tmp_path / "libother.so"
     run("cc", "-shared", "-fPIC", source, "-o", other)
-    with pytest.raises(_native.DeviceError, match="999"):
-        _native.load(other)
+    with pytest.raises(bindings.DeviceError, match="999"):
+        bindings.load(other)
 
 
 def test_loads_under_every_python_at_hand(library):
@@ -172,4 +173,4 @@ def test_loads_under_every_python_at_hand(library):
             continue
         versions[probe.stdout.strip()] = run(python, "-c", LOAD, library).strip()
     assert versions
-    assert set(versions.values()) == {str(_native.ABI_VERSION)}
+    assert set(versions.values()) == {str(bindings.ABI_VERSION)}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.memory import MemoryPlan, plan_memory
+from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
 from tools import memory_table
 from tools.bench.shapes import SHAPES
 

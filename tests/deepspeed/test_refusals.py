@@ -48,10 +48,10 @@ def test_other_gpus_have_to_ask_for_the_reference(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_kernel_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoe_megatron import _native
+    from flashmoe_megatron.kernel import bindings
 
     monkeypatch.setattr(refusals, "resolve_kind", lambda kind, device: "kernel")
-    monkeypatch.setattr(_native, "load", lambda: None)
+    monkeypatch.setattr(bindings, "load", lambda: None)
 
     def problem(**changes) -> str | None:
         return refusals.layer_problem(info(**changes), Settings(), GPU)
@@ -70,7 +70,7 @@ def test_what_the_kernel_does_not_compute_is_refused(monkeypatch: pytest.MonkeyP
     def fail() -> None:
         raise DeviceError("no library")
 
-    monkeypatch.setattr(_native, "load", fail)
+    monkeypatch.setattr(bindings, "load", fail)
     assert problem() == "no library"
 
 

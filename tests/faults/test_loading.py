@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.errors import DeviceError
+from flashmoe_megatron.kernel import bindings
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flashmoe_megatron"
@@ -29,18 +29,18 @@ int flashmoe_abi_version(void) { return 4711; }
 
 @pytest.fixture
 def library() -> None:
-    if not _native.LIBRARY.is_file():
-        pytest.fail(f"{_native.LIBRARY} is not built: run python tools/build.py")
+    if not bindings.LIBRARY.is_file():
+        pytest.fail(f"{bindings.LIBRARY} is not built: run python tools/build.py")
 
 
 def load(**changes: str | None) -> str:
     """Loads the library in a process of its own; which file it was, or the error."""
     program = """
 import sys
-from flashmoe_megatron import _native
+from flashmoe_megatron.kernel import bindings
 try:
-    _native.load()
-except _native.DeviceError as error:
+    bindings.load()
+except bindings.DeviceError as error:
     print("DeviceError:", error)
 else:
     with open("/proc/self/maps") as maps:
@@ -78,7 +78,7 @@ def planted(tmp_path: Path) -> Path:
 def test_only_the_packages_own_library_is_loaded(planted: Path):
     mark = planted / "mark"
     found = load(directory=str(planted), LD_LIBRARY_PATH=str(planted), MARK=str(mark))
-    assert found == str(_native.LIBRARY)
+    assert found == str(bindings.LIBRARY)
     assert not mark.exists()
 
 
@@ -114,7 +114,7 @@ def test_what_is_no_library_is_an_error_with_its_name(kind: str, tmp_path: Path)
         (tmp_path / "other.c").write_text("int other(void) { return 1; }\n")
         subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "other.c", "-o", path], check=True)
     with pytest.raises(DeviceError, match=r"libnamed\.so is (no libflashmoe|not installed)"):
-        _native.load(path)
+        bindings.load(path)
 
 
 EXECUTE = {
@@ -158,9 +158,10 @@ sys.addaudithook(audit)
 import torch
 import flashmoe_megatron
 assert flashmoe_megatron.__file__.startswith(package), flashmoe_megatron.__file__
-from flashmoe_megatron import Activation, FlashMoELayer, MoEConfig, _native
-if _native.LIBRARY.exists():
-    _native.load()
+from flashmoe_megatron import Activation, FlashMoELayer, MoEConfig
+from flashmoe_megatron.kernel import bindings
+if bindings.LIBRARY.exists():
+    bindings.load()
 config = MoEConfig(hidden=64, intermediate=64, num_experts=4, topk=2, activation=Activation.SILU,
                    gated=True, num_ranks=1, max_tokens=64)
 layer = FlashMoELayer(config, router=True, dtype=torch.float32, device="cpu")

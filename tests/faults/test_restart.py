@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.distributed import RankError, RankPool
 from tests.megatron.harness import Case, Layout, Outcome, train
 

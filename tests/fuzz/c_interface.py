@@ -15,11 +15,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_megatron import _native
+from flashmoe_megatron.kernel import bindings
 from tests.fuzz.choices import Choices
 from tests.fuzz.guarded import GuardedBytes
 
-STATUSES = range(_native.TOO_MANY_ROWS + 1)
+STATUSES = range(bindings.TOO_MANY_ROWS + 1)
 MOST_CTAS = 256
 GOOD_PROBLEM: dict[str, int] = {
     "rank": 1,
@@ -77,7 +77,7 @@ def arena() -> Arena:
     return Arena(
         **{name: GuardedBytes(256) for name in ("problem", "group", "input", "launch", "sizes")},
         buffer=GuardedBytes(BUFFER_BYTES),
-        tables=GuardedBytes(2 * 8 * _native.MAX_LOCAL_EXPERTS),
+        tables=GuardedBytes(2 * 8 * bindings.MAX_LOCAL_EXPERTS),
     )
 
 
@@ -91,7 +91,7 @@ def exercise(data: bytes) -> str:
         ContractError: The interface broke its promise.
     """
     choices = Choices(data)
-    library = _native.load()
+    library = bindings.load()
     function = choices.pick(list(_CALLS))
     problem, fields = _problem(choices)
     status = _CALLS[function](library, choices, problem, fields)
@@ -99,7 +99,7 @@ def exercise(data: bytes) -> str:
         return function
     if status not in STATUSES:
         raise ContractError(f"{function} returned {status}, which the header does not have")
-    if status == _native.OK:
+    if status == bindings.OK:
         return function
     sentence = library.flashmoe_last_error()
     if not sentence or not 8 <= len(sentence) < 512:
@@ -137,11 +137,11 @@ def _problem(choices: Choices) -> tuple[Any, dict[str, int] | None]:
         bits = 64 if name == "timeout_ns" else 32
         value = choices.number()
         fields[name] = value % 2**64 if bits == 64 else _int32(value)
-    address = _struct(choices, arena().problem, _native.FlashMoEProblem, fields)
+    address = _struct(choices, arena().problem, bindings.FlashMoEProblem, fields)
     if address is None:
         return None, None
     size = ctypes.c_uint32.from_address(address).value
-    return address, fields if size == ctypes.sizeof(_native.FlashMoEProblem) else None
+    return address, fields if size == ctypes.sizeof(bindings.FlashMoEProblem) else None
 
 
 def _pointer(choices: Choices) -> int | None:
@@ -161,14 +161,14 @@ def _group(choices: Choices) -> Any:
     ctypes.memset(start, choices.pick(STATUSES), 1)
     ctypes.memset(start + 32, choices.integer(1), 512)
     fields = {"heaps": heaps, "workspace": _pointer(choices), "mailbox": _pointer(choices)}
-    return _struct(choices, arena().group, _native.FlashMoEGroup, fields)
+    return _struct(choices, arena().group, bindings.FlashMoEGroup, fields)
 
 
 def _input(choices: Choices) -> Any:
     return _struct(
         choices,
         arena().input,
-        _native.FlashMoEInput,
+        bindings.FlashMoEInput,
         {
             "num_tokens": _count(choices),
             "probs_dtype": _int32(choices.number()) if choices.flag() else 0,
@@ -188,11 +188,11 @@ def _count(choices: Choices) -> int:
 
 
 def _launch(choices: Choices) -> Any:
-    pointers = [name for name, kind in _native.FlashMoELaunch._fields_ if kind is ctypes.c_void_p]
+    pointers = [name for name, kind in bindings.FlashMoELaunch._fields_ if kind is ctypes.c_void_p]
     return _struct(
         choices,
         arena().launch,
-        _native.FlashMoELaunch,
+        bindings.FlashMoELaunch,
         {
             "num_row_blocks": _count(choices),
             "num_tokens": _count(choices),
@@ -203,12 +203,12 @@ def _launch(choices: Choices) -> Any:
 
 
 def _sizes(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
-    sizes = _struct(choices, arena().sizes, _native.FlashMoESizes, {})
+    sizes = _struct(choices, arena().sizes, bindings.FlashMoESizes, {})
     status: int = library.flashmoe_sizes(problem, sizes)
-    if status == _native.OK:
+    if status == bindings.OK:
         if fields is None or sizes is None:
             raise ContractError("sizes accepted a struct of another size")
-        check_sizes(fields, _native.FlashMoESizes.from_address(sizes))
+        check_sizes(fields, bindings.FlashMoESizes.from_address(sizes))
     return status
 
 
@@ -255,9 +255,11 @@ def _backward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
 
 def _tables(choices: Choices, fields: Any, matrices: int) -> list[int | None]:
     """Addresses of two arrays of pointers, of so many for each local expert."""
-    local = _native.MAX_LOCAL_EXPERTS
+    local = bindings.MAX_LOCAL_EXPERTS
     if fields is not None and fields["num_ranks"] > 0:
-        local = min(max(fields["num_experts"] // fields["num_ranks"], 1), _native.MAX_LOCAL_EXPERTS)
+        local = min(
+            max(fields["num_experts"] // fields["num_ranks"], 1), bindings.MAX_LOCAL_EXPERTS
+        )
     pointers = [_pointer(choices) for _ in range(min(local, 8))]
     count = matrices * local
     table = (ctypes.c_void_p * count)(*(pointers * (count // len(pointers) + 1))[:count])
@@ -282,7 +284,7 @@ def _await_fc2_grads(library: Any, choices: Choices, problem: Any, fields: Any) 
 
 
 def _read_fault(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
-    fault = _native.FlashMoEFault()
+    fault = bindings.FlashMoEFault()
     where = ctypes.byref(fault) if choices.integer(1) % 8 else None
     return int(library.flashmoe_read_fault(_group(choices), where))
 
@@ -292,17 +294,17 @@ def _clear_fault(library: Any, choices: Choices, problem: Any, fields: Any) -> i
 
 
 def _read_counters(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
-    counters = _native.FlashMoECounters()
+    counters = bindings.FlashMoECounters()
     where = ctypes.byref(counters) if choices.integer(1) % 8 else None
     return int(library.flashmoe_read_counters(_group(choices), where))
 
 
 def _read_record(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
-    record = _native.FlashMoERecord()
+    record = bindings.FlashMoERecord()
     where = ctypes.byref(record) if choices.integer(1) % 8 else None
     sequence = choices.number() % 2**64
     status: int = library.flashmoe_read_record(_group(choices), sequence, where)
-    if status == _native.OK and 0 < record.sequence < sequence:
+    if status == bindings.OK and 0 < record.sequence < sequence:
         raise ContractError(f"asked for record {sequence}, got {record.sequence}")
     return status
 
@@ -311,7 +313,7 @@ def _names(library: Any, choices: Choices, problem: Any, fields: Any) -> None:
     if not library.flashmoe_role_name(choices.integer(4)):
         raise ContractError("a role has no name")
     name = choices.text().encode() if choices.flag() else None
-    known = {struct.__name__.encode() for struct in _native._STRUCTS}
+    known = {struct.__name__.encode() for struct in bindings._STRUCTS}
     size = library.flashmoe_sizeof(name)
     if (size > 0) != (name is not None and name.split(b"\0")[0] in known):
         raise ContractError(f"sizeof({name!r}) is {size}")
@@ -354,7 +356,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     plan = blocks * (8 + 128 * (8 + 4)) + 4 * tokens * (ranks * topk + topk + 1)
     # Words: what outlives a launch, the counts of all CTAs, tickets, and the counters of blocks
     # and experts.
-    workspace = 256 + _native.MAX_LOCAL_EXPERTS * MOST_CTAS + 64
+    workspace = 256 + bindings.MAX_LOCAL_EXPERTS * MOST_CTAS + 64
     workspace += 3 * blocks + fields["num_experts"] + local
     exact = {
         "max_row_blocks": blocks,

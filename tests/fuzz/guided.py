@@ -63,9 +63,9 @@ def main(arguments: list[str]) -> int:
     ]
     atheris.Setup([sys.argv[0], *flags, str(corpus), str(committed)], target.exercise)
     if options.target == "c_interface":
-        from flashmoe_megatron import _native  # instrumented by now
+        from flashmoe_megatron.kernel import bindings  # instrumented by now
 
-        guided = share_coverage(_native.load())
+        guided = share_coverage(bindings.load())
         print(f"the library {'tells' if guided else 'does not tell'} its coverage", flush=True)
     atheris.Fuzz()
     return 0

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvcc_build
-from flashmoe_megatron import _native
+from flashmoe_megatron.kernel import bindings
 from tests.fuzz import c_interface
 from tests.fuzz.guided import COMMITTED, ROOT, TARGETS
 
@@ -28,8 +28,8 @@ EXAMPLES = int(os.environ.get("FLASHMOE_FUZZ_EXAMPLES", "400"))
 
 @functools.cache
 def target(name: str) -> ModuleType:
-    if name == "c_interface" and not _native.library_path().is_file():
-        pytest.fail(f"{_native.library_path()} is not built: run python tools/build.py")
+    if name == "c_interface" and not bindings.library_path().is_file():
+        pytest.fail(f"{bindings.library_path()} is not built: run python tools/build.py")
     return importlib.import_module(f"tests.fuzz.{name}")
 
 
@@ -71,11 +71,11 @@ def test_a_good_problem_is_accepted():
 )
 def test_the_model_of_sizes_notices(kind: str):
     fields = dict(c_interface.GOOD_PROBLEM)
-    problem = _native.FlashMoEProblem(
-        **{name: fields[name] for name, _ in _native.FlashMoEProblem._fields_[1:]}
+    problem = bindings.FlashMoEProblem(
+        **{name: fields[name] for name, _ in bindings.FlashMoEProblem._fields_[1:]}
     )
-    sizes = _native.FlashMoESizes()
-    _native.call("sizes", problem, sizes)
+    sizes = bindings.FlashMoESizes()
+    bindings.call("sizes", problem, sizes)
     c_interface.check_sizes(fields, sizes)
     if kind == "overflowing heap":
         sizes.heap_bytes %= 2**14
@@ -93,7 +93,7 @@ def test_the_model_of_sizes_notices(kind: str):
 def library_with_coverage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library whose host code tells its branches; only that is compiled anew."""
     if "FLASHMOE_LIBRARY" in os.environ:
-        return _native.library_path()
+        return bindings.library_path()
     variant = nvcc_build.VARIANTS["coverage"]
     path = tmp_path_factory.mktemp("coverage") / variant.library
     nvcc_build.build_library(path, variant=variant)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron import ops
 from flashmoe_megatron.config import TILE_M
 from flashmoe_megatron.errors import PeerTimeoutError
+from flashmoe_megatron.kernel import ops
 from tests.gpu import steps
 from tests.gpu.layers import make_config
 from tests.gpu.virtual import VirtualLayer

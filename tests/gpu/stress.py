@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
-from flashmoe_megatron.runtime import KernelBackend
+from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel.backend import KernelBackend
 from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import zipf
@@ -469,7 +469,7 @@ def main(arguments: list[str]) -> int:
     add_arguments(parser)
     options = parser.parse_args(arguments)
     load_kernels(options.seed)
-    report = Report("virtual", options.ranks, _native.library_path().name, options.seed)
+    report = Report("virtual", options.ranks, bindings.library_path().name, options.seed)
     run = VirtualRun(options.ranks, options.seed)
     stress(run, report, options.seconds, lambda is_over: is_over)
     if report.failure:

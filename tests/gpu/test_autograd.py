@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Keep
-from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
-from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import make_config
@@ -87,7 +87,7 @@ def test_a_thread_may_begin_with_the_library():
     problem, buffer = backend._describe(), torch.empty(2**20, dtype=torch.uint8)
     fc1, fc2 = (array(*(weight.data_ptr() for weight in each)) for each in (model.fc1, model.fc2))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(_native.call, "encode_weights", problem, fc1, fc2, buffer.data_ptr()).result()
+        pool.submit(bindings.call, "encode_weights", problem, fc1, fc2, buffer.data_ptr()).result()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import torch
 from flashmoe_megatron import errors, symmetric
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
-from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
-from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config

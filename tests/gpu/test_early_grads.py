@@ -11,9 +11,9 @@ import torch
 
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import PeerTimeoutError
-from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
-from flashmoe_megatron.runtime import KernelBackend
 from tests.gpu import steps
 from tests.gpu.layers import TOKENS, make_config
 from tests.gpu.virtual import VirtualLayer, device, streams

@@ -7,7 +7,7 @@ from flashmoe_megatron import GateConfig, moe_apply, moe_gated_forward
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, RoutingError
 from flashmoe_megatron.gate import Gate, open_gate
-from flashmoe_megatron.runtime import KernelBackend
+from flashmoe_megatron.kernel.backend import KernelBackend
 from tests.gpu import steps
 from tests.gpu.virtual import device, poisoned_empties
 from tests.unit import cases

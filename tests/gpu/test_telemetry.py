@@ -11,9 +11,9 @@ import torch.distributed as dist
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
-from flashmoe_megatron.runtime import KernelBackend
 from flashmoe_megatron.telemetry.metrics import compute_metrics
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 from flashmoe_megatron.telemetry.reduce import Reduction

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel.backend import CLUSTER_SIZE, KernelBackend, PendingForward
+from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
-from flashmoe_megatron.runtime import CLUSTER_SIZE, KernelBackend, PendingForward
 
 # Read when CUDA starts: a hardware queue per stream, or one rank's launch waits behind another's.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -102,7 +102,7 @@ class _Memory(GroupMemory):
         words = self._workspace.view(torch.int32)
         words[1] = value - (value >> 31 << 32)
 
-    def open(self) -> _native.FlashMoEGroup:
+    def open(self) -> bindings.FlashMoEGroup:
         group = super().open()
         for rank, peer in enumerate(self.peers):
             assert peer._heap is not None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from flashmoe_megatron.errors import ConfigError, RoutingError
-from flashmoe_megatron.reference import assert_close
+from flashmoe_megatron.reference.oracle import assert_close
 from tests.distributed import RankError, RankPool
 from tests.megatron.harness import Layout, prepare, transformer_config
 from tests.megatron.layers import make_layer, megakernel_of

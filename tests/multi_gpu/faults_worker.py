@@ -23,7 +23,7 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import HeapError, PeerTimeoutError
-from flashmoe_megatron.runtime import KernelBackend
+from flashmoe_megatron.kernel.backend import KernelBackend
 from tests.faults.jobs import write_record
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import make_config

@@ -14,8 +14,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import _native
-from flashmoe_megatron.runtime import KernelBackend
+from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.select import select_backend
 from tests.gpu.stress import (
     TIMEOUT_S,
@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
         return bool(vote.item())
 
     run = RealRun(group, options.symmetric, options.seed)
-    report = Report("real", run.num_ranks, _native.library_path().name, options.seed)
+    report = Report("real", run.num_ranks, bindings.library_path().name, options.seed)
     stress(run, report, options.seconds, agree_to_stop)
     everyone: list[Report] = [report] * run.num_ranks
     dist.all_gather_object(everyone, report, group=reporting)

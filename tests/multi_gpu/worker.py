@@ -28,7 +28,7 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
-from flashmoe_megatron.runtime import KernelBackend
+from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.select import select_backend
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import make_config, zipf

@@ -10,7 +10,7 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import FlashMoEError, RoutingError, ShapeError
 from flashmoe_megatron.layer import moe_forward
-from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.distributed import RankPool
 from tests.unit import cases
 

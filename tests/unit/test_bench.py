@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.distributed import RankPool
 from tools.bench.bench_layer import DTYPES, GATE, FusedLayer, UnfusedLayer
 from tools.bench.compare_libraries import Worker

@@ -14,7 +14,7 @@ from flashmoe_megatron.config import KEEPS
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.gate import open_gate
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.distributed import RankPool
 from tests.unit import cases
 

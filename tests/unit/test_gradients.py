@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashmoe_megatron.backend import WeightGrad
-from flashmoe_megatron.gradients import UniformGrads
+from flashmoe_megatron.kernel.gradients import UniformGrads
 
 KINDS = [
     (torch.bfloat16, False),

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import _native, group_memory
 from flashmoe_megatron.errors import HeapError, PeerTimeoutError
-from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.kernel import bindings, group_memory
+from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import KernelOptions
 from tests.unit.cases import make_config
 
-SIZES = _native.FlashMoESizes(heap_bytes=4096, workspace_bytes=512, mailbox_bytes=256)
+SIZES = bindings.FlashMoESizes(heap_bytes=4096, workspace_bytes=512, mailbox_bytes=256)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_layer_within_its_bounds_needs_nothing(memory: GroupMemory, same: dict
 @pytest.mark.parametrize("field", ["heap_bytes", "workspace_bytes"])
 def test_it_never_shrinks(memory: GroupMemory, field: str) -> None:
     memory.allocate(SIZES)
-    larger = _native.FlashMoESizes.from_buffer_copy(SIZES)
+    larger = bindings.FlashMoESizes.from_buffer_copy(SIZES)
     setattr(larger, field, 8192)
     assert memory.needs(larger)
     memory.allocate(larger)
@@ -85,7 +85,7 @@ def test_a_fault_is_told_although_cuda_has_failed(
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", fail)
-    memory._mailbox.view(torch.int32)[0] = _native.PEER_TIMEOUT
+    memory._mailbox.view(torch.int32)[0] = bindings.PEER_TIMEOUT
     assert isinstance(memory.take_fault(), PeerTimeoutError)
     assert memory.is_void
 

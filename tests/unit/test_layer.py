@@ -11,7 +11,7 @@ import torch.distributed as dist
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
-from flashmoe_megatron.reference import assert_close, moe_reference
+from flashmoe_megatron.reference.oracle import assert_close, moe_reference
 from tests.distributed import RankPool
 from tests.unit import cases
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.kernel import bindings
 
 CONFIG = MoEConfig(
     hidden=128,
@@ -21,24 +21,24 @@ CONFIG = MoEConfig(
 FLOAT32, BFLOAT16 = 0, 1
 
 
-def problem() -> _native.FlashMoEProblem:
-    return _native.problem_of(
+def problem() -> bindings.FlashMoEProblem:
+    return bindings.problem_of(
         CONFIG,
         rank=0,
         dtype=BFLOAT16,
         transposed=False,
         num_ctas=128,
-        heap=_native.HeapBounds.of(CONFIG),
+        heap=bindings.HeapBounds.of(CONFIG),
         timeout_s=1.0,
     )
 
 
 def forward(**changes: int) -> tuple[int, str]:
     """Status and sentence of a forward whose pointers are of nobody, all aligned but these."""
-    sizes = _native.FlashMoESizes()
-    _native.call("sizes", problem(), sizes)
+    sizes = bindings.FlashMoESizes()
+    bindings.call("sizes", problem(), sizes)
     room = ctypes.create_string_buffer(int(sizes.mailbox_bytes) + 256)
-    group = _native.FlashMoEGroup(
+    group = bindings.FlashMoEGroup(
         heaps=(ctypes.c_void_p * 8)(0x200000),
         workspace=0x100000,
         mailbox=(ctypes.addressof(room) + 255) // 256 * 256,
@@ -47,19 +47,19 @@ def forward(**changes: int) -> tuple[int, str]:
     launched: dict[str, Any] = {"plan": 0x700000, "weight_maps": 0x400000, "out": 0x800000}
     for name, address in changes.items():
         (given if name in given else launched)[name] = address
-    status = _native.load().flashmoe_forward(
+    status = bindings.load().flashmoe_forward(
         ctypes.byref(problem()),
         ctypes.byref(group),
-        ctypes.byref(_native.FlashMoEInput(num_tokens=4, probs_dtype=FLOAT32, **given)),
-        ctypes.byref(_native.FlashMoELaunch(num_tokens=4, **launched)),
+        ctypes.byref(bindings.FlashMoEInput(num_tokens=4, probs_dtype=FLOAT32, **given)),
+        ctypes.byref(bindings.FlashMoELaunch(num_tokens=4, **launched)),
         0,
     )
-    return status, _native.load().flashmoe_last_error().decode()
+    return status, bindings.load().flashmoe_last_error().decode()
 
 
 def test_good_pointers_get_as_far_as_the_launch():
-    assert forward()[0] == _native.CUDA_ERROR
-    assert forward(biases=0x900000)[0] == _native.CUDA_ERROR
+    assert forward()[0] == bindings.CUDA_ERROR
+    assert forward(biases=0x900000)[0] == bindings.CUDA_ERROR
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_good_pointers_get_as_far_as_the_launch():
 )
 def test_a_forward_refuses(name: str, address: int):
     status, sentence = forward(**{name: address})
-    assert status == _native.BAD_ARGUMENT
+    assert status == bindings.BAD_ARGUMENT
     assert sentence.startswith(f"{name} is at ")
 
 
@@ -84,12 +84,12 @@ def test_a_forward_refuses(name: str, address: int):
     ("dtype", "address"), [(FLOAT32, 0), (FLOAT32, 2), (BFLOAT16, 0), (BFLOAT16, 1)]
 )
 def test_a_table_refuses_a_gradient_of_a_bias(dtype: int, address: int):
-    sizes = _native.FlashMoESizes()
-    _native.call("sizes", problem(), sizes)
+    sizes = bindings.FlashMoESizes()
+    bindings.call("sizes", problem(), sizes)
     table = ctypes.create_string_buffer(int(sizes.grad_table_bytes))
     of_weights = (ctypes.c_void_p * 4)(*(0x10000 * (i + 1) for i in range(4)))
     of_biases = (ctypes.c_void_p * 4)(0x50000, 0x50010, 0x50020, address)
-    encode = _native.load().flashmoe_encode_grads
+    encode = bindings.load().flashmoe_encode_grads
     status = encode(ctypes.byref(problem()), of_weights, of_biases, dtype, table)
-    assert status == _native.BAD_ARGUMENT
-    assert b"a bias's gradient is at " in _native.load().flashmoe_last_error()
+    assert status == bindings.BAD_ARGUMENT
+    assert b"a bias's gradient is at " in bindings.load().flashmoe_last_error()

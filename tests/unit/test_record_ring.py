@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.kernel import bindings
 
 NUM_RECORDS = 256
 NUM_EXPERTS = 5
-FRONT_BYTES = _native.FlashMoERecord.expert_rows.offset
+FRONT_BYTES = bindings.FlashMoERecord.expert_rows.offset
 MASK = 2**32 - 1
 
 
@@ -19,7 +19,7 @@ def checksum(data: bytes) -> int:
     """The kernel's, csrc/flashmoe/moe/args.cuh: every word but the checksum's own, by its place."""
     total = 0
     for index in range(len(data) // 4):
-        if 4 * index == _native.FlashMoERecord.checksum.offset:
+        if 4 * index == bindings.FlashMoERecord.checksum.offset:
             continue
         word = int.from_bytes(data[4 * index : 4 * index + 4], "little")
         mixed = ((word ^ (index * 0x9E3779B9 & MASK)) * 0x85EBCA6B) & MASK
@@ -27,9 +27,9 @@ def checksum(data: bytes) -> int:
     return total & MASK
 
 
-def record_of(sequence: int) -> _native.FlashMoERecord:
+def record_of(sequence: int) -> bindings.FlashMoERecord:
     """What a kernel would write for its launch of that number."""
-    record = _native.FlashMoERecord(
+    record = bindings.FlashMoERecord(
         sequence=sequence, epoch=sequence + 7, num_experts=NUM_EXPERTS, end_ns=10**18 + sequence
     )
     record.counters.rows_pulled[1] = 3 * sequence
@@ -53,25 +53,25 @@ class Ring:
             num_ranks=1,
             max_tokens=8,
         )
-        problem = _native.problem_of(
+        problem = bindings.problem_of(
             config,
             rank=0,
-            dtype=_native.BFLOAT16,
+            dtype=bindings.BFLOAT16,
             transposed=False,
             num_ctas=2,
-            heap=_native.HeapBounds.of(config),
+            heap=bindings.HeapBounds.of(config),
             timeout_s=1.0,
         )
-        sizes = _native.FlashMoESizes()
-        _native.call("sizes", problem, sizes)
+        sizes = bindings.FlashMoESizes()
+        bindings.call("sizes", problem, sizes)
         size = int(sizes.mailbox_bytes)
         self._memory = (ctypes.c_uint64 * (size // 8 + 2))()
         base = (ctypes.addressof(self._memory) + 15) // 16 * 16
-        self._records = base + size - NUM_RECORDS * ctypes.sizeof(_native.FlashMoERecord)
-        self._group = _native.FlashMoEGroup(mailbox=base)
+        self._records = base + size - NUM_RECORDS * ctypes.sizeof(bindings.FlashMoERecord)
+        self._group = bindings.FlashMoEGroup(mailbox=base)
 
     def at(self, sequence: int) -> int:
-        size = ctypes.sizeof(_native.FlashMoERecord)
+        size = ctypes.sizeof(bindings.FlashMoERecord)
         return self._records + sequence % NUM_RECORDS * size
 
     def write(self, sequence: int, most: int | None = None) -> None:
@@ -79,9 +79,9 @@ class Ring:
         data = bytes(record_of(sequence))
         ctypes.memmove(self.at(sequence), data, len(data) if most is None else most)
 
-    def read(self, sequence: int) -> _native.FlashMoERecord:
-        record = _native.FlashMoERecord()
-        _native.call("read_record", self._group, ctypes.c_uint64(sequence), record)
+    def read(self, sequence: int) -> bindings.FlashMoERecord:
+        record = bindings.FlashMoERecord()
+        bindings.call("read_record", self._group, ctypes.c_uint64(sequence), record)
         return record
 
 
@@ -123,6 +123,6 @@ def test_a_word_of_another_launch_is_found(field: str):
     ring = Ring()
     ring.write(5)
     other = getattr(record_of(5), field) ^ 1
-    offset = getattr(_native.FlashMoERecord, field).offset
+    offset = getattr(bindings.FlashMoERecord, field).offset
     ctypes.memmove(ring.at(5) + offset, other.to_bytes(4 if field != "end_ns" else 8, "little"), 4)
     assert ring.read(5).sequence == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_megatron import _native, records
+from flashmoe_megatron.kernel import bindings, records
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 from tools.timeline.records import roles_of_sources
 
@@ -32,16 +32,16 @@ def test_numbers_are_the_kernels() -> None:
     for role in records.Role:
         name = "k" + role.name.title().replace("_", "")
         assert role == NUMBER_OF_ROLE[name], name
-    assert max(NUMBER_OF_ROLE.values()) < _native.NUM_SPANS
+    assert max(NUMBER_OF_ROLE.values()) < bindings.NUM_SPANS
 
 
-def record_after(before: _native.FlashMoERecord, duration_ns: int) -> LaunchRecord:
+def record_after(before: bindings.FlashMoERecord, duration_ns: int) -> LaunchRecord:
     """Of a backward whose CTAs count as the kernel does, in words of 32 bits that wrap.
 
     Processors are busy for half of it and wait for operands for a quarter; all warps deliver for a
     third.
     """
-    record = _native.FlashMoERecord(
+    record = bindings.FlashMoERecord(
         sequence=before.sequence + 1,
         epoch=before.epoch + 1,
         is_backward=1,
@@ -62,16 +62,16 @@ def record_after(before: _native.FlashMoERecord, duration_ns: int) -> LaunchReco
 
 
 @pytest.fixture
-def before() -> _native.FlashMoERecord:
-    record = _native.FlashMoERecord(sequence=5, epoch=9)
-    for role in range(_native.NUM_SPANS):
+def before() -> bindings.FlashMoERecord:
+    record = bindings.FlashMoERecord(sequence=5, epoch=9)
+    for role in range(bindings.NUM_SPANS):
         record.counters.nanoseconds[role] = 3 * WRAP_NS + role
     record.counters.rows_pulled[1] = 100
     return record
 
 
 @pytest.mark.parametrize("duration_ns", [1_000_000, WRAP_NS // NUM_WARPS - 1])
-def test_phases_are_means_over_ctas(before: _native.FlashMoERecord, duration_ns: int) -> None:
+def test_phases_are_means_over_ctas(before: bindings.FlashMoERecord, duration_ns: int) -> None:
     one = record_after(before, duration_ns)
     wanted = {
         Phase.STAGE_WAIT: duration_ns / 4,
@@ -85,7 +85,7 @@ def test_phases_are_means_over_ctas(before: _native.FlashMoERecord, duration_ns:
 
 @pytest.mark.parametrize("duration_ns", [WRAP_NS // NUM_WARPS, 2 * 10**9])
 def test_a_launch_too_long_to_count_has_no_phases(
-    before: _native.FlashMoERecord, duration_ns: int
+    before: bindings.FlashMoERecord, duration_ns: int
 ) -> None:
     """As a backward that waits for a late peer: what counters lost would look like a tail."""
     one = record_after(before, duration_ns)
@@ -95,7 +95,7 @@ def test_a_launch_too_long_to_count_has_no_phases(
 
 
 def test_nothing_is_known_of_a_launch_whose_predecessor_is_not(
-    before: _native.FlashMoERecord,
+    before: bindings.FlashMoERecord,
 ) -> None:
     one = record_after(before, 1_000_000)
     assert one.phase_ns

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig
-from flashmoe_megatron.reference import assert_close, moe_reference
-from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.reference.oracle import assert_close, moe_reference
 from tests.distributed import RankPool
 from tests.unit import cases
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flashmoe_megatron.runtime import KernelBackend, _on_own_device
+from flashmoe_megatron.kernel.backend import KernelBackend, _on_own_device
 
 
 class OnGpu(KernelBackend):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError
-from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.select import _announce, select_backend
 from tests.distributed import RankPool
 from tests.unit import cases
@@ -56,7 +56,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
                 raise BrokenKernelError("cannot load")
             made.append((config, group, device, options))
 
-    module = ModuleType("flashmoe_megatron.runtime")
+    module = ModuleType("flashmoe_megatron.kernel.backend")
     module.KernelBackend = KernelBackend
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return made
@@ -147,14 +147,14 @@ def test_ranks_must_agree(ranks: RankPool, changes: list[dict[str, Any]], said: 
 
 def select_on_hosts(group: dist.ProcessGroup, hosts: list[str], **options: Any) -> str:
     """Selects the kernel, with a class in its place, on ranks of these hosts."""
-    runtime = ModuleType("flashmoe_megatron.runtime")
-    runtime.KernelBackend = lambda *_, **__: SimpleNamespace()
+    kernel = ModuleType("flashmoe_megatron.kernel.backend")
+    kernel.KernelBackend = lambda *_, **__: SimpleNamespace()
     with (
         mock.patch.object(socket, "gethostname", return_value=hosts[dist.get_rank(group)]),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA H200"),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-        mock.patch.dict(sys.modules, {runtime.__name__: runtime}),
+        mock.patch.dict(sys.modules, {kernel.__name__: kernel}),
     ):
         try:
             select_backend(cases.make_config(num_ranks=2), group, "cuda", **options)

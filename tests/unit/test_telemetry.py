@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.records import launch_record
+from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.telemetry.metrics import compute_metrics
 from flashmoe_megatron.telemetry.record import DIRECTIONS, LaunchRecord, Phase, launch_number
 from flashmoe_megatron.telemetry.registry import METRICS, PREFIX, choose_metrics, key_of
@@ -223,8 +223,8 @@ def test_a_record_of_another_layer_is_refused(changes: dict[str, object], words:
 @pytest.mark.parametrize("is_training", [True, False])
 def test_the_kernel_s_record_tells_evaluation(layer: int, is_training: bool) -> None:
     number = launch_number(layer, is_training=is_training)
-    native = _native.FlashMoERecord(layer=number, num_ctas=1)
-    told = launch_record(native, _native.FlashMoERecord(), 1)
+    native = bindings.FlashMoERecord(layer=number, num_ctas=1)
+    told = launch_record(native, bindings.FlashMoERecord(), 1)
     assert (told.layer, told.is_evaluation) == (layer, not is_training)
 
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
-from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel.group_memory import GroupMemory
+from flashmoe_megatron.kernel.tables import AddressTables
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.options import KernelOptions
-from flashmoe_megatron.reference import assert_close, moe_reference
-from flashmoe_megatron.reference_backend import ReferenceBackend
-from flashmoe_megatron.tables import AddressTables
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.reference.oracle import assert_close, moe_reference
 from flashmoe_megatron.weights import SplitWeights
 from tests.distributed import RankPool
 from tests.unit import cases
@@ -284,8 +284,8 @@ def test_wrong_biases_are_refused(change, message: str):
 
 
 CPU = torch.device("cpu")
-PROBLEM = _native.FlashMoEProblem()
-SIZES = _native.FlashMoESizes(weight_map_bytes=512, grad_table_bytes=512)
+PROBLEM = bindings.FlashMoEProblem()
+SIZES = bindings.FlashMoESizes(weight_map_bytes=512, grad_table_bytes=512)
 
 
 def address_tables(config: MoEConfig) -> AddressTables:
@@ -317,14 +317,14 @@ def test_the_kernel_takes_other_tables_for_another_layout(monkeypatch: pytest.Mo
     config = cases.make_config(hidden=64, intermediate=64, num_experts=1, topk=1, gated=False)
     tables = address_tables(config)
     monkeypatch.setattr(tables, "_upload", lambda host: host)
-    monkeypatch.setattr(_native, "call", lambda *_: None)
+    monkeypatch.setattr(bindings, "call", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     square = torch.zeros(64, 64, dtype=torch.bfloat16)
     grads = [WeightGrad(torch.zeros(64, 64), accumulate=True) for _ in range(2)]
 
     def both(transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         weights = ExpertWeights((square,), (square,), transposed=transposed)
-        problem = _native.FlashMoEProblem(is_transposed=transposed)
+        problem = bindings.FlashMoEProblem(is_transposed=transposed)
         maps = tables.of_weights(weights, problem, SIZES).maps
         return maps, tables.of_grads(grads, torch.bfloat16, problem, SIZES)
 

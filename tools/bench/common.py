@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import _native
+from flashmoe_megatron.kernel import bindings
 
 ROOT = Path(__file__).parents[2]
 CUBLAS_SIZE = 8192
@@ -173,7 +173,7 @@ def link_gbps(timer: Timer, symmetric_backend: str) -> float:
     """
     import torch.distributed._symmetric_memory as symm_mem
 
-    from flashmoe_megatron import symmetric
+    from flashmoe_megatron.kernel import symmetric
 
     group = dist.group.WORLD
     assert group is not None
@@ -231,9 +231,9 @@ def join_group() -> int:
 
 def use_library(path: Path) -> None:
     """Has the package use another build of its library; one that has been loaded stays loaded."""
-    os.environ[_native.LIBRARY_VARIABLE] = str(path)
-    _native.load.cache_clear()
-    _native.function.cache_clear()
+    os.environ[bindings.LIBRARY_VARIABLE] = str(path)
+    bindings.load.cache_clear()
+    bindings.function.cache_clear()
 
 
 def _quantile(ordered: list[float], fraction: float) -> float:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import _native, ops
-from flashmoe_megatron.runtime import KernelBackend
+from flashmoe_megatron.kernel import bindings, ops
+from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.select import select_backend
 from tools.bench import common
 from tools.bench.bench_layer import TIMEOUT_S, FusedLayer
@@ -31,7 +31,7 @@ from tools.timeline.records import (
     roles_of_sources,
 )
 
-LIBRARY = _native.LIBRARY.with_name("libflashmoe_trace.so")
+LIBRARY = bindings.LIBRARY.with_name("libflashmoe_trace.so")
 TRACED = ("forward", "backward")
 WARMUP = 3
 CLOCK_ROUNDS = 8

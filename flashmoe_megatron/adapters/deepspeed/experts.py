@@ -16,7 +16,7 @@ from torch import nn
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.reference import moe_reference
+from flashmoe_megatron.reference.oracle import moe_reference
 from flashmoe_megatron.weights import SplitWeights
 
 PROBE_ROWS = 8

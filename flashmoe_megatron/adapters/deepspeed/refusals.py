@@ -35,9 +35,9 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
     try:
         kind = resolve_kind(settings.backend, device)
         if kind == "kernel":
-            from flashmoe_megatron import _native
+            from flashmoe_megatron.kernel import bindings
 
-            _native.load()
+            bindings.load()
     except FlashMoEError as error:
         return str(error)
     if kind == "reference" and settings.backend == "auto" and device.type == "cuda":

@@ -30,7 +30,7 @@ from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.planner import plan_capacity
-from flashmoe_megatron.reference_backend import ReferenceBackend
+from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.calibration import Calibration, gpu_name, load_calibration
 from flashmoe_megatron.telemetry.record import launch_number

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import torch
 
-from flashmoe_megatron import _native, ops
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.checks import check_kernel_tensor, check_weights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.group_memory import GroupMemory
+from flashmoe_megatron.kernel import bindings, ops
+from flashmoe_megatron.kernel.group_memory import GroupMemory
 
 MOST_LAYERS = 1024
 """That share a backend and have tables at the same time; weights that move must not pile up."""
@@ -56,8 +56,8 @@ class AddressTables:
     def of_weights(
         self,
         weights: ExpertWeights,
-        problem: _native.FlashMoEProblem,
-        sizes: _native.FlashMoESizes,
+        problem: bindings.FlashMoEProblem,
+        sizes: bindings.FlashMoESizes,
     ) -> WeightTables:
         """Those of a layer's weights; where they are is read at every call.
 
@@ -84,7 +84,7 @@ class AddressTables:
             raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
         array = ctypes.c_void_p * self._config.num_local_experts
         host = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8, device="cpu")
-        _native.call(
+        bindings.call(
             "encode_weights",
             problem,
             array(*(weight.data_ptr() for weight in weights.fc1)),
@@ -101,8 +101,8 @@ class AddressTables:
         self,
         grads: Sequence[WeightGrad],
         dtype: torch.dtype,
-        problem: _native.FlashMoEProblem,
-        sizes: _native.FlashMoESizes,
+        problem: bindings.FlashMoEProblem,
+        sizes: bindings.FlashMoESizes,
     ) -> torch.Tensor:
         """That of where gradients go.
 
@@ -128,7 +128,7 @@ class AddressTables:
             array = ctypes.c_void_p * num_weights
             weights, biases = addresses[:num_weights], addresses[num_weights:]
             host = torch.empty(sizes.grad_table_bytes, dtype=torch.uint8, device="cpu")
-            _native.call(
+            bindings.call(
                 "encode_grads",
                 problem,
                 array(*weights),

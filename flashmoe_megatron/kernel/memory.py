@@ -7,9 +7,9 @@ that layout; needs neither torch nor a GPU.
 import math
 from dataclasses import dataclass
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.config import KEEPS, TILE_M, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.planner import plan_buffer_rows
 
 ELEMENT_BYTES = 2
@@ -63,7 +63,7 @@ class MemoryPlan:
     num_row_blocks: int
 
 
-def transient_blocks(sizes: _native.FlashMoESizes) -> int | None:
+def transient_blocks(sizes: bindings.FlashMoESizes) -> int | None:
     """Blocks of rows of a forward that keeps nothing and counts none first.
 
     Its buffers live no longer than the call, so they may be for the most that there can be.
@@ -75,7 +75,7 @@ def transient_blocks(sizes: _native.FlashMoESizes) -> int | None:
     return most if most * _transient_block_bytes(sizes) <= TRANSIENT_BYTES else None
 
 
-def _transient_block_bytes(sizes: _native.FlashMoESizes) -> int:
+def _transient_block_bytes(sizes: bindings.FlashMoESizes) -> int:
     """What a forward that keeps nothing takes for each block of rows."""
     return int(sizes.row_block_bytes) + int(sizes.scratch_block_bytes[False])
 
@@ -103,17 +103,17 @@ def plan_memory(
         ConfigError: The kernel cannot run such a layer, or ``keep`` is unknown.
         DeviceError: The library is not there.
     """
-    sizes = _native.FlashMoESizes()
-    problem = _native.problem_of(
+    sizes = bindings.FlashMoESizes()
+    problem = bindings.problem_of(
         config,
         rank=0,
-        dtype=_native.BFLOAT16,
+        dtype=bindings.BFLOAT16,
         transposed=False,
         num_ctas=num_ctas,
-        heap=_native.HeapBounds.of(config),
+        heap=bindings.HeapBounds.of(config),
         timeout_s=1.0,
     )
-    _native.call("sizes", problem, sizes)
+    bindings.call("sizes", problem, sizes)
     if num_row_blocks is None:
         num_row_blocks = math.ceil(plan_buffer_rows(config).expected / TILE_M)
     tokens = config.max_tokens

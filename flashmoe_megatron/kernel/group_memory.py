@@ -7,11 +7,11 @@ import logging
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import _native, symmetric
 from flashmoe_megatron.config import MAX_RANKS, MoEConfig
 from flashmoe_megatron.errors import DeviceError, FlashMoEError
+from flashmoe_megatron.kernel import bindings, symmetric
+from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.options import KernelOptions
-from flashmoe_megatron.records import launch_record
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -34,7 +34,7 @@ class GroupMemory:
         self.device = device
         self.options = options
         self.trace: torch.Tensor | None = None  # for a library built to trace
-        self.bounds = _native.HeapBounds(0, 0)
+        self.bounds = bindings.HeapBounds(0, 0)
         """Of all layers registered so far; a heap of other bounds is of no use to any of them."""
         self._heap: symmetric.SymmetricAllocation | None = None
         self._heap_bounds = self.bounds
@@ -46,7 +46,7 @@ class GroupMemory:
         self._fault_code = ctypes.c_uint32()
         self._is_captured = False  # some CUDA graph has the present heap
         self._kept_for_graphs: list[tuple[object, ...]] = []
-        self._groups: dict[int, _native.FlashMoEGroup] = {}  # by stream
+        self._groups: dict[int, bindings.FlashMoEGroup] = {}  # by stream
         self.num_backwards = 0
         """Number of the last backward, of any layer; those that graphs capture have none."""
         self._fc2_grads_stream: torch.cuda.Stream | None = None
@@ -55,14 +55,14 @@ class GroupMemory:
         self.is_void = False
         """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
         allocate anew."""
-        self._last_record = _native.FlashMoERecord()
+        self._last_record = bindings.FlashMoERecord()
         self._last_stream: int | None = None
 
     def register(self, config: MoEConfig) -> None:
         """Adds a layer; a larger one than any before grows the memory at its first call."""
-        self.bounds = self.bounds.joined(_native.HeapBounds.of(config))
+        self.bounds = self.bounds.joined(bindings.HeapBounds.of(config))
 
-    def needs(self, sizes: _native.FlashMoESizes) -> bool:
+    def needs(self, sizes: bindings.FlashMoESizes) -> bool:
         """Whether the memory is smaller than ``sizes``, or laid out for other layers."""
         return (
             self._heap is None
@@ -72,7 +72,7 @@ class GroupMemory:
             or self._workspace_bytes < sizes.workspace_bytes
         )
 
-    def allocate(self, sizes: _native.FlashMoESizes) -> None:
+    def allocate(self, sizes: bindings.FlashMoESizes) -> None:
         """Allocates anew, never less than before. Collective over the group."""
         heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
         workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
@@ -100,7 +100,7 @@ class GroupMemory:
         self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
         self._heap_bounds = self.bounds
         self._groups.clear()
-        self._last_record = _native.FlashMoERecord()
+        self._last_record = bindings.FlashMoERecord()
         self.is_void = False
         if self.group is None or dist.get_rank(self.group) == 0:
             logger.warning(
@@ -119,7 +119,7 @@ class GroupMemory:
     def _note_capture(self) -> None:
         self._is_captured = self._is_captured or torch.cuda.is_current_stream_capturing()
 
-    def open(self) -> _native.FlashMoEGroup:
+    def open(self) -> bindings.FlashMoEGroup:
         """The group as the library sees it, on the current stream."""
         assert self._heap is not None
         # What torch.cuda.current_stream() asks, without a stream object for every launch.
@@ -129,7 +129,7 @@ class GroupMemory:
         self._note_capture()
         group = self._groups.get(stream)
         if group is None:
-            group = self._groups[stream] = _native.FlashMoEGroup(
+            group = self._groups[stream] = bindings.FlashMoEGroup(
                 counts=self.options.counters,
                 heaps=(ctypes.c_void_p * MAX_RANKS)(*self._heap.addresses),
                 workspace=self._workspace.data_ptr(),
@@ -168,7 +168,7 @@ class GroupMemory:
             assert self._last_stream is not None
             group = self._groups[self._last_stream]  # not the current stream's: it launches nothing
             try:
-                _native.call("await_fc2_grads", group, number, stream.cuda_stream)
+                bindings.call("await_fc2_grads", group, number, stream.cuda_stream)
             except DeviceError as error:
                 self._has_no_waits = True
                 logger.warning("fc2's gradients are not reduced before a backward ends: %s", error)
@@ -191,12 +191,12 @@ class GroupMemory:
         # As the last launch had it: to open it anew asks CUDA.
         assert self._last_stream is not None
         group = self._groups[self._last_stream]
-        fault = _native.read_fault(group)
+        fault = bindings.read_fault(group)
         if fault is None:
             return None
-        self.is_void = self.is_void or fault.code == _native.PEER_TIMEOUT
-        _native.clear_fault(group)
-        return _native.fault_error(fault)
+        self.is_void = self.is_void or fault.code == bindings.PEER_TIMEOUT
+        bindings.clear_fault(group)
+        return bindings.fault_error(fault)
 
     def take_records(self, num_ranks: int) -> list[LaunchRecord]:
         """What launches have ended since the last call, oldest first; waits for none."""
@@ -205,16 +205,16 @@ class GroupMemory:
         group = self.open()
         records: list[LaunchRecord] = []
         while True:
-            last, record = self._last_record, _native.FlashMoERecord()
+            last, record = self._last_record, bindings.FlashMoERecord()
             sequence = last.sequence + 1
-            _native.call("read_record", group, ctypes.c_uint64(sequence), record)
+            bindings.call("read_record", group, ctypes.c_uint64(sequence), record)
             if record.sequence == 0:
                 return records
             if record.sequence == sequence:
                 records.append(launch_record(record, last, num_ranks))
                 self._last_record = record
             else:  # the ring has gone round: go on with what it still holds
-                self._last_record = _native.FlashMoERecord(sequence=record.sequence - 1)
+                self._last_record = bindings.FlashMoERecord(sequence=record.sequence - 1)
 
 
 _memories: dict[tuple[int, torch.device, KernelOptions], GroupMemory] = {}

@@ -64,7 +64,7 @@ class RowExchange:
 
         Args:
             config: The layer's shape.
-            group: See :class:`~flashmoe_megatron.reference_backend.ReferenceBackend`.
+            group: See :class:`~flashmoe_megatron.reference.backend.ReferenceBackend`.
 
         Raises:
             ConfigError: The group's size is not ``config.num_ranks``.

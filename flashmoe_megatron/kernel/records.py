@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from flashmoe_megatron import _native
+from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase, read_launch_number
 
 
@@ -27,7 +27,7 @@ _MOST_NS = 2**32 // WARPS
 
 
 def launch_record(
-    record: _native.FlashMoERecord, before: _native.FlashMoERecord, num_ranks: int
+    record: bindings.FlashMoERecord, before: bindings.FlashMoERecord, num_ranks: int
 ) -> LaunchRecord:
     """Takes one launch's share out of counters that run on.
 

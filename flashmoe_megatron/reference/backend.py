@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.activations import activate, activate_backward
 from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_grad_out, check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.gate import Gate
-from flashmoe_megatron.reference_rows import RowExchange, RowPlan, accumulation_dtype
+from flashmoe_megatron.reference.activations import activate, activate_backward
+from flashmoe_megatron.reference.rows import RowExchange, RowPlan, accumulation_dtype
 from flashmoe_megatron.telemetry.record import (
     Direction,
     LaunchRecord,

@@ -21,7 +21,7 @@ from flashmoe_megatron.errors import (
 )
 
 ABI_VERSION = 9
-LIBRARY = Path(__file__).with_name("libflashmoe.so")
+LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
 

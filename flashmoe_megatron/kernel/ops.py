@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron import _native
 from flashmoe_megatron.gate import Gate
+from flashmoe_megatron.kernel import bindings
 
 _LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-call]
 # Either probs and routing_map are given, or a gate's weight and its logits, probs and routing_map,
@@ -37,9 +37,9 @@ for _schema in (
 
 
 _DTYPES = {
-    torch.float32: _native.FLOAT32,
-    torch.bfloat16: _native.BFLOAT16,
-    torch.float16: _native.FLOAT16,
+    torch.float32: bindings.FLOAT32,
+    torch.bfloat16: bindings.BFLOAT16,
+    torch.float16: bindings.FLOAT16,
 }
 
 
@@ -49,9 +49,9 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 
 def _call(function: str, problem: int, group: int, *arguments: object) -> None:
-    status = _native.function(function)(problem, group, *arguments)
-    if status != _native.OK:
-        raise _native.error(status)
+    status = bindings.function(function)(problem, group, *arguments)
+    if status != bindings.OK:
+        raise bindings.error(status)
 
 
 def given(
@@ -61,9 +61,9 @@ def given(
     if gate is None:
         return x, probs, routing_map, None, [], 0, 1.0
     config = gate.config
-    score = _native.SOFTMAX if config.pre_softmax else _native.SOFTMAX_OF_CHOSEN
+    score = bindings.SOFTMAX if config.pre_softmax else bindings.SOFTMAX_OF_CHOSEN
     if config.score == "sigmoid":
-        score = _native.SIGMOID
+        score = bindings.SIGMOID
     written = [gate.logits, gate.probs, gate.routing_map]
     return x, None, None, gate.weight, written, score, config.scaling_factor
 
@@ -83,7 +83,7 @@ def _input(
     assert probs is not None
     assert routing_map is not None
     return ctypes.byref(
-        _native.FlashMoEInput(
+        bindings.FlashMoEInput(
             x.shape[0],
             _DTYPES[probs.dtype],
             score,
@@ -116,7 +116,7 @@ def _forward(
     group: int,
     *given: Any,
 ) -> None:
-    launch = _native.FlashMoELaunch(
+    launch = bindings.FlashMoELaunch(
         num_row_blocks,
         out.shape[0],
         0,
@@ -141,7 +141,7 @@ def _gather(
     problem: int,
     group: int,
 ) -> None:
-    launch = _native.FlashMoELaunch(
+    launch = bindings.FlashMoELaunch(
         num_row_blocks=num_row_blocks,
         num_tokens=x.shape[0],
         plan=plan.data_ptr(),
@@ -169,7 +169,7 @@ def _backward(
     problem: int,
     group: int,
 ) -> None:
-    launch = _native.FlashMoELaunch(
+    launch = bindings.FlashMoELaunch(
         num_row_blocks,
         grad_out.shape[0],
         _DTYPES[grad_probs.dtype],

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import _native, ops
 from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import KERNEL_DTYPES, check_grad_out, check_kernel_tensor
 from flashmoe_megatron.config import ALIGNMENT_BYTES, TILE_M, Keep, MoEConfig
@@ -23,11 +22,12 @@ from flashmoe_megatron.errors import (
     ShapeError,
 )
 from flashmoe_megatron.gate import Gate
-from flashmoe_megatron.gradients import UniformGrads
-from flashmoe_megatron.group_memory import GroupMemory, shared_memory
-from flashmoe_megatron.memory import transient_blocks
+from flashmoe_megatron.kernel import bindings, ops
+from flashmoe_megatron.kernel.gradients import UniformGrads
+from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
+from flashmoe_megatron.kernel.memory import transient_blocks
+from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
 from flashmoe_megatron.options import KernelOptions
-from flashmoe_megatron.tables import AddressTables, WeightTables
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 CLUSTER_SIZE = 2
@@ -52,7 +52,7 @@ class SavedForward:
 class PendingForward:
     """A forward whose plan is under way."""
 
-    group: _native.FlashMoEGroup
+    group: bindings.FlashMoEGroup
     plan: torch.Tensor
     x: torch.Tensor
     probs: torch.Tensor
@@ -60,7 +60,7 @@ class PendingForward:
     gate: Gate | None
 
 
-def _addresses(problem: _native.FlashMoEProblem, group: _native.FlashMoEGroup) -> tuple[int, int]:
+def _addresses(problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup) -> tuple[int, int]:
     """What an operator takes in place of structs; they have to outlive the call."""
     return ctypes.addressof(problem), ctypes.addressof(group)
 
@@ -119,7 +119,7 @@ class KernelBackend(OfGroup):
                 f"{torch.cuda.get_device_name(self.device)} has compute capability "
                 f"{capability[0]}.{capability[1]}: the kernel needs 9.0 (Hopper)"
             )
-        _native.load()
+        bindings.load()
         self.options = KernelOptions(**options)  # type: ignore[arg-type]
         size = 1 if group is None else dist.get_world_size(group)
         if memory is None and size != config.num_ranks:
@@ -133,13 +133,13 @@ class KernelBackend(OfGroup):
         self._transposed = False
         self._dtype = torch.bfloat16
         # A layer that cannot be served must not shape the heap of those that can.
-        alone = self._problem_on(_native.HeapBounds.of(config))
-        _native.call("sizes", alone, _native.FlashMoESizes())
+        alone = self._problem_on(bindings.HeapBounds.of(config))
+        bindings.call("sizes", alone, bindings.FlashMoESizes())
         self.memory.register(config)
-        self._problem: _native.FlashMoEProblem | None = None
+        self._problem: bindings.FlashMoEProblem | None = None
         self._heap_bounds = self.memory.bounds
         self._bounds: dict[bool, int | None] = {}
-        self._sizes = _native.FlashMoESizes()
+        self._sizes = bindings.FlashMoESizes()
         self._tables = AddressTables(config, self.memory, self.device)
         self._early_number = 0  # of the last backward, if fc2's gradients are there before its end
 
@@ -262,7 +262,9 @@ class KernelBackend(OfGroup):
         problem, group = self._prepare(), pending.group
         blocks, num_rows = ctypes.c_int32(), ctypes.c_int32()
         try:
-            _native.call("await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows))
+            bindings.call(
+                "await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows)
+            )
         except FlashMoEError:
             self.raise_pending_fault()  # says more
             raise
@@ -278,7 +280,7 @@ class KernelBackend(OfGroup):
 
     def _launch_forward(
         self,
-        problem: _native.FlashMoEProblem,
+        problem: bindings.FlashMoEProblem,
         pending: PendingForward,
         tables: WeightTables,
         num_row_blocks: int,
@@ -397,8 +399,8 @@ class KernelBackend(OfGroup):
         """
         if self.memory.heap_bytes == 0:
             return TrafficCounters()
-        counts = _native.FlashMoECounters()
-        _native.call("read_counters", self.memory.open(), counts)
+        counts = bindings.FlashMoECounters()
+        bindings.call("read_counters", self.memory.open(), counts)
         rows = sum(counts.rows_pulled) + sum(counts.results_pushed)
         rows -= counts.rows_pulled[self.rank] + counts.results_pushed[self.rank]
         return TrafficCounters(
@@ -438,7 +440,7 @@ class KernelBackend(OfGroup):
         self._describe()
         return max(int(self._sizes.heap_bytes), self.memory.heap_bytes)
 
-    def _describe(self) -> _native.FlashMoEProblem:
+    def _describe(self) -> bindings.FlashMoEProblem:
         """The problem on the group's current heap.
 
         A heap that grows between a forward and its backward changes nothing in the plan, which is
@@ -447,14 +449,14 @@ class KernelBackend(OfGroup):
         problem = self._problem
         if problem is None or self._heap_bounds != self.memory.bounds:
             problem = self._problem_on(self.memory.bounds)
-            _native.call("sizes", problem, self._sizes)
-            _native.call("preload", problem)
+            bindings.call("sizes", problem, self._sizes)
+            bindings.call("preload", problem)
             self._problem, self._heap_bounds = problem, self.memory.bounds
             self._bounds = {training: self._row_block_bound(training) for training in (False, True)}
         return problem
 
-    def _problem_on(self, heap: _native.HeapBounds) -> _native.FlashMoEProblem:
-        return _native.problem_of(
+    def _problem_on(self, heap: bindings.HeapBounds) -> bindings.FlashMoEProblem:
+        return bindings.problem_of(
             self.config,
             rank=self.rank,
             dtype=ops.dtype_code(self._dtype),
@@ -496,7 +498,7 @@ class KernelBackend(OfGroup):
         self._check_input("probs", probs, torch.float32, self._dtype)
         self._check_input("routing_map", routing_map, torch.bool)
 
-    def _prepare(self) -> _native.FlashMoEProblem:
+    def _prepare(self) -> bindings.FlashMoEProblem:
         """The problem, with memory for it. Collective where the memory is made anew."""
         self.raise_pending_fault()
         problem = self._describe()

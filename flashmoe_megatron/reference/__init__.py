@@ -1,0 +1,1 @@
+"""The layer in plain torch: a backend for any device, and the oracle that judges both backends."""

@@ -5,6 +5,7 @@ import re
 import pytest
 
 import check_layers
+import check_prose
 import nvcc_build
 
 ROOT = nvcc_build.ROOT
@@ -64,6 +65,53 @@ def test_layers_of_the_package(tmp_path, files, found):
     ]
     assert bool(lines) == bool(found)
     assert all(part in lines[0] for part in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("a.py", '"""Counts tokens.\n\nOf each rank its own.\n"""\n', [3]),
+        ("a.py", '"""Counts.\n\nArgs:\n    x: Of a rank.\n    y: See there.\n"""\n', [4, 5]),
+        ("a.py", 'ROWS = 128\n"""Those of a tile."""\n', [2]),
+        ("a.py", "x = 1  # of a rank\n# That of a peer.\n", [1, 2]),
+        ("a.py", "# The layer waits. Whose turn it\n# is says the queue. Of two, one.\n", [1, 2]),
+        ("a.py", "# The ranks (Of two, one).\n# Offsets. Office.\n# The Order\n# Of Things.\n", []),
+        ("a.py", '"""Takes ``Of``: `Whose`."""\nx = "Of a string"\ny = "# Of it"\n', []),
+        ("a.py", "# The sum of rows\n# of all ranks, those of peers included.\n", []),
+        (
+            "a.cuh",
+            "// Rows.\n// Of a warp.\nint a;  // of a lane\nint b; /* Whose\n row. */\n",
+            [2, 3, 4],
+        ),
+        (
+            "a.cuh",
+            'const char* a = "// Of it";  // Most tokens of a CTA.\nint b = \'"\'; // Of\n',
+            [2],
+        ),
+        ("a.sh", "#!/bin/sh\n# Of all.\necho ${#Of} '#Of'\n", [2]),
+        (
+            "a.md",
+            "# Of tiles\n\n- Whose rows.\n- It is one.\n  Of it.\n\n| a | Of b |\n",
+            [1, 3, 5, 7],
+        ),
+        ("a.md", "It is *Gone. Of it* no more.\n\n**Those of** peers.\n", [1, 3]),
+        (
+            "a.md",
+            '| of rows |\n\nA rule: `Of`, "Of".\n\n```\n# Of code.\n```\n<!-- Of it -->\n',
+            [],
+        ),
+    ],
+)
+def test_prose(tmp_path, name, text, lines):
+    path = tmp_path / name
+    path.write_text(text)
+    found = list(check_prose.findings(path))
+    assert [int(line.removeprefix(f"{path}:").partition(":")[0]) for line in found] == lines
+
+
+def test_prose_of_the_whole_project_is_looked_at():
+    seen = {path.relative_to(ROOT).parts[0] for path in check_prose.files([])}
+    assert {*check_prose.FOLDERS, "README.md", "pyproject.toml"} <= seen
 
 
 def test_hooks_use_the_versions_of_the_extra_dev():

@@ -1,0 +1,140 @@
+"""Checks the form of sentences in comments, docstrings and pages.
+
+A sentence that begins with "Of", "Those of", "That of" or "Whose" leans on the name above it, and a
+reader has to guess its subject; so does an argument whose text is ``See there.``. CONTRIBUTING.md
+has the rule. Messages in strings are not looked at.
+
+::
+
+    python tools/check_prose.py [FILE_OR_FOLDER ...]
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("csrc", "examples", "flashmoe_megatron", "tests", "tools")
+RECORDS = ROOT / "tools" / "bench" / "results"
+"""Pages of measurements, which stay as they were written."""
+
+_CODE = "code"
+"""Stands for what is no prose, so that the sentence around it keeps its length of one word."""
+_C_LIKE = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|//[^\n]*|/\*.*?\*/', re.S)
+_HASH = re.compile(r"(?:^|(?<=\s))#(?!!)[^\n]*", re.M)
+_SPAN = re.compile(r"``[^`]+``|`[^`]+`")
+_NO_PROSE_OF_PAGES = re.compile(r"^```.*?^```|<!--.*?-->", re.S | re.M)
+_MARK_OF_PAGES = re.compile(r"^\s*(?:[-*+]|\d+\.|#+|>)\s+|\||\n\s*\n", re.M)
+_STARTS = re.compile(
+    r"(?:\A|\n\s*\n|[.!?:;][\"')\]*_]*\s)[\s(*_]*(?P<words>(?:Of|Those of|That of|Whose)\b)"
+)
+_FIRST = re.compile(r"\A[\s(*_]*(?P<words>(?:of|those of|that of|whose)\b)", re.I)
+"""The first word of a comment, which may be in lower case."""
+_SEE = re.compile(r"\bSee there\b")
+
+Text = tuple[int, str]
+"""The line at which a piece of prose begins, and the piece."""
+
+
+def findings(path: Path) -> Iterator[str]:
+    """One line for every sentence of a file that has to be written anew."""
+    source = path.read_text()
+    is_page = path.suffix == ".md"
+    for line, text in _READERS[path.suffix](source):
+        prose = _SPAN.sub(lambda span: _CODE + "\n" * span[0].count("\n"), text)
+        found = {match.start("words") for match in _STARTS.finditer(prose)}
+        first = None if is_page else _FIRST.match(prose)
+        if first is not None:
+            found.add(first.start("words"))
+        found.update(match.start() for match in _SEE.finditer(prose))
+        for at in sorted(found):
+            shown = " ".join(prose[at : at + 60].split())
+            number = line + prose.count("\n", 0, at)
+            yield f'{path}:{number}: wanted a sentence with a subject, got "{shown}"'
+
+
+def files(given: list[str]) -> Iterator[Path]:
+    """Those given, or all of the project that hold prose."""
+    roots = [Path(name) for name in given] or [
+        *sorted(path for path in ROOT.iterdir() if path.is_file()),
+        *(ROOT / folder for folder in FOLDERS),
+    ]
+    for root in roots:
+        for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+            if path.suffix in _READERS and path.is_file() and RECORDS not in path.parents:
+                yield path
+
+
+def _python(source: str) -> Iterator[Text]:
+    """Docstrings, also those below an attribute, and comments."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(ast.Constant(str(text))):
+                yield node.lineno, text
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    yield from _joined([(token.start, token.string) for token in comments])
+
+
+def _c_like(source: str) -> Iterator[Text]:
+    """Comments of C, C++ and CUDA."""
+    found = [match for match in _C_LIKE.finditer(source) if match[0].startswith("/")]
+    yield from _joined([(_place(source, match.start()), match[0]) for match in found])
+
+
+def _hash(source: str) -> Iterator[Text]:
+    """Comments of shell scripts, TOML and YAML."""
+    found = list(_HASH.finditer(source))
+    yield from _joined([(_place(source, match.start()), match[0]) for match in found])
+
+
+def _page(source: str) -> Iterator[Text]:
+    """Paragraphs, items, headings and cells of a page of Markdown, without its code."""
+    prose = _NO_PROSE_OF_PAGES.sub(lambda block: "\n" * block[0].count("\n"), source)
+    start = 0
+    for mark in [*_MARK_OF_PAGES.finditer(prose), None]:
+        end = len(prose) if mark is None else mark.start()
+        yield prose.count("\n", 0, start) + 1, prose[start:end]
+        start = len(prose) if mark is None else mark.end()
+
+
+def _place(source: str, at: int) -> tuple[int, int]:
+    return source.count("\n", 0, at) + 1, at - source.rfind("\n", 0, at) - 1
+
+
+def _joined(comments: list[tuple[tuple[int, int], str]]) -> Iterator[Text]:
+    """Comments on lines below each other, at one column, are one piece of prose."""
+    block: list[str] = []
+    begin = after = column = -1
+    for (line, at), text in comments:
+        if block and (line, at) != (after, column):
+            yield begin, "\n".join(block)
+            block = []
+        if not block:
+            begin = line
+        block.append(re.sub(r"^(?:[/*#!<\s])+|\s*\*/$", "", text))
+        after, column = line + text.count("\n") + 1, at
+    if block:
+        yield begin, "\n".join(block)
+
+
+_READERS = {
+    ".py": _python,
+    ".md": _page,
+    **dict.fromkeys((".c", ".cc", ".cu", ".cuh", ".h"), _c_like),
+    **dict.fromkeys((".sh", ".toml", ".yaml"), _hash),
+}
+
+
+def main(given: list[str]) -> int:
+    found = [line.removeprefix(f"{ROOT}/") for path in files(given) for line in findings(path)]
+    print("\n".join(found) or "prose: ok")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

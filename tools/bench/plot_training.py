@@ -1,6 +1,6 @@
 """Draws the loss curves that tools/bench/train_proof.py has recorded.
 
-    python -m tools.bench.plot_training tools/bench/results/training.jsonl
+    python -m tools.bench.plot_training runs/training.jsonl
 
 writes ``training.png`` and ``training.svg`` beside it: the losses, and how far each run is from
 alltoall's, with the band of noise.

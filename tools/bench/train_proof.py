@@ -2,7 +2,7 @@
 
 On all GPUs of a host, from the checkout (needs torch, Megatron-Core and matplotlib):
 
-    torchrun --nproc-per-node 4 -m tools.bench.train_proof --out tools/bench/results/training
+    torchrun --nproc-per-node 4 -m tools.bench.train_proof --out runs/training
 
 writes ``training.jsonl``, a line for each run, and the plot as ``training.png`` and ``.svg``.
 Model, data and optimizer are those of examples/pretrain_moe.py: Megatron's GPTModel with local

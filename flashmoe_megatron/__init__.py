@@ -23,8 +23,7 @@ if TYPE_CHECKING:
         RowBoundError,
         ShapeError,
     )
-    from flashmoe_megatron.gate import GateConfig
-    from flashmoe_megatron.layer import FlashMoELayer, Gated, moe_forward, moe_gated_forward
+    from flashmoe_megatron.layer import FlashMoELayer, RouterOutput, moe_forward, moe_router_forward
     from flashmoe_megatron.planner import (
         dispatch_volume,
         expert_capacity,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     )
     from flashmoe_megatron.reference.backend import ReferenceBackend
     from flashmoe_megatron.reference.oracle import moe_reference
+    from flashmoe_megatron.router import RouterConfig
     from flashmoe_megatron.select import select_backend
     from flashmoe_megatron.weights import SplitWeights
 
@@ -44,12 +44,12 @@ __all__ = [
     "ExpertWeights",
     "FlashMoEError",
     "FlashMoELayer",
-    "GateConfig",
-    "Gated",
     "HeapError",
     "MoEConfig",
     "PeerTimeoutError",
     "ReferenceBackend",
+    "RouterConfig",
+    "RouterOutput",
     "RoutingError",
     "RowBoundError",
     "ShapeError",
@@ -62,8 +62,8 @@ __all__ = [
     "expert_capacity",
     "moe_apply",
     "moe_forward",
-    "moe_gated_forward",
     "moe_reference",
+    "moe_router_forward",
     "plan_buffer_rows",
     "plan_capacity",
     "select_backend",
@@ -85,8 +85,8 @@ _HOME = {
             "RowBoundError",
             "ShapeError",
         ),
-        "gate": ("GateConfig",),
-        "layer": ("FlashMoELayer", "Gated", "moe_forward", "moe_gated_forward"),
+        "router": ("RouterConfig",),
+        "layer": ("FlashMoELayer", "RouterOutput", "moe_forward", "moe_router_forward"),
         "planner": ("dispatch_volume", "expert_capacity", "plan_buffer_rows", "plan_capacity"),
         "reference.oracle": ("moe_reference",),
         "reference.backend": ("ReferenceBackend",),

@@ -8,7 +8,7 @@ import torch
 
 from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
 from flashmoe_megatron.checks import check_tokens
-from flashmoe_megatron.gate import Gate, refuse_second_derivative
+from flashmoe_megatron.router import Router, refuse_second_derivative
 from flashmoe_megatron.weights import SplitGrads, SplitWeights
 
 AfterBackward = Callable[[Sequence[torch.Tensor]], None]
@@ -25,7 +25,7 @@ def moe_apply(
     accumulate_into_main_grad: bool = False,
     ordered_grads: bool = False,
     layer: int = 0,
-    gate: Gate | None = None,
+    router: Router | None = None,
     after_backward: AfterBackward | None = None,
 ) -> torch.Tensor:
     """Applies a layer's routed experts, with gradients for tokens, probabilities and weights.
@@ -59,8 +59,8 @@ def moe_apply(
         layer: A number, at least 0, that comes back in the records of this forward and of its
             backward; evaluation's is marked, by
             :func:`~flashmoe_megatron.telemetry.record.launch_number`.
-        gate: Fills ``probs`` and ``routing_map`` in, which
-            :func:`~flashmoe_megatron.gate.open_gate` has made, in the same launch.
+        router: Fills ``probs`` and ``routing_map`` in, which
+            :func:`~flashmoe_megatron.router.open_router` has made, in the same launch.
         after_backward: Called in backward when the backend's has been issued, before hooks on the
             parameters; in it and in these hooks the backend's ``early_fc2_grads`` may be used.
 
@@ -76,7 +76,7 @@ def moe_apply(
     parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
     if not parameters or not any(t.requires_grad for t in (x, probs, *parameters)):
         return backend.forward(
-            x, probs, routing_map, _joined(weights), training=False, layer=layer, gate=gate
+            x, probs, routing_map, _joined(weights), training=False, layer=layer, router=router
         )[0]
     if ordered_grads:
         # Each view is a node with a place of its own in the order of backward.
@@ -86,7 +86,7 @@ def moe_apply(
         weights,
         accumulate_into_main_grad,
         layer,
-        gate,
+        router,
         after_backward,
         routing_map,
         x,
@@ -112,7 +112,7 @@ class _RoutedExperts(torch.autograd.Function):
         weights: ExpertWeights | SplitWeights,
         accumulate_into_main_grad: bool,
         layer: int,
-        gate: Gate | None,
+        router: Router | None,
         after_backward: AfterBackward | None,
         routing_map: torch.Tensor,
         x: torch.Tensor,
@@ -127,7 +127,7 @@ class _RoutedExperts(torch.autograd.Function):
             _joined(weights),
             training=not keeps_inputs,
             layer=layer,
-            gate=gate,
+            router=router,
         )
         if keeps_inputs:
             saved = _Inputs(x, probs, routing_map, layer)

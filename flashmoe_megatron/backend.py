@@ -13,7 +13,7 @@ import torch
 
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
-from flashmoe_megatron.gate import Gate
+from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 
@@ -123,7 +123,7 @@ class Backend(Protocol):
         *,
         training: bool,
         layer: int = 0,
-        gate: Gate | None = None,
+        router: Router | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Applies the routed experts.
 
@@ -137,7 +137,7 @@ class Backend(Protocol):
             layer: A number, at least 0, that comes back in the records of this forward and of its
                 backward; evaluation's is marked, by
                 :func:`~flashmoe_megatron.telemetry.record.launch_number`.
-            gate: Computes ``probs`` and ``routing_map`` first: they are its own, and are written.
+            router: Computes ``probs`` and ``routing_map`` first, which are its own tensors.
 
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an

@@ -130,8 +130,8 @@ def check_weights(config: MoEConfig, x: torch.Tensor, weights: ExpertWeights) ->
                 )
 
 
-def check_gate_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Checks a gate's weight against the layer's shape and the tokens.
+def check_router_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Checks a router's weight against the layer's shape and the tokens.
 
     Args:
         config: The layer's shape.
@@ -141,10 +141,10 @@ def check_gate_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor) 
     Raises:
         ShapeError: It differs.
     """
-    check_readable("gate weight", weight)
-    _check_weight("gate weight", weight, (config.num_experts, config.hidden), x)
+    check_readable("router weight", weight)
+    _check_weight("router weight", weight, (config.num_experts, config.hidden), x)
     if not weight.is_contiguous():
-        raise ShapeError(f"gate weight has strides {weight.stride()}, wanted contiguous rows")
+        raise ShapeError(f"router weight has strides {weight.stride()}, wanted contiguous rows")
 
 
 def check_kernel_tensor(

@@ -10,11 +10,11 @@ from torch._compile import _disable_dynamo
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
-from flashmoe_megatron.checks import TOKEN_DTYPES, check_gate_weight, check_readable
+from flashmoe_megatron.checks import TOKEN_DTYPES, check_readable, check_router_weight
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
-from flashmoe_megatron.gate import GateConfig, open_gate
 from flashmoe_megatron.options import BackendKind
+from flashmoe_megatron.router import RouterConfig, open_router
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.record import launch_number
 from flashmoe_megatron.weights import SplitWeights
@@ -65,8 +65,8 @@ def moe_forward(
     )
 
 
-class Gated(NamedTuple):
-    """What a layer with a fused gate gives.
+class RouterOutput(NamedTuple):
+    """What a layer with a fused router gives.
 
     Attributes:
         out: ``[num_tokens, hidden]`` in the dtype of the tokens.
@@ -82,30 +82,30 @@ class Gated(NamedTuple):
     routing_map: torch.Tensor
 
 
-# A compiler would not know that the layer fills the gate's tensors in. Not torch.compiler.disable,
-# which imports the compiler with this module.
+# A compiler would not know that the layer fills the router's tensors in. torch.compiler.disable
+# would import the compiler together with this module.
 @_disable_dynamo
-def moe_gated_forward(
+def moe_router_forward(
     x: torch.Tensor,
-    gate_weight: torch.Tensor,
+    router_weight: torch.Tensor,
     weights: ExpertWeights | SplitWeights,
     *,
     backend: Backend,
-    gate: GateConfig | None = None,
+    router: RouterConfig | None = None,
     ordered_grads: bool = False,
     layer: int = 0,
-) -> Gated:
+) -> RouterOutput:
     """Lets every token choose its experts and applies them, in one launch. Collective.
 
-    Logits are products of ``x`` and ``gate_weight`` with float32 sums, as of Megatron's router with
-    ``--moe-router-dtype fp32``. What comes back beside the output is for auxiliary losses.
+    Logits are products of ``x`` and ``router_weight`` with float32 sums, as in Megatron's router
+    with ``--moe-router-dtype fp32``. What comes back beside the output is for auxiliary losses.
 
     Args:
         x: ``[num_tokens, hidden]``, contiguous, 16-byte aligned.
-        gate_weight: ``[num_experts, hidden]``, contiguous, in the dtype of ``x``.
+        router_weight: ``[num_experts, hidden]``, contiguous, in the dtype of ``x``.
         weights: The local experts.
         backend: From :func:`~flashmoe_megatron.select.select_backend`.
-        gate: How a token chooses its ``topk`` experts; by default softmax over their logits.
+        router: How a token chooses its ``topk`` experts; by default softmax over their logits.
         ordered_grads: See :func:`~flashmoe_megatron.autograd.moe_apply`.
         layer: See there.
 
@@ -121,8 +121,8 @@ def moe_gated_forward(
     if x.dim() != 2:
         raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
     check_readable("x", x)
-    check_gate_weight(config, x, gate_weight)
-    probs, logits, opened = open_gate(config, x, gate_weight, gate or GateConfig())
+    check_router_weight(config, x, router_weight)
+    probs, logits, opened = open_router(config, x, router_weight, router or RouterConfig())
     out = moe_apply(
         backend,
         x,
@@ -131,10 +131,10 @@ def moe_gated_forward(
         weights,
         ordered_grads=ordered_grads,
         layer=layer,
-        gate=opened,
+        router=opened,
     )
     opened.close()
-    return Gated(out, probs, logits, opened.routing_map)
+    return RouterOutput(out, probs, logits, opened.routing_map)
 
 
 class FlashMoELayer(nn.Module):
@@ -163,7 +163,7 @@ class FlashMoELayer(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         backend: BackendKind | Backend = "auto",
         router: bool = False,
-        fuse_gate: bool = False,
+        fuse_router: bool = False,
         bias: bool = False,
         check_routing: bool = True,
         **kernel_options: Any,
@@ -177,8 +177,10 @@ class FlashMoELayer(nn.Module):
             dtype: Of tokens and parameters, bfloat16 or float16, on the reference also float32
                 or float64.
             backend: Which to choose, or another layer's, of an equal ``config``.
-            router: Own a router, so that :meth:`forward` can be called with tokens alone.
-            fuse_gate: Compute the own router's choice in the layer's launch.
+            router: Own a router, an ``nn.Linear`` that :meth:`route` applies with torch's operators
+                in front of the launch, so that :meth:`forward` can be called with tokens alone.
+            fuse_router: Run that router inside the layer's launch instead, as
+                :func:`moe_router_forward` does with its weight; needs ``router=True``.
             bias: Give both projections of every expert a bias.
             check_routing: See :func:`moe_forward`.
             **kernel_options: See :func:`~flashmoe_megatron.select.select_backend`; none beside
@@ -194,8 +196,8 @@ class FlashMoELayer(nn.Module):
             raise ConfigError(f"dtype {dtype}: wanted one of {_names(TOKEN_DTYPES)}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if fuse_gate and not router:
-            raise ConfigError("fuse_gate=True without a router: wanted router=True")
+        if fuse_router and not router:
+            raise ConfigError("fuse_router=True without a router: wanted router=True")
         if isinstance(backend, str):
             backend = select_backend(config, group, device, kind=backend, **kernel_options)
         elif kernel_options:
@@ -211,7 +213,7 @@ class FlashMoELayer(nn.Module):
         self.config = config
         self.backend = backend
         self.check_routing = check_routing
-        self.fuse_gate = fuse_gate
+        self.fuse_router = fuse_router
         self._rank = 0 if group is None else dist.get_rank(group)
 
         def make(*shape: int, count: int = config.num_local_experts) -> nn.ParameterList:
@@ -296,11 +298,11 @@ class FlashMoELayer(nn.Module):
         )
         number = launch_number(0, is_training=self.training)
         if topk_idx is None or topk_weight is None:
-            if self.router is not None and self.fuse_gate:
-                gated = moe_gated_forward(
+            if self.router is not None and self.fuse_router:
+                routed = moe_router_forward(
                     tokens, self.router.weight, weights, backend=self.backend, layer=number
                 )
-                return gated.out.view(x.shape)
+                return routed.out.view(x.shape)
             topk_idx, topk_weight = self.route(tokens)
         out = moe_forward(
             tokens,

@@ -29,7 +29,7 @@ PYTHON = [
     ["config"],
     ["planner"],
     ["options"],
-    ["telemetry", "gate"],
+    ["telemetry", "router"],
     ["backend"],
     ["checks", "weights"],
     ["kernel", "reference"],

@@ -44,8 +44,8 @@ typedef enum {
 
 typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1, FLASHMOE_FLOAT16 = 2 } FlashMoEDtype;
 
-/* How a gate makes probabilities of logits: softmax over a token's chosen experts, or over all
- * experts, or sigmoids, which are divided by their sum where several are chosen. */
+/* How a fused router makes probabilities of logits: softmax over a token's chosen experts, or over
+ * all experts, or sigmoids, which are divided by their sum where several are chosen. */
 typedef enum {
     FLASHMOE_SOFTMAX_OF_CHOSEN = 0,
     FLASHMOE_SOFTMAX = 1,
@@ -126,19 +126,19 @@ FLASHMOE_EXPORT int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes
  */
 FLASHMOE_EXPORT int flashmoe_preload(const FlashMoEProblem* problem);
 
-/* What a rank brings to a forward. With a gate probs and routing_map are written, by the launch
+/* What a rank brings to a forward. With a router probs and routing_map are written, by the launch
  * that plans: every token chooses its topk experts. */
 typedef struct {
     uint32_t struct_size;
     int32_t num_tokens;
-    int32_t probs_dtype;     /* FlashMoEDtype; with a gate FLASHMOE_FLOAT32 */
-    int32_t score;           /* FlashMoEScore, of the gate */
-    const void* x;           /* [num_tokens, hidden] of the problem's dtype */
-    void* probs;             /* [num_tokens, num_experts] of probs_dtype */
-    void* routing_map;       /* [num_tokens, num_experts] bytes, 0 or 1 */
-    const void* gate_weight; /* [num_experts, hidden] of the problem's dtype; NULL: no gate */
-    void* logits;            /* [num_tokens, num_experts] float32, written by the gate */
-    float scaling_factor;    /* of the gate's probabilities */
+    int32_t probs_dtype;       /* FlashMoEDtype; with a router FLASHMOE_FLOAT32 */
+    int32_t score;             /* FlashMoEScore, of the router */
+    const void* x;             /* [num_tokens, hidden] of the problem's dtype */
+    void* probs;               /* [num_tokens, num_experts] of probs_dtype */
+    void* routing_map;         /* [num_tokens, num_experts] bytes, 0 or 1 */
+    const void* router_weight; /* [num_experts, hidden] of the problem's dtype; NULL: no router */
+    void* logits;              /* [num_tokens, num_experts] float32, written by the router */
+    float scaling_factor;      /* of the router's probabilities */
 } FlashMoEInput;
 
 /* Collective. The first half of a forward whose host wants to know the number of rows before it

@@ -174,14 +174,14 @@ inline int check_tokens(const FlashMoEProblem* p, int num_tokens) {
     return FLASHMOE_OK;
 }
 
-inline int check_gate(const FlashMoEInput* input) {
-    FLASHMOE_TRY(check_pointer(input->gate_weight, true, "gate_weight"));
+inline int check_router(const FlashMoEInput* input) {
+    FLASHMOE_TRY(check_pointer(input->router_weight, true, "router_weight"));
     FLASHMOE_TRY(check_pointer(input->logits, input->num_tokens > 0, "logits"));
     if (input->score < 0 or input->score > FLASHMOE_SIGMOID) {
         return fail(FLASHMOE_BAD_ARGUMENT, "score %d is unknown", input->score);
     }
     if (input->probs_dtype != FLASHMOE_FLOAT32) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "probs_dtype %d: wanted float32 (0) of a gate",
+        return fail(FLASHMOE_BAD_ARGUMENT, "probs_dtype %d: wanted float32 (0) of a router",
                     input->probs_dtype);
     }
     if (not std::isfinite(input->scaling_factor)) {
@@ -199,7 +199,7 @@ inline int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
     FLASHMOE_TRY(check_pointer(input->x, has_tokens, "x"));
     FLASHMOE_TRY(check_pointer(input->probs, has_tokens, "probs", size_of(input->probs_dtype)));
     FLASHMOE_TRY(check_pointer(input->routing_map, has_tokens, "routing_map", 1));
-    return input->gate_weight == nullptr ? int(FLASHMOE_OK) : check_gate(input);
+    return input->router_weight == nullptr ? int(FLASHMOE_OK) : check_router(input);
 }
 
 // What every pass reads.

@@ -168,13 +168,13 @@ void set_routing(const FlashMoEProblem* p,
     const void* map = input->num_tokens > 0 ? input->routing_map : args->workspace.raised;
     args->routing_map = static_cast<const uint8_t*>(map);
     args->row_block_bound = row_block_bound;
-    args->gate = {static_cast<const char*>(input->gate_weight),
-                  static_cast<float*>(input->logits),
-                  static_cast<float*>(input->probs),
-                  static_cast<uint8_t*>(input->routing_map),
-                  Dtype(p->dtype),
-                  Score(input->score),
-                  input->scaling_factor};
+    args->router = {static_cast<const char*>(input->router_weight),
+                    static_cast<float*>(input->logits),
+                    static_cast<float*>(input->probs),
+                    static_cast<uint8_t*>(input->routing_map),
+                    Dtype(p->dtype),
+                    Score(input->score),
+                    input->scaling_factor};
 }
 
 // The width of GEMM1's input.

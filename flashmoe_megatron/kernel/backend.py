@@ -21,13 +21,13 @@ from flashmoe_megatron.errors import (
     RoutingError,
     ShapeError,
 )
-from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.kernel.memory import transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
 from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 CLUSTER_SIZE = 2
@@ -57,7 +57,7 @@ class PendingForward:
     x: torch.Tensor
     probs: torch.Tensor
     routing_map: torch.Tensor
-    gate: Gate | None
+    router: Router | None
 
 
 def _addresses(problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup) -> tuple[int, int]:
@@ -153,14 +153,14 @@ class KernelBackend(OfGroup):
         *,
         training: bool,
         layer: int = 0,
-        gate: Gate | None = None,
+        router: Router | None = None,
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         tables = self._encode(weights)  # refuses bad weights while no peer waits for this rank
         self._describe()
         bound = self._bounds[training]
         if bound is None:
-            pending = self._begin_forward(x, probs, routing_map, gate)
+            pending = self._begin_forward(x, probs, routing_map, router)
             try:
                 return self._finish_forward(pending, tables, training=training, layer=layer)
             except RoutingError:
@@ -170,7 +170,7 @@ class KernelBackend(OfGroup):
                 self.memory.is_void = True
                 raise
         return self._bounded_forward(
-            x, probs, routing_map, gate, tables, bound, training=training, layer=layer
+            x, probs, routing_map, router, tables, bound, training=training, layer=layer
         )
 
     @_on_own_device
@@ -206,17 +206,17 @@ class KernelBackend(OfGroup):
         x: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
-        gate: Gate | None,
+        router: Router | None,
         tables: WeightTables,
         num_row_blocks: int,
         *,
         training: bool,
         layer: int,
     ) -> tuple[torch.Tensor, SavedForward | None]:
-        self._check_inputs(x, probs, routing_map, gate)
+        self._check_inputs(x, probs, routing_map, router)
         problem = self._prepare()
         plan = self._empty(self._sizes.plan_bytes)
-        pending = PendingForward(self.memory.open(), plan, x, probs, routing_map, gate)
+        pending = PendingForward(self.memory.open(), plan, x, probs, routing_map, router)
         return self._launch_forward(
             problem,
             pending,
@@ -240,14 +240,14 @@ class KernelBackend(OfGroup):
         x: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
-        gate: Gate | None,
+        router: Router | None,
     ) -> PendingForward:
-        self._check_inputs(x, probs, routing_map, gate)
+        self._check_inputs(x, probs, routing_map, router)
         problem = self._prepare()
         group = self.memory.open()
         plan = self._empty(self._sizes.plan_bytes)
-        ops.plan(plan, *_addresses(problem, group), *ops.given(x, probs, routing_map, gate))
-        return PendingForward(group, plan, x, probs, routing_map, gate)
+        ops.plan(plan, *_addresses(problem, group), *ops.given(x, probs, routing_map, router))
+        return PendingForward(group, plan, x, probs, routing_map, router)
 
     @_on_own_device
     def finish_forward(
@@ -294,7 +294,7 @@ class KernelBackend(OfGroup):
         preact = self._empty(num_row_blocks * sizes.preact_block_bytes) if training else None
         scratch = self._empty(num_row_blocks * sizes.scratch_block_bytes[False])
         out = torch.empty_like(pending.x)
-        gate = None if is_planned else pending.gate
+        router = None if is_planned else pending.router
         ops.forward(
             pending.plan,
             tables.maps,
@@ -307,7 +307,7 @@ class KernelBackend(OfGroup):
             is_planned,
             layer,
             *_addresses(problem, pending.group),
-            *ops.given(pending.x, pending.probs, pending.routing_map, gate),
+            *ops.given(pending.x, pending.probs, pending.routing_map, router),
         )
         if preact is None:
             return out, None
@@ -479,10 +479,10 @@ class KernelBackend(OfGroup):
         x: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
-        gate: Gate | None,
+        router: Router | None,
     ) -> None:
-        if gate is not None:
-            self._check_input("gate weight", gate.weight, self._dtype)
+        if router is not None:
+            self._check_input("router weight", router.weight, self._dtype)
         if (  # runs before every launch, while the GPU may be idle
             x.dtype == self._dtype
             and (probs.dtype == torch.float32 or probs.dtype == self._dtype)

@@ -216,7 +216,7 @@ class FlashMoEInput(_Sized):
         ("x", ctypes.c_void_p),
         ("probs", ctypes.c_void_p),
         ("routing_map", ctypes.c_void_p),
-        ("gate_weight", ctypes.c_void_p),
+        ("router_weight", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("scaling_factor", ctypes.c_float),
     ]

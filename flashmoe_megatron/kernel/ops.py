@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.router import Router
 
 _LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-call]
-# Either probs and routing_map are given, or a gate's weight and its logits, probs and routing_map,
-# which are written.
+# Either probs and routing_map are given, or a router's weight and what the router writes: logits,
+# probs and routing_map.
 _INPUT = (
-    "Tensor x, Tensor? probs, Tensor? routing_map, Tensor? gate_weight, Tensor(g!)[] gated,"
-    " int score, float scaling_factor"
+    "Tensor x, Tensor? probs, Tensor? routing_map, Tensor? router_weight, Tensor(g!)[]"
+    " router_outputs, int score, float scaling_factor"
 )
 for _schema in (
     f"plan(Tensor(a!) plan, int problem, int group, {_INPUT}) -> ()",
@@ -55,31 +55,31 @@ def _call(function: str, problem: int, group: int, *arguments: object) -> None:
 
 
 def given(
-    x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, gate: Gate | None = None
+    x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, router: Router | None = None
 ) -> tuple[object, ...]:
-    """What :data:`plan` and :data:`forward` take last: tokens, and their routing or its gate."""
-    if gate is None:
+    """What :data:`plan` and :data:`forward` take last: tokens, and their routing or a router."""
+    if router is None:
         return x, probs, routing_map, None, [], 0, 1.0
-    config = gate.config
+    config = router.config
     score = bindings.SOFTMAX if config.pre_softmax else bindings.SOFTMAX_OF_CHOSEN
     if config.score == "sigmoid":
         score = bindings.SIGMOID
-    written = [gate.logits, gate.probs, gate.routing_map]
-    return x, None, None, gate.weight, written, score, config.scaling_factor
+    written = [router.logits, router.probs, router.routing_map]
+    return x, None, None, router.weight, written, score, config.scaling_factor
 
 
 def _input(
     x: torch.Tensor,
     probs: torch.Tensor | None,
     routing_map: torch.Tensor | None,
-    gate_weight: torch.Tensor | None,
-    gated: list[torch.Tensor],
+    router_weight: torch.Tensor | None,
+    router_outputs: list[torch.Tensor],
     score: int,
     scaling_factor: float,
 ) -> object:
     logits = None
-    if gate_weight is not None:
-        logits, probs, routing_map = gated
+    if router_weight is not None:
+        logits, probs, routing_map = router_outputs
     assert probs is not None
     assert routing_map is not None
     return ctypes.byref(
@@ -90,7 +90,7 @@ def _input(
             x.data_ptr(),
             probs.data_ptr(),
             routing_map.data_ptr(),
-            None if gate_weight is None else gate_weight.data_ptr(),
+            None if router_weight is None else router_weight.data_ptr(),
             None if logits is None else logits.data_ptr(),
             scaling_factor,
         )

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_grad_out, check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
-from flashmoe_megatron.gate import Gate
 from flashmoe_megatron.reference.activations import activate, activate_backward
 from flashmoe_megatron.reference.rows import RowExchange, RowPlan, accumulation_dtype
+from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import (
     Direction,
     LaunchRecord,
@@ -127,7 +127,7 @@ class ReferenceBackend(OfGroup):
         *,
         training: bool,
         layer: int = 0,
-        gate: Gate | None = None,
+        router: Router | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Applies the routed experts; collective over the group, see the protocol.
 
@@ -141,8 +141,8 @@ class ReferenceBackend(OfGroup):
         check_tokens(config, x, probs, routing_map)
         check_weights(config, x, weights)
         watch = _Stopwatch(x.device)
-        if gate is not None:
-            gate.run(x, config.topk)
+        if router is not None:
+            router.run(x, config.topk)
         plan = self._rows.plan(probs, routing_map)
         watch.lap("plan")
         row_probs = self._rows.dispatch(probs[plan.token_idx, plan.expert_idx], plan)

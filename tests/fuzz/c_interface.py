@@ -173,7 +173,7 @@ def _input(choices: Choices) -> Any:
             "num_tokens": _count(choices),
             "probs_dtype": _int32(choices.number()) if choices.flag() else 0,
             "score": _int32(choices.number()) if choices.flag() else choices.integer(1) % 3,
-            "gate_weight": _pointer(choices) if choices.flag() else None,
+            "router_weight": _pointer(choices) if choices.flag() else None,
             "logits": _pointer(choices),
             "scaling_factor": choices.pick((1.0, -0.5, math.inf, math.nan)),
             "x": _pointer(choices),

@@ -19,13 +19,13 @@ from flashmoe_megatron import (
     ExpertWeights,
     FlashMoEError,
     FlashMoELayer,
-    GateConfig,
     MoEConfig,
     ReferenceBackend,
+    RouterConfig,
     SplitWeights,
     moe_apply,
     moe_forward,
-    moe_gated_forward,
+    moe_router_forward,
     select_backend,
 )
 from tests.fuzz import tensors
@@ -148,15 +148,15 @@ def test_moe_forward(data: st.DataObject, dtype: torch.dtype, ids: list[int]):
         },
     ),
 )
-def test_moe_gated_forward(data: st.DataObject, dtype: torch.dtype, options: dict[str, Any]):
+def test_moe_router_forward(data: st.DataObject, dtype: torch.dtype, options: dict[str, Any]):
     call = good_call(dtype, cases.uniform)
     x = tensors.apply(call["x"], data.draw(tensors.changes(1)))
     weight = torch.rand(CONFIG.num_experts, CONFIG.hidden).to(dtype)
     weight = tensors.apply(weight, data.draw(tensors.changes(1)))
     weights = ExpertWeights(call["fc1"], call["fc2"])
     try:
-        gate = GateConfig(**options)
-        found = moe_gated_forward(x, weight, weights, backend=BACKEND, gate=gate)
+        router = RouterConfig(**options)
+        found = moe_router_forward(x, weight, weights, backend=BACKEND, router=router)
     except FlashMoEError:
         return
     assert found.probs.shape == found.logits.shape == found.routing_map.shape
@@ -222,7 +222,7 @@ def test_everything_public_is_fuzzed_or_carries_no_input():
     """Who adds to the public names has to say here how they are fuzzed."""
     here = {
         *("moe_apply", "moe_forward", "FlashMoELayer", "SplitWeights", "ExpertWeights"),
-        *("ReferenceBackend", "select_backend", "moe_gated_forward", "GateConfig"),
+        *("ReferenceBackend", "select_backend", "moe_router_forward", "RouterConfig"),
     }
     settings_target = {
         *("MoEConfig", "align_capacity", "expert_capacity", "plan_capacity", "plan_buffer_rows"),
@@ -236,7 +236,14 @@ def test_everything_public_is_fuzzed_or_carries_no_input():
     }
     # Protocols, results and the oracle of the tests.
     no_input = {
-        *("Backend", "TrafficCounters", "WeightGrad", "Gated", "moe_reference", "__version__"),
+        *(
+            "Backend",
+            "TrafficCounters",
+            "WeightGrad",
+            "RouterOutput",
+            "moe_reference",
+            "__version__",
+        ),
     }
     assert set(flashmoe_megatron.__all__) == here | settings_target | errors | no_input
 

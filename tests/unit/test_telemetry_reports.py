@@ -156,10 +156,10 @@ def reports_of_layer(*, evaluations: int, **changes: Any) -> list[dict[str, floa
     return [values for _, values in written.reports]
 
 
-@pytest.mark.parametrize("fuse_gate", [False, True])
-def test_evaluation_is_in_no_metric(fuse_gate: bool) -> None:
-    alone = reports_of_layer(evaluations=0, fuse_gate=fuse_gate)
-    mixed = reports_of_layer(evaluations=5, fuse_gate=fuse_gate)
+@pytest.mark.parametrize("fuse_router", [False, True])
+def test_evaluation_is_in_no_metric(fuse_router: bool) -> None:
+    alone = reports_of_layer(evaluations=0, fuse_router=fuse_router)
+    mixed = reports_of_layer(evaluations=5, fuse_router=fuse_router)
     assert alone[0]["flashmoe/expert_rows/mean"] == 64 * 2 / 8
     assert [counted(values) for values in mixed] == [counted(values) for values in alone]
 

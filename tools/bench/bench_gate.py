@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import GateConfig, moe_apply, moe_gated_forward
+from flashmoe_megatron import RouterConfig, moe_apply, moe_router_forward
 from flashmoe_megatron.backend import Backend
-from flashmoe_megatron.layer import Gated
+from flashmoe_megatron.layer import RouterOutput
 from flashmoe_megatron.select import select_backend
 from tools.bench import common, stopwatch
 from tools.bench.bench_layer import without_grad
@@ -33,7 +33,7 @@ MARGIN = 1e-4
 """Logits that are closer than this may be chosen in either order."""
 
 
-def check(found: Gated, problem: Problem, weight: torch.Tensor) -> None:
+def check(found: RouterOutput, problem: Problem, weight: torch.Tensor) -> None:
     """Compares the gate with float64.
 
     Raises:
@@ -58,8 +58,8 @@ def measure(problem: Problem, backend: Backend, turns: int, launches: int) -> di
     weight = torch.randn(config.num_experts, config.hidden, device=x.device) / config.hidden**0.5
     weight = weight.to(x.dtype)
 
-    def in_launch() -> Gated:
-        return moe_gated_forward(x, weight, weights, backend=backend)
+    def in_launch() -> RouterOutput:
+        return moe_router_forward(x, weight, weights, backend=backend)
 
     with torch.no_grad():
         chosen = in_launch()
@@ -72,7 +72,7 @@ def measure(problem: Problem, backend: Backend, turns: int, launches: int) -> di
         logits = x.float() @ weight.float().t()
         choice = logits.topk(config.topk, dim=1).indices
         routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, choice, True)
-        probs = GateConfig().probs_of(logits, routing_map)
+        probs = RouterConfig().probs_of(logits, routing_map)
         return moe_apply(backend, x, probs, routing_map, weights)
 
     calls = {call.__name__: without_grad(call) for call in (at_hand, in_launch, in_torch)}

@@ -18,7 +18,7 @@ constexpr int kNumRecords = 256;
 enum class Score : int { kSoftmaxOfChosen, kSoftmax, kSigmoid };
 
 // What computes the routing before it is published, if it is not given: then `weight` is not null.
-struct Gate {
+struct Router {
     const char* weight;    // [expert][hidden], of the tokens' type
     float* logits;         // [token][expert]
     float* probs;          // [token][expert]: LayerArgs::probs
@@ -74,7 +74,7 @@ struct LayerArgs {
     const void* probs;           // [token][expert], and
     const uint8_t* routing_map;  // [token][expert]: null if the plan exists already
     Dtype probs_dtype;
-    Gate gate;
+    Router router;
     int row_block_bound;  // blocks that the row buffers hold
 
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1

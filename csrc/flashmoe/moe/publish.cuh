@@ -5,7 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "flashmoe/comm/grid.cuh"
-#include "flashmoe/moe/gate.cuh"
+#include "flashmoe/moe/router.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
 namespace flashmoe {
@@ -104,22 +104,22 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
     for (int k = num_routes + nth; k < s.topk; k += width) send(k, {-1, 0.0f});
 }
 
-// Sends every token's routes to every rank, behind the gate if there is one. A warp takes a share
+// Sends every token's routes to every rank, behind the router if there is one. A warp takes a share
 // of the tokens at a time, as many as it reads at a time, or as it chooses for. Scope: the planners
 // of the grid.
 __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t epoch) {
     const Shape& s = args.shape;
-    const bool is_gated = args.gate.weight != nullptr;
-    const int at_a_time = 32 / lanes_per_token(s), share = is_gated ? kGateTokens : at_a_time;
+    const bool has_router = args.router.weight != nullptr;
+    const int at_a_time = 32 / lanes_per_token(s), share = has_router ? kRouterTokens : at_a_time;
     const int warp = int(threadIdx.x) / 32, num_warps = Planners::size() / 32;
     // The first token of a CTA's nth share: CTA after CTA, so that few tokens are everyone's.
     const auto share_at = [&](int nth) { return (nth * int(gridDim.x) + int(blockIdx.x)) * share; };
-    if (is_gated) {
-        const int parts = ceil_div(s.num_experts, kGateExperts);
+    if (has_router) {
+        const int parts = ceil_div(s.num_experts, kRouterExperts);
 #pragma unroll 1
         for (int i = warp; share_at(i / parts * 2) < args.num_tokens; i += num_warps) {
-            const int pair = i / parts * 2, first_expert = i % parts * kGateExperts;
-            if (args.gate.dtype == Dtype::kFloat16) {
+            const int pair = i / parts * 2, first_expert = i % parts * kRouterExperts;
+            if (args.router.dtype == Dtype::kFloat16) {
                 compute_logits<__half>(args, share_at(pair), share_at(pair + 1), first_expert);
             } else {
                 compute_logits<__nv_bfloat16>(args, share_at(pair), share_at(pair + 1),
@@ -131,7 +131,7 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
 #pragma unroll 1
     for (int nth = warp; share_at(nth) < args.num_tokens; nth += num_warps) {
         const int first = share_at(nth), end = min(first + share, args.num_tokens);
-        if (is_gated) choose_experts(args, first);
+        if (has_router) choose_experts(args, first);
 #pragma unroll 1
         for (int token = first; token < end; token += at_a_time) {
             publish_tokens(args, epoch, token, min(at_a_time, end - token));

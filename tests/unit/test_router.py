@@ -1,4 +1,4 @@
-"""The gate in the layer's launch: its choice, its probabilities and its gradients."""
+"""The router in the layer's launch: its choice, its probabilities and its gradients."""
 
 import gc
 import weakref
@@ -7,27 +7,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import GateConfig, MoEConfig, moe_gated_forward
+from flashmoe_megatron import MoEConfig, RouterConfig, moe_router_forward
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import KEEPS
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
-from flashmoe_megatron.gate import open_gate
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.router import open_router
 from tests.distributed import RankPool
 from tests.unit import cases
 
-GATES = {
-    "softmax": GateConfig(),
-    "pre_softmax": GateConfig(pre_softmax=True, scaling_factor=2.5),
-    "sigmoid": GateConfig(score="sigmoid", scaling_factor=0.5),
+ROUTERS = {
+    "softmax": RouterConfig(),
+    "pre_softmax": RouterConfig(pre_softmax=True, scaling_factor=2.5),
+    "sigmoid": RouterConfig(score="sigmoid", scaling_factor=0.5),
 }
 TOKENS = 30
 
 
 def leaves(config: MoEConfig, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights]:
-    """Tokens, a gate's weight and the experts of a rank, all in need of a gradient."""
+    """Tokens, a router's weight and the experts of a rank, all in need of a gradient."""
     inputs = cases.make_inputs(
         config, cases.uniform, [TOKENS] * config.num_ranks, dtype=torch.float64
     )
@@ -40,44 +40,44 @@ def leaves(config: MoEConfig, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor
 
 
 def unfused(
-    x: torch.Tensor, weight: torch.Tensor, topk: int, gate: GateConfig
+    x: torch.Tensor, weight: torch.Tensor, topk: int, router: RouterConfig
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A router token by token, as its formulas stand in Megatron's documentation."""
     logits = x @ weight.t()
     rows, routing_map = [], torch.zeros(logits.shape, dtype=torch.bool)
     for token, row in enumerate(logits):
         values, chosen = row.topk(topk)
-        if gate.score == "sigmoid":
+        if router.score == "sigmoid":
             values = 1 / (1 + torch.exp(-values))
             values = values / values.sum() if topk > 1 else values
-        elif gate.pre_softmax:
+        elif router.pre_softmax:
             values = torch.exp(values) / torch.exp(row).sum()
         else:
             values = torch.exp(values) / torch.exp(values).sum()
-        rows.append(torch.zeros_like(row).scatter(0, chosen, values * gate.scaling_factor))
+        rows.append(torch.zeros_like(row).scatter(0, chosen, values * router.scaling_factor))
         routing_map[token, chosen] = True
     return torch.stack(rows), logits, routing_map
 
 
 def auxiliary(probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Losses on both of what the gate returns, as of balance and of z."""
+    """Losses on both of what the router returns, as of balance and of z."""
     return probs.square().sum() + 0.1 * logits.logsumexp(1).square().sum()
 
 
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("name", ROUTERS)
 def test_the_same_as_a_router_in_front(name: str, topk: int, keep: str) -> None:
     config = cases.make_config(topk=topk)
     backend = ReferenceBackend(config)
     backend.keep = keep
     x, weight, experts = leaves(config)
-    found = moe_gated_forward(x, weight, experts, backend=backend, gate=GATES[name])
+    found = moe_router_forward(x, weight, experts, backend=backend, router=ROUTERS[name])
     (found.out.square().sum() + auxiliary(found.probs, found.logits)).backward()
     got = [t.grad for t in (x, weight, *experts.fc1, *experts.fc2)]
 
     x, weight, experts = leaves(config)
-    probs, logits, routing_map = unfused(x, weight, topk, GATES[name])
+    probs, logits, routing_map = unfused(x, weight, topk, ROUTERS[name])
     out = moe_apply(ReferenceBackend(config), x, probs, routing_map, experts)
     (out.square().sum() + auxiliary(probs, logits)).backward()
     assert torch.equal(found.routing_map, routing_map)
@@ -92,7 +92,7 @@ def test_the_same_as_a_router_in_front(name: str, topk: int, keep: str) -> None:
 def gated_rank(group: dist.ProcessGroup) -> list[torch.Tensor]:
     config = cases.make_config(num_ranks=2)
     x, weight, experts = leaves(config, dist.get_rank(group))
-    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config, group))
+    found = moe_router_forward(x, weight, experts, backend=ReferenceBackend(config, group))
     found.out.square().sum().backward()
     return [found.out.detach(), x.grad, weight.grad]
 
@@ -108,7 +108,7 @@ def test_ranks_choose_for_themselves(ranks: RankPool) -> None:
                 for kind in ("fc1", "fc2")
             )
         )
-        found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(alone))
+        found = moe_router_forward(x, weight, experts, backend=ReferenceBackend(alone))
         found.out.square().sum().backward()
         torch.testing.assert_close(out, found.out)
         torch.testing.assert_close(grad_x, x.grad)
@@ -119,7 +119,7 @@ def test_of_equal_logits_the_first_is_chosen() -> None:
     config = cases.make_config(topk=2)
     x, weight, experts = leaves(config)
     weight = torch.zeros_like(weight)
-    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
+    found = moe_router_forward(x, weight, experts, backend=ReferenceBackend(config))
     assert found.routing_map[:, :2].all()
     assert not found.routing_map[:, 2:].any()
 
@@ -127,25 +127,25 @@ def test_of_equal_logits_the_first_is_chosen() -> None:
 def test_without_tokens_and_without_grad() -> None:
     config = cases.make_config()
     x, weight, experts = leaves(config)
-    found = moe_gated_forward(x[:0], weight, experts, backend=ReferenceBackend(config))
+    found = moe_router_forward(x[:0], weight, experts, backend=ReferenceBackend(config))
     found.out.sum().backward()
     assert not weight.grad.any()
     with torch.no_grad():
-        again = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
+        again = moe_router_forward(x, weight, experts, backend=ReferenceBackend(config))
     assert not again.out.requires_grad
     assert torch.equal(again.routing_map.sum(1), torch.full((TOKENS,), config.topk))
 
 
-def make_layer(*, fuse_gate: bool) -> FlashMoELayer:
+def make_layer(*, fuse_router: bool) -> FlashMoELayer:
     """Always with the same parameters."""
     torch.manual_seed(1)
     return FlashMoELayer(
-        cases.CONFIG, fuse_gate=fuse_gate, router=True, device="cpu", dtype=torch.float32
+        cases.CONFIG, fuse_router=fuse_router, router=True, device="cpu", dtype=torch.float32
     )
 
 
-def test_layer_with_a_fused_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused, plain = make_layer(fuse_gate=True), make_layer(fuse_gate=False)
+def test_layer_with_a_fused_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, plain = make_layer(fuse_router=True), make_layer(fuse_router=False)
     monkeypatch.setattr(fused, "route", lambda _: pytest.fail("routed in front of the launch"))
     x = torch.randn(4, 5, cases.CONFIG.hidden)
     for layer in (fused, plain):
@@ -165,9 +165,9 @@ def test_layer_with_a_fused_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"scaling_factor": "2"}, "scaling_factor='2'"),
     ],
 )
-def test_gates_without_meaning_are_refused(options: dict, words: str) -> None:
+def test_routers_without_meaning_are_refused(options: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        GateConfig(**options)
+        RouterConfig(**options)
 
 
 def test_a_weight_of_another_layer_is_refused() -> None:
@@ -175,26 +175,26 @@ def test_a_weight_of_another_layer_is_refused() -> None:
     x, weight, experts = leaves(config)
     backend = ReferenceBackend(config)
     for bad, words in (
-        (weight[1:], r"gate weight has shape \(7, 64\), wanted \[8, 64\]"),
-        (weight.float(), "gate weight is torch.float32, wanted the dtype of x, torch.float64"),
-        (weight.t().contiguous().t(), "gate weight has strides"),
+        (weight[1:], r"router weight has shape \(7, 64\), wanted \[8, 64\]"),
+        (weight.float(), "router weight is torch.float32, wanted the dtype of x, torch.float64"),
+        (weight.t().contiguous().t(), "router weight has strides"),
     ):
         with pytest.raises(ShapeError, match=words):
-            moe_gated_forward(x, bad, experts, backend=backend)
-    with pytest.raises(ConfigError, match="fuse_gate=True without a router"):
-        FlashMoELayer(config, fuse_gate=True, device="cpu")
+            moe_router_forward(x, bad, experts, backend=backend)
+    with pytest.raises(ConfigError, match="fuse_router=True without a router"):
+        FlashMoELayer(config, fuse_router=True, device="cpu")
 
 
-def test_a_gate_ends_with_its_graph() -> None:
-    """The node holds the gate's tensors, which must not hold the node."""
+def test_a_router_ends_with_its_graph() -> None:
+    """The node holds the router's tensors, which must not hold the node."""
     config = cases.make_config()
     x, weight, experts = leaves(config)
-    probs, logits, gate = open_gate(config, x, weight, GateConfig())
-    out = moe_apply(ReferenceBackend(config), x, probs, gate.routing_map, experts, gate=gate)
-    held = weakref.ref(gate)
+    probs, logits, router = open_router(config, x, weight, RouterConfig())
+    out = moe_apply(ReferenceBackend(config), x, probs, router.routing_map, experts, router=router)
+    held = weakref.ref(router)
     gc.disable()
     try:
-        del gate, probs, logits
+        del router, probs, logits
         assert held() is not None
         del out
         assert held() is None
@@ -206,7 +206,7 @@ def test_a_gate_ends_with_its_graph() -> None:
 def test_a_change_of_what_the_gradient_is_computed_from_is_refused(name: str) -> None:
     config = cases.make_config()
     x, weight, experts = leaves(config)
-    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
+    found = moe_router_forward(x, weight, experts, backend=ReferenceBackend(config))
     changed = getattr(found, name)
     with torch.no_grad():
         changed.copy_(changed.clone())
@@ -217,7 +217,7 @@ def test_a_change_of_what_the_gradient_is_computed_from_is_refused(name: str) ->
 def test_a_change_of_a_clone_or_of_probabilities_is_not() -> None:
     config = cases.make_config()
     x, weight, experts = leaves(config)
-    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
+    found = moe_router_forward(x, weight, experts, backend=ReferenceBackend(config))
     found.routing_map.clone()[0] = False
     want = torch.autograd.grad(found.probs.square().sum(), weight, retain_graph=True)[0]
     found.probs.mul_(2)
@@ -228,14 +228,14 @@ def test_a_change_of_a_clone_or_of_probabilities_is_not() -> None:
 def test_a_second_derivative_is_refused() -> None:
     config = cases.make_config()
     x, weight, experts = leaves(config)
-    found = moe_gated_forward(x, weight, experts, backend=ReferenceBackend(config))
-    with pytest.raises(FlashMoEError, match="gate.*differentiated only once"):
+    found = moe_router_forward(x, weight, experts, backend=ReferenceBackend(config))
+    with pytest.raises(FlashMoEError, match="router.*differentiated only once"):
         torch.autograd.grad(found.probs.square().sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize("fuse_gate", [False, True])
-def test_autocast_leaves_the_router_in_float32(fuse_gate: bool) -> None:
-    layer = make_layer(fuse_gate=fuse_gate)
+@pytest.mark.parametrize("fuse_router", [False, True])
+def test_autocast_leaves_the_router_in_float32(fuse_router: bool) -> None:
+    layer = make_layer(fuse_router=fuse_router)
     x = torch.randn(50, cases.CONFIG.hidden)
     want = layer(x)
     want.square().sum().backward()
@@ -248,11 +248,11 @@ def test_autocast_leaves_the_router_in_float32(fuse_gate: bool) -> None:
     assert torch.equal(layer.router.weight.grad, grad)
 
 
-def test_a_compiler_leaves_the_gate_alone() -> None:
-    """It would take the gate's tensors, which the layer fills in, for what they are before that."""
+def test_a_compiler_leaves_the_router_alone() -> None:
+    """A compiler would read the router's tensors as they are before the layer fills them in."""
     from torch._dynamo import config as compiler
 
-    layer = make_layer(fuse_gate=True)
+    layer = make_layer(fuse_router=True)
     x = torch.randn(16, cases.CONFIG.hidden, requires_grad=True)
     want = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
     with compiler.patch(trace_autograd_ops=True):

@@ -1,6 +1,6 @@
-"""The gate that runs in the layer's own launch: what it computes, in plain torch, and its gradient.
+"""The fused router, which runs in the layer's launch: what it computes, in torch, and its gradient.
 
-:func:`open_gate` makes the tensors of one call and a node of autograd behind them; whichever
+:func:`open_router` makes the tensors of one call and a node of autograd behind them; whichever
 backend runs the layer next fills them in before it reads them. So the gradient of the logits is
 that of probabilities which the layer and a user's auxiliary losses have used alike.
 """
@@ -18,7 +18,7 @@ Score = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateConfig:
+class RouterConfig:
     """How a token chooses its ``topk`` experts, as in Megatron's router.
 
     Every token chooses the experts with its largest logits.
@@ -71,8 +71,8 @@ class GateConfig:
 
 
 @dataclass
-class Gate:
-    """The gate of one call.
+class Router:
+    """The fused router in one call of a layer: what it is to compute, and where that goes.
 
     Attributes:
         config: How a token chooses.
@@ -85,7 +85,7 @@ class Gate:
             them.
     """
 
-    config: GateConfig
+    config: RouterConfig
     weight: torch.Tensor
     logits: torch.Tensor
     probs: torch.Tensor
@@ -105,8 +105,8 @@ class Gate:
         """
         if self.versions not in (None, (self.logits._version, self.routing_map._version)):
             raise FlashMoEError(
-                "the gate's logits or its routing map were changed in place, but its gradient is "
-                "computed from them: change a clone"
+                "the router's logits or its routing map were changed in place, but its gradient "
+                "is computed from them: change a clone"
             )
 
     def run(self, x: torch.Tensor, topk: int) -> None:
@@ -133,54 +133,54 @@ def refuse_second_derivative(what: str) -> None:
         )
 
 
-def open_gate(
-    moe: MoEConfig, x: torch.Tensor, weight: torch.Tensor, config: GateConfig
-) -> tuple[torch.Tensor, torch.Tensor, Gate]:
-    """Makes the tensors of a gate that the next forward of ``x`` runs.
+def open_router(
+    moe: MoEConfig, x: torch.Tensor, weight: torch.Tensor, config: RouterConfig
+) -> tuple[torch.Tensor, torch.Tensor, Router]:
+    """Makes the tensors of a router that the next forward of ``x`` runs.
 
     Args:
         moe: The layer's shape.
         x: ``[num_tokens, hidden]``.
-        weight: ``[num_experts, hidden]``, as ``checks.check_gate_weight`` wants it.
+        weight: ``[num_experts, hidden]``, as ``checks.check_router_weight`` wants it.
         config: How a token chooses.
 
     Returns:
         Probabilities and logits, both differentiable in ``x`` and ``weight``, without meaning until
-        that forward has run, and the gate to give to it.
+        that forward has run, and the router to give to it.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     shape = (x.shape[0], moe.num_experts)
     logits, probs = (torch.empty(shape, dtype=wide, device=x.device) for _ in range(2))
     routing_map = torch.empty(shape, dtype=torch.bool, device=x.device)
-    gate = Gate(config, weight.detach(), logits, probs, routing_map)
-    probs, logits = _Opened.apply(gate, x, weight)  # type: ignore[no-untyped-call]
-    return probs, logits, gate
+    router = Router(config, weight.detach(), logits, probs, routing_map)
+    probs, logits = _Opened.apply(router, x, weight)  # type: ignore[no-untyped-call]
+    return probs, logits, router
 
 
 class _Opened(torch.autograd.Function):
-    """Stands for the gate in autograd; its outputs are written after it has run."""
+    """Stands for the router in autograd; its outputs are written after it has run."""
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Gate, x: torch.Tensor, weight: torch.Tensor
+        ctx: Any, router: Router, x: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, weight)
         # Not among the saved tensors: they are written later, which autograd would take for a
         # mistake. No outputs of this node either, which would keep it alive.
-        ctx.gate = gate
-        return gate.probs.detach(), gate.logits.detach()
+        ctx.router = router
+        return router.probs.detach(), router.logits.detach()
 
     @staticmethod
     def backward(
         ctx: Any, grad_probs: torch.Tensor, grad_logits: torch.Tensor
     ) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
-        refuse_second_derivative("layer's gate")
+        refuse_second_derivative("layer's router")
         x, weight = ctx.saved_tensors
-        gate = ctx.gate
-        gate.check_unchanged()
+        router = ctx.router
+        router.check_unchanged()
         with torch.enable_grad():
-            logits = gate.logits.detach().requires_grad_()
-            probs = gate.config.probs_of(logits, gate.routing_map)
+            logits = router.logits.detach().requires_grad_()
+            probs = router.config.probs_of(logits, router.routing_map)
         grad = torch.autograd.grad(probs, logits, grad_probs)[0] + grad_logits
         grad_x = grad_weight = None
         if ctx.needs_input_grad[1]:

@@ -1,23 +1,23 @@
-"""The gate inside the launch: logits by tensor cores, the choice, and the layer behind it."""
+"""The router inside the launch: logits by tensor cores, the choice, and the layer behind it."""
 
 import pytest
 import torch
 
-from flashmoe_megatron import GateConfig, moe_apply, moe_gated_forward
+from flashmoe_megatron import RouterConfig, moe_apply, moe_router_forward
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, RoutingError
-from flashmoe_megatron.gate import Gate, open_gate
 from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.router import Router, open_router
 from tests.gpu import steps
 from tests.gpu.virtual import device, poisoned_empties
 from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
 
-GATES = {
-    "softmax": GateConfig(),
-    "pre_softmax": GateConfig(pre_softmax=True, scaling_factor=2.5),
-    "sigmoid": GateConfig(score="sigmoid", scaling_factor=0.5),
+ROUTERS = {
+    "softmax": RouterConfig(),
+    "pre_softmax": RouterConfig(pre_softmax=True, scaling_factor=2.5),
+    "sigmoid": RouterConfig(score="sigmoid", scaling_factor=0.5),
 }
 SHAPES = [(8, 2, 64), (60, 6, 192), (64, 2, 2048), (130, 8, 128), (16, 16, 64), (8, 1, 64)]
 """Experts, of a token, hidden: with and without a rest of 8 and of 64 experts."""
@@ -41,7 +41,7 @@ def make(
     return config, inputs, weight.to(device(), dtype)
 
 
-def check(found: Gate, x: torch.Tensor, topk: int) -> None:
+def check(found: Router, x: torch.Tensor, topk: int) -> None:
     """Against float64, and the choice against what torch makes of the launch's own logits."""
     want = x.double() @ found.weight.double().t()
     error = (found.logits - want).norm() / want.norm()
@@ -55,10 +55,10 @@ def check(found: Gate, x: torch.Tensor, topk: int) -> None:
 
 
 @pytest.mark.parametrize("is_bounded", [False, True])
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 777])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gate_and_layer(
+def test_router_and_layer(
     shape: tuple[int, int, int], num_tokens: int, name: str, is_bounded: bool
 ) -> None:
     """In the plan's launch, or where the rows have a bound in the layer's own."""
@@ -68,28 +68,28 @@ def test_gate_and_layer(
     (weights,) = steps.weights_of(config, inputs)
     x = inputs.x[0]
     with poisoned_empties(), torch.no_grad():
-        probs, _, gate = open_gate(config, x, weight, GATES[name])
-        out = moe_apply(backend, x, probs, gate.routing_map, weights, gate=gate)
-        check(gate, x, config.topk)
-        # The same launch without a gate, of what the gate has found.
-        again = moe_apply(backend, x, gate.probs.clone(), gate.routing_map.clone(), weights)
+        probs, _, router = open_router(config, x, weight, ROUTERS[name])
+        out = moe_apply(backend, x, probs, router.routing_map, weights, router=router)
+        check(router, x, config.topk)
+        # The same launch without a router, of what the router has found.
+        again = moe_apply(backend, x, router.probs.clone(), router.routing_map.clone(), weights)
     assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("name", ROUTERS)
 def test_float16(name: str) -> None:
     config, inputs, weight = make(64, 4, 256, 300, torch.float16)
     backend = KernelBackend(config, None, device())
     (weights,) = steps.weights_of(config, inputs)
     with torch.no_grad():
-        probs, _, gate = open_gate(config, inputs.x[0], weight, GATES[name])
-        moe_apply(backend, inputs.x[0], probs, gate.routing_map, weights, gate=gate)
-    check(gate, inputs.x[0], config.topk)
+        probs, _, router = open_router(config, inputs.x[0], weight, ROUTERS[name])
+        moe_apply(backend, inputs.x[0], probs, router.routing_map, weights, router=router)
+    check(router, inputs.x[0], config.topk)
 
 
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("name", ROUTERS)
 def test_gradients(name: str) -> None:
-    """Of a gate in the launch, beside one in torch in front of it, on the same logits."""
+    """Of a router in the launch, beside one in torch in front of it, on the same logits."""
     config, inputs, weight = make(64, 4, 256, 300)
     backend = KernelBackend(config, None, device())
     (weights,) = steps.weights_of(config, inputs)
@@ -99,10 +99,10 @@ def test_gradients(name: str) -> None:
         loss = (out.float() * inputs.grad_out[0]).sum() + probs.square().sum()
         return torch.autograd.grad(loss, (x, weight))
 
-    found = moe_gated_forward(x, weight, weights, backend=backend, gate=GATES[name])
+    found = moe_router_forward(x, weight, weights, backend=backend, router=ROUTERS[name])
     got = grads(found.out, found.probs)
     logits = x.float() @ weight.float().t()
-    probs = GATES[name].probs_of(logits, found.routing_map)
+    probs = ROUTERS[name].probs_of(logits, found.routing_map)
     out = moe_apply(backend, x, probs, found.routing_map, weights)
     for ours, theirs in zip(got, grads(out, probs), strict=True):
         error = (ours - theirs).float().norm() / theirs.float().norm()
@@ -115,7 +115,7 @@ def test_the_same_bits_again() -> None:
     (weights,) = steps.weights_of(config, inputs)
     with torch.no_grad():
         first, *others = (
-            moe_gated_forward(inputs.x[0], weight, weights, backend=backend) for _ in range(4)
+            moe_router_forward(inputs.x[0], weight, weights, backend=backend) for _ in range(4)
         )
     for other in others:
         assert all(map(torch.equal, first, other))
@@ -127,18 +127,18 @@ def test_equal_logits_and_one_that_is_nan() -> None:
     (weights,) = steps.weights_of(config, inputs)
     x = inputs.x[0]
     with torch.no_grad():
-        found = moe_gated_forward(x, torch.zeros_like(weight), weights, backend=backend)
+        found = moe_router_forward(x, torch.zeros_like(weight), weights, backend=backend)
         assert found.routing_map[:, :3].all()
         assert int(found.routing_map.sum()) == 150
         x[7, 5] = float("nan")
-        refused = moe_gated_forward(x, weight, weights, backend=backend)
+        refused = moe_router_forward(x, weight, weights, backend=backend)
         torch.cuda.synchronize()
         assert refused.logits[7].isnan().all()
         assert refused.out.isnan().all()
         x[7, 5] = 0
         with pytest.raises(RoutingError, match="token 7 of rank 0"):
-            moe_gated_forward(x, weight, weights, backend=backend)
-        check_again = moe_gated_forward(x, weight, weights, backend=backend)
+            moe_router_forward(x, weight, weights, backend=backend)
+        check_again = moe_router_forward(x, weight, weights, backend=backend)
     assert not check_again.out.isnan().any()
 
 
@@ -148,12 +148,12 @@ def test_a_graph_replays_it() -> None:
     (weights,) = steps.weights_of(config, inputs)
     x = inputs.x[0].clone()
     with torch.no_grad():
-        want = moe_gated_forward(x, weight, weights, backend=backend)
-        flipped = moe_gated_forward(-x, weight, weights, backend=backend)
+        want = moe_router_forward(x, weight, weights, backend=backend)
+        flipped = moe_router_forward(-x, weight, weights, backend=backend)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            found = moe_gated_forward(x, weight, weights, backend=backend)
+            found = moe_router_forward(x, weight, weights, backend=backend)
         for sign, wanted in ((1, want), (-1, flipped)):
             x.copy_(sign * inputs.x[0])
             graph.replay()
@@ -167,4 +167,4 @@ def test_a_weight_that_the_kernel_cannot_read_is_refused() -> None:
     (weights,) = steps.weights_of(config, inputs)
     shifted = torch.empty(weight.numel() + 1, dtype=weight.dtype, device=device())[1:]
     with pytest.raises(FlashMoEError, match="16-byte aligned"):
-        moe_gated_forward(inputs.x[0], shifted.view(weight.shape), weights, backend=backend)
+        moe_router_forward(inputs.x[0], shifted.view(weight.shape), weights, backend=backend)

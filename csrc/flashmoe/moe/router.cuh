@@ -1,6 +1,6 @@
-// The gate: what a router computes, in the launch whose routing it is. Logits are products of
-// tensor cores, summed in float32 in a fixed order; a token's choice is its topk largest, of equal
-// ones the first.
+// The fused router: it routes in the launch that its routing is for. Logits are products of tensor
+// cores, summed in float32 in a fixed order. A token chooses the experts of its topk largest
+// logits, among equal ones the first.
 #pragma once
 
 #include <cute/arch/mma_sm80.hpp>
@@ -10,14 +10,14 @@
 
 namespace flashmoe {
 
-constexpr int kGateTokens = 8;    // that a warp chooses for at a time, and half the M of a product
-constexpr int kGateExperts = 32;  // whose logits a warp computes at a time, in products of 8
-constexpr int kGateWords = 4;     // of a row that a lane has on their way at a time
+constexpr int kRouterTokens = 8;  // that a warp chooses for at a time, and half the M of a product
+constexpr int kRouterExperts = 32;  // whose logits a warp computes at a time, in products of 8
+constexpr int kRouterWords = 4;     // of a row that a lane has on their way at a time
 
 template <class T>
-using GateProduct = std::conditional_t<std::is_same_v<T, __half>,
-                                       cute::SM80_16x8x16_F32F16F16F32_TN,
-                                       cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+using RouterProduct = std::conditional_t<std::is_same_v<T, __half>,
+                                         cute::SM80_16x8x16_F32F16F16F32_TN,
+                                         cute::SM80_16x8x16_F32BF16BF16F32_TN>;
 
 // Logits of some tokens from `above` and as many from `below` on, for the experts from
 // `first_expert` on. K is summed over, so a lane may bring any of it as long as both operands
@@ -27,7 +27,7 @@ __device__ __forceinline__ void compute_logits(const LayerArgs& args,
                                                int above,
                                                int below,
                                                int first_expert) {
-    constexpr int kProducts = kGateExperts / 8;
+    constexpr int kProducts = kRouterExperts / 8;
     const Shape& s = args.shape;
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const int row_words = s.hidden * int(sizeof(T)) / int(sizeof(uint4));
@@ -41,15 +41,15 @@ __device__ __forceinline__ void compute_logits(const LayerArgs& args,
     const uint4* expert[kProducts];
 #pragma unroll
     for (int n = 0; n < kProducts; ++n) {
-        expert[n] = row_of(args.gate.weight, first_expert + 8 * n + row, s.num_experts);
+        expert[n] = row_of(args.router.weight, first_expert + 8 * n + row, s.num_experts);
     }
     float sums[kProducts][4] = {};
 #pragma unroll 1
-    for (int word = 0; word < row_words; word += 4 * kGateWords) {
+    for (int word = 0; word < row_words; word += 4 * kRouterWords) {
         // All are on their way before the first is waited for: few warps have tokens.
-        uint4 a[kGateWords][2], b[kGateWords][kProducts];
+        uint4 a[kRouterWords][2], b[kRouterWords][kProducts];
 #pragma unroll
-        for (int i = 0; i < kGateWords; ++i) {
+        for (int i = 0; i < kRouterWords; ++i) {
             const int at = word + 4 * i;
             const auto load = [&](const uint4* of) { return at < row_words ? of[at] : uint4{}; };
             a[i][0] = load(token[0]), a[i][1] = load(token[1]);
@@ -57,15 +57,15 @@ __device__ __forceinline__ void compute_logits(const LayerArgs& args,
             for (int n = 0; n < kProducts; ++n) b[i][n] = load(expert[n]);
         }
 #pragma unroll
-        for (int i = 0; i < kGateWords; ++i) {
+        for (int i = 0; i < kRouterWords; ++i) {
             const auto& [x, y] = a[i];
 #pragma unroll
             for (int n = 0; n < kProducts; ++n) {
                 float(&d)[4] = sums[n];
-                GateProduct<T>::fma(d[0], d[1], d[2], d[3], x.x, y.x, x.y, y.y, b[i][n].x,
-                                    b[i][n].y, d[0], d[1], d[2], d[3]);
-                GateProduct<T>::fma(d[0], d[1], d[2], d[3], x.z, y.z, x.w, y.w, b[i][n].z,
-                                    b[i][n].w, d[0], d[1], d[2], d[3]);
+                RouterProduct<T>::fma(d[0], d[1], d[2], d[3], x.x, y.x, x.y, y.y, b[i][n].x,
+                                      b[i][n].y, d[0], d[1], d[2], d[3]);
+                RouterProduct<T>::fma(d[0], d[1], d[2], d[3], x.z, y.z, x.w, y.w, b[i][n].z,
+                                      b[i][n].w, d[0], d[1], d[2], d[3]);
             }
         }
     }
@@ -76,14 +76,14 @@ __device__ __forceinline__ void compute_logits(const LayerArgs& args,
             const int of_token = (i < 2 ? above : below) + row;
             const int of_expert = first_expert + 8 * n + 2 * column + i % 2;
             if (of_token < args.num_tokens and of_expert < s.num_experts) {
-                args.gate.logits[int64_t(of_token) * s.num_experts + of_expert] = sums[n][i];
+                args.router.logits[int64_t(of_token) * s.num_experts + of_expert] = sums[n][i];
             }
         }
     }
 }
 
 constexpr int kChoosers = 4;  // lanes that choose for one token
-static_assert(kGateTokens * kChoosers == 32);
+static_assert(kRouterTokens * kChoosers == 32);
 
 // A logit and its expert, in the order of the choice: the larger first, of equal ones the first
 // expert. NaN comes before everything, so that it is chosen and refused.
@@ -116,20 +116,20 @@ __device__ __forceinline__ Choice next_choice(const float* logits, int num_exper
     return next;
 }
 
-// Turns logits of the kGateTokens tokens from `first` on, as far as there are, into their rows of
+// Turns logits of the kRouterTokens tokens from `first` on, as far as there are, into their rows of
 // probabilities and of the map. Scope: one warp.
 __device__ __forceinline__ void choose_experts(const LayerArgs& args, int first) {
     const Shape& s = args.shape;
-    const Gate& gate = args.gate;
+    const Router& router = args.router;
     const int lane = threadIdx.x % 32, nth = lane % kChoosers;
-    const int num_tokens = min(kGateTokens, args.num_tokens - first);
+    const int num_tokens = min(kRouterTokens, args.num_tokens - first);
     const bool is_token = lane / kChoosers < num_tokens;
     const int64_t begin = int64_t(first) * s.num_experts;
     const int64_t row = begin + (is_token ? lane / kChoosers : 0) * s.num_experts;
-    const float* logits = gate.logits + row;
+    const float* logits = router.logits + row;
     for (int i = lane; i < num_tokens * s.num_experts; i += 32) {
-        gate.probs[begin + i] = 0.0f;
-        gate.routing_map[begin + i] = 0;
+        router.probs[begin + i] = 0.0f;
+        router.routing_map[begin + i] = 0;
     }
     // The experts that this lane scores, every kChoosers-th choice, the last one lowest.
     constexpr int kExpertBits = 64 * kChoosers / kMaxTopk;
@@ -144,8 +144,8 @@ __device__ __forceinline__ void choose_experts(const LayerArgs& args, int first)
         if (k % kChoosers == nth) own = own << kExpertBits | uint64_t(last.expert());
     }
     const auto score = [&](int e) {
-        return gate.score == Score::kSigmoid ? 1.0f / (1.0f + expf(-logits[e]))
-                                             : expf(logits[e] - largest);
+        return router.score == Score::kSigmoid ? 1.0f / (1.0f + expf(-logits[e]))
+                                               : expf(logits[e] - largest);
     };
     const auto for_own = [&](auto visit) {
         uint64_t left = own;
@@ -155,19 +155,19 @@ __device__ __forceinline__ void choose_experts(const LayerArgs& args, int first)
         }
     };
     float total = 0.0f;
-    if (gate.score == Score::kSoftmax) {
+    if (router.score == Score::kSoftmax) {
         for (int e = nth; e < s.num_experts; e += kChoosers) total += score(e);
     } else {
         for_own([&](int e) { total += score(e); });
     }
 #pragma unroll
     for (int step = 1; step < kChoosers; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-    if (gate.score == Score::kSigmoid) total = s.topk > 1 ? total + 1e-20f : 1.0f;
+    if (router.score == Score::kSigmoid) total = s.topk > 1 ? total + 1e-20f : 1.0f;
     __syncwarp();  // the rows are zeros
     if (is_token) {
         for_own([&](int e) {
-            gate.probs[row + e] = score(e) / total * gate.scaling_factor;
-            gate.routing_map[row + e] = 1;
+            router.probs[row + e] = score(e) / total * router.scaling_factor;
+            router.routing_map[row + e] = 1;
         });
     }
     __syncwarp();

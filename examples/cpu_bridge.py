@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.data
 
-from flashmoe_megatron.adapters.megatron.imports import when_imported
+from flashmoe_megatron.adapters.patch import when_imported
 
 CPU = torch.device("cpu")
 _MEMORY_BYTES = 1 << 40

@@ -20,14 +20,12 @@ from flashmoe_megatron.adapters.deepspeed.settings import (
     resolve_alias,
 )
 from flashmoe_megatron.adapters.deepspeed.versions import version_problem
+from flashmoe_megatron.adapters.patch import original_of, patch
 from flashmoe_megatron.errors import ConfigError
 
 logger = logging.getLogger("flashmoe_megatron")
 
 __all__ = ["attach", "initialize", "install", "uninstall"]
-
-_ORIGINAL = "_flashmoe_original"
-"""Attribute of what :func:`install` puts in place of ``deepspeed.initialize``."""
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
@@ -50,26 +48,21 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """
     import deepspeed
 
-    return _initialize(_original(deepspeed.initialize), *args, **kwargs)
+    return _initialize(original_of(deepspeed.initialize), *args, **kwargs)
 
 
 def install() -> None:
     """Makes ``deepspeed.initialize`` do what :func:`initialize` does; again, does nothing."""
     import deepspeed
 
-    original = deepspeed.initialize
-    if _original(original) is not original:
-        return
-    installed = functools.wraps(original)(functools.partial(_initialize, original))
-    setattr(installed, _ORIGINAL, original)
-    deepspeed.initialize = installed
+    patch(deepspeed, "initialize", lambda original: functools.partial(_initialize, original))
 
 
 def uninstall() -> None:
     """Undoes :func:`install`; engines that exist keep their layers."""
     import deepspeed
 
-    deepspeed.initialize = _original(deepspeed.initialize)
+    deepspeed.initialize = original_of(deepspeed.initialize)
 
 
 def attach(engine: Any) -> dict[str, str]:
@@ -89,11 +82,6 @@ def attach(engine: Any) -> dict[str, str]:
     """
     config = engine.config
     return _attach(engine, read_settings(config) if SECTION in config else Settings(enabled=True))
-
-
-def _original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """DeepSpeed's own function behind what may be ours."""
-    return getattr(function, _ORIGINAL, function)
 
 
 def _initialize(

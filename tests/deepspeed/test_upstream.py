@@ -28,7 +28,7 @@ SITECUSTOMIZE = """
 import json
 import os
 
-from flashmoe_megatron.adapters.megatron.imports import when_imported
+from flashmoe_megatron.adapters.patch import when_imported
 
 
 def patch(deepspeed):

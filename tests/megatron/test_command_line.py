@@ -130,7 +130,7 @@ from pathlib import Path
 assert "torch" not in sys.modules, "the launcher imported torch before the script"
 from beside import VALUE
 from megatron.core.transformer.moe.moe_layer import MoELayer
-assert hasattr(MoELayer.dispatch, "_flashmoe_patched")
+assert hasattr(MoELayer.dispatch, "_flashmoe_original")
 print(__name__, sys.argv[1:], VALUE)
 """
 
@@ -158,7 +158,7 @@ AUTOLOAD = """
 from flashmoe_megatron.autoload import autoload
 autoload()
 from megatron.core.transformer.moe.moe_layer import MoELayer
-print(hasattr(MoELayer.dispatch, "_flashmoe_patched"))
+print(hasattr(MoELayer.dispatch, "_flashmoe_original"))
 """
 
 
@@ -190,7 +190,7 @@ def test_built_dataset_helpers_are_kept() -> None:
 
 IMPORTS = """
 import sys
-from flashmoe_megatron.adapters.megatron.imports import when_imported
+from flashmoe_megatron.adapters.patch import when_imported
 seen = []
 when_imported("beside", lambda module: seen.append(module.VALUE))
 when_imported("beside", lambda module: seen.append(module.__name__))

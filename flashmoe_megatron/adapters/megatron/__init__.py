@@ -6,8 +6,8 @@ Megatron's modules as they are imported, or at once if they are already.
 
 from types import ModuleType
 
-from flashmoe_megatron.adapters.megatron.imports import when_imported
 from flashmoe_megatron.adapters.megatron.settings import Settings, configure, current_settings
+from flashmoe_megatron.adapters.patch import when_imported
 
 __all__ = ["Settings", "configure", "current_settings", "install"]
 

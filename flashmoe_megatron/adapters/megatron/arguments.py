@@ -1,30 +1,23 @@
 """Adds the flashmoe choice and the ``--flashmoe-*`` flags to Megatron's command line."""
 
 import argparse
-import functools
 from types import ModuleType
 from typing import Any
 
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, Settings, flag_of
+from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.config import KEEPS
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import BACKENDS, SYMMETRIC_BACKENDS
 
-_PATCHED = "_flashmoe_patched"
-
 
 def patch_arguments(arguments: ModuleType) -> None:
     """Extends the parser that ``megatron.training.arguments`` makes."""
-    original = arguments.add_megatron_arguments
-    if getattr(original, _PATCHED, False):
-        return
 
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return extend_parser(original(parser))
+    def make(original: Function) -> Function:
+        return lambda parser: extend_parser(original(parser))
 
-    setattr(add_megatron_arguments, _PATCHED, True)
-    arguments.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
+    patch(arguments, "add_megatron_arguments", make)
 
 
 def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

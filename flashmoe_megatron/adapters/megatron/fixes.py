@@ -3,11 +3,10 @@
 They concern stock code that fails with an error; nothing that works today is changed.
 """
 
-import functools
 import importlib
 from types import ModuleType
 
-_PATCHED = "_flashmoe_patched"
+from flashmoe_megatron.adapters.patch import Function, patch
 
 
 def define_te_general_gemm(moe_utils: ModuleType) -> None:
@@ -25,16 +24,14 @@ def keep_built_helpers(dataset_utils: ModuleType) -> None:
 
     A wheel carries them built and without a Makefile; compiling would end the process.
     """
-    original = dataset_utils.compile_helpers
-    if getattr(original, _PATCHED, False):
-        return
 
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        try:
-            importlib.import_module("megatron.core.datasets.helpers_cpp")
-        except ImportError:
-            original()
+    def make(original: Function) -> Function:
+        def compile_helpers() -> None:
+            try:
+                importlib.import_module("megatron.core.datasets.helpers_cpp")
+            except ImportError:
+                original()
 
-    setattr(compile_helpers, _PATCHED, True)
-    dataset_utils.compile_helpers = compile_helpers  # type: ignore[attr-defined]
+        return compile_helpers
+
+    patch(dataset_utils, "compile_helpers", make)

@@ -7,7 +7,6 @@ is new in a bucket is of fc2, the collective is started behind fc2's gradients a
 """
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.backend import Backend
 
 _EARLY = "flashmoe_early_in"
@@ -59,27 +59,31 @@ def patch_buckets(module: ModuleType) -> None:
         module: ``megatron.core.distributed.param_and_grad_buffer``.
     """
     group_class = module._ParamAndGradBucketGroup
-    register, start = group_class.register_grad_ready, group_class.start_grad_sync
+    patch(group_class, "register_grad_ready", _register_grad_ready)
+    patch(group_class, "start_grad_sync", _start_grad_sync)
 
-    @functools.wraps(register)
+
+def _register_grad_ready(original: Function) -> Function:
     def register_grad_ready(group: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
         global _early_group
         _early_group = group if _may_be_early(group, param) else None
         try:
-            return register(group, param, *args, **kwargs)
+            return original(group, param, *args, **kwargs)
         finally:
             _early_group = None
 
-    @functools.wraps(start)
+    return register_grad_ready
+
+
+def _start_grad_sync(original: Function) -> Function:
     def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
         early = None
         if group is _early_group and _last.backend is not None:
             early = _last.backend.early_fc2_grads()
         with early or contextlib.nullcontext():
-            return start(group, *args, **kwargs)
+            return original(group, *args, **kwargs)
 
-    group_class.register_grad_ready = register_grad_ready
-    group_class.start_grad_sync = start_grad_sync
+    return start_grad_sync
 
 
 def _may_be_early(group: Any, param: torch.Tensor) -> bool:

@@ -5,49 +5,35 @@ Methods of Megatron's classes are wrapped in place, so that every specification,
 dispatcher type takes the original methods unchanged.
 """
 
-import functools
 import inspect
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
+from flashmoe_megatron.adapters.patch import Function, patch
 
-_PATCHED = "_flashmoe_patched"
 ROUTED = "flashmoe_routed_experts"
 """Attribute of a layer that runs on flashmoe."""
 
 
 def patch_config(transformer_config: ModuleType) -> None:
     """Refuses, when a configuration is made, what flashmoe cannot honour."""
-    _wrap(transformer_config.TransformerConfig, "__post_init__", _checked_post_init)
+    patch(transformer_config.TransformerConfig, "__post_init__", _checked_post_init)
 
 
 def patch_layer(moe_layer: ModuleType) -> None:
     """Wraps the methods of ``MoELayer`` that lie between its router and its output."""
-    _wrap(moe_layer.MoELayer, "__init__", _flashmoe_init)
-    _wrap(moe_layer.MoELayer, "preprocess", _fused_step)
-    _wrap(moe_layer.MoELayer, "dispatch", _identity)
-    _wrap(moe_layer.MoELayer, "routed_experts_compute", _fused_compute)
-    _wrap(moe_layer.MoELayer, "combine", _identity)
-    _wrap(moe_layer.MoELayer, "postprocess", _fused_step)
+    patch(moe_layer.MoELayer, "__init__", _flashmoe_init)
+    patch(moe_layer.MoELayer, "preprocess", _fused_step)
+    patch(moe_layer.MoELayer, "dispatch", _identity)
+    patch(moe_layer.MoELayer, "routed_experts_compute", _fused_compute)
+    patch(moe_layer.MoELayer, "combine", _identity)
+    patch(moe_layer.MoELayer, "postprocess", _fused_step)
 
 
-_Method = Callable[..., Any]
-
-
-def _wrap(owner: type, name: str, make: Callable[[_Method], _Method]) -> None:
-    original = getattr(owner, name)
-    if getattr(original, _PATCHED, False):
-        return
-    wrapped = functools.wraps(original)(make(original))
-    setattr(wrapped, _PATCHED, True)
-    setattr(owner, name, wrapped)
-
-
-def _checked_post_init(original: _Method) -> _Method:
+def _checked_post_init(original: Function) -> Function:
     def post_init(self: Any) -> None:
         if self.moe_token_dispatcher_type == DISPATCHER_TYPE and self.num_moe_experts:
             from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
@@ -58,7 +44,7 @@ def _checked_post_init(original: _Method) -> _Method:
     return post_init
 
 
-def _flashmoe_init(original: _Method) -> _Method:
+def _flashmoe_init(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +77,7 @@ def _flashmoe_init(original: _Method) -> _Method:
     return init
 
 
-def _fused_step(original: _Method) -> _Method:
+def _fused_step(original: Function) -> Function:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, ROUTED):
             return original(self, *args, **kwargs)
@@ -101,7 +87,7 @@ def _fused_step(original: _Method) -> _Method:
     return step
 
 
-def _identity(original: _Method) -> _Method:
+def _identity(original: Function) -> Function:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, ROUTED):
             return original(self, *args, **kwargs)
@@ -111,7 +97,7 @@ def _identity(original: _Method) -> _Method:
     return step
 
 
-def _fused_compute(original: _Method) -> _Method:
+def _fused_compute(original: Function) -> Function:
     def routed_experts_compute(
         self: Any, hidden_states: torch.Tensor, probs: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:

@@ -5,7 +5,6 @@ which every rank does, and where it starts wandb, whose absence must not end a t
 training loop of one's own makes a :class:`MoEMetrics` and calls it after each iteration.
 """
 
-import functools
 import inspect
 import logging
 import os
@@ -33,6 +32,7 @@ from flashmoe_megatron.adapters.metrics import (
     take_records,
     warn_without_wandb,
 )
+from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
@@ -41,8 +41,6 @@ from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, Sink, TensorBo
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
 
 logger = logging.getLogger("flashmoe_megatron")
-
-_PATCHED = "_flashmoe_patched"
 
 
 class MoEMetrics:
@@ -170,27 +168,26 @@ def patch_training(training: ModuleType) -> None:
 
     A report is ready one iteration later; wandb then still has the row of its own iteration open.
     """
-    original = _patchable(training, "training_log")
-    if original is None:
-        return
-    signature = inspect.signature(original)
-    report = _ScriptMetrics(training)
 
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        report(signature.bind(*args, **kwargs).arguments["iteration"])
-        return original(*args, **kwargs)
+    def make(original: Function) -> Function:
+        signature = inspect.signature(original)
+        report = _ScriptMetrics(training)
 
-    setattr(training_log, _PATCHED, True)
-    training.training_log = training_log  # type: ignore[attr-defined]
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            report(signature.bind(*args, **kwargs).arguments["iteration"])
+            return original(*args, **kwargs)
+
+        return training_log
+
+    _patch_if_there(training, "training_log", make)
 
 
-def _patchable(module: ModuleType, name: str) -> Callable[..., Any] | None:
-    """A function of a module, ``None`` if it is wrapped already or a release does not have it."""
-    function: Callable[..., Any] | None = getattr(module, name, None)
-    if function is None:
+def _patch_if_there(module: ModuleType, name: str, make: Callable[[Function], Function]) -> None:
+    """Patches a function, or says that a release of Megatron does not have it."""
+    if hasattr(module, name):
+        patch(module, name, make)
+    else:
         logger.warning("%s has no %s: no metrics of flashmoe are logged", module.__name__, name)
-    return None if getattr(function, _PATCHED, False) else function
 
 
 class _ScriptMetrics:
@@ -255,22 +252,20 @@ def patch_global_vars(global_vars: ModuleType) -> None:
 
     Besides, gives the run the name and the folder that Megatron ends without.
     """
-    original = _patchable(global_vars, "_set_wandb_writer")
-    if original is None:
-        return
 
-    @functools.wraps(original)
-    def set_wandb_writer(args: Any) -> None:
-        if not _is_served(args) or not getattr(args, "wandb_project", None):
-            original(args)
-            return
-        args.wandb_exp_name = args.wandb_exp_name or "flashmoe"
-        if not args.wandb_save_dir and not args.save:
-            args.wandb_save_dir = os.curdir
-        try:
-            original(args)
-        except Exception as error:  # noqa: BLE001 - a logger's failure is not worth a training run
-            warn_without_wandb(error, _folder(args) / FILE_NAME)
+    def make(original: Function) -> Function:
+        def set_wandb_writer(args: Any) -> None:
+            if not _is_served(args) or not getattr(args, "wandb_project", None):
+                original(args)
+                return
+            args.wandb_exp_name = args.wandb_exp_name or "flashmoe"
+            if not args.wandb_save_dir and not args.save:
+                args.wandb_save_dir = os.curdir
+            try:
+                original(args)
+            except Exception as error:  # noqa: BLE001 - a logger is not worth a training run
+                warn_without_wandb(error, _folder(args) / FILE_NAME)
 
-    setattr(set_wandb_writer, _PATCHED, True)
-    global_vars._set_wandb_writer = set_wandb_writer  # type: ignore[attr-defined]
+        return set_wandb_writer
+
+    _patch_if_there(global_vars, "_set_wandb_writer", make)

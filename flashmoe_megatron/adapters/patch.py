@@ -1,21 +1,57 @@
-"""Runs a callback once a module has been imported, now or later.
+"""Replaces functions of other people's modules, once those modules have been imported.
 
 Patches of Megatron are attached this way, so that nothing of Megatron is imported earlier than the
 training script itself imports it, and so that this file is cheap enough to load with torch.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 Callback = Callable[[ModuleType], None]
+Function = Callable[..., Any]
+
+_ORIGINAL = "_flashmoe_original"
+"""Attribute of a replacement: the function that it was made from."""
+
+
+def patch(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
+    """Puts a replacement in place of a function; does nothing if one of ours is there already.
+
+    Args:
+        owner: The module or class that has the function.
+        name: The function's name there.
+        make: Makes the replacement from the original. The replacement gets the original's name,
+            docstring and signature.
+
+    Raises:
+        AttributeError: The owner has no such function.
+    """
+    original = getattr(owner, name)
+    if original_of(original) is not original:
+        return
+    replacement = functools.wraps(original)(make(original))
+    setattr(replacement, _ORIGINAL, original)
+    setattr(owner, name, replacement)
+
+
+def original_of(function: Function) -> Function:
+    """The function that :func:`patch` found, or ``function`` itself if it was never patched."""
+    original: Function = getattr(function, _ORIGINAL, function)
+    return original
 
 
 def when_imported(name: str, callback: Callback) -> None:
     """Calls ``callback(module)`` right after the module's code has run.
+
+    The package wrapt offers the same under this name. It is not used because with
+    ``FLASHMOE_AUTOLOAD=1`` this file is loaded by every process that imports torch, and a plugin
+    that is loaded there must not depend on anything that may be missing.
 
     Args:
         name: Full name of a module, for example "megatron.core.utils".

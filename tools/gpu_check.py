@@ -12,8 +12,9 @@ they fit, for ``--stress-seconds`` together; every result has to repeat its bits
 kernels are late at random, too.
 
 Run: ``python tools/gpu_check.py [--quick | --stress] [--out DIR]``. The record is a JSON file
-``DIR/DATE-gpu-check-Nx.json``, of a stress ``DIR/DATE-gpu-stress-Nx.json``; what was asked for and
-not run is in it as skipped, with the reason. The exit status is 0 if nothing failed, 1 if something
+``DIR/DATE-gpu-check-Nx.json``, for a stress ``DIR/DATE-gpu-stress-Nx.json``, in ``runs`` unless
+``--out`` names another folder; what was asked for and not run is in it as skipped, with the
+reason. The exit status is 0 if nothing failed, 1 if something
 did or nothing ran, of which there is no record, and 2 if there is no GPU to check.
 """
 
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "tools" / "bench" / "results"
+RUNS = ROOT / "runs"
 
 SINGLE_LIMIT_S = 240
 MULTI_LIMIT_S = 260
@@ -392,7 +393,7 @@ def main() -> int:
     parser.add_argument("--stress", action="store_true", help="repeat launches, and nothing else")
     parser.add_argument("--stress-seconds", type=float, default=900, help="of all its parts")
     parser.add_argument("--stress-launches", type=int, default=20_000, help="that it has to reach")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
+    parser.add_argument("--out", type=Path, default=RUNS, help="folder of the record")
     parser.add_argument("--commit", help="what is checked, where the checkout has no git")
     parser.add_argument("--sanitizer", help="path of compute-sanitizer")
     parser.add_argument(

@@ -7,16 +7,16 @@ prints three things for every kernel, and exits with status 1 if there are any.
 *Moves to uniform registers* between the products of a stage. wgmma takes its operands' descriptors
 from uniform registers. Where ptxas cannot prove that a loop is uniform it keeps them in ordinary
 ones, and moves 16 of them at every stage: 5 to 7 % of a layer's time
-(tools/bench/results/2026-11-22-uniform-loops.md).
+(tools/bench/results/2026-11-h200-1x.md).
 
 *Lost acquires*. ptxas drops a load whose value nobody uses, also one that acquires: a NOP stays in
 its place, and behind it the invalidation of the L1, under a predicate that has meant something else
 since. Where that is false, what follows may be read as it was before
-(tools/bench/results/2026-11-22-lost-acquires.md).
+(tools/bench/results/2026-11-h200-2x.md).
 
 *Early arrivals*. A warp that loads from shared memory and then arrives at another CTA's barrier may
 be heard of before the load is done, unless the arrival depends on what was loaded. Then the place
-is written anew, and the load finds that (tools/bench/results/2026-11-22-late-load.md).
+is written anew, and the load finds that (tools/bench/results/2026-11-h200-2x.md).
 """
 
 import argparse

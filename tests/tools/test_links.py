@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 RECORD = re.compile(r"(?<!:)tools/bench/results/[\w./-]*\w")  # not in "git show COMMIT:..."
+MOST_RECORDS = 40
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
@@ -73,3 +74,15 @@ def test_records_that_sources_name_exist() -> None:
         for record in RECORD.findall(path.read_text())
     }
     assert [(path, record) for path, record in named if not (ROOT / record).exists()] == []
+
+
+def test_records_are_those_that_pages_show() -> None:
+    folder = ROOT / "tools/bench/results"
+    records = set(tracked("tools/bench/results"))
+    shown = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in tracked("*.md")
+        for target in LINK.findall(page.read_text())
+    }
+    assert len(records) <= MOST_RECORDS
+    assert sorted(path.relative_to(folder) for path in records - shown) == []

@@ -79,7 +79,7 @@ def parse_args() -> argparse.Namespace:
     add("--output", type=Path, default=Path("runs/pretrain_moe_deepspeed"), help="checkpoint")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
     add("--no-comparison", action="store_true", help="leave the run with DeepSpeed's layers out")
-    add("--local_rank", type=int, default=None, help=argparse.SUPPRESS)  # of older launchers
+    add("--local_rank", type=int, default=None, help=argparse.SUPPRESS)  # older launchers pass it
     return parser.parse_args()
 
 

@@ -24,10 +24,10 @@ import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
-from flashmoe_megatron.config import KEEPS, Activation, MoEConfig
+from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions, FrameworkOptions, add_flags
 from flashmoe_megatron.telemetry.calibration import (
     GRADS,
     Entry,
@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> int:
             num_ranks=NUM_RANKS,
             max_tokens=options.tokens,
         )
-        KernelOptions(row_bound=options.row_bound)  # refuses it on the reference backend, too
+        chosen = BackendOptions(keep=options.keep, row_bound=options.row_bound)
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
@@ -157,14 +157,14 @@ def main(arguments: list[str]) -> int:
             group=dist.group.WORLD,
             dtype=getattr(torch, options.dtype),
             backend=options.backend,
-            keep=options.keep,
-            row_bound=options.row_bound,
+            keep=chosen.keep,
+            row_bound=chosen.row_bound,
         )
         entries = measure(
             layer,
             num_tokens=options.tokens,
             iterations=options.iterations,
-            bounded=options.row_bound is not None,
+            bounded=chosen.row_bound is not None,
             grads=options.grads,
         )
         if dist.get_rank() == 0:
@@ -204,21 +204,10 @@ def _parser() -> argparse.ArgumentParser:
         help="where the run's weight gradients go: in Megatron to main_grad; in DeepSpeed "
         "parameters get their own",
     )
-    parser.add_argument(
-        "--row-bound",
-        type=float,
-        help="that of the run, whose forward is then one launch with its plan in it; default: none",
-    )
-    parser.add_argument(
-        "--keep",
-        choices=KEEPS,
-        default="all",
-        help="what the run's forwards keep for their backwards; default: %(default)s",
-    )
+    add_flags(parser, FrameworkOptions, names=("backend", "keep", "row_bound"))
     parser.add_argument("--gated", action="store_true", help="gated experts, such as SwiGLU")
     parser.add_argument("--activation", choices=[one.value for one in Activation], default="silu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--backend", choices=("auto", "kernel", "reference"), default="auto")
     parser.add_argument("--iterations", type=int, default=20)
     return parser
 

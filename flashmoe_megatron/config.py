@@ -21,9 +21,9 @@ MAX_RANKS = 8
 MAX_WIDTH = 2**20
 MAX_EXPERTS = 2**16
 MAX_TOKENS = 2**24
-MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1e-6, 1e9
+MIN_TIMEOUT, MAX_TIMEOUT = 1e-6, 1e9
 """Nanoseconds of it are a whole number that fits 63 bits."""
-DEFAULT_TIMEOUT_S = 120.0
+DEFAULT_TIMEOUT = 120.0
 DEFAULT_RESERVED_SMS = 4
 """SMs that the persistent kernel leaves to other kernels, NCCL's above all."""
 MAX_ROW_BOUND = 1e6

@@ -1,110 +1,323 @@
-"""How a layer runs: what each option may be, and those of the kernel.
+"""The options of a layer, each written once.
 
-Needs neither torch nor a GPU, so that a configuration can be read without either.
+A field's metadata holds its check and its help, from which come Megatron's flags, the keys of
+DeepSpeed's section, every refusal, and the tables of the pages. Needs neither torch nor a GPU, so
+that a configuration can be read without either.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, get_args
+import argparse
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from flashmoe_megatron.config import (
     DEFAULT_RESERVED_SMS,
-    DEFAULT_TIMEOUT_S,
+    DEFAULT_TIMEOUT,
     KEEPS,
     MAX_ROW_BOUND,
-    MAX_TIMEOUT_S,
+    MAX_TIMEOUT,
     MAX_TOKENS,
-    MIN_TIMEOUT_S,
+    MIN_TIMEOUT,
+    Keep,
     is_count,
     is_number,
 )
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.telemetry.registry import choose_metrics
 
 BackendKind = Literal["auto", "kernel", "reference"]
-SymmetricBackend = Literal["cuda", "nvshmem"]
-BACKENDS: tuple[str, ...] = get_args(BackendKind)
-SYMMETRIC_BACKENDS: tuple[str, ...] = get_args(SymmetricBackend)
+SymmetricMemory = Literal["cuda", "nvshmem"]
 
 
-class _Rule(NamedTuple):
-    """What a value has to be, and how that is said to who gives another."""
+class Rule(NamedTuple):
+    """What an option may be.
 
-    accepts: Callable[[Any], bool]
-    wanted: str
+    Attributes:
+        wanted: Says what is wanted instead of a value, or ``None`` if the value will do.
+        argparse: How a command line reads such a value, as arguments of ``add_argument``.
+    """
+
+    wanted: Callable[[Any], str | None]
+    argparse: Mapping[str, Any] = {}
 
 
-def _one_of(choices: Collection[str]) -> _Rule:
-    return _Rule(
-        lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}"
+def one_of(choices: Collection[str]) -> Rule:
+    """One word of several."""
+
+    def wanted(value: Any) -> str | None:
+        is_good = isinstance(value, str) and value in choices
+        return None if is_good else f"wanted one of {', '.join(choices)}"
+
+    return Rule(wanted, {"choices": tuple(choices)})
+
+
+def whole_number(*, least: int, most: int = 2**31 - 1) -> Rule:
+    """An int in a range."""
+
+    def wanted(value: Any) -> str | None:
+        is_good = is_count(value, least=least, most=most)
+        return None if is_good else f"wanted an int, at least {least}, at most {most}"
+
+    return Rule(wanted, {"type": int, "metavar": "COUNT"})
+
+
+def number(what: str, *, least: float, most: float, metavar: str) -> Rule:
+    """A number in a range, which ``what`` describes."""
+
+    def wanted(value: Any) -> str | None:
+        return None if is_number(value, least=least, most=most) else f"wanted {what}"
+
+    return Rule(wanted, {"type": float, "metavar": metavar})
+
+
+def true_or_false() -> Rule:
+    """A bool."""
+    return Rule(lambda value: None if isinstance(value, bool) else "wanted true or false")
+
+
+def _metric_names() -> Rule:
+    def wanted(value: Any) -> str | None:
+        try:
+            choose_metrics(value)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    return Rule(wanted, {"metavar": "NAMES"})
+
+
+def _path() -> Rule:
+    def wanted(value: Any) -> str | None:
+        return None if isinstance(value, str) and value else "wanted the path of a file"
+
+    return Rule(wanted, {"metavar": "FILE"})
+
+
+def option(default: Any, rule: Rule, help: str, *, unset: str = "") -> Any:
+    """A field that is an option.
+
+    Args:
+        default: Its value where nothing is said; if that is ``None``, ``None`` is a good value.
+        rule: What other values it may have.
+        help: Ends in a full stop; for users of every framework.
+        unset: What happens by default, if that is ``None``.
+    """
+    return field(default=default, metadata={"rule": rule, "help": help, "unset": unset})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """How a backend runs a layer; the same on every rank.
+
+    The reference heeds ``keep`` and ``row_bound``; the others change nothing for it.
+
+    Raises:
+        ConfigError: A value has no meaning; the message names what was got and what is wanted.
+    """
+
+    keep: Keep = option(
+        "all",
+        one_of(KEEPS),
+        "What a forward keeps for its backward: all that this needs, as the frameworks' own layers "
+        "do; preactivations, the first projection's outputs, and the rows of tokens are fetched "
+        "again; or the layer's inputs, from which the backward computes the rest again.",
+    )
+    reserved_sms: int = option(
+        DEFAULT_RESERVED_SMS,
+        whole_number(least=0),
+        "Multiprocessors left free for NCCL, which runs beside the kernel when gradients or "
+        "parameters are exchanged.",
+    )
+    row_bound: float | None = option(
+        None,
+        number(
+            f"a number of at least 1, at most {MAX_ROW_BOUND:g}",
+            least=1,
+            most=MAX_ROW_BOUND,
+            metavar="FACTOR",
+        ),
+        "Rows that the buffers hold, as a multiple of the mean number of rows per rank; a rank "
+        "that receives more is an error, and nothing is ever dropped. The layer is then one launch "
+        "that the host never waits for, and a CUDA graph can capture it.",
+        unset="exact buffers, for which the host waits in every forward of training",
+    )
+    symmetric_memory: SymmetricMemory = option(
+        "cuda", one_of(get_args(SymmetricMemory)), "What GPUs share memory with: cuda or nvshmem."
+    )
+    timeout: float = option(
+        DEFAULT_TIMEOUT,
+        number(
+            f"seconds above 0, {MIN_TIMEOUT:g} to {MAX_TIMEOUT:g}",
+            least=MIN_TIMEOUT,
+            most=MAX_TIMEOUT,
+            metavar="SECONDS",
+        ),
+        "Seconds that the kernel waits for a peer before it raises an error.",
+    )
+    counters: bool = option(
+        True,
+        true_or_false(),
+        "Whether launches count where their time goes and what they move, and leave a record each.",
     )
 
+    def __post_init__(self) -> None:
+        """Refuses values without a meaning."""
+        for one in options_of(type(self)):
+            value = getattr(self, one.name)
+            wanted = wanted_instead(one, value)
+            if wanted is not None:
+                raise self.refusal(one.name, value, wanted)
 
-def _count(least: int, most: int) -> _Rule:
-    return _Rule(
-        lambda value: is_count(value, least=least, most=most),
-        f"a whole number, at least {least}, at most {most}",
+    @classmethod
+    def refusal(cls, name: str, value: object, wanted: str) -> ConfigError:
+        """The error that a value is, which says where the value was given."""
+        return ConfigError(f"{name}={value!r}: {wanted}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkOptions(BackendOptions):
+    """What a user of Megatron or DeepSpeed chooses for all MoE layers of a model."""
+
+    backend: BackendKind = option(
+        "auto",
+        one_of(get_args(BackendKind)),
+        "The kernel needs a Hopper GPU, the reference is plain torch; auto takes the kernel where "
+        "a Hopper GPU is present.",
     )
+    max_tokens: int | None = option(
+        None,
+        whole_number(least=1, most=MAX_TOKENS),
+        "Most tokens of one rank and call.",
+        unset="the framework's",
+    )
+    metrics: str = option(
+        "default",
+        _metric_names(),
+        "What the framework's loggers are told of the MoE layers: default, all (also the details), "
+        "none (the kernel then counts nothing), or names with commas between them.",
+    )
+    calibration: str | None = option(
+        None,
+        _path(),
+        "File with the layers' time on 2 GPUs, from python -m flashmoe_megatron.calibrate, for "
+        "the overlap efficiency.",
+        unset="none, and no such metric",
+    )
+    counters: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Refuses values without a meaning; derives whether the kernel counts."""
+        super().__post_init__()
+        object.__setattr__(self, "counters", self.metrics != "none")
+
+    def backend_options(self) -> dict[str, Any]:
+        """What of this is for :func:`~flashmoe_megatron.select.select_backend`, but its kind."""
+        return {one.name: getattr(self, one.name) for one in fields(BackendOptions)}
 
 
-_RULES = {
-    "backend": _one_of(BACKENDS),
-    "symmetric_backend": _one_of(SYMMETRIC_BACKENDS),
-    "timeout_s": _Rule(
-        lambda value: is_number(value, least=MIN_TIMEOUT_S, most=MAX_TIMEOUT_S),
-        f"seconds above 0, {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g}",
-    ),
-    "reserved_sms": _count(0, 2**31 - 1),
-    "row_bound": _Rule(
-        lambda value: value is None or is_number(value, least=1, most=MAX_ROW_BOUND),
-        f"a number of at least 1, at most {MAX_ROW_BOUND:g}, or None",
-    ),
-    "keep": _one_of(KEEPS),
-    "max_tokens": _count(1, MAX_TOKENS),
-    "counters": _Rule(lambda value: isinstance(value, bool), "True or False"),
-}
+Options = TypeVar("Options", bound=BackendOptions)
 
 
-def wanted_instead(option: str, value: object) -> str | None:
+def options_of(kind: type[BackendOptions]) -> list[Field[Any]]:
+    """The fields that a user may set; those that few kinds of options have come first."""
+    kinds = [{one.name for one in fields(base)} for base in kind.__mro__ if is_dataclass(base)]
+    given = [one for one in fields(kind) if one.init]
+    return sorted(given, key=lambda one: sum(one.name in names for names in kinds))
+
+
+def unset_option(kind: type[BackendOptions], name: str, unset: str) -> Any:
+    """An inherited option as a field that is ``None`` by default.
+
+    Args:
+        kind: Has the option.
+        name: The option's.
+        unset: What happens by default.
+    """
+    (inherited,) = (one for one in fields(kind) if one.name == name)
+    return field(default=None, metadata={**inherited.metadata, "unset": unset})
+
+
+def wanted_instead(one: Field[Any], value: object) -> str | None:
     """What an option has to be where it cannot be ``value``.
 
     Args:
-        option: A field of :class:`KernelOptions`, or "backend", "keep" or "max_tokens".
+        one: From :func:`options_of`.
         value: Any.
 
     Returns:
-        The end of a sentence that begins with "wanted", ``None`` if the value will do.
+        Words that begin with "wanted", ``None`` if the value will do.
     """
-    rule = _RULES[option]
-    return None if rule.accepts(value) else rule.wanted
+    if value is None and one.default is None:
+        return None
+    wanted: str | None = one.metadata["rule"].wanted(value)
+    return f"{wanted}, or None" if wanted is not None and one.default is None else wanted
 
 
-@dataclass(frozen=True)
-class KernelOptions:
-    """How the kernel runs; the same on every rank.
+def make_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
+    """Options from names and values.
 
-    Attributes:
-        symmetric_backend: "cuda" or "nvshmem".
-        timeout_s: Bound of every wait for a peer, seconds.
-        reserved_sms: SMs left to other kernels.
-        row_bound: What every buffer of received rows holds, as a multiple of the mean number of
-            rows per rank; a rank that is to receive more is an error, nothing is ever dropped. The
-            layer is then one launch that the host never waits for, and CUDA graphs can capture it;
-            who replays one orders it with all other calls of the group's layers. ``None``: buffers
-            are exact, for which the host waits until the rows are counted.
-        counters: Whether launches count where their time goes and what they move, and leave a
-            record each. Off, they save the little that this costs.
+    Args:
+        kind: The options.
+        given: Values by name; what is left out has its default.
+
+    Raises:
+        ConfigError: A name is unknown, with the nearest one; a value has no meaning.
     """
+    names = [one.name for one in options_of(kind)]
+    for name in given:
+        if name not in names:
+            (nearest,) = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"option {name!r} is unknown, the nearest is {nearest!r}: wanted some of "
+                f"{', '.join(names)}"
+            )
+    return kind(**given)
 
-    symmetric_backend: SymmetricBackend = "cuda"
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    reserved_sms: int = DEFAULT_RESERVED_SMS
-    row_bound: float | None = None
-    counters: bool = True
 
-    def __post_init__(self) -> None:
-        """Refuses what cannot work."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            wanted = wanted_instead(field.name, value)
-            if wanted is not None:
-                raise ConfigError(f"{field.name}={value!r}: wanted {wanted}")
+def add_flags(
+    parser: Any, kind: type[BackendOptions], prefix: str = "", names: Collection[str] | None = None
+) -> None:
+    """Adds a flag for each option.
+
+    Args:
+        parser: A parser of ``argparse``, or a group of one.
+        kind: The options.
+        prefix: Begins every flag, "flashmoe" for ``--flashmoe-keep``.
+        names: Which options get a flag; by default all.
+    """
+    for one in options_of(kind):
+        if names is None or one.name in names:
+            unset = one.metadata["unset"] or "%(default)s"
+            name = f"{prefix}_{one.name}" if prefix else one.name
+            parser.add_argument(
+                f"--{name.replace('_', '-')}",
+                dest=name,
+                default=one.default,
+                help=f"{one.metadata['help']} Default: {unset}.",
+                **one.metadata["rule"].argparse,
+            )
+
+
+def read_flags(args: argparse.Namespace, kind: type[BackendOptions], prefix: str) -> dict[str, Any]:
+    """What flags of :func:`add_flags` say, by option; without those that are not there."""
+    given = {one.name: f"{prefix}_{one.name}" for one in options_of(kind)}
+    return {name: getattr(args, dest) for name, dest in given.items() if hasattr(args, dest)}
+
+
+def option_table(
+    kind: type[BackendOptions], first: str, spell: Callable[[str], str], show: Callable[[Any], str]
+) -> str:
+    """A table of the options in Markdown, for a page.
+
+    Args:
+        kind: The options.
+        first: Heads the first column.
+        spell: How users write an option's name.
+        show: How they write a value.
+    """
+    rows = [f"| {first} | default | meaning |", "| --- | --- | --- |"]
+    for one in options_of(kind):
+        default = one.metadata["unset"] or f"`{show(one.default)}`"
+        rows.append(f"| `{spell(one.name)}` | {default} | {one.metadata['help']} |")
+    return "\n".join(rows) + "\n"

@@ -4,20 +4,23 @@ import dataclasses
 import functools
 import logging
 import socket
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import Backend
-from flashmoe_megatron.config import Keep, MoEConfig
+from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
-from flashmoe_megatron.options import BackendKind, KernelOptions, wanted_instead
+from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
 from flashmoe_megatron.reference.backend import ReferenceBackend
 
 logger = logging.getLogger("flashmoe_megatron")
 
 HOPPER = (9, 0)
+_AGREED = {"kernel": ("keep", "row_bound", "symmetric_memory"), "reference": ("keep", "row_bound")}
+"""Options that all ranks need alike, since launches or exchanges depend on them."""
+
 _Value = TypeVar("_Value")
 
 
@@ -27,8 +30,7 @@ def select_backend(
     device: torch.device | str,
     *,
     kind: BackendKind = "auto",
-    keep: Keep = "all",
-    **kernel_options: Any,
+    **options: Any,
 ) -> Backend:
     """Makes the backend of one layer, or of all layers of one shape.
 
@@ -41,40 +43,32 @@ def select_backend(
         device: Where the layer's tensors live.
         kind: "kernel", "reference", or "auto": the kernel on a Hopper GPU (compute capability
             9.0), else the reference. The choice of "auto" is logged once per process.
-        keep: What a forward keeps for its backward, see :data:`~flashmoe_megatron.config.Keep`.
-        **kernel_options: Fields of :class:`~flashmoe_megatron.options.KernelOptions`; they change
-            nothing for the reference.
+        **options: Fields of :class:`~flashmoe_megatron.options.BackendOptions`.
 
     Returns:
         The backend.
 
     Raises:
-        ConfigError: ``kind``, ``keep`` or an option is unknown, the ranks disagree on one of the
-            first two or on ``config``, or the kernel is to share memory between hosts.
+        ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``keep``,
+            ``row_bound`` or ``config``, or the kernel is to share memory between hosts.
         DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
             GPU.
     """
-    _check_options(kernel_options)
+    chosen_options = make_options(BackendOptions, options)
     device = _named(device)
     chosen = resolve_kind(kind, device)
-    _check("keep", keep)
-    agreed = {**dataclasses.asdict(config), "backend": chosen, "keep": keep}
-    if chosen == "kernel":
-        agreed["symmetric_backend"] = kernel_options.get("symmetric_backend")
+    agreed = {**dataclasses.asdict(config), "backend": chosen}
+    agreed |= {name: getattr(chosen_options, name) for name in _AGREED[chosen]}
     check_ranks_agree(group, agreed)
     if chosen == "kernel":
         check_one_host(group)
     if kind == "auto":
         _announce(chosen, _describe(device)[1])
-    backend: Backend
     if chosen == "reference":
-        backend = ReferenceBackend(config, group)
-    else:
-        from flashmoe_megatron.kernel.backend import KernelBackend
+        return ReferenceBackend(config, group, options=chosen_options)
+    from flashmoe_megatron.kernel.backend import KernelBackend
 
-        backend = KernelBackend(config, group, device, **kernel_options)
-    backend.keep = keep
-    return backend
+    return KernelBackend(config, group, device, options=chosen_options)
 
 
 def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "reference"]:
@@ -84,7 +78,8 @@ def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "
         ConfigError: ``kind`` is unknown.
         DeviceError: ``kind`` is "kernel" and the device is not a Hopper GPU.
     """
-    _check("backend", kind)
+    if kind not in get_args(BackendKind):
+        raise ConfigError(f"backend {kind!r}: wanted one of {', '.join(get_args(BackendKind))}")
     is_hopper, found = _describe(device)
     if kind == "kernel" and not is_hopper:
         raise DeviceError(
@@ -137,21 +132,6 @@ def check_one_host(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def _check(option: str, value: object) -> None:
-    wanted = wanted_instead(option, value)
-    if wanted is not None:
-        raise ConfigError(f"{option} {value!r}: wanted {wanted}")
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Refuses what the kernel would, also where the reference is chosen."""
-    known = [field.name for field in dataclasses.fields(KernelOptions)]
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"option {name!r}: wanted one of {', '.join(known)}")
-    KernelOptions(**options)
-
-
 def _gather(value: _Value, group: dist.ProcessGroup | None) -> list[_Value]:
     """Every rank's value, by rank of the group. Collective if there are several."""
     if group is None or dist.get_world_size(group) == 1:
@@ -189,5 +169,7 @@ def _announce(chosen: str, found: str) -> None:
         logger.info("MoE backend: the fused kernel, on %s", found)
     else:
         logger.warning(
-            "MoE backend: the reference in plain torch, because %s is not a Hopper GPU", found
+            "MoE backend: the reference in plain torch, because the kernel needs a Hopper GPU; "
+            "found %s",
+            found,
         )

@@ -58,17 +58,17 @@ def measure(shape: Shape, num_ranks: int, keep: Keep) -> tuple[MemoryPlan, dict[
     """
     from flashmoe_megatron.kernel.backend import KernelBackend
     from flashmoe_megatron.kernel.group_memory import GroupMemory
-    from flashmoe_megatron.options import KernelOptions
+    from flashmoe_megatron.options import BackendOptions
 
     rank = dist.get_rank() if num_ranks > 1 else 0
     device = torch.device("cuda", torch.cuda.current_device())
     problem = make_problem(shape, num_ranks, rank=rank, device=device)
     group = dist.group.WORLD if num_ranks > 1 else None
-    memory = GroupMemory(group, device, KernelOptions(timeout_s=TIMEOUT_S))  # shared with no other
+    options = BackendOptions(keep=keep, timeout=TIMEOUT_S)
+    memory = GroupMemory(group, device, options)  # shared with no other
     backend = KernelBackend(
-        problem.config, group, device, memory=memory, rank=rank, timeout_s=TIMEOUT_S
+        problem.config, group, device, memory=memory, rank=rank, options=options
     )
-    backend.keep = keep
     x, probs = problem.x.detach(), problem.probs.detach()
     weights = problem.weights
     grads = [

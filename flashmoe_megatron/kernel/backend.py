@@ -26,7 +26,7 @@ from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.kernel.memory import transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -90,7 +90,8 @@ class KernelBackend(OfGroup):
         device: This rank's Hopper GPU.
         memory: Shared memory to use in place of the group's own (virtual ranks in one process).
         rank: This rank, where ``memory`` is given.
-        **options: Fields of :class:`KernelOptions`.
+        num_ctas: The kernel's grid; by default all SMs that are not reserved.
+        options: How the layer runs; by default each option's default.
 
     Raises:
         DeviceError: The device is not a Hopper GPU, or the library cannot be loaded.
@@ -106,10 +107,11 @@ class KernelBackend(OfGroup):
         memory: GroupMemory | None = None,
         rank: int | None = None,
         num_ctas: int | None = None,
-        **options: object,
+        options: BackendOptions | None = None,
     ) -> None:
         self.config = config
-        self.keep: Keep = "all"
+        self.options = options or BackendOptions()
+        self.keep: Keep = self.options.keep
         self.device = torch.device(device)
         if self.device.index is None:
             self.device = torch.device(self.device.type, torch.cuda.current_device())
@@ -120,7 +122,6 @@ class KernelBackend(OfGroup):
                 f"{capability[0]}.{capability[1]}: the kernel needs 9.0 (Hopper)"
             )
         bindings.load()
-        self.options = KernelOptions(**options)  # type: ignore[arg-type]
         size = 1 if group is None else dist.get_world_size(group)
         if memory is None and size != config.num_ranks:
             raise ConfigError(f"the group has {size} ranks, the layer wants {config.num_ranks}")
@@ -463,7 +464,7 @@ class KernelBackend(OfGroup):
             transposed=self._transposed,
             num_ctas=self.num_ctas,
             heap=heap,
-            timeout_s=self.options.timeout_s,
+            timeout_s=self.options.timeout,
         )
 
     def _row_block_bound(self, training: bool) -> int | None:

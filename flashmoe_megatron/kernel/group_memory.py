@@ -11,7 +11,7 @@ from flashmoe_megatron.config import MAX_RANKS, MoEConfig
 from flashmoe_megatron.errors import DeviceError, FlashMoEError
 from flashmoe_megatron.kernel import bindings, symmetric
 from flashmoe_megatron.kernel.records import launch_record
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions, SymmetricMemory
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -28,7 +28,7 @@ class GroupMemory:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
+        self, group: dist.ProcessGroup | None, device: torch.device, options: BackendOptions
     ) -> None:
         self.group = group
         self.device = device
@@ -94,7 +94,7 @@ class GroupMemory:
         except RuntimeError as error:  # which all ranks are told, so that none waits for this one
             obstacle = error
         self._heap = symmetric.allocate(
-            heap_bytes, self.group, self.device, self.options.symmetric_backend, obstacle
+            heap_bytes, self.group, self.device, self.options.symmetric_memory, obstacle
         )
         self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
         self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
@@ -107,7 +107,7 @@ class GroupMemory:
                 "symmetric heap: %.1f MiB on each of %d ranks (%s), shared by all MoE layers",
                 heap_bytes / 2**20,
                 len(self._heap.addresses),
-                self.options.symmetric_backend,
+                self.options.symmetric_memory,
             )
 
     def keep_for_graphs(self, *objects: object) -> None:
@@ -217,22 +217,22 @@ class GroupMemory:
                 self._last_record = bindings.FlashMoERecord(sequence=record.sequence - 1)
 
 
-_memories: dict[tuple[int, torch.device, KernelOptions], GroupMemory] = {}
+_memories: dict[tuple[int, torch.device, SymmetricMemory, bool], GroupMemory] = {}
 
 
 def shared_memory(
-    group: dist.ProcessGroup | None, device: torch.device, options: KernelOptions
+    group: dist.ProcessGroup | None, device: torch.device, options: BackendOptions
 ) -> GroupMemory:
-    """One memory per group and device, for layers with other bounds of rows and of time, too.
+    """One memory per group and device, for all layers whose memory and counters are alike.
 
-    It keeps its group, so the key stays that group's own. That of a group which has been destroyed
-    is given up here: it then lives as long as the layers that have it.
+    A memory keeps its group, so the group's id in the key is not given to another group. The
+    memories of groups that have been destroyed are given up here: they live on with the layers that
+    have them.
     """
     for key, memory in list(_memories.items()):
         if memory.group is not None and memory.group not in dist.distributed_c10d._world.pg_map:
             del _memories[key]
-    options = KernelOptions(symmetric_backend=options.symmetric_backend, counters=options.counters)
-    key = (id(group), device, options)
+    key = (id(group), device, options.symmetric_memory, options.counters)
     if key not in _memories:
         _memories[key] = GroupMemory(group, device, options)
     return _memories[key]

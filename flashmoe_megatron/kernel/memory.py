@@ -7,9 +7,9 @@ that layout; needs neither torch nor a GPU.
 import math
 from dataclasses import dataclass
 
-from flashmoe_megatron.config import KEEPS, TILE_M, Keep, MoEConfig
-from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import plan_buffer_rows
 
 ELEMENT_BYTES = 2
@@ -103,6 +103,7 @@ def plan_memory(
         ConfigError: The kernel cannot run such a layer, or ``keep`` is unknown.
         DeviceError: The library is not there.
     """
+    BackendOptions(keep=keep)  # refuses another word
     sizes = bindings.FlashMoESizes()
     problem = bindings.problem_of(
         config,
@@ -128,15 +129,12 @@ def plan_memory(
     elif keep == "preactivations":
         kept = plan + preact
         forward, backward = forward + rows, backward + rows
-    elif keep == "inputs":
+    else:
         kept = 0
         again = plan + rows + preact + max(forward + out, backward + grads)
         most = transient_blocks(sizes)
         blocks = num_row_blocks if most is None else most
         forward, backward = plan + blocks * _transient_block_bytes(sizes), again - grads
-    else:
-        raise ConfigError(f"keep {keep!r}: wanted one of {', '.join(KEEPS)}")
-
     return MemoryPlan(
         token_buffer=tokens * config.hidden * ELEMENT_BYTES,
         symmetric=int(sizes.heap_bytes),

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import ConfigError, HeapError
-from flashmoe_megatron.options import SymmetricBackend
+from flashmoe_megatron.options import SymmetricMemory
 
-_TORCH_NAMES: dict[SymmetricBackend, Literal["CUDA", "NVSHMEM"]] = {
+_TORCH_NAMES: dict[SymmetricMemory, Literal["CUDA", "NVSHMEM"]] = {
     "cuda": "CUDA",
     "nvshmem": "NVSHMEM",
 }
@@ -37,7 +37,7 @@ def allocate(
     nbytes: int,
     group: dist.ProcessGroup | None,
     device: torch.device,
-    backend: SymmetricBackend = "cuda",
+    kind: SymmetricMemory = "cuda",
     obstacle: Exception | None = None,
 ) -> SymmetricAllocation:
     """Allocates zeroed symmetric memory. Collective over the group.
@@ -46,16 +46,16 @@ def allocate(
         nbytes: The same on every rank.
         group: The ranks, ``None`` for one rank (then ordinary memory does).
         device: This rank's GPU.
-        backend: "cuda" (GPUs of one host) or "nvshmem".
+        kind: "cuda" (GPUs of one host) or "nvshmem".
         obstacle: Why this rank has no use for the memory: then no rank gets any.
 
     Raises:
-        ConfigError: The backend is unknown.
+        ConfigError: The kind is unknown.
         HeapError: Some rank has too little memory, or an obstacle; says how much was asked for and
             is free.
     """
-    if backend not in _TORCH_NAMES:
-        raise ConfigError(f"symmetric memory {backend!r}: wanted one of {', '.join(_TORCH_NAMES)}")
+    if kind not in _TORCH_NAMES:
+        raise ConfigError(f"symmetric memory {kind!r}: wanted one of {', '.join(_TORCH_NAMES)}")
     ranks = None if group is None or dist.get_world_size(group) == 1 else group
     torch.cuda.empty_cache()  # what torch has cached is not there for symmetric memory
     free = torch.cuda.mem_get_info(device)[0] if obstacle is None else 0
@@ -70,7 +70,7 @@ def allocate(
     os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
     import torch.distributed._symmetric_memory as symm_mem
 
-    name = _TORCH_NAMES[backend]
+    name = _TORCH_NAMES[kind]
     if symm_mem.get_backend(device) != name:  # the default one cannot be set by name
         symm_mem.set_backend(name)
     problem = None

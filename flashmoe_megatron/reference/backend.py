@@ -16,6 +16,7 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
 from flashmoe_megatron.checks import check_grad_out, check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.activations import activate, activate_backward
 from flashmoe_megatron.reference.rows import RowExchange, RowPlan, accumulation_dtype
 from flashmoe_megatron.router import Router
@@ -84,19 +85,27 @@ class ReferenceBackend(OfGroup):
         config: The layer's shape.
     """
 
-    def __init__(self, config: MoEConfig, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        options: BackendOptions | None = None,
+    ) -> None:
         """Binds the layer to a process group.
 
         Args:
             config: The layer's shape.
             group: The expert-parallel group, gloo for CPU tensors or NCCL for GPU tensors; ``None``
                 for one rank.
+            options: How the layer runs, of which the reference heeds ``keep`` and ``row_bound``.
 
         Raises:
             ConfigError: The group's size is not ``config.num_ranks``.
         """
         self.config = config
-        self.keep: Keep = "all"
+        options = options or BackendOptions()
+        self.keep: Keep = options.keep
         self._rows = RowExchange(config, group)
         self._epoch = 0
         self._records: deque[LaunchRecord] = deque(maxlen=MOST_RECORDS)

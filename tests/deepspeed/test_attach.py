@@ -82,8 +82,8 @@ def with_settings(group: dist.ProcessGroup, sections: list[Any], dense: bool = F
     [
         ([{"enabled": True}, None], r"flashmoe.enabled: True on rank 0, False on rank 1"),
         (
-            [{"enabled": True}, {"enabled": True, "max_tokens_per_rank": 64}],
-            r"flashmoe.max_tokens_per_rank: None on rank 0, 64 on rank 1",
+            [{"enabled": True}, {"enabled": True, "max_tokens": 64}],
+            r"flashmoe.max_tokens: None on rank 0, 64 on rank 1",
         ),
     ],
 )
@@ -239,12 +239,12 @@ def test_tokens_that_autocast_left_in_another_dtype_are_refused(two_ranks: RankP
 
 
 def too_many_tokens(group: dist.ProcessGroup) -> None:
-    case = Case(flashmoe={"max_tokens_per_rank": 8})
+    case = Case(flashmoe={"max_tokens": 8})
     build(case, fused=True)(*batch(case, 0, torch.float32))
 
 
 def test_more_tokens_than_said_are_refused(two_ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"24 tokens in one call, wanted .*max_tokens_per_rank=8"):
+    with pytest.raises(RankError, match=r"24 tokens in one call, wanted .*max_tokens=8"):
         two_ranks.run(too_many_tokens)
 
 

@@ -13,8 +13,8 @@ from flashmoe_megatron.errors import ConfigError
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"flashmoe": {"enable": True}}, r"flashmoe\.enable .* nearest valid key is flashmoe\.enabled"),
     ({"flashmoe": {"fall_back": "warn"}}, r"nearest valid key is flashmoe\.fallback"),
-    ({"flashmoe": {"max_tokens": 8}}, r"nearest valid key is flashmoe\.max_tokens_per_rank"),
-    ({"flashmoe": {"x": 1}}, r"flashmoe\.x .*wanted some of backend, .*enabled, fallback"),
+    ({"flashmoe": {"max_tokens_per_rank": 8}}, r"nearest valid key is flashmoe\.max_tokens;"),
+    ({"flashmoe": {"x": 1}}, r"flashmoe\.x .*wanted some of enabled, fallback, .*backend"),
     ({"flashmoe": True}, r'flashmoe is True, wanted an object such as {"enabled": true}'),
     ({"flashmoe": None}, "flashmoe is None, wanted an object"),
     (
@@ -54,15 +54,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"flashmoe": {"enabled": True, "reserved_sms": 1.5}},
-        r"flashmoe\.reserved_sms is 1.5, wanted a whole number",
+        r"flashmoe\.reserved_sms is 1.5, wanted an int",
     ),
     (
-        {"flashmoe": {"enabled": True, "max_tokens_per_rank": 0}},
-        r"max_tokens_per_rank is 0, .* at least 1",
+        {"flashmoe": {"enabled": True, "max_tokens": 0}},
+        r"max_tokens is 0, .* at least 1",
     ),
     (
-        {"flashmoe": {"enabled": True, "max_tokens_per_rank": "auto"}},
-        r"max_tokens_per_rank is 'auto'",
+        {"flashmoe": {"enabled": True, "max_tokens": "auto"}},
+        r"max_tokens is 'auto'",
     ),
     ({"flashmoe": {"enabled": True, "metrics_interval": None}}, r"metrics_interval is None"),
 ]
@@ -79,16 +79,17 @@ def test_good_sections() -> None:
     assert read_settings({}) == Settings(enabled=False)
     assert read_settings({"flashmoe": {"enabled": False}}) == Settings(enabled=False)
     assert read_settings({"flashmoe": {"enabled": True}, "bf16": {}}) == Settings(enabled=True)
-    section = {"enabled": True, "timeout": 30, "max_tokens_per_rank": 64, "fallback": "warn"}
+    section = {"enabled": True, "timeout": 30, "max_tokens": 64, "fallback": "warn"}
     settings = read_settings({"flashmoe": section})
-    assert settings.kernel_options() == {
-        "symmetric_backend": "cuda",
-        "timeout_s": 30.0,
+    assert settings.backend_options() == {
+        "symmetric_memory": "cuda",
+        "timeout": 30,
         "reserved_sms": 4,
         "row_bound": None,
+        "keep": "all",
         "counters": True,
     }
-    assert not Settings(enabled=True, metrics="none").kernel_options()["counters"]
+    assert not Settings(enabled=True, metrics="none").backend_options()["counters"]
 
 
 def test_alias() -> None:

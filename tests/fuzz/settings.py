@@ -18,7 +18,7 @@ from flashmoe_megatron.adapters.megatron import arguments
 from flashmoe_megatron.adapters.megatron import settings as megatron
 from flashmoe_megatron.config import Activation, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions, read_flags
 from tests.fuzz.choices import Choices
 
 MISSPELT = ("Flash_MoE", "flash-moe", "enable", "")
@@ -96,7 +96,7 @@ def _deepspeed(choices: Choices) -> None:
     # As it comes from a file.
     config = json.loads(json.dumps(config))
     config = deepspeed.resolve_alias(config) or config
-    _check_options(deepspeed.read_settings(config).kernel_options())
+    _check_options(deepspeed.read_settings(config).backend_options())
 
 
 def _megatron_code(choices: Choices) -> None:
@@ -108,7 +108,7 @@ def _megatron_code(choices: Choices) -> None:
         )
     finally:
         megatron._chosen = None
-    _check_options(settings.kernel_options())
+    _check_options(settings.backend_options())
 
 
 _PARSER = argparse.ArgumentParser(prog="pretrain_gpt.py", exit_on_error=False)
@@ -128,11 +128,8 @@ def _megatron_command_line(choices: Choices) -> None:
             args = _PARSER.parse_args(words)
     except (argparse.ArgumentError, SystemExit):  # how argparse refuses
         return
-    given = {
-        field.name: getattr(args, f"flashmoe_{field.name}")
-        for field in dataclasses.fields(megatron.Settings)
-    }
-    _check_options(megatron.Settings(**given).kernel_options())
+    given = read_flags(args, megatron.Settings, megatron.FLAG_PREFIX)
+    _check_options(megatron.Settings(**given).backend_options())
 
 
 def _shape(choices: Choices) -> None:
@@ -157,16 +154,16 @@ def _shape(choices: Choices) -> None:
 
 def _check_options(options: dict[str, Any]) -> None:
     """What an adapter accepted, the kernel's backend has to be able to use."""
-    accepted = KernelOptions(**options)
-    if not 1 <= int(accepted.timeout_s * 1e9) <= 2**62:
-        raise AssertionError(f"a timeout of {accepted.timeout_s} s is no number of nanoseconds")
+    accepted = BackendOptions(**options)
+    if not 1 <= int(accepted.timeout * 1e9) <= 2**62:
+        raise AssertionError(f"a timeout of {accepted.timeout} s is no number of nanoseconds")
     if accepted.row_bound is not None and not accepted.row_bound * 2**28 < 2**63:
         raise AssertionError(f"{accepted.row_bound} times the mean is no number of rows")
 
 
 def _kernel_options(choices: Choices) -> None:
-    good = dataclasses.asdict(KernelOptions())
-    _check_options({**_changed(choices, good), "symmetric_backend": "cuda"})
+    good = dataclasses.asdict(BackendOptions())
+    _check_options({**_changed(choices, good), "symmetric_memory": "cuda"})
 
 
 def _plan_capacity(choices: Choices) -> None:

@@ -13,7 +13,7 @@ from flashmoe_megatron.config import Keep
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import make_config
@@ -29,7 +29,7 @@ class Model:
     """One layer with parameters, and what its backward should leave."""
 
     def __init__(self, routing: cases.Routing = cases.with_empty_experts) -> None:
-        memory = GroupMemory(None, device(), KernelOptions())
+        memory = GroupMemory(None, device(), BackendOptions())
         self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0)
         self.inputs = steps.make_inputs(CONFIG, routing, [300])
         self.want = expected(CONFIG, self.inputs)

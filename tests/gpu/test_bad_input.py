@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron import errors, symmetric
+from flashmoe_megatron import errors
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
+from flashmoe_megatron.kernel import symmetric
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config
@@ -29,8 +30,10 @@ CONFIG = make_config(1)
 
 def make_backend(config: Any = CONFIG, **options: Any) -> KernelBackend:
     """With memory of its own, so that no other test sees what it registers."""
-    memory = GroupMemory(None, device(), KernelOptions())
-    return KernelBackend(config, None, device(), memory=memory, rank=0, **options)
+    memory = GroupMemory(None, device(), BackendOptions())
+    return KernelBackend(
+        config, None, device(), memory=memory, rank=0, options=BackendOptions(**options)
+    )
 
 
 def make_call() -> dict[str, Any]:
@@ -188,8 +191,8 @@ def test_heap_that_does_not_fit():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"timeout_s": 0.0}, "timeout_s=0.0: wanted seconds above 0"),
-        ({"reserved_sms": -1}, "reserved_sms=-1: wanted a whole number"),
+        ({"timeout": 0.0}, "timeout=0.0: wanted seconds above 0"),
+        ({"reserved_sms": -1}, "reserved_sms=-1: wanted an int"),
         ({"reserved_sms": 100_000}, "reserved_sms=100000: the GPU has"),
     ],
     ids=str,
@@ -200,7 +203,7 @@ def test_bad_options(options: dict[str, Any], message: str):
 
 
 def test_a_layer_that_cannot_be_served_leaves_the_heap_to_others():
-    memory = GroupMemory(None, device(), KernelOptions())
+    memory = GroupMemory(None, device(), BackendOptions())
     KernelBackend(CONFIG, None, device(), memory=memory, rank=0)
     bounds = memory.bounds
     with pytest.raises(errors.FlashMoEError, match="max_tokens"):

@@ -13,7 +13,7 @@ from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import PeerTimeoutError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
 from tests.gpu.layers import TOKENS, make_config
 from tests.gpu.virtual import VirtualLayer, device, streams
@@ -39,9 +39,14 @@ class Layer:
         self.config = make_config(
             1, hidden=width, intermediate=width, max_tokens=max(num_tokens, 1)
         )
-        self.memory = memory or GroupMemory(None, device(), KernelOptions())
+        self.memory = memory or GroupMemory(None, device(), BackendOptions())
         self.backend = KernelBackend(
-            self.config, None, device(), memory=self.memory, rank=0, row_bound=row_bound
+            self.config,
+            None,
+            device(),
+            memory=self.memory,
+            rank=0,
+            options=BackendOptions(row_bound=row_bound),
         )
         self.inputs = steps.make_inputs(self.config, routing, [num_tokens])
         (self.weights,) = steps.weights_of(self.config, self.inputs)

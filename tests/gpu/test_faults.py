@@ -16,7 +16,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, HeapError, PeerTimeoutError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config
@@ -154,8 +154,10 @@ def test_not_a_number_stays_with_its_token(value: float):
 
 
 def lone_backend(config: MoEConfig, **options: Any) -> KernelBackend:
-    memory = GroupMemory(None, device(), KernelOptions())
-    return KernelBackend(config, None, device(), memory=memory, rank=0, **options)
+    memory = GroupMemory(None, device(), BackendOptions())
+    return KernelBackend(
+        config, None, device(), memory=memory, rank=0, options=BackendOptions(**options)
+    )
 
 
 def lone_step(backend: KernelBackend, case: Case) -> torch.Tensor:
@@ -227,7 +229,7 @@ def test_a_stream_waits_for_the_one_before(default_is: str):
 
 
 def test_no_memory_to_grow_the_heap():
-    memory = GroupMemory(None, device(), KernelOptions())
+    memory = GroupMemory(None, device(), BackendOptions())
     small, large = Case(1), make_config(1, max_tokens=2**17, topk=16)  # 43 MB
     first = KernelBackend(small.config, None, device(), memory=memory, rank=0)
     want = lone_step(first, small)

@@ -7,6 +7,7 @@ from flashmoe_megatron import RouterConfig, moe_apply, moe_router_forward
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, RoutingError
 from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.router import Router, open_router
 from tests.gpu import steps
 from tests.gpu.virtual import device, poisoned_empties
@@ -63,8 +64,8 @@ def test_router_and_layer(
 ) -> None:
     """In the plan's launch, or where the rows have a bound in the layer's own."""
     config, inputs, weight = make(*shape, num_tokens)
-    options = {"row_bound": 8.0} if is_bounded else {}
-    backend = KernelBackend(config, None, device(), **options)
+    options = BackendOptions(row_bound=8.0 if is_bounded else None)
+    backend = KernelBackend(config, None, device(), options=options)
     (weights,) = steps.weights_of(config, inputs)
     x = inputs.x[0]
     with poisoned_empties(), torch.no_grad():
@@ -144,7 +145,7 @@ def test_equal_logits_and_one_that_is_nan() -> None:
 
 def test_a_graph_replays_it() -> None:
     config, inputs, weight = make(64, 2, 256, 200)
-    backend = KernelBackend(config, None, device(), row_bound=8.0)
+    backend = KernelBackend(config, None, device(), options=BackendOptions(row_bound=8.0))
     (weights,) = steps.weights_of(config, inputs)
     x = inputs.x[0].clone()
     with torch.no_grad():

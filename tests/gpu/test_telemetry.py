@@ -13,7 +13,7 @@ from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.telemetry.metrics import compute_metrics
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 from flashmoe_megatron.telemetry.reduce import Reduction
@@ -38,7 +38,7 @@ class Run:
     def __init__(
         self, config: MoEConfig = CONFIG, num_tokens: int = NUM_TOKENS, *, counters: bool = True
     ) -> None:
-        memory = GroupMemory(None, device(), KernelOptions(counters=counters))
+        memory = GroupMemory(None, device(), BackendOptions(counters=counters))
         self.backend = KernelBackend(config, None, device(), memory=memory, rank=0)
         self.inputs = steps.make_inputs(config, cases.with_empty_experts, [num_tokens])
         num_sms = torch.cuda.get_device_properties(device()).multi_processor_count

@@ -17,7 +17,7 @@ from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import CLUSTER_SIZE, KernelBackend, PendingForward
 from flashmoe_megatron.kernel.group_memory import GroupMemory
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions
 
 # Read when CUDA starts: a hardware queue per stream, or one rank's launch waits behind another's.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -117,7 +117,7 @@ def load_kernels() -> None:
     CUDA loads a kernel at its first launch and may wait for all running ones to do so. On GPUs of
     their own the ranks load side by side; here the first rank's would wait for the second's turn.
     """
-    options = KernelOptions(timeout_s=TIMEOUT_S)
+    options = BackendOptions(timeout=TIMEOUT_S)
     config = MoEConfig(
         hidden=64,
         intermediate=64,
@@ -156,9 +156,8 @@ class VirtualGroup:
         if num_ranks > 1:
             load_kernels()
         self.num_ranks = num_ranks
-        self.options = {"timeout_s": timeout_s}
-        options = KernelOptions(timeout_s=timeout_s)
-        self.memories = [_Memory(None, device(), options) for _ in range(num_ranks)]
+        self.options = BackendOptions(timeout=timeout_s)
+        self.memories = [_Memory(None, device(), self.options) for _ in range(num_ranks)]
         for memory in self.memories:
             memory.peers = self.memories
         sms = torch.cuda.get_device_properties(device()).multi_processor_count
@@ -188,7 +187,7 @@ class VirtualLayer:
                 memory=memory,
                 rank=rank,
                 num_ctas=self.group.num_ctas,
-                **self.group.options,
+                options=self.group.options,
             )
             backend.allocator = self.allocator
             self.backends.append(backend)

@@ -56,8 +56,8 @@ class RealRun:
             self._group,
             torch.device("cuda", torch.cuda.current_device()),
             kind="kernel",
-            symmetric_backend=self._symmetric,
-            timeout_s=TIMEOUT_S,
+            symmetric_memory=self._symmetric,
+            timeout=TIMEOUT_S,
         )
         assert isinstance(backend, KernelBackend)
         backend._encode(scenario.weights[self.rank])

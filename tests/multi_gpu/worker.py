@@ -56,8 +56,8 @@ class Job:
             self.group,
             self.device,
             kind="kernel",
-            symmetric_backend=self.symmetric,
-            timeout_s=timeout_s,
+            symmetric_memory=self.symmetric,
+            timeout=timeout_s,
         )
         assert isinstance(backend, KernelBackend)
         return backend

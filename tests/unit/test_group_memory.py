@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flashmoe_megatron.errors import HeapError, PeerTimeoutError
 from flashmoe_megatron.kernel import bindings, group_memory
 from flashmoe_megatron.kernel.group_memory import GroupMemory
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions
 from tests.unit.cases import make_config
 
 SIZES = bindings.FlashMoESizes(heap_bytes=4096, workspace_bytes=512, mailbox_bytes=256)
@@ -31,7 +31,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> GroupMemory:
         "allocate",
         lambda *_: SimpleNamespace(addresses=[4096], local=torch.empty(0)),
     )
-    memory = GroupMemory(None, torch.device("cpu"), KernelOptions())
+    memory = GroupMemory(None, torch.device("cpu"), BackendOptions())
     memory.register(make_config(max_tokens=32, topk=2))
     return memory
 
@@ -144,15 +144,15 @@ def test_what_the_host_reads_is_on_the_host_whatever_the_default_device(
 
 def test_layers_that_differ_in_their_bounds_alone_share_it() -> None:
     device = torch.device("cpu")
-    shared = group_memory.shared_memory(None, device, KernelOptions())
-    for options in ({"row_bound": 2.0}, {"timeout_s": 3.0}, {"reserved_sms": 8}):
-        assert group_memory.shared_memory(None, device, KernelOptions(**options)) is shared
-    for options in ({"counters": False}, {"symmetric_backend": "nvshmem"}):
-        assert group_memory.shared_memory(None, device, KernelOptions(**options)) is not shared
+    shared = group_memory.shared_memory(None, device, BackendOptions())
+    for options in ({"row_bound": 2.0}, {"timeout": 3.0}, {"reserved_sms": 8}):
+        assert group_memory.shared_memory(None, device, BackendOptions(**options)) is shared
+    for options in ({"counters": False}, {"symmetric_memory": "nvshmem"}):
+        assert group_memory.shared_memory(None, device, BackendOptions(**options)) is not shared
 
 
 def test_the_memory_of_a_group_that_is_destroyed_is_given_up(tmp_path: Path) -> None:
-    device, options = torch.device("cpu"), KernelOptions()
+    device, options = torch.device("cpu"), BackendOptions()
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -182,7 +182,7 @@ def test_a_copy_shares_the_group(ranks: RankPool):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"row_bonud": 1.2}, "option 'row_bonud': wanted one of symmetric_backend, "),
+        ({"row_bonud": 1.2}, "option 'row_bonud' is unknown, the nearest is 'row_bound'"),
         ({"row_bound": 0.5}, "row_bound=0.5: wanted a number of at least 1"),
     ],
 )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.select import _announce, select_backend
 from tests.distributed import RankPool
@@ -51,9 +52,10 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     made: list[tuple[Any, ...]] = []
 
     class KernelBackend:
-        def __init__(self, config, group, device, **options):
-            if options.get("reserved_sms") == BROKEN:
+        def __init__(self, config, group, device, *, options):
+            if options.reserved_sms == BROKEN:
                 raise BrokenKernelError("cannot load")
+            self.keep = options.keep
             made.append((config, group, device, options))
 
     module = ModuleType("flashmoe_megatron.kernel.backend")
@@ -73,7 +75,7 @@ def test_auto_takes_the_reference_on_a_cpu_and_says_so_once(caplog: pytest.LogCa
             assert isinstance(backend, ReferenceBackend)
     (message,) = messages(caplog)
     assert "reference" in message
-    assert "device 'cpu' is not a Hopper GPU" in message
+    assert "needs a Hopper GPU; found the device 'cpu'" in message
 
 
 def test_auto_takes_the_reference_on_another_gpu(gpu, caplog: pytest.LogCaptureFixture):
@@ -85,8 +87,8 @@ def test_auto_takes_the_reference_on_another_gpu(gpu, caplog: pytest.LogCaptureF
 def test_auto_takes_the_kernel_on_hopper(gpu, kernel, caplog: pytest.LogCaptureFixture):
     gpu("NVIDIA H200", (9, 0))
     with caplog.at_level(logging.INFO, logger="flashmoe_megatron"):
-        select_backend(cases.CONFIG, None, "cuda:0", timeout_s=3.0)
-    assert kernel == [(cases.CONFIG, None, torch.device("cuda:0"), {"timeout_s": 3.0})]
+        select_backend(cases.CONFIG, None, "cuda:0", timeout=3.0)
+    assert kernel == [(cases.CONFIG, None, torch.device("cuda:0"), BackendOptions(timeout=3.0))]
     assert "NVIDIA H200 (compute capability 9.0)" in messages(caplog)[0]
 
 
@@ -99,7 +101,7 @@ def test_a_kernel_that_fails_is_not_replaced(gpu, kernel, kind: str):
 
 def test_the_reference_can_be_asked_for_on_hopper(gpu, kernel):
     gpu("NVIDIA H200", (9, 0))
-    backend = select_backend(cases.CONFIG, None, "cuda", kind="reference", timeout_s=3.0)
+    backend = select_backend(cases.CONFIG, None, "cuda", kind="reference", timeout=3.0)
     assert isinstance(backend, ReferenceBackend)
     assert kernel == []
 
@@ -164,7 +166,7 @@ def select_on_hosts(group: dist.ProcessGroup, hosts: list[str], **options: Any) 
 
 
 def select_with_memory(group: dist.ProcessGroup, hosts: list[str], memories: list[str]) -> str:
-    return select_on_hosts(group, hosts, symmetric_backend=memories[dist.get_rank(group)])
+    return select_on_hosts(group, hosts, symmetric_memory=memories[dist.get_rank(group)])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,7 @@ def select_with_memory(group: dist.ProcessGroup, hosts: list[str], memories: lis
             r".*--expert-model-parallel-size",
         ),
         (["a", "b"], ["nvshmem", "nvshmem"], "hosts a .*wanted GPUs of one host"),
-        (["a", "a"], ["cuda", "nvshmem"], r"disagree on symmetric_backend: cuda on rank 0, nvshme"),
+        (["a", "a"], ["cuda", "nvshmem"], r"disagree on symmetric_memory: cuda on rank 0, nvshme"),
     ],
 )
 def test_the_kernel_stays_on_one_host(
@@ -226,5 +228,5 @@ def test_the_backend_is_told_what_to_keep(gpu, kernel, kind: str):
 
 
 def test_unknown_keep():
-    with pytest.raises(ConfigError, match="keep 'some': wanted one of all, preactivations, inputs"):
+    with pytest.raises(ConfigError, match="keep='some': wanted one of all, preactivations, inputs"):
         select_backend(cases.CONFIG, None, "cpu", keep="some")  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.kernel.tables import AddressTables
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.options import KernelOptions
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close, moe_reference
 from flashmoe_megatron.weights import SplitWeights
@@ -289,7 +289,7 @@ SIZES = bindings.FlashMoESizes(weight_map_bytes=512, grad_table_bytes=512)
 
 
 def address_tables(config: MoEConfig) -> AddressTables:
-    return AddressTables(config, GroupMemory(None, CPU, KernelOptions()), CPU)
+    return AddressTables(config, GroupMemory(None, CPU, BackendOptions()), CPU)
 
 
 def test_the_kernel_refuses_biases_of_one_projection_and_misaligned_ones():

@@ -113,7 +113,7 @@ def train(
         experts,
         device,
         dtype=torch.bfloat16 if HAS_GPU else torch.float32,
-        max_tokens_per_rank=setup.shape.tokens,
+        max_tokens=setup.shape.tokens,
         timeout=KERNEL_TIMEOUT_S,
         **section,
     )

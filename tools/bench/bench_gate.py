@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
             group,
             device,
             kind="kernel",
-            timeout_s=10.0,
+            timeout=10.0,
             row_bound=common.ROW_BOUND,
         )
         times = measure(problem, backend, options.turns, options.launches)

@@ -217,8 +217,8 @@ def measure(
         dist.group.WORLD if num_ranks > 1 else None,
         device,
         kind="kernel",
-        symmetric_backend=options.symmetric,
-        timeout_s=TIMEOUT_S,
+        symmetric_memory=options.symmetric,
+        timeout=TIMEOUT_S,
         reserved_sms=options.reserved_sms,
         row_bound=options.row_bound,
     )

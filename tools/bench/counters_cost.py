@@ -32,7 +32,7 @@ def layer_of(problem: Problem, counts: bool, device: torch.device) -> FusedLayer
         None,
         device,
         kind="kernel",
-        timeout_s=10.0,
+        timeout=10.0,
         row_bound=common.ROW_BOUND,
         counters=counts,
     )

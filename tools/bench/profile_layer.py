@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> int:
         dist.group.WORLD if num_ranks > 1 else None,
         device,
         kind="kernel",
-        symmetric_backend=options.symmetric,
-        timeout_s=TIMEOUT_S,
+        symmetric_memory=options.symmetric,
+        timeout=TIMEOUT_S,
     )
     layer = FusedLayer(problem, backend, use_main_grad=options.grads == "main_grad")
     call = layer.forward_and_backward if options.backward else without_grad(layer)

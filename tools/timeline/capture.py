@@ -109,7 +109,7 @@ def capture(options: argparse.Namespace) -> int:
         dist.group.WORLD if num_ranks > 1 else None,
         device,
         kind="kernel",
-        timeout_s=TIMEOUT_S,
+        timeout=TIMEOUT_S,
         row_bound=options.row_bound,
     )
     assert isinstance(backend, KernelBackend)

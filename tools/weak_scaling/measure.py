@@ -134,8 +134,8 @@ class Bench:
             group,
             self.device,
             kind="kernel",
-            symmetric_backend=self.settings.symmetric,
-            timeout_s=PEER_TIMEOUT_S,
+            symmetric_memory=self.settings.symmetric,
+            timeout=PEER_TIMEOUT_S,
             row_bound=row_bound,
         )
 

@@ -34,7 +34,7 @@ class GroupBackends:
         self.group = group
         self._device = device
         self._settings = settings
-        self._max_tokens = settings.max_tokens_per_rank or TILE_M
+        self._max_tokens = settings.max_tokens or TILE_M
         self._backends: dict[MoEConfig, Backend] = {}
 
     def backend_of(self, shape: MoEConfig, num_tokens: int) -> Backend:
@@ -50,12 +50,12 @@ class GroupBackends:
         Raises:
             ShapeError: There are more tokens than the user said.
         """
-        if self._settings.max_tokens_per_rank is None:
+        if self._settings.max_tokens is None:
             self._agree(num_tokens)
         elif num_tokens > self._max_tokens:
             raise ShapeError(
                 f"this rank has {num_tokens} tokens in one call, wanted at most "
-                f"{SECTION}.max_tokens_per_rank={self._max_tokens}: raise it or leave it out"
+                f"{SECTION}.max_tokens={self._max_tokens}: raise it or leave it out"
             )
         config = dataclasses.replace(shape, max_tokens=self._max_tokens)
         if config not in self._backends:
@@ -64,8 +64,7 @@ class GroupBackends:
                 self.group,
                 self._device,
                 kind=self._settings.backend,
-                keep=self._settings.keep,
-                **self._settings.kernel_options(),
+                **self._settings.backend_options(),
             )
         return self._backends[config]
 

@@ -6,58 +6,53 @@ nothing. Needs neither torch nor DeepSpeed.
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_megatron.adapters.settings import LayerSettings
-from flashmoe_megatron.config import DEFAULT_TIMEOUT_S, is_count
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.options import (
+    FrameworkOptions,
+    one_of,
+    option,
+    options_of,
+    true_or_false,
+    unset_option,
+    whole_number,
+)
 
 SECTION = "flashmoe"
 COMM_BACKEND = "flashmoe"
 """As ``expert_parallel.comm_backend``, another way to switch flashmoe on."""
 
-_FALLBACKS = ("error", "warn")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(LayerSettings):
-    """The section's keys and their defaults.
+class Settings(FrameworkOptions):
+    """The section's keys and their defaults."""
 
-    Attributes:
-        enabled: Replace DeepSpeed's MoE layers.
-        fallback: What a layer that cannot be served does: "error" refuses to start, "warn" leaves
-            it to DeepSpeed and says so.
-        timeout: Longest wait of the kernel for a peer, in seconds.
-        max_tokens_per_rank: Most tokens of one rank and call. ``None`` has the ranks agree at each
-            call, and the memory grow with the largest.
-        metrics_interval: Optimizer steps between events for DeepSpeed's monitor; 0 sends none.
-    """
+    enabled: bool = option(False, true_or_false(), "Replace DeepSpeed's MoE layers.")
+    fallback: str = option(
+        "error",
+        one_of(("error", "warn")),
+        "What a layer does that cannot be served: error refuses to start, warn leaves it to "
+        "DeepSpeed and says so.",
+    )
+    metrics_interval: int = option(
+        10,
+        whole_number(least=0),
+        "Optimizer steps between events for DeepSpeed's monitor, on its axis of samples; 0 sends "
+        "none.",
+    )
+    max_tokens: int | None = unset_option(
+        FrameworkOptions,
+        "max_tokens",
+        "the ranks agree at each call, by a small all-reduce for each layer, and the memory grows "
+        "with the largest number",
+    )
 
-    enabled: bool = False
-    fallback: str = "error"
-    timeout: float = DEFAULT_TIMEOUT_S
-    max_tokens_per_rank: int | None = None
-    metrics_interval: int = 10
-
-    def __post_init__(self) -> None:
-        """Refuses values without a meaning."""
-        if not isinstance(self.enabled, bool):
-            raise self._refusal("enabled", "wanted true or false")
-        if self.fallback not in _FALLBACKS:
-            raise self._refusal("fallback", f"wanted one of {', '.join(_FALLBACKS)}")
-        super().__post_init__()
-        self._check("timeout", "timeout_s")
-        if self.max_tokens_per_rank is not None:
-            self._check("max_tokens_per_rank", "max_tokens")
-        if not is_count(self.metrics_interval, least=0, most=2**31 - 1):
-            raise self._refusal("metrics_interval", "wanted a whole number of at least 0")
-
-    def _kernel_timeout_s(self) -> float:
-        return float(self.timeout)
-
-    def _refusal(self, name: str, why: str) -> ConfigError:
-        return ConfigError(f"{_key(name)} is {getattr(self, name)!r}, {why}")
+    @classmethod
+    def refusal(cls, name: str, value: object, wanted: str) -> ConfigError:
+        """The error that a value is, which names the key."""
+        return ConfigError(f"{_key(name)} is {value!r}, {wanted}")
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
@@ -86,7 +81,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
             f'{SECTION} is {section!r}, wanted an object such as {{"enabled": true}} in the '
             "DeepSpeed configuration"
         )
-    valid = [field.name for field in fields(Settings)]
+    valid = [one.name for one in options_of(Settings)]
     for key in section:
         if key not in valid:
             (nearest,) = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.0)

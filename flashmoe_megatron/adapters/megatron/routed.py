@@ -243,8 +243,7 @@ def _shared_backend(
             group,
             device,
             kind=settings.backend,
-            keep=settings.keep,
-            **settings.kernel_options(),
+            **settings.backend_options(),
         )
     return known[key]
 

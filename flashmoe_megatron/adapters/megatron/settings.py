@@ -3,59 +3,70 @@
 Needs nothing of Megatron; reads its parsed arguments where a training script has some.
 """
 
-import dataclasses
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_megatron.adapters.settings import LayerSettings
-from flashmoe_megatron.config import DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S
+from flashmoe_megatron.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.options import (
+    BackendOptions,
+    FrameworkOptions,
+    make_options,
+    read_flags,
+    unset_option,
+)
 
 DISPATCHER_TYPE = "flashmoe"
 """The choice for ``--moe-token-dispatcher-type``."""
 
+FLAG_PREFIX = "flashmoe"
+"""Begins every flag, and the name of its value among Megatron's arguments."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(LayerSettings):
-    """Options of the flashmoe dispatcher; each is a ``--flashmoe-*`` flag too.
+class Settings(FrameworkOptions):
+    """Options of the flashmoe dispatcher; each is a ``--flashmoe-*`` flag too."""
 
-    Attributes:
-        timeout_s: Longest wait of the kernel for a peer, in seconds. ``None`` takes that of the
-            script's process groups, ``--distributed-timeout-minutes``; without a script 120.
-        max_tokens: Most tokens of one rank and call. ``None`` takes it from the arguments of
-            Megatron's training script: sequence length, micro batch size and parallel sizes, and
-            those of the inference engine that it makes.
+    timeout: float | None = unset_option(  # type: ignore[assignment]  # backend_options has none
+        BackendOptions,
+        "timeout",
+        f"that of --distributed-timeout-minutes; without a script {DEFAULT_TIMEOUT:g}",
+    )
+    max_tokens: int | None = unset_option(
+        FrameworkOptions,
+        "max_tokens",
+        "from the script's sequence length, micro batch size and parallel sizes, and from those of "
+        "the inference engine that it makes",
+    )
+
+    def backend_options(self) -> dict[str, Any]:
+        """See the base class; the timeout is the script's where none was given."""
+        given = super().backend_options()
+        if self.timeout is None:
+            given["timeout"] = _script_timeout()
+        return given
+
+    @classmethod
+    def refusal(cls, name: str, value: object, wanted: str) -> ConfigError:
+        """The error that a value is, which names the flag."""
+        return ConfigError(f"{flag_of(name)} {value!r}: {wanted}")
+
+
+def _script_timeout() -> float:
+    """How long Megatron's own exchanges wait for a rank, in seconds.
+
+    The kernel has to wait as long, since a rank may be busy writing a profile.
     """
-
-    timeout_s: float | None = None
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuses values without a meaning."""
-        super().__post_init__()
-        for name in ("timeout_s", "max_tokens"):
-            if getattr(self, name) is not None:
-                self._check(name)
-
-    def _kernel_timeout_s(self) -> float:
-        return _script_timeout_s() if self.timeout_s is None else self.timeout_s
-
-    def _refusal(self, name: str, why: str) -> ConfigError:
-        return ConfigError(f"{flag_of(name)} {getattr(self, name)!r}: {why}")
-
-
-def _script_timeout_s() -> float:
-    """How long Megatron's own exchanges wait for a rank, as for one that writes a profile."""
     minutes = getattr(megatron_args(), "distributed_timeout_minutes", None)
     if not minutes or minutes < 0:
-        return DEFAULT_TIMEOUT_S
-    return min(60 * float(minutes), MAX_TIMEOUT_S)
+        return DEFAULT_TIMEOUT
+    return min(60 * float(minutes), MAX_TIMEOUT)
 
 
 def flag_of(name: str) -> str:
     """The command-line flag of a field of :class:`Settings`."""
-    return "--flashmoe-" + name.removesuffix("_s").replace("_", "-")
+    return f"--{FLAG_PREFIX}-{name.replace('_', '-')}"
 
 
 _chosen: Settings | None = None
@@ -73,16 +84,10 @@ def configure(**options: Any) -> Settings:
         The settings.
 
     Raises:
-        ConfigError: A value has no meaning.
+        ConfigError: A name is unknown, or a value has no meaning.
     """
     global _chosen
-    unknown = options.keys() - {field.name for field in dataclasses.fields(Settings)}
-    if unknown:
-        raise ConfigError(
-            f"unknown settings {', '.join(sorted(unknown))}: wanted some of "
-            f"{', '.join(field.name for field in dataclasses.fields(Settings))}"
-        )
-    _chosen = Settings(**options)
+    _chosen = make_options(Settings, options)
     return _chosen
 
 
@@ -90,13 +95,7 @@ def current_settings() -> Settings:
     """What was chosen in code, else on the command line, else the defaults."""
     if _chosen is not None:
         return _chosen
-    args = megatron_args()
-    given = {
-        field.name: getattr(args, f"flashmoe_{field.name}")
-        for field in dataclasses.fields(Settings)
-        if hasattr(args, f"flashmoe_{field.name}")
-    }
-    return Settings(**given)
+    return Settings(**read_flags(megatron_args(), Settings, FLAG_PREFIX))
 
 
 def megatron_args() -> Any:

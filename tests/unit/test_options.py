@@ -1,0 +1,110 @@
+"""Options are written once: their checks, flags and tables all come from one field."""
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoe_megatron.adapters.deepspeed import settings as deepspeed
+from flashmoe_megatron.adapters.megatron import settings as megatron
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.options import (
+    BackendOptions,
+    FrameworkOptions,
+    add_flags,
+    make_options,
+    options_of,
+    read_flags,
+)
+from tools.option_tables import TABLES, with_table
+
+KINDS = [BackendOptions, FrameworkOptions, megatron.Settings, deepspeed.Settings]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("keep", "some", "keep='some': wanted one of all, preactivations, inputs"),
+        ("keep", None, "keep=None: wanted one of all, "),
+        ("reserved_sms", -1, "reserved_sms=-1: wanted an int, at least 0, at most "),
+        ("reserved_sms", True, "reserved_sms=True: wanted an int"),
+        ("row_bound", 0.9, "row_bound=0.9: wanted a number of at least 1, .*, or None$"),
+        ("row_bound", float("nan"), "row_bound=nan: wanted a number of at least 1"),
+        ("symmetric_memory", "nvls", "symmetric_memory='nvls': wanted one of cuda, nvshmem$"),
+        ("timeout", 0, "timeout=0: wanted seconds above 0"),
+        ("timeout", None, "timeout=None: wanted seconds above 0, 1e-06 to 1e.09$"),
+        ("counters", 1, "counters=1: wanted true or false"),
+    ],
+)
+def test_every_option_is_checked(name: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BackendOptions(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("timeout_s", "timeout"),
+        ("symmetric_backend", "symmetric_memory"),
+        ("row_bonud", "row_bound"),
+    ],
+)
+def test_an_unknown_option_gets_the_nearest(given: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{given}' is unknown, the nearest is '{nearest}'"):
+        make_options(BackendOptions, {given: 1})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__module__)
+def test_every_default_is_accepted_and_explained(kind: type[BackendOptions]) -> None:
+    kind()
+    for one in options_of(kind):
+        assert one.metadata["help"].endswith(".")
+        assert (one.default is None) == bool(one.metadata["unset"]), one.name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__module__)
+def test_flags_give_the_options_back(kind: type[BackendOptions]) -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, kind, "x", names=[one.name for one in options_of(kind)])
+    given = read_flags(parser.parse_args([]), kind, "x")
+    assert kind(**given) == kind()
+    args = parser.parse_args(
+        ["--x-reserved-sms", "8", "--x-row-bound", "1.5", "--x-keep", "inputs"]
+    )
+    chosen = kind(**read_flags(args, kind, "x"))
+    assert (chosen.reserved_sms, chosen.row_bound, chosen.keep) == (8, 1.5, "inputs")
+
+
+def test_what_the_backend_gets_is_every_option_of_it() -> None:
+    changed: dict[str, Any] = {
+        "keep": "inputs",
+        "reserved_sms": 2,
+        "row_bound": 3.0,
+        "symmetric_memory": "nvshmem",
+        "timeout": 5.0,
+    }
+    for kind in (megatron.Settings, deepspeed.Settings):
+        given = kind(**changed, metrics="none").backend_options()
+        assert given == {**changed, "counters": False}
+        assert BackendOptions(**given) == BackendOptions(**changed, counters=False)
+    assert [one.name for one in dataclasses.fields(BackendOptions)] == list(given)
+
+
+@pytest.mark.parametrize("page", TABLES, ids=lambda page: page.parent.name)
+def test_pages_have_the_options(page: Path) -> None:
+    text = page.read_text()
+    assert with_table(text, TABLES[page]()) == text, "run python -m tools.option_tables"
+
+
+def test_tables_name_every_flag_and_key() -> None:
+    flags, keys = (table() for table in TABLES.values())
+    parser = argparse.ArgumentParser()
+    add_flags(parser, megatron.Settings, megatron.FLAG_PREFIX)
+    assert set(re.findall(r"^\| `(--[a-z-]+)` ", flags, re.MULTILINE)) == {
+        flag for flag in parser._option_string_actions if flag.startswith("--flashmoe")
+    }
+    assert "| `enabled` | `false` |" in keys
+    assert "`max_tokens_per_rank`" not in keys

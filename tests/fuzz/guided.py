@@ -7,10 +7,10 @@
 
 libFuzzer comes with atheris. Python is instrumented as it is imported; the library's host code
 tells its branches if it was built to, else Python alone is the guide. The inputs that led to new
-code are kept under ``--corpus`` (``runs/fuzz/TARGET``) beside the committed ones in
-``tests/fuzz/corpus``. An input that crashes, raises or takes longer than ``--input-seconds`` is
-written to ``runs/fuzz`` and ends the run with a status other than 0; ``--replay FILE`` runs it
-alone.
+code are kept under ``--corpus`` (``runs/fuzz/TARGET``); a run begins with them and with the
+committed ones, which ``tests/fuzz/seeds.py`` adds to. An input that crashes, raises or takes longer
+than ``--input-seconds`` is written to ``runs/fuzz`` and ends the run with a status other than 0;
+``--replay FILE`` runs it alone.
 """
 
 # ruff: noqa: T201 - a program: it prints
@@ -22,14 +22,14 @@ import os
 import sys
 from pathlib import Path
 
+from tests.fuzz import seeds
+
 ROOT = Path(__file__).resolve().parents[2]
-COMMITTED = ROOT / "tests" / "fuzz" / "corpus"
-TARGETS = ("c_interface", "settings")
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("target", choices=seeds.TARGETS)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--input-seconds", type=int, default=10, help="of one input, then it hangs")
     parser.add_argument("--corpus", type=Path, help="folder of inputs to begin with and to add to")
@@ -49,8 +49,8 @@ def main(arguments: list[str]) -> int:
     found = ROOT / "runs" / "fuzz"
     corpus = options.corpus or found / options.target
     corpus.mkdir(parents=True, exist_ok=True)
-    committed = COMMITTED / options.target
-    committed.mkdir(parents=True, exist_ok=True)
+    committed = found / "seeds" / options.target  # libFuzzer takes folders, and ends the process
+    seeds.unpack(options.target, committed)
     found.mkdir(parents=True, exist_ok=True)
     flags = [
         f"-max_total_time={options.seconds}",

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import nvcc_build
 from flashmoe_megatron.kernel import bindings
-from tests.fuzz import c_interface
-from tests.fuzz.guided import COMMITTED, ROOT, TARGETS
+from tests.fuzz import c_interface, seeds
+from tests.fuzz.guided import ROOT
+from tests.fuzz.seeds import TARGETS
 
 SECONDS = int(os.environ.get("FLASHMOE_FUZZ_SECONDS", "12"))
 EXAMPLES = int(os.environ.get("FLASHMOE_FUZZ_EXAMPLES", "400"))
@@ -49,12 +50,20 @@ def test_drawn_bytes(name: str, data: bytes):
 @pytest.mark.parametrize("name", TARGETS)
 def test_committed_inputs(name: str, capfd: pytest.CaptureFixture[str]):
     """Each once led to code that none before it had led to."""
-    inputs = sorted((COMMITTED / name).iterdir())
-    outcomes = {target(name).exercise(path.read_bytes()).split(":")[0] for path in inputs}
+    outcomes = {target(name).exercise(data).split(":")[0] for data in seeds.read(name)}
     everything = c_interface._CALLS if name == "c_interface" else target(name)._TARGETS
     assert outcomes == set(everything), "some target is reached by none of them"
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", ""), "the library or the parsers print"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_archive_is_what_its_inputs_make_it(name: str, tmp_path: Path):
+    seeds.unpack(name, tmp_path / "inputs")
+    again = tmp_path / "again.zip"
+    seeds.pack(again, [path.read_bytes() for path in (tmp_path / "inputs").iterdir()])
+    assert again.read_bytes() == seeds.archive_of(name).read_bytes()
+    assert len(seeds.read(name)) == len(list((tmp_path / "inputs").iterdir())) > 50
 
 
 def test_a_good_problem_is_accepted():

@@ -116,7 +116,7 @@ def enable() -> None:
     _redirect_process_groups()
     when_imported("megatron.core.transformer.moe.token_dispatcher", _fix_split_sizes)
     when_imported("megatron.legacy.fused_kernels", _build_no_kernels)
-    # Megatron warns when work for the GPU draws from the processor's generator, as all does here.
+    # Megatron warns when work for the GPU draws from the processor's generator; here all work does.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
@@ -259,7 +259,7 @@ def _redirect_process_groups() -> None:
 
 
 def _fix_split_sizes(token_dispatcher: ModuleType) -> None:
-    """Megatron turns the sizes of an exchange into numbers only where they come from a GPU."""
+    """Makes numbers of an exchange's sizes, as Megatron does where these come from a GPU."""
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -273,7 +273,7 @@ def _fix_split_sizes(token_dispatcher: ModuleType) -> None:
 
 
 def _build_no_kernels(fused_kernels: ModuleType) -> None:
-    """Megatron-Core 0.16.1 asks the CUDA compiler for its version at start-up."""
+    """Skips the build of kernels, for which Megatron-Core 0.16.1 asks the CUDA compiler."""
     fused_kernels.load = lambda args: None  # type: ignore[attr-defined]
 
 

@@ -32,7 +32,7 @@ from leave import leave
 from python_sources import read_sources
 from two_runs import compare, log, mean_of_last
 
-# Megatron tells on every import what it does without (Apex, Transformer Engine).
+# Megatron warns at every import that Apex and Transformer Engine are not installed.
 warnings.filterwarnings("ignore", category=UserWarning)
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -69,7 +69,7 @@ Batches = Iterator[dict[str, torch.Tensor]]
 
 
 class ByteTokenizer:
-    """What GPTDataset asks of a tokenizer: a token for each byte, and one for the end of a file."""
+    """Has a token for each byte and one for the end of a file, as GPTDataset asks for them."""
 
     eod = 256
     pad = 257
@@ -108,14 +108,14 @@ def parse_args() -> argparse.Namespace:
     add("--hidden-size", type=count, default=128, help="a multiple of 64")
     add("--moe-ffn-hidden-size", type=count, default=256, help="a multiple of 64")
     add("--num-attention-heads", type=count, default=4)
-    add("--num-experts", type=count, default=8, help="of all ranks")
+    add("--num-experts", type=count, default=8, help="experts of all ranks together")
     add("--moe-router-topk", type=count, default=2)
     add("--seq-length", type=count, default=256, help="bytes of a sample")
     add("--micro-batch-size", type=count, default=4, help="samples of a rank and micro-batch")
     add("--num-microbatches", type=count, default=2)
     add("--lr", type=float, default=3e-3)
     add("--seed", type=int, default=1234)
-    add("--data-megabytes", type=count, default=8, help="of sources, at most")
+    add("--data-megabytes", type=count, default=8, help="most megabytes of sources that are read")
     add("--output", type=Path, default=Path("runs/pretrain_moe"), help="data and checkpoint")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
     add("--no-comparison", action="store_true", help="leave the run with alltoall out")
@@ -302,7 +302,7 @@ def train(training: Training, dataset: GPTDataset, args: argparse.Namespace, nam
     progress = tqdm(
         range(1, args.train_iters + 1),
         desc=name,
-        disable=None if dist.get_rank() == 0 else True,  # None: where there is no terminal
+        disable=None if dist.get_rank() == 0 else True,  # None: no bar without a terminal
     )
     for iteration in progress:
         training.model.zero_grad_buffer()

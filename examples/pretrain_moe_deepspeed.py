@@ -25,7 +25,7 @@ import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it when it is imported
 warnings.filterwarnings("ignore", category=UserWarning)
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
     add("--hidden-size", type=count, default=128, help="a multiple of 64")
     add("--moe-ffn-hidden-size", type=count, default=256, help="a multiple of 64")
     add("--num-attention-heads", type=count, default=4)
-    add("--num-experts", type=count, default=8, help="of all ranks")
+    add("--num-experts", type=count, default=8, help="experts of all ranks together")
     add("--topk", type=count, default=2)
     add("--capacity-factor", type=float, default=1.25)
     add("--zero-stage", type=int, choices=[0, 1, 2], default=2)
@@ -75,7 +75,7 @@ def parse_args() -> argparse.Namespace:
     add("--num-microbatches", type=count, default=2)
     add("--lr", type=float, default=3e-3)
     add("--seed", type=int, default=1234)
-    add("--data-megabytes", type=count, default=8, help="of sources, at most")
+    add("--data-megabytes", type=count, default=8, help="most megabytes of sources that are read")
     add("--output", type=Path, default=Path("runs/pretrain_moe_deepspeed"), help="checkpoint")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
     add("--no-comparison", action="store_true", help="leave the run with DeepSpeed's layers out")
@@ -84,7 +84,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class SwiGLU(nn.Module):
-    """One expert: any module that computes what the README lists is recognised."""
+    """One expert. The adapter recognises it by what it computes, not by its class or names."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def build_engine(args: argparse.Namespace, *, fused: bool) -> Any:
                 "lr": args.lr,
                 "betas": [0.9, 0.95],
                 "weight_decay": 0.1,
-                "torch_adam": True,  # DeepSpeed's own would be compiled first
+                "torch_adam": True,  # DeepSpeed would first compile its own Adam
             },
         },
         "scheduler": {
@@ -233,13 +233,13 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 def train(engine: Any, text: torch.Tensor, args: argparse.Namespace, name: str) -> list[float]:
     """Trains and returns the losses of all iterations."""
     engine.train()
-    torch.manual_seed(args.seed)  # for the noise of the routers
+    torch.manual_seed(args.seed)  # the routers draw noise from it
     iterator = batches(text, args)
     losses = []
     progress = tqdm(
         range(1, args.train_iters + 1),
         desc=name,
-        disable=None if dist.get_rank() == 0 else True,  # None: where there is no terminal
+        disable=None if dist.get_rank() == 0 else True,  # None: no bar without a terminal
     )
     for iteration in progress:
         total = 0.0
@@ -269,11 +269,11 @@ def evaluate(engine: Any, text: torch.Tensor, args: argparse.Namespace) -> float
 
 def main() -> NoReturn:
     args = parse_args()
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # the schedule warns before its first step
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # its schedule warns before the first step
     if HAS_GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
-        # An operator for inference on processors that would be compiled first.
+        # DeepSpeed would first compile this operator, which serves inference on processors.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     train_text, valid_text = read_text(args)

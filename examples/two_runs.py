@@ -23,7 +23,7 @@ def compare(
     """Prints the losses of both runs side by side and returns what does not agree.
 
     Routing is a step function: once rounding has sent one token to another expert, the runs drift
-    apart, as two runs of one dispatcher on different machines do, and in bfloat16 on GPUs they do so
+    apart, as two runs of one dispatcher on different machines do; in bfloat16 on GPUs this happens
     sooner. So the first iterations have to agree one by one, and the last ones in their mean.
     """
     num_first, first_bound = (10, 1e-2) if HAS_GPU else (20, 1e-4)

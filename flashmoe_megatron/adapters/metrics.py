@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
+from flashmoe_megatron.adapters.experts import LayerExperts
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.totals import Totals
@@ -12,13 +12,6 @@ logger = logging.getLogger("flashmoe_megatron")
 
 FILE_NAME = "flashmoe_metrics.jsonl"
 """What is kept of every report, beside the run."""
-
-
-class CountsTokens(Protocol):
-    """The experts of one layer: its number in the model, and training's tokens so far."""
-
-    layer: int
-    num_tokens: int
 
 
 def take_records(backends: Iterable[Backend]) -> list[LaunchRecord]:
@@ -32,7 +25,7 @@ def add_heap(totals: Totals, backends: Iterable[Backend]) -> None:
     totals.heap_bytes = float(max(sizes, default=0))
 
 
-def add_tokens(totals: Totals, layers: Sequence[CountsTokens], counted: dict[int, int]) -> None:
+def add_tokens(totals: Totals, layers: Sequence[LayerExperts], counted: dict[int, int]) -> None:
     """Adds the tokens since the last call.
 
     Args:

@@ -167,7 +167,7 @@ def train_engine(engine: Any, case: Case, *, first_step: int = 0) -> Outcome:
         parameters=full_parameters(engine),
         report=report_of(engine) if "flashmoe" in engine.config else {},
         fused_calls=sum(experts.num_calls for experts in fused),
-        keeps={backend.keep for experts in fused for backend in experts._backends.backends()},
+        keeps={experts.backend.keep for experts in fused},
     )
 
 

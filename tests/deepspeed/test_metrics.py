@@ -129,7 +129,7 @@ def calibration(path: Path, *, num_tokens: int = 24, **changes: Any) -> str:
 def shape_of(group: dist.ProcessGroup) -> MoEConfig:
     """What the model of these tests is."""
     engine = build(case(""), fused=True)
-    return engine.moe_layers[0].flashmoe.experts.shape
+    return engine.moe_layers[0].flashmoe.experts.backend.config
 
 
 def test_overlap_efficiency_comes_from_the_file(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_training_goes_on_without_wandb(
 
 
 def test_routes_are_counted_on_the_device() -> None:
-    from flashmoe_megatron.adapters.deepspeed.metrics import RouteCounter, RouteReader
+    from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter, RouteReader
 
     counters = [RouteCounter(torch.device("cpu")) for _ in range(2)]
     counters[0].count(torch.tensor([5, 5]), torch.tensor([0]))  # nobody reads yet

@@ -178,7 +178,7 @@ def test_reports_wait_for_no_device(world: dist.ProcessGroup) -> None:
 
 def test_routes_are_read_late() -> None:
     pytest.importorskip("deepspeed")
-    from flashmoe_megatron.adapters.deepspeed.metrics import RouteCounter, RouteReader
+    from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter, RouteReader
 
     counter = RouteCounter(device())
     reader = RouteReader([counter])

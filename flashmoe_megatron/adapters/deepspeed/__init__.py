@@ -1,4 +1,5 @@
 """DeepSpeed's MoE layers on flashmoe; the public door is :mod:`flashmoe_megatron.deepspeed`.
 
-``settings``, ``versions``, ``experts`` and ``forwards`` need no DeepSpeed; the other modules do.
+``initialize``, ``settings``, ``versions``, ``experts``, ``forwards``, ``routed`` and ``routes`` can
+be imported without DeepSpeed; the other modules cannot.
 """

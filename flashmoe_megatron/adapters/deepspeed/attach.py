@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.utils import log_dist
 from torch import nn
 
 from flashmoe_megatron.adapters.deepspeed import autoep, native
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served
-from flashmoe_megatron.adapters.deepspeed.metrics import EngineMetrics, RouteCounter
+from flashmoe_megatron.adapters.deepspeed.metrics import EngineMetrics
 from flashmoe_megatron.adapters.deepspeed.refusals import (
     engine_problem,
     hosts_problem,
     layer_problem,
 )
-from flashmoe_megatron.adapters.deepspeed.routed import GroupBackends, RoutedExperts
+from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
+from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
+from flashmoe_megatron.adapters.experts import GroupBackends, read_calibration
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.select import resolve_kind
-from flashmoe_megatron.telemetry.calibration import Calibration, gpu_name, load_calibration
+from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.registry import choose_metrics
-from flashmoe_megatron.telemetry.totals import LayerPlace
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -62,11 +62,10 @@ class _Layer:
 
 @dataclass
 class _State:
-    """What an engine remembers: its groups' backends, every layer's outcome, the fused ones."""
+    """What an engine remembers: its groups' backends, and the outcome for every layer."""
 
     backends: dict[dist.ProcessGroup, GroupBackends]
     report: dict[str, str]
-    places: dict[int, LayerPlace]
 
 
 def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
@@ -108,7 +107,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     any_fused = FUSED in report.values()
     report = {layer.name: report[layer.name] for layer in layers}
 
-    state: _State = getattr(engine, _STATE, None) or _State({}, {}, {})
+    state: _State = getattr(engine, _STATE, None) or _State({}, {})
     fusing = {
         numbers[layer.name]: layer
         for layer in layers
@@ -117,8 +116,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     calibration = _calibrate([infos[layer.name] for layer in fusing.values()], engine, settings)
     for number, layer in fusing.items():
         info = infos[layer.name]
-        served = _serve(info, number, state, engine, settings)
-        state.places[number] = _place(info, layer.module, engine.device)
+        served = _serve(info, layer.module, number, state, engine, settings)
         layer.family.fuse(layer.module, info, served)
     if not hasattr(engine, _STATE):
         _watch(engine, settings, state, calibration, any_fused=any_fused)
@@ -187,41 +185,29 @@ def _speak_up(report: Mapping[str, str], settings: Settings) -> None:
 
 def _calibrate(infos: Sequence[LayerInfo], engine: Any, settings: Settings) -> Calibration | None:
     """Reads the calibration file, if there is one and something to compare with it."""
-    if settings.calibration is None or not infos:
+    if not infos:
         return None
-    return load_calibration(
-        settings.calibration,
-        [info.shape for info in infos],
-        gpu=gpu_name(engine.device),
-        dtype=str(infos[0].dtype).removeprefix("torch."),
-        bounded=settings.row_bound is not None,
-        keep=settings.keep,
-        grads="own",
-    )
+    shapes = [info.shape for info in infos]
+    return read_calibration(settings, shapes, engine.device, infos[0].dtype, grads="own")
 
 
-def _place(info: LayerInfo, module: Any, device: torch.device) -> LayerPlace:
-    num_sms = 0
-    if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    factor = float(getattr(getattr(module, "gate", None), "capacity_factor", 1.0))
-    return LayerPlace(
-        config=info.shape,
-        rank=dist.get_rank(info.group),
-        element_bytes=info.dtype.itemsize,
-        capacity_factor=factor if factor > 0 else 1.0,
-        num_sms=num_sms,
-    )
-
-
-def _serve(info: LayerInfo, number: int, state: _State, engine: Any, settings: Settings) -> Served:
+def _serve(
+    info: LayerInfo, module: Any, number: int, state: _State, engine: Any, settings: Settings
+) -> Served:
     """Makes what a layer needs. Collective over the layer's group."""
     if info.group not in state.backends:
-        state.backends[info.group] = GroupBackends(info.group, engine.device, settings)
-    return Served(
-        experts=RoutedExperts(info.shape, state.backends[info.group], number),
-        routes=RouteCounter(engine.device),
+        state.backends[info.group] = GroupBackends(
+            info.group, engine.device, settings, settings.max_tokens
+        )
+    factor = float(getattr(getattr(module, "gate", None), "capacity_factor", 1.0))
+    experts = RoutedExperts(
+        info.shape,
+        state.backends[info.group],
+        info.dtype,
+        layer=number,
+        capacity_factor=factor if factor > 0 else 1.0,
     )
+    return Served(experts=experts, routes=RouteCounter(engine.device))
 
 
 def _watch(
@@ -253,7 +239,6 @@ def _watch(
     if any_fused and is_wanted and engine.monitor.enabled:
         report = EngineMetrics(
             engine,
-            state.places,
             [one.experts for one in served],
             [one.routes for one in served],
             state.backends.values,

@@ -4,12 +4,9 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 
-from flashmoe_megatron.adapters.deepspeed.forwards import (
-    Classes,
-    check_forwards,
-    check_unchanged,
-)
+from flashmoe_megatron.adapters.deepspeed.forwards import check_forwards, check_unchanged
 from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
+from flashmoe_megatron.adapters.forwards import Classes
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import SplitWeights

@@ -1,15 +1,18 @@
-"""What the forwards of experts would do besides computing is lost: they are not called."""
+"""Refuses experts of DeepSpeed whose forwards would do more than compute: they are not called."""
 
 from torch import nn
 
-from flashmoe_megatron.adapters.modules import with_all_below
+from flashmoe_megatron.adapters.forwards import (
+    Classes,
+    classes_of,
+    find_touched,
+    name_of,
+    with_all_below,
+)
 from flashmoe_megatron.errors import ConfigError
 
-Classes = tuple[type[nn.Module], ...]
-"""Of a module and all below it, in torch's order."""
-
 _HARMLESS = "deepspeed."
-"""Whose hooks gather parameters (ZeRO-3), as reading these does too, or profile."""
+"""The package whose hooks gather parameters (ZeRO-3), as reading these does too, or profile."""
 
 
 def check_forwards(experts: nn.Module) -> Classes:
@@ -25,25 +28,17 @@ def check_forwards(experts: nn.Module) -> Classes:
         ConfigError: Names the module and what it has.
     """
     modules = with_all_below(experts)
-    for module in modules:
-        own = module.__dict__
-        if (
-            own["_forward_hooks"]
-            or own["_forward_pre_hooks"]
-            or own["_backward_hooks"]
-            or own["_backward_pre_hooks"]
-            or "forward" in own
-        ):
-            _check_forward(module, experts)
-    return tuple(map(type, modules))
+    for module in find_touched(modules):
+        _check_forward(module, experts)
+    return classes_of(modules)
 
 
 def check_unchanged(experts: nn.Module, classes: Classes) -> None:
     """Checks as :func:`check_forwards`, and that the modules are of the classes that they were.
 
     Args:
-        experts: As there.
-        classes: What it gave when the layer was attached to.
+        experts: The same.
+        classes: Their classes when the layer was attached to.
 
     Raises:
         ConfigError: Names the module and what it has or is.
@@ -55,7 +50,7 @@ def check_unchanged(experts: nn.Module, classes: Classes) -> None:
     for module, wanted in zip(with_all_below(experts), classes, strict=False):
         if type(module) is not wanted:
             got = type(module).__name__
-            problem = f"{_name_of(module, experts)} is a {got}, wanted a {wanted.__name__}"
+            problem = f"{name_of(module, experts)} is a {got}, wanted a {wanted.__name__}"
             break
     raise ConfigError(
         f"{problem}, as when flashmoe was attached: convert no experts afterwards (LoRA, "
@@ -74,14 +69,7 @@ def _check_forward(module: nn.Module, experts: nn.Module) -> None:
         if not all(str(getattr(hook, "__module__", "")).startswith(_HARMLESS) for hook in hooks):
             problem = f"{kind} hooks"
     if problem is not None:
-        name = _name_of(module, experts)
+        name = name_of(module, experts)
         raise ConfigError(
             f"{name} ({type(module).__name__}) has {problem}, which would not be called"
         )
-
-
-def _name_of(module: nn.Module, experts: nn.Module) -> str:
-    names: dict[int, str] = {
-        id(each): name for name, each in experts.named_modules(prefix="experts")
-    }
-    return names[id(module)]

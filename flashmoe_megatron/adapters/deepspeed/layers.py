@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.deepspeed.experts import ExpertForm
-from flashmoe_megatron.adapters.deepspeed.forwards import Classes
-from flashmoe_megatron.adapters.deepspeed.metrics import RouteCounter
 from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
+from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
+from flashmoe_megatron.adapters.forwards import Classes
 from flashmoe_megatron.config import MoEConfig
 
 LATE = (

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.adapters.deepspeed.routed import GroupBackends, RoutedExperts
+from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
+from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter, RouteReader
 from flashmoe_megatron.adapters.deepspeed.settings import Settings
+from flashmoe_megatron.adapters.experts import GroupBackends
 from flashmoe_megatron.adapters.metrics import (
     FILE_NAME,
     add_heap,
@@ -23,75 +24,7 @@ from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, Sink
-from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
-
-
-class RouteCounter:
-    """Counts the routes of one layer on the device, without waiting for it.
-
-    Args:
-        device: Where its routes are.
-
-    Attributes:
-        is_on: Whether to count.
-        counts: ``[2]`` int64, routes that the router chose so far, and those that were kept.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_on = False
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-
-    @torch.no_grad()
-    def count(self, per_expert: torch.Tensor, expert_idx: torch.Tensor) -> None:
-        """Adds one call's routes.
-
-        Args:
-            per_expert: ``[num_experts]``, this rank's routes before dropping.
-            expert_idx: Each route's expert, -1 where it was dropped.
-        """
-        if self.is_on:
-            self.counts += torch.stack((per_expert.sum(), (expert_idx >= 0).sum()))
-
-
-class RouteReader:
-    """Reads the counters of all layers, on a GPU one reading late so that nobody waits.
-
-    Args:
-        counters: Of this rank's layers; none is fine.
-    """
-
-    def __init__(self, counters: Sequence[RouteCounter]) -> None:
-        self._counters = counters
-        self._seen = [0, 0]
-        self._copy: torch.Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
-        for counter in counters:
-            counter.is_on = True
-
-    def read(self) -> tuple[int, int]:
-        """Routes chosen and kept since the last reading, as far as they are known."""
-        if self._copied is None or self._copied.query():  # type: ignore[no-untyped-call]
-            arrived, self._copy = self._copy, self._start()
-            if self._copied is None:  # no GPU: it is there already
-                arrived = self._copy
-        else:
-            arrived = None
-        if arrived is None:
-            return 0, 0
-        seen, self._seen = self._seen, arrived.tolist()
-        return self._seen[0] - seen[0], self._seen[1] - seen[1]
-
-    def _start(self) -> torch.Tensor:
-        if not self._counters:
-            return torch.zeros(2, dtype=torch.int64, device="cpu")
-        total = torch.stack([counter.counts for counter in self._counters]).sum(0)
-        if total.device.type != "cuda":
-            return total
-        copy = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=True)
-        copy.copy_(total, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-        return copy
+from flashmoe_megatron.telemetry.totals import Totals
 
 
 class MonitorSink:
@@ -117,8 +50,7 @@ class EngineMetrics:
 
     Args:
         engine: DeepSpeed's.
-        places: This rank's fused layers by number; none is fine.
-        experts: Those layers' own.
+        experts: This rank's fused layers; none is fine.
         counters: Of their routes.
         backends: Of their groups, as they are at each call.
         settings: The user's.
@@ -128,7 +60,6 @@ class EngineMetrics:
     def __init__(
         self,
         engine: Any,
-        places: Mapping[int, LayerPlace],
         experts: Sequence[RoutedExperts],
         counters: Sequence[RouteCounter],
         backends: Callable[[], Iterable[GroupBackends]],
@@ -143,7 +74,7 @@ class EngineMetrics:
         self._routes = RouteReader(counters)
         self._last_step = int(engine.global_steps)
         self._reporter = Reporter(
-            places,
+            {one.layer: one.place for one in experts},
             dist.group.WORLD,
             engine.device,
             chosen=choose_metrics(settings.metrics),

@@ -14,12 +14,9 @@ from flashmoe_megatron.adapters.deepspeed.experts import (
     read_weights,
     recognise,
 )
-from flashmoe_megatron.adapters.deepspeed.forwards import (
-    Classes,
-    check_forwards,
-    check_unchanged,
-)
+from flashmoe_megatron.adapters.deepspeed.forwards import check_forwards, check_unchanged
 from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
+from flashmoe_megatron.adapters.forwards import Classes
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 

@@ -38,7 +38,7 @@ from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, Sink, TensorBoardSink, WandbSink
-from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
+from flashmoe_megatron.telemetry.totals import Totals
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -92,7 +92,7 @@ class MoEMetrics:
         device = torch.empty(0, device=torch.cuda.current_device()).device
         source = _Source(layers)
         return Reporter(
-            {routed.layer: _place(routed, device) for routed in layers},
+            {routed.layer: routed.place for routed in layers},
             world,
             device,
             chosen=self._chosen,
@@ -128,19 +128,6 @@ def _one_of_each_number(layers: Iterable[RoutedExperts]) -> list[RoutedExperts]:
 def _experts_of(model: Iterable[torch.nn.Module]) -> list[RoutedExperts]:
     modules = (module for chunk in model for module in chunk.modules())
     return [getattr(module, ROUTED) for module in modules if hasattr(module, ROUTED)]
-
-
-def _place(routed: RoutedExperts, device: torch.device) -> LayerPlace:
-    num_sms = 0
-    if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return LayerPlace(
-        config=routed.backend.config,
-        rank=routed.rank,
-        element_bytes=routed.dtype.itemsize,
-        capacity_factor=routed.capacity_factor,
-        num_sms=num_sms,
-    )
 
 
 class _Source:

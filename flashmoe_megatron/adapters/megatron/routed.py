@@ -1,4 +1,4 @@
-"""The routed experts of one MoE layer of Megatron: which backend, which weights, one call."""
+"""The routed experts of one MoE layer of Megatron: which shape, which weights, one call."""
 
 import functools
 import math
@@ -9,38 +9,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.experts import (
+    GroupBackends,
+    LayerExperts,
+    read_calibration,
+    shared_backends,
+)
+from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_in_for_forwards
 from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
 from flashmoe_megatron.adapters.megatron.refusals import SCRIPT_REFUSALS, refuse
-from flashmoe_megatron.adapters.megatron.settings import (
-    Settings,
-    current_settings,
-    flag_of,
-    megatron_args,
-)
+from flashmoe_megatron.adapters.megatron.settings import current_settings, flag_of, megatron_args
 from flashmoe_megatron.adapters.megatron.shape import moe_config, resolve_max_tokens
-from flashmoe_megatron.adapters.megatron.weights import (
-    check_forwards,
-    expert_weights,
-    stand_in_for_forwards,
-)
-from flashmoe_megatron.adapters.overflow import apply_despite_overflow
-from flashmoe_megatron.autograd import in_backward, moe_apply
+from flashmoe_megatron.adapters.megatron.weights import expert_weights
+from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
-from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.select import select_backend
-from flashmoe_megatron.telemetry.calibration import Calibration, gpu_name, load_calibration
-from flashmoe_megatron.telemetry.record import launch_number
+from flashmoe_megatron.telemetry.calibration import Calibration
 
 
-class RoutedExperts:
+class RoutedExperts(LayerExperts):
     """Applies a layer's routed experts with a backend, over weights that Megatron owns.
 
     Making one is collective over the group if the bound of tokens is known, else the first call
-    is. Not a module: it owns no parameters and leaves no trace in a checkpoint.
+    is.
 
     Args:
         config: Megatron's TransformerConfig.
@@ -48,12 +42,7 @@ class RoutedExperts:
         group: The layer's expert-parallel group.
 
     Attributes:
-        num_calls: Forward calls so far, recomputation included.
-        num_tokens: Tokens of training's calls so far, recomputation left out.
-        layer: The layer's number in the model, 0 until a call tells it.
-        dtype: Of the tokens; the configuration's until a call tells it.
-        rank: This rank in the group.
-        calibration: Of the settings' file, ``None`` without one or before the backend is made.
+        calibration: The settings' file, ``None`` without one or before the backend is made.
 
     Raises:
         ConfigError: The configuration, the training script's arguments or the experts' class
@@ -61,38 +50,27 @@ class RoutedExperts:
         DeviceError: The kernel was asked for and cannot run here.
     """
 
+    WAYS_OUT_OF_DTYPE = f"pass --bf16 or --fp16, or {flag_of('backend')} reference"
+
     def __init__(
         self, config: Any, experts: torch.nn.Module, group: dist.ProcessGroup | None
     ) -> None:
         refuse(megatron_args(), SCRIPT_REFUSALS)
+        super().__init__(
+            group,
+            _compute_dtype(config),
+            capacity_factor=float(config.moe_expert_capacity_factor or 1.0),
+        )
         self._config = config
         self._experts = experts
         self._group = group
         expert_weights(experts, hidden=config.hidden_size)
-        check_forwards(experts)
-        self.dtype = _compute_dtype(config)
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.layer = 0
+        self._classes = check_forwards(experts)
         self.calibration: Calibration | None = None
         self._settings = current_settings()
-        self._backend: Backend | None = None
-        self.num_calls = 0
-        self.num_tokens = 0
         if resolve_max_tokens(config, self._settings) is not None:
-            self._backend = self._make_backend()
+            self.open()
         _live.add(self)
-
-    @property
-    def capacity_factor(self) -> float:
-        """That of the router; 1 where nothing is dropped."""
-        return float(self._config.moe_expert_capacity_factor or 1.0)
-
-    @property
-    def backend(self) -> Backend:
-        """What computes the layer; made at the first use."""
-        if self._backend is None:
-            self._backend = self._make_backend()
-        return self._backend
 
     def __call__(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, *, layer: int = 0
@@ -113,42 +91,33 @@ class RoutedExperts:
                 built.
             ShapeError: There are more tokens than the layer was built for.
         """
-        self.num_calls += 1
-        self.layer, self.dtype = layer, x.dtype
-        if self._experts.training and not in_backward():
-            self.num_tokens += x.shape[0]
-        stand_in_for_forwards(self._experts)
-        if probs.dtype not in (torch.float32, x.dtype):
-            # --moe-router-dtype fp64: the choice of experts has been made in it.
-            probs = probs.float()
-        shape = self.backend.config
-        if self._config.moe_pad_expert_input_to_capacity and not shape.skip_zero_probs:
+        self.layer, self.is_training = layer, self._experts.training
+        stand_in_for_forwards(self._experts, self._classes)
+        if (
+            self._config.moe_pad_expert_input_to_capacity
+            and not self.backend.config.skip_zero_probs
+        ):
             raise ConfigError(
                 "moe_pad_expert_input_to_capacity was set since the layer was built: pass "
                 "--moe-pad-experts-for-cuda-graph-inference where that is for decoding"
             )
-        max_tokens = shape.max_tokens
-        if x.shape[0] > max_tokens:
-            raise ShapeError(
-                f"x has {x.shape[0]} tokens, the layer was built for at most "
-                f"max_tokens={max_tokens} per rank; pass {flag_of('max_tokens')} {x.shape[0]} or "
-                "more on every rank"
-            )
         weights = expert_weights(self._experts, hidden=self._config.hidden_size)
 
-        def apply(finite_probs: torch.Tensor) -> torch.Tensor:
+        def compute(
+            backend: Backend, rows: torch.Tensor, finite_probs: torch.Tensor, number: int
+        ) -> torch.Tensor:
             return moe_apply(
-                self.backend,
-                x.contiguous(),
+                backend,
+                rows,
                 finite_probs.contiguous(),
                 routing_map.contiguous(),
                 weights,
                 accumulate_into_main_grad=self._adds_to_main_grad(weights),
-                layer=launch_number(layer, is_training=self._experts.training),
-                after_backward=functools.partial(note_backward, self.backend),
+                layer=number,
+                after_backward=functools.partial(note_backward, backend),
             )
 
-        return apply_despite_overflow(apply, probs, x.dtype)
+        return self.run(x, probs, compute)
 
     @property
     def is_trained(self) -> bool:
@@ -156,11 +125,12 @@ class RoutedExperts:
         return any(parameter.requires_grad for parameter in self._experts.parameters())
 
     def _adds_to_main_grad(self, weights: ExpertWeights) -> bool:
-        """Also without Megatron's fusion, which may be off for want of apex alone.
+        """Whether gradients go to ``main_grad``, for which Megatron's fusion need not be on.
 
-        Megatron's DDP marks its parameters so, and its hooks then add nothing themselves. Gradients
-        of their own would cost a table, buffers and an addition for each expert and micro-batch;
-        they are made where somebody else's hooks want to see them.
+        Fusion may be off for want of apex alone. Megatron's DDP marks parameters whose gradients
+        may be added by others, and its hooks then add nothing themselves. Gradients as tensors of
+        their own would cost a table, buffers and an addition for each expert and micro-batch; they
+        are made where somebody else's hooks want to see them.
         """
         if self._config.gradient_accumulation_fusion:
             return True
@@ -169,7 +139,16 @@ class RoutedExperts:
             each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters
         )
 
-    def _make_backend(self) -> Backend:
+    def allow_more(self, num_tokens: int) -> str:
+        """See :meth:`LayerExperts.allow_more`."""
+        return f"pass {flag_of('max_tokens')} {num_tokens} or more on every rank"
+
+    def locate(self) -> tuple[MoEConfig, GroupBackends]:
+        """See :meth:`LayerExperts.locate`.
+
+        Raises:
+            ConfigError: Nobody says how many tokens there are.
+        """
         max_tokens = resolve_max_tokens(self._config, self._settings)
         if max_tokens is None:
             raise ConfigError(
@@ -181,29 +160,20 @@ class RoutedExperts:
         shape = moe_config(self._config, self._experts, num_ranks=num_ranks, max_tokens=max_tokens)
         # As Megatron does for its buffers; an index of a GPU, or a device under a bridge.
         device = torch.empty(0, device=torch.cuda.current_device()).device
-        backend = _shared_backend(shape, self._group, device, self._settings)
-        if not isinstance(backend, ReferenceBackend):
-            self._check_kernel_dtype()
-        if self._settings.calibration is not None:
-            self.calibration = load_calibration(
-                self._settings.calibration,
-                [shape],
-                gpu=gpu_name(device),
-                dtype=str(self.dtype).removeprefix("torch."),
-                bounded=self._settings.row_bound is not None,
-                keep=self._settings.keep,
-                grads="main_grad",  # of Megatron's DDP, which comes after the model
-            )
+        return shape, shared_backends(self._group, device, self._settings, max_tokens)
+
+    def open(self) -> Backend:
+        """Makes the backend, reads the calibration and tells the user what computes the layer."""
+        backend = super().open()
+        self.calibration = read_calibration(
+            self._settings,
+            [backend.config],
+            self._backends.device,
+            self.dtype,
+            grads="main_grad",  # of Megatron's DDP, which comes after the model
+        )
         _announce(backend, self._config)
         return backend
-
-    def _check_kernel_dtype(self) -> None:
-        dtype = _compute_dtype(self._config)
-        if dtype not in KERNEL_DTYPES:
-            raise ConfigError(
-                f"params_dtype={dtype}: the kernel computes in bfloat16 or float16; pass --bf16 or "
-                f"--fp16, or {flag_of('backend')} reference"
-            )
 
 
 def _compute_dtype(config: Any) -> torch.dtype:
@@ -220,32 +190,9 @@ _live: "weakref.WeakSet[RoutedExperts]" = weakref.WeakSet()
 
 
 def live_experts() -> list[RoutedExperts]:
-    """Those of all layers of this process that exist and have been called, by their number."""
+    """The experts of all layers of this process that exist and have been called, by number."""
     called = (routed for routed in _live if routed.num_calls)
     return sorted(called, key=lambda routed: routed.layer)
-
-
-_Key = tuple[MoEConfig, torch.device, Settings]
-_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Backend]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _shared_backend(
-    shape: MoEConfig, group: dist.ProcessGroup | None, device: torch.device, settings: Settings
-) -> Backend:
-    """The one backend of all layers of one shape, in one group, with the same settings."""
-    known = {} if group is None else _backends.setdefault(group, {})
-    key = (shape, device, settings)
-    if key not in known:
-        known[key] = select_backend(
-            shape,
-            group,
-            device,
-            kind=settings.backend,
-            **settings.backend_options(),
-        )
-    return known[key]
 
 
 _announced: set[str] = set()

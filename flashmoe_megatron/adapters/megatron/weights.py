@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.modules import with_all_below
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
 
@@ -51,71 +50,6 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
         return ExpertWeights(fc1=stacked1.unbind(), fc2=stacked2.unbind(), transposed=True)
     raise ConfigError(
         f"experts of class {name} are not known; wanted SequentialMLP, TEGroupedMLP or GroupedMLP"
-    )
-
-
-def check_forwards(experts: torch.nn.Module) -> None:
-    """Refuses experts that compute something else than their class in Megatron.
-
-    Their forward is not called here: what a conversion (quantization, LoRA, sparsity) or a hook
-    puts there would be lost without a word.
-
-    Args:
-        experts: The ``experts`` of a MoELayer.
-
-    Raises:
-        ConfigError: A class or a ``forward`` is not Megatron's, or there are hooks after a forward
-            or around a backward; names the module.
-    """
-    for module in with_all_below(experts):
-        _check_forward(module, experts)
-
-
-def stand_in_for_forwards(experts: torch.nn.Module) -> None:
-    """Does what calling the experts would do before computing; checks as :func:`check_forwards`.
-
-    With ``--overlap-param-gather`` Megatron waits for the all-gather of a module's parameters in
-    the module's forward pre-hooks. The experts' forward is not called here, so their hooks are.
-    """
-    for module in with_all_below(experts):
-        _check_forward(module, experts)
-        with_kwargs = module._forward_pre_hooks_with_kwargs
-        for key, hook in tuple(module._forward_pre_hooks.items()):
-            if key in with_kwargs:
-                hook(module, (), {})
-            else:
-                hook(module, ())
-
-
-_STOCK = ("megatron.core.", "transformer_engine.", "torch.nn.modules.")
-"""Whose classes compute with the parameters they own; the last are torch's containers."""
-
-
-def _check_forward(module: torch.nn.Module, experts: torch.nn.Module) -> None:
-    cls = type(module)
-    is_stock = cls.__module__.startswith(_STOCK)
-    # Runs before every launch, while the GPU may be idle.
-    if (
-        is_stock
-        and not module._forward_hooks
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-        and "forward" not in module.__dict__
-    ):
-        return
-    name = next(name for name, m in experts.named_modules(prefix="experts") if m is module)
-    if not is_stock:
-        problem = f"is of class {cls.__module__}.{cls.__qualname__}"
-    elif module._forward_hooks:
-        problem = "has forward hooks"
-    elif module._backward_hooks or module._backward_pre_hooks:
-        problem = "has backward hooks"
-    else:
-        problem = "has a forward of its own"
-    raise ConfigError(
-        f"{name} ({cls.__name__}) {problem}, which would not be called; wanted an unchanged "
-        "module of Megatron-Core or Transformer Engine: convert no experts (quantization, LoRA, "
-        "sparsity) and hook none, or use the alltoall dispatcher"
     )
 
 

@@ -1,0 +1,165 @@
+"""The ways into DeepSpeed: ``initialize``, ``install`` and ``attach``.
+
+Importing this changes nothing and imports no DeepSpeed. A training program calls
+:func:`initialize` in place of ``deepspeed.initialize``, or :func:`install` once if something else
+calls that (Hugging Face Trainer, accelerate); :func:`attach` serves an engine that exists already.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flashmoe_megatron.adapters.deepspeed.settings import (
+    SECTION,
+    Settings,
+    read_settings,
+    resolve_alias,
+)
+from flashmoe_megatron.adapters.deepspeed.versions import version_problem
+from flashmoe_megatron.adapters.patch import original_of, patch
+from flashmoe_megatron.errors import ConfigError
+
+logger = logging.getLogger("flashmoe_megatron")
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Calls ``deepspeed.initialize`` and fuses the engine's MoE layers if the section says so.
+
+    Collective over all ranks, as ``deepspeed.initialize`` is.
+
+    Args:
+        *args: As for ``deepspeed.initialize``.
+        **kwargs: As for ``deepspeed.initialize``. The configuration may be a dict, a path or
+            base64, in any argument that DeepSpeed takes it from; besides the section,
+            ``"expert_parallel": {"comm_backend": "flashmoe"}`` enables flashmoe.
+
+    Returns:
+        Engine, optimizer, data loader and learning rate schedule.
+
+    Raises:
+        ConfigError: The section is not valid, the ranks disagree on it, or a layer cannot be
+            served and ``fallback`` is "error".
+    """
+    import deepspeed
+
+    return _initialize(original_of(deepspeed.initialize), *args, **kwargs)
+
+
+def install() -> None:
+    """Makes ``deepspeed.initialize`` do what :func:`initialize` does; again, does nothing."""
+    import deepspeed
+
+    patch(deepspeed, "initialize", lambda original: functools.partial(_initialize, original))
+
+
+def uninstall() -> None:
+    """Undoes :func:`install`; engines that exist keep their layers."""
+    import deepspeed
+
+    deepspeed.initialize = original_of(deepspeed.initialize)
+
+
+def attach(engine: Any) -> dict[str, str]:
+    """Fuses the MoE layers of an engine that exists. Collective over all ranks.
+
+    May be called again, also after :func:`initialize`, to have the report.
+
+    Args:
+        engine: From ``deepspeed.initialize``. Its configuration's section holds; without one,
+            flashmoe is enabled with the defaults.
+
+    Returns:
+        For every MoE layer of this rank, by name, "fused" or a sentence why it was left alone.
+
+    Raises:
+        ConfigError: As for :func:`initialize`.
+    """
+    config = engine.config
+    return _attach(engine, read_settings(config) if SECTION in config else Settings(enabled=True))
+
+
+def _initialize(
+    original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Any, Any, Any, Any]:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    config = _load_config(call.arguments)
+    settings = Settings()
+    if config is not None:
+        rewritten = resolve_alias(config)
+        if rewritten is not None:
+            config = rewritten
+            _replace_config(call.arguments, config)
+        settings = read_settings(config)
+    with contextlib.ExitStack() as stack:
+        if settings.enabled:
+            from flashmoe_megatron.adapters.deepspeed.metrics import wandb_may_fail
+
+            stack.enter_context(wandb_may_fail())
+        outcome: tuple[Any, Any, Any, Any] = original(*call.args, **call.kwargs)
+    _attach(outcome[0], settings)
+    return outcome
+
+
+def _attach(engine: Any, settings: Settings) -> dict[str, str]:
+    import deepspeed
+    import torch.distributed as dist
+
+    from flashmoe_megatron.select import check_ranks_agree
+
+    # Also where it is not enabled: another rank's configuration may differ.
+    values = {f"{SECTION}.{name}": value for name, value in vars(settings).items()}
+    check_ranks_agree(dist.group.WORLD, values)
+    problem = version_problem(deepspeed.__version__) if settings.enabled else None
+    if problem is not None:
+        if settings.fallback == "error":
+            raise ConfigError(
+                f'{problem}, or set {SECTION}.fallback to "warn" to leave MoE layers to DeepSpeed'
+            )
+        logger.warning("%s; DeepSpeed runs its MoE layers itself", problem)
+        return {
+            name: problem
+            for name, module in engine.module.named_modules()
+            if type(module).__name__ in ("MOELayer", "AutoEPMoELayer")
+        }
+    # Knows the insides of the releases named there, so it is imported for these alone.
+    from flashmoe_megatron.adapters.deepspeed.attach import attach_engine
+
+    return attach_engine(engine, settings)
+
+
+def _load_config(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The configuration as DeepSpeed will find it; ``None`` where DeepSpeed will refuse it."""
+    given = _configs(arguments)
+    if len(given) != 1 or not isinstance(given[0], str | dict):
+        return None
+    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+
+    config = load_ds_config(given[0])
+    return config if isinstance(config, Mapping) else None
+
+
+def _configs(arguments: Mapping[str, Any]) -> list[Any]:
+    """What DeepSpeed looks at, in its order: the arguments of the function, then ``args``."""
+    config = arguments.get("config")
+    if config is None:
+        config = arguments.get("config_params")
+    script = arguments.get("args")
+    names = ("deepscale_config", "deepspeed_config")
+    found = [config, *(getattr(script, name, None) for name in names)]
+    return [value for value in found if value is not None]
+
+
+def _replace_config(arguments: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """Gives DeepSpeed another configuration, without a trace in the caller's objects."""
+    arguments["config"] = dict(config)
+    arguments.pop("config_params", None)
+    if arguments.get("args") is not None:
+        script = copy.copy(arguments["args"])
+        for name in ("deepscale_config", "deepspeed_config"):
+            if getattr(script, name, None) is not None:
+                setattr(script, name, None)
+        arguments["args"] = script

@@ -1,0 +1,310 @@
+"""The seat of a layer's routed experts, in any framework.
+
+:class:`LayerExperts` does what every framework needs alike: layers of one shape share a backend,
+the tokens of a call are bounded, calls and tokens are counted, probabilities are cast, an overflow
+of float16 reaches the loss scaler, and launches carry the layer's number.
+
+An adapter for another framework supplies the rest:
+
+- its options, a subclass of :class:`~flashmoe_megatron.options.FrameworkOptions`;
+- a subclass of :class:`LayerExperts`, which says where a layer sits (its shape, expert-parallel
+  group, device and dtype) and whose call reads the weights and gives :meth:`LayerExperts.run` the
+  function that computes with them;
+- what puts that call in place of the framework's dispatch, experts and combine, and refuses layers
+  that compute something else, by name and with a way out;
+- for metrics, a :class:`~flashmoe_megatron.telemetry.reporter.Reporter` that is told of each step.
+"""
+
+import dataclasses
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.autograd import in_backward
+from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.checks import KERNEL_DTYPES
+from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
+from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.options import FrameworkOptions
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.telemetry.calibration import (
+    Calibration,
+    Grads,
+    gpu_name,
+    load_calibration,
+)
+from flashmoe_megatron.telemetry.record import launch_number
+from flashmoe_megatron.telemetry.totals import LayerPlace
+
+Compute = Callable[[Backend, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""From a backend, ``[num_tokens, hidden]`` contiguous tokens, finite probabilities and the number
+of the launch to ``[num_tokens, hidden]`` outputs."""
+
+
+class GroupBackends:
+    """The backends of all layers of one expert-parallel group, and the tokens they are made for.
+
+    Layers of one shape share a backend, and all backends of a group share its symmetric heap.
+
+    Args:
+        group: The expert-parallel group, ``None`` for one rank.
+        device: Where the layers live.
+        settings: The user's.
+        max_tokens: Most tokens of one rank and call. If it is ``None``, the ranks agree on the most
+            at every call, and backends are made anew when it exceeds what they were made for.
+
+    Attributes:
+        max_tokens: What backends are made for now.
+        is_bounded: Whether the user has given that bound.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        settings: FrameworkOptions,
+        max_tokens: int | None,
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.max_tokens = max_tokens or TILE_M
+        self.is_bounded = max_tokens is not None
+        self._settings = settings
+        self._by_shape: dict[MoEConfig, Backend] = {}
+
+    def backend_of(self, shape: MoEConfig) -> Backend:
+        """The backend for the group's ``max_tokens``; one is made if there is none yet.
+
+        Making one is collective over the group.
+
+        Args:
+            shape: The layer's; its ``max_tokens`` does not count.
+        """
+        config = dataclasses.replace(shape, max_tokens=self.max_tokens)
+        if config not in self._by_shape:
+            self._by_shape[config] = select_backend(
+                config,
+                self.group,
+                self.device,
+                kind=self._settings.backend,
+                **self._settings.backend_options(),
+            )
+        return self._by_shape[config]
+
+    def backends(self) -> Iterable[Backend]:
+        """All that have been made, those for fewer tokens included."""
+        return self._by_shape.values()
+
+    def agree_on_tokens(self, num_tokens: int) -> None:
+        """Raises the bound, on every rank, to what the fullest has; in steps, never down.
+
+        Collective over the group.
+        """
+        most = torch.tensor([num_tokens], device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        if int(most) > self.max_tokens:
+            self.max_tokens = align_capacity(max(int(most), self.max_tokens * 5 // 4))
+
+
+_Key = tuple[torch.device, FrameworkOptions, int]
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, GroupBackends]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def shared_backends(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    settings: FrameworkOptions,
+    max_tokens: int,
+) -> GroupBackends:
+    """The same backends for every layer of this process with the same four arguments."""
+    known = {} if group is None else _shared.setdefault(group, {})
+    key = (device, settings, max_tokens)
+    if key not in known:
+        known[key] = GroupBackends(group, device, settings, max_tokens)
+    return known[key]
+
+
+class LayerExperts(ABC):
+    """Applies the routed experts of one layer, over weights that the framework owns.
+
+    Not a module: it owns no parameters and leaves no trace in a checkpoint. A layer of evaluation
+    alone has to say so in ``is_training``, since no backend can tell.
+
+    Args:
+        group: The expert-parallel group, ``None`` for one rank.
+        dtype: The dtype of the experts' parameters.
+        layer: The layer's number in the model, from 0.
+        capacity_factor: The router's; 1 where nothing is dropped.
+
+    Attributes:
+        num_calls: Forward calls so far, recomputation included.
+        num_tokens: Tokens of calls while ``is_training``, recomputation left out.
+        is_training: Whether the model is being trained now.
+        dtype: The dtype of the last call's tokens; the parameters' until there is a call.
+        rank: This rank in the group.
+    """
+
+    WAYS_OUT_OF_DTYPE: ClassVar[str]
+    """How a user of the framework gets another dtype or another backend, as an imperative."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        *,
+        layer: int = 0,
+        capacity_factor: float = 1.0,
+    ) -> None:
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.dtype = dtype
+        self.layer = layer
+        self.capacity_factor = capacity_factor
+        self.num_calls = 0
+        self.num_tokens = 0
+        self.is_training = True
+        self._backend: Backend | None = None
+        self._shape: MoEConfig
+        self._backends: GroupBackends
+
+    @abstractmethod
+    def locate(self) -> tuple[MoEConfig, GroupBackends]:
+        """The layer's shape, whose ``max_tokens`` does not count, and its group's backends.
+
+        Asked once, before the backend is made.
+        """
+
+    @abstractmethod
+    def allow_more(self, num_tokens: int) -> str:
+        """How a user of the framework raises the bound of tokens to ``num_tokens``."""
+
+    @property
+    def backend(self) -> Backend:
+        """What computes the layer; made at the first use, which is collective over the group.
+
+        Raises:
+            ConfigError: The parameters have a dtype in which the chosen kernel cannot compute.
+            DeviceError: The kernel was asked for and cannot run here.
+        """
+        return self.open() if self._backend is None else self._backend
+
+    def open(self) -> Backend:
+        """Makes the backend. Collective over the group; see :attr:`backend`."""
+        self._shape, self._backends = self.locate()
+        backend = self._backends.backend_of(self._shape)
+        if not isinstance(backend, ReferenceBackend) and self.dtype not in KERNEL_DTYPES:
+            raise ConfigError(
+                f"the experts are {self.dtype} and the kernel computes in bfloat16 or float16; "
+                f"{self.WAYS_OUT_OF_DTYPE}"
+            )
+        self._backend = backend
+        return backend
+
+    def run(self, x: torch.Tensor, probs: torch.Tensor, compute: Compute) -> torch.Tensor:
+        """Applies the experts. Collective over the group.
+
+        Args:
+            x: ``[num_tokens, hidden]``.
+            probs: ``[num_tokens, ...]`` in any float dtype, for all experts or the chosen ones.
+            compute: Computes with the layer's weights.
+
+        Returns:
+            What ``compute`` does, with NaN for tokens of float16 whose probabilities are NaN.
+
+        Raises:
+            ShapeError: There are more tokens than the layer was built for.
+        """
+        self.num_calls += 1
+        self.dtype = x.dtype
+        if self.is_training and not in_backward():
+            self.num_tokens += x.shape[0]
+        backend = self._backend_for(x.shape[0])
+        number = launch_number(self.layer, is_training=self.is_training)
+        rows = x.contiguous()
+        if probs.dtype not in (torch.float32, x.dtype):
+            probs = probs.float()  # a router in float64 has chosen the experts by now
+        if x.dtype != torch.float16:
+            return compute(backend, rows, probs, number)
+        return _despite_overflow(lambda finite: compute(backend, rows, finite, number), probs)
+
+    def _backend_for(self, num_tokens: int) -> Backend:
+        backend, backends = self.backend, self._backends
+        if not backends.is_bounded:
+            backends.agree_on_tokens(num_tokens)
+            if backends.max_tokens != backend.config.max_tokens:
+                self._backend = backend = backends.backend_of(self._shape)
+        elif num_tokens > backends.max_tokens:
+            raise ShapeError(
+                f"this rank has {num_tokens} tokens in one call, the layer was built for at most "
+                f"max_tokens={backends.max_tokens} per rank; {self.allow_more(num_tokens)}"
+            )
+        return backend
+
+    @property
+    def place(self) -> LayerPlace:
+        """The layer as metrics see it."""
+        config, device = self.backend.config, self._backends.device
+        num_sms = 0
+        if device.type == "cuda":
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        return LayerPlace(
+            config=config,
+            rank=self.rank,
+            element_bytes=self.dtype.itemsize,
+            capacity_factor=self.capacity_factor,
+            num_sms=num_sms,
+        )
+
+
+def _despite_overflow(
+    apply: Callable[[torch.Tensor], torch.Tensor], probs: torch.Tensor
+) -> torch.Tensor:
+    """Gives tokens whose probabilities are NaN an output of NaN.
+
+    That is how a loss scaler hears of an overflow: the loss is NaN, the step is skipped, training
+    goes on. The backends take NaN for the error that it is where nobody scales the loss.
+    """
+    has_overflown = probs.isnan().any(1, keepdim=True)
+    return apply(probs.masked_fill(has_overflown, 0)).masked_fill(has_overflown, math.nan)
+
+
+def read_calibration(
+    settings: FrameworkOptions,
+    shapes: Iterable[MoEConfig],
+    device: torch.device,
+    dtype: torch.dtype,
+    grads: Grads,
+) -> Calibration | None:
+    """Reads the settings' calibration file for layers that run as the settings say.
+
+    Args:
+        settings: The user's.
+        shapes: The layers'.
+        device: Where they live.
+        dtype: The dtype of their tokens.
+        grads: Where their weight gradients go.
+
+    Returns:
+        The times, ``None`` if the settings name no file.
+
+    Raises:
+        ConfigError: The file does not concern these layers.
+    """
+    if settings.calibration is None:
+        return None
+    return load_calibration(
+        settings.calibration,
+        shapes,
+        gpu=gpu_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        bounded=settings.row_bound is not None,
+        keep=settings.keep,
+        grads=grads,
+    )

@@ -1,0 +1,87 @@
+"""Refuses experts of Megatron that compute something else, and calls their pre-hooks."""
+
+import torch
+
+from flashmoe_megatron.adapters.forwards import (
+    Classes,
+    classes_of,
+    find_touched,
+    name_of,
+    with_all_below,
+)
+from flashmoe_megatron.errors import ConfigError
+
+_STOCK = ("megatron.core.", "transformer_engine.", "torch.nn.modules.")
+"""Packages whose classes compute with the parameters they own; torch's are the containers."""
+
+
+def check_forwards(experts: torch.nn.Module) -> Classes:
+    """Refuses experts that compute something else than their class in Megatron.
+
+    Their forward is not called here: what a conversion (quantization, LoRA, sparsity) or a hook
+    puts there would be lost without a word.
+
+    Args:
+        experts: The ``experts`` of a MoELayer.
+
+    Returns:
+        Their classes, for :func:`stand_in_for_forwards`.
+
+    Raises:
+        ConfigError: A class or a ``forward`` is not Megatron's, or there are hooks after a forward
+            or around a backward; names the module.
+    """
+    modules = with_all_below(experts)
+    for module in modules:
+        _check_class(module, experts)
+    for module in find_touched(modules):
+        _check_hooks(module, experts)
+    return classes_of(modules)
+
+
+def stand_in_for_forwards(experts: torch.nn.Module, classes: Classes) -> None:
+    """Does what calling the experts would do before computing; checks as :func:`check_forwards`.
+
+    With ``--overlap-param-gather`` Megatron waits for the all-gather of a module's parameters in
+    the module's forward pre-hooks. The experts' forward is not called here, so their hooks are, as
+    often as a module would be called.
+
+    Args:
+        experts: The ``experts`` of a MoELayer.
+        classes: Their classes when the layer was built; only others are looked at again.
+    """
+    modules = with_all_below(experts)
+    if classes_of(modules) != classes:
+        for module in modules:
+            _check_class(module, experts)
+    for module in find_touched(modules):
+        _check_hooks(module, experts)
+        with_kwargs = module._forward_pre_hooks_with_kwargs
+        for key, hook in tuple(module._forward_pre_hooks.items()):
+            if key in with_kwargs:
+                hook(module, (), {})
+            else:
+                hook(module, ())
+
+
+def _check_class(module: torch.nn.Module, experts: torch.nn.Module) -> None:
+    cls = type(module)
+    if not cls.__module__.startswith(_STOCK):
+        _refuse(module, experts, f"is of class {cls.__module__}.{cls.__qualname__}")
+
+
+def _check_hooks(module: torch.nn.Module, experts: torch.nn.Module) -> None:
+    if module._forward_hooks:
+        _refuse(module, experts, "has forward hooks")
+    if module._backward_hooks or module._backward_pre_hooks:
+        _refuse(module, experts, "has backward hooks")
+    if "forward" in module.__dict__:
+        _refuse(module, experts, "has a forward of its own")
+
+
+def _refuse(module: torch.nn.Module, experts: torch.nn.Module, problem: str) -> None:
+    raise ConfigError(
+        f"{name_of(module, experts)} ({type(module).__name__}) {problem}, which would not be "
+        "called; wanted an unchanged module of Megatron-Core or Transformer Engine: convert no "
+        "experts (quantization, LoRA, sparsity) and hook none, or use the alltoall dispatcher"
+    )

@@ -172,7 +172,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    _forget_metrics()
+    forget_metrics()
     config = transformer_config(case.layout, dispatcher, **case.config)
     chunks = [_in_half(config, chunk) for chunk in _build(config, case.layout)]
     # Megatron's own fusion is a CUDA extension that its linears ask for when they are built; the
@@ -260,7 +260,7 @@ def _metrics(path: str | None, model: list[Any]) -> Callable[..., None]:
     return MoEMetrics([JsonLines(Path(path))] if is_writer else [], model=model)
 
 
-def _forget_metrics() -> None:
+def forget_metrics() -> None:
     """Drops Megatron's table of auxiliary losses, which has the last model's number of layers."""
     try:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker

@@ -28,6 +28,7 @@ from tests.megatron.harness import (
     SEQ_LENGTH,
     Case,
     Layout,
+    forget_metrics,
     megatron_parser,
     prepare,
     train,
@@ -81,7 +82,7 @@ def test_layers_of_all_ranks_are_reported(
     # The first iteration is not reported, and the last is although none follows.
     assert [line["step"] for line in lines] == [2, 3, 4]
     for line in lines:
-        for layer in (1, 2):
+        for layer in (0, 1):
             assert line[f"flashmoe/forward/layer_{layer}/kernel_ms"] > 0
             assert line[f"flashmoe/backward/layer_{layer}/kernel_ms"] > 0
             rows = [line[f"flashmoe/layer_{layer}/expert_rows/{expert}"] for expert in range(8)]
@@ -142,7 +143,7 @@ def test_a_calibration_of_another_shape_ends_the_run(four_ranks: RankPool, tmp_p
 
 @dataclasses.dataclass(frozen=True)
 class OneLayer:
-    """A layer of this many intermediate features, with its number; frozen as a teacher's are."""
+    """A layer of this many intermediate features, Megatron's number of it, and if it is frozen."""
 
     width: int = 64
     number: int = 1
@@ -242,10 +243,10 @@ def test_of_a_teacher_and_its_student_the_student_is_reported(
     told = two_ranks.run(report_layers, by_rank, str(path), None, timeout_s=TIMEOUT_S)
     assert told == [[], []]
     (line,) = reports(path)
-    for layer in (1, 2):
+    for layer in (0, 1):
         rows = [line[f"flashmoe/layer_{layer}/expert_rows/{expert}"] for expert in range(8)]
         assert sum(rows) == pytest.approx(TOKENS * 2)
-    assert "flashmoe/forward/layer_3/kernel_ms" not in line
+    assert "flashmoe/forward/layer_2/kernel_ms" not in line
 
 
 def numbers_with_prediction(group: dist.ProcessGroup) -> list[int]:
@@ -275,9 +276,35 @@ def numbers_with_prediction(group: dist.ProcessGroup) -> list[int]:
     return numbers
 
 
+def numbers_in_both_metrics(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """Under which numbers flashmoe and Megatron know the second of two layers."""
+    prepare(Layout())
+    forget_metrics()
+    layer = make_layer(transformer_config(Layout(), "flashmoe"))
+    layer.set_layer_number(2)
+    backend = layer.flashmoe_routed_experts.backend
+    backend.take_records()
+    layer(torch.randn(SEQ_LENGTH, MICRO_BATCH, 64))
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        losses = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+    else:
+        losses = get_moe_metrics_tracker().metrics["load_balancing_loss"].values
+    return [record.layer for record in backend.take_records()], losses.nonzero().flatten().tolist()
+
+
+def test_layers_have_the_numbers_of_megatrons_own_metrics(two_ranks: RankPool) -> None:
+    """Megatron logs what it keeps at an index as layer_{index}."""
+    for ours, theirs in two_ranks.run(numbers_in_both_metrics, timeout_s=TIMEOUT_S):
+        assert ours == theirs == [1]
+
+
 def test_layers_of_multi_token_prediction_follow_the_decoders(two_ranks: RankPool) -> None:
     for numbers in two_ranks.run(numbers_with_prediction, timeout_s=TIMEOUT_S):
-        assert numbers == [1, 3, 4]
+        assert numbers == [0, 2, 3]
 
 
 def test_frozen_layers_are_reported_where_none_is_trained(
@@ -286,7 +313,7 @@ def test_frozen_layers_are_reported_where_none_is_trained(
     path = tmp_path / "metrics.jsonl"
     two_ranks.run(report_layers, [TEACHER] * 2, str(path), None, timeout_s=TIMEOUT_S)
     (line,) = reports(path)
-    assert line["flashmoe/forward/layer_3/kernel_ms"] > 0
+    assert line["flashmoe/forward/layer_2/kernel_ms"] > 0
 
 
 def test_models_that_differ_in_a_layer_are_not_reported(
@@ -304,7 +331,7 @@ def test_models_that_differ_in_a_layer_are_not_reported(
     told = two_ranks.run(report_layers, differ, str(path), None, timeout_s=TIMEOUT_S)
     assert told[0] == []
     (message,) = told[1]
-    assert message.startswith("no metrics of flashmoe: layer 1 is ")
+    assert message.startswith("no metrics of flashmoe: layer 0 is ")
     assert not path.exists()
 
 

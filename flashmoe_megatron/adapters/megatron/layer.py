@@ -111,12 +111,12 @@ def _fused_compute(original: Function) -> Function:
 
 
 def _number_in_model(layer: Any) -> int:
-    """A layer's number, by which records are told apart; 0 if nobody has set it.
+    """A layer's number from 0, as Megatron's own metrics have it; 0 if nobody has set it.
 
-    Those of multi-token prediction follow the decoder's. From Megatron-Core 0.17 on they are marked
-    and begin at 1 again.
+    Layers of multi-token prediction follow the decoder's. From Megatron-Core 0.17 on they are
+    marked and begin at 1 again.
     """
-    number = int(layer.layer_number or 0)
+    number = int(layer.layer_number or 1) - 1
     if getattr(layer, "is_mtp_layer", False):
         number += int(layer.config.num_layers)
     return number

@@ -33,8 +33,9 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
         routed_experts: The layer's ``experts``, which keep owning their weights.
         shared_experts: The layer's shared expert, ``None`` if it has none.
         num_local_experts: Experts of this rank.
-        layer_number: The layer's number in the model, for the metrics. Megatron's factory does not
-            know it; without it, layers are numbered as they are built.
+        layer_number: Megatron's number of the layer, from 1; metrics count from 0, as Megatron's
+            own do. Megatron's factory does not know it; without it, layers are numbered as they
+            are built.
 
     Raises:
         ConfigError: The configuration or the experts' class cannot be honoured.
@@ -58,7 +59,7 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
                 f"{config.num_moe_experts} over {dist.get_world_size(ep_group)} ranks"
             )
         self._routed = RoutedExperts(config, routed_experts, ep_group)
-        self._layer = _next_number() if layer_number is None else layer_number
+        self._layer = _next_number() if layer_number is None else layer_number - 1
         # In a tuple, so that they do not become submodules: the layer owns them.
         self._shared = () if shared_experts is None else (shared_experts,)
 
@@ -89,9 +90,9 @@ _built = itertools.count()
 
 
 def _next_number() -> int:
-    """From 1, in turns with the other pipeline stages, so that no two have layers of one number."""
+    """Counts in turns with the other pipeline stages, so that no two have layers of one number."""
     stage, num_stages = 0, 1
     if parallel_state.is_initialized():
         stage = parallel_state.get_pipeline_model_parallel_rank()
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return 1 + stage + num_stages * next(_built)
+    return stage + num_stages * next(_built)

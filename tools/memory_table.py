@@ -11,7 +11,7 @@ on all GPUs of a host, beside what the heap and torch's allocator say of a forwa
 The allocator's figures are bytes that were requested, current after the forward and at the peak of
 either direction, counted from before it. The exit status is 1 if one differs from the plan by more
 than ``--tolerance``, or if the symmetric heap exceeds its bound; it is 2 if a layer cannot be on so
-many ranks.
+many ranks, or if the library, which knows the sizes, is not built.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
 from tools.bench import common
 from tools.bench.common import Record, log
@@ -169,6 +170,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
+    if not bindings.library_path().is_file():
+        print(
+            f"error: {bindings.library_path()} is missing, which knows a layer's sizes: run "
+            "`python tools/build.py` (it needs no GPU)",
+            file=sys.stderr,
+        )
+        return 2
     has_gpu = torch.cuda.is_available()
     num_ranks = common.join_group() if has_gpu else options.ranks
     try:

@@ -1,49 +1,29 @@
 """What the tools' commands say where they cannot run, and what they record where they can."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from tools import gpu_check, memory_table
-from tools.bench import bench_gate, common, counters_cost
-from tools.bench.common import Timing
+from tools.bench import bench_layer, counters_cost
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("ruff", "mypy", "clang-format", "codespell", "python", "pytest")
 
 
-@pytest.mark.parametrize("tool", [bench_gate, counters_cost])
+@pytest.mark.parametrize("tool", [bench_layer, counters_cost])
 def test_without_a_gpu_nothing_is_measured(tool, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tool.main(["--out", str(tmp_path / "out.jsonl")]) == 2
     wanted = "no CUDA GPU is usable here: nothing can be measured\n"
     assert capsys.readouterr().err == wanted
     assert not list(tmp_path.iterdir())
-
-
-def test_records_of_the_gate_say_what_and_on_how_many(tmp_path: Path, monkeypatch) -> None:
-    timings = {name: Timing(1.0, 1.0, 1.0, 1.0, 8) for name in ("at_hand", "in_launch", "in_torch")}
-    monkeypatch.setattr(common, "has_gpu", lambda: True)
-    monkeypatch.setattr(common, "join_group", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    problem = SimpleNamespace(parameters=(), config=None)
-    monkeypatch.setattr(bench_gate, "make_problem", lambda *_, **__: problem)
-    monkeypatch.setattr(bench_gate, "select_backend", lambda *_, **__: None)
-    monkeypatch.setattr(bench_gate, "measure", lambda *_: timings)
-    out = tmp_path / "out.jsonl"
-    assert bench_gate.main(["--shapes", "paper-1k", "--out", str(out)]) == 0
-    row = json.loads(out.read_text())
-    assert (row["measurement"], row["shape"], row["num_ranks"]) == ("gate", "paper-1k", 1)
-    assert row["in_launch"]["median_ms"] == 1.0
 
 
 @pytest.mark.parametrize("num_ranks", [0, 3, 9])
@@ -56,6 +36,16 @@ def test_a_layer_that_cannot_be_on_so_many_ranks(num_ranks: int, tmp_path: Path,
     assert printed.err.count("\n") == 1
     assert str(num_ranks) in printed.err
     assert not out.exists()
+
+
+def test_sizes_want_the_library(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("FLASHMOE_LIBRARY", str(tmp_path / "none.so"))
+    assert memory_table.main(["--shapes", "paper-1k"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {tmp_path / 'none.so'} is missing")
+    assert "python tools/build.py" in printed.err
+    assert printed.err.count("\n") == 1
 
 
 def test_a_rank_that_ignores_sigterm_is_ended(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import torch.distributed as dist
 
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.distributed import RankPool
-from tools.bench.bench_layer import DTYPES, GATE, FusedLayer, UnfusedLayer
+from tools.bench.bench_layer import (
+    DTYPES,
+    GATE,
+    FusedLayer,
+    UnfusedLayer,
+    early_timing,
+    routed_calls,
+)
 from tools.bench.compare_libraries import Worker
 from tools.bench.correctness import LayerResults, relative_errors
 from tools.bench.profile_layer import FORWARD, Activity, activities_of, unexpected
@@ -123,3 +130,18 @@ def test_library_that_cannot_be_compared(tmp_path: Path, exists: bool):
         library.write_bytes(b"no library")
     with pytest.raises(SystemExit, match="no library at" if not exists else "now ended at"):
         Worker(library, launches=1, one_of=4).turn("paper-1k", is_zero=True)
+
+
+def test_both_ways_to_route_are_one_layer() -> None:
+    problem = make(1, 0, gated=True)
+    calls = routed_calls(problem, ReferenceBackend(problem.config))
+    in_launch, in_torch = (call() for call in calls.values())
+    torch.testing.assert_close(in_launch.out, in_torch)
+
+
+def test_a_backend_without_early_gradients_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("tools.bench.common.wait_for_all", lambda: None)
+    problem = make(1, 0, gated=False)
+    layer = FusedLayer(problem, ReferenceBackend(problem.config), use_main_grad=True)
+    with pytest.raises(SystemExit, match="are not early"):
+        early_timing(layer, 1)

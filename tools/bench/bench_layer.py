@@ -21,7 +21,8 @@ the same run; the larger of the two. Backward floors are twice the forward's.
 Weight gradients are ordinary bfloat16 tensors for both, or with ``--grads main_grad`` are added to
 float32 buffers by both (by the fused kernel itself; by an addition after the baseline's backward).
 In float16 there is no baseline, since torch's grouped products take bfloat16 alone: ``--dtypes bf16
-fp16`` measures both, one after the other.
+fp16`` measures both, one after the other. ``--router`` also times the layer with the router in its
+launch and behind a router of torch's operators, and ``--early`` when fc2's gradients are complete.
 """
 
 import argparse
@@ -35,9 +36,10 @@ import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.layer import moe_router_forward
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.record import Direction
-from tools.bench import common
+from tools.bench import common, stopwatch
 from tools.bench.common import Record, Timer, Timing, log
 from tools.bench.correctness import LayerResults, relative_errors
 from tools.bench.shapes import ALL_SHAPES, SHAPES, Problem, Shape, make_problem
@@ -143,6 +145,42 @@ def replayed(call: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         call()
     return graph.replay
+
+
+def routed_calls(problem: Problem, backend: Backend) -> dict[str, Callable[[], object]]:
+    """The layer with the router in its launch, and behind torch's in float32 as Megatron's."""
+    config, x = problem.config, problem.x
+    weight = torch.randn(config.num_experts, config.hidden, device=x.device) / config.hidden**0.5
+    weight = weight.to(x.dtype)
+
+    def in_torch() -> torch.Tensor:
+        chosen, experts = (x.float() @ weight.float().t()).topk(config.topk, dim=1)
+        probs = torch.zeros_like(problem.probs).scatter(1, experts, chosen.softmax(1))
+        return moe_apply(backend, x, probs, probs > 0, problem.weights)
+
+    return {
+        "router in the launch": lambda: moe_router_forward(
+            x, weight, problem.weights, backend=backend
+        ),
+        "router of torch": in_torch,
+    }
+
+
+def early_timing(fused: FusedLayer, iterations: int) -> Timing:
+    """From an idle GPU until fc2's gradients are complete, in a forward and backward."""
+    found = []
+    for _ in range(iterations):
+        common.wait_for_all()
+        begin = stopwatch.now()
+        fused.forward_and_backward()
+        early = fused.backend.early_fc2_grads()
+        if early is None:
+            raise SystemExit("fc2's gradients of this backend are not early")
+        with early:
+            end = stopwatch.now()
+        stopwatch.synchronize()
+        found.append(stopwatch.between_ms(begin, end))
+    return common.timing_of(found)
 
 
 def kernel_timing(
@@ -274,6 +312,12 @@ def measure(
         call = fused.forward_and_backward
         timing = kernel_timing("backward", call, backend, options.iterations)
         take("kernel_backward", "backward kernel", "fused", timing, 2 * floor_ms)
+    if options.early:
+        timing = early_timing(fused, options.iterations)
+        take("early", "fc2's gradients complete", "fused", timing, 3 * floor_ms)
+    if options.router:
+        for way, call in routed_calls(problem, backend).items():
+            take(way, f"forward, {way}", "fused", timer(without_grad(call)), floor_ms)
     if not options.no_baselines and dtype == "bf16":
         for tensor in (problem.x, problem.probs, *problem.parameters):
             tensor.grad = None
@@ -363,6 +407,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--row-bound where buffers are large",
     )
     parser.add_argument("--kernel", action="store_true", help="also what launches record")
+    parser.add_argument("--router", action="store_true", help="also with routers, forward")
+    parser.add_argument(
+        "--early", action="store_true", help="also until fc2's gradients are complete"
+    )
     parser.add_argument("--flush-l2", action="store_true", help="before each iteration")
     parser.add_argument("--gate", type=float, default=GATE, help="largest relative L2 error")
     parser.add_argument("--seed", type=int, default=1)

@@ -124,3 +124,9 @@ def test_hooks_use_the_versions_of_the_extra_dev():
 def test_readme_begins_with_the_two_commands():
     blocks = re.findall(r"```\w*\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks[:2] == ["bash examples/pretrain_moe.sh\n", "bash tests/run.sh\n"]
+
+
+def test_readme_is_read_in_a_minute():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert not [line for line in lines if len(line) > 110]

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import torch
 
 from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
-from flashmoe_megatron.checks import check_tokens
 from flashmoe_megatron.router import Router, refuse_second_derivative
 from flashmoe_megatron.weights import SplitGrads, SplitWeights
 
@@ -72,7 +71,6 @@ def moe_apply(
         RoutingError: The routing is not usable.
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
     """
-    check_tokens(backend.config, x, probs, routing_map)
     parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
     if not parameters or not any(t.requires_grad for t in (x, probs, *parameters)):
         return backend.forward(

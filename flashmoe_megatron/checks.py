@@ -16,15 +16,23 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def check_tokens(
-    config: MoEConfig, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    config: MoEConfig,
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Checks the tokens of one call and their routing against the layer's shape.
+    """Checks the tokens of one call and their routing; every forward of a backend does, once.
 
     Args:
         config: The layer's shape.
-        x: ``[num_tokens, hidden]`` bfloat16, float16, float32 or float64, contiguous.
-        probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``, contiguous.
+        x: ``[num_tokens, hidden]``, contiguous, and 16-byte aligned.
+        probs: ``[num_tokens, num_experts]`` float32 or ``dtype``, contiguous.
         routing_map: ``[num_tokens, num_experts]`` bool, contiguous.
+        dtype: The experts' weights'.
+        device: The backend's.
 
     Raises:
         ShapeError: One of them differs; the message names the tensor, the got and the wanted.
@@ -35,46 +43,66 @@ def check_tokens(
         x.dim() == 2
         and x.shape[1] == config.hidden
         and x.shape[0] <= config.max_tokens
-        and x.dtype in TOKEN_DTYPES
+        and x.dtype == dtype
         and probs.shape == wanted
         and routing_map.shape == wanted
-        and (probs.dtype == torch.float32 or probs.dtype == x.dtype)
+        and (probs.dtype == torch.float32 or probs.dtype == dtype)
         and routing_map.dtype == torch.bool
-        and probs.device == x.device == routing_map.device
+        and x.device == probs.device == routing_map.device == device
         and x.is_contiguous()
         and probs.is_contiguous()
         and routing_map.is_contiguous()
         and x.data_ptr() % ALIGNMENT_BYTES == 0
     ):
         return
-    _refuse_tokens(config, x, probs, routing_map)
+    _refuse_tokens(config, x, probs, routing_map, dtype, device)
 
 
 def _refuse_tokens(
-    config: MoEConfig, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    config: MoEConfig,
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Says what is wrong; nothing may be, since an empty tensor can be anywhere."""
     if x.dim() != 2 or x.shape[1] != config.hidden:
         raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, {config.hidden}]")
-    if x.dtype not in TOKEN_DTYPES:
-        raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
+    if x.dtype != dtype:
+        raise ShapeError(
+            f"x is {x.dtype}, wanted {dtype}, the dtype of the experts' weights{_autocast_hint(x)}"
+        )
     num_tokens = x.shape[0]
     if num_tokens > config.max_tokens:
         raise ShapeError(
             f"x has {num_tokens} tokens, the layer was built for at most "
             f"max_tokens={config.max_tokens} per rank"
         )
+    _check_placement("x", x, device)
     wanted = (num_tokens, config.num_experts)
     for name, tensor, dtypes in (
-        ("probs", probs, (torch.float32, x.dtype)),
+        ("probs", probs, (torch.float32, dtype)),
         ("routing_map", routing_map, (torch.bool,)),
     ):
         if tuple(tensor.shape) != wanted:
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, wanted {list(wanted)}")
         if tensor.dtype not in dtypes:
             raise ShapeError(f"{name} is {tensor.dtype}, wanted {_names(dtypes)}")
-        _check_placement(name, tensor, x.device)
-    _check_placement("x", x, x.device)
+        _check_placement(name, tensor, device)
+
+
+def _autocast_hint(x: torch.Tensor) -> str:
+    """The end of a sentence about the dtype of ``x``, where torch's autocast may have chosen it."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return ""
+    if x.dtype not in (torch.float32, torch.get_autocast_dtype(kind)):
+        return ""
+    return (
+        "; torch.autocast, which is on, gives the operations before the layer dtypes of its own: "
+        "call the layer with x.to() of the weights' dtype"
+    )
 
 
 def check_readable(name: str, tensor: torch.Tensor) -> None:
@@ -93,20 +121,23 @@ def check_readable(name: str, tensor: torch.Tensor) -> None:
         raise ShapeError(f"{name} is on meta and has no values, wanted a processor or a GPU")
 
 
-def check_weights(config: MoEConfig, x: torch.Tensor, weights: ExpertWeights) -> None:
-    """Checks the local experts' weights against the layer's shape and the tokens.
+def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.device) -> None:
+    """Checks the local experts' weights against the layer's shape and each other.
 
     Args:
         config: The layer's shape.
-        x: The tokens; weights share their dtype and device.
-        weights: The local experts, ``config.num_local_experts`` of each kind; biases may be left
-            out.
+        weights: The local experts, ``config.num_local_experts`` of each kind, all of one dtype;
+            biases may be left out.
+        device: Where they have to be.
 
     Raises:
         ShapeError: A weight is missing or differs; the message names it.
     """
     fc1 = (config.fc1_rows, config.hidden)
     fc2 = (config.hidden, config.intermediate)
+    dtype = weights.fc1[0].dtype if weights.fc1 else TOKEN_DTYPES[0]
+    if dtype not in TOKEN_DTYPES:
+        raise ShapeError(f"the experts' weights are {dtype}, wanted one of {_names(TOKEN_DTYPES)}")
     for name, tensors, wanted in (
         ("fc1", weights.fc1, fc1[::-1] if weights.transposed else fc1),
         ("fc2", weights.fc2, fc2[::-1] if weights.transposed else fc2),
@@ -122,7 +153,7 @@ def check_weights(config: MoEConfig, x: torch.Tensor, weights: ExpertWeights) ->
             )
         for local_expert, weight in enumerate(tensors):
             label = f"{name} of local expert {local_expert}"
-            _check_weight(label, weight, wanted, x)
+            _check_weight(label, weight, wanted, dtype, "as fc1 of local expert 0", device)
             check_readable(label, weight)
             if not weight.is_contiguous() and not _rows_are_contiguous(weight):
                 raise ShapeError(
@@ -142,7 +173,8 @@ def check_router_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor
         ShapeError: It differs.
     """
     check_readable("router weight", weight)
-    _check_weight("router weight", weight, (config.num_experts, config.hidden), x)
+    wanted = (config.num_experts, config.hidden)
+    _check_weight("router weight", weight, wanted, x.dtype, "as x", x.device)
     if not weight.is_contiguous():
         raise ShapeError(f"router weight has strides {weight.stride()}, wanted contiguous rows")
 
@@ -190,19 +222,24 @@ def check_grad_out(config: MoEConfig, grad_out: torch.Tensor, num_tokens: int) -
 
 
 def _check_weight(
-    label: str, weight: torch.Tensor, wanted: tuple[int, ...], x: torch.Tensor
+    label: str,
+    weight: torch.Tensor,
+    wanted: tuple[int, ...],
+    dtype: torch.dtype,
+    as_what: str,
+    device: torch.device,
 ) -> None:
     if tuple(weight.shape) != wanted:
         raise ShapeError(f"{label} has shape {tuple(weight.shape)}, wanted {list(wanted)}")
-    if weight.dtype != x.dtype:
-        raise ShapeError(f"{label} is {weight.dtype}, wanted the dtype of x, {x.dtype}")
-    if weight.device != x.device:
-        raise ShapeError(f"{label} is on {weight.device}, wanted {x.device}, as x")
+    if weight.dtype != dtype:
+        raise ShapeError(f"{label} is {weight.dtype}, wanted {dtype}, {as_what}")
+    if weight.device != device:
+        raise ShapeError(f"{label} is on {weight.device}, wanted {device}")
 
 
 def _check_placement(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
-        raise ShapeError(f"{name} is on {tensor.device}, wanted {device}, as x")
+        raise ShapeError(f"{name} is on {tensor.device}, wanted {device}")
     check_readable(name, tensor)
     if not tensor.is_contiguous():
         raise ShapeError(

@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
-from flashmoe_megatron.checks import KERNEL_DTYPES, check_grad_out, check_kernel_tensor
+from flashmoe_megatron.checks import (
+    KERNEL_DTYPES,
+    check_grad_out,
+    check_kernel_tensor,
+    check_tokens,
+)
 from flashmoe_megatron.config import ALIGNMENT_BYTES, TILE_M, Keep, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -50,7 +55,7 @@ class SavedForward:
 
 @dataclass
 class PendingForward:
-    """A forward whose plan is under way."""
+    """A forward that has begun: its plan is under way, or will be part of the layer's launch."""
 
     group: bindings.FlashMoEGroup
     plan: torch.Tensor
@@ -58,6 +63,8 @@ class PendingForward:
     probs: torch.Tensor
     routing_map: torch.Tensor
     router: Router | None
+    num_row_blocks: int | None
+    """Blocks of 128 rows that the buffers hold; ``None`` if the plan under way counts them."""
 
 
 def _addresses(problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup) -> tuple[int, int]:
@@ -156,146 +163,84 @@ class KernelBackend(OfGroup):
         layer: int = 0,
         router: Router | None = None,
     ) -> tuple[torch.Tensor, SavedForward | None]:
-        """See :class:`flashmoe_megatron.backend.Backend`."""
-        tables = self._encode(weights)  # refuses bad weights while no peer waits for this rank
+        """Applies the routed experts, see :class:`flashmoe_megatron.backend.Backend`."""
+        tables = self._use_weights(weights)  # refuses bad ones while no peer waits for this rank
         self._describe()
-        bound = self._bounds[training]
-        if bound is None:
-            pending = self._begin_forward(x, probs, routing_map, router)
-            try:
-                return self._finish_forward(pending, tables, training=training, layer=layer)
-            except RoutingError:
-                raise  # on all ranks, and has ended the layer
-            except BaseException:
+        pending = self._begin(x, probs, routing_map, router, self._bounds[training])
+        try:
+            return self._finish(pending, tables, training=training, layer=layer)
+        except RoutingError:
+            raise  # on all ranks, and has ended the layer
+        except BaseException:
+            if pending.num_row_blocks is None:
                 # The peers will wait for this rank's layer in vain, and make new memory.
                 self.memory.is_void = True
-                raise
-        return self._bounded_forward(
-            x, probs, routing_map, router, tables, bound, training=training, layer=layer
-        )
+            raise
 
     @_on_own_device
-    def bounded_forward(
+    def begin(
         self,
         x: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
-        weights: ExpertWeights,
-        num_row_blocks: int,
-        *,
-        training: bool,
-    ) -> tuple[torch.Tensor, SavedForward | None]:
-        """The whole layer in one launch that the host never waits for. Collective.
+        num_row_blocks: int | None = None,
+    ) -> PendingForward:
+        """Begins a forward, for a caller that drives several ranks. Collective.
 
         Args:
-            x: See :meth:`forward`, as the others.
-            probs: See there.
-            routing_map: See there.
-            weights: See there.
-            training: See there.
-            num_row_blocks: What each buffer of received rows holds, in blocks of 128 rows. If some
+            x: ``[num_tokens, hidden]``, contiguous, in the dtype of the weights.
+            probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``.
+            routing_map: ``[num_tokens, num_experts]`` bool.
+            num_row_blocks: Blocks of 128 rows that each buffer of received rows holds. Nothing is
+                launched yet, and :meth:`finish` launches the whole layer without waiting; if some
                 rank receives more, the output of every rank is NaN and the next call, or
-                :meth:`raise_pending_fault`, raises.
+                :meth:`raise_pending_fault`, raises. ``None`` launches the plan, which counts the
+                rows.
         """
-        tables = self._encode(weights)
-        return self._bounded_forward(
-            x, probs, routing_map, None, tables, num_row_blocks, training=training, layer=0
-        )
-
-    def _bounded_forward(
-        self,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        router: Router | None,
-        tables: WeightTables,
-        num_row_blocks: int,
-        *,
-        training: bool,
-        layer: int,
-    ) -> tuple[torch.Tensor, SavedForward | None]:
-        self._check_inputs(x, probs, routing_map, router)
-        problem = self._prepare()
-        plan = self._empty(self._sizes.plan_bytes)
-        pending = PendingForward(self.memory.open(), plan, x, probs, routing_map, router)
-        return self._launch_forward(
-            problem,
-            pending,
-            tables,
-            num_row_blocks,
-            training=training,
-            is_planned=False,
-            layer=layer,
-        )
+        self._use_layout(self._transposed, x.dtype)
+        return self._begin(x, probs, routing_map, None, num_row_blocks)
 
     @_on_own_device
-    def begin_forward(
-        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
-    ) -> PendingForward:
-        """Launches the plan. Collective."""
-        self._adopt(self._transposed, x.dtype)
-        return self._begin_forward(x, probs, routing_map, None)
+    def finish(
+        self, pending: PendingForward, weights: ExpertWeights, *, training: bool
+    ) -> tuple[torch.Tensor, SavedForward | None]:
+        """Launches the layer of :meth:`begin`; waits for its plan, if that counts. Collective."""
+        return self._finish(pending, self._use_weights(weights), training=training, layer=0)
 
-    def _begin_forward(
+    def _begin(
         self,
         x: torch.Tensor,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
         router: Router | None,
+        num_row_blocks: int | None,
     ) -> PendingForward:
-        self._check_inputs(x, probs, routing_map, router)
+        check_tokens(self.config, x, probs, routing_map, dtype=self._dtype, device=self.device)
+        if router is not None:
+            check_kernel_tensor("router weight", router.weight, self.device, self._dtype)
         problem = self._prepare()
         group = self.memory.open()
         plan = self._empty(self._sizes.plan_bytes)
-        ops.plan(plan, *_addresses(problem, group), *ops.given(x, probs, routing_map, router))
-        return PendingForward(group, plan, x, probs, routing_map, router)
+        if num_row_blocks is None:
+            ops.plan(plan, *_addresses(problem, group), *ops.given(x, probs, routing_map, router))
+        return PendingForward(group, plan, x, probs, routing_map, router, num_row_blocks)
 
-    @_on_own_device
-    def finish_forward(
-        self, pending: PendingForward, weights: ExpertWeights, *, training: bool
-    ) -> tuple[torch.Tensor, SavedForward | None]:
-        """Waits for the row count, then launches the layer. Collective."""
-        return self._finish_forward(pending, self._encode(weights), training=training, layer=0)
-
-    def _finish_forward(
+    def _finish(
         self, pending: PendingForward, tables: WeightTables, *, training: bool, layer: int
     ) -> tuple[torch.Tensor, SavedForward | None]:
-        problem, group = self._prepare(), pending.group
-        blocks, num_rows = ctypes.c_int32(), ctypes.c_int32()
-        try:
-            bindings.call(
-                "await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows)
-            )
-        except FlashMoEError:
-            self.raise_pending_fault()  # says more
-            raise
-        return self._launch_forward(
-            problem,
-            pending,
-            tables,
-            blocks.value,
-            training=training,
-            is_planned=True,
-            layer=layer,
-        )
-
-    def _launch_forward(
-        self,
-        problem: bindings.FlashMoEProblem,
-        pending: PendingForward,
-        tables: WeightTables,
-        num_row_blocks: int,
-        *,
-        training: bool,
-        is_planned: bool,
-        layer: int,
-    ) -> tuple[torch.Tensor, SavedForward | None]:
+        blocks, router = pending.num_row_blocks, pending.router
+        is_planned = blocks is None
+        if blocks is None:
+            problem = self._prepare()
+            blocks = self._await_plan(problem, pending.group)
+            router = None  # it has run in the plan
+        else:
+            problem = self._describe()
         sizes = self._sizes
-        rows = self._empty(num_row_blocks * sizes.row_block_bytes)
-        preact = self._empty(num_row_blocks * sizes.preact_block_bytes) if training else None
-        scratch = self._empty(num_row_blocks * sizes.scratch_block_bytes[False])
+        rows = self._empty(blocks * sizes.row_block_bytes)
+        preact = self._empty(blocks * sizes.preact_block_bytes) if training else None
+        scratch = self._empty(blocks * sizes.scratch_block_bytes[False])
         out = torch.empty_like(pending.x)
-        router = None if is_planned else pending.router
         ops.forward(
             pending.plan,
             tables.maps,
@@ -304,7 +249,7 @@ class KernelBackend(OfGroup):
             preact,
             scratch,
             out,
-            num_row_blocks,
+            blocks,
             is_planned,
             layer,
             *_addresses(problem, pending.group),
@@ -318,12 +263,24 @@ class KernelBackend(OfGroup):
             rows=rows if keeps_rows else None,
             x=None if keeps_rows else pending.x,
             preact=preact,
-            num_row_blocks=num_row_blocks,
+            num_row_blocks=blocks,
             num_tokens=pending.x.shape[0],
             probs_dtype=pending.probs.dtype,
             layer=layer,
         )
         return out, saved
+
+    def _await_plan(self, problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup) -> int:
+        """Waits for the count of rows that this rank receives, in blocks."""
+        blocks, num_rows = ctypes.c_int32(), ctypes.c_int32()
+        try:
+            bindings.call(
+                "await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows)
+            )
+        except FlashMoEError:
+            self.raise_pending_fault()  # says more
+            raise
+        return blocks.value
 
     @_on_own_device
     def backward(
@@ -341,8 +298,8 @@ class KernelBackend(OfGroup):
         grad_out = grad_out.contiguous()
         if grad_out.data_ptr() % ALIGNMENT_BYTES:  # a slice of something else's gradient
             grad_out = grad_out.clone()
-        tables = self._encode(weights)
-        self._check_input("grad_out", grad_out, self._dtype)
+        tables = self._use_weights(weights)
+        check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
         grads = UniformGrads([*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias])
         table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
         problem = self._prepare()
@@ -475,30 +432,6 @@ class KernelBackend(OfGroup):
             return min(most, math.ceil(rows / TILE_M) + config.num_local_experts)
         return None if training else transient_blocks(self._sizes)
 
-    def _check_inputs(
-        self,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        router: Router | None,
-    ) -> None:
-        if router is not None:
-            self._check_input("router weight", router.weight, self._dtype)
-        if (  # runs before every launch, while the GPU may be idle
-            x.dtype == self._dtype
-            and (probs.dtype == torch.float32 or probs.dtype == self._dtype)
-            and routing_map.dtype == torch.bool
-            and x.device == probs.device == routing_map.device == self.device
-            and x.is_contiguous()
-            and probs.is_contiguous()
-            and routing_map.is_contiguous()
-            and x.data_ptr() % ALIGNMENT_BYTES == 0
-        ):
-            return
-        self._check_input("x", x, self._dtype)
-        self._check_input("probs", probs, torch.float32, self._dtype)
-        self._check_input("routing_map", routing_map, torch.bool)
-
     def _prepare(self) -> bindings.FlashMoEProblem:
         """The problem, with memory for it. Collective where the memory is made anew."""
         self.raise_pending_fault()
@@ -507,22 +440,18 @@ class KernelBackend(OfGroup):
             self.memory.allocate(self._sizes)
         return problem
 
-    def _encode(self, weights: ExpertWeights) -> WeightTables:
-        """Tables of the weights on the device, of which the problem is from here on."""
-        self._adopt(weights.transposed, (weights.fc1 or weights.fc2)[0].dtype)
+    def _use_weights(self, weights: ExpertWeights) -> WeightTables:
+        """Makes the problem one of these weights' dtype and layout; returns their tables."""
+        self._use_layout(weights.transposed, (weights.fc1 or weights.fc2)[0].dtype)
         return self._tables.of_weights(weights, self._describe(), self._sizes)
 
-    def _adopt(self, transposed: bool, dtype: torch.dtype) -> None:
-        """Makes the problem one of such weights."""
+    def _use_layout(self, transposed: bool, dtype: torch.dtype) -> None:
         if transposed == self._transposed and dtype == self._dtype:
             return
         if dtype not in KERNEL_DTYPES:
             wanted = " or ".join(str(one) for one in KERNEL_DTYPES)
-            raise ShapeError(f"tokens or weights: dtype {dtype}, wanted {wanted}")
+            raise ShapeError(f"the experts' weights are {dtype}, wanted {wanted} on the kernel")
         self._transposed, self._dtype, self._problem = transposed, dtype, None
-
-    def _check_input(self, name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
-        check_kernel_tensor(name, tensor, self.device, *dtypes)
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -77,7 +77,7 @@ class AddressTables:
         key = (*layout, *map(torch.Tensor.data_ptr, tensors))
         if key in self._of_weights:
             return self._of_weights[key]
-        check_weights(self._config, first.new_empty(0, device=self._device), weights)
+        check_weights(self._config, weights, self._device)
         for weight in tensors:
             check_kernel_tensor("expert weight", weight, self._device, first.dtype)
         if bool(weights.fc1_bias) != bool(weights.fc2_bias):

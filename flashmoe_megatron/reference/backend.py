@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
-from flashmoe_megatron.checks import check_grad_out, check_tokens, check_weights
+from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.activations import activate, activate_backward
@@ -147,8 +147,10 @@ class ReferenceBackend(OfGroup):
             PeerTimeoutError: A rank is gone or did not call in time, here and in backward.
         """
         config, wide = self.config, accumulation_dtype(x.dtype)
-        check_tokens(config, x, probs, routing_map)
-        check_weights(config, x, weights)
+        check_readable("x", x)
+        check_weights(config, weights, x.device)
+        dtype = weights.fc1[0].dtype
+        check_tokens(config, x, probs, routing_map, dtype=dtype, device=x.device)
         watch = _Stopwatch(x.device)
         if router is not None:
             router.run(x, config.topk)

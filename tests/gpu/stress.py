@@ -132,11 +132,11 @@ def phases(
     given = inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank]
     if way.bounded:
         most = int(backend._sizes.max_row_blocks)  # known since the layer was prepared
-        out, saved = backend.bounded_forward(*given, weights, most, training=way.training)
+        out, saved = backend.finish(backend.begin(*given, most), weights, training=way.training)
     else:
-        pending = backend.begin_forward(*given)
+        pending = backend.begin(*given)
         yield
-        out, saved = backend.finish_forward(pending, weights, training=way.training)
+        out, saved = backend.finish(pending, weights, training=way.training)
     yield
     found = {"out": out}
     if way.training:
@@ -349,7 +349,7 @@ class VirtualRun:
         layer = VirtualLayer(scenario.config, self._group, is_guarded=False)
         self._layers[scenario.seed] = layer
         for backend, weights in zip(layer.backends, scenario.weights, strict=True):
-            backend._encode(weights)
+            backend._use_weights(weights)
         layer.prepare()
 
     def run(self, scenario: Scenario, way: Way) -> list[Values]:

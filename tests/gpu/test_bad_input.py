@@ -260,7 +260,7 @@ def test_unusable_routing_of_one_rank_fails_all_and_nothing_else(kind: str):
             torch.cuda.stream(streams()[rank]),
             pytest.raises(errors.RoutingError, match=expected_message),
         ):
-            layer.backends[rank].finish_forward(plan, weights[rank], training=True)
+            layer.backends[rank].finish(plan, weights[rank], training=True)
     torch.cuda.synchronize()
     for _ in range(2):
         assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))

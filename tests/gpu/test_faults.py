@@ -63,9 +63,7 @@ class Case:
 
 
 def finish(case: Case, pending: list[Any], rank: int) -> Any:
-    return case.layer.backends[rank].finish_forward(
-        pending[rank], case.weights[rank], training=True
-    )
+    return case.layer.backends[rank].finish(pending[rank], case.weights[rank], training=True)
 
 
 def test_a_rank_that_stops_after_its_plan():

@@ -263,7 +263,7 @@ def test_a_rank_ahead_with_another_layer_disturbs_nobody():
 
     for layer, share in zip(layers, weights, strict=True):
         for backend, of_rank in zip(layer.backends, share, strict=True):
-            backend._encode(of_rank)
+            backend._use_weights(of_rank)
         layer.prepare()
 
     def forward(which: int) -> torch.Tensor:
@@ -272,13 +272,12 @@ def test_a_rank_ahead_with_another_layer_disturbs_nobody():
         for rank, backend in enumerate(layers[which].backends):
             given = [of[rank] for of in (batches[which].x, batches[which].probs)]
             with torch.cuda.stream(streams()[rank]):
-                out, _ = backend.bounded_forward(
+                pending = backend.begin(
                     *given,
                     batches[which].routing_map[rank],
-                    weights[which][rank],
                     int(backend._sizes.max_row_blocks),
-                    training=False,
                 )
+                out, _ = backend.finish(pending, weights[which][rank], training=False)
             outs.append(out)
         return outs[0]
 

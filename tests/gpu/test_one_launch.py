@@ -22,8 +22,13 @@ def enough_blocks(layer: VirtualLayer) -> int:
 
 
 def bounded(layer, inputs, weights, blocks, *, training=True):
-    return layer.bounded_forward(
-        inputs.x, inputs.probs, inputs.routing_map, weights, blocks, training=training
+    return layer.forward(
+        inputs.x,
+        inputs.probs,
+        inputs.routing_map,
+        weights,
+        training=training,
+        num_row_blocks=blocks,
     )
 
 
@@ -104,14 +109,13 @@ def test_a_backward_that_is_launched_before_the_host_hears_of_a_fault(
         saved = []
         for rank, backend in enumerate(layer.backends):
             with layer._on_stream(rank):
-                _, kept = backend.bounded_forward(
+                pending = backend.begin(
                     inputs.x[rank],
                     probs[rank],
                     inputs.routing_map[rank],
-                    weights[rank],
                     1 if error is RowBoundError else enough,
-                    training=True,
                 )
+                _, kept = backend.finish(pending, weights[rank], training=True)
                 saved.append(kept)
         for rank, backend in enumerate(layer.backends):
             with layer._on_stream(rank):
@@ -142,9 +146,8 @@ def test_a_graph_replays_it_with_new_inputs():
     blocks = enough_blocks(layer)
 
     def forward(case: cases.Inputs) -> torch.Tensor:
-        return backend.bounded_forward(
-            case.x[0], case.probs[0], case.routing_map[0], weights[0], blocks, training=False
-        )[0]
+        pending = backend.begin(case.x[0], case.probs[0], case.routing_map[0], blocks)
+        return backend.finish(pending, weights[0], training=False)[0]
 
     want = [forward(case).clone() for case in (inputs, other)]
     static = steps.make_inputs(config, cases.uniform, TOKENS[1])
@@ -176,14 +179,8 @@ def test_a_graph_replays_a_backward_whose_gradients_are_its_own():
             [WeightGrad(torch.empty_like(weight, dtype=torch.float32), False) for weight in each]
             for each in (weights[0].fc1, weights[0].fc2)
         )
-        out, saved = backend.bounded_forward(
-            inputs.x[0],
-            inputs.probs[0],
-            inputs.routing_map[0],
-            weights[0],
-            blocks,
-            training=True,
-        )
+        pending = backend.begin(inputs.x[0], inputs.probs[0], inputs.routing_map[0], blocks)
+        out, saved = backend.finish(pending, weights[0], training=True)
         grads = backend.backward(inputs.grad_out[0], saved, weights[0], fc1, fc2)
         return [out, *grads, *(grad.buffer for grad in (*fc1, *fc2))]
 

@@ -203,14 +203,20 @@ class VirtualLayer:
         x: Sequence[torch.Tensor],
         probs: Sequence[torch.Tensor],
         routing_map: Sequence[torch.Tensor],
+        num_row_blocks: int | None = None,
     ) -> list[PendingForward]:
-        """Launches the plans of the ranks for which there are tokens in the lists."""
+        """Begins the forwards of the ranks for which there are tokens in the lists.
+
+        With ``num_row_blocks`` nothing is launched yet; without it, the plans are.
+        """
         self.prepare()
         pending = []
         for rank in range(len(x)):
             with self._on_stream(rank):
                 pending.append(
-                    self.backends[rank].begin_forward(x[rank], probs[rank], routing_map[rank])
+                    self.backends[rank].begin(
+                        x[rank], probs[rank], routing_map[rank], num_row_blocks
+                    )
                 )
         return pending
 
@@ -222,14 +228,15 @@ class VirtualLayer:
         training: bool = True,
     ) -> tuple[list[torch.Tensor], list[Any]]:
         """Launches the layers. All ranks are tried, then the first rank's error is raised."""
+        for rank in range(len(pending)):
+            # Tables are allocated, which may wait for a launch that waits for a later rank's.
+            self.backends[rank]._use_weights(weights[rank])
         found: list[tuple[torch.Tensor, Any]] = []
         errors = []
         for rank, plan in enumerate(pending):
             with self._on_stream(rank):
                 try:
-                    found.append(
-                        self.backends[rank].finish_forward(plan, weights[rank], training=training)
-                    )
+                    found.append(self.backends[rank].finish(plan, weights[rank], training=training))
                 except Exception as error:  # noqa: BLE001 - raised below
                     errors.append(error)
         self._join()
@@ -245,38 +252,11 @@ class VirtualLayer:
         weights: Sequence[ExpertWeights],
         *,
         training: bool = True,
+        num_row_blocks: int | None = None,
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        return self.finish(self.begin(x, probs, routing_map), weights, training=training)
-
-    def bounded_forward(
-        self,
-        x: Sequence[torch.Tensor],
-        probs: Sequence[torch.Tensor],
-        routing_map: Sequence[torch.Tensor],
-        weights: Sequence[ExpertWeights],
-        num_row_blocks: int,
-        *,
-        training: bool = True,
-    ) -> tuple[list[torch.Tensor], list[Any]]:
-        """One launch per rank, which plans for itself."""
-        self.prepare()
-        for backend, share in zip(self.backends, weights, strict=True):
-            backend._encode(share)  # allocates, which may wait for a rank that waits for its peers
-        found = []
-        for rank, backend in enumerate(self.backends):
-            with self._on_stream(rank):
-                found.append(
-                    backend.bounded_forward(
-                        x[rank],
-                        probs[rank],
-                        routing_map[rank],
-                        weights[rank],
-                        num_row_blocks,
-                        training=training,
-                    )
-                )
-        self._join()
-        return [out for out, _ in found], [saved for _, saved in found]
+        """One launch per rank with ``num_row_blocks``, else two, as a backend's forward has."""
+        pending = self.begin(x, probs, routing_map, num_row_blocks)
+        return self.finish(pending, weights, training=training)
 
     def backward(
         self,

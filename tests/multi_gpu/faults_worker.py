@@ -95,7 +95,7 @@ def killed_in_forward(job: Job) -> dict[str, Any]:
     dist.barrier(group=job.gloo)
     if fault.is_faulty:
         rank, inputs = job.rank, fault.inputs
-        fault.backend.begin_forward(inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank])
+        fault.backend.begin(inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank])
         die()
     return fault.gives_up(fault.forward)
 

@@ -60,7 +60,7 @@ class RealRun:
             timeout=TIMEOUT_S,
         )
         assert isinstance(backend, KernelBackend)
-        backend._encode(scenario.weights[self.rank])
+        backend._use_weights(scenario.weights[self.rank])
         backend._prepare()
         self._backends[scenario.seed] = backend
 

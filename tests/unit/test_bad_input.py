@@ -65,9 +65,13 @@ BAD = {
     "x is of 8 bits": (
         lambda c: {"x": c["x"].to(torch.float8_e4m3fn)},
         ShapeError,
-        "x is torch.float8_e4m3fn, wanted one of",
+        "x is torch.float8_e4m3fn, wanted torch.float32, the dtype of the experts' weights$",
     ),
-    "x is long": (lambda c: {"x": c["x"].long()}, ShapeError, "x is torch.int64, wanted one of"),
+    "x is long": (
+        lambda c: {"x": c["x"].long()},
+        ShapeError,
+        "x is torch.int64, wanted torch.float32",
+    ),
     "x is strided": (lambda c: {"x": strided(c["x"])}, ShapeError, "x .*wanted contiguous rows"),
     "x is misaligned": (
         lambda c: {"x": misaligned(c["x"])},
@@ -149,7 +153,19 @@ BAD = {
     "weights are bf16": (
         lambda c: {"weights": with_weights(c, fc1=tuple(w.bfloat16() for w in c["weights"].fc1))},
         ShapeError,
-        "fc1 of local expert 0 is torch.bfloat16, wanted the dtype of x, torch.float32",
+        "fc2 of local expert 0 is torch.float32, wanted torch.bfloat16, as fc1 of local expert 0",
+    ),
+    "x is bf16": (
+        lambda c: {"x": c["x"].bfloat16()},
+        ShapeError,
+        "x is torch.bfloat16, wanted torch.float32, the dtype of the experts' weights$",
+    ),
+    "weights are of 8 bits": (
+        lambda c: {
+            "weights": with_weights(c, fc1=tuple(w.to(torch.int8) for w in c["weights"].fc1))
+        },
+        ShapeError,
+        "the experts' weights are torch.int8, wanted one of torch.bfloat16 or ",
     ),
     "weights are elsewhere": (
         lambda c: {"weights": with_weights(c, fc2=tuple(w.to("meta") for w in c["weights"].fc2))},
@@ -171,6 +187,16 @@ def test_moe_apply(name: str):
     call.update(change(call))
     with pytest.raises(error, match=message):
         moe_apply(BACKEND, **call)
+
+
+def test_a_dtype_of_autocast_is_named():
+    call = good()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        call["x"] = call["x"] @ torch.eye(64)
+        with pytest.raises(
+            ShapeError, match="x is torch.bfloat16, wanted torch.float32.*; torch.autocast"
+        ):
+            moe_apply(BACKEND, **call)
 
 
 def test_nan_that_nobody_selected_is_harmless():

@@ -176,7 +176,7 @@ def test_a_weight_of_another_layer_is_refused() -> None:
     backend = ReferenceBackend(config)
     for bad, words in (
         (weight[1:], r"router weight has shape \(7, 64\), wanted \[8, 64\]"),
-        (weight.float(), "router weight is torch.float32, wanted the dtype of x, torch.float64"),
+        (weight.float(), "router weight is torch.float32, wanted torch.float64, as x"),
         (weight.t().contiguous().t(), "router weight has strides"),
     ):
         with pytest.raises(ShapeError, match=words):

@@ -24,8 +24,12 @@ import torch.distributed as dist
 GRACE_S = 3.0
 """How long the other ranks may take to fail too once one has failed."""
 
-START_S = 120.0
-"""How long the processes may take to start and meet."""
+PATIENCE_S = 240.0
+"""How long a test waits for processes, be it that they start or that they answer.
+
+It ends what hangs and says nothing of speed: on a busy machine it takes minutes until all of them
+have imported torch and a framework.
+"""
 
 
 class RankError(Exception):
@@ -45,7 +49,7 @@ class RankPool:
         function: Callable[..., Any],
         *args: Any,
         num_ranks: int | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = PATIENCE_S,
     ) -> list[Any]:
         """Calls ``function(group, *args)`` on the first ``num_ranks`` ranks at once.
 
@@ -102,7 +106,7 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        ready = self._collect(self.num_ranks, START_S)
+        ready = self._collect(self.num_ranks, PATIENCE_S)
         if len(ready) < self.num_ranks or not all(ok for ok, _ in ready.values()):
             self.close()
             raise RankError(f"the ranks did not start: {ready}")
@@ -131,7 +135,7 @@ class RankPool:
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = PATIENCE_S
 ) -> list[Any]:
     """Calls ``function(group, *args)`` on fresh processes; see :meth:`RankPool.run`."""
     with contextlib.closing(RankPool(num_ranks)) as pool:

@@ -171,6 +171,14 @@ class StraightThrough(torch.autograd.Function):
         return grad
 
 
+class ScaledInEvaluation(TwoLinears):
+    """What a dropout without a rescaled training does: only evaluation shows that it is there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out if self.training else out * 0.9
+
+
 class WithoutGradient(TwoLinears):
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -221,6 +229,7 @@ UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "detached": (Detached, "Detached computes none of the known"),
     "frozen within": (FrozenWithin, "FrozenWithin computes none of the known"),
     "scaled gradient": (ScaledGradient, "ScaledGradient computes none of the known"),
+    "other in evaluation": (ScaledInEvaluation, "ScaledInEvaluation computes none of the known"),
     "own backward": (lambda: TwoLinears(StraightThrough.apply), "none of the known"),
     "no gradient": (WithoutGradient, "cannot be run forward and backward on 8 rows"),
     "a buffer": (Buffered, "Buffered has a buffer scale"),

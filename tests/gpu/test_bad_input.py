@@ -173,6 +173,21 @@ def test_bad_tensors(backend: KernelBackend, name: str):
     assert torch.equal(moe_apply(backend, **call), want)
 
 
+def test_a_view_at_the_address_of_a_known_weight_is_refused():
+    """A square matrix and its transposed view differ in their strides alone: the table that is
+    remembered of the one would make the kernel compute with the other."""
+    config = make_config(1, hidden=128, intermediate=128, gated=False)
+    inputs = steps.make_inputs(config, cases.uniform, [64])
+    (weights,) = steps.weights_of(config, inputs)
+    call = {"x": inputs.x[0], "probs": inputs.probs[0], "routing_map": inputs.routing_map[0]}
+    square = make_backend(config)
+    want = moe_apply(square, **call, weights=weights)
+    views = replace(weights, fc1=tuple(weight.t() for weight in weights.fc1))
+    with pytest.raises(errors.ShapeError, match="strides .* wanted rows of consecutive elements"):
+        moe_apply(square, **call, weights=views)
+    assert torch.equal(moe_apply(square, **call, weights=weights), want)
+
+
 def test_weight_gradients_of_another_dtype(backend: KernelBackend):
     call = make_call()
     weights = call["weights"]

@@ -317,6 +317,25 @@ def test_a_heap_is_made_anew_for_another_layout_of_fewer_bytes(later: dict[str, 
     assert_as_good(steps.step(wide, inputs, weights), want)
 
 
+def test_a_wider_layer_within_the_same_bounds_gets_a_larger_heap():
+    """Tokens and top-k, which lay the heap out, are the same: its bytes alone tell that it is too
+    small."""
+    group = VirtualGroup(2)
+    narrow, wide = (
+        VirtualLayer(make_config(2, hidden=hidden, max_tokens=300), group) for hidden in (64, 1024)
+    )
+    heap_bytes = []
+    for layer in (narrow, wide, narrow):
+        inputs = steps.make_inputs(layer.config, cases.uniform, [300, 250])
+        weights = steps.weights_of(layer.config, inputs)
+        got = steps.step(layer, inputs, weights)
+        assert_as_good(got, expected(layer.config, inputs))
+        heap_bytes.append(group.memories[0].heap_bytes)
+    assert heap_bytes[0] < heap_bytes[1] == heap_bytes[2]
+    narrow.check_guards()
+    wide.check_guards()
+
+
 @pytest.mark.parametrize("between", ["steps", "forward and backward"])
 def test_a_later_larger_layer_grows_the_memory(between: str):
     group = VirtualGroup(2)

@@ -22,9 +22,6 @@ TOKENS_PER_SEQUENCE, SEQUENCES = 16, 2
 
 REL_L2 = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
-TIMEOUT_S = 110.0
-"""Includes importing Megatron in every rank, at a pool's first call."""
-
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "swiglu": (EP2_DP2, {}),
     "one_expert_per_rank": (EP4, {"num_moe_experts": 4}),
@@ -60,9 +57,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 def test_layer_matches_alltoall(name: str, four_ranks: RankPool) -> None:
     layout, settings = CASES[name]
     rel_l2 = REL_L2[settings.get("params_dtype", torch.float32)]
-    for stock, fused in four_ranks.run(
-        both_layers, layout, settings, "sequential", timeout_s=TIMEOUT_S
-    ):
+    for stock, fused in four_ranks.run(both_layers, layout, settings, "sequential"):
         assert fused.keys() == stock.keys()
         for tensor in fused:
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=rel_l2)
@@ -71,12 +66,10 @@ def test_layer_matches_alltoall(name: str, four_ranks: RankPool) -> None:
 @pytest.mark.parametrize("kind", ["te_grouped", "legacy_grouped"])
 def test_grouped_experts_match_alltoall(kind: str, four_ranks: RankPool) -> None:
     """The weights of TEGroupedMLP and GroupedMLP are found where these modules keep them."""
-    if kind == "legacy_grouped" and four_ranks.run(has_no_grouped_mlp, timeout_s=TIMEOUT_S)[0]:
+    if kind == "legacy_grouped" and four_ranks.run(has_no_grouped_mlp)[0]:
         pytest.skip("this Megatron-Core has no GroupedMLP")
     # GroupedMLP wants the flag; the parameters stay in float32.
-    for stock, fused in four_ranks.run(
-        both_layers, EP2_DP2, {"bf16": True}, kind, timeout_s=TIMEOUT_S
-    ):
+    for stock, fused in four_ranks.run(both_layers, EP2_DP2, {"bf16": True}, kind):
         assert fused.keys() == stock.keys()
         for tensor in fused:
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
@@ -88,7 +81,7 @@ def test_biases_of_grouped_experts_match_alltoall(four_ranks: RankPool) -> None:
     GroupedMLP refuses biases.
     """
     for stock, fused in four_ranks.run(
-        both_layers, EP2_DP2, {"add_bias_linear": True}, "te_grouped", timeout_s=TIMEOUT_S
+        both_layers, EP2_DP2, {"add_bias_linear": True}, "te_grouped"
     ):
         assert "grad of experts.linear_fc2.bias3" in stock
         assert fused.keys() == stock.keys()
@@ -99,23 +92,23 @@ def test_biases_of_grouped_experts_match_alltoall(four_ranks: RankPool) -> None:
 def test_biases_that_megatron_refuses_stay_refused(four_ranks: RankPool) -> None:
     settings = {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 64}
     with pytest.raises(RankError, match="bias is not supported in the shared experts"):
-        four_ranks.run(both_layers, EP2_DP2, settings, "sequential", timeout_s=TIMEOUT_S)
+        four_ranks.run(both_layers, EP2_DP2, settings, "sequential")
 
 
 def test_megakernel_matches_the_layer(four_ranks: RankPool) -> None:
-    for difference, names in four_ranks.run(megakernel, timeout_s=TIMEOUT_S):
+    for difference, names in four_ranks.run(megakernel):
         assert difference == 0.0
         assert names == []
 
 
 def test_unknown_experts_are_refused_by_name(four_ranks: RankPool) -> None:
     with pytest.raises(RankError, match="experts of class Strange are not known; wanted Seq"):
-        four_ranks.run(strange_experts, timeout_s=TIMEOUT_S)
+        four_ranks.run(strange_experts)
 
 
 def test_more_tokens_than_announced_are_refused(four_ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"48 tokens.*max_tokens=32.*--flashmoe-max-tokens 48"):
-        four_ranks.run(too_many_tokens, timeout_s=TIMEOUT_S)
+        four_ranks.run(too_many_tokens)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -126,9 +119,7 @@ def test_te_activation_matches_alltoall(gated: bool, four_ranks: RankPool) -> No
         "activation_func": F.gelu,
         "gated_linear_unit": gated,
     }
-    for stock, fused in four_ranks.run(
-        both_layers, EP2_DP2, settings, "te_grouped", timeout_s=TIMEOUT_S
-    ):
+    for stock, fused in four_ranks.run(both_layers, EP2_DP2, settings, "te_grouped"):
         assert fused.keys() == stock.keys()
         for tensor in fused:
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
@@ -137,7 +128,7 @@ def test_te_activation_matches_alltoall(gated: bool, four_ranks: RankPool) -> No
 @pytest.mark.parametrize("place", ["config", "args", "nowhere"])
 def test_padded_decoding_matches(place: str, two_ranks: RankPool) -> None:
     """Megatron's inference turns padding to capacity on in the configuration of a built model."""
-    for difference, said in two_ranks.run(padded_decoding, place, timeout_s=TIMEOUT_S):
+    for difference, said in two_ranks.run(padded_decoding, place):
         if place == "nowhere":
             assert "pass --moe-pad-experts-for-cuda-graph-inference" in said
         else:
@@ -146,7 +137,7 @@ def test_padded_decoding_matches(place: str, two_ranks: RankPool) -> None:
 
 def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
     way_out = r"would not be called; .* use the alltoall dispatcher"
-    said = four_ranks.run(changed_experts, timeout_s=TIMEOUT_S)[0]
+    said = four_ranks.run(changed_experts)[0]
     converted, hooked, patched, whole, *backward, built = said
     assert re.search(
         r"experts\.local_experts\.1\.linear_fc1 .*class tests.megatron.*\.Quantized", converted
@@ -162,14 +153,40 @@ def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
         assert re.search(way_out, message)
 
 
+def test_a_configuration_that_was_changed_since_is_refused(two_ranks: RankPool) -> None:
+    """Megatron's own argument handling changes configurations after they were checked."""
+    for said in two_ranks.run(changed_configuration):
+        assert re.search(r"--glu-linear-offset .*leave it at 0", said)
+
+
+def test_experts_of_which_some_have_biases_are_refused(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(some_biases):
+        assert said == [
+            "SequentialMLP: 3 of 4 experts have a bias; wanted all or none",
+            "TEGroupedMLP: 3 of 4 experts have a bias; wanted all or none",
+        ]
+
+
+def test_forward_pre_hooks_are_called_as_torch_calls_them(two_ranks: RankPool) -> None:
+    """Megatron waits in them for the parameters, with ``--overlap-param-gather``."""
+    want = [("plain", ()), ("with kwargs", (), {})] * 2  # experts, and the first one's linear_fc1
+    assert two_ranks.run(called_hooks) == [want] * 2
+
+
+def test_probabilities_in_float64_are_not_rounded_to_the_tokens_dtype(two_ranks: RankPool) -> None:
+    for in_float64, in_float32, in_bfloat16 in two_ranks.run(probability_dtypes):
+        assert torch.equal(in_float64, in_float32)
+        assert not torch.equal(in_float64, in_bfloat16), "the tokens would not show a rounding"
+
+
 def test_gradients_go_where_they_are_seen(two_ranks: RankPool) -> None:
-    two_ranks.run(main_grads, timeout_s=TIMEOUT_S)
+    two_ranks.run(main_grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_an_overflow_is_for_the_loss_scaler(dtype: torch.dtype, two_ranks: RankPool) -> None:
     """Which float16 has: the token's output is NaN. Without one it is an error at once."""
-    for said, is_nan, difference in two_ranks.run(overflown, dtype, timeout_s=TIMEOUT_S):
+    for said, is_nan, difference in two_ranks.run(overflown, dtype):
         if dtype == torch.float16:
             assert (said, is_nan, difference) == ("accepted", [True, *[False] * 31], 0.0)
         else:
@@ -434,6 +451,56 @@ def changed_experts(group: dist.ProcessGroup) -> list[str]:
     )
     said.append(refusal_of(make_layer, transformer_config(EP2_DP2, "flashmoe"), spec))
     return said
+
+
+def changed_configuration(group: dist.ProcessGroup) -> str:
+    """What a layer says to a configuration that was accepted and changed afterwards."""
+    prepare(Layout(expert=2))
+    config = transformer_config(Layout(expert=2), "flashmoe")
+    config.glu_linear_offset = 1.0
+    return refusal_of(make_layer, config)
+
+
+def some_biases(group: dist.ProcessGroup) -> list[str]:
+    """What is said when one of a layer's experts loses the bias of its first projection."""
+    prepare(Layout(expert=2))
+    x = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64)
+    config = transformer_config(Layout(expert=2), "flashmoe", add_bias_linear=True)
+    sequential = make_layer(config)
+    sequential.experts.local_experts[1].linear_fc1.bias = None
+    grouped = make_layer(config, grouped_experts("te_grouped"))
+    grouped.experts.linear_fc1.bias1 = None
+    return [refusal_of(sequential, x), refusal_of(grouped, x)]
+
+
+def called_hooks(group: dist.ProcessGroup) -> list[Any]:
+    """The arguments that each hook was called with, besides its module."""
+    prepare(Layout(expert=2))
+    layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
+    called: list[Any] = []
+    for module in (layer.experts, layer.experts.local_experts[0].linear_fc1):
+        module.register_forward_pre_hook(lambda _, args: called.append(("plain", args)))
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: called.append(("with kwargs", args, kwargs)), with_kwargs=True
+        )
+    layer(torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64))
+    return called
+
+
+def probability_dtypes(group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """What a bfloat16 layer makes of the same probabilities in three dtypes."""
+    prepare(Layout(expert=2))
+    settings = {"bf16": True, "params_dtype": torch.bfloat16, "moe_router_dtype": "fp64"}
+    layer = make_layer(transformer_config(Layout(expert=2), "flashmoe", **settings))
+    x = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        probs, routing_map = layer.route(x)
+        assert probs.dtype == torch.float64
+        layer.token_dispatcher.routing_map = routing_map
+        return [
+            layer.routed_experts_compute(x.flatten(0, 1), probs.to(dtype))[0]
+            for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        ]
 
 
 def refusal_of(function: Any, *args: Any) -> str:

@@ -114,7 +114,17 @@ REFUSED_IF_KNOWN: list[tuple[dict[str, Any], str]] = [
             {"cuda_graph_modules": "full"},
         )
     ),
-    # Of a GPT model that captures the whole layer.
+    # Megatron captures the whole layer where no part is named.
+    *(
+        ({"cuda_graph_impl": kind, "is_hybrid_model": is_hybrid, **modules}, "CUDA graph")
+        for kind, is_hybrid in (("transformer_engine", False), ("local", True))
+        for modules in (
+            {"cuda_graph_modules": None, "cuda_graph_scope": None},
+            {"cuda_graph_modules": None, "cuda_graph_scope": []},
+            {"cuda_graph_modules": [], "cuda_graph_scope": ""},
+        )
+    ),
+    # A graph of a GPT model's layer captures the whole of it.
     ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}, "CUDA graph"),
     ({"cuda_graph_impl": "local", "cuda_graph_scope": "attn"}, "CUDA graph"),
     (
@@ -288,6 +298,21 @@ def test_the_longer_sequence_bounds_the_tokens(monkeypatch: pytest.MonkeyPatch) 
     for args.decoder_seq_length in (None, 8, 40):
         bounds.append(shape.resolve_max_tokens(config, Settings()))
     assert bounds == [32, 32, 80]
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "context", "tensor", "tokens"),
+    [(32, 2, 1, 3 * 16), (33, 2, 1, 3 * 17), (33, 2, 4, 3 * 5), (1, 8, 1, 3)],
+)
+def test_the_longest_share_of_a_sequence_bounds_the_tokens(
+    seq_length: int, context: int, tensor: int, tokens: int
+) -> None:
+    """Where a sequence does not divide evenly, some rank has more tokens than the quotient."""
+    config = SimpleNamespace(sequence_parallel=tensor > 1, tensor_model_parallel_size=tensor)
+    bound = shape.tokens_per_rank(
+        config, seq_length=seq_length, micro_batch_size=3, context_parallel_size=context
+    )
+    assert bound == tokens
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,22 @@
 """The calibration command, as a user runs it on 2 ranks, and what it refuses."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from flashmoe_megatron.calibrate import main
+from flashmoe_megatron.calibrate import main, measure
+from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.telemetry.calibration import read_entries
+from flashmoe_megatron.telemetry.totals import Totals
+from tests.distributed import PATIENCE_S, RankPool
+from tests.unit import cases
 
 LAYER = [
     "--hidden",
@@ -32,7 +40,7 @@ def calibrate(file: Path, *arguments: str, num_ranks: int = 2) -> subprocess.Com
         [sys.executable, *launch, "-m", "flashmoe_megatron.calibrate", str(file), *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
@@ -57,6 +65,30 @@ def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
     assert [entry.topk for entry in second[2:]] == [1, 1]
     for entry in second[2:]:
         assert (entry.bounded, entry.keep, entry.grads) == (True, "inputs", "main_grad")
+
+
+ITERATIONS = 3
+
+
+def launches_that_are_averaged(group: dist.ProcessGroup) -> list[str]:
+    """The directions of the launches that a rank adds up."""
+    layer = FlashMoELayer(
+        cases.make_config(num_ranks=2), group=group, device="cpu", dtype=torch.float32
+    )
+    added = []
+    add = Totals.add
+    with mock.patch.object(
+        Totals, "add", lambda totals, record: (added.append(record.direction), add(totals, record))
+    ):
+        measure(layer, num_tokens=16, iterations=ITERATIONS)
+    return added
+
+
+def test_launches_that_warm_up_are_not_averaged() -> None:
+    """The first ones load kernels and make tables, which T(2) must not contain."""
+    want = ["forward", "backward"] * ITERATIONS
+    with contextlib.closing(RankPool(2)) as world:
+        assert world.run(launches_that_are_averaged) == [want] * 2
 
 
 @pytest.mark.parametrize(

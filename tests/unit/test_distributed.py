@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.distributed import RankError, RankPool, run_ranks
+from tests.distributed import PATIENCE_S, RankError, RankPool, run_ranks
 
 
 def add_ranks(group: dist.ProcessGroup, offset: int) -> int:
@@ -32,7 +32,7 @@ def test_results_come_by_rank():
     assert run_ranks(add_ranks, 2, 10) == [10, 11]
 
 
-@pytest.mark.timeout(300)  # starts its processes four times
+@pytest.mark.timeout(4 * PATIENCE_S)  # starts its processes four times
 def test_failures_raise_and_the_pool_recovers():
     pool = RankPool(2)
     try:
@@ -40,10 +40,8 @@ def test_failures_raise_and_the_pool_recovers():
             pool.run(fail_on_rank_one)
         with pytest.raises(RankError, match="exit code 7"):
             pool.run(die)
-        start = time.monotonic()
         with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish within 0.5 s"):
-            pool.run(hang, timeout_s=0.5)
-        assert time.monotonic() - start < 60
+            pool.run(hang, timeout_s=0.5)  # else for an hour, which pytest would end
         assert pool.run(add_ranks, 0) == [0, 1]
     finally:
         pool.close()

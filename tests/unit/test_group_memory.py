@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import HeapError, PeerTimeoutError
-from flashmoe_megatron.kernel import bindings, group_memory
+from flashmoe_megatron.kernel import bindings, group_memory, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
 from tests.unit.cases import make_config
@@ -108,6 +108,18 @@ def test_a_rank_without_room_for_the_rest_tells_the_others(
         memory.allocate(SIZES)
     assert "out of memory" in str(told[0])
     assert memory.needs(SIZES)
+
+
+def test_a_heap_that_does_not_fit_is_refused_before_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA's own error would come on one rank alone, and the others would wait for it."""
+    free = 4096
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1 << 40))
+    assert len(symmetric.allocate(free, None, torch.device("cpu")).addresses) == 1
+    with pytest.raises(HeapError, match="needs 4097 bytes on every GPU, the fullest has 4096 free"):
+        symmetric.allocate(free + 1, None, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("is_captured", [False, True], ids=["no graph", "a graph"])

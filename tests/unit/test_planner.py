@@ -135,6 +135,23 @@ def test_worst_case_is_reached():
         plan_buffer_rows(config, capacity=-1)
 
 
+def test_no_more_rows_are_expected_than_the_capacity_admits():
+    config = MoEConfig(
+        hidden=64,
+        intermediate=64,
+        num_experts=8,
+        topk=2,
+        activation=Activation.SILU,
+        gated=True,
+        num_ranks=4,
+        max_tokens=128,
+    )
+    # 10 rows from each of 4 ranks for 2 local experts, each with half a tile of padding.
+    assert plan_buffer_rows(config, capacity=10).expected == 4 * 10 * 2 + 2 * TILE_M // 2
+    assert plan_buffer_rows(config, capacity=0).expected == 0
+    assert plan_buffer_rows(config, capacity=128).expected == plan_buffer_rows(config).expected
+
+
 def test_volume():
     volume = dispatch_volume(
         num_routes=8192, num_experts=64, capacity=160, hidden=2048, element_bytes=2

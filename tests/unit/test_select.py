@@ -147,6 +147,23 @@ def test_ranks_must_agree(ranks: RankPool, changes: list[dict[str, Any]], said: 
         assert said in answer
 
 
+def select_to_keep(group: dist.ProcessGroup, keeps: list[str]) -> str:
+    try:
+        select_backend(
+            cases.make_config(num_ranks=2), group, "cpu", keep=keeps[dist.get_rank(group)]
+        )
+    except ConfigError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_must_agree_on_what_is_kept(ranks: RankPool):
+    """A backward exchanges other rows with a rank that has kept its own."""
+    said = "the ranks disagree on keep: all on rank 0, inputs on rank 1; wanted one value"
+    assert ranks.run(select_to_keep, ["all", "inputs"], num_ranks=2) == [said] * 2
+    assert ranks.run(select_to_keep, ["inputs", "inputs"], num_ranks=2) == ["agreed"] * 2
+
+
 def select_on_hosts(group: dist.ProcessGroup, hosts: list[str], **options: Any) -> str:
     """Selects the kernel, with a class in its place, on ranks of these hosts."""
     kernel = ModuleType("flashmoe_megatron.kernel.backend")

@@ -155,6 +155,14 @@ def test_late_peers_do_not_expose_communication() -> None:
     assert values["flashmoe/forward/exposed_wait_ms"] == pytest.approx(0.14)
 
 
+def test_a_wait_for_rows_is_exposed_no_longer_than_the_processors_are_idle() -> None:
+    """The loader runs ahead: while it waits for rows, processors compute what it has loaded."""
+    phases = {**records.RECORD.phase_ns, Phase.ROWS_WAIT: 900_000.0}
+    values = metrics_of(records.record(phase_ns=phases))
+    # 100 us of the head and 40 us of waits for a stage, then the tail's 80 us.
+    assert values["flashmoe/forward/exposed_wait_ms"] == pytest.approx(0.22)
+
+
 def test_one_rank_sends_nothing() -> None:
     config = records.CONFIG
     alone = totals_of(

@@ -26,7 +26,7 @@ from flashmoe_megatron.telemetry.registry import METRICS
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, TensorBoardSink, WandbSink
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
-from tests.distributed import RankPool
+from tests.distributed import PATIENCE_S, RankPool
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases, records
 from tests.unit.records import counted
@@ -349,7 +349,7 @@ def test_a_run_that_dies_keeps_its_points(tmp_path: Path) -> None:
     path = tmp_path / "flashmoe_metrics.jsonl"
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", DYING, str(path)], cwd=root, timeout=100, check=False
+        [sys.executable, "-c", DYING, str(path)], cwd=root, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == -signal.SIGKILL
     # The report of the last step was to be written by the next one.

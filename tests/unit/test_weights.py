@@ -1,5 +1,6 @@
 """Biases of experts, and gate and up projections that are parameters of their own."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -312,13 +313,54 @@ def test_the_kernel_refuses_biases_of_one_projection_and_misaligned_ones():
         tables.of_weights(replace(weights, fc1_bias=(longer[1:],)), PROBLEM, SIZES)
 
 
-def test_the_kernel_takes_other_tables_for_another_layout(monkeypatch: pytest.MonkeyPatch):
-    """At the same addresses: a model made anew may have its weights transposed there."""
-    config = cases.make_config(hidden=64, intermediate=64, num_experts=1, topk=1, gated=False)
-    tables = address_tables(config)
-    monkeypatch.setattr(tables, "_upload", lambda host: host)
+@pytest.fixture
+def host_tables(monkeypatch: pytest.MonkeyPatch) -> Callable[[MoEConfig], AddressTables]:
+    """Makes tables that stay on the host, without the library."""
+    monkeypatch.setattr(AddressTables, "_upload", lambda _, host: host)
     monkeypatch.setattr(bindings, "call", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return address_tables
+
+
+def test_the_kernel_finds_each_bias_where_it_looks_for_it(
+    host_tables: Callable[[MoEConfig], AddressTables],
+):
+    """Those of fc1 by expert, then those of fc2."""
+    config = cases.make_config(num_experts=2, topk=1)
+
+    def each(*shape: int) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros(*shape, dtype=torch.bfloat16) for _ in range(2))
+
+    weights = ExpertWeights(
+        fc1=each(config.fc1_rows, config.hidden),
+        fc2=each(config.hidden, config.intermediate),
+        fc1_bias=each(config.fc1_rows),
+        fc2_bias=each(config.hidden),
+    )
+    biases = host_tables(config).of_weights(weights, PROBLEM, SIZES).biases
+    assert biases is not None
+    want = [bias.data_ptr() for bias in (*weights.fc1_bias, *weights.fc2_bias)]
+    assert biases.tolist() == want
+
+
+def test_the_kernel_refuses_a_view_at_the_address_of_a_weight_that_it_knows(
+    host_tables: Callable[[MoEConfig], AddressTables],
+):
+    """A square matrix and its transposed view differ in their strides alone."""
+    config = cases.make_config(hidden=64, intermediate=64, num_experts=1, topk=1, gated=False)
+    tables = host_tables(config)
+    square = torch.zeros(64, 64, dtype=torch.bfloat16)
+    tables.of_weights(ExpertWeights((square,), (square,)), PROBLEM, SIZES)
+    with pytest.raises(ShapeError, match="strides .*wanted rows of consecutive elements"):
+        tables.of_weights(ExpertWeights((square.t(),), (square.t(),)), PROBLEM, SIZES)
+
+
+def test_the_kernel_takes_other_tables_for_another_layout(
+    host_tables: Callable[[MoEConfig], AddressTables],
+):
+    """At the same addresses: a model made anew may have its weights transposed there."""
+    config = cases.make_config(hidden=64, intermediate=64, num_experts=1, topk=1, gated=False)
+    tables = host_tables(config)
     square = torch.zeros(64, 64, dtype=torch.bfloat16)
     grads = [WeightGrad(torch.zeros(64, 64), accumulate=True) for _ in range(2)]
 

@@ -1,0 +1,264 @@
+"""Changes of one line that would be defects, and the test that catches each.
+
+As a program it applies them one after the other to a copy of the working tree, runs the test named
+for each and says whether it failed, as it must::
+
+    python -m tests.mutations                # all that this machine can show, some four minutes
+    python -m tests.mutations heap           # those whose name contains a word
+    python -m tests.mutations --list         # the list as a table
+
+A mutation is two texts. Its line is searched for in the whole package, so it may move between
+files; ``unit/test_mutations.py`` holds that each is there exactly once and that its test exists.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "flashmoe_megatron"
+NEEDED = (PACKAGE, "tests", "examples", "tools", "pyproject.toml", "README.md")
+"""What the tests that catch mutations read."""
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change of the package and who catches it.
+
+    Attributes:
+        name: What the changed code gets wrong.
+        old: A text that is in the package exactly once.
+        new: What it becomes.
+        caught_by: The test that fails then, as pytest names it.
+        on_gpu: A further test that fails on a GPU, or nothing.
+    """
+
+    name: str
+    old: str
+    new: str
+    caught_by: str
+    on_gpu: str = ""
+
+
+MUTATIONS = (
+    Mutation(
+        "keep is left out of what ranks agree on",
+        '"reference": ("keep", "row_bound")}',
+        '"reference": ("row_bound",)}',
+        "tests/unit/test_select.py::test_ranks_must_agree_on_what_is_kept",
+    ),
+    Mutation(
+        "a wait for rows counts as exposed while processors compute",
+        "min(phases[Phase.ROWS_WAIT], idle)",
+        "phases[Phase.ROWS_WAIT]",
+        "tests/unit/test_telemetry.py"
+        "::test_a_wait_for_rows_is_exposed_no_longer_than_the_processors_are_idle",
+    ),
+    Mutation(
+        "a configuration is not checked again when a layer is built",
+        "        refuse(config, CONFIG_REFUSALS)\n        config.moe_token_dispatcher_type = ",
+        "        config.moe_token_dispatcher_type = ",
+        "tests/megatron/test_layer.py::test_a_configuration_that_was_changed_since_is_refused",
+    ),
+    Mutation(
+        "experts of which some have biases are accepted",
+        "    if not any(found):\n        return ()",
+        "    if not all(found):\n        return ()",
+        "tests/megatron/test_layer.py::test_experts_of_which_some_have_biases_are_refused",
+    ),
+    Mutation(
+        "experts are probed in training mode alone",
+        "itertools.product(PROBE_SCALES, (True, False))",
+        "itertools.product(PROBE_SCALES, (True,))",
+        "tests/deepspeed/test_experts.py::test_unknown_experts_are_refused",
+    ),
+    Mutation(
+        "sums in float32 do not keep a collective from starting early",
+        'not getattr(config, "reduce_scatter_with_fp32_accumulation", False)',
+        "True",
+        "tests/megatron/test_grad_reduce.py::test_a_gradient_that_came_since_makes_a_bucket_late",
+    ),
+    Mutation(
+        "a CUDA graph without a scope is accepted",
+        "return not names or not names <= _GRAPHS_WITHOUT_MOE",
+        "return not names <= _GRAPHS_WITHOUT_MOE",
+        "tests/megatron/test_refusals.py::test_newer_settings_are_refused",
+    ),
+    Mutation(
+        "tokens per rank are rounded down",
+        "-(-seq_length // shards) * micro_batch_size",
+        "seq_length // shards * micro_batch_size",
+        "tests/megatron/test_refusals.py::test_the_longest_share_of_a_sequence_bounds_the_tokens",
+    ),
+    Mutation(
+        "more rows are expected than the capacity admits",
+        "        expected = min(expected, rows)\n",
+        "",
+        "tests/unit/test_planner.py::test_no_more_rows_are_expected_than_the_capacity_admits",
+    ),
+    Mutation(
+        "pre-hooks that want keyword arguments are called without them",
+        "hook(module, (), {})",
+        "hook(module, ())",
+        "tests/megatron/test_layer.py::test_forward_pre_hooks_are_called_as_torch_calls_them",
+    ),
+    Mutation(
+        "float64 probabilities are rounded to the tokens' dtype",
+        "probs = probs.float()",
+        "probs = probs.to(x.dtype)",
+        "tests/megatron/test_layer.py"
+        "::test_probabilities_in_float64_are_not_rounded_to_the_tokens_dtype",
+    ),
+    Mutation(
+        "launches that warm up count in T(2)",
+        "    run(WARM_UP)\n    layer.backend.take_records()\n",
+        "    run(WARM_UP)\n",
+        "tests/unit/test_calibrate.py::test_launches_that_warm_up_are_not_averaged",
+    ),
+    Mutation(
+        "the table of biases begins with those of fc2",
+        "for bias in (*weights.fc1_bias, *weights.fc2_bias)]",
+        "for bias in (*weights.fc2_bias, *weights.fc1_bias)]",
+        "tests/unit/test_weights.py::test_the_kernel_finds_each_bias_where_it_looks_for_it",
+        on_gpu="tests/gpu/test_variants.py::test_biases[bf16-grad-gated-2]",
+    ),
+    Mutation(
+        "a weight's strides are left out of its table's key",
+        "(weights.transposed, first.shape, first.stride(), first.dtype)",
+        "(weights.transposed, first.shape, first.dtype)",
+        "tests/unit/test_weights.py"
+        "::test_the_kernel_refuses_a_view_at_the_address_of_a_weight_that_it_knows",
+        on_gpu="tests/gpu/test_bad_input.py"
+        "::test_a_view_at_the_address_of_a_known_weight_is_refused",
+    ),
+    Mutation(
+        "a heap is kept that is too small for the next layer",
+        "            or self.heap_bytes < sizes.heap_bytes\n",
+        "",
+        "tests/unit/test_group_memory.py::test_it_never_shrinks",
+        on_gpu="tests/gpu/test_launches.py"
+        "::test_a_wider_layer_within_the_same_bounds_gets_a_larger_heap",
+    ),
+    Mutation(
+        "a heap that does not fit is allocated all the same",
+        "    if nbytes > least:\n",
+        "    if False:\n",
+        "tests/unit/test_group_memory.py"
+        "::test_a_heap_that_does_not_fit_is_refused_before_it_is_allocated",
+    ),
+)
+
+
+def place_of(mutation: Mutation, root: Path = ROOT) -> Path:
+    """The file that has a mutation's line.
+
+    Raises:
+        ValueError: The line is not in the package exactly once; says where it is.
+    """
+    files = sorted((root / PACKAGE).rglob("*.py"))
+    counts = {file: file.read_text().count(mutation.old) for file in files}
+    found = [file for file, count in counts.items() for _ in range(count)]
+    if len(found) != 1:
+        listed = ", ".join(str(file.relative_to(root)) for file in found) or "nowhere"
+        raise ValueError(f"{mutation.name}: wanted once, found {listed}:\n{mutation.old}")
+    return found[0]
+
+
+def _copy(directory: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "corpus", "results")
+    for name in NEEDED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, directory / name, ignore=ignored)
+        else:
+            shutil.copy(source, directory / name)
+
+
+def _pytest(directory: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+PASSED, FAILED = 0, 1
+"""Exit statuses of pytest; others mean that it could not run the tests."""
+
+
+def judge(mutation: Mutation, directory: Path, *, on_gpu: bool) -> tuple[str, str]:
+    """Applies a mutation to a copy of the tree, runs its tests and takes it back.
+
+    Args:
+        mutation: The change.
+        directory: The copy.
+        on_gpu: Whether to run the test that wants a GPU in place of the other.
+
+    Returns:
+        "caught", "missed" or "broken", and pytest's output.
+    """
+    place = place_of(mutation, directory)
+    text = place.read_text()
+    place.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        done = _pytest(directory, [mutation.on_gpu if on_gpu else mutation.caught_by])
+    finally:
+        place.write_text(text)
+    is_skipped = " passed" not in done.stdout and " skipped" in done.stdout
+    outcome = {FAILED: "caught", PASSED: "missed"}.get(done.returncode, "broken")
+    return "broken" if outcome == "missed" and is_skipped else outcome, done.stdout + done.stderr
+
+
+def main(arguments: list[str]) -> int:
+    """Runs from the command line; fails if a mutation is missed."""
+    parser = argparse.ArgumentParser("tests.mutations", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("words", nargs="*", help="only mutations whose name contains one of them")
+    parser.add_argument("--list", action="store_true", help="print the list and end")
+    parser.add_argument("--gpu", action="store_true", help="run the tests that want a GPU instead")
+    options = parser.parse_args(arguments)
+    words = options.words or [""]
+    chosen = [one for one in MUTATIONS if any(word in one.name for word in words)]
+    if options.gpu:
+        chosen = [one for one in chosen if one.on_gpu]
+    if options.list:
+        for one in chosen:
+            place = place_of(one).relative_to(ROOT)
+            sys.stdout.write(f"| {one.name} | `{place}` | `{one.caught_by}` |\n")
+        return 0
+    outcomes = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        _copy(directory)
+        tests = sorted({one.on_gpu if options.gpu else one.caught_by for one in chosen})
+        sys.stdout.write(f"{len(tests)} tests on the package as it is ... ")
+        sys.stdout.flush()
+        unchanged = _pytest(directory, tests)
+        if unchanged.returncode != PASSED:
+            sys.stdout.write(f"failed:\n{unchanged.stdout[-4000:]}{unchanged.stderr[-2000:]}\n")
+            return 1
+        sys.stdout.write("passed\n")
+        for one in chosen:
+            begin = time.monotonic()
+            outcome, said = judge(one, directory, on_gpu=options.gpu)
+            outcomes.append(outcome)
+            sys.stdout.write(f"{outcome} in {time.monotonic() - begin:.0f} s: {one.name}\n")
+            if outcome == "broken":
+                sys.stdout.write(f"{said[-4000:]}\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{outcomes.count('caught')} of {len(outcomes)} caught\n")
+    return 0 if set(outcomes) <= {"caught"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

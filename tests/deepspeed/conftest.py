@@ -12,9 +12,6 @@ from tests.distributed import RankPool
 AUTOEP = (0, 19, 7)
 """The first release whose AutoEP layers are served; tests of them have it in their name."""
 
-START_S = 240
-"""A pool's first use imports torch and DeepSpeed in all its processes, slowly on a busy machine."""
-
 
 @pytest.fixture(scope="package")
 def _same_hashes() -> Iterator[None]:
@@ -62,5 +59,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="about releases before DeepSpeed 0.19.7"))
         elif "autoep" in item.name and release() < AUTOEP:
             item.add_marker(pytest.mark.skip(reason="AutoEP is served from DeepSpeed 0.19.7"))
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(START_S))

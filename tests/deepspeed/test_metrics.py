@@ -159,7 +159,7 @@ def test_all_stages_of_a_pipeline_are_reported(
     runs = [
         (blocks, {**csv_files(str(tmp_path / blocks)), "flashmoe": section}) for blocks in PIPELINES
     ]
-    run_ranks(pipeline.train_with_metrics, 4, runs, timeout_s=200)
+    run_ranks(pipeline.train_with_metrics, 4, runs)
     for blocks, num_layers in PIPELINES.items():
         lines = reports(tmp_path / blocks / "job")
         assert lines

@@ -9,6 +9,7 @@ import pytest
 from flashmoe_megatron.adapters.deepspeed.settings import Settings, read_settings, resolve_alias
 from flashmoe_megatron.adapters.deepspeed.versions import version_problem
 from flashmoe_megatron.errors import ConfigError
+from tests.distributed import PATIENCE_S
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"flashmoe": {"enable": True}}, r"flashmoe\.enable .* nearest valid key is flashmoe\.enabled"),
@@ -138,4 +139,4 @@ def test_importing_the_door_imports_nothing_else() -> None:
         "assert 'deepspeed' not in sys.modules and 'torch' not in sys.modules\n"
         "assert set(door.__all__) == {'attach', 'initialize', 'install', 'uninstall'}"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -34,8 +34,6 @@ class Tolerance:
 FLOAT32 = Tolerance(losses=1e-5, gradients=1e-5, parameters=1e-5)
 """Both sides differ in the order of their sums."""
 
-TIMEOUT_S = 100.0
-
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
@@ -212,9 +210,7 @@ CHECKPOINTS = {
 def test_checkpoints_are_interchangeable(
     name: str, fused_first: bool, two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    outcomes = two_ranks.run(
-        save_and_load, CHECKPOINTS[name], str(tmp_path), fused_first, timeout_s=TIMEOUT_S
-    )
+    outcomes = two_ranks.run(save_and_load, CHECKPOINTS[name], str(tmp_path), fused_first)
     for whole, resumed in outcomes:
         assert (resumed.fused_calls > 0) != fused_first
         assert resumed.losses == pytest.approx(whole.losses[2:], rel=FLOAT32.losses)
@@ -223,7 +219,7 @@ def test_checkpoints_are_interchangeable(
 
 def check(pool: RankPool, case: Case, tolerance: Tolerance = FLOAT32) -> list[Outcome]:
     """Trains with both kinds of layers and compares; the fused outcome of each rank."""
-    outcomes = pool.run(train_both, case, timeout_s=TIMEOUT_S)
+    outcomes = pool.run(train_both, case)
     for stock, fused in outcomes:
         assert stock.fused_calls == 0
         assert fused.fused_calls > 0

@@ -12,6 +12,7 @@ import pytest
 
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.kernel import bindings
+from tests.distributed import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "flashmoe_megatron"
@@ -56,7 +57,7 @@ else:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

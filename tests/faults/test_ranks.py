@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import PATIENCE_S
 from tests.faults.jobs import run_job
 from tests.faults.worker import CASES
 
-JOB_TIMEOUT_S = 120.0
 NUM_RANKS = 3
 
 
-@pytest.mark.timeout(JOB_TIMEOUT_S + 20)
 @pytest.mark.parametrize("case", CASES)
 def test_faults(case: str, tmp_path: Path):
-    job = run_job("tests.faults.worker", case, NUM_RANKS, tmp_path, timeout_s=JOB_TIMEOUT_S)
+    job = run_job("tests.faults.worker", case, NUM_RANKS, tmp_path, timeout_s=PATIENCE_S)
     living = range(NUM_RANKS)
     if case.startswith("killed"):
         living = range(NUM_RANKS - 1)

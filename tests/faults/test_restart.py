@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.reference.backend import ReferenceBackend
-from tests.distributed import RankError, RankPool
+from tests.distributed import PATIENCE_S, RankError, RankPool
 from tests.megatron.harness import Case, Layout, Outcome, train
 
 pytestmark = [
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(5 * PATIENCE_S),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
     ),
 ]
-RUN_S = 110.0
 BACKWARDS = 4 + 3
 """Calls until the death: two layers and two micro-batches make four in an iteration."""
 
@@ -49,12 +48,12 @@ def test_restart_after_a_kill(tmp_path: Path):
     first = dataclasses.replace(whole, iterations=2, save_to=checkpoint)
     rest = dataclasses.replace(whole, iterations=3, first_iteration=2, load_from=checkpoint)
     with contextlib.closing(RankPool(2)) as pool:
-        uninterrupted = pool.run(train, whole, "flashmoe", timeout_s=RUN_S)
-        pool.run(train, first, "flashmoe", timeout_s=RUN_S)
+        uninterrupted = pool.run(train, whole, "flashmoe")
+        pool.run(train, first, "flashmoe")
         with pytest.raises(RankError, match="exit code -9"):
-            pool.run(train_and_die, rest, timeout_s=RUN_S)
+            pool.run(train_and_die, rest)
         # Fresh processes.
-        resumed = pool.run(train, rest, "flashmoe", timeout_s=RUN_S)
+        resumed = pool.run(train, rest, "flashmoe")
     for want, got in zip(uninterrupted, resumed, strict=True):
         assert got.losses == want.losses[2:]
         assert got.grad_norms == want.grad_norms[2:]

@@ -40,10 +40,6 @@ def megatron_lm() -> Path:
     return path
 
 
-START_S = 240
-"""A pool's first use imports torch and Megatron in four processes, slowly on a busy machine."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     is_installed = _is_installed("megatron.core")
     here = Path(__file__).parent
@@ -52,8 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if not is_installed:
             item.add_marker(pytest.mark.skip(reason="megatron-core is not installed"))
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(START_S))
 
 
 def _is_installed(module: str) -> bool:

@@ -14,6 +14,7 @@ from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.megatron.settings import Settings, configure, current_settings
 from flashmoe_megatron.config import MAX_TIMEOUT
 from flashmoe_megatron.errors import ConfigError
+from tests.distributed import PATIENCE_S
 from tests.megatron.harness import megatron_parser
 
 
@@ -118,7 +119,7 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
         [sys.executable, "-W", "ignore", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
     )

@@ -30,7 +30,7 @@ def layer_numbers(group: dist.ProcessGroup, given: list[int | None]) -> tuple[in
 
 def test_layers_are_told_apart(four_ranks: RankPool) -> None:
     by_stage: dict[int, list[int]] = {}
-    for stage, numbers in four_ranks.run(layer_numbers, [None, None, None], timeout_s=110.0):
+    for stage, numbers in four_ranks.run(layer_numbers, [None, None, None]):
         assert by_stage.setdefault(stage, numbers) == numbers  # the same on ranks of one stage
         assert sorted(set(numbers)) == numbers
         assert len(numbers) == 3
@@ -40,5 +40,5 @@ def test_layers_are_told_apart(four_ranks: RankPool) -> None:
 
 
 def test_a_number_that_is_known_is_taken(four_ranks: RankPool) -> None:
-    for _, numbers in four_ranks.run(layer_numbers, [7, 5], timeout_s=110.0):
+    for _, numbers in four_ranks.run(layer_numbers, [7, 5]):
         assert numbers == [6, 4]

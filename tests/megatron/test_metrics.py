@@ -22,7 +22,7 @@ from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.calibration import Entry, write_entries
-from tests.distributed import RankError, RankPool
+from tests.distributed import PATIENCE_S, RankError, RankPool
 from tests.megatron.harness import (
     MICRO_BATCH,
     SEQ_LENGTH,
@@ -40,7 +40,6 @@ from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
 from tests.unit.records import counted
 
-TIMEOUT_S = 110.0
 TOKENS = SEQ_LENGTH * MICRO_BATCH
 
 
@@ -77,7 +76,7 @@ def test_layers_of_all_ranks_are_reported(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     case = Case(layout, iterations=4, metrics_to=str(path), settings={"metrics": "all"})
-    four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+    four_ranks.run(train, case, "flashmoe")
     lines = reports(path)
     # The first iteration is not reported, and the last is although none follows.
     assert [line["step"] for line in lines] == [2, 3, 4]
@@ -102,7 +101,7 @@ def test_a_choice_of_metrics(four_ranks: RankPool, tmp_path: Path) -> None:
     case = Case(
         Layout(expert=2), iterations=2, metrics_to=str(path), settings={"metrics": "kernel_ms"}
     )
-    four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+    four_ranks.run(train, case, "flashmoe")
     (line,) = reports(path)
     assert set(line) == {
         "step",
@@ -112,7 +111,7 @@ def test_a_choice_of_metrics(four_ranks: RankPool, tmp_path: Path) -> None:
     }
     path.unlink()
     case = dataclasses.replace(case, settings={"metrics": "none"})
-    four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+    four_ranks.run(train, case, "flashmoe")
     assert not path.exists()
 
 
@@ -127,7 +126,7 @@ def test_overlap_efficiency_comes_from_the_file(four_ranks: RankPool, tmp_path: 
     path = tmp_path / "metrics.jsonl"
     settings = {"calibration": calibration(tmp_path / "t2.json")}
     case = Case(Layout(expert=4), iterations=2, metrics_to=str(path), settings=settings)
-    four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+    four_ranks.run(train, case, "flashmoe")
     (line,) = reports(path)
     efficiency = line["flashmoe/forward/overlap_efficiency"]
     assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
@@ -138,7 +137,7 @@ def test_a_calibration_of_another_shape_ends_the_run(four_ranks: RankPool, tmp_p
     file = calibration(tmp_path / "t2.json", intermediate=128)
     case = Case(Layout(expert=4), settings={"calibration": file})
     with pytest.raises(RankError, match="has intermediate 128 and not 64"):
-        four_ranks.run(train, case, "flashmoe", timeout_s=TIMEOUT_S)
+        four_ranks.run(train, case, "flashmoe")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +191,7 @@ def test_the_rank_that_writes_needs_no_layer_for_the_efficiency(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
     path, file = tmp_path / "metrics.jsonl", calibration(tmp_path / "t2.json")
-    two_ranks.run(report_layers, [[OneLayer()], []], str(path), file, timeout_s=TIMEOUT_S)
+    two_ranks.run(report_layers, [[OneLayer()], []], str(path), file)
     (line,) = reports(path)
     efficiency = line["flashmoe/forward/overlap_efficiency"]
     assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
@@ -221,7 +220,7 @@ def report_beside_evaluations(group: dist.ProcessGroup, evaluations: int, path: 
 def test_evaluation_is_in_no_metric(two_ranks: RankPool, tmp_path: Path) -> None:
     alone, mixed = tmp_path / "alone.jsonl", tmp_path / "mixed.jsonl"
     for evaluations, path in ((0, alone), (5, mixed)):
-        two_ranks.run(report_beside_evaluations, evaluations, str(path), timeout_s=TIMEOUT_S)
+        two_ranks.run(report_beside_evaluations, evaluations, str(path))
     assert [line["step"] for line in reports(mixed)] == [2, 3]
     for line, wanted in zip(reports(mixed), reports(alone), strict=True):
         assert line["flashmoe/expert_rows/mean"] == 2 * TOKENS * 2 / 8
@@ -240,7 +239,7 @@ def test_of_a_teacher_and_its_student_the_student_is_reported(
     path = tmp_path / "metrics.jsonl"
     # The stage of the second rank has a part of the teacher alone.
     by_rank = [both, TEACHER]
-    told = two_ranks.run(report_layers, by_rank, str(path), None, timeout_s=TIMEOUT_S)
+    told = two_ranks.run(report_layers, by_rank, str(path), None)
     assert told == [[], []]
     (line,) = reports(path)
     for layer in (0, 1):
@@ -298,12 +297,12 @@ def numbers_in_both_metrics(group: dist.ProcessGroup) -> tuple[list[int], list[i
 
 def test_layers_have_the_numbers_of_megatrons_own_metrics(two_ranks: RankPool) -> None:
     """Megatron logs what it keeps at an index as layer_{index}."""
-    for ours, theirs in two_ranks.run(numbers_in_both_metrics, timeout_s=TIMEOUT_S):
+    for ours, theirs in two_ranks.run(numbers_in_both_metrics):
         assert ours == theirs == [1]
 
 
 def test_layers_of_multi_token_prediction_follow_the_decoders(two_ranks: RankPool) -> None:
-    for numbers in two_ranks.run(numbers_with_prediction, timeout_s=TIMEOUT_S):
+    for numbers in two_ranks.run(numbers_with_prediction):
         assert numbers == [0, 2, 3]
 
 
@@ -311,7 +310,7 @@ def test_frozen_layers_are_reported_where_none_is_trained(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    two_ranks.run(report_layers, [TEACHER] * 2, str(path), None, timeout_s=TIMEOUT_S)
+    two_ranks.run(report_layers, [TEACHER] * 2, str(path), None)
     (line,) = reports(path)
     assert line["flashmoe/forward/layer_2/kernel_ms"] > 0
 
@@ -323,12 +322,12 @@ def test_models_that_differ_in_a_layer_are_not_reported(
     path = tmp_path / "metrics.jsonl"
     one, other = OneLayer(), OneLayer(128)
     both = [[one, other], [other, one]]
-    told = two_ranks.run(report_layers, both, str(path), None, timeout_s=TIMEOUT_S)
+    told = two_ranks.run(report_layers, both, str(path), None)
     assert told == [[], []]
     assert len(reports(path)) == 1
     path.unlink()
     differ = [[one], [other]]
-    told = two_ranks.run(report_layers, differ, str(path), None, timeout_s=TIMEOUT_S)
+    told = two_ranks.run(report_layers, differ, str(path), None)
     assert told[0] == []
     (message,) = told[1]
     assert message.startswith("no metrics of flashmoe: layer 0 is ")
@@ -393,7 +392,7 @@ def restart(group: dist.ProcessGroup, directory: str) -> list[bool]:
 
 def test_metrics_begin_anew_with_new_groups(two_ranks: RankPool, tmp_path: Path) -> None:
     """As Megatron's --inprocess-restart makes them, which goes back to a checkpoint."""
-    for made in two_ranks.run(restart, str(tmp_path), timeout_s=TIMEOUT_S):
+    for made in two_ranks.run(restart, str(tmp_path)):
         assert made == [True, False, False, True, False]
 
 
@@ -519,7 +518,7 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "ignore", "-c", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )

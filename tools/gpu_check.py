@@ -108,6 +108,9 @@ def run_bounded(
         except subprocess.TimeoutExpired:
             status = None
             _end(process)
+        except KeyboardInterrupt:  # which reaches this process alone
+            _end(process)
+            raise
         output.seek(0)
         return status, output.read()[-tail:] if tail else ""
 

@@ -45,9 +45,10 @@ def test_cases_of_several_gpus_autoep(tmp_path: Path) -> None:
 def test_benchmark_autoep(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     short = ("--shapes", "small-top2", "--steps", 2, "--warmup", 1)
-    printed = run_module("tools.bench.bench_deepspeed", *short, "--out", out)
+    benchmark = ("tools.bench.bench_training", "deepspeed", *short)
+    printed = run_module(*benchmark, "--out", out)
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(record["family"], record["experts"]) for record in records] == [
+    assert [(record["family"], record["run"]) for record in records] == [
         ("native", "DeepSpeed"),
         ("native", "flashmoe"),
         ("autoep", "DeepSpeed, loop"),
@@ -55,9 +56,17 @@ def test_benchmark_autoep(tmp_path: Path) -> None:
     ]
     assert all(record["largest_distance"] < 1e-5 for record in records)
     for record in records:
-        pairs = zip(record["model_ms"], record["step_ms"], strict=True)
+        pairs = zip(record["model_ms"], record["iteration_ms"], strict=True)
         assert all(0 < model < whole for model, whole in pairs)
     assert "losses agree" in printed
     # A bound that no distance is within.
     with pytest.raises(AssertionError, match="losses do not agree"):
-        run_module("tools.bench.bench_deepspeed", *short, "--families", "native", "--bound", "-1")
+        run_module(
+            "tools.bench.bench_training",
+            "deepspeed",
+            *short,
+            "--families",
+            "native",
+            "--bound",
+            "-1",
+        )

@@ -50,13 +50,13 @@ class Arena:
     """Memory of the calls; made once.
 
     Attributes:
-        problem: Where a struct of this name goes, as the others.
-        group: See there.
-        input: See there.
-        launch: See there.
-        sizes: See there.
+        problem: Holds the struct ``FlashMoEProblem``, as the next four hold theirs.
+        group: Holds ``FlashMoEGroup``.
+        input: Holds ``FlashMoEInput``.
+        launch: Holds ``FlashMoELaunch``.
+        sizes: Holds ``FlashMoESizes``.
         buffer: Stands for every array of the caller.
-        tables: Of pointers to weights, one too few entries for none.
+        tables: Tables of pointers to weights, with exactly as many entries as the call may read.
     """
 
     problem: GuardedBytes

@@ -32,7 +32,7 @@ from tests.fuzz import tensors
 from tests.unit import cases
 
 EXAMPLES = int(os.environ.get("FLASHMOE_FUZZ_EXAMPLES", "60"))
-"""Of each test; thousands find what tens do not."""
+"""Each test has so many; thousands find what tens do not."""
 
 slow = settings(
     max_examples=EXAMPLES,

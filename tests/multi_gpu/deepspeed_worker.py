@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.deepspeed import attach
-from tools.bench.deepspeed_training import (
+from tools.bench.bench_training.decoder import (
     HAS_GPU,
     Experts,
     Setup,

@@ -73,7 +73,7 @@ def made_up_launch(
         num_ctas: One per SM.
         start_ns: %globaltimer when it begins.
         rate: Cycles per ns of all SMs.
-        seed: Of the small differences between CTAs.
+        seed: Decides the small differences between CTAs.
 
     Returns:
         Both buffers.

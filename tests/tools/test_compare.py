@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import compare_libraries, compare_training
+from tools.bench import compare_libraries
+from tools.bench.bench_training import logs
 from tools.bench.compare_libraries import PASSES, names_of
 
 LOSSES = [10.5, 10.25, 10.0, 9.75, 9.5, 9.25, 9.0]
@@ -57,7 +58,7 @@ def compare(tmp_path: Path, **changes: list[str]) -> int:
     for path in paths:
         path.write_text("\n".join(["building ...", *changes.get(path.stem, plain)]) + "\n")
     ours, theirs, noise = map(str, paths)
-    return compare_training.main([ours, theirs, "--noise", noise])
+    return logs.main([ours, theirs, "--noise", noise])
 
 
 def with_line(at: int, line: str) -> list[str]:

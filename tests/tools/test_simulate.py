@@ -287,7 +287,7 @@ def test_long_launches_come_to_the_power_limit():
         without, slowed = (simulate(shape, 4, free, f).total for f in (IDEAL, slowing))
         return 1.0 - without / slowed
 
-    # Of 7.7 ms of products, one millisecond less than all; of an eighth of them half.
+    # One millisecond of 7.7 ms of products is lost; an eighth of them loses half of that.
     assert lost(8192) == pytest.approx(0.2 * 7.8 / 8.8, abs=0.005)
     assert lost(1024) == pytest.approx(0.2 * 1.0 / 2.0, abs=0.01)
     assert lost(65536) == pytest.approx(0.2, abs=0.005)

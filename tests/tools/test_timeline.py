@@ -51,7 +51,7 @@ def one_cta(
     """A launch of one CTA, and the next one 1 ms later.
 
     Args:
-        warps: Of each its events: kind, begin and end in microseconds, index.
+        warps: The events of each warp: kind, begin and end in microseconds, index.
         start_ns: %globaltimer when it begins.
         sm: The multiprocessor.
     """
@@ -359,7 +359,7 @@ def test_tiles_and_their_waits_are_told_by_number():
     assert waits["kLoaderStage"] == Waits("kLoaderStage", 1, pytest.approx(7, **near))
     assert waits["kProcessorHandover"].time == pytest.approx(0.25 + 0.5 + 7.5, **near)
     end = ending(events, kinds)
-    assert end.products == pytest.approx((21, 21, 21), **near)  # of the one CTA
+    assert end.products == pytest.approx((21, 21, 21), **near)  # there is one CTA
     assert (end.finisher, end.launch) == pytest.approx((23, 29), **near)
 
 

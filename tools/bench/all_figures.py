@@ -21,7 +21,7 @@ from tools.bench.shapes import ODD_SHAPES
 from tools.gpu_check import ROOT, run_bounded
 
 KERNEL = ["--kernel", "--graph", "--row-bound", "1.2", "--grads", "main_grad"]
-ZIPF = "0.47"  # of 64 experts the most popular then has 4 times the mean
+ZIPF = "0.47"  # the most popular of 64 experts then has 4 times the mean
 TAIL = 100_000  # characters of a step's output that are kept
 
 
@@ -34,12 +34,12 @@ class Step:
     """One run of a measuring tool.
 
     Attributes:
-        name: Of the step and its files.
+        name: Names the step and its files.
         module: What is run.
-        arguments: Of it, without ``--commit``.
+        arguments: The module's arguments, without ``--commit``.
         limit_s: After that it is ended.
         ranks: GPUs that it takes, by torchrun; 0 without torchrun.
-        library: Of which build, if not the package's own.
+        library: The build that it loads, if not the package's own.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Done:
     """A line of ``steps.jsonl``.
 
     Attributes:
-        name: Of the step.
+        name: The step's name.
         status: "done", "failed" or "timed out".
         seconds: How long it took.
         command: As it can be run again.

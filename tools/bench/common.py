@@ -88,7 +88,7 @@ class Timing:
 
 
 ROW_BOUND = 1.25
-"""Of one launch, plan and all: more than uniform routing ever gives a rank."""
+"""The rows of one launch, plan and all, as a multiple of the mean; uniform routing needs less."""
 
 
 def timing_of(milliseconds: Sequence[float], device: str = "cuda") -> Timing:
@@ -118,8 +118,8 @@ class Timer:
     """Times calls on all ranks of the default group, or on one GPU without a group.
 
     Each iteration starts from an idle GPU and, with several ranks, behind a barrier, so that launch
-    and synchronization gaps count, as they do for a user. Of each iteration the slowest rank's time
-    is taken.
+    and synchronization gaps count, as they do for a user. An iteration's time is the slowest
+    rank's.
 
     Args:
         iterations: Timed calls, at least 1.

@@ -27,7 +27,7 @@ PASSES = ("forward", "forward_and_backward")
 
 def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
     """Takes orders of a shape and whether its values are zeros; answers with times of a turn."""
-    os.environ["FLASHMOE_LIBRARY"] = str(library)  # of this process alone, which has loaded none
+    os.environ["FLASHMOE_LIBRARY"] = str(library)  # this process has loaded none yet
     import torch
 
     from tools.bench.bench_layer import without_grad

@@ -76,7 +76,7 @@ ODD_SHAPES = {
     "deepseek-v2-lite": Shape(8192, 2048, 1408, 64, 6, gated=True),
     "deepseek-v2": Shape(4096, 5120, 1536, 160, 6, gated=True),
 }
-"""Whose sizes are no multiples of a tile: tokens, experts of a rank, columns of either product."""
+"""Tokens, a rank's experts or columns of a product are no multiple of a tile here."""
 
 ALL_SHAPES = {**SHAPES, **ODD_SHAPES}
 
@@ -158,7 +158,7 @@ def make_problem(
         device: Where everything is made.
         zipf: Expert ``e`` is chosen with a weight of ``(e + 1) ** -zipf``; 0 is uniform.
         seed: Together with the rank decides all numbers.
-        dtype: Of tokens and weights.
+        dtype: Tokens and weights have it.
     """
     g = torch.Generator(device).manual_seed(seed * 1000 + rank)
 

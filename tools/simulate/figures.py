@@ -20,7 +20,7 @@ class Figures:
         cublas_tflops: A large bfloat16 product.
         num_sms: Multiprocessors that it uses.
         num_ctas: CTAs of the kernel; two of them take tiles together.
-        hbm_gbps: Of a copy, read and written bytes.
+        hbm_gbps: Bytes that a copy reads and writes.
         nvlink_gbps: One GPU to its domain, one direction, while all copy.
         nvlink_row_gbps: The same, of a kernel that pulls rows.
         nvlink_latency_us: Until a first row arrives.
@@ -49,10 +49,10 @@ class Fitted:
 
     Attributes:
         product_efficiency: Rate of the kernel's products relative to cuBLAS.
-        tile_us: Of a tile beside its products.
+        tile_us: What a tile costs beside its products.
         derivative_us: What each tile adds that the backward's first epilogue reads or writes.
         wgrad_efficiency: Rate of the weight gradients' products relative to cuBLAS.
-        wgrad_tile_us: Of a tile of a weight gradient beside its products.
+        wgrad_tile_us: What a tile of a weight gradient costs beside its products.
         link_efficiency: Rate of dispatch and combine relative to a peer copy.
         forward_us, backward_us: What a launch costs once: plan, first rows, last sums.
         forward_slowing, backward_slowing: What part of their rate products lose that go on for

@@ -27,13 +27,13 @@ class Measurement:
 
     Attributes:
         run: The file.
-        name: Of the shape.
+        name: The shape's name.
         shape: The layer.
         num_gpus: Ranks of the group.
         backward: The backward's launch, else the forward's.
         kernel_ms: The least that the slowest rank recorded. Where ranks' hosts are late, a launch
             waits for its peers, which a median has in it.
-        cublas_tflops, link_gbps: Of the same run, if it measured them.
+        cublas_tflops, link_gbps: What the same run measured, if it did.
     """
 
     run: str

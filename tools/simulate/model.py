@@ -14,7 +14,7 @@ CLUSTER = 2
 STAGE_FLOPS = 2 * BLOCK_M * BLOCK_N * BLOCK_K
 MAIN_GRAD_BYTES = 8  # a float32 is read and written
 SLOWED_BY_HALF_MS = 1.0
-"""Of products, until half of what they lose to the power limit is lost."""
+"""Time of products after which half of what the power limit costs them is lost."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Unit:
     """What a cluster takes at once: two row blocks of an expert, or its odd last one.
 
     Attributes:
-        expert: Whose.
+        expert: The expert that the tile belongs to.
         blocks: 2 or 1.
         rows: Rows without pads.
     """
@@ -51,7 +51,7 @@ class Times:
 
     Attributes:
         total: From its begin on all ranks to its end.
-        products: Of one cluster's tiles without any wait, mean.
+        products: The mean time of one cluster's tiles without any wait.
         links: How long the busier kind of link was in use.
     """
 
@@ -103,7 +103,7 @@ def tickets(
     A single block's pair is two tiles along N, so that every other of its tickets is empty.
 
     Args:
-        units: Of a rank.
+        units: A rank's units.
         num_n: Tiles along N of both products.
         group: Units that the order advances by.
         lag: Steps by which GEMM1 is behind.
@@ -136,7 +136,7 @@ def simulate_launch(
     Args:
         shape: The layer.
         load: What the rank receives.
-        figures: Of GPUs and links.
+        figures: What GPUs and links do.
         fitted: Efficiencies.
         backward: The direction, with the weights' gradients.
 
@@ -222,7 +222,7 @@ def simulate(
     Args:
         shape: The layer.
         num_gpus: Ranks of its expert-parallel group.
-        figures: Of GPUs and links.
+        figures: What GPUs and links do.
         fitted: Efficiencies.
         backward: The direction.
 

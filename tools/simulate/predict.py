@@ -32,7 +32,7 @@ class Prediction:
     """One number of GPUs in domains of one size.
 
     Attributes:
-        num_gpus: Of the expert-parallel group.
+        num_gpus: Size of the expert-parallel group.
         domain: GPUs that NVLink joins.
         num_experts: 64, or one per GPU if there are more GPUs.
         times: Simulated.
@@ -64,7 +64,7 @@ def weak_scaling(
         shape: The layer; its number of experts is replaced by the count's.
         domain: GPUs of an NVLink domain.
         nic_gbps: Rate of one GPU's NIC, GB/s.
-        figures: Of GPUs and links.
+        figures: What GPUs and links do.
         fitted: Efficiencies.
         backward: The backward's launch, else the forward's.
         counts: Numbers of GPUs.
@@ -144,11 +144,11 @@ def draw_predictions(
     """Time, overlap efficiency and incast volume over GPUs.
 
     Args:
-        by_domain: Of :func:`weak_scaling`, by size of the domain.
+        by_domain: Results of :func:`weak_scaling`, by size of the domain.
         measured: Points of the same layer, drawn where they are.
         shape: The layer.
-        nic_gbps: Of one GPU.
-        path: Of the figure.
+        nic_gbps: One GPU's share of the network.
+        path: Where the figure goes.
         backward: What is predicted.
 
     Returns:

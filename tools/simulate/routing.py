@@ -81,12 +81,12 @@ def maximal_incast_volume(
     for the rounds, dispatch and combine.
 
     Args:
-        tokens: Of one rank.
-        num_experts: Of the whole group.
-        local_experts: Of one rank.
+        tokens: One rank's tokens.
+        num_experts: Experts of the whole group.
+        local_experts: One rank's experts.
         hidden: Elements of a row.
         remote_peers: Ranks of other domains.
-        element_bytes: Of an element.
+        element_bytes: Size of an element.
     """
     return tokens / num_experts * local_experts * element_bytes * hidden * 2 * remote_peers
 

@@ -35,7 +35,7 @@ LIBRARY = bindings.LIBRARY.with_name("libflashmoe_trace.so")
 TRACED = ("forward", "backward")
 WARMUP = 3
 CLOCK_ROUNDS = 8
-FASTEST_CYCLES_PER_NS = 1.98  # of any Hopper GPU, so that no event is dated too late
+FASTEST_CYCLES_PER_NS = 1.98  # no Hopper GPU is faster, so that no event is dated too late
 
 
 class Recorder:
@@ -47,7 +47,7 @@ class Recorder:
 
     Args:
         backend: Its group has one stream.
-        layout: Of the buffer.
+        layout: How the buffer is laid out.
     """
 
     def __init__(self, backend: KernelBackend, layout: Layout) -> None:

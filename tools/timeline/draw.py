@@ -48,7 +48,7 @@ def draw_launch(launch: LaunchTrace, path: Path) -> list[Path]:
 
     Args:
         launch: On all its ranks.
-        path: Of the figure; its ending is replaced.
+        path: Where the figure goes; its ending is replaced.
 
     Returns:
         The PNG and the SVG.

@@ -33,7 +33,7 @@ class Layout:
     """The buffer's size parameters.
 
     Attributes:
-        warps: Of a CTA.
+        warps: Warps of a CTA.
         events: Kept of a warp at most.
     """
 
@@ -196,8 +196,8 @@ def read_buffer(
     Args:
         buffer: uint8, as the launch left it; may be longer.
         following: The same of the launch that followed, of which only headers are read.
-        layout: Of both.
-        num_ctas: Of both launches.
+        layout: How both are laid out.
+        num_ctas: CTAs of each launch.
         host_offset_ns: See :class:`RankTrace`.
 
     Raises:

@@ -109,8 +109,8 @@ def paint(
     A wait lies inside the work that it interrupts, and hides it.
 
     Args:
-        events: Of one rank.
-        kinds: Of the launch.
+        events: One rank's events.
+        kinds: The launch's kinds of events.
         rows: CTA and warp of each row of the result.
         times: Ascending and equally spaced, microseconds.
 

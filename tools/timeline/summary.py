@@ -21,7 +21,7 @@ class Round:
         number: From 0.
         tiles: Warps that have an nth tile, as a share of all.
         begin: Since the launch's first stamp.
-        duration: Of the product.
+        duration: How long the product takes.
         waited: For operands, within the product.
         gap: From the product's end to the next one's begin; 0 behind a warp's last.
         handover: Waited within the gap until a finisher has taken the outputs.
@@ -41,7 +41,7 @@ class Work:
     """All products or epilogues of one kind. Durations are in microseconds.
 
     Attributes:
-        name: Of the role.
+        name: The role's name.
         count: Per CTA, of all warps: each warp of a processor has its own.
         durations: The 10th, 50th and 90th percentile.
     """
@@ -56,7 +56,7 @@ class Waits:
     """All waits of one kind, per CTA.
 
     Attributes:
-        name: Of the role.
+        name: The role's name.
         count: How many that the kernel found worth a stamp.
         time: Microseconds, of all warps together.
     """

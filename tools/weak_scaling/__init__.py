@@ -12,6 +12,8 @@ backend and gloo.
     python -m tools.weak_scaling report runs/weak_scaling     # tables and figures, once more
     python -m tools.weak_scaling log runs/weak_scaling        # to wandb, from what was kept
 
+    python -m tools.weak_scaling training megatron            # whole training iterations instead
+
 wandb writes into the folder and needs no account, unless ``WANDB_API_KEY`` is set or ``WANDB_MODE``
 says otherwise; its other variables (``WANDB_BASE_URL``, ``WANDB_PROJECT``, ``WANDB_ENTITY``,
 ``WANDB_RUN_GROUP``) hold as everywhere.

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tools import weak_scaling
 from tools.bench.common import commit_of_checkout
+from tools.weak_scaling import training
 from tools.weak_scaling.jobs import Begun, Limits, run_points
 from tools.weak_scaling.points import Point, Settings, paper_settings, small_settings
 from tools.weak_scaling.report import write_report
@@ -66,6 +67,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--start-timeout", type=float, default=Limits.start_s, help="seconds, of a job")
     add("--point-timeout", type=float, default=Limits.point_s, help="seconds, of a point")
     add("--commit", help="what is measured, where the checkout has no git")
+    commands.add_parser("training", help="whole training iterations; has a --help of its own")
     for name, what in (
         ("report", "write tables and figures of a folder again"),
         ("log", "log a folder's points to wandb"),
@@ -183,6 +185,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["training"]:
+        return training.main(arguments[1:])
     options = parse(arguments)
     console = Console(highlight=False, markup=False, emoji=False)
     logging.basicConfig(

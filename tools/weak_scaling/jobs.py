@@ -71,7 +71,7 @@ def run_points(
 
     Args:
         points: Measured in this order within a number of GPUs.
-        settings: Of the sweep.
+        settings: The sweep's settings.
         logs: Folder for the jobs' own folders.
         limits: Bounds of every wait.
         commit: What is measured, where the checkout has no git.

@@ -65,7 +65,7 @@ class Bench:
     """What all points of one process group share.
 
     Args:
-        settings: Of the sweep.
+        settings: The sweep's settings.
         num_ranks: Ranks of the default group; 1 if there is none.
         device: This rank's.
     """

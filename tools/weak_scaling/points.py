@@ -65,7 +65,7 @@ class Settings:
         warmup: Calls before them.
         gate: Largest relative L2 error of any result.
         symmetric: What GPUs share memory with.
-        seed: Of tokens, weights and routing.
+        seed: Decides tokens, weights and routing.
     """
 
     device: Literal["cuda", "cpu"]

@@ -58,7 +58,7 @@ class Results:
 
     Attributes:
         folder: As given.
-        settings: Of all its points.
+        settings: What all its points share.
         rows: The latest line of each point, by key.
 
     Raises:

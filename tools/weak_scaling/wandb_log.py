@@ -15,7 +15,7 @@ logger = logging.getLogger("flashmoe.weak_scaling")
 
 PROJECT = "flashmoe-weak-scaling"
 SERVER_TIMEOUT_S = 20.0
-LOCAL_TIMEOUT_S = 90.0  # of wandb's own process, on a machine that is busy
+LOCAL_TIMEOUT_S = 90.0  # wandb's own process starts slowly on a busy machine
 FINISH_TIMEOUT_S = 30.0  # what was not sent by then stays in the folder
 
 
@@ -63,7 +63,7 @@ class RunLog:
 
     Args:
         folder: wandb writes into it.
-        group: Of all runs, unless ``WANDB_RUN_GROUP`` names one.
+        group: All runs are in it, unless ``WANDB_RUN_GROUP`` names one.
         way_out: What to do where wandb is missing, for the warning.
     """
 
@@ -137,8 +137,8 @@ class ExperimentLog:
     """Logs points of the experiments.
 
     Args:
-        folder: Of the run.
-        settings: Of all points.
+        folder: The run's folder.
+        settings: What all points share.
     """
 
     def __init__(self, folder: Path, settings: Settings) -> None:

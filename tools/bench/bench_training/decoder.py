@@ -43,20 +43,20 @@ class Setup:
 
     Attributes:
         family: "native" for ``deepspeed.moe.layer.MoE``, "autoep" for layers that AutoEP makes.
-        shape: Of every MoE layer; ``tokens`` are those of one rank and micro-batch.
+        shape: Every MoE layer's; ``tokens`` are those of one rank and micro-batch.
         num_layers: Decoder blocks.
         sequence: Tokens of a sample; divides ``shape.tokens``.
         ep_size: Ranks of an expert-parallel group.
         zero: ZeRO stage.
         drop_tokens: Native layers drop what exceeds ``capacity_factor``; AutoEP never drops.
-        capacity_factor: Of native layers that drop.
+        capacity_factor: The capacity of native layers that drop.
         has_attention: Blocks are attention and a MoE layer; else a MoE layer alone, without a norm,
             so that the first one sees embeddings, which are the same in bfloat16 and float32.
         has_biases: Every projection of a native layer's experts has one.
         accumulation: Micro-batches of a step.
         lr: Learning rate, constant.
         zero_options: Further keys of DeepSpeed's section ``zero_optimization``.
-        seed: Of the parameters.
+        seed: Decides the parameters.
     """
 
     family: Family
@@ -94,7 +94,7 @@ def start(timeout_s: float = 120.0) -> torch.device:
     """Joins the ranks that torchrun started; NCCL on GPUs, gloo on processors.
 
     Args:
-        timeout_s: Of every collective.
+        timeout_s: Bounds every collective.
 
     Returns:
         This rank's device.

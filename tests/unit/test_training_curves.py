@@ -1,6 +1,6 @@
 """When two loss curves are one curve as far as rounding goes."""
 
-from tools.bench.compare_training import BF16_UNIT, band_of_noise, within_noise
+from tools.bench.bench_training.curves import BF16_UNIT, band_of_noise, within_noise
 
 NOISE = [0.0, 1e-3, 4e-3, 3e-3, 1e-2, 2e-3]
 

@@ -2,7 +2,7 @@
 
 On all GPUs of a host, from the checkout (needs torch, Megatron-Core and matplotlib):
 
-    torchrun --nproc-per-node 4 -m tools.bench.train_proof --out runs/training
+    torchrun --nproc-per-node 4 -m tools.bench.bench_training megatron --out runs/training
 
 writes ``training.jsonl``, a line for each run, and the plot as ``training.png`` and ``.svg``.
 Model, data and optimizer are those of examples/pretrain_moe.py: Megatron's GPTModel with local
@@ -12,7 +12,7 @@ parallel.
 The same model is trained from the same seed with "flashmoe", with "alltoall", and with "alltoall"
 again where the ranks change places in every batch: each computes what its neighbour had, so that
 nothing differs but the order in which sums are taken. How far these runs drift from alltoall's is
-the band of noise, by the rule of tools/bench/compare_training.py, 20 iterations ahead. The exit
+the band of noise, by the rule of ``curves.py``, 20 iterations ahead. The exit
 status is 1 if flashmoe leaves it, if the means of the last tenth differ by more than the band
 there, or if the loss does not fall. Iteration times are medians; those of the MoE layers come from
 a few iterations more.
@@ -34,16 +34,15 @@ import torch
 
 from tools.bench.stopwatch import HAS_GPU, between_ms, now, synchronize
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 import torch.distributed as dist
 
 import pretrain_moe
 from leave import leave
 from tools.bench import common
+from tools.bench.bench_training.curves import AHEAD, BF16_UNIT, WARM, draw, within_noise
 from tools.bench.common import Record, log
-from tools.bench.compare_training import BF16_UNIT, WARM, within_noise
-from tools.bench.plot_training import AHEAD, draw
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class Run:
     Attributes:
         run: Its name in tables and plots.
         dispatcher: Megatron's name of it.
-        losses: Of every iteration, the mean of all ranks.
-        iteration_ms: Of every iteration, on rank 0.
+        losses: The mean of all ranks, for every iteration.
+        iteration_ms: The slowest rank's time of every iteration.
         moe_ms: Forward and backward of all MoE layers in one iteration, routers included; the
             median of rank 0 over iterations after those.
         moe_iteration_ms: As ``moe_ms``, of the same iterations as a whole.
@@ -68,7 +67,7 @@ class Run:
     moe_iteration_ms: float
 
     def median_ms(self) -> float:
-        """Of the iterations after the first."""
+        """The median iteration, without the first ones."""
         return statistics.median(self.iteration_ms[WARM:] or self.iteration_ms)
 
 
@@ -175,8 +174,10 @@ def train(name: str, dispatcher: str, dataset: Any, moved: int, args: argparse.N
     gc.collect()
     if HAS_GPU:
         torch.cuda.empty_cache()
+    slowest = torch.tensor(times, dtype=torch.float64, device="cuda" if HAS_GPU else "cpu")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     medians = map(statistics.median, (moe_ms, whole_ms))
-    return Run(name, dispatcher, losses, times, *medians)
+    return Run(name, dispatcher, losses, slowest.tolist(), *medians)
 
 
 def judge(ours: Run, theirs: Run, noise: list[Run]) -> list[str]:
@@ -217,10 +218,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, count = parser.add_argument, pretrain_moe.count
-    add("--out", type=Path, required=True, help="path of the record and the plots, no suffix")
+    add("--out", type=Path, required=True, help="path of the record and the plots, less suffix")
     add("--train-iters", type=count, default=500)
     add("--moe-iters", type=count, default=10, help="more, in which the MoE layers are timed")
-    add("--noise-runs", type=count, default=2, help="at most the number of ranks less one")
+    add("--noise-runs", type=int, default=2, help="at most the ranks less one; 0: judge nothing")
     add("--log-interval", type=count, default=100)
     add("--num-layers", type=count, default=4)
     add("--hidden-size", type=count, default=512, help="a multiple of 64")
@@ -233,7 +234,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1234)
     add("--data-megabytes", type=count, default=16, help="of sources, at most")
-    add("--data", type=Path, default=Path("runs/train_proof"), help="folder of the dataset")
+    add("--data", type=Path, default=Path("runs/bench_training"), help="folder of the dataset")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
     add("--limit-s", type=float, default=240, help="for all of it; then every stack is printed")
     add("--commit", help="what is measured, where the checkout has no git")
@@ -248,19 +249,19 @@ def main(arguments: list[str]) -> NoReturn:
     faulthandler.dump_traceback_later(args.limit_s, exit=True)
     pretrain_moe.initialize(args)
     num_ranks = dist.get_world_size()
-    if args.noise_runs >= num_ranks:
-        raise SystemExit(f"--noise-runs {args.noise_runs}: wanted at most {num_ranks - 1} here")
+    if not 0 <= args.noise_runs < num_ranks:
+        raise SystemExit(f"--noise-runs {args.noise_runs}: wanted 0 to {num_ranks - 1} here")
     dataset, _ = pretrain_moe.build_datasets(args, pretrain_moe.prepare_text(args))
-    record_path = args.out.with_name(f"{args.out.name}.jsonl")
+    record_path = args.out.with_suffix(".jsonl")
     if dist.get_rank() == 0:
         record_path.unlink(missing_ok=True)
-    machine = common.machine(args.commit) if HAS_GPU else {}
     record = Record(
         record_path,
-        megatron_core=importlib.metadata.version("megatron-core"),
+        framework=f"Megatron-Core {importlib.metadata.version('megatron-core')}",
         num_ranks=num_ranks,
+        tokens_per_rank=args.seq_length * args.micro_batch_size,
         settings={key: value for key, value in vars(args).items() if not isinstance(value, Path)},
-        **machine,
+        **common.machine(args.commit),
     )
     orders = [("flashmoe", "flashmoe", 0), ("alltoall", "alltoall", 0)]
     orders += [
@@ -285,13 +286,9 @@ def main(arguments: list[str]) -> NoReturn:
         f"\nalltoall takes {theirs.median_ms() / ours.median_ms():.2f}x of flashmoe's time an "
         f"iteration, {theirs.moe_ms / ours.moe_ms:.2f}x in the MoE layers"
     )
-    failures = judge(ours, theirs, noise)
+    failures = judge(ours, theirs, noise) if noise else []
     for failure in failures:
         log(f"failed: {failure}")
-    if dist.get_rank() == 0:
+    if noise and dist.get_rank() == 0:
         draw(record_path)
     leave(1 if failures else 0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,19 +1,13 @@
-"""Draws the loss curves that tools/bench/train_proof.py has recorded.
+"""When two loss curves are one as far as rounding goes, and a picture of them."""
 
-    python -m tools.bench.plot_training runs/training.jsonl
-
-writes ``training.png`` and ``training.svg`` beside it: the losses, and how far each run is from
-alltoall's, with the band of noise.
-"""
-
-import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 
-from tools.bench.compare_training import band_of_noise
+BF16_UNIT = 2.0**-8
+WARM = 5
+"""Iterations that medians leave out."""
 
 WINDOW = 10
 """Iterations that the thick lines average over."""
@@ -22,8 +16,35 @@ AHEAD = 20
 """Iterations by which a run may drift sooner than the noise."""
 
 
+def band_of_noise(noises: list[float], *, ahead: int = 0) -> list[float]:
+    """The largest distance that rounding explains, at each iteration.
+
+    Args:
+        noises: Relative distance of the noise run at each iteration, the largest of several runs'.
+        ahead: Iterations by which a run may drift sooner than these. Runs drift apart
+            exponentially, so that one which begins a little further away, because it rounds in
+            other places and not only in another order, is as far a few iterations earlier.
+
+    Returns:
+        One unit of bfloat16, or twice the largest noise up to there.
+    """
+    largest, band = 0.0, []
+    for index in range(len(noises)):
+        largest = max([largest, *noises[index : index + ahead + 1]])
+        band.append(max(BF16_UNIT, 2 * largest))
+    return band
+
+
+def within_noise(distances: list[float], noises: list[float], *, ahead: int = 0) -> list[bool]:
+    """Whether each iteration's distance is explained by rounding, see :func:`band_of_noise`."""
+    band = band_of_noise(noises, ahead=ahead)
+    return [distance <= bound for distance, bound in zip(distances, band, strict=True)]
+
+
 def draw(record: Path) -> list[Path]:
     """Draws a record of flashmoe, alltoall and at least one more run of alltoall.
+
+    Above are the losses, below how far each run is from alltoall's, with the band of noise.
 
     Args:
         record: JSON lines with the keys ``run`` and ``losses``.
@@ -81,15 +102,3 @@ def smooth(values: np.ndarray) -> np.ndarray:
     ones = np.ones(min(WINDOW, len(values)))
     sums = np.convolve(values, ones, mode="same")
     return sums / np.convolve(np.ones(len(values)), ones, mode="same")
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("record", type=Path)
-    for path in draw(parser.parse_args(arguments).record):
-        print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

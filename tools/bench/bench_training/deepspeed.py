@@ -2,11 +2,11 @@
 
 On all GPUs of a host, from the checkout (needs torch and DeepSpeed installed, nothing compiled):
 
-    torchrun --nproc-per-node 4 -m tools.bench.bench_deepspeed --out results.jsonl
+    torchrun --nproc-per-node 4 -m tools.bench.bench_training deepspeed --out results.jsonl
 
 without a GPU the same in small, with gloo and the reference backend:
 
-    torchrun --nproc-per-node 2 -m tools.bench.bench_deepspeed
+    torchrun --nproc-per-node 2 -m tools.bench.bench_training deepspeed
 
 A decoder of attention and MoE layers is trained on the sources of Python's library, with ZeRO-2 and
 all ranks in one expert-parallel group: with native layers (``deepspeed.moe.layer.MoE``, capacity
@@ -20,7 +20,6 @@ import argparse
 import faulthandler
 import importlib.metadata
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,8 +31,7 @@ from examples.leave import leave
 from examples.python_sources import read_sources
 from flashmoe_megatron.deepspeed import attach
 from tools.bench import common
-from tools.bench.common import Record, log
-from tools.bench.deepspeed_training import (
+from tools.bench.bench_training.decoder import (
     END_OF_FILE,
     HAS_GPU,
     Experts,
@@ -45,11 +43,12 @@ from tools.bench.deepspeed_training import (
     start,
     text_batches,
 )
+from tools.bench.common import Record, log
 from tools.bench.shapes import SHAPES, Shape
 from tools.bench.stopwatch import between_ms, now, synchronize
 
 KERNEL_TIMEOUT_S = 15
-"""Of the kernel's waits for a peer, so that it speaks before the watchdog does."""
+"""Bounds the kernel's waits for a peer, so that it speaks before the watchdog does."""
 
 SMALL = {
     "small-top2": Shape(256, 64, 128, 8, 2, gated=True),
@@ -73,17 +72,17 @@ class Run:
     """What one kind of experts gave.
 
     Attributes:
-        experts: Its name.
-        losses: Of every step, the mean of all ranks.
-        step_ms: Of every step, the slowest rank's.
-        model_ms: Of every step's forward and backward, the slowest rank's.
+        run: Name of the experts.
+        losses: The mean of all ranks, for every step.
+        iteration_ms: The slowest rank's time of every step.
+        model_ms: The slowest rank's time of every step's forward and backward.
         peak_bytes: Most memory that torch's allocator gave out on any rank, which leaves out the
             symmetric heap; 0 without a GPU.
     """
 
-    experts: str
+    run: str
     losses: list[float]
-    step_ms: list[float]
+    iteration_ms: list[float]
     model_ms: list[float]
     peak_bytes: int
 
@@ -151,7 +150,7 @@ def train(
 
 
 def largest_distance(run: Run, stock: Run) -> float:
-    """Of two runs' losses, relative; infinite if one is not a number."""
+    """The largest relative distance of two runs' losses; infinite if one is not a number."""
     distances = [
         abs(ours - theirs) / abs(theirs)
         for ours, theirs in zip(run.losses, stock.losses, strict=True)
@@ -162,7 +161,7 @@ def largest_distance(run: Run, stock: Run) -> float:
 def print_losses(title: str, runs: list[Run]) -> None:
     """The losses of all kinds of experts side by side."""
     log(f"\n{title}: loss of every step\n")
-    log("| step | " + " | ".join(run.experts for run in runs) + " |")
+    log("| step | " + " | ".join(run.run for run in runs) + " |")
     log("| --- " * (len(runs) + 1) + "|")
     for index, losses in enumerate(zip(*(run.losses for run in runs), strict=True), start=1):
         log(f"| {index} | " + " | ".join(f"{loss:.5f}" for loss in losses) + " |")
@@ -175,14 +174,14 @@ def print_times(rows: list[tuple[str, str, list[Run]]], warmup: int) -> None:
     log("| --- " * 8 + "|")
     for family, shape, runs in rows:
         medians = [
-            [statistics.median(times[warmup:]) for times in (run.step_ms, run.model_ms)]
+            [statistics.median(times[warmup:]) for times in (run.iteration_ms, run.model_ms)]
             for run in runs
         ]
         stock = [min(column) for column in zip(*medians[:-1], strict=True)]
         for run, own in zip(runs, medians, strict=True):
             figures = [f"{ms:.1f} | {best / ms:.2f}x" for ms, best in zip(own, stock, strict=True)]
             log(
-                f"| {family} | {shape} | {run.experts} | {' | '.join(figures)} | "
+                f"| {family} | {shape} | {run.run} | {' | '.join(figures)} | "
                 f"{run.peak_bytes / 2**30:.1f} |"
             )
 
@@ -217,8 +216,8 @@ def main(arguments: list[str]) -> NoReturn:
     record = Record(
         options.out,
         **common.machine(options.commit),
-        deepspeed=release_of_deepspeed,
-        command=" ".join(["tools.bench.bench_deepspeed", *arguments]),
+        framework=f"DeepSpeed {release_of_deepspeed}",
+        command=" ".join(["tools.bench.bench_training deepspeed", *arguments]),
         num_ranks=num_ranks,
     )
     text = read_text(8)
@@ -244,12 +243,13 @@ def main(arguments: list[str]) -> NoReturn:
                 runs.append(run)
                 distance = largest_distance(run, runs[0])
                 if not distance <= options.bound:
-                    failures.append(f"{family}, {name}, {run.experts}: {distance:.2e}")
+                    failures.append(f"{family}, {name}, {run.run}: {distance:.2e}")
                 record.write(
                     measurement="training steps",
                     family=family,
                     shape=name,
                     **vars(shape),
+                    tokens_per_rank=shape.tokens,
                     num_layers=setup.num_layers,
                     zero=setup.zero,
                     capacity_factor=setup.capacity_factor if family == "native" else None,
@@ -270,11 +270,7 @@ def rounded(run: Run) -> dict[str, Any]:
     """For a record: times in microseconds, losses in five decimals."""
     return {
         **asdict(run),
-        "step_ms": [round(ms, 3) for ms in run.step_ms],
+        "iteration_ms": [round(ms, 3) for ms in run.iteration_ms],
         "model_ms": [round(ms, 3) for ms in run.model_ms],
         "losses": [round(loss, 5) for loss in run.losses],
     }
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

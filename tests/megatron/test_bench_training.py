@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.plot_training import draw
+from tools.bench.bench_training.curves import draw
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 200
@@ -24,7 +24,14 @@ def test_small_proof(tmp_path: Path) -> None:
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", "2", "-m", "tools.bench.train_proof", *SMALL.split()),
+            *(
+                "--nproc_per_node",
+                "2",
+                "-m",
+                "tools.bench.bench_training",
+                "megatron",
+                *SMALL.split(),
+            ),
             *("--out", str(tmp_path / "training"), "--data", str(tmp_path / "data")),
         ],
         cwd=REPOSITORY,
@@ -54,7 +61,7 @@ def judged(runs: list[dict]) -> str:
     """What the program says of other curves; in a process, since it prepares Megatron."""
     code = (
         "import json, sys\n"
-        "from tools.bench.train_proof import Run, judge\n"
+        "from tools.bench.bench_training.megatron import Run, judge\n"
         "runs = json.load(sys.stdin)\n"
         "names = ('run', 'dispatcher', 'losses', 'iteration_ms', 'moe_ms', 'moe_iteration_ms')\n"
         "ours, theirs, *noise = (Run(**{name: run[name] for name in names}) for run in runs)\n"

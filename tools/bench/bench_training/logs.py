@@ -1,6 +1,6 @@
 """Sets Megatron's training logs beside each other: losses, iteration times, and a bound of noise.
 
-    python -m tools.bench.compare_training flashmoe.log alltoall.log --noise alltoall_again.log
+    python -m tools.bench.bench_training logs flashmoe.log alltoall.log --noise alltoall_again.log
 
 The noise run differs from the second log only in an order of rounding (for instance
 ``--moe-permute-fusion`` left out, or the router in another precision). Within noise means, at every
@@ -17,16 +17,14 @@ import argparse
 import math
 import re
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.bench.bench_training.curves import WARM, within_noise
 
 LINE = re.compile(r"iteration +(\d+)/")
 MS = re.compile(r"elapsed time per iteration \(ms\): ([^ |]+) \|")
 LOSS = re.compile(r"lm loss: ([^ |]+) \|")
-BF16_UNIT = 2.0**-8
-WARM = 5
-"""Iterations that medians leave out."""
 
 
 @dataclass(frozen=True)
@@ -64,33 +62,10 @@ def _distance(loss: float, reference: float) -> float:
     return abs(loss - reference) / reference if reference else math.nan
 
 
-def band_of_noise(noises: list[float], *, ahead: int = 0) -> list[float]:
-    """The largest distance that rounding explains, at each iteration.
-
-    Args:
-        noises: Relative distance of the noise run at each iteration, the largest of several runs'.
-        ahead: Iterations by which a run may drift sooner than these. Runs drift apart
-            exponentially, so that one which begins a little further away, because it rounds in
-            other places and not only in another order, is as far a few iterations earlier.
-
-    Returns:
-        One unit of bfloat16, or twice the largest noise up to there.
-    """
-    largest, band = 0.0, []
-    for index in range(len(noises)):
-        largest = max([largest, *noises[index : index + ahead + 1]])
-        band.append(max(BF16_UNIT, 2 * largest))
-    return band
-
-
-def within_noise(distances: list[float], noises: list[float], *, ahead: int = 0) -> list[bool]:
-    """Whether each iteration's distance is explained by rounding, see :func:`band_of_noise`."""
-    band = band_of_noise(noises, ahead=ahead)
-    return [distance <= bound for distance, bound in zip(distances, band, strict=True)]
-
-
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ours", type=Path)
     parser.add_argument("theirs", type=Path)
     parser.add_argument("--noise", type=Path, required=True)
@@ -126,7 +101,3 @@ def main(arguments: list[str]) -> int:
     if lacking := set(iterations) - set(logs[2]):
         print(f"{options.noise} lacks {len(lacking)} of them, which have the noise before them.")
     return 0 if all(inside) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

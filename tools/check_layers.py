@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CSRC = [
-    ["flashmoe.h"],  # the contract with the outside; everyone may know it
+    ["include"],  # the contract with the outside; everyone may know it
     ["base"],
     ["protocol"],  # plain C++: the tests compile it for the host
     ["ptx"],
@@ -49,10 +49,6 @@ REFERENCE = [
     ["activations", "rows"],
     ["backend", "oracle"],
 ]
-ELSEWHERE: dict[tuple[str, ...], str] = {
-    ("api", "flashmoe.h"): "flashmoe.h",
-}
-"""Headers that belong to another layer than their directory."""
 PACKAGE = Path("flashmoe_megatron")
 EVERYWHERE = "__init__"  # names the public, so it may know all
 
@@ -61,8 +57,6 @@ Edge = tuple[Path, str, str]
 
 def layer_of_header(parts: tuple[str, ...]) -> str:
     """The layer of a path below csrc/, flashmoe/ being a directory without a meaning of its own."""
-    if parts in ELSEWHERE:
-        return ELSEWHERE[parts]
     return parts[1] if parts[0] == "flashmoe" and len(parts) > 2 else parts[0]
 
 

@@ -4,7 +4,7 @@
 
 #include "flashmoe/kernel/gather.cuh"
 #include "flashmoe/kernel/layer.cuh"
-#include "flashmoe/kernel/plan.cuh"
+#include "flashmoe/kernel/plan_kernel.cuh"
 
 int main() {
     std::printf("gather_kernel %zu\n", sizeof(flashmoe::GatherSmem));

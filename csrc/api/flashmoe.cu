@@ -1,9 +1,9 @@
 // The parts of the C interface that need no GPU and no kernel.
-#include "api/flashmoe.h"
+#include "include/flashmoe.h"
 
 #include <cstring>
 
-#include "flashmoe/comm/wait.cuh"
+#include "flashmoe/comm/kinds.cuh"
 #include "host/error.h"
 
 extern "C" {
@@ -12,7 +12,7 @@ int flashmoe_abi_version(void) { return FLASHMOE_ABI_VERSION; }
 
 const char* flashmoe_last_error(void) { return flashmoe::last_error.c_str(); }
 
-const char* flashmoe_role_name(uint32_t role) {
+const char* flashmoe_wait_name(uint32_t wait) {
     static const char* const kNames[] = {
         "none",
         "plan: routing of a peer",
@@ -33,8 +33,8 @@ const char* flashmoe_role_name(uint32_t role) {
         "routing",
         "gave up in another wait",
     };
-    static_assert(sizeof(kNames) / sizeof(kNames[0]) == size_t(flashmoe::Role::kCount));
-    return role < uint32_t(flashmoe::Role::kCount) ? kNames[role] : "unknown";
+    static_assert(sizeof(kNames) / sizeof(kNames[0]) == size_t(flashmoe::Wait::kCount));
+    return wait < uint32_t(flashmoe::Wait::kCount) ? kNames[wait] : "unknown";
 }
 
 uint64_t flashmoe_sizeof(const char* name) {

@@ -7,7 +7,7 @@
 
 #include <cuda_runtime.h>
 
-#include "api/flashmoe.h"
+#include "include/flashmoe.h"
 
 namespace flashmoe {
 

@@ -7,7 +7,7 @@
 #include "flashmoe/kernel/bias_grad.cuh"
 #include "flashmoe/kernel/entry.h"
 #include "flashmoe/kernel/gather.cuh"
-#include "flashmoe/kernel/plan.cuh"
+#include "flashmoe/kernel/plan_kernel.cuh"
 #include "flashmoe/moe/args.cuh"
 #include "host/check.h"
 #include "host/mailbox.h"
@@ -109,7 +109,7 @@ Args layer_args(const FlashMoEProblem* p,
     args.plan = Plan::at(const_cast<void*>(plan), args.shape);
     args.workspace = workspace_of(args.shape, group);
     args.watchdog = watchdog_of(p, group);
-    if (group->counts) args.records = static_cast<Mailbox*>(group->mailbox)->records;
+    if (group->counters) args.records = static_cast<Mailbox*>(group->mailbox)->records;
     args.x = static_cast<const char*>(x);
     args.num_tokens = num_tokens;
     return args;
@@ -146,11 +146,11 @@ ScratchRows scratch_at(const FlashMoEProblem* p, void* base, int num_blocks, boo
     const uint64_t rows = uint64_t(num_blocks) * BLOCK_M;
     Layout layout(base);
     ScratchRows scratch{};
-    scratch.act = layout.take(rows * p->intermediate * 2);
-    scratch.result = layout.take(rows * p->hidden * 2);
+    scratch.act = layout.take(rows * p->intermediate * kElementBytes);
+    scratch.result = layout.take(rows * p->hidden * kElementBytes);
     if (is_backward) {
-        scratch.rows = layout.take(rows * p->hidden * 2);
-        scratch.dpre = layout.take(rows * shape_of(p).fc1_rows() * 2);
+        scratch.rows = layout.take(rows * p->hidden * kElementBytes);
+        scratch.dpre = layout.take(rows * shape_of(p).fc1_rows() * kElementBytes);
         scratch.dprob_partial =
             reinterpret_cast<float*>(layout.take(rows * backward_tiles(p) * sizeof(float)));
     }
@@ -242,13 +242,14 @@ int set_weight_grads(const FlashMoEProblem* p,
                      uint64_t number,
                      BackwardArgs* args) {
     const Shape& s = args->shape;
-    auto& [product, maps, pointers, dtype, adds, its_number] = args->weight_grads;
-    maps = static_cast<const CUtensorMap*>(grad_table);
-    pointers = reinterpret_cast<void* const*>(static_cast<const char*>(grad_table) +
-                                              grad_pointers_begin(s));
-    dtype = Dtype(grads_dtype);
-    adds = accumulate;
-    its_number = number;
+    WeightGrads& grads = args->weight_grads;
+    grads.maps = static_cast<const CUtensorMap*>(grad_table);
+    grads.pointers = reinterpret_cast<void* const*>(static_cast<const char*>(grad_table) +
+                                                    grad_pointers_begin(s));
+    grads.dtype = Dtype(grads_dtype);
+    grads.accumulate = accumulate;
+    grads.number = number;
+    WeightGradProduct(&product)[2] = grads.product;
     product[0].num_out = product[1].num_in = s.hidden;
     product[0].num_in = s.intermediate;
     product[1].num_out = s.fc1_rows();
@@ -313,8 +314,8 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     // Two matrices of every expert, read along their contiguous dimension and across it.
     sizes->weight_map_bytes = 4 * sizeof(CUtensorMap) * s.num_local_experts();
     sizes->grad_table_bytes = grad_table_bytes(s);
-    sizes->row_block_bytes = uint64_t(BLOCK_M) * problem->hidden * 2;
-    sizes->preact_block_bytes = uint64_t(BLOCK_M) * s.fc1_rows() * 2;
+    sizes->row_block_bytes = uint64_t(BLOCK_M) * s.row_bytes();
+    sizes->preact_block_bytes = uint64_t(BLOCK_M) * s.fc1_rows() * kElementBytes;
     for (const bool is_backward : {false, true}) {
         sizes->scratch_block_bytes[is_backward] =
             scratch_at(problem, nullptr, 1, is_backward).bytes;

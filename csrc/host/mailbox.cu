@@ -91,7 +91,7 @@ int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault) {
     FLASHMOE_TRY(check_pointer(group->mailbox, true, "mailbox"));
     if (fault == nullptr) return fail(FLASHMOE_BAD_ARGUMENT, "fault is null");
     const Fault& seen = static_cast<Mailbox*>(group->mailbox)->fault;
-    *fault = {seen.code,  seen.role,  seen.rank,     seen.peer,
+    *fault = {seen.code,  seen.wait,  seen.rank,     seen.peer,
               seen.index, seen.epoch, seen.expected, seen.seen};
     return FLASHMOE_OK;
 }

@@ -1,9 +1,9 @@
 // What the device tells the host, in pinned memory.
 #pragma once
 
-#include "api/flashmoe.h"
 #include "flashmoe/kernel/plan_report.h"
 #include "flashmoe/moe/args.cuh"
+#include "include/flashmoe.h"
 
 namespace flashmoe {
 

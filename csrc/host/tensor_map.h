@@ -24,7 +24,7 @@ inline int encode_map(
     // Three dimensions: the columns in 128 bytes, the rows, and the blocks of such columns. So a
     // box of more columns lies in shared memory as wgmma wants it.
     const bool is_grad = kind == BoxKind::kGrad;
-    const int element_bytes = is_grad ? 4 : 2;
+    const int element_bytes = is_grad ? int(sizeof(float)) : kElementBytes;
     const cuuint32_t block = cuuint32_t(128 / element_bytes);
     const cuuint64_t sizes[3] = {block, cuuint64_t(rows), cuuint64_t(columns / block)};
     const cuuint64_t strides[2] = {cuuint64_t(columns) * element_bytes, 128};

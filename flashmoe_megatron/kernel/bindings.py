@@ -1,7 +1,7 @@
 """The C interface of libflashmoe in Python: the only file that knows the library.
 
-Numbers, structs and signatures mirror csrc/api/flashmoe.h, with which tests/build compares them; of
-structs the sizes are compared with the library's when it loads, too.
+Numbers, structs and signatures mirror csrc/include/flashmoe.h, and tests/build compares them with
+it. Loading the library compares the sizes of structs with its own.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from flashmoe_megatron.errors import (
     RowBoundError,
 )
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -143,7 +143,7 @@ class FlashMoEGroup(_Sized):
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
-        ("counts", ctypes.c_uint32),
+        ("counters", ctypes.c_uint32),
         ("heaps", ctypes.c_void_p * MAX_RANKS),
         ("workspace", ctypes.c_void_p),
         ("mailbox", ctypes.c_void_p),
@@ -157,7 +157,7 @@ class FlashMoEFault(ctypes.Structure):
 
     _fields_ = [
         ("code", ctypes.c_uint32),
-        ("role", ctypes.c_uint32),
+        ("wait", ctypes.c_uint32),
         ("rank", ctypes.c_int32),
         ("peer", ctypes.c_int32),
         ("index", ctypes.c_int32),
@@ -167,7 +167,7 @@ class FlashMoEFault(ctypes.Structure):
     ]
 
 
-NUM_SPANS = 48
+NUM_SPANS = 12
 MAX_LOCAL_EXPERTS = 512
 
 
@@ -257,7 +257,7 @@ _STATUS, _INT32, _ADDRESS = ctypes.c_int, ctypes.c_int32, ctypes.c_void_p
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "abi_version": (ctypes.c_int,),
     "last_error": (ctypes.c_char_p,),
-    "role_name": (ctypes.c_char_p, ctypes.c_uint32),
+    "wait_name": (ctypes.c_char_p, ctypes.c_uint32),
     "sizeof": (ctypes.c_uint64, ctypes.c_char_p),
     "sizes": (_STATUS, _ADDRESS, _ADDRESS),
     "preload": (_STATUS, _ADDRESS),
@@ -417,10 +417,10 @@ def fault_error(fault: FlashMoEFault) -> FlashMoEError:
             f"rank {fault.peer} was to receive {fault.seen} blocks of 128 rows, but its buffers "
             f"hold {fault.expected}: raise row_bound, or leave it out for exact buffers"
         )
-    role = load().flashmoe_role_name(fault.role).decode()
+    wait = load().flashmoe_wait_name(fault.wait).decode()
     peer = f" from rank {fault.peer}" if fault.peer >= 0 else ""
     return PeerTimeoutError(
-        f"rank {fault.rank} waited too long{peer} in launch {fault.epoch} ({role}, index "
+        f"rank {fault.rank} waited too long{peer} in launch {fault.epoch} ({wait}, index "
         f"{fault.index}): expected {fault.expected}, saw {fault.seen}"
     )
 

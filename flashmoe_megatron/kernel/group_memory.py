@@ -130,7 +130,7 @@ class GroupMemory:
         group = self._groups.get(stream)
         if group is None:
             group = self._groups[stream] = bindings.FlashMoEGroup(
-                counts=self.options.counters,
+                counters=self.options.counters,
                 heaps=(ctypes.c_void_p * MAX_RANKS)(*self._heap.addresses),
                 workspace=self._workspace.data_ptr(),
                 mailbox=self._mailbox.data_ptr(),

@@ -6,24 +6,32 @@ from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase, read_launch_number
 
 
-class Role(IntEnum):
-    """Those of flashmoe::Role in csrc/flashmoe/comm/wait.cuh that phases are made of."""
+class Span(IntEnum):
+    """What a warp's time goes to: the spans of csrc/flashmoe/comm/kinds.cuh that counters add up.
 
-    LOADER_ROWS = 6
-    LOADER_ACT = 7
-    PROCESSOR_STAGE = 9  # with what they wait for tiles
-    PROCESSOR_HANDOVER = 10
-    DISPATCH = 36
-    DELIVER = 37
-    REDUCE = 38
-    PLAN = 39
-    PROCESS = 40
+    The library counts by these numbers; tests compare them with the header's.
+    """
+
+    PLAN = 0
+    DISPATCH = 1
+    PROCESS = 2
+    FINISH = 3
+    DELIVER = 4
+    REDUCE = 5
+    ROWS_WAIT = 6
+    ACT_WAIT = 7
+    STAGE_WAIT = 8
+    HANDOVER_WAIT = 9
+    RESULT_WAIT = 10
+    SHARE_WAIT = 11
 
 
-WARPS = 12  # of a CTA
+WARPS = 12
+"""Warps of a CTA."""
 PROCESSOR_WARPS = 8
+"""Warps of a CTA that multiply."""
 _MOST_NS = 2**32 // WARPS
-"""A CTA counts time in 32 bits, into which all its warps add: of longer launches it may be lost."""
+"""The longest launch whose times are known: all warps of a CTA add theirs into words of 32 bits."""
 
 
 def launch_record(
@@ -34,34 +42,34 @@ def launch_record(
     Phases of a launch that may have been too long to count them are left out, as not measured.
 
     Args:
-        record: The launch's.
-        before: That of the launch before, or an empty one.
-        num_ranks: Of the group.
+        record: The launch's record.
+        before: The record of the launch before, or an empty one.
+        num_ranks: Ranks of the group.
     """
     counters, earlier = record.counters, before.counters
     is_known = before.sequence + 1 == record.sequence and (before.epoch or not before.sequence)
 
-    def mean(role: Role, warps: int = 1) -> float:
-        spent = counters.nanoseconds[role] - earlier.nanoseconds[role]
+    def mean(span: Span, warps: int = 1) -> float:
+        spent = counters.nanoseconds[span] - earlier.nanoseconds[span]
         return float(spent / (warps * record.num_ctas))
 
     phases: dict[Phase, float] = {}
     if is_known and record.end_ns - record.begin_ns < _MOST_NS:
-        waited = mean(Role.PROCESSOR_STAGE, PROCESSOR_WARPS)
-        handed = mean(Role.PROCESSOR_HANDOVER, PROCESSOR_WARPS)
-        processed = mean(Role.PROCESS, PROCESSOR_WARPS)
-        head = mean(Role.PLAN)
+        waited = mean(Span.STAGE_WAIT, PROCESSOR_WARPS)
+        handed = mean(Span.HANDOVER_WAIT, PROCESSOR_WARPS)
+        processed = mean(Span.PROCESS, PROCESSOR_WARPS)
+        head = mean(Span.PLAN)
         phases = {
             Phase.HEAD: head,
-            Phase.ROWS_WAIT: mean(Role.LOADER_ROWS),
-            Phase.ACT_WAIT: mean(Role.LOADER_ACT),
+            Phase.ROWS_WAIT: mean(Span.ROWS_WAIT),
+            Phase.ACT_WAIT: mean(Span.ACT_WAIT),
             Phase.STAGE_WAIT: waited,
             Phase.GEMM: processed - waited - handed,
             Phase.EPILOGUE: handed,
-            Phase.DISPATCH: mean(Role.DISPATCH),
-            # Busy time of all warps of a CTA; one alone is busy while tiles are computed.
-            Phase.DELIVER: mean(Role.DELIVER, WARPS),
-            Phase.REDUCE: mean(Role.REDUCE, WARPS),
+            Phase.DISPATCH: mean(Span.DISPATCH),
+            # All warps of a CTA deliver and reduce at the end, and one while tiles are computed.
+            Phase.DELIVER: mean(Span.DELIVER, WARPS),
+            Phase.REDUCE: mean(Span.REDUCE, WARPS),
             Phase.TAIL: max(0.0, record.end_ns - record.begin_ns - head - processed),
         }
     layer, is_evaluation = read_launch_number(record.layer)

@@ -24,13 +24,13 @@ def write(root, files):
         ({"flashmoe/tile/gemm.cuh": '#include "flashmoe/ptx/wgmma.cuh"\n'}, []),
         ({"flashmoe/ptx/wgmma.cuh": '#include "flashmoe/tile/gemm.cuh"\n'}, ["'ptx'", "'tile'"]),
         ({"flashmoe/comm/heap.cuh": "#include <flashmoe/api.h>\n"}, []),  # no file of ours
-        ({"flashmoe/base/shape.cuh": '#include "api/flashmoe.h"\n'}, []),
+        ({"flashmoe/base/shape.cuh": '#include "include/flashmoe.h"\n'}, []),
         ({"flashmoe/base/shape.cuh": '#include "../ptx/wgmma.cuh"\n'}, ["'base'", "'ptx'"]),
         ({"flashmoe/news/x.cuh": '#include "flashmoe/ptx/wgmma.cuh"\n'}, ["'news'", "no layer"]),
     ],
 )
 def test_layers_of_csrc(tmp_path, files, found):
-    rest = {"flashmoe/ptx/wgmma.cuh": "", "flashmoe/tile/gemm.cuh": "", "api/flashmoe.h": ""}
+    rest = {"flashmoe/ptx/wgmma.cuh": "", "flashmoe/tile/gemm.cuh": "", "include/flashmoe.h": ""}
     write(tmp_path, rest | files)
     lines = list(check_layers.violations(check_layers.csrc_edges(tmp_path), check_layers.CSRC))
     assert bool(lines) == bool(found)

@@ -14,7 +14,7 @@ from flashmoe_megatron import config
 from flashmoe_megatron.kernel import bindings
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADER = ROOT / "csrc" / "api" / "flashmoe.h"
+HEADER = ROOT / "csrc" / "include" / "flashmoe.h"
 NUMBERS = {
     "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,

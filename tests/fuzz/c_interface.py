@@ -310,8 +310,8 @@ def _read_record(library: Any, choices: Choices, problem: Any, fields: Any) -> i
 
 
 def _names(library: Any, choices: Choices, problem: Any, fields: Any) -> None:
-    if not library.flashmoe_role_name(choices.integer(4)):
-        raise ContractError("a role has no name")
+    if not library.flashmoe_wait_name(choices.integer(4)):
+        raise ContractError("a wait has no name")
     name = choices.text().encode() if choices.flag() else None
     known = {struct.__name__.encode() for struct in bindings._STRUCTS}
     size = library.flashmoe_sizeof(name)

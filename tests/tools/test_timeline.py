@@ -18,15 +18,16 @@ from tools.timeline import capture, draw
 from tools.timeline.chrome import write_chrome_trace
 from tools.timeline.clock import cycles_per_ns, on_common_axis, rank_offsets_ns
 from tools.timeline.records import (
-    ROLE_HEADER,
+    KINDS_HEADER,
     TRACE_HEADER,
     LaunchTrace,
     Layout,
     RankTrace,
     TraceError,
+    enumerators,
+    kinds_of_sources,
     layout_of_sources,
     read_buffer,
-    roles_of_sources,
 )
 from tools.timeline.states import OUTER, SPANS, Kinds, State, actors_of_warps
 from tools.timeline.summary import (
@@ -112,24 +113,30 @@ def test_the_layout_is_the_kernels():
     ]
 
 
-def test_the_roles_are_the_kernels():
-    roles = roles_of_sources()
-    names = set(roles.values())
-    assert roles[0] == "kNone"
-    assert OUTER.keys() - {"kPlan"} <= names
-    assert roles[{name: kind for kind, name in roles.items()}["kGemm0"] + 1] == "kGemm1"
-    declared = re.search(r"enum class Role[^{]*\{(.*?)\};", ROLE_HEADER.read_text(), re.S)
-    assert declared is not None
-    assert names == set(re.findall(r"^\s*(k\w+)", declared[1], re.M))
+def test_the_kinds_are_the_kernels():
+    kinds = kinds_of_sources()
+    names = set(kinds.values())
+    assert kinds[0] == "kNone"
+    assert OUTER.keys() <= names
+    assert kinds[{name: kind for kind, name in kinds.items()}["kGemm0"] + 1] == "kGemm1"
+    text = KINDS_HEADER.read_text()
+    assert len(kinds) == len(enumerators(text, "Wait")) + len(enumerators(text, "Span"))
 
 
-def test_roles_count_on_from_the_last_number(tmp_path: Path):
-    header = tmp_path / "wait.cuh"
-    header.write_text("enum class Role : int {\n kA = 0, // one, two\n kB,\n kC = 32,\n kD, };")
-    assert roles_of_sources(header) == {0: "kA", 1: "kB", 32: "kC", 33: "kD"}
-    header.write_text("struct Role;")
-    with pytest.raises(TraceError, match="enumeration"):
-        roles_of_sources(header)
+def test_spans_come_behind_the_waits(tmp_path: Path):
+    header = tmp_path / "kinds.cuh"
+    waits, spans = (
+        "enum class Wait : int { kA,  // one, two\n kB, };",
+        "enum class Span { kC, kD };",
+    )
+    header.write_text(f"{waits}\n{spans}\nconstexpr int kFirstSpanEvent = 32;")
+    assert kinds_of_sources(header) == {0: "kA", 1: "kB", 32: "kC", 33: "kD"}
+    header.write_text(f"{waits}\nconstexpr int kFirstSpanEvent = 32;")
+    with pytest.raises(TraceError, match="no enumeration Span"):
+        kinds_of_sources(header)
+    header.write_text(f"{waits}\n{spans}")
+    with pytest.raises(TraceError, match="no constant kFirstSpanEvent"):
+        kinds_of_sources(header)
 
 
 def test_the_buffer_is_read_event_by_event():

@@ -16,7 +16,7 @@ MASK = 2**32 - 1
 
 
 def checksum(data: bytes) -> int:
-    """The kernel's, csrc/flashmoe/moe/args.cuh: every word but the checksum's own, by its place."""
+    """The checksum of moe/record.cuh: every word but the checksum itself, by its place."""
     total = 0
     for index in range(len(data) // 4):
         if 4 * index == bindings.FlashMoERecord.checksum.offset:

@@ -5,34 +5,35 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe_megatron.config import TILE_M
 from flashmoe_megatron.kernel import bindings, records
+from flashmoe_megatron.kernel.backend import CLUSTER_SIZE
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
-from tools.timeline.records import roles_of_sources
+from tools.timeline.records import KINDS_HEADER, enumerators
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "flashmoe"
-NUMBER_OF_ROLE = {name: number for number, name in roles_of_sources().items()}
+SPANS = enumerators(KINDS_HEADER.read_text(), "Span")
 
 
-def constant(header: str, name: str) -> int:
-    """What the kernel's sources define."""
-    (found,) = re.findall(rf"^constexpr int {name} = (\d+);", (CSRC / header).read_text(), re.M)
+def constant(name: str) -> int:
+    """A number of the machine, as the kernel's sources define it."""
+    text = (CSRC / "base" / "hopper.cuh").read_text()
+    (found,) = re.findall(rf"^constexpr int {name} = (\d+);", text, re.M)
     return int(found)
 
 
 NUM_CTAS = 4
-NUM_WARPS = constant("kernel/layer.cuh", "kLayerThreads") // 32
-NUM_PROCESSOR_WARPS = constant("tile/pipeline.cuh", "kNumProcessors") * constant(
-    "tile/handover.cuh", "kProcessorWarps"
-)
+NUM_WARPS = constant("kLayerThreads") // 32
+NUM_PROCESSOR_WARPS = constant("kNumProcessors") * constant("kProcessorWarps")
 WRAP_NS = 2**32
 
 
 def test_numbers_are_the_kernels() -> None:
     assert (records.WARPS, records.PROCESSOR_WARPS) == (NUM_WARPS, NUM_PROCESSOR_WARPS)
-    for role in records.Role:
-        name = "k" + role.name.title().replace("_", "")
-        assert role == NUMBER_OF_ROLE[name], name
-    assert max(NUMBER_OF_ROLE.values()) < bindings.NUM_SPANS
+    assert (constant("BLOCK_M"), constant("kClusterSize")) == (TILE_M, CLUSTER_SIZE)
+    names = ["k" + span.name.title().replace("_", "") for span in records.Span]
+    assert names == SPANS[: bindings.NUM_SPANS]
+    assert [span.value for span in records.Span] == list(range(bindings.NUM_SPANS))
 
 
 def record_after(before: bindings.FlashMoERecord, duration_ns: int) -> LaunchRecord:
@@ -50,13 +51,13 @@ def record_after(before: bindings.FlashMoERecord, duration_ns: int) -> LaunchRec
         end_ns=10**18 + duration_ns,
         counters=before.counters,
     )
-    for role, warps, busy_ns in (
+    for span, warps, busy_ns in (
         ("kProcess", NUM_PROCESSOR_WARPS, duration_ns // 2),
-        ("kProcessorStage", NUM_PROCESSOR_WARPS, duration_ns // 4),
+        ("kStageWait", NUM_PROCESSOR_WARPS, duration_ns // 4),
         ("kDeliver", NUM_WARPS, duration_ns // 3),
     ):
         counted = NUM_CTAS * (warps * busy_ns % WRAP_NS)
-        record.counters.nanoseconds[NUMBER_OF_ROLE[role]] += counted
+        record.counters.nanoseconds[SPANS.index(span)] += counted
     record.counters.rows_pulled[1] += 7
     return records.launch_record(record, before, num_ranks=2)
 
@@ -64,8 +65,8 @@ def record_after(before: bindings.FlashMoERecord, duration_ns: int) -> LaunchRec
 @pytest.fixture
 def before() -> bindings.FlashMoERecord:
     record = bindings.FlashMoERecord(sequence=5, epoch=9)
-    for role in range(bindings.NUM_SPANS):
-        record.counters.nanoseconds[role] = 3 * WRAP_NS + role
+    for span in range(bindings.NUM_SPANS):
+        record.counters.nanoseconds[span] = 3 * WRAP_NS + span
     record.counters.rows_pulled[1] = 100
     return record
 

@@ -26,9 +26,9 @@ from tools.timeline.records import (
     Layout,
     RankTrace,
     TraceError,
+    kinds_of_sources,
     layout_of_sources,
     read_buffer,
-    roles_of_sources,
 )
 
 LIBRARY = bindings.LIBRARY.with_name("libflashmoe_trace.so")
@@ -146,7 +146,7 @@ def capture(options: argparse.Namespace) -> int:
             "machine": machine,
         }
         path = options.out / f"{direction}.npz"
-        LaunchTrace(about, roles_of_sources(), ranks).save(path)
+        LaunchTrace(about, kinds_of_sources(), ranks).save(path)
         events = sum(len(trace.kind) for trace in ranks)
         dropped = sum(int(trace.dropped.sum()) for trace in ranks)
         print(f"{path}: {events} events of {len(ranks)} ranks, {dropped} did not fit", flush=True)

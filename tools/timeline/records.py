@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tools.bench.common import ROOT
 
 TRACE_HEADER = ROOT / "csrc" / "flashmoe" / "ptx" / "trace.cuh"
-ROLE_HEADER = ROOT / "csrc" / "flashmoe" / "comm" / "wait.cuh"
+KINDS_HEADER = ROOT / "csrc" / "flashmoe" / "comm" / "kinds.cuh"
 FORMAT = 1
 
 EVENT = np.dtype([("kind", "<u4"), ("index", "<i4"), ("begin", "<i8"), ("end", "<i8")])
@@ -74,24 +74,32 @@ def layout_of_sources(header: Path = TRACE_HEADER) -> Layout:
     return Layout(found["kTraceWarps"], found["kTraceEvents"])
 
 
-def roles_of_sources(header: Path = ROLE_HEADER) -> dict[int, str]:
-    """Names of the events' kinds, as the enumeration ``Role`` of the kernel's sources has them.
+def enumerators(text: str, enumeration: str) -> list[str]:
+    """Names of an ``enum class`` of the kernel's sources, which count from 0.
 
     Raises:
         TraceError: There is no such enumeration.
     """
-    match = re.search(r"enum class Role[^{]*\{(.*?)\};", header.read_text(), re.S)
+    match = re.search(rf"enum class {enumeration}\b[^{{]*\{{(.*?)\}};", text, re.S)
     if match is None:
-        raise TraceError(f"{header.name} has no enumeration Role")
-    roles, following = {}, 0
-    for entry in re.sub(r"//[^\n]*", "", match[1]).split(","):
-        name, _, value = (part.strip() for part in entry.partition("="))
-        if not name:
-            continue
-        following = int(value, 0) if value else following
-        roles[following] = name
-        following += 1
-    return roles
+        raise TraceError(f"the kernel's sources have no enumeration {enumeration}")
+    return re.findall(r"\w+", re.sub(r"//[^\n]*", "", match[1]))
+
+
+def kinds_of_sources(header: Path = KINDS_HEADER) -> dict[int, str]:
+    """Names of the events' kinds: the kernel's waits, and behind them its spans.
+
+    Raises:
+        TraceError: The sources do not declare them as expected.
+    """
+    text = header.read_text()
+    first = re.search(r"kFirstSpanEvent = (\d+);", text)
+    if first is None:
+        raise TraceError(f"{header.name} has no constant kFirstSpanEvent")
+    return {
+        **dict(enumerate(enumerators(text, "Wait"))),
+        **dict(enumerate(enumerators(text, "Span"), int(first[1]))),
+    }
 
 
 @dataclass(frozen=True)

@@ -31,19 +31,20 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                                              CombineSmem& combine,
                                              int processor) {
     RingCursor<kTileSlots> slot;
-    RingCursor<1> handed;
+    RingCursor<1> handover_cursor;
     int chunk = 0;
     [[maybe_unused]] bool has_counted_grads = false;
-    begin_span(uint32_t(Role::kFinish));
+    begin_span(Span::kFinish);
     if constexpr (Pass::kIsBackward) publish_grads(args, handover, processor);
     open_rooms(handover, processor);
     for (;;) {
         [[maybe_unused]] uint32_t waited = 0;
-        const TileInfo tile = take_tile(args.watchdog, Role::kFinisherTile, mailbox, slot, waited);
+        const TileInfo tile = take_tile(args.watchdog, Wait::kFinisherTile, mailbox, slot, waited);
         if (tile.gemm == TileInfo::kNoTile) break;
         if constexpr (Pass::kIsBackward) {
             if (is_weight_grad(tile)) {
-                finish_weight_grad(args, tile, handover, handed, processor, has_counted_grads);
+                finish_weight_grad(args, tile, handover, handover_cursor, processor,
+                                   has_counted_grads);
                 continue;
             }
         }
@@ -55,14 +56,13 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
 #pragma unroll 1
             for (int warp = 0; warp < kProcessorWarps; ++warp) {
                 const WarpRoom room(handover, processor, warp);
-                wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows, room.full,
-                                            handed.parity());
+                wait_barrier<Waiter::kWarp>(args.watchdog, Wait::kFinisherRows, room.full,
+                                            handover_cursor.parity());
                 const int64_t begin = Trace::now();
-                const HandedOver outputs(room.outputs);
+                const OutputsView outputs(room.outputs);
                 finish_rows(WarpRows{first_row + warp * kWarpRows, warp, outputs, facts});
                 give_back.follow(room.empty);
-                args.watchdog.trace.add(uint32_t(Role::kEpilogue0) + uint32_t(tile.gemm), tile.m,
-                                        begin);
+                args.watchdog.trace.add(event_of(Span::kEpilogue0, tile.gemm), tile.m, begin);
             }
             give_back.finish();
         };
@@ -74,14 +74,14 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             // last tiles, which nothing comes behind.
             if (Pass::kIsBackward or not tile.is_late) {
                 const Barrier& full = handover.full[processor][0];
-                while (not agreed<Waiter::kWarp>(full.test_wait(handed.parity())) and
+                while (not agreed<Waiter::kWarp>(full.test_wait(handover_cursor.parity())) and
                        combine_some<typename Pass::Element, Pass::kIsBackward, 4>(
                            args, combine, chunk, true) == Progress::kSome) {
                 }
             }
             finish([&](const WarpRows& rows) { store_results(args, tile, rows); });
         }
-        handed.advance();
+        handover_cursor.advance();
         protocol::complete_copies<Atomics>();
         if (threadIdx.x % 32 == 0) {
             protocol::publish<Atomics>(args.workspace.tile_ready +
@@ -94,7 +94,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
     if constexpr (Pass::kIsBackward) {
         ptx::bulk_wait_complete();  // of weight gradients, which nobody in this launch waits for
     }
-    end_span(uint32_t(Role::kFinish));
+    end_span(Span::kFinish);
 }
 
 }  // namespace flashmoe

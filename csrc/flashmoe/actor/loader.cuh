@@ -71,7 +71,7 @@ __device__ __forceinline__ void load_tiles(
     announce();
     for (;;) {
         if (cta != 0) {
-            wait_barrier<Waiter::kThread>(watchdog, Role::kLoaderTile, mailbox.full[slot.index()],
+            wait_barrier<Waiter::kThread>(watchdog, Wait::kLoaderTile, mailbox.full[slot.index()],
                                           slot.parity());
             next = read_tile(mailbox, slot);
             slot.advance();
@@ -101,7 +101,7 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
             Barrier& full = ring.full[cursor.index()];
             Barrier& empty = ring.empty[cursor.index()];
             auto& stage = ring.stage[cursor.index()];
-            wait_barrier<Waiter::kThread>(watchdog, Role::kLoaderStage, empty, cursor.parity() ^ 1);
+            wait_barrier<Waiter::kThread>(watchdog, Wait::kLoaderStage, empty, cursor.parity() ^ 1);
             full.arrive_and_expect_tx(sizeof(stage));
             ptx::delay_point();
             load_b(stage, full, k);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
         uint32_t(kNumProcessors * args.num_n_tiles[0]) * uint32_t(args.plan.header->num_row_blocks);
     protocol::await_for_tma<Atomics>(
         &args.workspace.tickets->differentiated, target, [&](auto load, auto done) {
-            wait_for(args.watchdog, {Role::kLoaderAct, -1, -1, target}, load, done);
+            wait_for(args.watchdog, {Wait::kLoaderAct, -1, -1, target}, load, done);
         });
 }
 
@@ -168,11 +168,11 @@ template <class Pass, class Ring>
 __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                            const Ring& ring,
                                            TileMailbox& mailbox) {
-    const TileOrder order{args.plan.units,
-                          {args.plan.header->num_units,
-                           args.group_units,
-                           args.lag,
-                           {args.num_n_tiles[0], args.num_n_tiles[1]}}};
+    const TileSchedule schedule{args.plan.units,
+                                {args.plan.header->num_units,
+                                 args.group_units,
+                                 args.lag,
+                                 {args.num_n_tiles[0], args.num_n_tiles[1]}}};
     RingCursor<Ring::kNumStages> cursor;
     bool is_differentiated = false;
     load_tiles(
@@ -180,10 +180,10 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
         [&] { return int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1)); },
         [&](int ticket) {
             if constexpr (Pass::kIsBackward) {
-                const int behind = ticket - order.order.num_tickets();
+                const int behind = ticket - schedule.order.num_tickets();
                 if (behind >= 0) return weight_grad_pair(args, behind);
             }
-            return order.pair(ticket);
+            return schedule.pair(ticket);
         },
         [&](const TileInfo& tile, auto take, auto announce) {
             if constexpr (Pass::kIsBackward) {
@@ -219,9 +219,9 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                        : workspace.tile_ready + workspace.tile_counter(0, tile.m);
                     const uint32_t target =
                         tile.gemm == 0 ? BLOCK_M : uint32_t(kNumProcessors * args.num_n_tiles[0]);
-                    const Role role = tile.gemm == 0 ? Role::kLoaderRows : Role::kLoaderAct;
+                    const Wait wait = tile.gemm == 0 ? Wait::kLoaderRows : Wait::kLoaderAct;
                     protocol::await_for_tma<Atomics>(counter, target, [&](auto load, auto done) {
-                        wait_for(args.watchdog, {role, -1, tile.m, target}, load, done);
+                        wait_for(args.watchdog, {wait, -1, tile.m, target}, load, done);
                     });
                 },
                 take, announce);

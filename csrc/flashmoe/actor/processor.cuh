@@ -52,18 +52,18 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
     typename Main::Accumulator accumulator;
     RingCursor<Ring::kNumStages> cursor;
     RingCursor<kTileSlots> slot;
-    RingCursor<1> handed;
+    RingCursor<1> handover_cursor;
     const int warp = int(threadIdx.x / 32) % kProcessorWarps;
     const WarpRoom room(handover, warpgroup, warp);
     TileInfo tile;
     // Counted at the end, since products leave no time for it.
     uint32_t waited = 0;  // for tiles and stages
-    uint32_t handing_over = 0;
+    uint32_t handover_wait = 0;
     const auto take = [&] {
-        tile = take_tile(args.watchdog, Role::kProcessorTile, mailbox, slot, waited);
+        tile = take_tile(args.watchdog, Wait::kProcessorTile, mailbox, slot, waited);
         return tile.gemm != TileInfo::kNoTile;
     };
-    begin_span(uint32_t(Role::kProcess));
+    begin_span(Span::kProcess);
     while (take() and not is_weight_grad(tile)) {
         const int64_t begin = Trace::now();
         const int num_k_blocks = args.num_k_blocks[tile.gemm];
@@ -71,7 +71,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
         const int num_multiplied = warpgroup < tile.num_halves ? num_k_blocks : 1;
         Main::run(accumulator, ring, cursor, num_multiplied, warpgroup, waited, args.watchdog);
         Main::skip(ring, cursor, num_k_blocks - num_multiplied, warpgroup, waited, args.watchdog);
-        args.watchdog.trace.add(uint32_t(Role::kGemm0) + uint32_t(tile.gemm), tile.m, begin);
+        args.watchdog.trace.add(event_of(Span::kGemm0, tile.gemm), tile.m, begin);
         // A single block's last pair may reach past N: its second tile is for nothing.
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         if constexpr (Pass::kHasBias) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
                 add_bias<Pass>(args, tile, warpgroup, biases[tile.expert], accumulator);
             }
         }
-        hand_over<T>(args.watchdog, room, handed, handing_over, accumulator);
+        give_outputs<T>(args.watchdog, room, handover_cursor, handover_wait, accumulator);
     }
     if constexpr (Pass::kIsBackward) {  // weight gradients come last
         // Their products are other instructions, which all warps of a warpgroup have to be at.
@@ -95,19 +95,19 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             }
             Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
                                                    warpgroup, waited, args.watchdog);
-            args.watchdog.trace.add(uint32_t(Role::kWeightGrad), tile.expert, begin);
-            handing_over += wait_barrier<Waiter::kWarp>(args.watchdog, Role::kProcessorHandover,
-                                                        room.empty, handed.parity());
+            args.watchdog.trace.add(event_of(Span::kWeightGrad), tile.expert, begin);
+            handover_wait += wait_barrier<Waiter::kWarp>(args.watchdog, Wait::kProcessorHandover,
+                                                         room.empty, handover_cursor.parity());
             const int64_t stored = Trace::now();
             store_weight_grad<T>(args, grad, room, accumulator);
-            handed.advance();
-            args.watchdog.trace.add(uint32_t(Role::kStoreGrad), tile.expert, stored);
+            handover_cursor.advance();
+            args.watchdog.trace.add(event_of(Span::kStoreGrad), tile.expert, stored);
         }
         ptx::bulk_wait_complete();  // which nobody in this launch waits for
     }
-    count_time(uint32_t(Role::kProcessorStage), waited);
-    count_time(uint32_t(Role::kProcessorHandover), handing_over);
-    end_span(uint32_t(Role::kProcess));
+    count_time(Span::kStageWait, waited);
+    count_time(Span::kHandoverWait, handover_wait);
+    end_span(Span::kProcess);
 }
 
 }  // namespace flashmoe

@@ -12,7 +12,7 @@ namespace flashmoe {
 
 constexpr int kLateWaves = 2;  // pairs for each cluster at the end of a layer
 
-struct TileOrder {
+struct TileSchedule {
     const RowUnit* units;
     protocol::TileOrder order;
 

@@ -1,21 +1,16 @@
-// The sizes of one layer at run time, and the tile that everything is aligned to at compile time.
+// The sizes of one layer at run time, and the limits that they have at compile time.
 #pragma once
 
 #include <cstdint>
 
+#include "flashmoe/base/hopper.cuh"
+
 namespace flashmoe {
 
-constexpr int BLOCK_M = 128;     // rows of a tile; expert segments start at multiples of it
-constexpr int BLOCK_N = 256;     // columns of a tile
-constexpr int kHalfRows = 64;    // of a tile's rows, which one processor multiplies
-constexpr int BLOCK_K = 64;      // 128 bytes of bf16: one swizzle row
-constexpr int kBoxRows = 128;    // of M or N in one TMA box, with BLOCK_K of K: 16 KiB
-constexpr int kClusterSize = 2;  // CTAs that share the operands which both need
 constexpr int kMaxRanks = 8;
 constexpr int kMaxTopk = 16;
-constexpr int kMaxCtas = 256;
 constexpr int kMaxLocalExperts = 512;
-constexpr int kMaxCtaTokens = 1024;  // of its own rank, that a CTA reduces
+constexpr int kMaxCtaTokens = 1024;  // most tokens that one CTA reduces
 
 // Mirrors FlashMoEDtype.
 enum class Dtype : int { kFloat32, kBFloat16, kFloat16 };
@@ -37,7 +32,7 @@ __host__ __device__ constexpr int power_of_two(int n) {
     return power;
 }
 
-// Of a warp, that have a token's signals, one of each rank.
+// Lanes that poll one token's signals: one for each rank, rounded up to a power of two.
 __host__ __device__ constexpr int chunk_lanes(int num_ranks) { return power_of_two(num_ranks); }
 
 struct Shape {
@@ -48,14 +43,15 @@ struct Shape {
     int num_experts;
     int topk;
     int max_tokens;
-    int heap_tokens;  // what the heap is laid out for: the same for all layers that share it
-    int heap_topk;    // likewise
+    int heap_tokens;  // tokens and choices that the heap is laid out for, which are the same for
+    int heap_topk;    // all layers that share it
     bool is_gated;
     bool skip_zero_probs;
 
     __host__ __device__ int num_local_experts() const { return num_experts / num_ranks; }
     __host__ __device__ int first_expert() const { return rank * num_local_experts(); }
     __host__ __device__ int fc1_rows() const { return is_gated ? 2 * intermediate : intermediate; }
+    __host__ __device__ int row_bytes() const { return hidden * kElementBytes; }  // of a token
 
     // A token uses at most this many ranks, and at most this many experts of one rank.
     __host__ __device__ int max_slots() const { return topk < num_ranks ? topk : num_ranks; }

@@ -4,16 +4,15 @@
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
+#include "flashmoe/comm/kinds.cuh"
 #include "flashmoe/ptx/ld_st.cuh"
 
 namespace flashmoe {
 
-constexpr int kNumSpans = 48;  // by Role
-
 // Sums over threads, CTAs and launches; the mirror of the last part of FlashMoERecord.
 template <class Word>
 struct CounterSet {
-    Word nanoseconds[kNumSpans];     // by Role: waited, or busy; of one lane per warp
+    Word nanoseconds[kNumSpans];     // by Span: waited, or busy; of one lane per warp
     Word rows_pulled[kMaxRanks];     // by peer, dispatch of both directions
     Word results_pushed[kMaxRanks];  // by peer, combine of both directions
     Word pad_rows_pulled;            // among them
@@ -34,16 +33,16 @@ __device__ __forceinline__ bool& is_counting() {
 }
 
 // Scope: the active threads of a warp, of which one counts.
-__device__ __forceinline__ void count_time(uint32_t role, uint32_t nanoseconds) {
+__device__ __forceinline__ void count_time(Span span, uint32_t nanoseconds) {
     if (not is_counting() or int(threadIdx.x % 32) != __ffs(__activemask()) - 1) return;
-    atomicAdd_block(&counters().nanoseconds[role], nanoseconds);
+    atomicAdd_block(&counters().nanoseconds[uint32_t(span)], nanoseconds);
 }
 // A span is subtracted at its begin and added at its end, modulo 2^32, and so takes no register.
-__device__ __forceinline__ void begin_span(uint32_t role) {
-    count_time(role, -uint32_t(ptx::globaltimer_ns()));
+__device__ __forceinline__ void begin_span(Span span) {
+    count_time(span, -uint32_t(ptx::globaltimer_ns()));
 }
-__device__ __forceinline__ void end_span(uint32_t role) {
-    count_time(role, uint32_t(ptx::globaltimer_ns()));
+__device__ __forceinline__ void end_span(Span span) {
+    count_time(span, uint32_t(ptx::globaltimer_ns()));
 }
 
 // Scope: a CTA, before it counts.

@@ -51,7 +51,7 @@ __device__ __forceinline__ bool grid_barrier(const Watchdog& watchdog,
     bool goes_on = Planners::all(may_go_on);
     if (threadIdx.x == 0) {
         goes_on = protocol::barrier<Atomics>(word, gridDim.x, goes_on, [&](auto load, auto done) {
-            return wait_for(watchdog, {Role::kGridBarrier, -1, 0, gridDim.x}, load, done);
+            return wait_for(watchdog, {Wait::kGridBarrier, -1, 0, gridDim.x}, load, done);
         });
     }
     return Planners::all(goes_on);

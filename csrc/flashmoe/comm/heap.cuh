@@ -27,22 +27,22 @@ using protocol::RouteSignal;
 // hence is done with the layer before.
 struct HeapLayout {
     // Byte offsets. Words are tagged with the epoch, so none is ever reset.
-    uint64_t gave_up;         // u32: see Watchdog
-    uint64_t route_signals;   // RouteSignal[rank], two parities
-    uint64_t row_bounds;      // u32[rank], two parities: blocks that fit in that rank's buffers
-    uint64_t row_signals;     // u32[rank]: epoch whose rows that rank has published
-    uint64_t result_signals;  // u32[token][rank]: epoch whose result that rank has delivered
-    uint64_t routes;          // Route[parity 2][rank][token][heap_topk], every rank's routing
-    uint64_t rows;            // bf16[token][hidden], this rank's tokens, read by peers
-    uint64_t results;         // bf16[token][slot][hidden], written by peers
-    uint64_t dprobs;          // f32[token][topk], written by peers in the backward
+    uint64_t gave_up;           // u32: see Watchdog
+    uint64_t route_signals;     // RouteSignal[rank], two parities
+    uint64_t row_block_bounds;  // u32[rank], two parities: blocks that fit in that rank's buffers
+    uint64_t row_signals;       // u32[rank]: epoch whose rows that rank has published
+    uint64_t result_signals;    // u32[token][rank]: epoch whose result that rank has delivered
+    uint64_t routes;            // Route[parity 2][rank][token][heap_topk], every rank's routing
+    uint64_t rows;              // bf16[token][hidden], this rank's tokens, read by peers
+    uint64_t results;           // bf16[token][slot][hidden], written by peers
+    uint64_t dprobs;            // f32[token][topk], written by peers in the backward
     uint64_t bytes;
 };
 
 __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     const uint64_t tokens = s.heap_tokens, ranks = s.num_ranks;
     // One rank alone reads tokens where they are, and sums them where they go.
-    const uint64_t row_bytes = ranks > 1 ? s.hidden * 2 : 0;
+    const uint64_t row_bytes = ranks > 1 ? s.row_bytes() : 0;
     HeapLayout at{};
     uint64_t end = 0;
     auto take = [&end](uint64_t bytes) {
@@ -52,7 +52,7 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     };
     at.gave_up = take(sizeof(uint32_t));
     at.route_signals = take(2 * ranks * sizeof(uint64_t));
-    at.row_bounds = take(2 * ranks * sizeof(uint32_t));
+    at.row_block_bounds = take(2 * ranks * sizeof(uint32_t));
     at.row_signals = take(ranks * sizeof(uint32_t));
     at.result_signals = take(tokens * ranks * sizeof(uint32_t));
     at.routes = take(2 * ranks * tokens * s.heap_topk * sizeof(Route));
@@ -85,8 +85,8 @@ struct Heap {
         return address<uint64_t>(owner, at.route_signals) +
                protocol::route_word(epoch, num_ranks, src);
     }
-    __device__ __forceinline__ uint32_t* row_bound(int owner, uint32_t epoch, int src) const {
-        return address<uint32_t>(owner, at.row_bounds) +
+    __device__ __forceinline__ uint32_t* row_block_bound(int owner, uint32_t epoch, int src) const {
+        return address<uint32_t>(owner, at.row_block_bounds) +
                protocol::route_word(epoch, num_ranks, src);
     }
     __device__ __forceinline__ uint32_t* row_signal(int owner, int src) const {
@@ -101,12 +101,13 @@ struct Heap {
                protocol::route_place(epoch, num_ranks, src, heap_tokens, heap_topk, token);
     }
     __device__ __forceinline__ char* row(int owner, int token) const {
-        return address<char>(owner, at.rows) + int64_t(token) * hidden * 2;
+        return address<char>(owner, at.rows) + int64_t(token) * hidden * kElementBytes;
     }
     __device__ __forceinline__ char* result(int owner, int token, int slot) const {
         return address<char>(owner, at.results) +
-               protocol::result_row(token, num_slots, slot) * hidden * 2;
+               protocol::result_row(token, num_slots, slot) * hidden * kElementBytes;
     }
+    __device__ __forceinline__ int row_bytes() const { return hidden * kElementBytes; }
     __device__ __forceinline__ float* dprobs(int owner, int token) const {
         return address<float>(owner, at.dprobs) + int64_t(token) * topk;
     }

@@ -34,8 +34,8 @@ __global__ __launch_bounds__(kBiasGradThreads)  //
 #pragma unroll 4
         for (int i = warp; i < args.plan.expert_rows[expert]; i += kWarps) {
             float values[8];
-            unpack8<T>(*reinterpret_cast<const uint4*>(args.rows[which] +
-                                                       ((first + i) * width + column) * 2),
+            unpack8<T>(*reinterpret_cast<const uint4*>(
+                           args.rows[which] + ((first + i) * width + column) * kElementBytes),
                        values);
             const float scale = which == 0 ? 1.0f : args.plan.row_prob[first + i];
 #pragma unroll

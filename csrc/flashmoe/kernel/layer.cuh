@@ -16,7 +16,7 @@
 #include "flashmoe/moe/combine.cuh"
 #include "flashmoe/moe/dispatch.cuh"
 #include "flashmoe/moe/place.cuh"
-#include "flashmoe/moe/record.cuh"
+#include "flashmoe/moe/write_record.cuh"
 
 namespace flashmoe {
 
@@ -41,8 +41,6 @@ struct BackwardPass {
     using FinishGemm0 = DifferentiateRows<T, kGated>;
 };
 
-constexpr int kStages = 3;
-
 // Shared memory is full: what is large is asked for by the launch, what is small lies in the
 // kilobyte that static memory is padded to anyway.
 struct LayerBuffers {
@@ -57,16 +55,7 @@ struct LayerWords {
     CombineSmem combine;
     TileMailbox mailbox;
 };
-constexpr int kStaticSmemBytes = 1024;
-static_assert(sizeof(LayerBuffers) + kStaticSmemBytes <= 227 * 1024);
-
-constexpr int kLayerThreads = 384;
-// A launch gets the same registers for every thread, and setmaxnreg only moves them about: to ask
-// for more than that waits for ever. More threads would leave ptxas too few for wgmma.
-constexpr int kLaunchRegisters = 65536 / kLayerThreads / 8 * 8;
-constexpr int kProcessorRegisters = 176;
-constexpr int kCommRegisters = 3 * kLaunchRegisters - 2 * kProcessorRegisters;
-static_assert(kLaunchRegisters == 168 and kCommRegisters == 152);
+static_assert(sizeof(LayerBuffers) + kStaticSmemBytes <= kSmemBytes);
 
 // Delivers results and reduces what arrives. Every warp ends here once its own part is done, the
 // more of them the shorter the tail.
@@ -76,11 +65,11 @@ __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem
     int64_t begin = Trace::now();
     while (deliver_unit<T, Pass::kIsBackward, 4>(args, smem, true) != Progress::kFinished) {
     }
-    args.watchdog.trace.add(uint32_t(Role::kDeliver), kWhole, begin);
+    args.watchdog.trace.add(event_of(Span::kDeliver), kWhole, begin);
 
     begin = Trace::now();
     reduce_results<T, Pass::kIsBackward, 4>(args, smem);
-    args.watchdog.trace.add(uint32_t(Role::kReduce), kWhole, begin);
+    args.watchdog.trace.add(event_of(Span::kReduce), kWhole, begin);
 }
 
 // Combines what there is while tiles are computed. Whoever has nothing to do for long goes on to
@@ -96,7 +85,7 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
         idle = progress == Progress::kSome ? 0 : idle + 1;
         if (idle > 0) __nanosleep(500);
     }
-    args.watchdog.trace.add(uint32_t(Role::kDeliver), kMeanwhile, begin);
+    args.watchdog.trace.add(event_of(Span::kDeliver), kMeanwhile, begin);
 }
 
 // Plans, unless that is done. False on every CTA if the layer cannot go on.
@@ -112,7 +101,7 @@ __device__ __forceinline__ void spoil_output(const LayerArgs& args) {
     bool is_void = *static_cast<volatile uint32_t*>(args.workspace.raised) != 0;
     if (threadIdx.x == 0) {
         if (const uint32_t by = args.watchdog.who_gave_up()) {
-            args.watchdog.raise(kFaultTimeout, Role::kPeerGaveUp, int(by) - 1, 0, 0, 0);
+            args.watchdog.raise(kFaultTimeout, Wait::kPeerGaveUp, int(by) - 1, 0, 0, 0);
             is_void = true;
         }
     }
@@ -146,10 +135,10 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         for (Barrier& arrived : words.pieces) arrived.init(1);
         cutlass::arch::fence_barrier_init();
     }
-    if (threadIdx.x == 0) begin_span(uint32_t(Role::kPlan));
+    if (threadIdx.x == 0) begin_span(Span::kPlan);
     const bool goes_on = open_layer<Pass>(args, smem_bytes);
     if (goes_on) copy_first_rows(args);
-    if (threadIdx.x == 0) end_span(uint32_t(Role::kPlan));
+    if (threadIdx.x == 0) end_span(Span::kPlan);
     if (goes_on) {
         ptx::fence_proxy_async_shared();
         __syncthreads();       // whole warps, where lanes had different rows to copy

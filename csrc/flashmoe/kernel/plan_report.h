@@ -5,9 +5,6 @@
 
 namespace flashmoe {
 
-constexpr int kPlanThreads = 384;  // as a layer has: with more, the router has too few registers
-constexpr int kPlanSmemBytes = 224 * 1024;  // of the placement, and to copy rows through
-
 // What the host reads after a plan; after the fault record in the mailbox.
 struct PlanReport {
     uint32_t epoch;  // 0 until the plan is there

@@ -3,16 +3,14 @@
 
 #include <cuda.h>
 
-#include <cstddef>
-
 #include "flashmoe/comm/heap.cuh"
 #include "flashmoe/comm/wait.cuh"
 #include "flashmoe/moe/plan.cuh"
+#include "flashmoe/moe/record.cuh"
+#include "flashmoe/moe/workspace.cuh"
 #include "flashmoe/tile/activation.cuh"
 
 namespace flashmoe {
-
-constexpr int kNumRecords = 256;
 
 // Mirrors FlashMoEScore.
 enum class Score : int { kSoftmaxOfChosen, kSoftmax, kSigmoid };
@@ -27,40 +25,6 @@ struct Router {
     Score score;
     float scaling_factor;
 };
-
-struct RecordHead {
-    uint64_t sequence;
-    uint32_t checksum;  // of all other words that the launch writes
-    uint32_t epoch;
-    int32_t layer;
-    int32_t is_backward;
-    int32_t num_ctas;
-    int32_t num_tokens;
-    int32_t num_rows;  // received, without pad rows
-    int32_t num_row_blocks;
-    int32_t num_experts;  // local
-    int32_t reserved;
-    uint64_t begin_ns, end_ns;
-};
-
-// What one launch tells the host. Mirrors FlashMoERecord. Its words arrive in any order: the
-// checksum tells when all are there, which costs the launch no fence across PCIe.
-struct Record {
-    RecordHead head;
-    Totals totals;  // of all launches so far
-    int32_t expert_rows[kMaxLocalExperts];
-
-    static constexpr int kChecksumWord = 2;
-    static constexpr int kHeadWords = sizeof(RecordHead) / 4;
-    static constexpr int kFrontWords = (sizeof(RecordHead) + sizeof(Totals)) / 4;
-
-    // What one word adds to the checksum.
-    __host__ __device__ static uint32_t checksum_of(uint32_t index, uint32_t word) {
-        const uint32_t mixed = (word ^ index * 0x9E3779B9u) * 0x85EBCA6Bu;
-        return mixed ^ mixed >> 15;
-    }
-};
-static_assert(offsetof(RecordHead, checksum) == 4 * Record::kChecksumWord);
 
 struct LayerArgs {
     Shape shape;
@@ -125,33 +89,8 @@ struct BackwardArgs : LayerArgs {
 // Where the sum of a token's rows on this rank goes: to a slot of the token's rank, which sums
 // those of all ranks, or if there is no other rank's to where that rank would have written it.
 __device__ __forceinline__ char* target_of(const LayerArgs& args, const RowMeta& meta) {
-    if (meta.is_home()) return args.out + int64_t(meta.token) * args.shape.hidden * 2;
+    if (meta.is_home()) return args.out + int64_t(meta.token) * args.shape.hidden * kElementBytes;
     return args.heap.result(meta.src_rank, meta.token, meta.slot);
-}
-
-// The epoch of this launch. 0 marks fresh memory; it wraps past 0 and 1, since epochs alternate
-// between even and odd.
-__device__ __forceinline__ uint32_t current_epoch(const Workspace& workspace) {
-    return *workspace.epoch + 1;
-}
-
-// The last thing that a launch does: the last CTA to come calls `then`, zeroes the counters, so no
-// launch needs a memset, and ends the epoch if its results are complete. Scope: all threads of the
-// grid.
-template <class Then>
-__device__ __forceinline__ void leave(const Workspace& workspace, bool ends_epoch, Then then) {
-    __syncthreads();
-    bool is_last = false;
-    if (threadIdx.x == 0) {
-        is_last = protocol::leave<Atomics>(&workspace.tickets->leaving, gridDim.x);
-    }
-    if (not __syncthreads_or(is_last)) return;
-    then();
-    protocol::reset<Atomics>(reinterpret_cast<uint32_t*>(workspace.tickets), threadIdx.x,
-                             blockDim.x, workspace.num_zeroed);
-    if (ends_epoch and threadIdx.x == 0) {
-        *workspace.epoch = protocol::ended_epoch(current_epoch(workspace));
-    }
 }
 
 }  // namespace flashmoe

@@ -23,7 +23,7 @@ __device__ __forceinline__ void await_published_rows(const LayerArgs& args, uint
     protocol::await_rows<Atomics>(
         heap.num_ranks, epoch, [&](int src) { return heap.row_signal(args.shape.rank, src); },
         [&](int src, auto load, auto done) {
-            wait_for(args.watchdog, {Role::kDispatchRows, src, 0, epoch}, load, done);
+            wait_for(args.watchdog, {Wait::kDispatchRows, src, 0, epoch}, load, done);
         });
 }
 
@@ -36,7 +36,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
                                           uint32_t& parity) {
     const Heap& heap = args.heap;
     const Plan& plan = args.plan;
-    const int row_bytes = heap.hidden * 2;
+    const int row_bytes = heap.row_bytes();
     const char* source = meta.src_rank == args.shape.rank ? args.x + int64_t(meta.token) * row_bytes
                                                           : heap.row(meta.src_rank, meta.token);
     const int32_t* token_rows = plan.rows_of(meta.src_rank, meta.token);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
         arrived.arrive_and_expect_tx(bytes);
         cute::SM90_BULK_COPY_G2S::copy(source + offset, reinterpret_cast<uint64_t*>(&arrived),
                                        piece, bytes);
-        wait_barrier<Waiter::kThread>(args.watchdog, Role::kDispatchCopy, arrived, parity);
+        wait_barrier<Waiter::kThread>(args.watchdog, Wait::kDispatchCopy, arrived, parity);
         parity ^= 1;
         for (int k = 0; k < plan.topk; ++k) {
             if (const int row = token_rows[k]; row >= 0) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
         if (lane == 0) atomicAdd_block(&counters().rows_pulled[rank], 1u);
     }
     __syncwarp();
-    args.watchdog.trace.add(uint32_t(Role::kDispatch), kFirstRows, begin);
+    args.watchdog.trace.add(event_of(Span::kDispatch), kFirstRows, begin);
 }
 
 // All rows but `num_copied` places' own ones, in the order in which they are computed, first this
@@ -118,20 +118,20 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
                                          DispatchBarriers& arrived,
                                          int num_copied) {
     int64_t begin = Trace::now();
-    begin_span(uint32_t(Role::kDispatch));
+    begin_span(Span::kDispatch);
     bool has_heard = false;  // of every peer's rows
     auto hear = [&] {
-        args.watchdog.trace.add(uint32_t(Role::kDispatch), kWhole, begin);
-        end_span(uint32_t(Role::kDispatch));
+        args.watchdog.trace.add(event_of(Span::kDispatch), kWhole, begin);
+        end_span(Span::kDispatch);
         await_published_rows(args, current_epoch(args.workspace));
         has_heard = true;
         begin = Trace::now();
-        begin_span(uint32_t(Role::kDispatch));
+        begin_span(Span::kDispatch);
     };
     const Plan& plan = args.plan;
     const Workspace& workspace = args.workspace;
     const int lane = threadIdx.x % 32;
-    const int row_bytes = args.shape.hidden * 2;
+    const int row_bytes = args.shape.row_bytes();
     uint32_t parity = 0;
     int pad_rows_pulled = 0, pad_rows_made = 0;
     for (;;) {
@@ -165,8 +165,8 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     if (not has_heard) hear();
     if (pad_rows_pulled) atomicAdd_block(&counters().pad_rows_pulled, uint32_t(pad_rows_pulled));
     if (pad_rows_made) atomicAdd_block(&counters().pad_rows_made, uint32_t(pad_rows_made));
-    args.watchdog.trace.add(uint32_t(Role::kDispatch), kWhole, begin);
-    end_span(uint32_t(Role::kDispatch));
+    args.watchdog.trace.add(event_of(Span::kDispatch), kWhole, begin);
+    end_span(Span::kDispatch);
 }
 
 }  // namespace flashmoe

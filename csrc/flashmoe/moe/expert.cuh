@@ -15,7 +15,8 @@ namespace flashmoe {
 class Chunks {
  public:
     __device__ __forceinline__ Chunks(char* rows, int64_t first_row, int width, int column)
-        : first_(rows + (first_row * width + column) * 2), row_bytes_(width * 2) {}
+        : first_(rows + (first_row * width + column) * kElementBytes),
+          row_bytes_(width * kElementBytes) {}
     __device__ __forceinline__ uint4& operator[](int row) const {
         return *reinterpret_cast<uint4*>(first_ + row * row_bytes_);
     }
@@ -56,7 +57,7 @@ class RowFacts {
 struct WarpRows {
     int first;  // in the row buffers
     int warp;
-    const HandedOver& outputs;
+    const OutputsView& outputs;
     const RowFacts& facts;
 };
 
@@ -261,10 +262,11 @@ __device__ __forceinline__ void store_results(const LayerArgs& args,
     const int column = tile.n * BLOCK_N;
     const RowMeta meta = rows.facts.meta(rows.warp, row);
     if (threadIdx.x % 32 >= kWarpRows) return;
-    char* target = meta.is_alone() ? target_of(args, meta)
-                                   : args.result + int64_t(rows.first + row) * hidden * 2;
-    cute::SM90_BULK_COPY_S2G::copy(rows.outputs.at(row), target + column * 2,
-                                   2 * min(BLOCK_N, hidden - column));
+    char* target = meta.is_alone()
+                       ? target_of(args, meta)
+                       : args.result + int64_t(rows.first + row) * hidden * kElementBytes;
+    cute::SM90_BULK_COPY_S2G::copy(rows.outputs.at(row), target + column * kElementBytes,
+                                   kElementBytes * min(BLOCK_N, hidden - column));
 }
 
 }  // namespace flashmoe

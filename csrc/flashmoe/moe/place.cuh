@@ -141,11 +141,11 @@ __device__ __forceinline__ bool await_routes(const LayerArgs& args,
         uint64_t seen = 0;
         is_here = protocol::await_routes<Atomics>(signal, epoch, [&](auto load, auto done) {
             return wait_for(
-                args.watchdog, {Role::kPlanRoutes, int(threadIdx.x), 0, epoch},
+                args.watchdog, {Wait::kPlanRoutes, int(threadIdx.x), 0, epoch},
                 [&] { return seen = load(); }, done);
         });
         if (is_here and RouteSignal::is_refused(seen)) {
-            args.watchdog.raise(kFaultRouting, Role::kRouting, threadIdx.x, -1, 0, 0);
+            args.watchdog.raise(kFaultRouting, Wait::kRouting, threadIdx.x, -1, 0, 0);
             is_here = false;
         }
         num_tokens[threadIdx.x] = is_here ? int(RouteSignal::tokens(seen)) : 0;
@@ -209,11 +209,11 @@ __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) 
                 ceil_div<uint32_t>(args.workspace.selections[rank * num_experts + expert], BLOCK_M);
         }
         blocks = __reduce_add_sync(~0u, blocks);
-        const uint32_t bound = *args.heap.row_bound(s.rank, epoch, rank);
+        const uint32_t bound = *args.heap.row_block_bound(s.rank, epoch, rank);
         if (blocks > bound) {
             fit = false;
             if (lane == 0) {
-                args.watchdog.raise(kFaultRows, Role::kRouting, rank, -1, bound, blocks);
+                args.watchdog.raise(kFaultRows, Wait::kRouting, rank, -1, bound, blocks);
             }
         }
     }
@@ -382,7 +382,7 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
         const PlacementSmem smem(args.shape, smem_base);
         int64_t begin = Trace::now();
         const auto traced = [&](int step) {
-            args.watchdog.trace.add(uint32_t(Role::kPlan), step, begin);
+            args.watchdog.trace.add(event_of(Span::kPlan), step, begin);
             begin = Trace::now();
         };
         publish_routes(args, epoch);

@@ -1,11 +1,9 @@
 // The plan of one launch: which row of which token each expert of this rank receives. Computed by
 // every rank from the routing of all ranks, in an order that depends on the routing alone; kept by
-// the forward for its backward. Beside it the workspace: counters of one launch, never kept.
+// the forward for its backward.
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
-#include "flashmoe/comm/grid.cuh"
-#include "flashmoe/protocol/queue.h"
 
 namespace flashmoe {
 
@@ -122,77 +120,6 @@ struct Plan {
         const RowUnit unit = units[place / (kClusterSize * BLOCK_M)];
         const int in_unit = place % (kClusterSize * BLOCK_M);
         return in_unit < unit.num_blocks() * BLOCK_M ? unit.first_block * BLOCK_M + in_unit : -1;
-    }
-};
-
-// Counters of one launch: zero when it begins, and zeroed by the last CTA that leaves.
-struct Tickets {
-    uint32_t tile, dispatch;
-    uint32_t differentiated;    // finishers' shares of a backward's GEMM0 tiles, of all blocks
-    uint32_t fc2_grads_stored;  // finishers whose CTA's shares of fc2's gradients are complete
-    uint32_t routes_published, rows_published, rows_taken, leaving;
-    uint32_t barrier[2];
-};
-
-// Takes the next `count` items off a counter. Scope: one warp.
-__device__ __forceinline__ int take_tickets(uint32_t* counter, int count) {
-    int first = 0;
-    if (threadIdx.x % 32 == 0) first = int(protocol::take<Atomics>(counter, uint32_t(count)));
-    return __shfl_sync(~0u, first, 0);
-}
-
-struct Workspace {
-    static constexpr int kFc2GradsOffset = 24, kTotalsOffset = 128;  // bytes from the start
-
-    uint32_t* raised;       // first fault wins; never zeroed by a launch
-    uint32_t* epoch;        // the last one that ended
-    uint64_t* begun_ns;     // when this launch began
-    uint64_t* num_records;  // that all launches have written
-    uint64_t* fc2_grads;    // number of the last backward whose gradients of fc2 are complete
-    Totals* totals;         // never zeroed
-    Tickets* tickets;
-    uint32_t* rows_ready;      // [block]: rows in place, 128 when full
-    uint32_t* tile_ready;      // [GEMM][block]: warps' shares of the block's tiles stored
-    uint32_t* selections;      // [expert]: routes of all ranks to it
-    uint32_t* own_selections;  // [local expert]: routes of this rank to it
-    uint32_t* cta_counts;      // [local expert][CTA]: rows of the chunks that this CTA placed
-    int max_blocks;
-    int64_t num_zeroed;  // words from `tickets` on that each launch leaves as zeros
-
-    __device__ __forceinline__ int tile_counter(int gemm, int block) const {
-        return gemm * max_blocks + block;
-    }
-
-    static uint64_t bytes(const Shape& s) { return at(nullptr, s, nullptr); }
-
-    static uint64_t at(void* base, const Shape& s, Workspace* out) {
-        const int64_t blocks = s.max_row_blocks();
-        constexpr int64_t kHead = 64;  // words apart, so that polled words share no line
-        constexpr int64_t kFront = 256;
-        static_assert(kTotalsOffset + sizeof(Totals) <= kFront * sizeof(uint32_t));
-        // Layers of other shapes share this memory: what is zero between launches begins at one
-        // place for all of them, and has no other words behind it.
-        constexpr int64_t kCounts = int64_t(kMaxLocalExperts) * kMaxCtas;
-        const int64_t zeroed = kHead + 3 * blocks + s.num_experts + s.num_local_experts();
-        if (out != nullptr) {
-            uint32_t* words = static_cast<uint32_t*>(base);
-            out->raised = words;
-            out->epoch = words + 1;
-            out->begun_ns = reinterpret_cast<uint64_t*>(words + 2);
-            out->num_records = reinterpret_cast<uint64_t*>(words + 4);
-            out->fc2_grads =
-                reinterpret_cast<uint64_t*>(static_cast<char*>(base) + kFc2GradsOffset);
-            out->totals = reinterpret_cast<Totals*>(static_cast<char*>(base) + kTotalsOffset);
-            out->cta_counts = words + kFront;
-            out->tickets = reinterpret_cast<Tickets*>(words + kFront + kCounts);
-            out->rows_ready = words + kFront + kCounts + kHead;
-            out->tile_ready = out->rows_ready + blocks;
-            out->max_blocks = int(blocks);
-            out->selections = out->tile_ready + 2 * blocks;
-            out->own_selections = out->selections + s.num_experts;
-            out->num_zeroed = zeroed;
-        }
-        return sizeof(uint32_t) * (kFront + kCounts + zeroed);
     }
 };
 

@@ -90,7 +90,7 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
             const Route route = next;
             next = next_route();  // on its way while this one is sent
             if (isnan(route.prob)) {
-                args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, 0, route.expert);
+                args.watchdog.raise(kFaultRouting, Wait::kRouting, -1, token, 0, route.expert);
             }
             send(k++, route);
         }
@@ -98,7 +98,7 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
     }
     if (not is_here) return;
     if (num_routes > s.topk and nth == 0) {
-        args.watchdog.raise(kFaultRouting, Role::kRouting, -1, token, s.topk, num_routes);
+        args.watchdog.raise(kFaultRouting, Wait::kRouting, -1, token, s.topk, num_routes);
     }
 #pragma unroll 1
     for (int k = num_routes + nth; k < s.topk; k += width) send(k, {-1, 0.0f});
@@ -138,7 +138,8 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
         }
     }
     if (blockIdx.x == 0 and threadIdx.x < s.num_ranks) {
-        *args.heap.row_bound(int(threadIdx.x), epoch, s.rank) = uint32_t(args.row_block_bound);
+        *args.heap.row_block_bound(int(threadIdx.x), epoch, s.rank) =
+            uint32_t(args.row_block_bound);
     }
     last_arrival(&args.workspace.tickets->routes_published, [&] {
         const bool refused = Atomics::load(args.workspace.raised) != 0;
@@ -178,7 +179,7 @@ __device__ __forceinline__ void publish_rows(const LayerArgs& args,
     auto& loaded = reinterpret_cast<Barrier(&)[kCopySlots]>(loaded_words);
     constexpr int64_t kPiece = sizeof(smem.slot[0]);
     const Shape& s = args.shape;
-    const int64_t bytes = s.num_ranks > 1 ? int64_t(args.num_tokens) * s.hidden * 2 : 0;
+    const int64_t bytes = s.num_ranks > 1 ? int64_t(args.num_tokens) * s.hidden * kElementBytes : 0;
     const int64_t share = align_up<int64_t>(ceil_div<int64_t>(bytes, gridDim.x), kPiece);
     const int64_t first = min(int64_t(blockIdx.x) * share, bytes);
     const int64_t size = min(share, bytes - first);
@@ -201,7 +202,7 @@ __device__ __forceinline__ void publish_rows(const LayerArgs& args,
                                            smem.slot[piece % kCopySlots], bytes_of(piece));
         }
         if (const int ready = piece - kCopyAhead; ready >= 0) {
-            wait_barrier<Waiter::kThread>(args.watchdog, Role::kDispatchCopy,
+            wait_barrier<Waiter::kThread>(args.watchdog, Wait::kDispatchCopy,
                                           loaded[ready % kCopySlots], ready / kCopySlots % 2);
             cute::SM90_BULK_COPY_S2G::copy(smem.slot[ready % kCopySlots], to + ready * kPiece,
                                            bytes_of(ready));
@@ -209,7 +210,7 @@ __device__ __forceinline__ void publish_rows(const LayerArgs& args,
         }
     }
     ptx::bulk_wait_complete();
-    args.watchdog.trace.add(uint32_t(Role::kDispatchCopy), kNoPart, begin);
+    args.watchdog.trace.add(event_of(Wait::kDispatchCopy), kNoPart, begin);
     tell_rows(args, &args.workspace.tickets->rows_published, epoch);
 }
 

@@ -1,71 +1,48 @@
-// What each launch tells of itself: the last CTA to leave writes it to pinned host memory, where
-// the host finds it without waiting for anything.
+// What each launch tells the host of itself, in pinned host memory.
 #pragma once
 
-#include "flashmoe/moe/args.cuh"
+#include <cstddef>
+#include <cstdint>
+
+#include "flashmoe/base/shape.cuh"
+#include "flashmoe/comm/counters.cuh"
 
 namespace flashmoe {
 
-// Written by every launch's first CTA when it begins. Scope: a CTA.
-__device__ __forceinline__ void begin_record(const LayerArgs& args) {
-    if (blockIdx.x == 0 and threadIdx.x == 0) *args.workspace.begun_ns = ptx::globaltimer_ns();
-}
+constexpr int kNumRecords = 256;
 
-// Calls `meanwhile` while what the record is made of is on its way. Scope: the last CTA to leave.
-template <class Meanwhile>
-__device__ __forceinline__ void write_record(const LayerArgs& args,
-                                             bool is_backward,
-                                             Meanwhile meanwhile) {
-    if (args.records == nullptr) return meanwhile();
-    __shared__ RecordHead head;
-    const Workspace& workspace = args.workspace;
-    const int num_experts = args.shape.num_local_experts();
-    // A thread's first word beside the loads of the head, since each round of loads delays the end.
-    const auto* totals = reinterpret_cast<const volatile uint32_t*>(workspace.totals);
-    const auto word_behind_head = [&](int i) {
-        return i < Record::kFrontWords ? totals[i - Record::kHeadWords]
-                                       : uint32_t(args.plan.expert_rows[i - Record::kFrontWords]);
-    };
-    const int num_words = Record::kFrontWords + num_experts, mine = int(threadIdx.x);
-    const bool has_early = mine >= Record::kHeadWords and mine < num_words;
-    const uint32_t early = has_early ? word_behind_head(mine) : 0;
-    const PlanHeader plan = *args.plan.header;
-    const auto sequence = *workspace.num_records + 1;
-    const uint32_t epoch = current_epoch(workspace);
-    const auto begin_ns = *workspace.begun_ns;
-    meanwhile();
-    if (threadIdx.x == 0) {
-        head.sequence = sequence;
-        head.checksum = 0;
-        head.epoch = epoch;
-        head.layer = args.layer;
-        head.is_backward = is_backward;
-        head.num_ctas = int(gridDim.x);
-        head.num_tokens = args.num_tokens;
-        head.num_rows = plan.num_rows;
-        head.num_row_blocks = plan.num_row_blocks;
-        head.num_experts = num_experts;
-        head.reserved = 0;
-        head.begin_ns = begin_ns;
-        head.end_ns = ptx::globaltimer_ns();
-        *workspace.num_records = sequence;
+struct RecordHead {
+    uint64_t sequence;
+    uint32_t checksum;  // of all other words that the launch writes
+    uint32_t epoch;
+    int32_t layer;
+    int32_t is_backward;
+    int32_t num_ctas;
+    int32_t num_tokens;
+    int32_t num_rows;  // received, without pad rows
+    int32_t num_row_blocks;
+    int32_t num_experts;  // local
+    int32_t reserved;
+    uint64_t begin_ns, end_ns;
+};
+
+// What one launch tells the host. Mirrors FlashMoERecord. Its words arrive in any order: the
+// checksum tells when all are there, which costs the launch no fence across PCIe.
+struct Record {
+    RecordHead head;
+    Totals totals;  // of all launches so far
+    int32_t expert_rows[kMaxLocalExperts];
+
+    static constexpr int kChecksumWord = 2;
+    static constexpr int kHeadWords = sizeof(RecordHead) / 4;
+    static constexpr int kFrontWords = (sizeof(RecordHead) + sizeof(Totals)) / 4;
+
+    // What one word adds to the checksum.
+    __host__ __device__ static uint32_t checksum_of(uint32_t index, uint32_t word) {
+        const uint32_t mixed = (word ^ index * 0x9E3779B9u) * 0x85EBCA6Bu;
+        return mixed ^ mixed >> 15;
     }
-    __syncthreads();
-    auto* record = reinterpret_cast<volatile uint32_t*>(args.records + head.sequence % kNumRecords);
-    const auto* front = reinterpret_cast<const volatile uint32_t*>(&head);
-    uint32_t sum = 0;
-    for (int i = mine; i < num_words; i += blockDim.x) {
-        if (i == Record::kChecksumWord) continue;
-        const uint32_t word = i < Record::kHeadWords ? front[i]
-                              : i == mine            ? early
-                                                     : word_behind_head(i);
-        record[i] = word;
-        sum += Record::checksum_of(uint32_t(i), word);
-    }
-    sum = __reduce_add_sync(~0u, sum);
-    if (threadIdx.x % 32 == 0) atomicAdd_block(&head.checksum, sum);
-    __syncthreads();
-    if (threadIdx.x == 0) record[Record::kChecksumWord] = head.checksum;
-}
+};
+static_assert(offsetof(RecordHead, checksum) == 4 * Record::kChecksumWord);
 
 }  // namespace flashmoe

@@ -117,7 +117,7 @@ __device__ __forceinline__ void put_half(const BackwardArgs& args,
     if (grad.columns_from(column) <= 0) return;
 #pragma unroll 8
     for (int row = 0; row < grad.num_rows(); ++row) {
-        put_rounded<T>(grad.at(row, column, 2), laid_down_floats(laid_down, row),
+        put_rounded<T>(grad.at(row, column, kElementBytes), laid_down_floats(laid_down, row),
                        args.weight_grads.accumulate);
     }
 }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
 __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
                                                    const TileInfo& tile,
                                                    const Handover& handover,
-                                                   RingCursor<1>& handed,
+                                                   RingCursor<1>& handover_cursor,
                                                    int processor,
                                                    bool& has_counted) {
     constexpr int kPieces = kProcessorWarps * kHalfBlocks;
@@ -202,7 +202,8 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
 #pragma unroll 1
     for (int warp = 0; warp < kProcessorWarps; ++warp) {
         const WarpRoom room(handover, processor, warp);
-        wait_barrier<Waiter::kWarp>(args.watchdog, Role::kFinisherRows, room.full, handed.parity());
+        wait_barrier<Waiter::kWarp>(args.watchdog, Wait::kFinisherRows, room.full,
+                                    handover_cursor.parity());
         if (args.weight_grads.dtype == Dtype::kFloat32) {
             const GradRows grad(args, tile, processor * kProcessorWarps + warp);
             send_half(args, grad, room.outputs, 1, num_k_blocks * kBlockNs / 2 / kPieces);
@@ -212,14 +213,14 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
     if (counts) count_fc2_grads(args);
     has_counted |= counts;
     give_back.finish();
-    handed.advance();
+    handover_cursor.advance();
 }
 
 // Writes zeros for an expert without rows. Scope: a warp of a processor.
 __device__ __forceinline__ void store_no_weight_grad(const BackwardArgs& args,
                                                      const GradRows& grad) {
     if (args.weight_grads.accumulate) return;
-    const int bytes = args.weight_grads.dtype == Dtype::kFloat32 ? 4 : 2;
+    const int bytes = args.weight_grads.dtype == Dtype::kFloat32 ? 4 : kElementBytes;
     const int per_lane = 8 / bytes, columns = min(grad.columns_from(0), BLOCK_N);
     for (int row = 0; row < grad.num_rows(); ++row) {
         for (int i = int(threadIdx.x % 32) * per_lane; i < columns; i += 32 * per_lane) {

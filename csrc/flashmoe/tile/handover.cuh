@@ -12,15 +12,13 @@
 
 namespace flashmoe {
 
-constexpr int kProcessorWarps = 4;       // of each
-constexpr int kWarpRows = 16;            // of a processor's 64
-constexpr int kRowChunks = BLOCK_N / 8;  // of 16 bytes
+constexpr int kRowChunks = BLOCK_N * kElementBytes / 16;  // 16-byte chunks of a tile's row
 
 // Outputs of one processor's warp. Rows are a chunk further apart than they are long, so that eight
 // rows of one chunk lie in different banks. Aligned for the swizzle of what float_half.cuh lays
 // down.
 struct alignas(256) WarpOutputs {
-    uint8_t row[kWarpRows][BLOCK_N * 2 + 16];
+    uint8_t row[kWarpRows][BLOCK_N * kElementBytes + 16];
 };
 
 using AllOutputs = WarpOutputs[kNumProcessors][kProcessorWarps];
@@ -87,12 +85,12 @@ __device__ __forceinline__ void lay_down(WarpOutputs& outputs, const Accumulator
 // Lays down this warp's outputs once their room is free, and tells its finisher. What the warp
 // waits is added to `waited`. Scope: a warp of a processor.
 template <class T, class Accumulator>
-__device__ __forceinline__ void hand_over(const Watchdog& watchdog,
-                                          const WarpRoom& room,
-                                          RingCursor<1>& cursor,
-                                          uint32_t& waited,
-                                          const Accumulator& accumulator) {
-    waited += wait_barrier<Waiter::kWarp>(watchdog, Role::kProcessorHandover, room.empty,
+__device__ __forceinline__ void give_outputs(const Watchdog& watchdog,
+                                             const WarpRoom& room,
+                                             RingCursor<1>& cursor,
+                                             uint32_t& waited,
+                                             const Accumulator& accumulator) {
+    waited += wait_barrier<Waiter::kWarp>(watchdog, Wait::kProcessorHandover, room.empty,
                                           cursor.parity());
     lay_down<T>(room.outputs, accumulator);
     ptx::fence_proxy_async_shared();
@@ -102,9 +100,9 @@ __device__ __forceinline__ void hand_over(const Watchdog& watchdog,
 }
 
 // A finishing warp's view of one processor's rows.
-class HandedOver {
+class OutputsView {
  public:
-    __device__ explicit HandedOver(const WarpOutputs& outputs) : outputs_(outputs) {}
+    __device__ explicit OutputsView(const WarpOutputs& outputs) : outputs_(outputs) {}
 
     // From some 16-byte chunk of a row on, for a bulk copy.
     __device__ __forceinline__ const uint8_t* at(int row, int chunk = 0) const {

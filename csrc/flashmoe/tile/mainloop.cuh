@@ -120,7 +120,7 @@ struct Mainloop {
         ptx::delay_point_of_warp();
         if (agreed<Waiter::kWarp>(full.test_wait(parity))) return;
         waited +=
-            await_barrier<Waiter::kWarp>(watchdog, Role::kProcessorStage, full, parity, [] {});
+            await_barrier<Waiter::kWarp>(watchdog, Wait::kProcessorStage, full, parity, [] {});
     }
     // One elected thread for each CTA.
     __device__ __forceinline__ static void release(Barrier& stage) {

@@ -13,9 +13,6 @@ namespace flashmoe {
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
 constexpr int kTileSlots = 4;  // the finishing warps lag behind the processors
-constexpr int kBoxBytes = kBoxRows * BLOCK_K * 2;
-constexpr int kNumProcessors = 2;  // warpgroups; each owns 64 rows of the tile
-static_assert(kNumProcessors * kHalfRows == BLOCK_M);
 
 // How the tiles of the two CTAs lie: along M they share B, along N they share A.
 enum class Pair : int8_t { kAlongM, kAlongN };
@@ -127,7 +124,7 @@ __device__ __forceinline__ void delay_point() {
 // is a broken GPU, or a defect here, and `expired` has the last word.
 template <Waiter kWaiter, class Expired>
 __device__ __forceinline__ uint32_t await_barrier(
-    const Watchdog& watchdog, Role role, Barrier& barrier, uint32_t parity, Expired expired) {
+    const Watchdog& watchdog, Wait wait, Barrier& barrier, uint32_t parity, Expired expired) {
     [[maybe_unused]] const int64_t begin = Trace::now();
     const uint64_t start = ptx::globaltimer_ns();
     while (not agreed<kWaiter>(barrier.try_wait(parity))) {
@@ -138,18 +135,18 @@ __device__ __forceinline__ uint32_t await_barrier(
         }
     }
 #ifdef FLASHMOE_TRACE
-    if (Trace::now() - begin > 100) watchdog.trace.add(uint32_t(role), kNoPart, begin);
+    if (Trace::now() - begin > 100) watchdog.trace.add(event_of(wait), kNoPart, begin);
 #endif
     return uint32_t(ptx::globaltimer_ns() - start);
 }
 // Waits for a barrier; gives the nanoseconds that it takes, which nobody has counted.
 template <Waiter kWaiter>
 __device__ __forceinline__ uint32_t
-wait_barrier(const Watchdog& watchdog, Role role, Barrier& barrier, uint32_t parity) {
+wait_barrier(const Watchdog& watchdog, Wait wait, Barrier& barrier, uint32_t parity) {
     delay_point<kWaiter>();
     if (agreed<kWaiter>(barrier.test_wait(parity))) return 0;
-    return await_barrier<kWaiter>(watchdog, role, barrier, parity, [&] {
-        watchdog.raise(kFaultTimeout, role, -1, int(blockIdx.x), parity, 0);
+    return await_barrier<kWaiter>(watchdog, wait, barrier, parity, [&] {
+        watchdog.raise(kFaultTimeout, wait, -1, int(blockIdx.x), parity, 0);
         watchdog.give_up(uint32_t(watchdog.rank) + 1);
     });
 }
@@ -159,7 +156,7 @@ __device__ __forceinline__ void announce_tile(const Watchdog& watchdog,
                                               TileMailbox& mailbox,
                                               RingCursor<kTileSlots>& slot,
                                               const TileInfo& tile) {
-    wait_barrier<Waiter::kThread>(watchdog, Role::kLoaderTile, mailbox.empty[slot.index()],
+    wait_barrier<Waiter::kThread>(watchdog, Wait::kLoaderTile, mailbox.empty[slot.index()],
                                   slot.parity() ^ 1);
     static_assert(sizeof(TileInfo) == sizeof(int4));
     for (int cta = 0; cta < kClusterSize; ++cta) {
@@ -184,12 +181,12 @@ __device__ __forceinline__ TileInfo read_tile(TileMailbox& mailbox, RingCursor<k
 // Waits for the announced pair, which adds to `waited`, and takes this CTA's tile of it. Scope: one
 // warp.
 __device__ __forceinline__ TileInfo take_tile(const Watchdog& watchdog,
-                                              Role role,
+                                              Wait wait,
                                               TileMailbox& mailbox,
                                               RingCursor<kTileSlots>& slot,
                                               uint32_t& waited) {
     waited +=
-        wait_barrier<Waiter::kWarp>(watchdog, role, mailbox.full[slot.index()], slot.parity());
+        wait_barrier<Waiter::kWarp>(watchdog, wait, mailbox.full[slot.index()], slot.parity());
     int4 tile{};
     if (threadIdx.x % 32 == 0) {  // the lane that reads is the lane that gives the slot back
         reinterpret_cast<TileInfo&>(tile) = read_tile(mailbox, slot);

@@ -9,21 +9,32 @@
  * which then plans. One backward of it is flashmoe_backward, with flashmoe_gather before it if the
  * received rows were not kept. Each plan and each backward takes the next epoch, a gather the next
  * two.
+ *
+ * Structs and versions. A struct that a caller fills in begins with struct_size, which the caller
+ * sets to sizeof(the struct) of the header that it was compiled with. The library refuses any other
+ * size than its own: there is no compatibility between versions, and whoever changes a struct, an
+ * enumeration or a function raises FLASHMOE_ABI_VERSION. A binding in another language compares
+ * its mirrors with flashmoe_abi_version() and flashmoe_sizeof() when it loads the library.
  */
-#ifndef FLASHMOE_API_FLASHMOE_H_
-#define FLASHMOE_API_FLASHMOE_H_
+#ifndef FLASHMOE_INCLUDE_FLASHMOE_H_
+#define FLASHMOE_INCLUDE_FLASHMOE_H_
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 9
+#define FLASHMOE_ABI_VERSION 10
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
+#define FLASHMOE_MAX_LOCAL_EXPERTS 512
+#define FLASHMOE_NUM_SPANS 12
+#define FLASHMOE_NUM_RECORDS 256
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 #define FLASHMOE_EXPORT __attribute__((visibility("default")))
+
+/* ---- Versions and errors --------------------------------------------------------------------- */
 
 typedef enum {
     FLASHMOE_OK = 0,
@@ -33,6 +44,16 @@ typedef enum {
     FLASHMOE_BAD_ROUTING = 4,
     FLASHMOE_TOO_MANY_ROWS = 5,
 } FlashMoEStatus;
+
+FLASHMOE_EXPORT int flashmoe_abi_version(void);
+
+/* The sentence that belongs to this thread's last error. */
+FLASHMOE_EXPORT const char* flashmoe_last_error(void);
+
+/* sizeof of the struct of that name, 0 if the name is unknown. */
+FLASHMOE_EXPORT uint64_t flashmoe_sizeof(const char* struct_name);
+
+/* ---- A layer, and the memory that it needs --------------------------------------------------- */
 
 typedef enum {
     FLASHMOE_SILU = 0,
@@ -44,30 +65,22 @@ typedef enum {
 
 typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1, FLASHMOE_FLOAT16 = 2 } FlashMoEDtype;
 
-/* How a fused router makes probabilities of logits: softmax over a token's chosen experts, or over
- * all experts, or sigmoids, which are divided by their sum where several are chosen. */
-typedef enum {
-    FLASHMOE_SOFTMAX_OF_CHOSEN = 0,
-    FLASHMOE_SOFTMAX = 1,
-    FLASHMOE_SIGMOID = 2,
-} FlashMoEScore;
-
-/* What is computed; the same on every rank but for `rank`. */
+/* A layer: what is computed. It is the same on every rank but for `rank`. */
 typedef struct {
     uint32_t struct_size; /* sizeof(FlashMoEProblem) */
     int32_t rank;
     int32_t num_ranks;
-    int32_t hidden;        /* H, a multiple of 64 */
-    int32_t intermediate;  /* F, a multiple of 64 */
-    int32_t num_experts;   /* of all ranks, a multiple of num_ranks */
-    int32_t topk;          /* most experts of one token */
-    int32_t max_tokens;    /* most tokens of one rank; 1024 for each CTA */
-    int32_t dtype;         /* of tokens and weights: FLASHMOE_BFLOAT16 or FLASHMOE_FLOAT16 */
-    int32_t activation;    /* FlashMoEActivation */
-    int32_t is_gated;      /* fc1 is [2F, H], gate rows first */
-    int32_t is_transposed; /* weights are [in, out]: fc1 [H, 2F or F], fc2 [F, H] */
-    int32_t skip_zero_probs;
-    int32_t num_ctas;    /* grid of every launch; must fit the GPU at one CTA per SM */
+    int32_t hidden;          /* H, a multiple of 64 */
+    int32_t intermediate;    /* F, a multiple of 64 */
+    int32_t num_experts;     /* of all ranks, a multiple of num_ranks */
+    int32_t topk;            /* most experts of one token */
+    int32_t max_tokens;      /* most tokens of one rank; 1024 for each CTA */
+    int32_t dtype;           /* of tokens and weights: FLASHMOE_BFLOAT16 or FLASHMOE_FLOAT16 */
+    int32_t activation;      /* FlashMoEActivation */
+    int32_t is_gated;        /* fc1 is [2F, H], gate rows first */
+    int32_t is_transposed;   /* weights are [in, out]: fc1 [H, 2F or F], fc2 [F, H] */
+    int32_t skip_zero_probs; /* a selected expert of probability 0 gets no row */
+    int32_t num_ctas;        /* grid of every launch; must fit the GPU at one CTA per SM */
     int32_t heap_tokens; /* most tokens of any layer that shares the heap; at least max_tokens */
     int32_t heap_topk;   /* most experts of one token of any such layer; at least topk */
     uint64_t timeout_ns;
@@ -83,7 +96,7 @@ typedef struct {
     uint64_t mailbox_bytes;    /* pinned host memory, one per group */
     uint64_t weight_map_bytes; /* host, then device: TMA descriptors of all local weights */
     uint64_t grad_table_bytes; /* host, then device: where all gradients of weights go */
-    /* Per block of 128 rows: */
+    /* For each block of 128 rows: */
     uint64_t row_block_bytes;        /* received rows */
     uint64_t preact_block_bytes;     /* pre-activations */
     uint64_t scratch_block_bytes[2]; /* of a forward, and of a backward */
@@ -92,7 +105,7 @@ typedef struct {
 /* Memory of one expert-parallel group, shared by all its layers. */
 typedef struct {
     uint32_t struct_size;
-    uint32_t counts; /* whether launches count and leave records; else counters stay as they are */
+    uint32_t counters;               /* whether launches count time and rows, and leave records */
     void* heaps[FLASHMOE_MAX_RANKS]; /* every rank's symmetric heap, mapped here */
     void* workspace;
     void* mailbox; /* pinned host memory, readable by the device at the same address */
@@ -100,110 +113,13 @@ typedef struct {
     void* trace; /* device memory for time stamps, or null; read by a library built to trace */
 } FlashMoEGroup;
 
-/* What a wait that ran out of time, or a bad routing, left in the mailbox. */
-typedef struct {
-    uint32_t code; /* FlashMoEStatus */
-    uint32_t role; /* flashmoe::Role */
-    int32_t rank;
-    int32_t peer;
-    int32_t index;
-    uint32_t epoch;
-    uint32_t expected;
-    uint32_t seen;
-} FlashMoEFault;
-
-FLASHMOE_EXPORT int flashmoe_abi_version(void);
-FLASHMOE_EXPORT const char* flashmoe_last_error(void);
-/* Name of FlashMoEFault.role. */
-FLASHMOE_EXPORT const char* flashmoe_role_name(uint32_t role);
-/* sizeof of the struct of that name, 0 if unknown: a binding checks its mirror at load. */
-FLASHMOE_EXPORT uint64_t flashmoe_sizeof(const char* struct_name);
-
+/* Says how much memory a problem needs. */
 FLASHMOE_EXPORT int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes);
 
 /* Loads every kernel that the problem can launch. CUDA loads kernels lazily, and may wait for the
  * GPU to be idle to do so: a first launch beside a kernel that waits for this very rank would hang.
  */
 FLASHMOE_EXPORT int flashmoe_preload(const FlashMoEProblem* problem);
-
-/* What a rank brings to a forward. With a router probs and routing_map are written, by the launch
- * that plans: every token chooses its topk experts. */
-typedef struct {
-    uint32_t struct_size;
-    int32_t num_tokens;
-    int32_t probs_dtype;       /* FlashMoEDtype; with a router FLASHMOE_FLOAT32 */
-    int32_t score;             /* FlashMoEScore, of the router */
-    const void* x;             /* [num_tokens, hidden] of the problem's dtype */
-    void* probs;               /* [num_tokens, num_experts] of probs_dtype */
-    void* routing_map;         /* [num_tokens, num_experts] bytes, 0 or 1 */
-    const void* router_weight; /* [num_experts, hidden] of the problem's dtype; NULL: no router */
-    void* logits;              /* [num_tokens, num_experts] float32, written by the router */
-    float scaling_factor;      /* of the router's probabilities */
-} FlashMoEInput;
-
-/* Collective. The first half of a forward whose host wants to know the number of rows before it
- * allocates: publishes routing and rows, and places every row that this rank's experts receive. */
-FLASHMOE_EXPORT int flashmoe_plan(const FlashMoEProblem* problem,
-                                  const FlashMoEGroup* group,
-                                  const FlashMoEInput* input,
-                                  void* plan);
-
-/* Waits on the host until the plan is there; gives the received blocks of 128 rows (pad rows
- * included) and the received rows. The bound of time is the plan's own: what is ahead of it on the
- * stream may take as long as it likes. */
-FLASHMOE_EXPORT int flashmoe_await_plan(const FlashMoEProblem* problem,
-                                        const FlashMoEGroup* group,
-                                        int32_t* num_row_blocks,
-                                        int32_t* num_rows);
-
-/* Reads a fault out of the mailbox; code 0 if there is none. Usable after any CUDA error. */
-FLASHMOE_EXPORT int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault);
-
-/* Forgets a fault, so that the group can be used again; waits for the stream. */
-FLASHMOE_EXPORT int flashmoe_clear_fault(const FlashMoEGroup* group);
-
-#define FLASHMOE_NUM_SPANS 48
-#define FLASHMOE_MAX_LOCAL_EXPERTS 512
-#define FLASHMOE_NUM_RECORDS 256
-
-/* What this rank's launches have counted since the workspace was zeroed. */
-typedef struct {
-    uint64_t nanoseconds[FLASHMOE_NUM_SPANS];    /* by flashmoe::Role, summed over CTAs and warps:
-                                                    waited, or for the later roles busy */
-    uint64_t rows_pulled[FLASHMOE_MAX_RANKS];    /* by rank, the own one too: fetched by dispatch */
-    uint64_t results_pushed[FLASHMOE_MAX_RANKS]; /* likewise: delivered by combine */
-    uint64_t pad_rows_pulled;                    /* among them */
-    uint64_t pad_rows_made;                      /* written into this rank's own buffers */
-} FlashMoECounters;
-
-/* Reads the counters; waits for the stream. */
-FLASHMOE_EXPORT int flashmoe_read_counters(const FlashMoEGroup* group, FlashMoECounters* counters);
-
-/* What one launch of a layer tells of itself. */
-typedef struct {
-    uint64_t sequence; /* 1 for the group's first launch */
-    uint32_t checksum;
-    uint32_t epoch;
-    int32_t layer;
-    int32_t is_backward;
-    int32_t num_ctas;
-    int32_t num_tokens;     /* of this rank */
-    int32_t num_rows;       /* received, without pad rows */
-    int32_t num_row_blocks; /* of 128 rows */
-    int32_t num_experts;    /* local */
-    int32_t reserved;
-    uint64_t begin_ns; /* by the GPU's global timer */
-    uint64_t end_ns;
-    FlashMoECounters counters; /* of this launch and all before */
-    int32_t expert_rows[FLASHMOE_MAX_LOCAL_EXPERTS];
-} FlashMoERecord;
-
-/* Gives the record of a launch, without waiting. record->sequence is 0 if the launch has not ended
- * yet, or a later one is just writing over its record, and larger than asked for if the ring of
- * FLASHMOE_NUM_RECORDS has gone round. */
-FLASHMOE_EXPORT int flashmoe_read_record(const FlashMoEGroup* group,
-                                         uint64_t sequence,
-                                         FlashMoERecord* record);
 
 /* Encodes the TMA descriptors of the local experts' weights into host memory.
  *   fc1[e] [fc1_rows, hidden], fc2[e] [hidden, intermediate], or their transposes; of the
@@ -223,6 +139,31 @@ FLASHMOE_EXPORT int flashmoe_encode_grads(const FlashMoEProblem* problem,
                                           void* const* bias_grads,
                                           int32_t grads_dtype,
                                           void* grad_table);
+
+/* ---- Forward and backward -------------------------------------------------------------------- */
+
+/* How a fused router makes probabilities of logits: softmax over a token's chosen experts, or over
+ * all experts, or sigmoids, which are divided by their sum where several are chosen. */
+typedef enum {
+    FLASHMOE_SOFTMAX_OF_CHOSEN = 0,
+    FLASHMOE_SOFTMAX = 1,
+    FLASHMOE_SIGMOID = 2,
+} FlashMoEScore;
+
+/* What a rank brings to a forward. With a router probs and routing_map are written, by the launch
+ * that plans: every token chooses its topk experts. */
+typedef struct {
+    uint32_t struct_size;
+    int32_t num_tokens;
+    int32_t probs_dtype;       /* FlashMoEDtype; with a router FLASHMOE_FLOAT32 */
+    int32_t score;             /* FlashMoEScore, of the router */
+    const void* x;             /* [num_tokens, hidden] of the problem's dtype */
+    void* probs;               /* [num_tokens, num_experts] of probs_dtype */
+    void* routing_map;         /* [num_tokens, num_experts] bytes, 0 or 1 */
+    const void* router_weight; /* [num_experts, hidden] of the problem's dtype; NULL: no router */
+    void* logits;              /* [num_tokens, num_experts] float32, written by the router */
+    float scaling_factor;      /* of the router's probabilities */
+} FlashMoEInput;
 
 /* One call of a pass. Rows come in blocks of 128 and are of the problem's dtype. */
 typedef struct {
@@ -244,6 +185,21 @@ typedef struct {
     void* out;        /* [num_tokens, hidden]: layer output, or gradient of x */
     void* grad_probs; /* [num_tokens, num_experts]; backward only */
 } FlashMoELaunch;
+
+/* Collective. The first half of a forward whose host wants to know the number of rows before it
+ * allocates: publishes routing and rows, and places every row that this rank's experts receive. */
+FLASHMOE_EXPORT int flashmoe_plan(const FlashMoEProblem* problem,
+                                  const FlashMoEGroup* group,
+                                  const FlashMoEInput* input,
+                                  void* plan);
+
+/* Waits on the host until the plan is there; gives the received blocks of 128 rows (pad rows
+ * included) and the received rows. The bound of time is the plan's own: what is ahead of it on the
+ * stream may take as long as it likes. */
+FLASHMOE_EXPORT int flashmoe_await_plan(const FlashMoEProblem* problem,
+                                        const FlashMoEGroup* group,
+                                        int32_t* num_row_blocks,
+                                        int32_t* num_rows);
 
 /* Collective. The whole layer in one launch: routing exchange, plan, dispatch, FFN and combine; or
  * after flashmoe_plan all but the first two. num_row_blocks bounds what a rank may receive: past it
@@ -283,8 +239,72 @@ FLASHMOE_EXPORT int flashmoe_await_fc2_grads(const FlashMoEGroup* group,
                                              uint64_t number,
                                              void* stream);
 
+/* ---- Faults: why a launch gave up ------------------------------------------------------------ */
+
+/* What a wait that ran out of time, or a bad routing, left in the mailbox. */
+typedef struct {
+    uint32_t code; /* FlashMoEStatus */
+    uint32_t wait; /* flashmoe::Wait */
+    int32_t rank;
+    int32_t peer;
+    int32_t index;
+    uint32_t epoch;
+    uint32_t expected;
+    uint32_t seen;
+} FlashMoEFault;
+
+/* What FlashMoEFault.wait waited for, in words. */
+FLASHMOE_EXPORT const char* flashmoe_wait_name(uint32_t wait);
+
+/* Reads a fault out of the mailbox; code 0 if there is none. Usable after any CUDA error. */
+FLASHMOE_EXPORT int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault);
+
+/* Forgets a fault, so that the group can be used again; waits for the stream. */
+FLASHMOE_EXPORT int flashmoe_clear_fault(const FlashMoEGroup* group);
+
+/* ---- Counters and records: what launches did ------------------------------------------------- */
+
+/* What this rank's launches have counted since the workspace was zeroed. */
+typedef struct {
+    uint64_t nanoseconds[FLASHMOE_NUM_SPANS];    /* by flashmoe::Span, summed over CTAs and warps:
+                                                    waited, or busy */
+    uint64_t rows_pulled[FLASHMOE_MAX_RANKS];    /* by rank, the own one too: fetched by dispatch */
+    uint64_t results_pushed[FLASHMOE_MAX_RANKS]; /* likewise: delivered by combine */
+    uint64_t pad_rows_pulled;                    /* among them */
+    uint64_t pad_rows_made;                      /* written into this rank's own buffers */
+} FlashMoECounters;
+
+/* Reads the counters; waits for the stream. */
+FLASHMOE_EXPORT int flashmoe_read_counters(const FlashMoEGroup* group, FlashMoECounters* counters);
+
+/* What one launch of a layer tells of itself. */
+typedef struct {
+    uint64_t sequence; /* 1 for the group's first launch */
+    uint32_t checksum;
+    uint32_t epoch;
+    int32_t layer;
+    int32_t is_backward;
+    int32_t num_ctas;
+    int32_t num_tokens;     /* of this rank */
+    int32_t num_rows;       /* received, without pad rows */
+    int32_t num_row_blocks; /* of 128 rows */
+    int32_t num_experts;    /* local */
+    int32_t reserved;
+    uint64_t begin_ns; /* by the GPU's global timer */
+    uint64_t end_ns;
+    FlashMoECounters counters; /* of this launch and all before */
+    int32_t expert_rows[FLASHMOE_MAX_LOCAL_EXPERTS];
+} FlashMoERecord;
+
+/* Gives the record of a launch, without waiting. record->sequence is 0 if the launch has not ended
+ * yet, or a later one is just writing over its record, and larger than asked for if the ring of
+ * FLASHMOE_NUM_RECORDS has gone round. */
+FLASHMOE_EXPORT int flashmoe_read_record(const FlashMoEGroup* group,
+                                         uint64_t sequence,
+                                         FlashMoERecord* record);
+
 #ifdef __cplusplus
 }
 #endif
 
-#endif /* FLASHMOE_API_FLASHMOE_H_ */
+#endif /* FLASHMOE_INCLUDE_FLASHMOE_H_ */

@@ -1,0 +1,48 @@
+// The machine that the kernels are written for, a Hopper GPU (sm_90a), and how a launch fills it:
+// tiles, threads, registers and shared memory. Another machine would have another such header.
+#pragma once
+
+namespace flashmoe {
+
+// Operands are of 16 bits: bfloat16 or float16.
+constexpr int kElementBytes = 2;
+
+// The tile that a CTA multiplies at a time.
+constexpr int BLOCK_M = 128;   // rows; an expert's segment starts at a multiple of it
+constexpr int BLOCK_N = 256;   // columns
+constexpr int BLOCK_K = 64;    // 128 bytes: one row of TMA's and wgmma's swizzle
+constexpr int kHalfRows = 64;  // rows that one processor multiplies: the M of wgmma
+constexpr int kBoxRows = 128;  // rows of M or N in one TMA box, which has BLOCK_K of K: 16 KiB
+constexpr int kBoxBytes = kBoxRows * BLOCK_K * kElementBytes;
+
+// A CTA fills an SM, and a cluster of two shares the operands that both need.
+constexpr int kClusterSize = 2;
+constexpr int kMaxCtas = 256;
+
+// The threads of a CTA: one warpgroup that communicates, and the processors.
+constexpr int kLayerThreads = 384;
+constexpr int kNumProcessors = 2;   // warpgroups that multiply
+constexpr int kProcessorWarps = 4;  // warps of each
+constexpr int kWarpRows = kHalfRows / kProcessorWarps;
+static_assert(kNumProcessors * kHalfRows == BLOCK_M);
+static_assert(kLayerThreads == 128 * (1 + kNumProcessors));
+
+// A launch gives every thread the same registers, and setmaxnreg only moves them about: to ask for
+// more than the launch has waits for ever. More threads would leave ptxas too few for wgmma.
+constexpr int kLaunchRegisters = 65536 / kLayerThreads / 8 * 8;
+constexpr int kProcessorRegisters = 176;
+constexpr int kCommRegisters = 3 * kLaunchRegisters - 2 * kProcessorRegisters;
+static_assert(kLaunchRegisters == 168 and kCommRegisters == 152);
+
+// Shared memory. A stage holds BLOCK_K of both operands of a tile; three stages, and the outputs on
+// their way to the finishers, are all that there is room for.
+constexpr int kStages = 3;
+constexpr int kSmemBytes = 227 * 1024;      // of a CTA, static and dynamic
+constexpr int kStaticSmemBytes = 1024;      // at most, of a layer
+constexpr int kPlanSmemBytes = 224 * 1024;  // of a plan alone: places, and rows to be copied
+
+// A plan that is a launch of its own has a layer's threads: with more, the router has too few
+// registers.
+constexpr int kPlanThreads = kLayerThreads;
+
+}  // namespace flashmoe

@@ -1,0 +1,164 @@
+// Reduction: a token's rank sums the shares that all ranks have delivered, in the ranks' order.
+#pragma once
+
+#include "flashmoe/moe/sums.cuh"
+
+namespace flashmoe {
+
+__device__ __forceinline__ void scatter_dprobs(const LayerArgs& args, int token) {
+    const int lane = threadIdx.x % 32, num_experts = args.shape.num_experts;
+    const int topk = args.plan.topk;
+    const int64_t row = int64_t(token) * num_experts;
+    for (int expert = lane; expert < num_experts; expert += 32) {
+        store_float(args.grad_probs, args.grad_probs_dtype, row + expert, 0.0f);
+    }
+    __syncwarp();
+    if (lane >= topk) return;
+    const int expert = args.plan.own_experts[int64_t(token) * topk + lane];
+    if (expert >= 0) {
+        store_float(args.grad_probs, args.grad_probs_dtype, row + expert,
+                    args.heap.dprobs(args.shape.rank, token)[lane]);
+    }
+}
+
+// A chunk of tokens is one line of result signals: as many tokens as have room in a warp with a
+// lane for every rank. A CTA owns every gridDim'th chunk, and reduces its tokens in whatever order
+// they become complete.
+struct ReduceChunks {
+    int width;  // lanes of a token
+    int num_tokens;
+
+    __device__ explicit ReduceChunks(const LayerArgs& args)
+        : width(chunk_lanes(args.shape.num_ranks)), num_tokens(args.num_tokens) {}
+
+    __device__ __forceinline__ int tokens_per_chunk() const { return 32 / width; }
+    // Of this CTA.
+    __device__ __forceinline__ int count() const {
+        return ceil_div(ceil_div(num_tokens, tokens_per_chunk()) - int(blockIdx.x), int(gridDim.x));
+    }
+    __device__ __forceinline__ int first_token(int chunk) const {
+        return (chunk * int(gridDim.x) + int(blockIdx.x)) * tokens_per_chunk();
+    }
+};
+
+template <class T, bool kIsBackward, int kUnroll>
+__device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, uint32_t ranks) {
+    const Heap& heap = args.heap;
+    const int rank = args.shape.rank;
+    const int64_t row_bytes = heap.row_bytes();
+    if (not is_home(ranks, rank)) {  // else it is there
+        sum_rows<T, kUnroll>(args.out + token * row_bytes, int(row_bytes / 16), [&] {
+            return [&, slot = 0]() mutable -> const uint4* {
+                if (slot == __popc(ranks)) return nullptr;
+                return reinterpret_cast<const uint4*>(heap.result(rank, token, slot++));
+            };
+        });
+    }
+    if constexpr (kIsBackward) scatter_dprobs(args, token);
+}
+
+// Sums all ranks' shares of tokens of one of this CTA's chunks that are complete and not taken by
+// another warp: of one, or of all that are found so. With `must_wait` it waits for the first one
+// that is not complete. Finished is a chunk of which nothing is left to be reduced: in a forward
+// not what is summed where its rows are. Scope: one warp.
+template <class T, bool kIsBackward, int kUnroll>
+__device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
+                                                 CombineSmem& smem,
+                                                 const ReduceChunks& chunks,
+                                                 int chunk,
+                                                 bool is_one,
+                                                 bool must_wait) {
+    const uint32_t epoch = current_epoch(args.workspace);  // anew, for want of a register
+    const int lane = threadIdx.x % 32, width = chunks.width;
+    const int first = chunks.first_token(chunk), nth = lane / width, src = lane % width;
+    const int in_chunk = min(chunks.tokens_per_chunk(), args.num_tokens - first);
+    const uint32_t all = in_chunk == 32 ? ~0u : (1u << in_chunk) - 1;
+    const int bit = chunk * chunks.tokens_per_chunk();  // of the first token
+    uint32_t* taken_word = smem.reduced + bit / 32;
+    uint32_t taken = __shfl_sync(~0u, Atomics::load(taken_word), 0) >> bit % 32 & all;
+    if (taken == all) return Progress::kFinished;
+    const uint32_t token_lanes = width == 32 ? ~0u : (1u << width) - 1;
+    // One bit per token, of all of whose lanes something is true.
+    const auto tokens_of = [&](bool is_true) {
+        const uint32_t lanes = __ballot_sync(~0u, is_true);
+        const uint32_t tokens =
+            __ballot_sync(~0u, (lanes >> (nth * width) & token_lanes) == token_lanes);
+        uint32_t bits = 0;
+        for (int i = 0; i < in_chunk; ++i) bits |= (tokens >> (i * width) & 1) << i;
+        return bits;
+    };
+
+    const uint32_t ranks = nth < in_chunk ? args.plan.own_ranks[first + nth] : 0;
+    const bool is_share = nth < in_chunk and src < args.shape.num_ranks;
+    const uint32_t* signal = args.heap.result_signal(args.shape.rank, first + nth, src);
+    bool is_here = is_share and protocol::result_is_here<Atomics>(signal, epoch);
+    const bool is_awaited = is_share and (ranks >> src & 1);
+    const auto take = [&](uint32_t tokens) {
+        uint32_t is_mine = 0;
+        if (lane == 0) {
+            is_mine = protocol::take_bits<Atomics>(taken_word, tokens << bit % 32, &taken);
+        }
+        taken = __shfl_sync(~0u, taken, 0) >> bit % 32 & all;
+        return __shfl_sync(~0u, is_mine, 0) != 0;
+    };
+    if constexpr (not kIsBackward) {
+        // Who delivers these makes their results.
+        const uint32_t home = tokens_of(is_home(ranks, args.shape.rank));
+        if (home & ~taken) take(home);
+        if (taken == all) return Progress::kFinished;
+    }
+    __syncwarp();  // what one lane's signal tells of, all may read
+    if (must_wait) {
+        begin_span(Span::kShareWait);
+        const int next = __ffs(all & ~taken) - 1;
+        if (nth == next and is_awaited) {
+            protocol::await_result<Atomics>(signal, epoch, [&](auto load, auto done) {
+                wait_for(args.watchdog, {Wait::kReduceResult, src, first + nth, epoch}, load, done);
+            });
+            is_here = true;
+        }
+        __syncwarp();
+        end_span(Span::kShareWait);
+    }
+    const uint32_t complete = tokens_of(is_here or not is_awaited);
+    if ((complete & ~taken) == 0) return Progress::kNone;
+
+    const int turn = int(threadIdx.x / 32) % in_chunk;  // each warp begins with another token
+    while (const uint32_t left = complete & ~taken) {
+        const uint32_t turned = (left >> turn | left << (in_chunk - turn)) & all;
+        const int mine = (__ffs(turned) - 1 + turn) % in_chunk;
+        if (not take(1u << mine)) continue;
+        const int64_t begin = Trace::now();
+        begin_span(Span::kReduce);
+        reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
+                                              __shfl_sync(~0u, ranks, mine * width));
+        __syncwarp();
+        args.watchdog.trace.add(event_of(Span::kReduce), kOne, begin);
+        end_span(Span::kReduce);
+        if (is_one) break;
+    }
+    return taken == all ? Progress::kFinished : Progress::kSome;
+}
+
+// Reduces this CTA's tokens until all of them are taken. Scope: one warp; any number share the
+// work. What is not there yet is waited for, with a bound.
+template <class T, bool kIsBackward, int kUnroll>
+__device__ __forceinline__ void reduce_results(const LayerArgs& args, CombineSmem& smem) {
+    const ReduceChunks chunks(args);
+    const int count = chunks.count();
+    bool must_wait = false;
+    for (;;) {
+        bool is_finished = true, moved = false;
+        for (int i = 0; i < count; ++i) {
+            const int chunk = (i + int(threadIdx.x / 32)) % count;  // each warp begins with another
+            const Progress progress = reduce_chunk<T, kIsBackward, kUnroll>(
+                args, smem, chunks, chunk, false, must_wait and is_finished);
+            is_finished &= progress == Progress::kFinished;
+            moved |= progress == Progress::kSome;
+        }
+        if (is_finished) return;
+        must_wait = not moved;
+    }
+}
+
+}  // namespace flashmoe

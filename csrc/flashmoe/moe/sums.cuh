@@ -1,0 +1,61 @@
+// What delivering and reducing have in common: sums of rows, in float32 and in a fixed order, and
+// how a CTA's warps share the work.
+#pragma once
+
+#include "flashmoe/moe/args.cuh"
+#include "flashmoe/tile/element.cuh"
+
+namespace flashmoe {
+
+// What a CTA's warps share that combine; zero when the launch begins.
+struct CombineSmem {
+    int next_unit;                         // of delivery
+    uint32_t reduced[kMaxCtaTokens / 32];  // bits of this CTA's tokens that a warp has taken
+};
+
+enum class Progress { kNone, kSome, kFinished };
+
+template <class T>
+__device__ __forceinline__ void add8(float (&sum)[8], const uint4& loaded) {
+    float values[8];
+    unpack8<T>(loaded, values);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) sum[c] += values[c];
+}
+
+// Sums rows of `chunks` 16-byte chunks into `target`; each call of next_row gives one more of
+// them, or null past the last. Per lane, kUnroll chunks of two rows are in flight. Scope: one warp.
+template <class T, int kUnroll, class Rows>
+__device__ __forceinline__ void sum_rows(char* target, int chunks, Rows rows) {
+    // The loops are uniform over the warp, since next_row may shuffle.
+    for (int first = 0; first < chunks; first += 32 * kUnroll) {
+        const int base = first + int(threadIdx.x % 32);
+        float sum[kUnroll][8] = {};
+        auto next_row = rows();
+        for (;;) {
+            const uint4* row = next_row();
+            if (row == nullptr) break;
+            const uint4* next = next_row();
+            uint4 loaded[kUnroll], loaded_next[kUnroll];
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) {
+                const bool inside = base + u * 32 < chunks;
+                loaded[u] = inside ? row[base + u * 32] : uint4{};
+                loaded_next[u] = inside and next != nullptr ? next[base + u * 32] : uint4{};
+            }
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) {
+                add8<T>(sum[u], loaded[u]);
+                add8<T>(sum[u], loaded_next[u]);
+            }
+            if (next == nullptr) break;
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+            if (base + u * 32 >= chunks) continue;
+            reinterpret_cast<uint4*>(target)[base + u * 32] = pack8<T>(sum[u]);
+        }
+    }
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,71 @@
+// Writes a launch's record: the last CTA to leave does, to pinned host memory, where the host finds
+// it without waiting for anything.
+#pragma once
+
+#include "flashmoe/moe/args.cuh"
+
+namespace flashmoe {
+
+// Written by every launch's first CTA when it begins. Scope: a CTA.
+__device__ __forceinline__ void begin_record(const LayerArgs& args) {
+    if (blockIdx.x == 0 and threadIdx.x == 0) *args.workspace.begun_ns = ptx::globaltimer_ns();
+}
+
+// Calls `meanwhile` while what the record is made of is on its way. Scope: the last CTA to leave.
+template <class Meanwhile>
+__device__ __forceinline__ void write_record(const LayerArgs& args,
+                                             bool is_backward,
+                                             Meanwhile meanwhile) {
+    if (args.records == nullptr) return meanwhile();
+    __shared__ RecordHead head;
+    const Workspace& workspace = args.workspace;
+    const int num_experts = args.shape.num_local_experts();
+    // A thread's first word beside the loads of the head, since each round of loads delays the end.
+    const auto* totals = reinterpret_cast<const volatile uint32_t*>(workspace.totals);
+    const auto word_behind_head = [&](int i) {
+        return i < Record::kFrontWords ? totals[i - Record::kHeadWords]
+                                       : uint32_t(args.plan.expert_rows[i - Record::kFrontWords]);
+    };
+    const int num_words = Record::kFrontWords + num_experts, mine = int(threadIdx.x);
+    const bool has_early = mine >= Record::kHeadWords and mine < num_words;
+    const uint32_t early = has_early ? word_behind_head(mine) : 0;
+    const PlanHeader plan = *args.plan.header;
+    const auto sequence = *workspace.num_records + 1;
+    const uint32_t epoch = current_epoch(workspace);
+    const auto begin_ns = *workspace.begun_ns;
+    meanwhile();
+    if (threadIdx.x == 0) {
+        head.sequence = sequence;
+        head.checksum = 0;
+        head.epoch = epoch;
+        head.layer = args.layer;
+        head.is_backward = is_backward;
+        head.num_ctas = int(gridDim.x);
+        head.num_tokens = args.num_tokens;
+        head.num_rows = plan.num_rows;
+        head.num_row_blocks = plan.num_row_blocks;
+        head.num_experts = num_experts;
+        head.reserved = 0;
+        head.begin_ns = begin_ns;
+        head.end_ns = ptx::globaltimer_ns();
+        *workspace.num_records = sequence;
+    }
+    __syncthreads();
+    auto* record = reinterpret_cast<volatile uint32_t*>(args.records + head.sequence % kNumRecords);
+    const auto* front = reinterpret_cast<const volatile uint32_t*>(&head);
+    uint32_t sum = 0;
+    for (int i = mine; i < num_words; i += blockDim.x) {
+        if (i == Record::kChecksumWord) continue;
+        const uint32_t word = i < Record::kHeadWords ? front[i]
+                              : i == mine            ? early
+                                                     : word_behind_head(i);
+        record[i] = word;
+        sum += Record::checksum_of(uint32_t(i), word);
+    }
+    sum = __reduce_add_sync(~0u, sum);
+    if (threadIdx.x % 32 == 0) atomicAdd_block(&head.checksum, sum);
+    __syncthreads();
+    if (threadIdx.x == 0) record[Record::kChecksumWord] = head.checksum;
+}
+
+}  // namespace flashmoe

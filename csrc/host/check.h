@@ -26,8 +26,8 @@ inline Shape shape_of(const FlashMoEProblem* p) {
 }
 
 constexpr int kMaxPlacementBytes = kPlanSmemBytes - int(sizeof(RowCopySmem));
-constexpr int kMaxWidth = 1 << 20;              // of hidden and intermediate
-constexpr int kMaxTokens = 1 << 24;             // of a rank
+constexpr int kMaxWidth = 1 << 20;              // bounds hidden and intermediate
+constexpr int kMaxTokens = 1 << 24;             // bounds one rank's tokens
 constexpr uint64_t kMaxTimeoutNs = 1ull << 62;  // deadlines are sums of signed nanoseconds
 
 inline int forward_tiles(const FlashMoEProblem* p) {
@@ -41,7 +41,7 @@ inline int64_t placement_bytes(const FlashMoEProblem* p) {
     return PlacementSmem::bytes(shape_of(p), p->num_ctas);
 }
 
-// Of another version of this interface, or null.
+// Refuses null, and a struct of another version of this interface.
 template <class Struct>
 int check_struct(const Struct* given, const char* name) {
     if (given != nullptr and given->struct_size == sizeof(Struct)) return FLASHMOE_OK;
@@ -137,7 +137,7 @@ inline int check_problem(const FlashMoEProblem* p) {
     return FLASHMOE_OK;
 }
 
-// Of memory that the call reads or writes if `is_used`.
+// Checks the address of memory that the call reads or writes if `is_used`.
 inline int check_pointer(const void* pointer, bool is_used, const char* name, int alignment = 16) {
     if (is_used and (pointer == nullptr or uintptr_t(pointer) % alignment)) {
         return fail(FLASHMOE_BAD_ARGUMENT, "%s is at %p: wanted a %d-byte aligned address", name,

@@ -119,7 +119,7 @@ Args layer_args(const FlashMoEProblem* p,
 struct ScratchRows {
     char* act;
     char* result;
-    // Of a backward: received dY, the gradient of fc1's output, and partial sums.
+    // A backward alone has received dY, the gradient of fc1's output, and partial sums.
     char* rows;
     char* dpre;
     float* dprob_partial;

@@ -13,7 +13,7 @@
 namespace flashmoe {
 namespace {
 
-// That of all words that a launch has written, if none is of another one.
+// The checksum that a record has if all of its words are one launch's.
 uint32_t checksum_of(const FlashMoERecord* record) {
     const int num_experts = std::clamp(record->num_experts, 0, kMaxLocalExperts);
     uint32_t sum = 0;

@@ -1,6 +1,6 @@
-// TMA descriptors of row-major matrices, with the 128-byte swizzle: of bf16 operands, which are
-// read along their contiguous dimension (K-major), or across it (MN-major: transposed weights,
-// weight gradients); and of float32 gradients, which a processor's warp writes.
+// TMA descriptors of row-major matrices, with the 128-byte swizzle. 16-bit operands are read along
+// their contiguous dimension (K-major), or across it (MN-major: transposed weights, weight
+// gradients); float32 gradients are written by a processor's warp.
 #pragma once
 
 #include "flashmoe/tile/float_half.cuh"
@@ -39,7 +39,7 @@ inline int encode_map(
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
     CUresult result = attempt();
-    if (result == CUDA_ERROR_INVALID_CONTEXT) {  // of a thread that has used no GPU so far
+    if (result == CUDA_ERROR_INVALID_CONTEXT) {  // this thread has used no GPU so far
         FLASHMOE_TRY(bind_thread());
         result = attempt();
     }

@@ -130,10 +130,10 @@ FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             void* weight_maps);
 
 /* Writes the table of where a backward's gradients go into host memory.
- *   grads  those of the local experts' weights, layouts as theirs and 16-byte aligned: all of fc1,
- *          then all of fc2
- *   bias_grads  the same of their biases; or NULL
- *   grads_dtype  of all of them: float32 or the problem's */
+ *   grads        gradients of the local experts' weights, all of fc1, then all of fc2: laid out as
+ *                the weights are, and 16-byte aligned
+ *   bias_grads   the same for their biases; or NULL
+ *   grads_dtype  the dtype of all of them: float32 or the problem's */
 FLASHMOE_EXPORT int flashmoe_encode_grads(const FlashMoEProblem* problem,
                                           void* const* grads,
                                           void* const* bias_grads,
@@ -211,7 +211,7 @@ FLASHMOE_EXPORT int flashmoe_forward(const FlashMoEProblem* problem,
                                      int32_t is_planned);
 
 /* Collective. Pulls the rows of a forward again, from the same x, along its saved plan into
- * launch->rows. Of `launch` it reads num_row_blocks, num_tokens, plan and rows. */
+ * launch->rows. It reads only num_row_blocks, num_tokens, plan and rows of `launch`. */
 FLASHMOE_EXPORT int flashmoe_gather(const FlashMoEProblem* problem,
                                     const FlashMoEGroup* group,
                                     const FlashMoELaunch* launch,
@@ -219,9 +219,9 @@ FLASHMOE_EXPORT int flashmoe_gather(const FlashMoEProblem* problem,
 
 /* Collective. All gradients: dispatches grad_out along the saved plan (an epoch of its own).
  *   grad_table   device copy, of gradients for biases too if `launch` has biases
- *   grads_dtype  that the table is of
+ *   grads_dtype  the dtype that the table was encoded for
  *   accumulate   adds to what is there
- *   number       for flashmoe_await_fc2_grads, more than that of the group's last backward; or 0,
+ *   number       for flashmoe_await_fc2_grads: larger than that of the group's last backward; or 0
  *                in a CUDA graph, whose replays would tell of a number long past */
 FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
                                       const FlashMoEGroup* group,
@@ -285,14 +285,14 @@ typedef struct {
     int32_t layer;
     int32_t is_backward;
     int32_t num_ctas;
-    int32_t num_tokens;     /* of this rank */
+    int32_t num_tokens;     /* this rank's */
     int32_t num_rows;       /* received, without pad rows */
-    int32_t num_row_blocks; /* of 128 rows */
-    int32_t num_experts;    /* local */
+    int32_t num_row_blocks; /* blocks of 128 rows */
+    int32_t num_experts;    /* local ones */
     int32_t reserved;
     uint64_t begin_ns; /* by the GPU's global timer */
     uint64_t end_ns;
-    FlashMoECounters counters; /* of this launch and all before */
+    FlashMoECounters counters; /* sums over this launch and all before */
     int32_t expert_rows[FLASHMOE_MAX_LOCAL_EXPERTS];
 } FlashMoERecord;
 

@@ -10,8 +10,8 @@
 
 namespace flashmoe {
 
-// A backward's finishers have nothing to do until there are outputs: the first copies dY to where
-// peers pull it from, through the rooms of both. In a forward x is copied while the others plan.
+// A backward's finishers have nothing to do until there are outputs. So the first of them copies dY
+// to where peers pull it from, through the rooms of both; a forward copies x while the others plan.
 // Scope: the finishers.
 __device__ __forceinline__ void publish_grads(const LayerArgs& args,
                                               const Handover& handover,
@@ -69,9 +69,9 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (tile.gemm == 0) {
             finish(typename Pass::FinishGemm0(args, tile, first_row));
         } else {
-            // A tile takes its processor longer than its finisher. But what combines may be late
-            // for the outputs, so not for GEMM0's, since GEMM1 waits for them, nor for a forward's
-            // last tiles, which nothing comes behind.
+            // A tile takes its processor longer than its finisher, so there is time to combine. But
+            // a finisher that combines may be late for the outputs: it does not before GEMM0's,
+            // since GEMM1 waits for them, nor before a forward's last tiles, which nothing follows.
             if (Pass::kIsBackward or not tile.is_late) {
                 const Barrier& full = handover.full[processor][0];
                 while (not agreed<Waiter::kWarp>(full.test_wait(handover_cursor.parity())) and
@@ -92,7 +92,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         }
     }
     if constexpr (Pass::kIsBackward) {
-        ptx::bulk_wait_complete();  // of weight gradients, which nobody in this launch waits for
+        ptx::bulk_wait_complete();  // weight gradients, which nobody in this launch waits for
     }
     end_span(Span::kFinish);
 }

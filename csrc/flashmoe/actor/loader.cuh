@@ -1,6 +1,6 @@
-// The loader: one thread that streams operands by TMA. The leading CTA's also takes the cluster's
-// tickets and announces them. It is the paper's subscriber, too: the only one that waits for rows
-// to arrive.
+// The loader: one thread that streams operands by TMA. The leading CTA's loader also takes the
+// cluster's tickets and announces them. It is the paper's subscriber, too: nobody else waits for
+// rows to arrive.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -16,8 +16,8 @@
 
 namespace flashmoe {
 
-// Loads one operand of stage k, whose K begins at `first_k`; box i begins at mn(i). If both CTAs
-// read the same boxes, each loads every other one for both.
+// Loads one operand of stage k. K begins at `first_k`, and box i at mn(i) along M or N. If both
+// CTAs read the same boxes, each loads every other one for both.
 template <Major kMajor, int kBoxes, class BeginOfBox>
 __device__ __forceinline__ void load_boxes(const void* map,
                                            Barrier& full,
@@ -48,10 +48,11 @@ __device__ __forceinline__ void load_boxes(const void* map,
     }
 }
 
-// Takes pairs of tiles and streams this CTA's one: `claim` takes a ticket, `pair_of` gives the
-// leading CTA its pair, `stream` loads a tile and calls back twice, with some stages between: then
-// the next ticket is claimed, and then its pair is announced, so that it is known before this one's
-// last stage is free. Scope: one thread of each CTA.
+// Takes pairs of tiles and streams this CTA's tile of each. `claim` takes a ticket, and `pair_of`
+// gives the leading CTA the ticket's pair. `stream` loads a tile and calls back twice, with some
+// stages between: at the first call the next ticket is claimed, at the second its pair is
+// announced, so that it is known before this tile's last stage is free. Scope: one thread of each
+// CTA.
 template <class Claim, class PairOf, class Stream>
 __device__ __forceinline__ void load_tiles(
     const Watchdog& watchdog, TileMailbox& mailbox, Claim claim, PairOf pair_of, Stream stream) {
@@ -81,8 +82,8 @@ __device__ __forceinline__ void load_tiles(
     }
 }
 
-// Streams one tile's stages. B of the first goes ahead of `await_a`, but no more: the other stages
-// are free only once the previous tile's last products are done, and A would have to wait for that.
+// Streams one tile's stages. Only the first stage's B goes ahead of `await_a`: the other stages are
+// free only once the previous tile's last products are done, and A would have to wait for that.
 template <class Ring, class LoadA, class LoadB, class AwaitA, class Take, class Announce>
 __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
                                             const Ring& ring,
@@ -152,8 +153,8 @@ __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
         [] {}, take, announce);
 }
 
-// Weight gradients read what finishers have left of GEMM0 in all blocks, and rows, which were there
-// before.
+// Weight gradients read what finishers have made of GEMM0 in all blocks; the rows, which they read
+// as well, were there before.
 __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
     const uint32_t target =
         uint32_t(kNumProcessors * args.num_n_tiles[0]) * uint32_t(args.plan.header->num_row_blocks);

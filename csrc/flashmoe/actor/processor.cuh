@@ -1,5 +1,5 @@
-// The processor (Algorithm 2 of the paper): a warpgroup that does nothing but matrix products. The
-// two of a CTA own 64 rows each of a tile.
+// The processor (Algorithm 2 of the paper): a warpgroup that does nothing but matrix products. Each
+// of a CTA's two processors owns 64 rows of a tile.
 #pragma once
 
 #include "flashmoe/actor/loader.cuh"
@@ -67,12 +67,12 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
     while (take() and not is_weight_grad(tile)) {
         const int64_t begin = Trace::now();
         const int num_k_blocks = args.num_k_blocks[tile.gemm];
-        // Pads alone are zeros: one stage of them gives what all would give.
+        // Rows that are all pads are zeros: one stage of them gives what all stages would give.
         const int num_multiplied = warpgroup < tile.num_halves ? num_k_blocks : 1;
         Main::run(accumulator, ring, cursor, num_multiplied, warpgroup, waited, args.watchdog);
         Main::skip(ring, cursor, num_k_blocks - num_multiplied, warpgroup, waited, args.watchdog);
         args.watchdog.trace.add(event_of(Span::kGemm0, tile.gemm), tile.m, begin);
-        // A single block's last pair may reach past N: its second tile is for nothing.
+        // A single block's last pair may reach past N: nobody needs its second tile.
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         if constexpr (Pass::kHasBias) {
             if (const void* const* biases = args.biases[tile.gemm]) {
@@ -82,7 +82,8 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
         give_outputs<T>(args.watchdog, room, handover_cursor, handover_wait, accumulator);
     }
     if constexpr (Pass::kIsBackward) {  // weight gradients come last
-        // Their products are other instructions, which all warps of a warpgroup have to be at.
+        // The products are other instructions here, which all warps of a warpgroup must reach
+        // together.
         ptx::barrier_sync(kProcessorsBarrier + warpgroup, 128);
         for (bool is_tile = is_weight_grad(tile); is_tile; is_tile = take()) {
             const int64_t begin = Trace::now();
@@ -103,7 +104,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             handover_cursor.advance();
             args.watchdog.trace.add(event_of(Span::kStoreGrad), tile.expert, stored);
         }
-        ptx::bulk_wait_complete();  // which nobody in this launch waits for
+        ptx::bulk_wait_complete();  // weight gradients, which nobody in this launch waits for
     }
     count_time(Span::kStageWait, waited);
     count_time(Span::kHandoverWait, handover_wait);

@@ -16,8 +16,8 @@ struct TileSchedule {
     const RowUnit* units;
     protocol::TileOrder order;
 
-    // Pairs of tiles by ticket; past the last one kNoTile. For a single block every other ticket
-    // has nothing to do (kSkip).
+    // The ticket's pair of tiles, or kNoTile past the last one. A single block takes two tiles
+    // along N at a time, so that every other ticket has nothing to do (kSkip).
     __device__ __forceinline__ TileInfo pair(int ticket) const {
         const protocol::TilePlace place = order.at(ticket);
         if (place.gemm == protocol::TilePlace::kNone) return TileInfo::nothing(TileInfo::kNoTile);

@@ -37,9 +37,9 @@ static_assert(kLaunchRegisters == 168 and kCommRegisters == 152);
 // Shared memory. A stage holds BLOCK_K of both operands of a tile; three stages, and the outputs on
 // their way to the finishers, are all that there is room for.
 constexpr int kStages = 3;
-constexpr int kSmemBytes = 227 * 1024;      // of a CTA, static and dynamic
-constexpr int kStaticSmemBytes = 1024;      // at most, of a layer
-constexpr int kPlanSmemBytes = 224 * 1024;  // of a plan alone: places, and rows to be copied
+constexpr int kSmemBytes = 227 * 1024;      // static and dynamic, for one CTA
+constexpr int kStaticSmemBytes = 1024;      // most that a layer has of it as static memory
+constexpr int kPlanSmemBytes = 224 * 1024;  // dynamic, for a plan alone: places, and rows to copy
 
 // A plan that is a launch of its own has a layer's threads: with more, the router has too few
 // registers.

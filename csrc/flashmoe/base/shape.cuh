@@ -51,7 +51,7 @@ struct Shape {
     __host__ __device__ int num_local_experts() const { return num_experts / num_ranks; }
     __host__ __device__ int first_expert() const { return rank * num_local_experts(); }
     __host__ __device__ int fc1_rows() const { return is_gated ? 2 * intermediate : intermediate; }
-    __host__ __device__ int row_bytes() const { return hidden * kElementBytes; }  // of a token
+    __host__ __device__ int row_bytes() const { return hidden * kElementBytes; }
 
     // A token uses at most this many ranks, and at most this many experts of one rank.
     __host__ __device__ int max_slots() const { return topk < num_ranks ? topk : num_ranks; }

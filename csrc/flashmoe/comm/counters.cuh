@@ -1,6 +1,6 @@
-// Where a launch's time went and what it moved, counted by each CTA in shared memory and added up
-// when it leaves, unless the launch is told not to. A busy CTA touches a counter a few times per
-// tile, at most.
+// Where a launch's time went and what it moved. Each CTA counts in shared memory and adds its
+// counts to the totals when it leaves, unless the launch is told not to count. A busy CTA touches a
+// counter a few times per tile, at most.
 #pragma once
 
 #include "flashmoe/base/shape.cuh"

@@ -21,7 +21,8 @@ struct Planners {
     __device__ __forceinline__ static int size() { return int(blockDim.x) - 32; }
     __device__ __forceinline__ static bool has_me() { return int(threadIdx.x) < size(); }
     __device__ __forceinline__ static void sync() { ptx::barrier_sync(kPlannersBarrier, size()); }
-    // Not barrier.red, which compute-sanitizer's synccheck wants of all warps.
+    // barrier.red would do it in one instruction, but compute-sanitizer's synccheck wants all warps
+    // of the CTA at it.
     __device__ __forceinline__ static bool any(bool own) {
         __shared__ bool is_of_warp[32];
         const int lane = threadIdx.x % 32;
@@ -35,7 +36,7 @@ struct Planners {
     __device__ __forceinline__ static bool all(bool own) { return not any(not own); }
 };
 
-// Runs `then` on one thread, of whichever CTA comes last; everything that any planner did before is
+// Runs `then` on one thread of the CTA that comes last; everything that any planner did before is
 // visible to it. Scope: the planners of the grid.
 template <class Then>
 __device__ __forceinline__ void last_arrival(uint32_t* counter, Then then) {
@@ -43,8 +44,8 @@ __device__ __forceinline__ void last_arrival(uint32_t* counter, Then then) {
     if (threadIdx.x == 0) protocol::arrive<Atomics>(counter, gridDim.x, then);
 }
 
-// Waits for all CTAs, each barrier once a launch, and tells all of them the same: whether all of
-// their threads may go on. Scope: the planners of the grid; CTAs are resident together.
+// Waits for all CTAs and tells all of them the same: whether all of their threads may go on. A
+// launch uses each barrier once. Scope: the planners of the grid; CTAs are resident together.
 __device__ __forceinline__ bool grid_barrier(const Watchdog& watchdog,
                                              uint32_t* word,
                                              bool may_go_on) {

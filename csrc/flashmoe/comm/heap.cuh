@@ -21,13 +21,13 @@ struct alignas(8) Route {
 
 using protocol::RouteSignal;
 
-// Layers of different shapes share a heap, and a rank may begin with the next while a peer has not
-// done with this one. What it then writes before it hears of that peer, up to `routes`, lies where
-// it lies for every layer; what follows is written only once its owner has published its rows,
-// hence is done with the layer before.
+// Layers of different shapes share a heap, and a rank may begin with the next layer while a peer is
+// not done with this one. What a rank writes before it hears of that peer, up to `routes`, has the
+// same place for every layer; what follows is written only once its owner has published its rows,
+// and hence is done with the layer before.
 struct HeapLayout {
     // Byte offsets. Words are tagged with the epoch, so none is ever reset.
-    uint64_t gave_up;           // u32: see Watchdog
+    uint64_t gave_up;           // u32: Watchdog::gave_up
     uint64_t route_signals;     // RouteSignal[rank], two parities
     uint64_t row_block_bounds;  // u32[rank], two parities: blocks that fit in that rank's buffers
     uint64_t row_signals;       // u32[rank]: epoch whose rows that rank has published

@@ -61,14 +61,14 @@ constexpr uint32_t event_of(Span span, int further = 0) {
     return kFirstSpanEvent + uint32_t(span) + uint32_t(further);
 }
 
-// Which part of its span's work a trace shows, in place of a row block or an expert.
+// Which part of a span's work a trace shows, in place of a row block or an expert.
 enum TracePart : int32_t {
     kNoPart = -1,
     kWhole = 0,
-    kFirstRows = 1,  // of dispatch: the first tiles' own rows
-    kMeanwhile = 1,  // of delivering: while tiles are computed
-    kOne = 2,        // a unit that is delivered, a token that is reduced
-    kSignals = 3,    // of a unit that is delivered
+    kFirstRows = 1,  // kDispatch: the own rows of the first tiles
+    kMeanwhile = 1,  // kDeliver: what is combined while tiles are computed
+    kOne = 2,        // kDeliver: one unit; kReduce: one token
+    kSignals = 3,    // kDeliver: the signals of one unit
 };
 
 // Whether a wait's time is counted where it ends. Processors add theirs up and count them once, and

@@ -1,9 +1,9 @@
 // Algorithm 1 of the paper: one persistent launch per layer and direction. Each CTA holds every
 // actor: a loader thread (the subscriber, taking the scheduler's tickets), a dispatch warp, two
 // processor warpgroups that multiply, and a finisher warp for each, which does the rest to their
-// outputs; whoever is done helps to combine. Two CTAs make a cluster, which takes tiles in pairs.
-// The backward is the same algorithm with other matrices: dY is dispatched, fc2 and fc1 are applied
-// transposed, dX is combined; and the weights' gradients follow as tiles of their own.
+// outputs; a warp that is done helps to combine. Two CTAs make a cluster, which takes tiles in
+// pairs. The backward is the same algorithm with other matrices: dY is dispatched, fc2 and fc1 are
+// applied transposed, dX is combined; and the weights' gradients follow as tiles of their own.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -41,8 +41,8 @@ struct BackwardPass {
     using FinishGemm0 = DifferentiateRows<T, kGated>;
 };
 
-// Shared memory is full: what is large is asked for by the launch, what is small lies in the
-// kilobyte that static memory is padded to anyway.
+// Shared memory is full: the launch asks for what is large, and what is small lies in the kilobyte
+// that static memory is padded to anyway.
 struct LayerBuffers {
     Stage stages[kStages];
     alignas(RowCopySmem) AllOutputs outputs;
@@ -57,8 +57,8 @@ struct LayerWords {
 };
 static_assert(sizeof(LayerBuffers) + kStaticSmemBytes <= kSmemBytes);
 
-// Delivers results and reduces what arrives. Every warp ends here once its own part is done, the
-// more of them the shorter the tail.
+// The tail: every warp, once its own part is done, delivers rows and reduces tokens until none is
+// left. The more warps share it, the shorter it is.
 template <class Pass>
 __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem) {
     using T = typename Pass::Element;
@@ -72,8 +72,8 @@ __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem
     args.watchdog.trace.add(event_of(Span::kReduce), kWhole, begin);
 }
 
-// Combines what there is while tiles are computed. Whoever has nothing to do for long goes on to
-// where waiting has a bound. Scope: one warp.
+// Combines without waiting while tiles are computed. After 10,000 idle polls (5 ms) it leaves the
+// rest to `combine`, whose waits have a bound. Scope: one warp.
 template <class Pass>
 __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, CombineSmem& smem) {
     const int64_t begin = Trace::now();
@@ -88,15 +88,15 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
     args.watchdog.trace.add(event_of(Span::kDeliver), kMeanwhile, begin);
 }
 
-// Plans, unless that is done. False on every CTA if the layer cannot go on.
+// Plans, unless flashmoe_plan already has. False on every CTA if the layer cannot go on.
 template <class Pass>
 __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
     if (Pass::kIsBackward or args.routing_map == nullptr) return true;
     return plan_layer(args, current_epoch(args.workspace), smem);
 }
 
-// An output that cannot be right is made unusable, since nobody may be waiting for the fault.
-// Scope: a CTA.
+// Fills an output that cannot be right with NaN, since nobody may be looking at the fault. Scope: a
+// CTA.
 __device__ __forceinline__ void spoil_output(const LayerArgs& args) {
     bool is_void = *static_cast<volatile uint32_t*>(args.workspace.raised) != 0;
     if (threadIdx.x == 0) {
@@ -128,7 +128,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         ptx::acquire_tensor_map(args.weight_maps + i);
         if constexpr (Pass::kIsBackward) ptx::acquire_tensor_map(args.weight_grads.maps + i);
     }
-    if (threadIdx.x == kLayerThreads - 1) {  // of the warp that does not plan
+    if (threadIdx.x == kLayerThreads - 1) {  // the last warp does not plan
         init_barriers(ring, words.mailbox, kNumProcessors * (kProcessorWarps + 1));
         init_barriers(handover);
         words.combine = {};
@@ -144,7 +144,8 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         __syncthreads();       // whole warps, where lanes had different rows to copy
         cute::cluster_sync();  // is counted by warps
 
-        // Uniform by construction: only then does ptxas give each branch the registers it asks for.
+        // Uniform by construction: only then does ptxas give each branch the registers that it asks
+        // for.
         const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
         if (warpgroup > 0) {
             cutlass::arch::warpgroup_reg_alloc<kProcessorRegisters>();
@@ -170,7 +171,8 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         args.watchdog.trace.close();
     }
     close_counters(args.workspace.totals);
-    // The other CTA may still write to this one's shared memory. Sums are on their way meanwhile.
+    // The other CTA may still write to this one's shared memory. The counters' sums travel
+    // meanwhile.
     if (goes_on) cute::cluster_sync();
     leave(args.workspace, true, [&] {
         write_record(args, Pass::kIsBackward, [&] { spoil_output(args); });

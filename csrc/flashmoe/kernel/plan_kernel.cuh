@@ -1,4 +1,4 @@
-// The plan as a launch of its own, for a host that sizes its buffers by it.
+// The plan as a launch of its own, for a host that sizes its buffers by what it says.
 #pragma once
 
 #include "flashmoe/kernel/plan_report.h"

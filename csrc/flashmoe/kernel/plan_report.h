@@ -1,11 +1,11 @@
-// The plan's own launch as the host sees it.
+// What a plan that is a launch of its own tells the host.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe {
 
-// What the host reads after a plan; after the fault record in the mailbox.
+// Lies behind the fault in the mailbox.
 struct PlanReport {
     uint32_t epoch;  // 0 until the plan is there
     int32_t num_row_blocks;

@@ -15,7 +15,8 @@ namespace flashmoe {
 // Mirrors FlashMoEScore.
 enum class Score : int { kSoftmaxOfChosen, kSoftmax, kSigmoid };
 
-// What computes the routing before it is published, if it is not given: then `weight` is not null.
+// The fused router, which computes the routing before it is published. If the routing is given,
+// `weight` is null.
 struct Router {
     const char* weight;    // [expert][hidden], of the tokens' type
     float* logits;         // [token][expert]
@@ -36,7 +37,7 @@ struct LayerArgs {
     int num_tokens;
     const char* x;               // [token][hidden]; in the backward dY
     const void* probs;           // [token][expert], and
-    const uint8_t* routing_map;  // [token][expert]: null if the plan exists already
+    const uint8_t* routing_map;  // [token][expert]; null if the plan exists already
     Dtype probs_dtype;
     Router router;
     int row_block_bound;  // blocks that the row buffers hold
@@ -79,15 +80,15 @@ struct WeightGrads {
     void* const* pointers;         // device: the same, then those of the biases
     Dtype dtype;                   // float32, or the tokens'
     bool accumulate;
-    uint64_t number;  // of this backward: what Workspace::fc2_grads is told; 0: nothing
+    uint64_t number;  // this backward's, which Workspace::fc2_grads is told; 0 tells nothing
 };
 
 struct BackwardArgs : LayerArgs {
     WeightGrads weight_grads;
 };
 
-// Where the sum of a token's rows on this rank goes: to a slot of the token's rank, which sums
-// those of all ranks, or if there is no other rank's to where that rank would have written it.
+// Where the sum of a token's rows on this rank goes. Usually that is a slot of the token's rank,
+// which sums the slots of all ranks; a token whose rows are all at home has its result there.
 __device__ __forceinline__ char* target_of(const LayerArgs& args, const RowMeta& meta) {
     if (meta.is_home()) return args.out + int64_t(meta.token) * args.shape.hidden * kElementBytes;
     return args.heap.result(meta.src_rank, meta.token, meta.slot);

@@ -1,8 +1,8 @@
-// Combine: the rows of a token on this rank are summed here, in float32 and in a fixed order, and
-// one row goes to the token's rank; that rank sums the shares of all ranks in rank order. A row
-// that is the only one of its token here has gone there straight from GEMM1, and where all rows are
-// on the token's own rank their sum is its result. Routing weights were applied before fc2, so both
-// are plain sums, and repeatable bit by bit.
+// Combine, in two steps. Deliver: this rank sums the rows that it has of a token, in float32 and in
+// a fixed order, and sends one row to the token's rank. Reduce: the token's rank sums the shares of
+// all ranks in rank order. A token's only row here has gone there straight from GEMM1, and where
+// all rows are on the token's own rank their sum is its result. Routing weights were applied before
+// fc2, so both steps are plain sums, and repeatable bit by bit.
 #pragma once
 
 #include "flashmoe/moe/deliver.cuh"
@@ -10,8 +10,8 @@
 
 namespace flashmoe {
 
-// Combines a little, without waiting for anything: a unit of rows, or a token, or what is complete
-// of its chunk. `chunk` is where this warp looks for one first. Scope: one warp.
+// Combines a little, without waiting for anything: it delivers a unit of rows, or else reduces one
+// token or all complete tokens of a chunk. `chunk` is where this warp looks first. Scope: one warp.
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ Progress
 combine_some(const LayerArgs& args, CombineSmem& smem, int& chunk, bool is_one) {

@@ -5,7 +5,7 @@
 
 namespace flashmoe {
 
-constexpr int kMostUnitRows = 4;
+constexpr int kMostUnitRows = 4;  // most rows that a warp delivers at a time
 
 // The gradient of a route's probability, from the partial sums of its row's tiles.
 __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) {
@@ -34,12 +34,12 @@ __device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row) {
     return dot;
 }
 
-// Rows are delivered in units: few, so that a CTA's warps share what comes at the end, and no more
-// than leave a lane for each route of their tokens. A CTA owns every gridDim'th unit, so its warps
-// share them through shared memory alone.
+// Rows are delivered in units. A unit has few rows, so that a CTA's warps share what comes at the
+// end, and no more than leave a lane for each route of their tokens. A CTA owns every gridDim'th
+// unit, so its warps share them through shared memory alone.
 //
-// Delivers the next unit of this CTA. If it must wait it does, else it takes the unit only if all
-// rows of its tokens are there. Scope: one warp; any number of warps share the work.
+// Delivers the next unit of this CTA. With `must_wait` it waits for the rows; without, it takes the
+// unit only if all rows of its tokens are there. Scope: one warp; any number share the work.
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
                                                  CombineSmem& smem,
@@ -89,7 +89,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
         if (not __all_sync(~0u, row < 0 or protocol::is_complete<Atomics>(ready, block_target))) {
             return Progress::kNone;
         }
-        __syncwarp();  // what one lane's counter tells of, all may read
+        __syncwarp();  // all lanes may read the rows that one lane's counter tells of
         bool is_mine = false;
         if (lane == 0) is_mine = atomicCAS_block(&smem.next_unit, unit, unit + 1) == unit;
         if (not __shfl_sync(~0u, is_mine, 0)) return Progress::kSome;

@@ -16,8 +16,8 @@ constexpr int kDispatchPiece = 2048;  // bytes of a row that a lane has on its w
 using DispatchPieces = uint8_t[kDispatchLanes][kDispatchPiece];  // in shared memory, of one warp
 using DispatchBarriers = Barrier[kDispatchLanes];
 
-// Scope: one warp. Every rank's signal is awaited, also of ranks that sent nothing: it is the proof
-// that the peer has finished with the previous launch.
+// Waits until every rank's rows are in place, also those of ranks that sent nothing: the signal is
+// the proof that the peer has finished with the previous launch. Scope: one warp.
 __device__ __forceinline__ void await_published_rows(const LayerArgs& args, uint32_t epoch) {
     const Heap& heap = args.heap;
     protocol::await_rows<Atomics>(
@@ -65,13 +65,14 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
     });
 }
 
-// The places of the first tiles' rows. Those that are this rank's own are not dispatched: all warps
-// copy them, since none has anything else to do until they are there.
+// The number of places that the first tiles read. This rank's own rows among them are not
+// dispatched: all warps copy them, since none has anything else to do until they are there.
 __device__ __forceinline__ int num_first_places(const LayerArgs& args) {
     return min(args.plan.header->num_units, args.group_units) * kClusterSize * BLOCK_M;
 }
 
-// Half a warp takes a row, so that the grid takes as many at a time as there are. Scope: the grid.
+// Copies the own rows of the first tiles. Half a warp takes a row, so that the grid takes as many
+// rows at a time as there are. Scope: the grid.
 __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
     constexpr int kLanes = 16, kUnroll = 16;
     const int64_t begin = Trace::now();
@@ -111,15 +112,16 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
     args.watchdog.trace.add(event_of(Span::kDispatch), kFirstRows, begin);
 }
 
-// All rows but `num_copied` places' own ones, in the order in which they are computed, first this
-// rank's, for which no peer is awaited. Scope: one warp.
+// Dispatches rows in the order in which they are computed. This rank's own rows come first, since
+// no peer is awaited for them; those in the first `num_copied` places have been copied. Scope: one
+// warp.
 __device__ __forceinline__ void dispatch(const LayerArgs& args,
                                          DispatchPieces& pieces,
                                          DispatchBarriers& arrived,
                                          int num_copied) {
     int64_t begin = Trace::now();
     begin_span(Span::kDispatch);
-    bool has_heard = false;  // of every peer's rows
+    bool has_heard = false;  // that every peer's rows are in place
     auto hear = [&] {
         args.watchdog.trace.add(event_of(Span::kDispatch), kWhole, begin);
         end_span(Span::kDispatch);

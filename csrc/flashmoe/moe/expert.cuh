@@ -1,7 +1,7 @@
-// What happens to GEMM0's outputs: in the forward the activation and the routing weight, in the
-// backward their derivatives. GEMM1's outputs just leave. A warp has 16 rows of a tile, and a lane
-// eight columns of a row at a time. A functor is made for a processor's rows of a tile, and called
-// for each of its warps in turn.
+// What finishers do with outputs. GEMM0's go through the activation and the routing weight in the
+// forward, and through their derivatives in the backward; GEMM1's just leave. A warp has 16 rows of
+// a tile, and a lane eight columns of a row at a time. A functor is made for a processor's rows of
+// a tile, and called for each of its warps in turn.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
@@ -10,8 +10,8 @@
 
 namespace flashmoe {
 
-// One chunk of each of some rows that follow one another: the address of the first is worked out
-// once, in 64 bits, and a row further is one addition.
+// One chunk in each of some rows that follow one another. The first address is worked out once, in
+// 64 bits, and the next row's is one addition.
 class Chunks {
  public:
     __device__ __forceinline__ Chunks(char* rows, int64_t first_row, int width, int column)
@@ -26,7 +26,7 @@ class Chunks {
     int row_bytes_;
 };
 
-// What a finisher has to know of its processor's 64 rows, two rows a lane: on their way before the
+// What a finisher has to know of its processor's 64 rows. A lane loads it for two rows, before the
 // outputs are there.
 class RowFacts {
  public:
@@ -38,7 +38,7 @@ class RowFacts {
             meta_[i] = *reinterpret_cast<const uint2*>(plan.row_meta + row);
         }
     }
-    // Of a row of one processor warp's. Scope: one warp.
+    // The probability of a row, which a processor's warp counts among its own. Scope: one warp.
     __device__ __forceinline__ float prob(int warp, int row) const {
         return __shfl_sync(~0u, warp < 2 ? prob_[0] : prob_[1], warp % 2 * kWarpRows + row);
     }
@@ -181,9 +181,9 @@ struct Preacts {
 };
 
 // From G = dY W2 (unscaled): the gradient of fc1's output, fc2's input again, and this tile's share
-// of the probabilities' gradient, <G, act>; no division by the probability anywhere. Of a
-// processor's rows, whose warps follow one another: pre-activations are on their way four rows
-// ahead, the first before there are outputs.
+// of the probabilities' gradient, <G, act>; there is no division by the probability anywhere. A
+// processor's warps follow one another, and pre-activations are loaded four rows ahead across them,
+// the first before there are outputs.
 template <class T, bool kGated>
 class DifferentiateRows {
  public:
@@ -253,8 +253,8 @@ class DifferentiateRows {
     int tile_n_, column_, end_;
 };
 
-// GEMM1: a row that is alone here is its token's share, and goes to the token's rank, tile by tile;
-// the others wait in the result buffer to be summed. Scope: one warp, a lane for each row.
+// GEMM1: a token's only row here is its share, and goes to the token's rank, tile by tile; other
+// rows wait in the result buffer to be summed. Scope: one warp, a lane for each row.
 __device__ __forceinline__ void store_results(const LayerArgs& args,
                                               const TileInfo& tile,
                                               const WarpRows& rows) {

@@ -1,7 +1,7 @@
-// Who gets which row. Routing is walked in chunks of 32 tokens, one warp each, one token per lane:
-// first those of the own rank, whose rows need no link, then those of all others, interleaved, so
-// that no rank is pulled from by all others at once. Row = expert's segment + rows of earlier
-// chunks + rank within the chunk: a function of the routing alone, hence the same at every run.
+// Who gets which row. Routing is walked in chunks of 32 tokens, one warp each, one token per lane.
+// The own rank's chunks come first, since their rows need no link, then those of all others,
+// interleaved, so that not all ranks pull from one at once. A row is the expert's segment + rows of
+// earlier chunks + rank within the chunk: a function of the routing alone, the same at every run.
 #pragma once
 
 #include "flashmoe/comm/grid.cuh"
@@ -22,9 +22,10 @@ __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens,
     return {src, token < num_tokens[src] ? token : -1};
 }
 
-// Walks the routes of a chunk's tokens, a lane a token, first to count them: those to each local
-// expert into `counts`, all into `selections`. The second walk gives rows to those to local
-// experts, from where `counts` says that the chunk's begin, and describes them. Scope: one warp.
+// Walks the routes of a chunk's tokens, one lane per token. The first walk counts them: routes to
+// local experts in `counts`, routes to any expert in `selections`. The second walk gives rows to
+// the routes to local experts, and describes them: `counts[e]` is then the chunk's first row for
+// expert e. Scope: one warp.
 __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
                                            uint32_t epoch,
                                            Chunk chunk,
@@ -97,7 +98,7 @@ struct PlacementSmem {
     int first_chunk;
     int num_chunks;
 
-    // Of one CTA at most.
+    // Most chunks of one CTA.
     __host__ __device__ static int max_chunks(const Shape& s, int num_ctas) {
         return ceil_div(s.num_chunks(), num_ctas);
     }
@@ -106,7 +107,7 @@ struct PlacementSmem {
         const int64_t local = s.num_local_experts();
         return max_chunks(s, num_ctas) * local + s.num_experts + 5 * local + 3;
     }
-    // Whole lines, since the copy of rows has what is behind it.
+    // Whole lines, since the memory behind belongs to the copy of rows.
     __host__ __device__ static int64_t bytes(const Shape& s, int num_ctas) {
         return align_up<int64_t>(words(s, num_ctas) * int64_t(sizeof(uint32_t)), 128);
     }
@@ -131,7 +132,7 @@ struct PlacementSmem {
 };
 
 // Waits for the routing of every rank. A peer that does not come, or that refuses its routing, is a
-// fault on every rank, so that none goes on: then it is false. Scope: the planners of a CTA.
+// fault on every rank: then it is false, and none goes on. Scope: the planners of a CTA.
 __device__ __forceinline__ bool await_routes(const LayerArgs& args,
                                              uint32_t epoch,
                                              int (&num_tokens)[kMaxRanks]) {
@@ -192,9 +193,9 @@ __device__ __forceinline__ void share_counts(const LayerArgs& args, const Placem
     }
 }
 
-// Every rank computes every rank's row blocks, so that all agree whether one has too many for its
-// buffers. By the last warps first, since the first ones place more experts than they. True unless
-// this warp has found one. Scope: a CTA, after all routes are counted.
+// Every rank computes every rank's row blocks, so that all agree whether some rank has too many for
+// its buffers; false if this warp has found one. Ranks are dealt to the last warps first, since the
+// first warps have more experts to place. Scope: a CTA, after all routes are counted.
 __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) {
     const Shape& s = args.shape;
     const int num_experts = s.num_local_experts(), lane = threadIdx.x % 32;
@@ -220,15 +221,15 @@ __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) 
     return fit;
 }
 
-// How many of an expert's units are of the own rank's rows, but for a few.
+// How many of an expert's units hold the own rank's rows, and at most a few others.
 __device__ __forceinline__ int early_units(const LayerArgs& args, int expert) {
     constexpr int kFewRows = 64;
     const int rows = int(args.workspace.own_selections[expert]);
     return (rows + kFewRows) / (kClusterSize * BLOCK_M);
 }
 
-// The place of an expert's unit in the order. The first group is of units of the own rank's rows,
-// as far as there are: while they are computed, the others' are on their way. All other units
+// The place of an expert's unit in the order. The first group takes units of the own rank's rows,
+// as far as there are any: while these are computed, the others' rows travel. All other units
 // follow expert by expert.
 __device__ __forceinline__ int place_of_unit(
     const PlacementSmem& smem, int num_experts, int group_units, int expert, int unit) {
@@ -314,7 +315,7 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
         }
     }
     Planners::sync();
-    // By the last warps first, which have no chunks.
+    // The last warps begin, since they have no chunks.
     const int thread = Planners::size() - 1 - int(threadIdx.x);
 #pragma unroll 1
     for (int expert = blockIdx.x; expert < num_experts; expert += gridDim.x) {
@@ -342,8 +343,8 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
     }
 }
 
-// What a plan that failed leaves: one of no rows, on every rank. For the host may have launched
-// what follows it, a backward above all, before it heard of the fault. Scope: the planners of the
+// Leaves a plan of no rows, on every rank, where planning failed: the host may have launched what
+// follows the plan, a backward above all, before it heard of the fault. Scope: the planners of the
 // grid, which have all stopped.
 __device__ __forceinline__ void leave_no_rows(const LayerArgs& args) {
     const Plan& plan = args.plan;
@@ -371,7 +372,7 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
     __shared__ int num_tokens[kMaxRanks];
     bool goes_on = false;
     if (not Planners::has_me()) {
-        // Not before, since a fence would wait for the copies on their way.
+        // Copying waits for the routes, since the fence behind them would wait for copies, too.
         ptx::barrier_sync(kRoutesPublished, int(blockDim.x));
         if (threadIdx.x % 32 == 0) {
             const int64_t used = PlacementSmem::bytes(args.shape, int(gridDim.x));

@@ -27,10 +27,10 @@ struct alignas(8) RowMeta {
 };
 static_assert(sizeof(RowMeta) == 8);
 
-// The same of a token, by the mask of the ranks that compute for it.
+// The same for a token, given the mask of the ranks that compute for it.
 __device__ __forceinline__ bool is_home(uint32_t ranks, int rank) { return ranks == 1u << rank; }
 
-// What another lane has, given as words. Scope: one warp.
+// Another lane's row, whose words are given. Scope: one warp.
 __device__ __forceinline__ RowMeta shuffled(uint2 words, int lane) {
     const uint2 of_lane = {__shfl_sync(~0u, words.x, lane), __shfl_sync(~0u, words.y, lane)};
     return reinterpret_cast<const RowMeta&>(of_lane);
@@ -43,7 +43,7 @@ __device__ __forceinline__ RowMeta shuffled(const RowMeta& meta, int lane) {
 struct alignas(8) RowUnit {
     int32_t first_block;
     int16_t expert;      // local
-    int16_t num_halves;  // of its blocks that have rows: all but an expert's last block's second
+    int16_t num_halves;  // halves of its blocks that have rows: only an expert's last one may lack
     __device__ int num_blocks() const { return ceil_div<int>(num_halves, BLOCK_M / kHalfRows); }
 };
 
@@ -111,7 +111,8 @@ struct Plan {
     __device__ __forceinline__ int32_t* rows_of(int src_rank, int token) const {
         return token_rows + (int64_t(src_rank) * max_tokens + token) * topk;
     }
-    // Rows in the order in which their tiles are computed, as if all units were of two blocks.
+    // Places count rows in the order in which their tiles are computed, as if every unit had two
+    // blocks.
     __device__ __forceinline__ int num_places() const {
         return header->num_units * kClusterSize * BLOCK_M;
     }

@@ -29,7 +29,8 @@ __device__ __forceinline__ uint32_t selected_experts(const LayerArgs& args, int 
         for (int i = 0; i < kLaneExperts; i += 4) {
             if (first + i >= s.num_experts) break;
             const uint32_t word = *reinterpret_cast<const uint32_t*>(map + i);
-            // The lowest bit of each byte that is not zero, and of byte j to bit 28 + j.
+            // The lowest bit of each byte that is not zero; the product takes byte j's to bit 28 +
+            // j.
             selected |= (__vcmpne4(word, 0) & 0x01010101u) * 0x10204080u >> 28 << i;
         }
     } else {
@@ -48,8 +49,8 @@ __device__ __forceinline__ uint32_t selected_experts(const LayerArgs& args, int 
     return kept;
 }
 
-// Turns rows of the routing map into at most topk routes each, and sends them to every rank: of
-// `count` tokens, as many as a warp has lanes for. Scope: one warp.
+// Turns `count` rows of the routing map into at most topk routes each, and sends them to every
+// rank. `count` is at most the tokens that a warp has lanes for. Scope: one warp.
 __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
                                                uint32_t epoch,
                                                int first_token,
@@ -65,7 +66,7 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
         }
         args.plan.own_experts[int64_t(token) * s.topk + k] = route.expert;
     };
-    int num_routes = 0;  // of the token, so far
+    int num_routes = 0;  // found for the token so far
 #pragma unroll 1
     for (int base = 0; base < s.num_experts; base += width * kLaneExperts) {
         const int first = base + nth * kLaneExperts;
@@ -104,15 +105,16 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
     for (int k = num_routes + nth; k < s.topk; k += width) send(k, {-1, 0.0f});
 }
 
-// Sends every token's routes to every rank, behind the router if there is one. A warp takes a share
-// of the tokens at a time, as many as it reads at a time, or as it chooses for. Scope: the planners
-// of the grid.
+// Sends every token's routes to every rank, after the router has run if there is one. A warp takes
+// a share of the tokens at a time: as many as it reads at once or, with a router, as it chooses
+// for. Scope: the planners of the grid.
 __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t epoch) {
     const Shape& s = args.shape;
     const bool has_router = args.router.weight != nullptr;
     const int at_a_time = 32 / lanes_per_token(s), share = has_router ? kRouterTokens : at_a_time;
     const int warp = int(threadIdx.x) / 32, num_warps = Planners::size() / 32;
-    // The first token of a CTA's nth share: CTA after CTA, so that few tokens are everyone's.
+    // The first token of a CTA's nth share. Shares go round the CTAs, so that few tokens are spread
+    // over all of them.
     const auto share_at = [&](int nth) { return (nth * int(gridDim.x) + int(blockIdx.x)) * share; };
     if (has_router) {
         const int parts = ceil_div(s.num_experts, kRouterExperts);
@@ -149,8 +151,8 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
     });
 }
 
-// Tells all ranks that this one's rows are in place, or with the epoch after that that it has read
-// those of others. Scope: one thread of each CTA, whose CTA is done.
+// Tells all ranks that this one's rows are in place or, with the epoch after that, that it has read
+// the others' rows. Scope: one thread of each CTA, once its CTA is done.
 __device__ __forceinline__ void tell_rows(const LayerArgs& args,
                                           uint32_t* arrivals,
                                           uint32_t epoch) {
@@ -168,10 +170,10 @@ struct alignas(128) RowCopySmem {
     uint8_t slot[kCopySlots][8192];
 };
 
-// Copies x, or dY, to where peers pull it from, and tells them. A rank's own rows are read where
-// they are, and its signal also says that it is done with the previous launch. Bulk copies, by one
-// thread: the others have no time for it, and more in flight would hold up what they load. Scope:
-// one thread of each CTA.
+// Copies x, or dY, to where peers pull it from, and tells them. A rank reads its own rows where
+// they are; its signal also says that it is done with the previous launch. One thread does it with
+// bulk copies: the others have no time for it, and more copies in flight would hold up what they
+// load. Scope: one thread of each CTA.
 __device__ __forceinline__ void publish_rows(const LayerArgs& args,
                                              uint32_t epoch,
                                              RowCopySmem& smem) {
@@ -193,7 +195,7 @@ __device__ __forceinline__ void publish_rows(const LayerArgs& args,
     const auto bytes_of = [&](int piece) { return int32_t(min(kPiece, size - piece * kPiece)); };
     for (int piece = 0; piece < num_pieces + kCopyAhead; ++piece) {
         if (piece < num_pieces) {
-            // What was in the slot has been read, if it was stored before the last few.
+            // The slot's last store has been read out, since only the last few may be under way.
             cute::tma_store_wait<kCopySlots - kCopyAhead - 1>();
             Barrier& arrived = loaded[piece % kCopySlots];
             arrived.arrive_and_expect_tx(bytes_of(piece));

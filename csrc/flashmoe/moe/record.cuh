@@ -13,7 +13,7 @@ constexpr int kNumRecords = 256;
 
 struct RecordHead {
     uint64_t sequence;
-    uint32_t checksum;  // of all other words that the launch writes
+    uint32_t checksum;  // covers all other words that the launch writes
     uint32_t epoch;
     int32_t layer;
     int32_t is_backward;
@@ -26,11 +26,11 @@ struct RecordHead {
     uint64_t begin_ns, end_ns;
 };
 
-// What one launch tells the host. Mirrors FlashMoERecord. Its words arrive in any order: the
-// checksum tells when all are there, which costs the launch no fence across PCIe.
+// Mirrors FlashMoERecord. Its words reach the host in any order: the checksum tells when all are
+// there, which costs the launch no fence across PCIe.
 struct Record {
     RecordHead head;
-    Totals totals;  // of all launches so far
+    Totals totals;  // sums over all launches so far
     int32_t expert_rows[kMaxLocalExperts];
 
     static constexpr int kChecksumWord = 2;

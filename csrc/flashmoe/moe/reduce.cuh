@@ -32,7 +32,7 @@ struct ReduceChunks {
         : width(chunk_lanes(args.shape.num_ranks)), num_tokens(args.num_tokens) {}
 
     __device__ __forceinline__ int tokens_per_chunk() const { return 32 / width; }
-    // Of this CTA.
+    // How many chunks this CTA has.
     __device__ __forceinline__ int count() const {
         return ceil_div(ceil_div(num_tokens, tokens_per_chunk()) - int(blockIdx.x), int(gridDim.x));
     }
@@ -57,10 +57,10 @@ __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, u
     if constexpr (kIsBackward) scatter_dprobs(args, token);
 }
 
-// Sums all ranks' shares of tokens of one of this CTA's chunks that are complete and not taken by
-// another warp: of one, or of all that are found so. With `must_wait` it waits for the first one
-// that is not complete. Finished is a chunk of which nothing is left to be reduced: in a forward
-// not what is summed where its rows are. Scope: one warp.
+// Reduces tokens of one of this CTA's chunks: one token or, without `is_one`, all that are complete
+// and that no other warp has taken. With `must_wait` it waits for the first that is not complete.
+// kFinished says that every token of the chunk is taken; in a forward, tokens whose rows are all at
+// home count as taken, since delivery writes them. Scope: one warp.
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
                                                  CombineSmem& smem,
@@ -68,17 +68,17 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
                                                  int chunk,
                                                  bool is_one,
                                                  bool must_wait) {
-    const uint32_t epoch = current_epoch(args.workspace);  // anew, for want of a register
+    const uint32_t epoch = current_epoch(args.workspace);  // reloaded to save a register
     const int lane = threadIdx.x % 32, width = chunks.width;
     const int first = chunks.first_token(chunk), nth = lane / width, src = lane % width;
     const int in_chunk = min(chunks.tokens_per_chunk(), args.num_tokens - first);
     const uint32_t all = in_chunk == 32 ? ~0u : (1u << in_chunk) - 1;
-    const int bit = chunk * chunks.tokens_per_chunk();  // of the first token
+    const int bit = chunk * chunks.tokens_per_chunk();  // the first token's
     uint32_t* taken_word = smem.reduced + bit / 32;
     uint32_t taken = __shfl_sync(~0u, Atomics::load(taken_word), 0) >> bit % 32 & all;
     if (taken == all) return Progress::kFinished;
     const uint32_t token_lanes = width == 32 ? ~0u : (1u << width) - 1;
-    // One bit per token, of all of whose lanes something is true.
+    // One bit for each token, set if something is true on all of the token's lanes.
     const auto tokens_of = [&](bool is_true) {
         const uint32_t lanes = __ballot_sync(~0u, is_true);
         const uint32_t tokens =
@@ -102,12 +102,12 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
         return __shfl_sync(~0u, is_mine, 0) != 0;
     };
     if constexpr (not kIsBackward) {
-        // Who delivers these makes their results.
+        // Delivery makes the results of these.
         const uint32_t home = tokens_of(is_home(ranks, args.shape.rank));
         if (home & ~taken) take(home);
         if (taken == all) return Progress::kFinished;
     }
-    __syncwarp();  // what one lane's signal tells of, all may read
+    __syncwarp();  // all lanes may read the share that one lane's signal tells of
     if (must_wait) {
         begin_span(Span::kShareWait);
         const int next = __ffs(all & ~taken) - 1;
@@ -140,8 +140,8 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
     return taken == all ? Progress::kFinished : Progress::kSome;
 }
 
-// Reduces this CTA's tokens until all of them are taken. Scope: one warp; any number share the
-// work. What is not there yet is waited for, with a bound.
+// Reduces this CTA's tokens until all of them are taken, and waits, with a bound, for what is not
+// there yet. Scope: one warp; any number share the work.
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ void reduce_results(const LayerArgs& args, CombineSmem& smem) {
     const ReduceChunks chunks(args);

@@ -10,17 +10,17 @@
 
 namespace flashmoe {
 
-constexpr int kRouterTokens = 8;  // that a warp chooses for at a time, and half the M of a product
-constexpr int kRouterExperts = 32;  // whose logits a warp computes at a time, in products of 8
-constexpr int kRouterWords = 4;     // of a row that a lane has on their way at a time
+constexpr int kRouterTokens = 8;    // a warp chooses for so many at a time: half a product's M
+constexpr int kRouterExperts = 32;  // a warp computes so many logits at a time, in products of 8
+constexpr int kRouterWords = 4;     // 16-byte words of a row that a lane has in flight
 
 template <class T>
 using RouterProduct = std::conditional_t<std::is_same_v<T, __half>,
                                          cute::SM80_16x8x16_F32F16F16F32_TN,
                                          cute::SM80_16x8x16_F32BF16BF16F32_TN>;
 
-// Logits of some tokens from `above` and as many from `below` on, for the experts from
-// `first_expert` on. K is summed over, so a lane may bring any of it as long as both operands
+// Computes the logits of some tokens from `above` and as many from `below` on, for the experts from
+// `first_expert` on. K is summed over, so a lane may bring any part of it as long as both operands
 // agree: it brings eight neighbours, which one load gives and two products take. Scope: one warp.
 template <class T>
 __device__ __forceinline__ void compute_logits(const LayerArgs& args,
@@ -31,7 +31,7 @@ __device__ __forceinline__ void compute_logits(const LayerArgs& args,
     const Shape& s = args.shape;
     const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4;
     const int row_words = s.hidden * int(sizeof(T)) / int(sizeof(uint4));
-    // Rows past the last are the last one's, and their logits go nowhere.
+    // Rows past the last one repeat it, and their logits go nowhere.
     const auto row_of = [&](const void* rows, int index, int num_rows) {
         return static_cast<const uint4*>(rows) + int64_t(min(index, num_rows - 1)) * row_words +
                column;
@@ -46,7 +46,7 @@ __device__ __forceinline__ void compute_logits(const LayerArgs& args,
     float sums[kProducts][4] = {};
 #pragma unroll 1
     for (int word = 0; word < row_words; word += 4 * kRouterWords) {
-        // All are on their way before the first is waited for: few warps have tokens.
+        // All loads are issued before the first is waited for, since few warps have tokens.
         uint4 a[kRouterWords][2], b[kRouterWords][kProducts];
 #pragma unroll
         for (int i = 0; i < kRouterWords; ++i) {
@@ -85,14 +85,14 @@ __device__ __forceinline__ void compute_logits(const LayerArgs& args,
 constexpr int kChoosers = 4;  // lanes that choose for one token
 static_assert(kRouterTokens * kChoosers == 32);
 
-// A logit and its expert, in the order of the choice: the larger first, of equal ones the first
-// expert. NaN comes before everything, so that it is chosen and refused.
+// A logit and its expert, in the order of the choice: the larger logit first, and among equal ones
+// the first expert. NaN comes before everything, so that it is chosen and refused.
 struct Choice {
     uint64_t key = ~uint64_t(0);  // before all
 
     Choice() = default;
     __device__ __forceinline__ Choice(float logit, int expert) {
-        const uint32_t bits = __float_as_uint(logit + 0.0f);  // of two zeros one
+        const uint32_t bits = __float_as_uint(logit + 0.0f);  // makes -0 the same as 0
         const uint32_t ordered =
             isnan(logit) ? ~0u : bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);
         key = uint64_t(ordered) << 32 | uint32_t(INT32_MAX - expert);
@@ -100,7 +100,7 @@ struct Choice {
     __device__ __forceinline__ int expert() const { return INT32_MAX - int(uint32_t(key)); }
 };
 
-// Of a token's logits the next behind `last`. Scope: a token's lanes, the same for all.
+// The token's best choice behind `last`. Scope: a token's lanes, which all get the same.
 __device__ __forceinline__ Choice next_choice(const float* logits, int num_experts, Choice last) {
     Choice next;
     next.key = 0;
@@ -116,8 +116,8 @@ __device__ __forceinline__ Choice next_choice(const float* logits, int num_exper
     return next;
 }
 
-// Turns logits of the kRouterTokens tokens from `first` on, as far as there are, into their rows of
-// probabilities and of the map. Scope: one warp.
+// Turns the logits of up to kRouterTokens tokens from `first` on into their rows of probabilities
+// and of the map. Scope: one warp.
 __device__ __forceinline__ void choose_experts(const LayerArgs& args, int first) {
     const Shape& s = args.shape;
     const Router& router = args.router;
@@ -131,7 +131,8 @@ __device__ __forceinline__ void choose_experts(const LayerArgs& args, int first)
         router.probs[begin + i] = 0.0f;
         router.routing_map[begin + i] = 0;
     }
-    // The experts that this lane scores, every kChoosers-th choice, the last one lowest.
+    // The experts that this lane scores: every kChoosers-th choice, with the last one in the lowest
+    // bits.
     constexpr int kExpertBits = 64 * kChoosers / kMaxTopk;
     static_assert(kMaxLocalExperts * kMaxRanks <= 1 << kExpertBits);
     uint64_t own = 0;

@@ -7,10 +7,10 @@
 
 namespace flashmoe {
 
-// What a CTA's warps share that combine; zero when the launch begins.
+// What the warps of a CTA share while they combine; zero when the launch begins.
 struct CombineSmem {
-    int next_unit;                         // of delivery
-    uint32_t reduced[kMaxCtaTokens / 32];  // bits of this CTA's tokens that a warp has taken
+    int next_unit;                         // the next unit to be delivered
+    uint32_t reduced[kMaxCtaTokens / 32];  // a bit for each of the CTA's tokens: a warp has it
 };
 
 enum class Progress { kNone, kSome, kFinished };
@@ -23,8 +23,8 @@ __device__ __forceinline__ void add8(float (&sum)[8], const uint4& loaded) {
     for (int c = 0; c < 8; ++c) sum[c] += values[c];
 }
 
-// Sums rows of `chunks` 16-byte chunks into `target`; each call of next_row gives one more of
-// them, or null past the last. Per lane, kUnroll chunks of two rows are in flight. Scope: one warp.
+// Sums rows of `chunks` 16-byte chunks into `target`. Each call of next_row gives one more row, or
+// null past the last. Each lane has kUnroll chunks of two rows in flight. Scope: one warp.
 template <class T, int kUnroll, class Rows>
 __device__ __forceinline__ void sum_rows(char* target, int chunks, Rows rows) {
     // The loops are uniform over the warp, since next_row may shuffle.

@@ -2,8 +2,8 @@
 // behind those of its two products, so that they fill the tensor cores while results travel. One
 // cluster owns a whole pair of 128 x 256 tiles, with all rows of the expert as K. No split along K,
 // hence no atomics in the order of sums, and the same bits at every run. Pad rows are zeros. fc2's
-// tiles come first: its gradients are complete while fc1's are computed, and whoever waits for them
-// alone, such as their reduction over replicas, is told so.
+// tiles come first: its gradients are complete while fc1's are computed, and a stream that waits
+// for them alone, such as their reduction over replicas, is told so.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
@@ -52,8 +52,8 @@ __device__ __forceinline__ int weight_grad_k_blocks(const Plan& plan, const Tile
     return ceil_div(plan.expert_rows[tile.expert], BLOCK_K);
 }
 
-// Where the rows of a gradient go that one warp of the processors, of all of a CTA, has of a tile.
-// A warp's writes are the only ones to them in a launch, so sums have a fixed order.
+// Where one warp's rows of a tile go within a gradient; `warp` counts over both processors. No
+// other warp of the launch writes them, so sums have a fixed order.
 class GradRows {
  public:
     __device__ __forceinline__ GradRows(const BackwardArgs& args, const TileInfo& tile, int warp)
@@ -65,16 +65,16 @@ class GradRows {
         row_ = tile.m * BLOCK_M + warp * kWarpRows;
         num_rows_ = min(product_of(args, tile).num_out - row_, kWarpRows);
     }
-    __device__ __forceinline__ int num_rows() const { return num_rows_; }  // or less than none
-    // Of a row, from some column of the tile on.
+    __device__ __forceinline__ int num_rows() const { return num_rows_; }  // may be below 0
+    // The address of a row, from some column of the tile on.
     __device__ __forceinline__ char* at(int row, int column, int element_bytes) const {
         return grad_ + (int64_t(row_ + row) * num_in_ + column_ + column) * element_bytes;
     }
     __device__ __forceinline__ int columns_from(int column) const {
         return num_in_ - column_ - column;
     }
-    // Writes or adds a block of the floats that are laid down; what of it is outside the gradient
-    // stays behind. Scope: one lane.
+    // Writes or adds a block of the floats that are laid down, as far as it lies within the
+    // gradient. Scope: one lane.
     __device__ __forceinline__ void send(const WarpOutputs& room,
                                          int half,
                                          int block,
@@ -107,7 +107,7 @@ __device__ __forceinline__ void put_rounded(char* at, float4 value, bool accumul
     *reinterpret_cast<uint2*>(at) = {pack<T>(value.x, value.y), pack<T>(value.z, value.w)};
 }
 
-// The same of all of half the columns of a warp's rows, which are laid down. Scope: a warp.
+// Does so with half the columns of a warp's rows, which are laid down. Scope: a warp.
 template <class T>
 __device__ __forceinline__ void put_half(const BackwardArgs& args,
                                          const GradRows& grad,
@@ -122,8 +122,8 @@ __device__ __forceinline__ void put_half(const BackwardArgs& args,
     }
 }
 
-// Has TMA write or add them in float32: a lane a block of columns each, one behind the other with a
-// pause between. Scope: a warp.
+// Has TMA write or add that half in float32. Each lane issues one block of columns, one behind the
+// other with a pause between. Scope: a warp.
 __device__ __forceinline__ void send_half(const BackwardArgs& args,
                                           const GradRows& grad,
                                           const WarpOutputs& laid_down,
@@ -138,15 +138,15 @@ __device__ __forceinline__ void send_half(const BackwardArgs& args,
 }
 
 // Stores a warp's rows of a tile unrounded, half after half, since a half takes all the room there
-// is: the second float32 half leaves while the next tile is multiplied, by the finisher's hand. A
-// loop over the halves would cost ptxas the uniform registers of the main loop before it. Scope: a
-// warp of a processor.
+// is. In float32 the finisher sends the second half, while the next tile is multiplied. A loop over
+// the halves would cost ptxas the uniform registers of the main loop before it. Scope: a warp of a
+// processor.
 template <class T, int kHalf = 0, class Accumulator>
 __device__ __forceinline__ void store_weight_grad(const BackwardArgs& args,
                                                   const GradRows& grad,
                                                   const WarpRoom& room,
                                                   const Accumulator& accumulator) {
-    // What this warp has sent of the tile before, which is long done: its finisher counts on it.
+    // Ends this warp's copies of the previous tile, which are long done: its finisher relies on it.
     if constexpr (kHalf == 0) ptx::bulk_wait_complete();
     lay_down_floats<kHalf>(room.outputs, accumulator);
     ptx::fence_proxy_async_shared();
@@ -167,16 +167,16 @@ __device__ __forceinline__ void store_weight_grad(const BackwardArgs& args,
     }
 }
 
-// Tells streams that wait for fc2's gradients of this backward. Scope: one thread, behind all of
-// them.
+// Tells streams that wait for fc2's gradients of this backward. Scope: one thread, once all of them
+// are stored.
 __device__ __forceinline__ void tell_fc2_grads(const BackwardArgs& args) {
     const uint64_t number = args.weight_grads.number;
     if (number != 0) Atomics::store<protocol::Scope::kSystem>(args.workspace.fc2_grads, number);
 }
 
-// Counts what a processor and its finisher have stored of fc2's gradients; the last of the GPU
-// tells. Where some CTA has no tile of fc1's, the end of the launch does. Scope: a finisher, behind
-// its bulk copies and what its processor's warps have handed over since.
+// Counts that a processor and its finisher have stored all of their fc2 gradients; the GPU's last
+// finisher tells the streams. Where some CTA has no tile of fc1, the end of the launch tells them.
+// Scope: a finisher, behind its bulk copies and what its processor's warps have handed over since.
 __device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
@@ -184,8 +184,8 @@ __device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
                               [&] { tell_fc2_grads(args); });
 }
 
-// Sends what processors leave of a tile, in pieces over half the time of the next one: its loads
-// would wait behind all that an SM sends at once. Scope: a finisher.
+// Sends the half of a tile that processors leave to it, in pieces over half the time of the next
+// tile, whose loads would wait behind all that an SM sends at once. Scope: a finisher.
 __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
                                                    const TileInfo& tile,
                                                    const Handover& handover,
@@ -193,11 +193,11 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
                                                    int processor,
                                                    bool& has_counted) {
     constexpr int kPieces = kProcessorWarps * kHalfBlocks;
-    constexpr unsigned kBlockNs = 650;  // that a block of K is multiplied in
+    constexpr unsigned kBlockNs = 650;  // the time in which a block of K is multiplied
     const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
     if (num_k_blocks == 0) return;
     const bool counts = not has_counted and tile.gemm == kFc1WeightGrad;
-    if (counts) ptx::bulk_wait_complete();  // of fc2's last tile
+    if (counts) ptx::bulk_wait_complete();  // fc2's last tile
     GiveBack give_back;
 #pragma unroll 1
     for (int warp = 0; warp < kProcessorWarps; ++warp) {

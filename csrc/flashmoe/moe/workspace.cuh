@@ -14,8 +14,8 @@ namespace flashmoe {
 // Counters of one launch: zero when it begins, and zeroed by the last CTA that leaves.
 struct Tickets {
     uint32_t tile, dispatch;
-    uint32_t differentiated;    // finishers' shares of a backward's GEMM0 tiles, of all blocks
-    uint32_t fc2_grads_stored;  // finishers whose CTA's shares of fc2's gradients are complete
+    uint32_t differentiated;    // finishers' shares of a backward's GEMM0 tiles, over all blocks
+    uint32_t fc2_grads_stored;  // finishers that have sent all of their fc2 gradients
     uint32_t routes_published, rows_published, rows_taken, leaving;
     uint32_t barrier[2];
 };
@@ -33,7 +33,7 @@ struct Workspace {
     uint32_t* raised;       // first fault wins; never zeroed by a launch
     uint32_t* epoch;        // the last one that ended
     uint64_t* begun_ns;     // when this launch began
-    uint64_t* num_records;  // that all launches have written
+    uint64_t* num_records;  // written by all launches so far
     uint64_t* fc2_grads;    // number of the last backward whose gradients of fc2 are complete
     Totals* totals;         // never zeroed
     Tickets* tickets;
@@ -56,8 +56,8 @@ struct Workspace {
         constexpr int64_t kHead = 64;  // words apart, so that polled words share no line
         constexpr int64_t kFront = 256;
         static_assert(kTotalsOffset + sizeof(Totals) <= kFront * sizeof(uint32_t));
-        // Layers of other shapes share this memory: what is zero between launches begins at one
-        // place for all of them, and has no other words behind it.
+        // Layers of other shapes share this memory: the words that are zero between launches begin
+        // at one place for all of them, and no other words come behind.
         constexpr int64_t kCounts = int64_t(kMaxLocalExperts) * kMaxCtas;
         const int64_t zeroed = kHead + 3 * blocks + s.num_experts + s.num_local_experts();
         if (out != nullptr) {
@@ -88,9 +88,8 @@ __device__ __forceinline__ uint32_t current_epoch(const Workspace& workspace) {
     return *workspace.epoch + 1;
 }
 
-// The last thing that a launch does: the last CTA to come calls `then`, zeroes the counters, so no
-// launch needs a memset, and ends the epoch if its results are complete. Scope: all threads of the
-// grid.
+// The last thing that a launch does. The last CTA to come calls `then`, zeroes the counters, so
+// that no launch needs a memset, and ends the epoch if told to. Scope: all threads of the grid.
 template <class Then>
 __device__ __forceinline__ void leave(const Workspace& workspace, bool ends_epoch, Then then) {
     __syncthreads();

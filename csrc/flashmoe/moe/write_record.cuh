@@ -11,7 +11,7 @@ __device__ __forceinline__ void begin_record(const LayerArgs& args) {
     if (blockIdx.x == 0 and threadIdx.x == 0) *args.workspace.begun_ns = ptx::globaltimer_ns();
 }
 
-// Calls `meanwhile` while what the record is made of is on its way. Scope: the last CTA to leave.
+// Calls `meanwhile` while the record's parts are being loaded. Scope: the last CTA to leave.
 template <class Meanwhile>
 __device__ __forceinline__ void write_record(const LayerArgs& args,
                                              bool is_backward,
@@ -20,7 +20,7 @@ __device__ __forceinline__ void write_record(const LayerArgs& args,
     __shared__ RecordHead head;
     const Workspace& workspace = args.workspace;
     const int num_experts = args.shape.num_local_experts();
-    // A thread's first word beside the loads of the head, since each round of loads delays the end.
+    // A thread loads its first word along with the head, since each round of loads delays the end.
     const auto* totals = reinterpret_cast<const volatile uint32_t*>(workspace.totals);
     const auto word_behind_head = [&](int i) {
         return i < Record::kFrontWords ? totals[i - Record::kHeadWords]

@@ -1,7 +1,7 @@
-// How a launch ends when somebody does not come. Every wait has a bound; whoever's ends without
-// what it waited for tells all ranks, by a word in each one's heap, and then every wait of every
-// rank ends at once. What is computed from there on is void, and every rank that gets any of it
-// learns so.
+// How a launch ends when somebody does not come. Every wait has a bound. A thread whose wait ends
+// without what it waited for tells all ranks, by a word in each one's heap, and then every wait of
+// every rank ends at once. What is computed from there on is void, and every rank that gets any of
+// it learns so.
 #pragma once
 
 #include "flashmoe/protocol/atomics.h"
@@ -16,7 +16,7 @@ FLASHMOE_PROTOCOL uint32_t who_gave_up(const typename A::U32* word) {
 
 // Called by every thread whose wait ends early, whether its own time is up or it was told, before
 // it goes on. It is not enough that the first one tells all: a thread that was told could hand void
-// rows to a rank that has not been yet, and that would take them for right. The signal that comes
+// rows to a rank that was not told yet, and which would take them for right. The signal that comes
 // with the rows is behind this thread's stores.
 template <class A, class WordOf>
 FLASHMOE_PROTOCOL void give_up(int num_ranks, uint32_t who, WordOf word_of) {

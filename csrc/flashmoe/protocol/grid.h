@@ -22,8 +22,9 @@ FLASHMOE_PROTOCOL void arrive(typename A::U32* counter, uint32_t expected, Then 
 constexpr uint32_t kStop = 1u << 16;
 
 // Waits for `expected` threads, fewer than kStop, and tells whether all of them have come and may
-// go on. All return the same: who gives up waiting says to stop, but only while somebody has not
-// come. Each barrier has its own word. Scope: as above; the CTA comes together again afterwards.
+// go on. All return the same: a thread that gives up waiting says to stop, but only while somebody
+// has not come. Each barrier has its own word. Scope: as above; the CTA comes together again
+// afterwards.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL bool barrier(typename A::U32* word,
                                uint32_t expected,

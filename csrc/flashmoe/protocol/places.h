@@ -6,24 +6,24 @@
 
 namespace flashmoe::protocol {
 
-// Of RouteSignal[parity][src] and row_bounds[parity][src]; written by `src`.
+// The index in RouteSignal[parity][src] and row_block_bounds[parity][src]; `src` writes there.
 FLASHMOE_PROTOCOL_CONST int64_t route_word(uint32_t epoch, int num_ranks, int src) {
     return int64_t(parity(epoch)) * num_ranks + src;
 }
 
-// Of the first of routes[parity][src][token][k]; written by `src`, which has heard nothing of the
-// owner since the last launch: what may belong to another layer has the same places there.
+// The index of a token's first route in routes[parity][src][token][k]. `src` writes there without
+// having heard of the owner since the last launch: the places are the same for another layer.
 FLASHMOE_PROTOCOL_CONST int64_t
 route_place(uint32_t epoch, int num_ranks, int src, int heap_tokens, int heap_topk, int token) {
     return (route_word(epoch, num_ranks, src) * heap_tokens + token) * heap_topk;
 }
 
-// Of result_signals[token][src]; written by `src`.
+// The index in result_signals[token][src]; `src` writes there.
 FLASHMOE_PROTOCOL_CONST int64_t result_word(int token, int num_ranks, int src) {
     return int64_t(token) * num_ranks + src;
 }
 
-// Of results[token][slot], in rows; written by the rank that has the slot.
+// The row in results[token][slot]; the rank that has the slot writes there.
 FLASHMOE_PROTOCOL_CONST int64_t result_row(int token, int num_slots, int slot) {
     return int64_t(token) * num_slots + slot;
 }

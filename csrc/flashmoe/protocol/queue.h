@@ -40,13 +40,13 @@ FLASHMOE_PROTOCOL void await(const typename A::U32* counter, uint32_t target, Wa
          [=](uint32_t seen) { return seen == target; });
 }
 
-// The same for who has other things to do.
+// Looks without waiting, for a warp that has other things to do.
 template <class A>
 FLASHMOE_PROTOCOL bool is_complete(const typename A::U32* counter, uint32_t target) {
     return A::template load_acquire<Scope::kGpu>(counter) == target;
 }
 
-// As await, to read them by TMA from the same thread.
+// Waits like `await`, but to read them by TMA from the same thread.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL void await_for_tma(const typename A::U32* counter, uint32_t target, Wait wait) {
     await<A>(counter, target, wait);

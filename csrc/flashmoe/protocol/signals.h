@@ -28,7 +28,7 @@ FLASHMOE_PROTOCOL void publish_routes(int num_ranks, uint64_t signal, SignalOf s
     }
 }
 
-// Equality: the word of this parity holds this epoch or the one two before.
+// Equality decides: the word of this parity holds this epoch or the one two before.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL auto await_routes(const typename A::U64* signal, uint32_t epoch, Wait wait) {
     return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },
@@ -44,8 +44,8 @@ FLASHMOE_PROTOCOL void publish_rows(int num_ranks, uint32_t epoch, SignalOf sign
     }
 }
 
-// Every rank is awaited, also one that sent nothing: its signal is the proof that it has finished
-// with the previous launch. At least the epoch, since a peer that needs nothing from here may be
+// Waits for every rank, also one that sent nothing: its signal is the proof that it has finished
+// with the previous launch. A later epoch will do, since a peer that needs nothing from here may be
 // one ahead. Afterwards rows may be read by TMA. Scope: a warp.
 template <class A, class SignalOf, class Wait>
 FLASHMOE_PROTOCOL void await_rows(int num_ranks, uint32_t epoch, SignalOf signal_of, Wait wait) {
@@ -67,15 +67,15 @@ FLASHMOE_PROTOCOL void publish_result(typename A::U32* signal, uint32_t epoch) {
     A::template store<Scope::kSystem>(signal, epoch);
 }
 
-// Afterwards what the signal tells of is ordered after it, and once the warp has come together for
-// all of it. No fence, which would wait for what the warp has stored before.
+// Waits for a share. What the signal tells of is then ordered after it for this thread, and once
+// the warp has come together for all of it. A fence would wait for what the warp has stored before.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL auto await_result(const typename A::U32* signal, uint32_t epoch, Wait wait) {
     return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },
                 [=](uint32_t seen) { return seen == epoch; });
 }
 
-// The same for who has other things to do.
+// Looks without waiting, for a warp that has other things to do.
 template <class A>
 FLASHMOE_PROTOCOL bool result_is_here(const typename A::U32* signal, uint32_t epoch) {
     return A::template load_acquire<Scope::kSystem>(signal) == epoch;

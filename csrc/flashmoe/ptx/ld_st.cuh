@@ -78,8 +78,8 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A TMA descriptor in global memory that was written since the last launch is seen as it is now by
-// this CTA's copies, behind a barrier.
+// Lets this CTA's copies, behind a barrier, see a TMA descriptor in global memory as it is now,
+// though it was written since the last launch.
 __device__ __forceinline__ void acquire_tensor_map(const void* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
@@ -106,9 +106,9 @@ __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Something in shared memory, whose address stays in a register: else it is found anew at each use
-// of a barrier or a copy, from the CTA's place in its cluster, which takes tens of cycles. Scope: a
-// warp.
+// Keeps the address of something in shared memory in a register. Otherwise ptxas finds it anew at
+// each use of a barrier or a copy, from the CTA's place in its cluster, which takes tens of cycles.
+// Scope: a warp.
 template <class T>
 __device__ __forceinline__ T& keep_address(T& shared) {
     const uint32_t address = __shfl_sync(~0u, uint32_t(__cvta_generic_to_shared(&shared)), 0);

@@ -6,8 +6,8 @@
 
 namespace flashmoe {
 
-constexpr int kTraceWarps = 12;     // of a CTA
-constexpr int kTraceEvents = 1024;  // of a warp; later ones are dropped and counted
+constexpr int kTraceWarps = 12;     // warps of a CTA
+constexpr int kTraceEvents = 1024;  // most events of a warp; later ones are dropped and counted
 
 struct TraceEvent {
     uint32_t kind;

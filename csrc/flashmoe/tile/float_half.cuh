@@ -1,5 +1,5 @@
 // Half the columns of a processor warp's rows in float32, laid down in the warp's room for TMA: in
-// blocks of 32 columns, in a block the rows, 128 bytes each, with the 128-byte swizzle.
+// blocks of 32 columns. A block holds the rows, 128 bytes each, with the 128-byte swizzle.
 #pragma once
 
 #include "flashmoe/tile/handover.cuh"
@@ -18,9 +18,10 @@ __device__ __forceinline__ uint32_t float_at(const WarpOutputs& room, int row, i
     return at ^ (at >> 7 & 7) << 4;
 }
 
-// Half the columns of a warp's share of an accumulator. A lane has pairs of columns, four lanes a
-// group of eight of them, and the warp the same group of eight rows at a time: half a warp's four
-// rows would meet in the same banks, so odd rows take their groups in another order.
+// Lays down half the columns of a warp's share of an accumulator. A lane has pairs of columns, four
+// lanes have a group of eight columns, and the warp writes the same group of eight rows at a time.
+// The four rows of half a warp would meet in the same banks, so odd rows take their groups in
+// another order.
 template <int kHalf, class Accumulator>
 __device__ __forceinline__ void lay_down_floats(WarpOutputs& room, const Accumulator& accumulator) {
     constexpr int kGroups = kFloatBlockColumns / 8;

@@ -1,7 +1,7 @@
 // How a tile leaves the processors. Each of their warps rounds its 16 rows of outputs to 16 bits,
 // lays them down in shared memory for a finisher, and goes on with the next product: what becomes
-// of the outputs costs the tensor cores nothing. A finisher reads whole rows, a lane eight columns;
-// what leaves as it is, bulk copies fetch, a row each.
+// of the outputs costs the tensor cores nothing. A finisher reads whole rows, eight columns a lane;
+// rows that leave as they are leave by bulk copies, one each.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -15,8 +15,8 @@ namespace flashmoe {
 constexpr int kRowChunks = BLOCK_N * kElementBytes / 16;  // 16-byte chunks of a tile's row
 
 // Outputs of one processor's warp. Rows are a chunk further apart than they are long, so that eight
-// rows of one chunk lie in different banks. Aligned for the swizzle of what float_half.cuh lays
-// down.
+// rows of one chunk lie in different banks. The alignment is for the swizzle of the floats that
+// float_half.cuh lays down.
 struct alignas(256) WarpOutputs {
     uint8_t row[kWarpRows][BLOCK_N * kElementBytes + 16];
 };
@@ -34,7 +34,7 @@ struct Handover {
     Barrier (&empty)[kNumProcessors][kProcessorWarps];
 };
 
-// What one processor's warp has of it.
+// One processor warp's part of it.
 struct WarpRoom {
     WarpOutputs& outputs;
     Barrier& full;
@@ -49,21 +49,21 @@ struct WarpRoom {
 __device__ __forceinline__ void init_barriers(const Handover& handover) {
     for (int processor = 0; processor < kNumProcessors; ++processor) {
         for (int warp = 0; warp < kProcessorWarps; ++warp) {
-            // Lanes arrive for themselves: what one of them arrived with for all, after
-            // __syncwarp, racecheck would not take for ordered.
+            // Each lane arrives for itself: if one arrived for all after __syncwarp, racecheck
+            // would not take the other lanes' accesses for ordered.
             handover.full[processor][warp].init(32);
             handover.empty[processor][warp].init(32);
         }
     }
 }
 
-// Lets a processor's warps have their rooms, which are not free from the first: a finisher may have
-// other use for them. Scope: one warp.
+// Lets a processor's warps have their rooms, which are not free from the first, since a finisher
+// may have used them for something else. Scope: one warp.
 __device__ __forceinline__ void open_rooms(const Handover& handover, int processor) {
     for (Barrier& empty : handover.empty[processor]) empty.arrive();
 }
 
-// A warp's share of an accumulator, rounded.
+// Lays down a warp's share of an accumulator, rounded.
 template <class T, class Accumulator>
 __device__ __forceinline__ void lay_down(WarpOutputs& outputs, const Accumulator& accumulator) {
     const uint32_t lane = threadIdx.x % 32;
@@ -82,8 +82,8 @@ __device__ __forceinline__ void lay_down(WarpOutputs& outputs, const Accumulator
     }
 }
 
-// Lays down this warp's outputs once their room is free, and tells its finisher. What the warp
-// waits is added to `waited`. Scope: a warp of a processor.
+// Lays down this warp's outputs once their room is free, and tells its finisher. The time that the
+// warp waits is added to `waited`. Scope: a warp of a processor.
 template <class T, class Accumulator>
 __device__ __forceinline__ void give_outputs(const Watchdog& watchdog,
                                              const WarpRoom& room,
@@ -104,7 +104,7 @@ class OutputsView {
  public:
     __device__ explicit OutputsView(const WarpOutputs& outputs) : outputs_(outputs) {}
 
-    // From some 16-byte chunk of a row on, for a bulk copy.
+    // The address of a row's 16-byte chunk, for a bulk copy from there on.
     __device__ __forceinline__ const uint8_t* at(int row, int chunk = 0) const {
         return &outputs_.row[row][chunk * 16];
     }
@@ -116,9 +116,9 @@ class OutputsView {
     const WarpOutputs& outputs_;
 };
 
-// Gives rooms back to a processor's warps, each once this lane and its bulk copies have read it.
-// One behind, so that the copies of one warp's outputs are under way while those of the next begin.
-// Scope: one warp.
+// Gives rooms back to a processor's warps, each once this lane and its bulk copies have read it. It
+// is one room behind, so that the copies of one warp's outputs are under way while those of the
+// next begin. Scope: one warp.
 class GiveBack {
  public:
     __device__ __forceinline__ void follow(Barrier& empty) {

@@ -81,8 +81,8 @@ struct Mainloop {
                 mma.accumulate_ = GMMA::ScaleOut::One;
             }
             warpgroup_commit_batch();
-            // Not one behind: the other warpgroup's products keep the tensor cores busy, and the
-            // stage is free as early as it can be.
+            // Waits for these very products, and not one behind: the other warpgroup's keep the
+            // tensor cores busy, and the stage is free as early as it can be.
             warpgroup_wait<0>();
             warpgroup_fence_operand(accumulator);
             release(ring.empty[cursor.index()]);
@@ -90,9 +90,9 @@ struct Mainloop {
         }
     }
 
-    // Releases stages that this warpgroup has no use for. Its warps see each one before any goes
-    // on, as products have them do: of those that release it none knows whether the others have,
-    // and to one that looks when it has been filled again the parity says that it has not come yet.
+    // Releases stages that this warpgroup has no use for. Its warps come together at each stage, as
+    // they do for products: a warp that looked late, after the others have released the stage and
+    // it was filled again, would take the next phase's parity for a stage that has not come yet.
     // Scope: as above.
     template <class Ring>
     __device__ __forceinline__ static void skip(const Ring& ring,
@@ -110,9 +110,9 @@ struct Mainloop {
     }
 
  private:
-    // Waits for a stage, which adds to `waited`. Nothing of a warpgroup in here, since its warps do
-    // not find the same. A stage that does not come leaves no fault, in the midst of the products:
-    // its loader waits as well, for rows or for room, and does.
+    // Waits for a stage; the time is added to `waited`. Nothing in here may need the whole
+    // warpgroup, since its warps do not find the same. A stage that does not come leaves no fault
+    // in the midst of the products: its loader waits as well, for rows or for room, and leaves one.
     __device__ __forceinline__ static void await_stage(const Watchdog& watchdog,
                                                        Barrier& full,
                                                        uint32_t parity,
@@ -122,7 +122,7 @@ struct Mainloop {
         waited +=
             await_barrier<Waiter::kWarp>(watchdog, Wait::kProcessorStage, full, parity, [] {});
     }
-    // One elected thread for each CTA.
+    // One thread arrives at each CTA's barrier.
     __device__ __forceinline__ static void release(Barrier& stage) {
         const int thread = threadIdx.x % 128;
         ptx::delay_point_of_warp();

@@ -22,9 +22,8 @@ struct alignas(16) TileInfo {
     int16_t gemm;  // 0 or 1, in a backward up to 3; kNoTile ends the kernel
     int16_t expert;
     Pair pair;
-    int8_t
-        num_halves;  // that have rows: of the pair, or once it is known whose tile it is, of that
-    bool is_late;    // one of the layer's last
+    int8_t num_halves;  // halves that have rows: the pair's, or after `of` the tile's
+    bool is_late;       // one of the layer's last
     int8_t reserved;
     int32_t m;
     int32_t n;
@@ -69,7 +68,7 @@ struct StageRing {
     Barrier (&empty)[kStages];
 };
 
-// `reader_warps`: of each CTA, beside the loader.
+// `reader_warps` is how many warps of each CTA read the mailbox, beside the loader.
 template <class Ring>
 __device__ __forceinline__ void init_barriers(const Ring& ring,
                                               TileMailbox& mailbox,
@@ -100,9 +99,9 @@ class RingCursor {
     uint32_t position_ = 0;
 };
 
-// Who waits for a barrier: a thread for itself, or a warp. Its lanes may see the barrier come at
-// different times, but what they do next, shuffles and products, has to be done by all of them
-// together, and ptxas takes what hangs on a barrier for uniform.
+// Who waits for a barrier: a thread for itself, or a warp. A warp's lanes may see the barrier come
+// at different times, but all of them have to do together what comes next, shuffles and products,
+// and ptxas takes what depends on a barrier for uniform.
 enum class Waiter { kThread, kWarp };
 
 template <Waiter kWaiter>
@@ -168,9 +167,9 @@ __device__ __forceinline__ void announce_tile(const Watchdog& watchdog,
     slot.advance();
 }
 
-// Takes the announced pair. The leading CTA may hear of an arrival, and the next pair be there,
-// before a load that was issued first has read this one: so the arrival depends on what was loaded,
-// of which no word is negative. Scope: the other CTA's loader thread, or one lane.
+// Takes the announced pair. The arrival may overtake the load that was issued first, and then the
+// next pair would be there before this one is read. So the arrival depends on what was loaded, of
+// which no word is negative. Scope: the other CTA's loader thread, or one lane.
 __device__ __forceinline__ TileInfo read_tile(TileMailbox& mailbox, RingCursor<kTileSlots>& slot) {
     const int4 tile = reinterpret_cast<const int4&>(mailbox.tile[slot.index()]);
     ptx::delay_point();

@@ -81,8 +81,8 @@ class Router:
             written by the layer's forward, as the two below.
         probs: Like ``logits``, 0 where not chosen.
         routing_map: ``[num_tokens, num_experts]`` bool.
-        versions: Of logits and map once they are filled in, for their gradient is computed from
-            them.
+        versions: Autograd's versions of logits and map once they are filled in, since the gradient
+            is computed from them.
     """
 
     config: RouterConfig

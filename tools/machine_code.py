@@ -34,7 +34,11 @@ import resource_table
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*)")
 REGISTER = re.compile(r"\bU?[RP]\d+\b")
 PRODUCT, MOVE, NOTHING, INVALIDATION = "HGMMA", "R2UR", "NOP", "CCTL.IVALL"
-LOAD, ARRIVAL = "LDS", "SYNCS.ARRIVE.TRANS64.RED.A1T0"  # of shared memory; at any CTA's barrier
+# A load of shared memory, and an arrival at a barrier of any CTA.
+LOAD, ARRIVAL = (
+    "LDS",
+    "SYNCS.ARRIVE.TRANS64.RED.A1T0",
+)
 
 
 class Instruction(NamedTuple):
@@ -59,10 +63,10 @@ NEAR = 24
 
 
 def find_disassembler() -> Path:
-    """cuobjdump: beside nvcc, in PATH, or of the package nvidia-cuda-cuobjdump.
+    """Finds cuobjdump: beside nvcc, in PATH, or in the package nvidia-cuda-cuobjdump.
 
     Raises:
-        BuildError: There is none.
+        BuildError: There is no cuobjdump.
     """
     beside = nvcc_build.find_toolchain().nvcc.resolve().with_name("cuobjdump")
     in_path = shutil.which("cuobjdump")
@@ -99,7 +103,7 @@ def moves_in_loops(kernels: Kernels) -> dict[str, list[int]]:
     """Counts moves to uniform registers between the products of each stage.
 
     Args:
-        kernels: Of :func:`instructions`.
+        kernels: What :func:`instructions` gives.
 
     Returns:
         By the mangled name of each kernel that has products: a number for each place where a stage

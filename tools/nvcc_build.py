@@ -49,11 +49,11 @@ class Variant:
     """A build of the library for one purpose.
 
     Attributes:
-        name: Of the library, ``libflashmoe_NAME.so``, and of its objects; empty for the one that is
-            shipped.
-        flags: For the sources that it compiles in its own way.
-        folders: Those below csrc/ whose sources these are, all if empty; the rest is shared with
-            the library that is shipped.
+        name: Part of the names of the library, ``libflashmoe_NAME.so``, and of its objects; empty
+            for the library that is shipped.
+        flags: Flags for the sources that it compiles in its own way.
+        folders: Folders below csrc/ that have these sources, all if empty; the other objects are
+            shared with the library that is shipped.
         hooks: A C source, relative to the checkout, that is linked in.
     """
 
@@ -101,7 +101,7 @@ class Toolchain:
     Attributes:
         nvcc: The compiler driver.
         release: What ``nvcc --version`` says, part of the cache's key.
-        cutlass: The directory of CUTLASS's and CuTe's headers.
+        cutlass: The folder of CUTLASS's and CuTe's headers.
         lib_dir: Holds libcudart_static.a where nvcc would not find it by itself.
     """
 
@@ -187,7 +187,7 @@ def build_library(
     Args:
         target: The library to write; replaced only once it is linked.
         jobs: Compilers at a time; $MAX_JOBS, else one for each core, if not given.
-        variant: What it is for.
+        variant: The purpose that it is built for.
 
     Returns:
         The objects, in the order of their sources.
@@ -249,7 +249,7 @@ def run_probe(source: Path, variant: Variant = SHIPPED) -> dict[str, int]:
 
     Args:
         source: A .cu file with a ``main`` that prints "name number" lines and needs no GPU.
-        variant: Whose flags the headers see.
+        variant: The variant whose flags the headers see.
 
     Returns:
         The numbers, by name.

@@ -31,7 +31,7 @@ def render(
 
     Args:
         objects: All of a library, fresh or from the cache.
-        variant: Whose they are.
+        variant: The variant that they belong to.
 
     Raises:
         BuildError: The compiler said nothing of any kernel, or the program that asks for shared
@@ -73,6 +73,6 @@ def demangled(names: list[str]) -> list[str]:
 
 def short_name(name: str) -> str:
     """A kernel's name without return type, namespace and arguments."""
-    name = re.sub(r"\(flashmoe::\w+\)", "", name)  # of an enumerator among template arguments
+    name = re.sub(r"\(flashmoe::\w+\)", "", name)  # an enumerator's type among template arguments
     name = name.partition("(")[0].removeprefix("void ")
     return name.replace("flashmoe::", "").replace("> >", ">>")

@@ -38,7 +38,7 @@ ACTIVATIONS = {
 
 
 class _Sized(ctypes.Structure):
-    """A struct that begins with its own size."""
+    """A struct that begins with its own size, by which the library refuses another version."""
 
     def __init__(self, *values: Any, **fields: Any) -> None:
         super().__init__(ctypes.sizeof(self), *values, **fields)
@@ -69,11 +69,11 @@ class FlashMoEProblem(_Sized):
 
 
 class HeapBounds(NamedTuple):
-    """What all layers that share a heap lay it out for: the most of any of them.
+    """What a heap is laid out for: the most that any of the layers has that share it.
 
     Attributes:
-        tokens: Of one rank.
-        topk: Experts of one token.
+        tokens: Most tokens of one rank.
+        topk: Most experts of one token.
     """
 
     tokens: int
@@ -81,11 +81,11 @@ class HeapBounds(NamedTuple):
 
     @classmethod
     def of(cls, config: MoEConfig) -> "HeapBounds":
-        """Those of a layer that has the heap for itself."""
+        """Bounds of a heap that one layer uses alone."""
         return cls(config.max_tokens, config.topk)
 
     def joined(self, other: "HeapBounds") -> "HeapBounds":
-        """Those of both."""
+        """The larger of each bound."""
         return HeapBounds(max(self.tokens, other.tokens), max(self.topk, other.topk))
 
 
@@ -99,7 +99,7 @@ def problem_of(
     heap: HeapBounds,
     timeout_s: float,
 ) -> FlashMoEProblem:
-    """A layer as the library sees it; the arguments are the struct's fields."""
+    """Makes the library's struct of a layer; the arguments are its fields."""
     return FlashMoEProblem(
         rank=rank,
         num_ranks=config.num_ranks,
@@ -284,14 +284,14 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
         ctypes.c_uint64,
     ),
 }
-"""What every function returns, then what it takes, by its name without the prefix ``flashmoe_``."""
+"""Types of each function, by its name without ``flashmoe_``: its result, then its arguments."""
 
 
 def library_path() -> Path:
     """The package's own library, or the one that ``$FLASHMOE_LIBRARY`` names.
 
     Raises:
-        DeviceError: The variable has no absolute path, which would depend on where one stands.
+        DeviceError: The variable has a relative path, which would depend on the working folder.
     """
     named = os.environ.get(LIBRARY_VARIABLE)
     if not named:
@@ -328,7 +328,8 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         path: Where it is; by default what :func:`library_path` said at the first call.
 
     Raises:
-        DeviceError: The library is missing, is none, is of another version, or its structs differ.
+        DeviceError: The file is missing, is no libflashmoe or another version of it, or its structs
+            differ.
     """
     if path is None:
         return load(library_path())
@@ -369,7 +370,7 @@ def call(name: str, *arguments: Any) -> None:
     """Calls the library and turns a status into an error.
 
     Args:
-        name: See :func:`function`.
+        name: The function's name without ``flashmoe_``.
         *arguments: Structs (passed by reference), integers and addresses.
 
     Raises:

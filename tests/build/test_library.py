@@ -53,7 +53,7 @@ def declared_numbers() -> dict[str, int]:
 
 
 def declared_fields() -> dict[str, list[tuple[str, type]]]:
-    """Of every struct, as ``_fields_`` of its mirror."""
+    """The fields of every struct, in the form of its mirror's ``_fields_``."""
     numbers = declared_numbers()
     found: dict[str, list[tuple[str, type]]] = {}
     for body, struct in re.findall(r"typedef struct \{(.*?)\} (\w+);", header(), re.DOTALL):
@@ -68,7 +68,7 @@ def declared_fields() -> dict[str, list[tuple[str, type]]]:
 
 
 def declared_signatures() -> dict[str, tuple[type, ...]]:
-    """Of every function, as in the binding."""
+    """The types of every function, in the form of the binding's."""
     found = {}
     for result, name, arguments in re.findall(
         r"FLASHMOE_EXPORT\s+([^;(]*?)\s*flashmoe_(\w+)\((.*?)\);", header(), re.DOTALL

@@ -71,7 +71,7 @@ def test_counts_arrivals_that_do_not_depend_on_the_load_before_them() -> None:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> machine_code.Kernels:
-    """Of the library that is shipped."""
+    """The kernels of the library that is shipped."""
     library = tmp_path_factory.mktemp("library") / "libflashmoe.so"
     return machine_code.instructions(machine_code.disassemble(nvcc_build.build_library(library)))
 

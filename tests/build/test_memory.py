@@ -14,7 +14,7 @@ from tools.bench.shapes import SHAPES
 
 MIB = 2**20
 MOST_ROUTES = 2**19
-"""Of a group and call, up to which 16 MiB are enough for what is not rows of tokens."""
+"""Up to so many routes of a group and call, 16 MiB hold all that is not rows of tokens."""
 
 
 @st.composite
@@ -55,7 +55,7 @@ def test_symmetric_memory_is_bounded(config: MoEConfig, more: int) -> None:
     if config.num_ranks == 1:  # reads its tokens where they are, and sums them where they go
         copies = 0
     assert copies <= plan.symmetric <= copies + 16 * MIB
-    # Of what else the layer may be, the heap knows nothing.
+    # The heap does not depend on anything else of the layer.
     others = plan_of(
         dataclasses.replace(
             config,

@@ -143,7 +143,7 @@ def _unfused(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Re
     given_probs = torch.cat(inputs.probs)
     probs = given_probs.float()
     grad_probs = torch.zeros_like(probs)
-    shares = x.new_zeros(2, config.num_ranks, *x.shape)  # of out and of grad x, by rank
+    shares = x.new_zeros(2, config.num_ranks, *x.shape)  # what each rank adds to out and to grad x
     grad_fc1, grad_fc2 = [], []
     for expert in range(config.num_experts):
         rank = expert // config.num_local_experts

@@ -158,10 +158,10 @@ class Report:
 
     Attributes:
         mode: "virtual" or "real" ranks.
-        num_ranks: How many.
+        num_ranks: How many ranks took part.
         library: The file that was loaded.
-        seed: Of the order, the pauses and the poison.
-        steps: Forwards with or without backward, of all ranks together.
+        seed: What the order, the pauses and the poison are drawn from.
+        steps: Forwards with or without backward, each by all ranks together.
         launches: Launches of the layer, forward or backward, each by all ranks together.
         scenarios: Distinct ones that were run.
         compared: Values compared with the first run's.
@@ -410,7 +410,7 @@ def load_kernels(seed: int) -> None:
 def stress(run: Any, report: Report, seconds: float, agree_to_stop: Callable[[bool], bool]) -> None:
     """Runs until the time is over or something is wrong, and fills the report."""
     ledger = Ledger(report)
-    way: Way | None = None  # of the step under way, as its scenario
+    way: Way | None = None  # how the step under way and its scenario run
     scenario: Scenario | None = None
     scenarios: dict[int, Scenario] = {}
     on_nan: dict[int, Scenario] = {}

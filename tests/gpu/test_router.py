@@ -72,7 +72,7 @@ def test_router_and_layer(
         probs, _, router = open_router(config, x, weight, ROUTERS[name])
         out = moe_apply(backend, x, probs, router.routing_map, weights, router=router)
         check(router, x, config.topk)
-        # The same launch without a router, of what the router has found.
+        # The same launch without a router, given what the router has found.
         again = moe_apply(backend, x, router.probs.clone(), router.routing_map.clone(), weights)
     assert torch.equal(out, again)
 
@@ -90,7 +90,7 @@ def test_float16(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_gradients(name: str) -> None:
-    """Of a router in the launch, beside one in torch in front of it, on the same logits."""
+    """The fused router's gradients are those of a router in torch on the same logits."""
     config, inputs, weight = make(64, 4, 256, 300)
     backend = KernelBackend(config, None, device())
     (weights,) = steps.weights_of(config, inputs)

@@ -87,7 +87,7 @@ class Job:
     def gradients(
         self, setup: Setup, experts: Experts, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """Of the first batch, whole, in float32, by the parameter's name."""
+        """The first batch's gradients by the parameter's name, whole, in float32."""
         from deepspeed.utils import safe_get_full_grad
 
         engine = self.engine(setup, experts, dtype)

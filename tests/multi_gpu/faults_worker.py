@@ -121,7 +121,7 @@ def never_launches_forward(job: Job) -> dict[str, Any]:
         if fault.is_faulty:
             time.sleep(TIMEOUT_S + 1.5)
         seen = fault.gives_up(fault.forward)
-        dist.barrier()  # of NCCL: the group works
+        dist.barrier()  # NCCL's, which shows that the group works
         for _ in range(3):
             fault.check()
     return seen

@@ -19,10 +19,10 @@ def run_job(
 
     Args:
         module: Takes ``--out FILE``, to which it appends a JSON object with a "case" for each.
-        num_ranks: Processes, one a GPU.
-        *arguments: More of the module's.
-        timeout_s: Of the whole job, in seconds.
-        grace_s: For torchrun to end its ranks after that.
+        num_ranks: How many processes, each on a GPU of its own.
+        *arguments: Further arguments of the module.
+        timeout_s: Seconds that the whole job may take.
+        grace_s: Seconds after that in which torchrun has to end its ranks.
 
     Returns:
         Each finished case's record by name, and the end of what the job printed.

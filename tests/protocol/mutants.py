@@ -31,7 +31,7 @@ class Mutant:
             reports, a wrong value or a hang. They find more than those that are marked so, which
             each stand for a kind; what they cannot see is scopes, and what TMA does.
         edits: ``(file, text, replacement)``; each text is once in its file.
-        states: Of the scenario, or runs of a random walk: it is found in fewer.
+        states: It is found in fewer states of the scenario, or runs of a random walk.
     """
 
     name: str
@@ -100,14 +100,14 @@ MUTANTS = [
     Mutant(
         "row bounds are written after the fence behind all arrivals",
         "ranks3",
-        "row_bound",
+        "row_block_bound",
         True,
         (
-            (FORWARD, "if (cta_ == 0) write_row_bounds(launch, epoch);\n", ""),
+            (FORWARD, "if (cta_ == 0) write_row_block_bounds(launch, epoch);\n", ""),
             (
                 FORWARD,
                 "const bool refused =",
-                "write_row_bounds(launch, epoch);\n            const bool refused =",
+                "write_row_block_bounds(launch, epoch);\n            const bool refused =",
             ),
         ),
     ),

@@ -36,9 +36,9 @@ class Ring:
 
     Attributes:
         num_k_blocks: Stages of it.
-        multiplied: By each processor, from the first on; it skips the others.
+        multiplied: Stages that each processor multiplies, from the first on; it skips the others.
         together: Whether a processor's warps see a skipped stage together.
-        warps: Of a processor; the first releases.
+        warps: How many a processor has; the first releases.
     """
 
     num_k_blocks: int

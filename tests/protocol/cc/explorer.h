@@ -44,7 +44,7 @@ using flashmoe::protocol::Scope;
 
 constexpr uint64_t kVoid = 0x7f7f7f7f7f7f7f7f;  // what a race reads
 constexpr int kMaxThreads = 12, kMaxLocations = 1536, kStackBytes = 64 * 1024;
-constexpr int kStages = 3, kMaxStages = 16 * kStages;  // of a launch, of all
+constexpr int kStages = 3, kMaxStages = 16 * kStages;  // stages of one launch, of all
 
 struct View {
     uint16_t version[kMaxLocations];
@@ -59,7 +59,7 @@ struct Request {
     uint64_t value;
     bool acquires, releases, returns;
     Scope scope;
-    bool (*accepts)(void*, uint64_t);  // of a wait
+    bool (*accepts)(void*, uint64_t);  // what ends a wait
     void* context;
     const char* what;   // waits for
     int escape;         // the word that ends all waits, or -1
@@ -69,14 +69,14 @@ struct Request {
 struct Message {
     uint64_t value;
     uint16_t version;
-    int rank;          // of the writer
-    View gpu, system;  // what readers of the writer's rank learn, and those of others
+    int rank;          // the writer's
+    View gpu, system;  // what readers on the writer's rank learn, and readers on others
 };
 
 struct Location {
     const char* name;
     int index, rank;
-    // Of plain memory.
+    // Plain memory has these.
     uint64_t value;
     uint16_t version, last_plain, readers;
     bool is_counter, is_complete;  // a load has taken the counter for complete
@@ -163,7 +163,7 @@ class Engine {
         has_timeouts_ = true;
         early_timeouts_ = early;
     }
-    // Of the running thread's waits, until told otherwise.
+    // Says whether the running thread's waits end in time, until told otherwise.
     void set_in_time(bool is_in_time) { running_->is_in_time = is_in_time; }
     bool is_void() const { return is_void_; }
 

@@ -60,13 +60,13 @@ enum class Kind {
 
 struct Launch {
     Kind kind = Kind::kForward;
-    // Of this launch's layer; others share its heap.
+    // What this launch's layer has; other layers share its heap.
     int topk;
     int width = 1;  // words of a row, its hidden size
     int tokens[kMaxRanks] = {};
     int8_t expert[kMaxRanks][kMaxTokens][kMaxTopk] = {};  // or -1
     int refusing_rank = -1;                               // finds its routing unusable
-    int row_bound = 1 << 20;                              // blocks that fit in every rank's buffers
+    int row_block_bound = 1 << 20;                        // blocks that fit in every rank's buffers
     bool fails = false;                                   // hence no rank goes on
     int absent_rank = -1;                                 // does not launch, and exits
     bool is_in_time = false;                              // no wait runs out of time early
@@ -142,7 +142,7 @@ struct Memory {
     // The symmetric heap.
     typename A::template Array<typename A::U64> route_signals;
     Words gave_up, row_signals, result_signals;
-    Cells row_bounds;
+    Cells row_block_bounds;
     Cells heap;  // the rest of it, where each layer has its routes, rows, results and dprobs
     // The workspace.
     Words raised, counters;
@@ -160,7 +160,7 @@ struct Memory {
           gave_up(1, "gave_up", rank),
           row_signals(s.ranks, "row_signal", rank),
           result_signals(s.tokens * s.ranks, "result_signal", rank),
-          row_bounds(2 * s.ranks, "row_bound", rank),
+          row_block_bounds(2 * s.ranks, "row_block_bound", rank),
           heap(int(HeapPlaces(s, s.topk, kMaxWidth).end), "heap", rank),
           raised(1, "raised", rank),
           counters(num_counters(s), "counter", rank),
@@ -322,7 +322,7 @@ class Agent {
                 }
             }
         }
-        if (cta_ == 0) write_row_bounds(launch, epoch);
+        if (cta_ == 0) write_row_block_bounds(launch, epoch);
         protocol::arrive<A>(here_.counter(M::kRoutes), s_.ctas, [&] {
             const bool refused = A::load(&here_.raised[0]) != 0;
             protocol::publish_routes<A>(
@@ -336,10 +336,11 @@ class Agent {
         if (s_.agents == 1) publish_rows(launch, epoch);
     }
 
-    void write_row_bounds(const Launch& launch, uint32_t epoch) {
+    void write_row_block_bounds(const Launch& launch, uint32_t epoch) {
         for (int rank = 0; rank < s_.ranks; ++rank) {
-            A::write(&world_.ranks[rank]->row_bounds[protocol::route_word(epoch, s_.ranks, rank_)],
-                     uint64_t(launch.row_bound));
+            A::write(
+                &world_.ranks[rank]->row_block_bounds[protocol::route_word(epoch, s_.ranks, rank_)],
+                uint64_t(launch.row_block_bound));
         }
     }
 
@@ -494,7 +495,7 @@ class Agent {
                 blocks += blocks_of(rank * s_.local_experts() + i);
             }
             const uint64_t bound =
-                A::read(&here_.row_bounds[protocol::route_word(epoch, s_.ranks, rank)]);
+                A::read(&here_.row_block_bounds[protocol::route_word(epoch, s_.ranks, rank)]);
             if (uint64_t(blocks) > bound) fit = false;
         }
         if (not fit) A::fetch_or(&here_.raised[0], 1);
@@ -624,7 +625,7 @@ class Agent {
         }
     }
 
-    // Of a token.
+    // Visits the rows of a token.
     template <class Visit>
     void for_each_row(uint64_t rows, Visit visit) {
         for (int k = 0; k < topk_; ++k) {
@@ -1014,7 +1015,7 @@ class Agent {
         }
     }
 
-    // The end of a launch: moe/args.cuh, and spoil_output of kernel/layer.cuh.
+    // The end of a launch: moe/workspace.cuh, and spoil_output of kernel/layer.cuh.
     void leave(const Launch& launch, uint32_t epoch, bool go_on) {
         if (not protocol::leave<A>(here_.counter(M::kLeaving), s_.ctas)) return;
         const bool gathers = launch.kind == Kind::kGather;

@@ -97,7 +97,7 @@ inline std::vector<Scenario> small_scenarios() {
             {"ranks3_split", s, {again(first, Kind::kPlan), again(first, Kind::kPlanned), own}});
         Launch refused = first, large = second;
         refused.refusing_rank = 1, refused.fails = true;
-        large.row_bound = 0, large.fails = true;
+        large.row_block_bound = 0, large.fails = true;
         all.push_back({"ranks3_refused", s, {refused, second, large}});
         Launch absent = second;
         absent.absent_rank = 1;

@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from flashmoe_megatron.adapters.deepspeed.settings import read_settings
+import pytest
 
+from flashmoe_megatron.adapters.deepspeed.settings import read_settings
+from tests.distributed import PATIENCE_S
+
+pytestmark = pytest.mark.timeout(PATIENCE_S + 20)
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flashmoe_megatron"
 BEFORE_README = """
@@ -35,7 +39,7 @@ def check_on_two_ranks(program: Path) -> None:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("gradients True") == 2

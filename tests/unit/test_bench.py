@@ -1,6 +1,5 @@
 """The measuring tools measure what they say: the baseline is the layer, the gate notices errors."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from tools.bench.bench_layer import (
     routed_calls,
 )
 from tools.bench.compare_libraries import Worker
-from tools.bench.correctness import LayerResults, relative_errors
-from tools.bench.profile_layer import FORWARD, Activity, activities_of, unexpected
+from tools.bench.correctness import relative_errors
 from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Shape, make_problem
 
 
@@ -44,18 +42,7 @@ def measured_errors(
 
     problem.x.grad = None
     baseline = UnfusedLayer(problem, use_main_grad=use_main_grad)
-    out = baseline.forward_and_backward()
-    fc1, fc2 = baseline.main_grads or [baseline.weights.fc1.grad, baseline.weights.fc2.grad]
-    grad_probs = torch.zeros_like(problem.probs)
-    grad_probs.scatter_(1, problem.topk_idx, problem.topk_weight.grad)
-    results = LayerResults(
-        out,
-        problem.x.grad,
-        grad_probs,
-        list(fc1.transpose(1, 2)),
-        list(fc2.transpose(1, 2)),
-    )
-    errors.append(relative_errors(problem, results))
+    errors.append(relative_errors(problem, baseline.results()))
     return [*errors, broken]
 
 
@@ -104,23 +91,6 @@ def test_shapes_are_the_published_ones():
         "mixtral-8x7b": 5772,
         "deepseek-v3-e64": 2886,
     }
-
-
-def test_a_trace_is_read_in_order_of_time(tmp_path: Path):
-    events = [
-        {"cat": "kernel", "name": "layer_kernel<silu>", "ts": 120.0, "dur": 50.0},
-        {"cat": "cpu_op", "name": "aten::empty", "ts": 90.0, "dur": 1.0},
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 110.0, "dur": 2.0},
-        {"cat": "kernel", "name": "plan_kernel", "ts": 100.0, "dur": 5.0},
-    ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    found = activities_of(path)
-    assert [activity.start_us for activity in found] == [0.0, 10.0, 20.0]
-    assert unexpected(found, ("plan_kernel", "layer_kernel")) is None
-    extra = [*found, Activity("elementwise_kernel", 200.0, 1.0)]
-    assert "elementwise_kernel" in str(unexpected(extra, FORWARD))
-    assert unexpected(found[:1], FORWARD) is not None
 
 
 @pytest.mark.parametrize("exists", [False, True])

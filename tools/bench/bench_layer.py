@@ -42,7 +42,7 @@ from flashmoe_megatron.telemetry.record import Direction
 from tools.bench import common, stopwatch
 from tools.bench.common import Record, Timer, Timing, log
 from tools.bench.correctness import LayerResults, relative_errors
-from tools.bench.shapes import ALL_SHAPES, SHAPES, Problem, Shape, make_problem
+from tools.bench.shapes import ALL_SHAPES, SHAPES, Problem, Shape, problem_here
 from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
 
 GATE = 6e-3
@@ -101,6 +101,20 @@ class FusedLayer:
         )
 
 
+def kernel_layer(problem: Problem, *, use_main_grad: bool = True, **options: Any) -> FusedLayer:
+    """The layer on this GPU's kernel, over the default group if the problem has several ranks.
+
+    Args:
+        problem: Made by :func:`~tools.bench.shapes.problem_here`.
+        use_main_grad: Weight gradients are added to float32 buffers.
+        **options: Further ones of :func:`~flashmoe_megatron.select.select_backend`.
+    """
+    group = dist.group.WORLD if problem.config.num_ranks > 1 else None
+    options = {"timeout": TIMEOUT_S, **options}
+    backend = select_backend(problem.config, group, problem.x.device, kind="kernel", **options)
+    return FusedLayer(problem, backend, use_main_grad=use_main_grad)
+
+
 class UnfusedLayer:
     """The baseline."""
 
@@ -127,6 +141,20 @@ class UnfusedLayer:
         for main_grad, parameter in zip(self.main_grads, parameters, strict=False):
             main_grad.add_(parameter.grad)
         return out.detach()
+
+    def results(self) -> LayerResults:
+        """What one forward and backward yield, in the form of the fused layer's."""
+        for main_grad in self.main_grads:
+            main_grad.zero_()
+        out = self.forward_and_backward()
+        problem = self.problem
+        assert problem.x.grad is not None
+        assert problem.topk_weight.grad is not None
+        grad_probs = torch.zeros_like(problem.probs)
+        grad_probs.scatter_(1, problem.topk_idx, problem.topk_weight.grad)
+        fc1, fc2 = self.main_grads or [self.weights.fc1.grad, self.weights.fc2.grad]
+        shares = (list(grad.transpose(1, 2)) for grad in (fc1, fc2))
+        return LayerResults(out, problem.x.grad, grad_probs, *shares)
 
 
 def without_grad(call: Callable[[], object]) -> Callable[[], object]:
@@ -206,9 +234,9 @@ def kernel_timing(
 class Ceilings:
     """What this machine can do at most, measured in the same run."""
 
-    def __init__(self, timer: Timer, num_ranks: int, symmetric_backend: str) -> None:
+    def __init__(self, timer: Timer, num_ranks: int, symmetric_memory: str) -> None:
         self.tflops = common.cublas_tflops(timer)
-        self.link_gbps = common.link_gbps(timer, symmetric_backend) if num_ranks > 1 else None
+        self.link_gbps = common.link_gbps(timer, symmetric_memory) if num_ranks > 1 else None
         torch.cuda.empty_cache()
 
     def floor_ms(self, shape: Shape, problem: Problem) -> float:
@@ -239,29 +267,18 @@ def measure(
     Raises:
         SystemExit: The layer does not pass the correctness gate.
     """
-    rank = dist.get_rank() if num_ranks > 1 else 0
-    device = torch.device("cuda", torch.cuda.current_device())
-    problem = make_problem(
-        shape,
-        num_ranks,
-        rank=rank,
-        device=device,
-        zipf=options.zipf,
-        seed=options.seed,
-        dtype=DTYPES[dtype],
+    problem = problem_here(
+        shape, num_ranks, zipf=options.zipf, seed=options.seed, dtype=DTYPES[dtype]
     )
-    backend = select_backend(
-        problem.config,
-        dist.group.WORLD if num_ranks > 1 else None,
-        device,
-        kind="kernel",
+    use_main_grad = options.grads == "main_grad"
+    fused = kernel_layer(
+        problem,
+        use_main_grad=use_main_grad,
         symmetric_memory=options.symmetric,
-        timeout=TIMEOUT_S,
         reserved_sms=options.reserved_sms,
         row_bound=options.row_bound,
     )
-    use_main_grad = options.grads == "main_grad"
-    fused = FusedLayer(problem, backend, use_main_grad=use_main_grad)
+    backend = fused.backend
     floor_ms = ceilings.floor_ms(shape, problem)
     about = {
         "shape": name,

@@ -166,7 +166,7 @@ def cublas_tflops(timer: Timer) -> float:
     return 2 * size**3 / timing.median_ms / 1e9
 
 
-def link_gbps(timer: Timer, symmetric_backend: str) -> float:
+def link_gbps(timer: Timer, symmetric_memory: str) -> float:
     """GB/s of a copy to the next rank while all ranks copy: the ceiling of the links.
 
     Collective over the default group, which has at least 2 ranks.
@@ -178,7 +178,7 @@ def link_gbps(timer: Timer, symmetric_backend: str) -> float:
     group = dist.group.WORLD
     assert group is not None
     device = torch.device("cuda", torch.cuda.current_device())
-    target = symmetric.allocate(LINK_BYTES, group, device, symmetric_backend)  # type: ignore[arg-type]
+    target = symmetric.allocate(LINK_BYTES, group, device, symmetric_memory)  # type: ignore[arg-type]
     handle = symm_mem.rendezvous(target.local, group)
     peer = (dist.get_rank() + 1) % dist.get_world_size()
     theirs = handle.get_buffer(peer, (LINK_BYTES,), torch.uint8)

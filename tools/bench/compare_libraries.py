@@ -30,24 +30,20 @@ def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
     os.environ["FLASHMOE_LIBRARY"] = str(library)  # this process has loaded none yet
     import torch
 
-    from tools.bench.bench_layer import without_grad
-    from tools.bench.counters_cost import layer_of
-    from tools.bench.shapes import make_problem
+    from tools.bench.bench_layer import kernel_layer, without_grad
+    from tools.bench.shapes import problem_here
     from tools.bench.stopwatch import turn_ms
 
-    device = torch.device("cuda", 0)
     calls = {}
     while (order := orders.recv()) is not None:
         if order not in calls:
             shape, is_zero = order
             calls.clear()  # frees the last shape's memory
             torch.cuda.empty_cache()
-            problem = make_problem(
-                SHAPES[shape].one_of(one_of), 1, rank=0, device=device, zipf=0.0, seed=1
-            )
+            problem = problem_here(SHAPES[shape].one_of(one_of))
             if is_zero:
                 problem.zero_values()
-            layer = layer_of(problem, True, device)
+            layer = kernel_layer(problem, row_bound=common.ROW_BOUND, counters=True)
             calls[order] = dict(
                 zip(PASSES, (without_grad(layer), layer.forward_and_backward), strict=True)
             )

@@ -14,29 +14,12 @@ import statistics
 import sys
 from pathlib import Path
 
-import torch
-
-from flashmoe_megatron.select import select_backend
 from tools.bench import common, stopwatch
-from tools.bench.bench_layer import FusedLayer, without_grad
+from tools.bench.bench_layer import kernel_layer, without_grad
 from tools.bench.common import log
-from tools.bench.shapes import SHAPES, Problem, make_problem
+from tools.bench.shapes import SHAPES, problem_here
 
 WAYS = {"counted": True, "uncounted": False}
-
-
-def layer_of(problem: Problem, counts: bool, device: torch.device) -> FusedLayer:
-    """The layer with or without counters."""
-    backend = select_backend(
-        problem.config,
-        None,
-        device,
-        kind="kernel",
-        timeout=10.0,
-        row_bound=common.ROW_BOUND,
-        counters=counts,
-    )
-    return FusedLayer(problem, backend, use_main_grad=True)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -57,13 +40,13 @@ def main(arguments: list[str]) -> int:
     if not common.has_gpu():
         return 2
     record = common.Record(options.out, **common.machine(options.commit))
-    device = torch.device("cuda", 0)
     for shape in options.shapes:
-        problem = make_problem(
-            SHAPES[shape].one_of(options.one_of), 1, rank=0, device=device, zipf=0.0, seed=1
-        )
+        problem = problem_here(SHAPES[shape].one_of(options.one_of))
         problem.zero_values()
-        layers = {name: layer_of(problem, counts, device) for name, counts in WAYS.items()}
+        layers = {
+            name: kernel_layer(problem, row_bound=common.ROW_BOUND, counters=counts)
+            for name, counts in WAYS.items()
+        }
         of_passes = {
             "forward": {name: without_grad(layer) for name, layer in layers.items()},
             "forward_and_backward": {

@@ -139,6 +139,22 @@ class Problem:
         return float(rows.max() / rows.mean())
 
 
+def problem_here(
+    shape: Shape,
+    num_ranks: int = 1,
+    *,
+    zipf: float = 0.0,
+    seed: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Problem:
+    """A problem of this rank of the default group, on this process's GPU; see `make_problem`."""
+    rank = dist.get_rank() if num_ranks > 1 else 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    return make_problem(
+        shape, num_ranks, rank=rank, device=device, zipf=zipf, seed=seed, dtype=dtype
+    )
+
+
 def make_problem(
     shape: Shape,
     num_ranks: int,

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.backend import KernelBackend
-from flashmoe_megatron.select import select_backend
 from tools.bench import common
-from tools.bench.bench_layer import TIMEOUT_S, FusedLayer
-from tools.bench.shapes import SHAPES, make_problem
+from tools.bench.bench_layer import FusedLayer, kernel_layer
+from tools.bench.shapes import SHAPES, problem_here
 from tools.timeline.records import (
     LaunchTrace,
     Layout,
@@ -101,19 +100,10 @@ def capture(options: argparse.Namespace) -> int:
     common.use_library(LIBRARY)
     num_ranks = common.join_group()
     rank = dist.get_rank() if num_ranks > 1 else 0
-    device = torch.device("cuda", torch.cuda.current_device())
     shape = SHAPES[options.shape].one_of(options.one_of)
-    problem = make_problem(shape, num_ranks, rank=rank, device=device)
-    backend = select_backend(
-        problem.config,
-        dist.group.WORLD if num_ranks > 1 else None,
-        device,
-        kind="kernel",
-        timeout=TIMEOUT_S,
-        row_bound=options.row_bound,
-    )
+    layer = kernel_layer(problem_here(shape, num_ranks), row_bound=options.row_bound)
+    backend = layer.backend
     assert isinstance(backend, KernelBackend)
-    layer = FusedLayer(problem, backend, use_main_grad=True)
     for _ in range(WARMUP):
         layer.forward_and_backward()
     layout = layout_of_sources()

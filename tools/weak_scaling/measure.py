@@ -118,7 +118,7 @@ class Bench:
             tensor.grad = None
             tensor.__dict__.pop("main_grad", None)
         unfused = UnfusedLayer(problem, use_main_grad=True)
-        found["errors"]["unfused"] = self._gate("unfused", problem, _unfused_results(unfused))
+        found["errors"]["unfused"] = self._gate("unfused", problem, unfused.results())
         found["times"]["unfused"] = self._time(unfused)
         found["memory"]["unfused"] = self._peaks(unfused)
         if self.device.type == "cuda":
@@ -200,23 +200,3 @@ def _planned_bytes(problem: Problem, backend: Backend) -> dict[str, int]:
     if heap is not None:
         found["symmetric"] = heap
     return found
-
-
-def _unfused_results(layer: UnfusedLayer) -> LayerResults:
-    """What one forward and backward of the baseline yield, in the form of the gate."""
-    problem = layer.problem
-    for main_grad in layer.main_grads:
-        main_grad.zero_()
-    out = layer.forward_and_backward()
-    assert problem.x.grad is not None
-    assert problem.topk_weight.grad is not None
-    grad_probs = torch.zeros_like(problem.probs)
-    grad_probs.scatter_(1, problem.topk_idx, problem.topk_weight.grad)
-    fc1, fc2 = layer.main_grads
-    return LayerResults(
-        out,
-        problem.x.grad,
-        grad_probs,
-        list(fc1.transpose(1, 2)),
-        list(fc2.transpose(1, 2)),
-    )

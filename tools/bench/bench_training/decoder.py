@@ -90,11 +90,11 @@ class Experts:
     grouped_mm: bool = False
 
 
-def start(timeout_s: float = 120.0) -> torch.device:
+def start(timeout: float = 120.0) -> torch.device:
     """Joins the ranks that torchrun started; NCCL on GPUs, gloo on processors.
 
     Args:
-        timeout_s: Bounds every collective.
+        timeout: Bounds every collective.
 
     Returns:
         This rank's device.
@@ -108,7 +108,7 @@ def start(timeout_s: float = 120.0) -> torch.device:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_process_group(
         "nccl" if HAS_GPU else "gloo",
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=datetime.timedelta(seconds=timeout),
         **({"device_id": device} if HAS_GPU else {}),
     )
     deepspeed.utils.logger.setLevel("ERROR")  # AutoEP warns that the model is not of transformers

@@ -240,6 +240,44 @@ def test_arguments_of_the_script_are_refused(name: str) -> None:
         refuse(SimpleNamespace(**{name: given}), SCRIPT_REFUSALS)
 
 
+@pytest.mark.parametrize("off", [None, False], ids=str)
+@pytest.mark.parametrize("name", [refusal.name for refusal in CONFIG_REFUSALS + SCRIPT_REFUSALS])
+def test_what_is_given_as_off_is_not_refused(name: str, off: object) -> None:
+    if name == "activation_func":
+        pytest.skip("there is no FFN without an activation")
+    config = transformer_config(Layout(), "flashmoe")
+    setattr(config, name, off)
+    refuse(config, CONFIG_REFUSALS + SCRIPT_REFUSALS)
+
+
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [
+        ("fp8", ""),
+        ("moe_latent_size", 0),
+        ("moe_expert_rank_capacity_factor", 0.0),
+        ("moe_mlp_glu_interleave_size", 0),
+        ("glu_linear_offset", 0.0),
+        ("cpu_offloading", 0),
+        ("moe_dispatch_fwd_dtype", "bf16"),
+        ("moe_combine_bwd_dtype", ""),
+        ("cuda_graph_impl", "none"),
+        ("save_dgrads_interval", 0),
+    ],
+)
+def test_zeros_and_empty_words_are_off(name: str, off: object) -> None:
+    config = transformer_config(Layout(), "flashmoe")
+    setattr(config, name, off)
+    refuse(config, CONFIG_REFUSALS + SCRIPT_REFUSALS)
+
+
+def test_a_clamp_at_zero_is_a_clamp() -> None:
+    config = transformer_config(Layout(), "flashmoe")
+    config.activation_func_clamp_value = 0.0
+    with pytest.raises(ConfigError, match="--activation-func-clamp-value"):
+        refuse(config, CONFIG_REFUSALS)
+
+
 class HeldActivation(torch.nn.Module):
     """Experts of which each holds an activation: Transformer Engine's, another, or a function."""
 
@@ -263,7 +301,7 @@ def operation(name: str, module: str = "transformer_engine.pytorch.ops.basic.act
         (F.gelu, operation("GEGLU"), Activation.GELU_TANH),
         (F.gelu, F.gelu, Activation.GELU),
         (F.silu, operation("SwiGLU"), Activation.SILU),
-        # What Megatron's TEActivationOp makes of SiLU without a gate.
+        # Megatron's TEActivationOp makes ReLU of SiLU without a gate.
         (F.silu, operation("ReLU"), Activation.RELU),
     ],
 )
@@ -318,7 +356,7 @@ def test_the_longest_share_of_a_sequence_bounds_the_tokens(
 @pytest.mark.parametrize(
     ("given", "bound"),
     [
-        # What every script has, be there an engine or none.
+        # Every script has these arguments, be there an engine or none.
         (
             {
                 "perform_rl_step": False,

@@ -1,8 +1,9 @@
 """What a TransformerConfig may not ask for with the flashmoe dispatcher, and the way out.
 
 One table for Megatron-Core 0.16.1 up to main. A setting that a version does not know counts as not
-set. Settings that only choose another implementation of what flashmoe replaces (fusions of the
-permutation or of the activation, the flex dispatcher's options) are harmless and not listed.
+set, and so does one that is given as off. Settings that only choose another implementation of what
+flashmoe replaces (fusions of the permutation or of the activation, the flex dispatcher's options)
+are harmless and not listed.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,9 +22,9 @@ class Refusal:
 
     Attributes:
         name: Field of TransformerConfig, or argument of the training script.
-        flag: As the user writes it.
+        flag: The flag as the user writes it.
         is_asked: Whether a configuration asks for it.
-        way_out: What to do instead, as an imperative.
+        way_out: An imperative that says what to do instead.
     """
 
     name: str
@@ -57,15 +58,22 @@ def refuse(config: Any, refusals: Iterable[Refusal]) -> None:
 
 
 def _is_set(name: str) -> Callable[[Any], bool]:
+    """Whether a setting is on: ``None``, ``False``, 0 and an empty string are ways to say off."""
     return lambda config: bool(getattr(config, name, None))
 
 
-def _is_given(name: str) -> Callable[[Any], bool]:
-    return lambda config: getattr(config, name, None) is not None
+def _is_number(name: str) -> Callable[[Any], bool]:
+    """Whether a setting is a number, of which 0 is as good as any; ``False`` says off."""
+
+    def is_number(config: Any) -> bool:
+        value = getattr(config, name, None)
+        return value is not None and value is not False
+
+    return is_number
 
 
 def _is_other_than(name: str, wanted: str) -> Callable[[Any], bool]:
-    return lambda config: getattr(config, name, None) not in (None, wanted)
+    return lambda config: (getattr(config, name, None) or wanted) != wanted
 
 
 def _number(config: Any, name: str, default: int) -> int:
@@ -110,8 +118,8 @@ def _graphs_moe(config: Any) -> bool:
     kind = _graph_kind(config)
     if kind == "none":
         return False
-    # What "local" captures of a Transformer layer is the whole, whichever part is named; in hybrid
-    # models attention and experts are layers of their own. In inference it may capture the model.
+    # "local" captures a Transformer layer as a whole, whichever part is named; in hybrid models
+    # attention and experts are layers of their own. In inference it may capture the whole model.
     if kind != "transformer_engine":
         of_inference = getattr(config, "inference_cuda_graph_scope", None)
         if not getattr(config, "is_hybrid_model", False) or _name_of(of_inference) == "block":
@@ -144,12 +152,12 @@ def _offloads_experts(config: Any) -> bool:
 
 
 CONFIG_REFUSALS: tuple[Refusal, ...] = (
-    Refusal("fp8", "--fp8-format", _is_given("fp8"), "train the model in bf16 without it"),
-    Refusal("fp4", "--fp4-format", _is_given("fp4"), "train the model in bf16 without it"),
+    Refusal("fp8", "--fp8-format", _is_set("fp8"), "train the model in bf16 without it"),
+    Refusal("fp4", "--fp4-format", _is_set("fp4"), "train the model in bf16 without it"),
     Refusal(
         "quant_recipe",
         "--te-precision-config-file",
-        _is_given("quant_recipe"),
+        _is_set("quant_recipe"),
         "train the model in bf16 without it",
     ),
     Refusal("use_kitchen", "--use-kitchen", _is_set("use_kitchen"), "leave it out"),
@@ -223,7 +231,7 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "moe_latent_size",
         "--moe-latent-size",
-        _is_given("moe_latent_size"),
+        _is_set("moe_latent_size"),
         "leave it out or use the alltoall dispatcher",
     ),
     Refusal(
@@ -235,7 +243,7 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "moe_expert_rank_capacity_factor",
         "--moe-expert-rank-capacity-factor",
-        _is_given("moe_expert_rank_capacity_factor"),
+        _is_set("moe_expert_rank_capacity_factor"),
         "leave it out for no dropping, or pass --moe-expert-capacity-factor",
     ),
     Refusal(
@@ -260,7 +268,7 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "activation_func_clamp_value",
         "--activation-func-clamp-value",
-        _is_given("activation_func_clamp_value"),
+        _is_number("activation_func_clamp_value"),
         "leave it out, activations are not clamped here, or use the alltoall dispatcher",
     ),
     Refusal(
@@ -278,7 +286,7 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "moe_mlp_glu_interleave_size",
         "--moe-mlp-glu-interleave-size",
-        _is_given("moe_mlp_glu_interleave_size"),
+        _is_set("moe_mlp_glu_interleave_size"),
         "leave it out, fc1 holds all gate rows before all others",
     ),
     Refusal(
@@ -364,7 +372,7 @@ SCRIPT_REFUSALS: tuple[Refusal, ...] = (
         Refusal(
             name,
             "--" + name.replace("_", "-"),
-            _is_given(name),
+            _is_set(name),
             "leave it out or use the alltoall dispatcher, here the experts' linear layers are not "
             "called one by one",
         )
@@ -373,10 +381,10 @@ SCRIPT_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "save_tokens_per_expert_interval",
         "--save-tokens-per-expert-interval",
-        _is_given("save_tokens_per_expert_interval"),
+        _is_set("save_tokens_per_expert_interval"),
         "use --flashmoe-metrics all instead, whose expert_rows are each expert's tokens",
     ),
-    # No flag: Megatron sets it for what --load finds, and for --export-kd-teacher-load.
+    # It has no flag: Megatron sets it for what --load finds, and for --export-kd-teacher-load.
     Refusal(
         "modelopt_enabled",
         "ModelOpt (modelopt_enabled)",

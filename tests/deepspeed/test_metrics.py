@@ -82,7 +82,7 @@ def run_beside_evaluations(group: dist.ProcessGroup, given: Case, evaluations: i
     engine = build(given, fused=True)
     for step in range(given.steps):
         engine.train()
-        torch.manual_seed(77 + step)  # of the gate
+        torch.manual_seed(77 + step)  # the gate draws
         engine.backward(engine(*batch(given, step, torch.float32)))
         engine.step()
         engine.eval()
@@ -127,7 +127,7 @@ def calibration(path: Path, *, num_tokens: int = 24, **changes: Any) -> str:
 
 
 def shape_of(group: dist.ProcessGroup) -> MoEConfig:
-    """What the model of these tests is."""
+    """The shape of the layers in these tests' model."""
     engine = build(case(""), fused=True)
     return engine.moe_layers[0].flashmoe.experts.backend.config
 
@@ -216,7 +216,7 @@ UNREACHABLE = {
 def without_wandb(
     group: dist.ProcessGroup, given: Case, directory: str, is_installed: bool
 ) -> list[str]:
-    """As where it does not answer, or is not installed; the warnings."""
+    """Warnings where wandb does not answer, or is not installed."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
@@ -250,6 +250,41 @@ def test_training_goes_on_without_wandb(
     assert [line["step"] for line in reports(tmp_path)] == [2, 4, 6]
 
 
+def without_monitor(group: dist.ProcessGroup, flashmoe: dict[str, Any]) -> list[str]:
+    """The warnings of an engine that has no monitor."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("flashmoe_megatron")
+    logger.addHandler(handler)
+    try:
+        build(Case(flashmoe=flashmoe), fused=True)
+    finally:
+        logger.removeHandler(handler)
+    return [message for message in told if "without effect" in message]
+
+
+@pytest.mark.parametrize(
+    ("flashmoe", "keys"),
+    [
+        ({}, ""),
+        ({"metrics": "none"}, ""),
+        ({"metrics": "all"}, "flashmoe.metrics is"),
+        ({"metrics": "all", "metrics_interval": 5}, "flashmoe.metrics, flashmoe.metrics_interval"),
+    ],
+    ids=str,
+)
+def test_metrics_without_a_monitor_are_said(
+    flashmoe: dict[str, Any], keys: str, two_ranks: RankPool
+) -> None:
+    told, nothing = two_ranks.run(without_monitor, flashmoe)
+    assert nothing == []
+    assert len(told) == bool(keys)
+    for message in told:
+        assert message.startswith(keys)
+        assert "DeepSpeed has no monitor" in message
+
+
 def test_routes_are_counted_on_the_device() -> None:
     from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter, RouteReader
 
@@ -262,7 +297,7 @@ def test_routes_are_counted_on_the_device() -> None:
     counters[1].count(torch.tensor([0, 2]), torch.tensor([-1, -1]))
     assert reader.read() == (2, 0)
     assert reader.read() == (0, 0)
-    assert RouteReader([]).read() == (0, 0)  # of a pipeline stage without experts
+    assert RouteReader([]).read() == (0, 0)  # a pipeline stage may have no experts
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,7 @@ def test_frozen_layers_are_reported_where_none_is_trained(
 def test_models_that_differ_in_a_layer_are_not_reported(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Of one rank's own two the same is chosen everywhere; where ranks differ, none can be."""
+    """Ranks that have both choose the same one; ranks that have different ones report none."""
     path = tmp_path / "metrics.jsonl"
     one, other = OneLayer(), OneLayer(128)
     both = [[one, other], [other, one]]
@@ -347,8 +347,8 @@ def test_no_report_is_left_when_a_script_exits(
 
     args = SimpleNamespace(train_iters=5, exit_interval=exits)
     monkeypatch.setattr(adapter, "megatron_args", lambda: args)
-    monkeypatch.setattr(adapter, "_is_served", lambda _: True)
-    monkeypatch.setattr(adapter, "_has_logger", lambda _: True)
+    monkeypatch.setattr(adapter, "is_served", lambda _: True)
+    monkeypatch.setattr(adapter, "has_logger", lambda _: True)
     monkeypatch.setattr(adapter, "MoEMetrics", lambda *_, **__: report)
     script = adapter._ScriptMetrics(SimpleNamespace())
     monkeypatch.setattr(script, "_sinks", lambda _: [])
@@ -391,7 +391,7 @@ def restart(group: dist.ProcessGroup, directory: str) -> list[bool]:
 
 
 def test_metrics_begin_anew_with_new_groups(two_ranks: RankPool, tmp_path: Path) -> None:
-    """As Megatron's --inprocess-restart makes them, which goes back to a checkpoint."""
+    """Megatron's --inprocess-restart makes new groups and goes back to a checkpoint."""
     for made in two_ranks.run(restart, str(tmp_path)):
         assert made == [True, False, False, True, False]
 
@@ -421,7 +421,7 @@ def test_stock_script_with_wandb_alone(megatron_lm: Path, tmp_path: Path) -> Non
     (run,) = offline_runs(tmp_path)
     assert run.project == "overlap"
     ours = [row for row in run.history if "flashmoe/step" in row]
-    # In the rows of their own iterations.
+    # Each report is in the row of its own iteration.
     assert [(row["flashmoe/step"], row["_step"]) for row in ours] == [(2, 2), (3, 3)]
     assert all(row["flashmoe/forward/kernel_ms"] > 0 for row in ours)
     assert [line["step"] for line in reports(tmp_path / "flashmoe_metrics.jsonl")] == [2, 3]
@@ -440,7 +440,7 @@ def test_stock_script_with_tensorboard_alone(megatron_lm: Path, tmp_path: Path) 
 
 
 def test_stock_script_goes_on_without_wandb(megatron_lm: Path, tmp_path: Path) -> None:
-    """As where it is not installed: its import fails."""
+    """The import of wandb fails, as where it is not installed."""
     absent = tmp_path / "absent"
     absent.mkdir()
     (absent / "wandb.py").write_text("raise ImportError('No module named wandb')\n")
@@ -468,7 +468,7 @@ def test_stock_script_goes_on_where_wandb_is_unreachable(megatron_lm: Path, tmp_
 WRITERS = """
 import sys
 from types import SimpleNamespace
-from flashmoe_megatron.adapters.megatron.metrics import patch_global_vars
+from flashmoe_megatron.adapters.megatron.metrics import patch_wandb
 
 def start(args):
     if args.wandb_project == "broken":
@@ -476,8 +476,8 @@ def start(args):
     print("started", args.wandb_exp_name or "unnamed", args.wandb_save_dir)
 
 module = SimpleNamespace(__name__="global_vars", _set_wandb_writer=start)
-patch_global_vars(module)
-patch_global_vars(module)
+patch_wandb(module)
+patch_wandb(module)
 args = SimpleNamespace(
     moe_token_dispatcher_type=sys.argv[1],
     num_experts=4,

@@ -46,7 +46,7 @@ class _Layer:
     """A MoE layer of a model.
 
     Attributes:
-        name: Of the module that the model's author wrote.
+        name: The name of the module that the model's author wrote.
         module: DeepSpeed's layer, below it for the native family.
         family: Knows its class.
     """
@@ -218,7 +218,7 @@ def _watch(
     *,
     any_fused: bool,
 ) -> None:
-    """Looks before forwards: once for layers that came later, and regularly at the metrics.
+    """Has the model looked at before its forwards: once for later layers, always for metrics.
 
     Collective over all ranks if any has a fused layer: one without takes part in the metrics.
     """
@@ -235,14 +235,31 @@ def _watch(
 
     handle = engine.module.register_forward_pre_hook(refuse_late_layers)
     served = [layer.module.flashmoe for layer in _find_layers(engine.module) if layer.is_fused]
-    is_wanted = bool(settings.metrics_interval and choose_metrics(settings.metrics))
-    if any_fused and is_wanted and engine.monitor.enabled:
-        report = EngineMetrics(
-            engine,
-            [one.experts for one in served],
-            [one.routes for one in served],
-            state.backends.values,
-            settings,
-            calibration,
+    if not any_fused or not settings.metrics_interval or not choose_metrics(settings.metrics):
+        return
+    if not engine.monitor.enabled:
+        _say_without_monitor(settings)
+        return
+    report = EngineMetrics(
+        engine,
+        [one.experts for one in served],
+        [one.routes for one in served],
+        state.backends.values,
+        settings,
+        calibration,
+    )
+    engine.module.register_forward_pre_hook(lambda *_: report())
+
+
+def _say_without_monitor(settings: Settings) -> None:
+    """Says once, on rank 0, which settings of metrics were given in vain."""
+    defaults = Settings()
+    keys = ("metrics", "metrics_interval", "calibration")
+    given = [key for key in keys if getattr(settings, key) != getattr(defaults, key)]
+    if given and dist.get_rank() == 0:
+        logger.warning(
+            "%s %s without effect: DeepSpeed has no monitor, wanted csv_monitor, tensorboard, "
+            "wandb or comet in its configuration",
+            ", ".join(f"{SECTION}.{key}" for key in given),
+            "is" if len(given) == 1 else "are",
         )
-        engine.module.register_forward_pre_hook(lambda *_: report())

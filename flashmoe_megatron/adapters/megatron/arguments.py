@@ -1,6 +1,7 @@
 """Adds the flashmoe choice and the ``--flashmoe-*`` flags to Megatron's command line."""
 
 import argparse
+import difflib
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ def patch_arguments(arguments: ModuleType) -> None:
     """Extends the parser that ``megatron.training.arguments`` makes."""
 
     def make(original: Function) -> Function:
-        return lambda parser: extend_parser(original(parser))
+        return lambda parser: name_nearest_flag(extend_parser(original(parser)))
 
     patch(arguments, "add_megatron_arguments", make)
 
@@ -36,6 +37,33 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "flashmoe", f"MoE layers as one kernel, with --moe-token-dispatcher-type {DISPATCHER_TYPE}"
     )
     add_flags(group, Settings, FLAG_PREFIX)
+    return parser
+
+
+def name_nearest_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Makes a misspelt flag of ours an error that names the nearest one.
+
+    It is an error, too, where a script ignores arguments that it does not know.
+
+    Args:
+        parser: Has the flags.
+
+    Returns:
+        The same parser.
+    """
+    parse, ours = parser.parse_known_args, f"--{FLAG_PREFIX}-"
+    flags = [flag for flag in parser._option_string_actions if flag.startswith(ours)]
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        parsed, unknown = parse(*args, **kwargs)
+        for word in unknown:
+            name = word.partition("=")[0]
+            if name.startswith(ours):
+                (nearest,) = difflib.get_close_matches(name, flags, n=1, cutoff=0.0)
+                parser.error(f"unrecognized argument {name}, the nearest is {nearest}")
+        return parsed, unknown
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
     return parser
 
 

@@ -18,13 +18,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron.layer import ROUTED
+from flashmoe_megatron.adapters.megatron.notices import has_logger, is_served
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, live_experts
-from flashmoe_megatron.adapters.megatron.settings import (
-    DISPATCHER_TYPE,
-    Settings,
-    current_settings,
-    megatron_args,
-)
+from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, megatron_args
 from flashmoe_megatron.adapters.metrics import (
     FILE_NAME,
     add_heap,
@@ -50,7 +46,7 @@ class MoEMetrics:
         sinks: Where this rank writes; none on ranks that do not.
         model: This rank's model, or its chunks; by default all layers of this process.
         interval: Iterations between reports.
-        settings: Which metrics; by default the current ones.
+        settings: Say which metrics; by default the current settings.
     """
 
     def __init__(
@@ -75,8 +71,8 @@ class MoEMetrics:
         The first call only looks at what layers there are; metrics begin with the next iteration.
 
         Args:
-            iteration: Its number.
-            is_last: None follows: waits for the last report, and writes it.
+            iteration: The iteration's number.
+            is_last: No iteration follows: the last report is waited for, and written.
         """
         if not self._chosen:
             return
@@ -117,7 +113,7 @@ def _trained(
 
 
 def _one_of_each_number(layers: Iterable[RoutedExperts]) -> list[RoutedExperts]:
-    """Of different layers with one number, the same on every rank."""
+    """Leaves one layer of each number: where several differ, the same one on every rank."""
     by_shape = sorted(layers, key=lambda routed: (routed.layer, repr(routed.backend.config)))
     chosen: dict[int, RoutedExperts] = {}
     for routed in by_shape:
@@ -131,14 +127,14 @@ def _experts_of(model: Iterable[torch.nn.Module]) -> list[RoutedExperts]:
 
 
 class _Source:
-    """What layers tell, as long as they live."""
+    """Collects what layers tell, as long as they live."""
 
     def __init__(self, layers: Iterable[RoutedExperts]) -> None:
         self._layers = weakref.WeakSet(layers)
         self._tokens = {id(routed): routed.num_tokens for routed in self._layers}
 
     def take_records(self) -> list[LaunchRecord]:
-        """What their backends have finished."""
+        """The records of launches that their backends have finished."""
         return take_records(self._backends())
 
     def annotate(self, totals: Totals) -> None:
@@ -191,7 +187,7 @@ class _ScriptMetrics:
         if self._world is not dist.group.WORLD:
             # --inprocess-restart makes all groups anew, and may go back to an iteration.
             self._world, self._metrics, self._last = dist.group.WORLD, None, -1
-        if iteration == self._last or not _is_served(args) or not _has_logger(args):
+        if iteration == self._last or not is_served(args) or not has_logger(args):
             return
         self._last = iteration
         if self._metrics is None:
@@ -202,7 +198,7 @@ class _ScriptMetrics:
         self._metrics(iteration, is_last=is_last or bool(exits and iteration % exits == 0))
 
     def _sinks(self, args: Any) -> list[Sink]:
-        """On the rank on which Megatron has its writers."""
+        """The file and Megatron's writers, on the rank on which Megatron has these."""
         if dist.get_rank() != dist.get_world_size() - 1:
             return []
         kept = str(_folder(args) / FILE_NAME)
@@ -216,33 +212,22 @@ class _ScriptMetrics:
         return sinks
 
 
-def _is_served(args: Any) -> bool:
-    return getattr(args, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE and bool(
-        getattr(args, "num_experts", None)
-    )
-
-
-def _has_logger(args: Any) -> bool:
-    """Whether the user asked for one; the same on every rank, whoever has the writer."""
-    return bool(getattr(args, "wandb_project", None) or getattr(args, "tensorboard_dir", None))
-
-
 def _folder(args: Any) -> Path:
-    """Where a run keeps what it logs."""
+    """The folder in which a run keeps what it logs."""
     names = ("wandb_save_dir", "save", "tensorboard_dir")
     given = (getattr(args, name, None) for name in names)
     return Path(next((folder for folder in given if folder), "."))
 
 
-def patch_global_vars(global_vars: ModuleType) -> None:
+def patch_wandb(global_vars: ModuleType) -> None:
     """Lets training go on where ``megatron.training`` cannot start wandb.
 
-    Besides, gives the run the name and the folder that Megatron ends without.
+    The run also gets a name and a folder where the user gave none, without which Megatron ends.
     """
 
     def make(original: Function) -> Function:
         def set_wandb_writer(args: Any) -> None:
-            if not _is_served(args) or not getattr(args, "wandb_project", None):
+            if not is_served(args) or not getattr(args, "wandb_project", None):
                 original(args)
                 return
             args.wandb_exp_name = args.wandb_exp_name or "flashmoe"

@@ -1,0 +1,84 @@
+"""Says once, at the start of Megatron's script, what was asked for and does nothing."""
+
+import logging
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from flashmoe_megatron.adapters.megatron.settings import (
+    DISPATCHER_TYPE,
+    FLAG_PREFIX,
+    Settings,
+    flag_of,
+)
+from flashmoe_megatron.adapters.patch import Function, patch
+from flashmoe_megatron.options import read_flags
+
+logger = logging.getLogger("flashmoe_megatron")
+
+
+def patch_start(global_vars: ModuleType) -> None:
+    """Speaks on rank 0 when the script has set its arguments."""
+
+    def make(original: Function) -> Function:
+        def set_global_variables(args: Any, *others: Any, **options: Any) -> Any:
+            result = original(args, *others, **options)
+            if getattr(args, "rank", 0) == 0:
+                for notice in find_notices(args):
+                    logger.warning("%s", notice)
+            return result
+
+        return set_global_variables
+
+    patch(global_vars, "set_global_variables", make)
+
+
+def is_served(args: Any) -> bool:
+    """Whether the script's model has MoE layers that run on flashmoe."""
+    return getattr(args, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE and bool(
+        getattr(args, "num_experts", None)
+    )
+
+
+def has_logger(args: Any) -> bool:
+    """Whether the user asked for a logger; the same on every rank, whoever has the writer."""
+    return bool(getattr(args, "wandb_project", None) or getattr(args, "tensorboard_dir", None))
+
+
+def find_notices(args: Any) -> Iterator[str]:
+    """What a user should hear about the script's arguments, a sentence each."""
+    defaults = Settings()
+    flags = read_flags(args, Settings, FLAG_PREFIX)
+    given = [name for name, value in flags.items() if value != getattr(defaults, name)]
+    dispatcher = getattr(args, "moe_token_dispatcher_type", None)
+    if dispatcher != DISPATCHER_TYPE:
+        if given:
+            yield (
+                f"{_listed(given)} without effect: --moe-token-dispatcher-type is {dispatcher}, "
+                f"wanted {DISPATCHER_TYPE}"
+            )
+        return
+    if not is_served(args):
+        yield (
+            f"--moe-token-dispatcher-type {DISPATCHER_TYPE} is without effect: the model has no "
+            "experts, wanted --num-experts"
+        )
+        return
+    if not has_logger(args):
+        idle = [
+            name for name in given if name in ("metrics", "calibration") and flags[name] != "none"
+        ]
+        if idle:
+            yield (
+                f"{_listed(idle)} without effect: no logger is on, wanted --tensorboard-dir or "
+                "--wandb-project"
+            )
+    elif not getattr(args, "tensorboard_dir", None):
+        yield (
+            "wandb gets flashmoe's metrics and none of Megatron's own, which Megatron logs there "
+            "only beside TensorBoard: pass --tensorboard-dir besides --wandb-project"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(map(flag_of, names))} {'is' if len(names) == 1 else 'are'}"

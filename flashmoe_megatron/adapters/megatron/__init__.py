@@ -20,6 +20,7 @@ _PATCHES = (
     ("core.distributed.param_and_grad_buffer", "grad_reduce", "patch_buckets"),
     ("core.datasets.utils", "fixes", "keep_built_helpers"),
     ("training.arguments", "arguments", "patch_arguments"),
+    ("training.checkpointing", "checkpoints", "patch_checkpointing"),
     ("training.global_vars", "notices", "patch_start"),
     ("training.global_vars", "metrics", "patch_wandb"),
     ("training.training", "metrics", "patch_training"),

@@ -20,6 +20,9 @@ from flashmoe_megatron.options import (
 DISPATCHER_TYPE = "flashmoe"
 """The choice for ``--moe-token-dispatcher-type``."""
 
+STOCK_DISPATCHER_TYPE = "alltoall"
+"""Megatron's own dispatcher that computes the same."""
+
 FLAG_PREFIX = "flashmoe"
 """Begins every flag, and the name of its value among Megatron's arguments."""
 

@@ -1,0 +1,64 @@
+"""Checkpoints of flashmoe name a dispatcher that tools without flashmoe know."""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flashmoe_megatron.adapters.megatron.checkpoints import patch_checkpointing
+from tests.megatron.stock_script import MODEL, TIMEOUT_S, torchrun
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "saved"), [("flashmoe", "alltoall"), ("alltoall", "alltoall"), ("flex", "flex")]
+)
+def test_saved_arguments_name_a_dispatcher_of_megatrons(dispatcher: str, saved: str) -> None:
+    checkpointing = ModuleType("checkpointing")
+    checkpointing.generate_state_dict = lambda args: {"args": args}  # type: ignore[attr-defined]
+    patch_checkpointing(checkpointing)
+    args = argparse.Namespace(moe_token_dispatcher_type=dispatcher, hidden_size=64)
+    state = checkpointing.generate_state_dict(args)
+    assert vars(state["args"]) == {"moe_token_dispatcher_type": saved, "hidden_size": 64}
+    assert args.moe_token_dispatcher_type == dispatcher  # the run's own
+
+
+READ = """
+import sys, torch
+args = torch.load(sys.argv[1], weights_only=False)["args"]
+assert not any(name.startswith("flashmoe_megatron") for name in sys.modules)
+print("saved", args.moe_token_dispatcher_type)
+"""
+
+
+@pytest.mark.timeout(3 * TIMEOUT_S + 60)
+def test_a_checkpoint_of_the_stock_script(megatron_lm: Path, tmp_path: Path) -> None:
+    """Stock Megatron reads the arguments and resumes; a run with flashmoe resumes with flashmoe."""
+    script = str(megatron_lm / "pretrain_gpt.py")
+    ours = ("-m", "flashmoe_megatron.run", script)
+    run = (*MODEL, "--save", "saved", "--save-interval", "2", "--train-iters", "2")
+    flashmoe = ("--moe-token-dispatcher-type", "flashmoe")
+    torchrun(megatron_lm, tmp_path, *ours, *run, *flashmoe)
+    read = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", READ, "saved/iter_0000002/common.pt"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(megatron_lm)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert read.stdout.strip() == "saved alltoall", read.stderr
+    resume = ("--load", "saved", "--use-checkpoint-args", "--train-iters", "3")
+    for launch, dispatcher in (((script,), "alltoall"), (ours, "flashmoe")):
+        output = torchrun(
+            megatron_lm,
+            tmp_path,
+            *(*launch, *MODEL, *resume, "--moe-token-dispatcher-type", dispatcher),
+        )
+        assert re.search(r"iteration +3/ +3 ", output), output[-3000:]
+        assert ("flashmoe: backend reference" in output) == (dispatcher == "flashmoe")

@@ -2,7 +2,8 @@
 
 Methods of Megatron's classes are wrapped in place, so that every specification, subclass and
 ``isinstance`` check of Megatron keeps seeing its own class. A layer or configuration of another
-dispatcher type takes the original methods unchanged.
+dispatcher type takes the original methods unchanged; such a layer only tells its dispatcher to the
+other ranks of its group, should these have ours.
 """
 
 import inspect
@@ -11,7 +12,12 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
+from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
+from flashmoe_megatron.adapters.megatron.settings import (
+    DISPATCHER_TYPE,
+    STOCK_DISPATCHER_TYPE,
+    current_settings,
+)
 from flashmoe_megatron.adapters.patch import Function, patch
 
 ROUTED = "flashmoe_routed_experts"
@@ -52,6 +58,7 @@ def _flashmoe_init(original: Function) -> Function:
         config = arguments["config"]
         if config.moe_token_dispatcher_type != DISPATCHER_TYPE:
             original(self, *args, **kwargs)
+            tell_dispatcher(getattr(self, "ep_group", None), config.moe_token_dispatcher_type)
             return
         from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -59,9 +66,9 @@ def _flashmoe_init(original: Function) -> Function:
         from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
         from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
 
-        # Again, because a configuration can be changed after it was made.
+        # A configuration can be changed after it was made, so it is checked again.
         refuse(config, CONFIG_REFUSALS)
-        config.moe_token_dispatcher_type = "alltoall"
+        config.moe_token_dispatcher_type = STOCK_DISPATCHER_TYPE
         try:
             original(self, *args, **kwargs)
         finally:
@@ -72,6 +79,8 @@ def _flashmoe_init(original: Function) -> Function:
             config=config,
             pg_collection=arguments.get("pg_collection") or get_default_pg_collection(),
         )
+        tell_dispatcher(self.ep_group, DISPATCHER_TYPE)
+        check_dispatchers(self.ep_group, timeout=current_settings().backend_options()["timeout"])
         setattr(self, ROUTED, RoutedExperts(config, self.experts, self.ep_group))
 
     return init

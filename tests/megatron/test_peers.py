@@ -1,0 +1,50 @@
+"""Ranks of an expert-parallel group that were given different dispatchers hear of it at once."""
+
+import pytest
+import torch.distributed as dist
+
+from flashmoe_megatron.errors import ConfigError
+from tests.distributed import PATIENCE_S, RankPool
+from tests.megatron.harness import Layout, prepare, transformer_config
+from tests.megatron.layers import make_layer
+
+EP2 = Layout(expert=2)
+
+
+def build(group: dist.ProcessGroup, dispatchers: list[str], timeout: float) -> str:
+    """What a rank hears when it builds a layer with its dispatcher, "none" being no layer."""
+    prepare(Layout())
+    prepare(EP2, timeout=timeout)  # new groups: they know nothing of other tests' layers
+    dispatcher = dispatchers[dist.get_rank()]
+    said = ""
+    try:
+        if dispatcher != "none":
+            make_layer(transformer_config(EP2, dispatcher))
+    except ConfigError as error:
+        said = str(error)
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("flashmoe_rank", [0, 1])
+def test_different_dispatchers_are_an_error(flashmoe_rank: int, two_ranks: RankPool) -> None:
+    dispatchers = ["alltoall", "alltoall"]
+    dispatchers[flashmoe_rank] = "flashmoe"
+    said = two_ranks.run(build, dispatchers, PATIENCE_S)
+    listed = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(dispatchers))
+    wanted = f"different token dispatchers: {listed}; pass one --moe-token-dispatcher-type"
+    assert wanted in said[flashmoe_rank]
+    assert said[1 - flashmoe_rank] == ""
+
+
+def test_a_rank_without_a_layer_is_not_waited_for_without_end(two_ranks: RankPool) -> None:
+    said, _ = two_ranks.run(build, ["flashmoe", "none"], 1.0)
+    assert (
+        "ranks [1] of the expert-parallel group [0, 1] have built no MoE layer within 1 s" in said
+    )
+    assert "flashmoe_megatron installed on every host" in said
+
+
+@pytest.mark.parametrize("dispatcher", ["flashmoe", "alltoall"])
+def test_ranks_with_one_dispatcher_go_on(dispatcher: str, two_ranks: RankPool) -> None:
+    assert two_ranks.run(build, [dispatcher] * 2, PATIENCE_S) == ["", ""]

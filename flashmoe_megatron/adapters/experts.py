@@ -43,8 +43,8 @@ from flashmoe_megatron.telemetry.record import launch_number
 from flashmoe_megatron.telemetry.totals import LayerPlace
 
 Compute = Callable[[Backend, torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""From a backend, ``[num_tokens, hidden]`` contiguous tokens, finite probabilities and the number
-of the launch to ``[num_tokens, hidden]`` outputs."""
+"""Computes ``[num_tokens, hidden]`` outputs from a backend, contiguous ``[num_tokens, hidden]``
+tokens, finite probabilities and the number that the launch carries."""
 
 
 class GroupBackends:
@@ -60,7 +60,7 @@ class GroupBackends:
             at every call, and backends are made anew when it exceeds what they were made for.
 
     Attributes:
-        max_tokens: What backends are made for now.
+        max_tokens: The tokens that backends are made for now.
         is_bounded: Whether the user has given that bound.
     """
 
@@ -187,7 +187,9 @@ class LayerExperts(ABC):
 
     @property
     def backend(self) -> Backend:
-        """What computes the layer; made at the first use, which is collective over the group.
+        """The backend that computes the layer.
+
+        It is made at the first use, which is collective over the group.
 
         Raises:
             ConfigError: The parameters have a dtype in which the chosen kernel cannot compute.

@@ -1,4 +1,4 @@
-"""What the metrics of both frameworks do alike."""
+"""The part of the metrics that is the same in every framework."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -11,11 +11,11 @@ from flashmoe_megatron.telemetry.totals import Totals
 logger = logging.getLogger("flashmoe_megatron")
 
 FILE_NAME = "flashmoe_metrics.jsonl"
-"""What is kept of every report, beside the run."""
+"""The file beside a run that keeps every report."""
 
 
 def take_records(backends: Iterable[Backend]) -> list[LaunchRecord]:
-    """What the backends have finished since the last call."""
+    """The records of launches that the backends have finished since the last call."""
     return [record for backend in backends for record in backend.take_records()]
 
 
@@ -29,9 +29,9 @@ def add_tokens(totals: Totals, layers: Sequence[LayerExperts], counted: dict[int
     """Adds the tokens since the last call.
 
     Args:
-        totals: Has tokens by layer.
-        layers: Those that are alive.
-        counted: By identity of a layer its tokens at the last call; is brought up to date.
+        totals: Holds tokens by layer.
+        layers: The layers that are alive.
+        counted: The tokens at the last call, by a layer's identity; brought up to date.
     """
     for one in layers:
         if one.layer in totals.tokens:
@@ -40,7 +40,7 @@ def add_tokens(totals: Totals, layers: Sequence[LayerExperts], counted: dict[int
 
 
 def warn_without_wandb(error: Exception, kept: object) -> None:
-    """Says that wandb does not start, and who has its figures."""
+    """Says that wandb does not start, and where flashmoe's metrics are kept."""
     logger.warning(
         "wandb does not start: %s: %s; training goes on without it, and %s has flashmoe's "
         "metrics. WANDB_MODE=offline keeps a run here, for wandb sync",

@@ -97,7 +97,7 @@ class _CallingLoader(importlib.abc.Loader):
         self._callbacks = callbacks
 
     def __getattr__(self, name: str) -> object:
-        # Such as get_source, which tracebacks and torch.jit ask for.
+        # Tracebacks and torch.jit ask a loader for more, for example get_source.
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:

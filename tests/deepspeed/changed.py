@@ -161,7 +161,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
 def outcomes(
     group: dist.ProcessGroup, name: str
 ) -> tuple[str, dict[str, str], list[str], dict[str, str]]:
-    """What the two kinds of fallback do.
+    """Attaches with both kinds of fallback.
 
     Returns:
         The message of the error, the report of the warning, the classes of the layers after both,

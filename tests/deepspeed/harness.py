@@ -27,9 +27,9 @@ class Case:
         family: "native" or "autoep".
         model: Arguments of the model.
         zero: ZeRO stage.
-        ep_size: Of AutoEP.
+        ep_size: AutoEP's expert-parallel size.
         config: Further keys of the DeepSpeed configuration, nested ones replaced as a whole.
-        tokens: Of each rank in one micro-batch, repeated over ranks.
+        tokens: Each rank's number of tokens in one micro-batch, repeated over ranks.
         used: Share of the tokens that are in use, per rank; ``None`` gives no mask.
         steps: Optimizer steps.
         accumulation: Micro-batches of a step.

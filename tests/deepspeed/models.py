@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 HIDDEN = 64
 WIDTH = 128
-"""Of one expert's FFN."""
+"""Width of one expert's FFN."""
 
 
 class TwoLinears(nn.Module):
@@ -84,17 +84,17 @@ EXPERTS: dict[str, Callable[[], nn.Module]] = {
     "swiglu_in_one": GatedInOne,
     "swiglu_up_first": lambda: GatedInOne(up_first=True, bias=True),
 }
-"""What is recognised, by the names that cases use."""
+"""Experts that are recognised, by the names that cases use."""
 
 OTHER_EXPERTS: dict[str, Callable[[], nn.Module]] = {
     "no activation": sequential,
     "narrow": lambda: nn.Sequential(nn.Linear(HIDDEN, 96), nn.GELU(), nn.Linear(96, HIDDEN)),
 }
-"""What is not, or has a size that is not served."""
+"""Experts that are not recognised, or have a size that is not served."""
 
 
 def squared_error(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of the mean token, in float32: a loss in bfloat16 would not tell differences below 0.4%."""
+    """The loss of the mean token, in float32: bfloat16 would hide differences below 0.4%."""
     return (x - y).float().square().sum() / max(len(y), 1)
 
 
@@ -104,7 +104,7 @@ class NativeModel(nn.Module):
     Args:
         ep_sizes: Expert-parallel size of each layer.
         expert: Name in :data:`EXPERTS` or :data:`OTHER_EXPERTS`.
-        num_experts: Of each layer.
+        num_experts: Experts of each layer.
         checkpointing: Recompute MoE layers in backward.
         reentrant: In the older way of torch.
         **moe: Further arguments of ``deepspeed.moe.layer.MoE``.
@@ -190,7 +190,7 @@ class AutoEPModel(nn.Module):
     Args:
         preset: "mixtral", "qwen3_moe" or "deepseek_v3".
         num_layers: Blocks.
-        num_experts: Of each block.
+        num_experts: Experts of each block.
         topk: Experts of a token.
         checkpointing: Recompute MoE blocks in backward.
         reentrant: In the older way of torch.

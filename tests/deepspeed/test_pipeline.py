@@ -6,7 +6,7 @@ from tests.deepspeed import pipeline
 from tests.distributed import run_ranks
 
 ZERO_STAGES = (0, 1)
-"""What PipelineEngine allows."""
+"""ZeRO stages that PipelineEngine allows."""
 
 
 def test_pipeline_engine(monkeypatch: pytest.MonkeyPatch) -> None:

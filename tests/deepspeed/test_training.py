@@ -32,7 +32,7 @@ class Tolerance:
 
 
 FLOAT32 = Tolerance(losses=1e-5, gradients=1e-5, parameters=1e-5)
-"""Both sides differ in the order of their sums."""
+"""Relative error: both sides differ in the order of their sums."""
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -123,8 +123,8 @@ def test_four_ranks(name: str, four_ranks: RankPool) -> None:
     check(four_ranks, FOUR_RANKS[name])
 
 
-# In half precision other places of rounding, and sums in float32 here: close, not equal. Of what
-# AutoEP's model computes, its experts are a larger part.
+# In half precision the two sides round in other places, and ours sums in float32: they are close,
+# not equal. AutoEP's experts are a larger part of their model than the native ones.
 HALF = {
     ("native", "bf16"): Tolerance(losses=1e-3, gradients=2e-2, parameters=1e-2),
     ("autoep", "bf16"): Tolerance(losses=8e-3, gradients=5e-2, parameters=1.5e-2),

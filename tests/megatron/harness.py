@@ -55,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw; losses are empty on ranks without the last pipeline stage.
+    """A rank's view of a training; losses are empty on ranks without the last pipeline stage.
 
     ``skipped`` tells of each iteration whether its gradients were too large for float16, ``keeps``
     what the fused layers' backends keep for their backwards.
@@ -438,7 +438,7 @@ def _dispatchers(chunks: list[Any]) -> list[Any]:
 
 
 def _routed_experts(chunks: list[Any]) -> list[Any]:
-    """Of the layers that are fused."""
+    """The routed experts of the layers that are fused."""
     found = (getattr(layer, "flashmoe_routed_experts", None) for layer in _moe_layers(chunks))
     return [routed for routed in found if routed is not None]
 
@@ -451,7 +451,7 @@ def train_both(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, Outcome]:
 
 
 def megatron_parser() -> argparse.ArgumentParser:
-    """As much of the script's parser as flashmoe looks at."""
+    """The part of the script's parser that flashmoe looks at."""
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--moe-token-dispatcher-type", choices=["allgather", "alltoall", "flex"], default="alltoall"

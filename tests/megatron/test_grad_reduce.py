@@ -14,7 +14,7 @@ from tests.distributed import RankPool
 from tests.megatron.harness import Case, Layout, prepare, train
 
 EP2 = EP2_DP2 = Layout(expert=2)
-FC1, FC2 = (128, 64), (64, 64)  # of an expert; other parameters are in buckets of their own
+FC1, FC2 = (128, 64), (64, 64)  # an expert's weights; other parameters have their own buckets
 
 Started = list[tuple[bool, set[tuple[int, ...]]]]
 
@@ -23,8 +23,8 @@ def early_collectives(group: dist.ProcessGroup, case: Case) -> tuple[Started, li
     """Trains with a backend whose fc2 gradients are early.
 
     Returns:
-        Of each collective over gradients of experts whether it was started as an early one, with
-        the shapes of its parameters; and the losses.
+        Whether each collective over gradients of experts was started as an early one, with the
+        shapes of its parameters; and the losses.
     """
     prepare(case.layout)
     from megatron.core.distributed import param_and_grad_buffer

@@ -321,9 +321,9 @@ def megakernel(group: dist.ProcessGroup) -> tuple[float, list[str]]:
 
 
 def main_grads(group: dist.ProcessGroup) -> None:
-    """To ``main_grad`` where DDP will look for them, without Megatron's fusion and with it.
+    """Gradients go to ``main_grad``, where DDP looks for them, with Megatron's fusion or without.
 
-    But not where a hook on a parameter wants to see its gradient, unless fusion was asked for.
+    They do not where a hook on a parameter wants to see its gradient, unless fusion was asked for.
     """
     prepare(Layout(expert=2))
     layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
@@ -357,7 +357,7 @@ def main_grads(group: dist.ProcessGroup) -> None:
 
 
 def overflown(group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[str, list[bool], float]:
-    """What a layer says to infinity in one token, whose outputs are NaN, and how far others are."""
+    """A layer's answer to an infinity in one token: words, tokens that are NaN, others' error."""
     prepare(Layout(expert=2))
     name = "fp16" if dtype == torch.float16 else "bf16"
     config = transformer_config(Layout(expert=2), "flashmoe", **{name: True, "params_dtype": dtype})
@@ -389,7 +389,7 @@ def padded_decoding(group: dist.ProcessGroup, place: str) -> tuple[float, str]:
     config = transformer_config(Layout(expert=2), "flashmoe")
     vars(config).update(flag if place == "config" else {})
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(utils, "moe_layer_cache", None)  # of the model that this process had first
+        patch.setattr(utils, "moe_layer_cache", None)  # it may be an earlier model's
         args = SimpleNamespace(**flag) if place == "args" else None
         patch.setattr(shape, "megatron_args", lambda: args)
         layer = make_layer(config).eval()
@@ -417,7 +417,7 @@ def strange_experts(group: dist.ProcessGroup) -> None:
 
 
 class Quantized:
-    """What a conversion mixes into a linear layer's class: weights stay, their use changes."""
+    """A class that a conversion mixes into a linear layer's: weights stay, their use changes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("stands for another computation")
@@ -428,7 +428,7 @@ def quantize(linear: Any) -> None:
 
 
 def changed_experts(group: dist.ProcessGroup) -> list[str]:
-    """What is said of each change; before it the layer runs, with Megatron's pre-hooks too."""
+    """The refusal of each change; before it the layer runs, with Megatron's pre-hooks too."""
     prepare(EP2_DP2)
     x = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64)
     said = []

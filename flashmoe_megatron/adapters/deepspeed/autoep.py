@@ -12,7 +12,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import SplitWeights
 
 _ACTIVATIONS = {"swiglu": Activation.SILU, "geglu_tanh": Activation.GELU_TANH}
-"""DeepSpeed's names of gated forms that are ours; the others clamp."""
+"""Gated forms that are also ours, by DeepSpeed's names; its other forms clamp."""
 
 
 class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
@@ -22,7 +22,7 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
 
     Attributes:
         flashmoe: Applies the experts and counts the routes.
-        expert_classes: What the experts have to remain.
+        expert_classes: The classes that the experts' modules have to keep.
     """
 
     flashmoe: Served
@@ -51,7 +51,8 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
             self.tokens_per_expert.add_(tokens_per_expert)
         experts = self.experts
         check_unchanged(experts, self.expert_classes)
-        # Read here, where ZeRO-3 gathers them, and kept as they are, so that it does so again.
+        # The weights are read here, where ZeRO-3 gathers them; attributes are read again in each
+        # call, so that it does so again.
         weights = SplitWeights(gate=(experts.w1,), up=(experts.w3,), down=(experts.w2,))
         out = self.flashmoe.experts(x, selected, scores, weights)
         self.flashmoe.routes.count(tokens_per_expert, selected)
@@ -70,10 +71,10 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
     """Reads a layer's structure.
 
     Args:
-        layer: Of DeepSpeed's class, in an engine.
+        layer: A layer of DeepSpeed's class, in an engine.
 
     Returns:
-        What it is.
+        What the adapter needs to know of it.
 
     Raises:
         ConfigError: It cannot be served; says why.

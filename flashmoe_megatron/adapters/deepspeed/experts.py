@@ -21,10 +21,10 @@ from flashmoe_megatron.weights import SplitWeights
 
 PROBE_ROWS = 8
 PROBE_SCALES = (1.0, 32.0, 1000.0)
-"""Of the rows: functions differ around 1, and clamps act far from there."""
+"""How large the probe's rows are: functions differ around 1, and clamps act far from there."""
 
 PROBE_TOLERANCE = 1e-5
-"""Relative; the two forms of GELU differ by 1e-4 and the arithmetic is that of float64."""
+"""Relative error; the two forms of GELU differ by 1e-4, and the probe computes in float64."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def recognise(expert: nn.Module, hidden: int) -> ExpertForm:
         raise ConfigError(f"expert {name} has {len(linears)} nn.Linear layers, wanted 2 or 3")
     device = next(iter(linears.values())).weight.device
     found = list(_candidates(linears, hidden))
-    # Here random numbers are drawn, which the training that follows may not miss.
+    # Random numbers are drawn here; the training that follows must draw the same as without.
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         copy = _Copy(linears, hidden)
         for scale, training in itertools.product(PROBE_SCALES, (True, False)):
@@ -128,7 +128,7 @@ def has_biases(expert: nn.Module, form: ExpertForm) -> tuple[bool, bool]:
 
 def _linear(expert: nn.Module, name: str) -> nn.Linear:
     linear = expert.get_submodule(name)
-    assert isinstance(linear, nn.Linear)  # of that class when recognised, and unchanged
+    assert isinstance(linear, nn.Linear)  # it was recognised as one, and is unchanged
     return linear
 
 
@@ -203,9 +203,9 @@ class _Proof:
 
     Attributes:
         x: ``[PROBE_ROWS, hidden]`` float64.
-        copy: What the module ran with.
-        out: What it made of x.
-        grads: Of x and of the parameters; ``None`` where there is none.
+        copy: The parameters that the module ran with.
+        out: The module's output for x.
+        grads: The gradients of x and the parameters; ``None`` where there is none.
     """
 
     x: torch.Tensor
@@ -245,7 +245,10 @@ def _is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 class _ForwardBackward(nn.Module):
-    """Both in one call: an expert that recomputes itself has its parameters replaced for both."""
+    """Runs an expert forward and backward in one call.
+
+    An expert that recomputes itself needs the replaced parameters in both.
+    """
 
     def __init__(self, expert: nn.Module) -> None:
         super().__init__()

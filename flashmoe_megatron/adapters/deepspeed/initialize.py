@@ -76,7 +76,7 @@ def attach(engine: Any) -> dict[str, str]:
         For every MoE layer of this rank, by name, "fused" or a sentence why it was left alone.
 
     Raises:
-        ConfigError: As for :func:`initialize`.
+        ConfigError: The same as in :func:`initialize`.
     """
     config = engine.config
     return _attach(engine, read_settings(config) if SECTION in config else Settings(enabled=True))
@@ -110,7 +110,7 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
 
     from flashmoe_megatron.select import check_ranks_agree
 
-    # Also where it is not enabled: another rank's configuration may differ.
+    # Ranks compare also where flashmoe is not enabled: another rank's configuration may differ.
     values = {f"{SECTION}.{name}": value for name, value in vars(settings).items()}
     check_ranks_agree(dist.group.WORLD, values)
     problem = version_problem(deepspeed.__version__) if settings.enabled else None
@@ -125,7 +125,7 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
             for name, module in engine.module.named_modules()
             if type(module).__name__ in ("MOELayer", "AutoEPMoELayer")
         }
-    # Knows the insides of the releases named there, so it is imported for these alone.
+    # attach.py knows the insides of the tested releases, so it is imported for these alone.
     from flashmoe_megatron.adapters.deepspeed.attach import attach_engine
 
     return attach_engine(engine, settings)
@@ -143,7 +143,7 @@ def _load_config(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _configs(arguments: Mapping[str, Any]) -> list[Any]:
-    """What DeepSpeed looks at, in its order: the arguments of the function, then ``args``."""
+    """The configurations that DeepSpeed looks at, in its order: arguments, then ``args``."""
     config = arguments.get("config")
     if config is None:
         config = arguments.get("config_params")

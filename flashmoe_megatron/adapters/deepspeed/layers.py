@@ -1,4 +1,4 @@
-"""What both families of DeepSpeed's MoE layers have in common, as the adapter sees them."""
+"""The two families of DeepSpeed's MoE layers as the adapter sees them: what both have."""
 
 from dataclasses import dataclass
 
@@ -23,10 +23,10 @@ class LayerInfo:
     """A layer that has the right structure.
 
     Attributes:
-        shape: Its shape; ``max_tokens`` does not count.
-        group: Its expert-parallel group.
-        dtype: Of the experts' parameters.
-        classes: Of the experts and all modules in them.
+        shape: The layer's shape; ``max_tokens`` does not count.
+        group: The layer's expert-parallel group.
+        dtype: The dtype of the experts' parameters.
+        classes: The classes of the experts and of all modules in them.
         biases: Whether its experts' first projection has a bias, and whether their second has one.
         form: What each expert module computes; ``None`` where experts are stacked.
     """

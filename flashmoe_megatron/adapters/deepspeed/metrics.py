@@ -38,7 +38,7 @@ class MonitorSink:
         self._monitor = monitor
 
     def write(self, values: Mapping[str, float], *, step: int, now: int) -> None:
-        """See :class:`~flashmoe_megatron.telemetry.sinks.Sink`; the axis is that of samples."""
+        """Writes as every :class:`~flashmoe_megatron.telemetry.sinks.Sink`, by samples."""
         self._monitor.write_events([(key, value, now) for key, value in values.items()])
 
 
@@ -51,8 +51,8 @@ class EngineMetrics:
     Args:
         engine: DeepSpeed's.
         experts: This rank's fused layers; none is fine.
-        counters: Of their routes.
-        backends: Of their groups, as they are at each call.
+        counters: The counters of those layers' routes.
+        backends: Gives the backends of those layers' groups, as they are at each call.
         settings: The user's.
         calibration: For the overlap efficiency.
     """
@@ -110,7 +110,7 @@ class EngineMetrics:
 
 
 def _sinks(engine: Any) -> list[Sink]:
-    """On the rank on which DeepSpeed has its monitors."""
+    """The file and the monitors, on the rank on which DeepSpeed has its monitors."""
     if dist.get_rank() != 0:
         return []
     kept = str(_folder(engine.monitor.monitor_config) / FILE_NAME)
@@ -121,7 +121,7 @@ def _sinks(engine: Any) -> list[Sink]:
 
 
 def _folder(config: Any) -> Path:
-    """Where a run keeps what it logs."""
+    """The folder in which a run keeps what it logs."""
     for monitor in (config.csv_monitor, config.tensorboard):
         if monitor.enabled and monitor.output_path:
             return Path(str(monitor.output_path), str(monitor.job_name))

@@ -28,7 +28,7 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
 
     Attributes:
         flashmoe: Applies the experts and counts the routes.
-        expert_classes: What the experts have to remain.
+        expert_classes: The classes that the experts' modules have to keep.
         form: What the experts compute.
     """
 
@@ -59,7 +59,7 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
         out = self.flashmoe.experts(x, indices.t(), gates.t(), weights)
         self.flashmoe.routes.count(self.exp_counts, indices)
         if self.wall_clock_breakdown:
-            # The exchanges overlap with the experts, so that neither has a time of its own.
+            # The exchanges overlap with the experts, so neither has a time of its own.
             self.timers(MOE_TIMER).stop()
             self.time_moe = self.timers(MOE_TIMER).elapsed(reset=False)
         return out.reshape(hidden_states.shape)
@@ -68,17 +68,17 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
 STOCK_CLASS = MOELayer
 FUSED_CLASS = FlashMOELayer
 SUFFIX = ".deepspeed_moe"
-"""Names this layer below the MoE module that a model's author writes."""
+"""Ends this layer's name, after the name of the MoE module that a model's author writes."""
 
 
 def inspect(layer: MOELayer) -> LayerInfo:
     """Reads a layer's structure.
 
     Args:
-        layer: Of DeepSpeed's class, in an engine.
+        layer: A layer of DeepSpeed's class, in an engine.
 
     Returns:
-        What it is.
+        What the adapter needs to know of it.
 
     Raises:
         ConfigError: It cannot be served; says why.

@@ -19,7 +19,7 @@ class RoutedExperts(LayerExperts):
 
     Args:
         shape: The layer's; its ``max_tokens`` does not count.
-        backends: Those of the layer's group.
+        backends: The backends of the layer's group.
         dtype: The dtype of the experts' parameters.
         layer: The layer's number in the model, for the records.
         capacity_factor: The gate's; 1 where nothing is dropped.

@@ -9,10 +9,10 @@ class RouteCounter:
     """Counts the routes of one layer on the device, without waiting for it.
 
     Args:
-        device: Where its routes are.
+        device: The device of the layer's routes.
 
     Attributes:
-        is_on: Whether to count.
+        is_on: Whether routes are counted now.
         counts: ``[2]`` int64, routes that the router chose so far, and those that were kept.
     """
 
@@ -36,7 +36,7 @@ class RouteReader:
     """Reads the counters of all layers, on a GPU one reading late so that nobody waits.
 
     Args:
-        counters: Of this rank's layers; none is fine.
+        counters: This rank's counters; none is fine.
     """
 
     def __init__(self, counters: Sequence[RouteCounter]) -> None:
@@ -51,7 +51,7 @@ class RouteReader:
         """Routes chosen and kept since the last reading, as far as they are known."""
         if self._copied is None or self._copied.query():  # type: ignore[no-untyped-call]
             arrived, self._copy = self._copy, self._start()
-            if self._copied is None:  # no GPU: it is there already
+            if self._copied is None:  # without a GPU the copy is there already
                 arrived = self._copy
         else:
             arrived = None

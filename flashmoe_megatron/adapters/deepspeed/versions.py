@@ -12,7 +12,7 @@ def version_problem(version: str) -> str | None:
     """Says what is wrong with a release of DeepSpeed.
 
     Args:
-        version: As in ``deepspeed.__version__``.
+        version: A release's, as ``deepspeed.__version__`` says it.
 
     Returns:
         A sentence that names the tested range, ``None`` for a release within it.

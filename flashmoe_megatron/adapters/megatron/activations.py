@@ -15,7 +15,7 @@ def activation_of(function: Any) -> Activation | None:
     from megatron.core.activations import fast_gelu, squared_relu
 
     if isinstance(function, functools.partial):
-        # The only partial that means one of ours: GELU with its tanh form chosen.
+        # One partial means an activation of ours: GELU with its tanh form chosen.
         is_tanh = function.keywords == {"approximate": "tanh"} and not function.args
         return Activation.GELU_TANH if function.func is F.gelu and is_tanh else None
     for known, activation in (
@@ -37,14 +37,15 @@ _TE_ACTIVATIONS = {
     "ReGLU": Activation.RELU,
     "SwiGLU": Activation.SILU,
 }
-"""What Transformer Engine's operations compute, by class: its GELU is the tanh form."""
+"""The activation that an operation of Transformer Engine computes: its GELU is the tanh form."""
 
 
 def activation_of_experts(config: Any, experts: torch.nn.Module) -> Activation:
     """The activation that a layer's experts compute.
 
-    With ``--use-te-activation-func`` that is Transformer Engine's operation, where the model's
-    specification names one: Megatron chooses it by the configuration's function, but it is another.
+    With ``--use-te-activation-func`` it is Transformer Engine's operation, where the model's
+    specification names one. Megatron chooses the operation by the configuration's function, but the
+    operation may compute another function.
 
     Args:
         config: Megatron's TransformerConfig.
@@ -62,7 +63,7 @@ def activation_of_experts(config: Any, experts: torch.nn.Module) -> Activation:
     if not getattr(config, "use_te_activation_func", False):
         return activation
     owners = getattr(experts, "local_experts", (experts,))
-    # A function is the configuration's own: the specification names no operation.
+    # Experts that hold a function hold the configuration's: the specification names no operation.
     held = (getattr(owner, "activation_func", None) for owner in owners)
     used = {type(operation) for operation in held if isinstance(operation, torch.nn.Module)}
     if not used:

@@ -18,16 +18,16 @@ from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.backend import Backend
 
 _EARLY = "flashmoe_early_in"
-"""Attribute of a parameter: the last backward before whose end its gradient may be complete."""
+"""Attribute of a parameter: the last backward that may complete its gradient before it ends."""
 _LATE = "flashmoe_late_in"
-"""Attribute of a bucket group: the last backward at or after whose end it got a gradient."""
+"""Attribute of a bucket group: the last backward that had to end before it had a gradient."""
 _IS_FOREIGN = "flashmoe_is_foreign"
 """Attribute of a bucket group: Megatron's hooks have added gradients to it themselves."""
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """A layer's backward that has been issued: which of the process's, and by whom."""
+    """A layer's backward that has been launched: its number in the process, and its backend."""
 
     number: int
     backend: Backend | None
@@ -35,14 +35,14 @@ class _Backward:
 
 _last = _Backward(0, None)
 _early_group: Any = None
-"""The bucket group that is told of a gradient, if its collective may then start early."""
+"""The bucket group that Megatron is telling of a gradient, if its collective may start early."""
 
 
 def note_backward(backend: Backend, fc2_in_main_grad: Sequence[torch.Tensor]) -> None:
-    """Hears of a layer's backward when it has been issued, before its parameters' hooks.
+    """Called once a layer's backward has been launched, before its parameters' hooks.
 
     Args:
-        backend: Has issued it.
+        backend: The backend that has launched it.
         fc2_in_main_grad: The fc2 weights whose gradients it adds to main_grad.
     """
     global _last

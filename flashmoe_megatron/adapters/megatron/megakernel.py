@@ -20,7 +20,7 @@ from flashmoe_megatron.errors import ConfigError
 try:
     from megatron.core.transformer.moe.megakernel.backend import MegakernelBackend
 except ImportError:
-    # Released versions do not have the interface; the module is the same without its base.
+    # Released versions have no such interface; the module is the same with another base.
     MegakernelBackend = torch.nn.Module
 
 
@@ -60,7 +60,7 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
             )
         self._routed = RoutedExperts(config, routed_experts, ep_group)
         self._layer = _next_number() if layer_number is None else layer_number - 1
-        # In a tuple, so that they do not become submodules: the layer owns them.
+        # The layer owns the shared experts; in a tuple they do not become submodules here, too.
         self._shared = () if shared_experts is None else (shared_experts,)
 
     def forward(

@@ -158,7 +158,7 @@ class RoutedExperts(LayerExperts):
             )
         num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
         shape = moe_config(self._config, self._experts, num_ranks=num_ranks, max_tokens=max_tokens)
-        # As Megatron does for its buffers; an index of a GPU, or a device under a bridge.
+        # Megatron asks so for its buffers' device; a bridge may answer with another than a GPU.
         device = torch.empty(0, device=torch.cuda.current_device()).device
         return shape, shared_backends(self._group, device, self._settings, max_tokens)
 
@@ -170,14 +170,14 @@ class RoutedExperts(LayerExperts):
             [backend.config],
             self._backends.device,
             self.dtype,
-            grads="main_grad",  # of Megatron's DDP, which comes after the model
+            grads="main_grad",  # Megatron's DDP, which has it, comes after the model
         )
         _announce(backend, self._config)
         return backend
 
 
 def _compute_dtype(config: Any) -> torch.dtype:
-    """What parameters and tokens are once Megatron has wrapped the model in its Float16Module."""
+    """The dtype of parameters and tokens once Megatron has wrapped the model in Float16Module."""
     if config.bf16:
         return torch.bfloat16
     if config.fp16:

@@ -1,4 +1,4 @@
-"""From Megatron's configuration to the layer's shape."""
+"""Reads a layer's shape and bound of tokens from Megatron's configuration and arguments."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def tokens_per_rank(
 def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
     """The bound from the settings, else from the script; ``None`` if nobody says.
 
-    Of a script that trains and generates, as reinforcement learning does, the larger of both.
+    A script may train and generate, as reinforcement learning does: then the larger bound holds.
 
     Args:
         config: Megatron's TransformerConfig.
@@ -88,7 +88,7 @@ def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
     micro_batch_size = getattr(args, "micro_batch_size", None)
     if seq_length is None or micro_batch_size is None:
         return None
-    # The longer of the two: --decoder-seq-length is the decoder's own, as of a model with images.
+    # --decoder-seq-length is the decoder's own, for example with images: the longer one counts.
     seq_length = max(seq_length, getattr(args, "decoder_seq_length", None) or 0)
     micro_batch_size = max(micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0)
     in_training = tokens_per_rank(
@@ -97,7 +97,7 @@ def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
         micro_batch_size=micro_batch_size,
         context_parallel_size=config.context_parallel_size,
     )
-    # Of a batch that is shared out by length, fewer ranks may share a sequence than others.
+    # Where batches are shared out by length, fewer ranks may share one sequence than another.
     longest = getattr(config, "max_seqlen_per_dp_cp_rank", None) or 0
     if getattr(config, "hybrid_context_parallel", False):
         of_one = tokens_per_rank(
@@ -108,7 +108,7 @@ def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
 
 
 DYNAMIC_TOKENS, TOKEN_ROUNDER = 16384, 64
-"""Of Megatron's dynamic batching: the default of its most tokens, and what it rounds them up to."""
+"""The default bound of tokens in Megatron's dynamic batching, and what it rounds bounds up to."""
 
 
 def _tokens_in_inference(config: Any, args: Any) -> int:
@@ -127,7 +127,7 @@ def _tokens_in_inference(config: Any, args: Any) -> int:
             config, seq_length=rounded, micro_batch_size=1, context_parallel_size=1
         )
     if getattr(args, "use_legacy_static_engine", False):
-        # The second name is of Megatron-Core 0.16. Ranks do not share prompts there.
+        # Megatron-Core 0.16 has the second name. Ranks do not share prompts in that engine.
         names = ("inference_max_requests", "inference_max_batch_size")
         requests = max(getattr(args, name, None) or 1 for name in names)
         tokens = max(tokens, requests * (getattr(args, "inference_max_seq_length", None) or 0))

@@ -12,7 +12,7 @@ ZERO_STAGES = (0, 1)
 def test_pipeline_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     by_rank = run_ranks(pipeline.train_all, 4, ZERO_STAGES)
-    for outcomes in zip(*by_rank, strict=True):  # of all ranks, for one stage of ZeRO
+    for outcomes in zip(*by_rank, strict=True):  # all ranks' for one ZeRO stage
         names = set()
         for (stock, _, no_calls), (fused, report, calls) in outcomes:
             assert fused == pytest.approx(stock, rel=1e-5)

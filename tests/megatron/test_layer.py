@@ -185,7 +185,7 @@ def test_gradients_go_where_they_are_seen(two_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_an_overflow_is_for_the_loss_scaler(dtype: torch.dtype, two_ranks: RankPool) -> None:
-    """Which float16 has: the token's output is NaN. Without one it is an error at once."""
+    """In float16, which has one, the token's output is NaN; in bfloat16 it is an error at once."""
     for said, is_nan, difference in two_ranks.run(overflown, dtype):
         if dtype == torch.float16:
             assert (said, is_nan, difference) == ("accepted", [True, *[False] * 31], 0.0)

@@ -79,7 +79,7 @@ def _store_of(group: dist.ProcessGroup | None) -> Any:
         return None
     if dist.get_backend(group) == "fake":  # ranks that are made up, for a dry run of one process
         return None
-    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    return dist.distributed_c10d._get_default_store()
 
 
 def _key(group: dist.ProcessGroup, rank: int) -> str:

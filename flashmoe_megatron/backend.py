@@ -6,7 +6,7 @@ function, the adapters and the tests know nothing else of them.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -34,6 +34,7 @@ class ExpertWeights:
 
     fc1: tuple[torch.Tensor, ...]
     fc2: tuple[torch.Tensor, ...]
+    _: KW_ONLY
     transposed: bool = False
     fc1_bias: tuple[torch.Tensor, ...] = ()
     fc2_bias: tuple[torch.Tensor, ...] = ()

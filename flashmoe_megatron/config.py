@@ -34,6 +34,16 @@ def is_count(value: object, *, least: int, most: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
+def got(name: str, value: object) -> str:
+    """A name and its value as messages begin; a number that is no int is told with its type.
+
+    An integer of another library may look like the int that is wanted: the type says why it is not.
+    """
+    kind = type(value)
+    is_foreign = hasattr(kind, "__index__") and kind not in (int, bool)
+    return f"{name}={value!r}" + (f" of type {kind.__module__}.{kind.__name__}" * is_foreign)
+
+
 def is_number(value: object, *, least: float, most: float) -> bool:
     """Whether a value is a number in a range; NaN is in none, a bool is none."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
@@ -93,28 +103,28 @@ class MoEConfig:
             value = getattr(self, name)
             if not is_count(value, least=1, most=MAX_WIDTH) or value % DIM_GRANULE:
                 raise ConfigError(
-                    f"{name}={value!r}: must be a positive multiple of {DIM_GRANULE}, at most "
-                    f"{MAX_WIDTH}"
+                    f"{got(name, value)}: must be an int, a positive multiple of {DIM_GRANULE}, at "
+                    f"most {MAX_WIDTH}"
                 )
         if not is_count(self.num_ranks, least=1, most=MAX_RANKS):
             raise ConfigError(
-                f"expert-parallel size {self.num_ranks!r}: must be 1 to {MAX_RANKS}, "
-                "the GPUs of one NVLink domain"
+                f"{got('num_ranks', self.num_ranks)}: the expert-parallel size must be an int, 1 "
+                f"to {MAX_RANKS}, the GPUs of one NVLink domain"
             )
         if (
             not is_count(self.num_experts, least=1, most=MAX_EXPERTS)
             or self.num_experts % self.num_ranks
         ):
             raise ConfigError(
-                f"num_experts={self.num_experts!r}: must be a positive multiple of the "
-                f"expert-parallel size {self.num_ranks}, at most {MAX_EXPERTS}"
+                f"{got('num_experts', self.num_experts)}: must be an int, a positive multiple of "
+                f"the expert-parallel size {self.num_ranks}, at most {MAX_EXPERTS}"
             )
         most_choices = min(MAX_TOPK, self.num_experts)
         if not is_count(self.topk, least=1, most=most_choices):
-            raise ConfigError(f"topk={self.topk!r}: must be 1 to {most_choices}")
+            raise ConfigError(f"{got('topk', self.topk)}: must be an int, 1 to {most_choices}")
         if not is_count(self.max_tokens, least=1, most=MAX_TOKENS):
             raise ConfigError(
-                f"max_tokens={self.max_tokens!r}: must be at least 1, at most {MAX_TOKENS}"
+                f"{got('max_tokens', self.max_tokens)}: must be an int, 1 to {MAX_TOKENS}"
             )
         try:
             object.__setattr__(self, "activation", Activation(self.activation))
@@ -146,7 +156,7 @@ def align_capacity(capacity: int, tile: int = TILE_M) -> int:
         ConfigError: ``capacity`` is negative, or ``tile`` is not positive.
     """
     if not is_count(capacity, least=0):
-        raise ConfigError(f"capacity={capacity!r}: must not be negative, and a whole number")
+        raise ConfigError(f"{got('capacity', capacity)}: must be an int, and not negative")
     if not is_count(tile, least=1):
-        raise ConfigError(f"tile={tile!r}: must be at least 1, and a whole number")
+        raise ConfigError(f"{got('tile', tile)}: must be an int, at least 1")
     return -(-capacity // tile) * tile

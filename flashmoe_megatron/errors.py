@@ -23,6 +23,14 @@ class RoutingError(FlashMoEError, ValueError):
 class RowBoundError(FlashMoEError, RuntimeError):
     """A rank was to receive more rows than the stated bound. Nothing was dropped or is usable."""
 
+    @classmethod
+    def of(cls, rank: int, blocks: int, bound: int) -> "RowBoundError":
+        """The error of a rank whose buffers hold ``bound`` blocks of 128 rows."""
+        return cls(
+            f"rank {rank} was to receive {blocks} blocks of 128 rows, but its buffers hold "
+            f"{bound}: raise row_bound, or leave it out for exact buffers"
+        )
+
 
 class HeapError(FlashMoEError, MemoryError):
     """The symmetric heap does not fit; the message says how many bytes were asked for."""

@@ -315,6 +315,17 @@ class FlashMoELayer(nn.Module):
         )
         return out.view(x.shape)
 
+    def extra_repr(self) -> str:
+        """The layer's shape, ranks, backend and dtype, for ``repr(layer)``."""
+        config = self.config
+        return (
+            f"hidden={config.hidden}, intermediate={config.intermediate}, "
+            f"num_experts={config.num_experts}, topk={config.topk}, "
+            f"activation={config.activation.value}, gated={config.gated}, "
+            f"rank {self._rank} of {config.num_ranks}, "
+            f"backend={type(self.backend).__name__}, dtype={self.fc1[0].dtype}"
+        )
+
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses each token's experts: softmax over its ``topk`` largest logits, in float32.
 

@@ -20,6 +20,7 @@ from flashmoe_megatron.config import (
     MAX_TOKENS,
     MIN_TIMEOUT,
     Keep,
+    got,
     is_count,
     is_number,
 )
@@ -172,7 +173,7 @@ class BackendOptions:
     @classmethod
     def refusal(cls, name: str, value: object, wanted: str) -> ConfigError:
         """The error that a value is, which says where the value was given."""
-        return ConfigError(f"{name}={value!r}: {wanted}")
+        return ConfigError(f"{got(name, value)}: {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Pure arithmetic on a layer's shape; needs neither torch nor a GPU.
 import math
 from dataclasses import dataclass
 
-from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity, is_count, is_number
+from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity, got, is_count, is_number
 from flashmoe_megatron.errors import ConfigError
 
 _MOST = 2**53
@@ -42,9 +42,9 @@ def expert_capacity(
     """
     for name, value in (("num_tokens", num_tokens), ("topk", topk), ("min_capacity", min_capacity)):
         if not is_count(value, least=0, most=_MOST):
-            raise ConfigError(f"{name}={value!r}: must not be negative, wanted 0 to 2^53")
+            raise ConfigError(f"{got(name, value)}: must be an int, 0 to 2^53")
     if not is_count(num_experts, least=1, most=_MOST):
-        raise ConfigError(f"num_experts={num_experts!r}: must be at least 1, wanted 1 to 2^53")
+        raise ConfigError(f"{got('num_experts', num_experts)}: must be an int, 1 to 2^53")
     if not is_number(capacity_factor, least=0, most=_MOST) or not capacity_factor:
         raise ConfigError(
             f"capacity_factor={capacity_factor!r}: must be positive and finite, at most 2^53"
@@ -110,9 +110,9 @@ def plan_capacity(
         ConfigError: An argument is out of range.
     """
     if not is_count(num_ranks, least=1):
-        raise ConfigError(f"num_ranks={num_ranks!r}: must be at least 1")
+        raise ConfigError(f"{got('num_ranks', num_ranks)}: must be an int, at least 1")
     if not is_count(tile, least=1):
-        raise ConfigError(f"tile={tile!r}: must be at least 1")
+        raise ConfigError(f"{got('tile', tile)}: must be an int, at least 1")
     capacity = expert_capacity(
         num_tokens, topk, num_experts, capacity_factor, min_capacity=min_capacity
     )
@@ -152,7 +152,7 @@ def plan_buffer_rows(config: MoEConfig, *, capacity: int | None = None) -> Buffe
         ConfigError: ``capacity`` is negative.
     """
     if capacity is not None and not is_count(capacity, least=0):
-        raise ConfigError(f"capacity={capacity!r}: must not be negative")
+        raise ConfigError(f"{got('capacity', capacity)}: must be an int, and not negative")
     num_experts = config.num_local_experts
     tokens = config.num_ranks * config.max_tokens
     # A token's experts are distinct, so at most num_local_experts of its routes come here.
@@ -166,6 +166,18 @@ def plan_buffer_rows(config: MoEConfig, *, capacity: int | None = None) -> Buffe
         worst_case=(rows + most_padding) // TILE_M * TILE_M,
         expected=expected + min(num_experts, expected) * (TILE_M // 2),
     )
+
+
+def bounded_row_blocks(config: MoEConfig, row_bound: float) -> int:
+    """Blocks of 128 rows that a rank's buffers hold under a bound.
+
+    Args:
+        config: The layer's shape.
+        row_bound: Rows as a multiple of the mean number per rank, if every rank has
+            ``config.max_tokens`` tokens. Every local expert may fill one block in part besides.
+    """
+    rows = row_bound * config.max_tokens * config.topk
+    return math.ceil(rows / TILE_M) + config.num_local_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,10 +225,10 @@ def dispatch_volume(
         ("element_bytes", element_bytes),
     ):
         if not is_count(value, least=0):
-            raise ConfigError(f"{name}={value!r}: must not be negative, and a whole number")
+            raise ConfigError(f"{got(name, value)}: must be an int, and not negative")
     if not is_count(num_routes, least=0) or not 0 <= num_routes <= num_experts * capacity:
         raise ConfigError(
-            f"num_routes={num_routes!r}: must be 0 to num_experts * capacity = "
+            f"{got('num_routes', num_routes)}: must be an int, 0 to num_experts * capacity = "
             f"{num_experts * capacity}"
         )
     row_bytes = hidden * element_bytes

@@ -9,29 +9,40 @@ The script is the stock one; everything after its name is its own. With another 
 runs as it does without this launcher.
 """
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
 
 from flashmoe_megatron.adapters.megatron import install
+from flashmoe_megatron.adapters.megatron.arguments import add_flag_group
 
-USAGE = "usage: python -m flashmoe_megatron.run SCRIPT [ARGUMENTS]"
+USAGE = "python -m flashmoe_megatron.run SCRIPT [ARGUMENTS]"
 
 
 def main(arguments: list[str]) -> None:
     """Runs ``arguments[0]`` as Python would, with flashmoe installed.
 
     Args:
-        arguments: The script's path and its arguments.
+        arguments: The script's path and its arguments; or ``--help``, which prints the flags that
+            the script gets.
 
     Raises:
-        SystemExit: There is no script, or it is not a file; the message says so.
+        SystemExit: Help was asked for; or there is no script, or it is not a file, and the message
+            says so.
     """
+    if arguments[:1] in (["--help"], ["-h"]):
+        summary = (__doc__ or "").partition("\n")[0]
+        parser = argparse.ArgumentParser(usage=USAGE, description=summary, add_help=False)
+        add_flag_group(parser)
+        parser.print_help()
+        raise SystemExit(0)
     if not arguments or arguments[0].startswith("-"):
-        raise SystemExit(f"{USAGE}: wanted a training script, got {arguments[:1] or 'nothing'}")
+        got = arguments[0] if arguments else "nothing"
+        raise SystemExit(f"usage: {USAGE}: wanted a training script, got {got}")
     script = Path(arguments[0])
     if not script.is_file():
-        raise SystemExit(f"{script}: no such file; {USAGE}")
+        raise SystemExit(f"{script}: no such file; usage: {USAGE}")
     install()
     sys.argv = arguments
     # As `python script` does: beside the script lies the Megatron that it belongs to.

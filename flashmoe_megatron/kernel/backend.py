@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -18,7 +17,7 @@ from flashmoe_megatron.checks import (
     check_kernel_tensor,
     check_tokens,
 )
-from flashmoe_megatron.config import ALIGNMENT_BYTES, TILE_M, Keep, MoEConfig
+from flashmoe_megatron.config import ALIGNMENT_BYTES, Keep, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
     DeviceError,
@@ -32,6 +31,7 @@ from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.kernel.memory import transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.planner import bounded_row_blocks
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -426,10 +426,9 @@ class KernelBackend(OfGroup):
 
     def _row_block_bound(self, training: bool) -> int | None:
         """Blocks of rows that every buffer holds, or ``None`` to count them first."""
-        config, most = self.config, int(self._sizes.max_row_blocks)
+        most = int(self._sizes.max_row_blocks)
         if self.options.row_bound is not None:
-            rows = self.options.row_bound * config.max_tokens * config.topk
-            return min(most, math.ceil(rows / TILE_M) + config.num_local_experts)
+            return min(most, bounded_row_blocks(self.config, self.options.row_bound))
         return None if training else transient_blocks(self._sizes)
 
     def _prepare(self) -> bindings.FlashMoEProblem:

@@ -414,10 +414,7 @@ def fault_error(fault: FlashMoEFault) -> FlashMoEError:
             f"most topk={fault.expected}"
         )
     if fault.code == TOO_MANY_ROWS:
-        return RowBoundError(
-            f"rank {fault.peer} was to receive {fault.seen} blocks of 128 rows, but its buffers "
-            f"hold {fault.expected}: raise row_bound, or leave it out for exact buffers"
-        )
+        return RowBoundError.of(fault.peer, fault.seen, fault.expected)
     wait = load().flashmoe_wait_name(fault.wait).decode()
     peer = f" from rank {fault.peer}" if fault.peer >= 0 else ""
     return PeerTimeoutError(

@@ -106,7 +106,7 @@ class ReferenceBackend(OfGroup):
         self.config = config
         options = options or BackendOptions()
         self.keep: Keep = options.keep
-        self._rows = RowExchange(config, group)
+        self._rows = RowExchange(config, group, options.row_bound)
         self._epoch = 0
         self._records: deque[LaunchRecord] = deque(maxlen=MOST_RECORDS)
 
@@ -142,6 +142,8 @@ class ReferenceBackend(OfGroup):
 
         Raises:
             ShapeError: A tensor is not what the layer was built for.
+            RowBoundError: On every rank, if any rank is to receive more rows than ``row_bound``
+                allows.
             RoutingError: On every rank, if any rank's token selects more than ``topk`` experts or
                 has a NaN among its selected probabilities.
             PeerTimeoutError: A rank is gone or did not call in time, here and in backward.

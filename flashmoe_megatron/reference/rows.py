@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
-from flashmoe_megatron.config import MoEConfig, align_capacity
-from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
+from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
+from flashmoe_megatron.errors import (
+    ConfigError,
+    PeerTimeoutError,
+    RoutingError,
+    RowBoundError,
+)
+from flashmoe_megatron.planner import bounded_row_blocks
 
 _UNUSABLE = -1  # takes the place of every count in the exchange of a rank with unusable routing
 
@@ -59,12 +65,19 @@ class RowExchange:
         traffic: What was sent and padded so far.
     """
 
-    def __init__(self, config: MoEConfig, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: dist.ProcessGroup | None,
+        row_bound: float | None = None,
+    ) -> None:
         """Binds the layer to a process group.
 
         Args:
             config: The layer's shape.
-            group: See :class:`~flashmoe_megatron.reference.backend.ReferenceBackend`.
+            group: The expert-parallel group, ``None`` for one rank.
+            row_bound: Most rows that a rank may receive, as a multiple of the mean; the same on
+                every rank. ``None`` for any number.
 
         Raises:
             ConfigError: The group's size is not ``config.num_ranks``.
@@ -75,6 +88,7 @@ class RowExchange:
                 f"num_ranks={config.num_ranks}, but the process group has {num_ranks} ranks"
             )
         self.traffic = TrafficCounters()
+        self._most_blocks = None if row_bound is None else bounded_row_blocks(config, row_bound)
         self._config = config
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
@@ -84,6 +98,7 @@ class RowExchange:
 
         Raises:
             RoutingError: On every rank, if any rank's routing is unusable.
+            RowBoundError: On every rank, if any rank is to receive more rows than the bound.
             PeerTimeoutError: A rank is gone or did not come in time, here and in every exchange.
         """
         config = self._config
@@ -100,6 +115,10 @@ class RowExchange:
         if unusable:
             raise RoutingError(f"rank {unusable[0]} has unusable routing; its own error says why")
 
+        rows_per_expert = recv.sum(0).tolist()
+        if self._most_blocks is not None:
+            blocks = sum(align_capacity(rows) for rows in rows_per_expert) // TILE_M
+            self._check_bound(blocks, self._most_blocks, send)
         expert_idx, token_idx = selected.t().nonzero(as_tuple=True)
         rank_in_token = (selected.cumsum(1) - 1)[token_idx, expert_idx]
         most_routes = int(selected.sum(1).max()) if selected.shape[0] else 0
@@ -107,7 +126,6 @@ class RowExchange:
         route_of_token[token_idx, rank_in_token] = torch.arange(len(token_idx), device=device)
 
         # Rows arrive by source rank, then expert; they are stored by expert, then source rank.
-        rows_per_expert = recv.sum(0).tolist()
         starts: list[int] = []
         buffer_rows = 0
         for rows in rows_per_expert:
@@ -185,8 +203,15 @@ class RowExchange:
             )
         return None
 
+    def _check_bound(self, blocks: int, most: int, counts: torch.Tensor) -> None:
+        """Refuses, on every rank, the blocks of rows that the fullest rank is to receive."""
+        of_ranks = self._exchange_counts(counts.new_full((self._config.num_ranks,), blocks))
+        fullest = int(of_ranks.argmax())
+        if of_ranks[fullest] > most:
+            raise RowBoundError.of(fullest, int(of_ranks[fullest]), most)
+
     def _exchange_counts(self, send: torch.Tensor) -> torch.Tensor:
-        """Sends each rank the counts for its experts, ``[num_experts]``; returns the received."""
+        """Sends each rank its share of the counts, all shares alike; returns the received."""
         if self._group is None:
             return send
         recv = torch.empty_like(send)

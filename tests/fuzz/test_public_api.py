@@ -92,7 +92,7 @@ def test_moe_apply(
     fc1, fc2 = (spoil_experts(data, call.pop(name)) for name in ("fc1", "fc2"))
     biases = tuple(torch.ones(CONFIG.fc1_rows, dtype=dtype) for _ in range(4))
     bias = data.draw(st.sampled_from([(), biases, biases[:1]]))
-    weights = ExpertWeights(fc1, fc2, transposed, fc1_bias=bias)
+    weights = ExpertWeights(fc1, fc2, transposed=transposed, fc1_bias=bias)
     try:
         out = moe_apply(BACKEND, weights=weights, **call)
     except FlashMoEError:

@@ -35,7 +35,7 @@ def weights_of(
             tuple(weight.t().contiguous() if transposed else weight for weight in weights[experts])
             for weights in (inputs.fc1, inputs.fc2)
         )
-        shares.append(ExpertWeights(fc1, fc2, transposed))
+        shares.append(ExpertWeights(fc1, fc2, transposed=transposed))
     return shares
 
 

@@ -11,9 +11,15 @@ import pytest
 
 from flashmoe_megatron.adapters.megatron import settings as settings_module
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser
-from flashmoe_megatron.adapters.megatron.settings import Settings, configure, current_settings
+from flashmoe_megatron.adapters.megatron.settings import (
+    Settings,
+    configure,
+    current_settings,
+    flag_of,
+)
 from flashmoe_megatron.config import MAX_TIMEOUT
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.options import options_of
 from tests.distributed import PATIENCE_S
 from tests.megatron.harness import megatron_parser
 
@@ -146,13 +152,26 @@ def test_launcher_runs_a_script_as_python_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [([], "wanted a training script"), (["--help"], "usage:"), (["no.py"], "no such file")],
+    [
+        ([], "wanted a training script, got nothing"),
+        (["--quiet"], "wanted a training script, got --quiet"),
+        (["no.py"], "no such file"),
+    ],
 )
 def test_launcher_says_what_it_wants(arguments: list[str], words: str) -> None:
     done = run_python("-m", "flashmoe_megatron.run", *arguments)
     assert done.returncode == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_launcher_prints_its_help(flag: str) -> None:
+    done = run_python("-m", "flashmoe_megatron.run", flag)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: python -m flashmoe_megatron.run SCRIPT [ARGUMENTS]")
+    for one in options_of(Settings):
+        assert flag_of(one.name) in done.stdout
 
 
 AUTOLOAD = """

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,8 +64,21 @@ def test_invalid_settings_are_refused_by_name(
         MoEConfig(**settings)
     message = str(refusal.value)
     assert str(value) in message
-    spelled = "expert-parallel size" if name == "num_ranks" else name
-    assert spelled in message
+    assert message.startswith(f"{name}={value}: ")
+    assert "must be an int" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["hidden", "intermediate", "num_experts", "topk", "num_ranks", "max_tokens"]
+)
+def test_an_integer_of_numpy_is_refused_as_no_int(name: str):
+    settings = {"hidden": 64, "intermediate": 64, "num_experts": 8, "topk": 2}
+    settings |= {"activation": "silu", "gated": True, "num_ranks": 1, "max_tokens": 64}
+    assert MoEConfig(**settings)
+    value = np.int64(settings[name])
+    words = rf"^{name}=.*{int(value)}\)? of type numpy.int64: .*must be an int, "
+    with pytest.raises(ConfigError, match=words):
+        MoEConfig(**{**settings, name: value})
 
 
 @given(valid_settings())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
@@ -195,3 +196,20 @@ def test_options_beside_a_backend_are_refused():
     backend = make_layer().backend
     with pytest.raises(ConfigError, match="row_bound, keep beside a backend that is given"):
         make_layer(backend=backend, row_bound=1.2, keep="inputs")
+
+
+def test_repr_shows_what_the_layer_is():
+    layer = FlashMoELayer(cases.CONFIG, device="cpu", dtype=torch.float32, backend="reference")
+    for words in (
+        "hidden=64, intermediate=64, num_experts=8, topk=2, activation=silu, gated=True",
+        "rank 0 of 1",
+        "backend=ReferenceBackend, dtype=torch.float32",
+    ):
+        assert words in repr(layer)
+
+
+def test_weights_take_their_two_matrices_alone_by_position():
+    one = (torch.empty(1),)
+    assert ExpertWeights(one, one, transposed=True).transposed
+    with pytest.raises(TypeError, match="positional arguments"):
+        ExpertWeights(one, one, True)

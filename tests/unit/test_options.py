@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashmoe_megatron.adapters.deepspeed import settings as deepspeed
@@ -30,6 +31,7 @@ KINDS = [BackendOptions, FrameworkOptions, megatron.Settings, deepspeed.Settings
         ("keep", "some", "keep='some': wanted one of all, preactivations, inputs"),
         ("keep", None, "keep=None: wanted one of all, "),
         ("reserved_sms", -1, "reserved_sms=-1: wanted an int, at least 0, at most "),
+        ("reserved_sms", np.int64(4), "reserved_sms=.* of type numpy.int64: wanted an int"),
         ("reserved_sms", True, "reserved_sms=True: wanted an int"),
         ("row_bound", 0.9, "row_bound=0.9: wanted a number of at least 1, .*, or None$"),
         ("row_bound", float("nan"), "row_bound=nan: wanted a number of at least 1"),

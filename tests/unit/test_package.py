@@ -16,6 +16,13 @@ def test_public_names_resolve():
         _ = flashmoe_megatron.nonsense
 
 
+def test_dir_shows_the_public_names():
+    assert set(flashmoe_megatron.__all__) <= set(dir(flashmoe_megatron))
+    assert {"MoEConfig", "FlashMoELayer", "moe_forward", "__version__"} <= set(
+        flashmoe_megatron.__all__
+    )
+
+
 def test_every_error_is_public():
     classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert classes <= set(flashmoe_megatron.__all__)

@@ -1,5 +1,6 @@
 """The reference backend against the oracle, on 1, 2 and 4 ranks."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,11 @@ import torch.distributed as dist
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig
+from flashmoe_megatron.errors import RowBoundError
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close, moe_reference
+from flashmoe_megatron.select import select_backend
 from tests.distributed import RankPool
 from tests.unit import cases
 
@@ -39,7 +43,7 @@ def run_rank(
     )
     x = inputs.x[rank].clone().requires_grad_()
     probs = inputs.probs[rank].clone().requires_grad_()
-    weights = ExpertWeights(tuple(fc1), tuple(fc2), transposed)
+    weights = ExpertWeights(tuple(fc1), tuple(fc2), transposed=transposed)
     out = moe_apply(backend, x, probs, inputs.routing_map[rank], weights)
     out.backward(inputs.grad_out[rank])
     found = {"out": out.detach(), "grad x": x.grad, "grad probs": probs.grad}
@@ -123,8 +127,7 @@ def grads_of(
 ) -> list[torch.Tensor]:
     """All results of a rank whose forward keeps what it is told."""
     rank = dist.get_rank(group)
-    backend = ReferenceBackend(config, group)
-    backend.keep = keep
+    backend = ReferenceBackend(config, group, options=BackendOptions(keep=keep))
     experts = slice(rank * config.num_local_experts, (rank + 1) * config.num_local_experts)
     leaves = [inputs.x[rank], inputs.probs[rank], *inputs.fc1[experts], *inputs.fc2[experts]]
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -275,3 +278,35 @@ def test_a_backward_can_be_called_with_parameters():
     grad_x, _ = backend.backward(inputs.grad_out[0], saved, weights, *grads)
     assert not grad_x.requires_grad
     assert all(grad.buffer.abs().sum() > 0 for share in grads for grad in share)
+
+
+def apply_with_bound(group: dist.ProcessGroup, row_bound: float) -> str:
+    """All tokens choose experts of rank 1, which receives twice the mean."""
+    rank, config = dist.get_rank(group), cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.to_one_rank, [512, 512], dtype=torch.float32)
+    own = slice(4 * rank, 4 * rank + 4)
+    weights = ExpertWeights(tuple(inputs.fc1[own]), tuple(inputs.fc2[own]))
+    backend = select_backend(config, group, "cpu", kind="reference", row_bound=row_bound)
+    given = inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank], weights
+    for _ in range(2):  # the ranks are still in step after an error
+        try:
+            moe_apply(backend, *given)
+        except RowBoundError as error:
+            said = str(error)
+        else:
+            said = "applied"
+    return said
+
+
+@pytest.mark.parametrize(("row_bound", "bound"), [(1.0, 12), (2.0, None)])
+def test_a_row_bound_holds_on_every_rank(ranks: RankPool, row_bound: float, bound: int | None):
+    found = ranks.run(apply_with_bound, row_bound, num_ranks=2)
+    if bound is None:
+        assert found == ["applied"] * 2
+        return
+    for said in found:
+        assert re.fullmatch(
+            rf"rank 1 was to receive 1\d blocks of 128 rows, but its buffers hold {bound}: "
+            "raise row_bound, or leave it out for exact buffers",
+            said,
+        ), said

@@ -84,6 +84,17 @@ def test_auto_takes_the_reference_on_another_gpu(gpu, caplog: pytest.LogCaptureF
     assert "NVIDIA A100-SXM4-80GB (compute capability 8.0)" in messages(caplog)[0]
 
 
+def test_auto_says_that_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    select_backend(cases.CONFIG, None, "cuda")
+    assert messages(caplog) == [
+        "MoE backend: the reference in plain torch, because the kernel needs a Hopper GPU; found "
+        "no usable CUDA GPU"
+    ]
+
+
 def test_auto_takes_the_kernel_on_hopper(gpu, kernel, caplog: pytest.LogCaptureFixture):
     gpu("NVIDIA H200", (9, 0))
     with caplog.at_level(logging.INFO, logger="flashmoe_megatron"):

@@ -33,11 +33,16 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         ConfigError: The parser has no such flag, so this is no Megatron that can be extended.
     """
     _dispatcher_action(parser).choices = _with_flashmoe(_dispatcher_action(parser).choices)
+    add_flag_group(parser)
+    return parser
+
+
+def add_flag_group(parser: argparse.ArgumentParser) -> None:
+    """Adds the ``--flashmoe-*`` flags to a parser, under a heading of their own."""
     group = parser.add_argument_group(
         "flashmoe", f"MoE layers as one kernel, with --moe-token-dispatcher-type {DISPATCHER_TYPE}"
     )
     add_flags(group, Settings, FLAG_PREFIX)
-    return parser
 
 
 def name_nearest_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -1,0 +1,32 @@
+"""The public names, each once: ``__init__.py`` reads them from here and imports them when used."""
+
+from flashmoe_megatron._version import __version__ as __version__
+from flashmoe_megatron.autograd import moe_apply as moe_apply
+from flashmoe_megatron.backend import Backend as Backend
+from flashmoe_megatron.backend import ExpertWeights as ExpertWeights
+from flashmoe_megatron.backend import TrafficCounters as TrafficCounters
+from flashmoe_megatron.backend import WeightGrad as WeightGrad
+from flashmoe_megatron.config import Activation as Activation
+from flashmoe_megatron.config import MoEConfig as MoEConfig
+from flashmoe_megatron.config import align_capacity as align_capacity
+from flashmoe_megatron.errors import ConfigError as ConfigError
+from flashmoe_megatron.errors import DeviceError as DeviceError
+from flashmoe_megatron.errors import FlashMoEError as FlashMoEError
+from flashmoe_megatron.errors import HeapError as HeapError
+from flashmoe_megatron.errors import PeerTimeoutError as PeerTimeoutError
+from flashmoe_megatron.errors import RoutingError as RoutingError
+from flashmoe_megatron.errors import RowBoundError as RowBoundError
+from flashmoe_megatron.errors import ShapeError as ShapeError
+from flashmoe_megatron.layer import FlashMoELayer as FlashMoELayer
+from flashmoe_megatron.layer import RouterOutput as RouterOutput
+from flashmoe_megatron.layer import moe_forward as moe_forward
+from flashmoe_megatron.layer import moe_router_forward as moe_router_forward
+from flashmoe_megatron.planner import dispatch_volume as dispatch_volume
+from flashmoe_megatron.planner import expert_capacity as expert_capacity
+from flashmoe_megatron.planner import plan_buffer_rows as plan_buffer_rows
+from flashmoe_megatron.planner import plan_capacity as plan_capacity
+from flashmoe_megatron.reference.backend import ReferenceBackend as ReferenceBackend
+from flashmoe_megatron.reference.oracle import moe_reference as moe_reference
+from flashmoe_megatron.router import RouterConfig as RouterConfig
+from flashmoe_megatron.select import select_backend as select_backend
+from flashmoe_megatron.weights import SplitWeights as SplitWeights

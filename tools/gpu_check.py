@@ -176,7 +176,7 @@ def _read_report(report: Path, check: Check) -> None:
 
 
 def find_sanitizer(given: str | None) -> str | None:
-    """Where compute-sanitizer is: as given, on the path, in a CUDA toolkit or in a wheel."""
+    """Finds compute-sanitizer: as given, on the path, in a CUDA toolkit or in a wheel."""
     if given is not None:
         return given
     found = shutil.which("compute-sanitizer")
@@ -257,7 +257,7 @@ def pack(runs: list[StressRun], num_gpus: int) -> list[list[StressRun]]:
 
 
 def visible_gpus(num_gpus: int) -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` may name."""
+    """The names that ``CUDA_VISIBLE_DEVICES`` may have."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named else [str(index) for index in range(num_gpus)]
 
@@ -378,7 +378,7 @@ def run_parts(
 
 
 def describe_machine() -> dict[str, Any]:
-    """In a process of its own, so that no context is held while the checks run."""
+    """Asks a process of its own, so that no context is held while the checks run."""
     status, output = run_bounded([sys.executable, "-m", "tools.bench.common"], 60, tail=20_000)
     if status != 0:
         raise SystemExit(f"the machine could not be described:\n{output}")

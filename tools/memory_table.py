@@ -142,7 +142,7 @@ def print_table(rows: list[Row], num_ranks: int) -> None:
 def problems(
     name: str, shape: Shape, plan: MemoryPlan, found: dict[str, int], num_ranks: int, tolerance: int
 ) -> list[str]:
-    """What does not hold of one layer."""
+    """The sentences that say where one layer differs from its plan."""
     wrong = []
     bound = symmetric_bound(shape, plan, num_ranks)
     if plan.symmetric > bound:

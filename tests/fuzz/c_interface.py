@@ -69,7 +69,7 @@ class Arena:
 
 
 BUFFER_BYTES = 2**21
-"""As much as the largest has: the mailbox with its ring of records."""
+"""Bytes of the largest array, which is the mailbox with its ring of records."""
 
 
 @functools.cache
@@ -145,7 +145,7 @@ def _problem(choices: Choices) -> tuple[Any, dict[str, int] | None]:
 
 
 def _pointer(choices: Choices) -> int | None:
-    """Where an array of the caller is: mostly well, sometimes misaligned or null."""
+    """Chooses where an array of the caller is: mostly well, sometimes misaligned or null."""
     how = choices.integer(1) % 8
     if how == 7:
         return None

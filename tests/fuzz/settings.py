@@ -153,7 +153,7 @@ def _shape(choices: Choices) -> None:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """What an adapter accepted, the kernel's backend has to be able to use."""
+    """The kernel's backend has to be able to use whatever an adapter accepted."""
     accepted = BackendOptions(**options)
     if not 1 <= int(accepted.timeout * 1e9) <= 2**62:
         raise AssertionError(f"a timeout of {accepted.timeout} s is no number of nanoseconds")

@@ -219,7 +219,7 @@ def test_choosing_a_backend(kind: Any, num_ranks: int):
 
 
 def test_everything_public_is_fuzzed_or_carries_no_input():
-    """Who adds to the public names has to say here how they are fuzzed."""
+    """A public name that is added has to be fuzzed here, too."""
     here = {
         *("moe_apply", "moe_forward", "FlashMoELayer", "SplitWeights", "ExpertWeights"),
         *("ReferenceBackend", "select_backend", "moe_router_forward", "RouterConfig"),

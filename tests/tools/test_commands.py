@@ -49,7 +49,7 @@ def test_sizes_want_the_library(tmp_path: Path, capsys, monkeypatch) -> None:
 
 
 def test_a_rank_that_ignores_sigterm_is_ended(tmp_path: Path) -> None:
-    """By torchrun, 30 s later: the rank is of a session of its own."""
+    """Only torchrun can, 30 s later: the rank has a session of its own."""
     program = tmp_path / "rank.py"
     program.write_text(
         "import os, pathlib, signal, time\n"

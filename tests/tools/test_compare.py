@@ -15,7 +15,7 @@ LOSSES = [10.5, 10.25, 10.0, 9.75, 9.5, 9.25, 9.0]
 
 
 def milliseconds_in_file(library: Path, orders: Connection, launches: int, one_of: int) -> None:
-    """In the place of ``work``."""
+    """Stands in the place of ``work``."""
     while orders.recv() is not None:
         orders.send(dict.fromkeys(PASSES, float(library.read_text())))
 
@@ -42,7 +42,7 @@ def test_libraries_are_named_shortly_and_once() -> None:
 
 
 def line_of(iteration: int, loss: str) -> str:
-    """As Megatron's ``training_log`` writes it."""
+    """A line as Megatron's ``training_log`` writes it."""
     told = f" lm loss: {loss} |" if loss else ""
     return (
         f" [2026-11-24 08:00:00.000000] iteration {iteration:8d}/{20:8d} | consumed samples: "

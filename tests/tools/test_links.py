@@ -1,4 +1,4 @@
-"""What pages and sources point at exists: files, headings, and records that comments name."""
+"""Pages and sources point at things that exist: files, headings, and records."""
 
 import re
 import subprocess

@@ -123,7 +123,7 @@ def steps(num_gpus: int, out: Path) -> Iterator[Step]:
 
 
 def read_done(path: Path) -> list[Done]:
-    """What a folder has of earlier runs.
+    """Reads what earlier runs have left in a folder.
 
     Raises:
         FolderError: The list is not one.
@@ -182,7 +182,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder; may hold earlier steps")
+    parser.add_argument("--out", type=Path, default=Path("runs/figures"), help="may hold steps")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all steps together")
     parser.add_argument("--gpus", type=int, help="as if there were so many; default: all")
     parser.add_argument("--list", action="store_true", help="print the steps, run none")

@@ -86,7 +86,7 @@ class FusedLayer:
         return out.detach()
 
     def results(self) -> LayerResults:
-        """What one forward and backward yield."""
+        """The results of one forward and backward."""
         out = self.forward_and_backward()
         problem = self.problem
         name = "main_grad" if self.use_main_grad else "grad"
@@ -143,7 +143,7 @@ class UnfusedLayer:
         return out.detach()
 
     def results(self) -> LayerResults:
-        """What one forward and backward yield, in the form of the fused layer's."""
+        """The results of one forward and backward, in the form of the fused layer's."""
         for main_grad in self.main_grads:
             main_grad.zero_()
         out = self.forward_and_backward()
@@ -195,7 +195,7 @@ def routed_calls(problem: Problem, backend: Backend) -> dict[str, Callable[[], o
 
 
 def early_timing(fused: FusedLayer, iterations: int) -> Timing:
-    """From an idle GPU until fc2's gradients are complete, in a forward and backward."""
+    """Times a forward and backward from an idle GPU until fc2's gradients are complete."""
     found = []
     for _ in range(iterations):
         common.wait_for_all()
@@ -214,7 +214,7 @@ def early_timing(fused: FusedLayer, iterations: int) -> Timing:
 def kernel_timing(
     direction: Direction, call: Callable[[], object], backend: Backend, iterations: int
 ) -> Timing:
-    """What launches say of themselves: from the first CTA's begin to the last one's end.
+    """Times that launches record of themselves: from the first CTA's begin to the last one's end.
 
     Each is the last of ``LAUNCHES_IN_ROW`` calls that follow one another, so that neither the hosts
     nor the moment at which each rank begins is part of it. Collective over the default group.
@@ -232,7 +232,7 @@ def kernel_timing(
 
 
 class Ceilings:
-    """What this machine can do at most, measured in the same run."""
+    """The most that this machine can do, measured in the same run."""
 
     def __init__(self, timer: Timer, num_ranks: int, symmetric_memory: str) -> None:
         self.tflops = common.cublas_tflops(timer)

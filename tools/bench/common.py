@@ -1,4 +1,4 @@
-"""What all measurements share: how they are timed, and what is recorded beside a number.
+"""Serves all measurements: how they are timed, and what is recorded beside a number.
 
 ``python -m tools.bench.common`` prints the machine as JSON.
 """
@@ -80,7 +80,7 @@ class Timing:
     iterations: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For a record, in tenths of microseconds."""
+        """The times for a record, in tenths of microseconds."""
         return {
             name: round(value, 4) if isinstance(value, float) else value
             for name, value in asdict(self).items()
@@ -107,7 +107,7 @@ def timing_of(milliseconds: Sequence[float], device: str = "cuda") -> Timing:
 
 
 def wait_for_all() -> None:
-    """Until all GPUs of the default group, or this one without a group, are idle. Collective."""
+    """Waits until all GPUs of the default group are idle, or this one without it. Collective."""
     torch.cuda.synchronize()
     if dist.is_initialized():
         dist.barrier()

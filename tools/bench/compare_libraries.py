@@ -51,7 +51,7 @@ def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
 
 
 def names_of(libraries: list[Path]) -> list[str]:
-    """What each library is called: by its file alone where that tells them apart."""
+    """Names each library: by its file alone where that tells them apart."""
     files = [library.resolve() for library in libraries]
     if len(set(files)) < len(files):
         raise SystemExit(f"a library is named twice: {', '.join(map(str, libraries))}")

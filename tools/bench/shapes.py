@@ -68,7 +68,7 @@ SHAPES = {
     "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2, gated=True),
     "deepseek-v3-e64": Shape(4096, 7168, 2048, 64, 8, gated=True),
 }
-"""What the kernel is meant for, and measured by."""
+"""The kernel is meant for these layers, and measured by them."""
 
 ODD_SHAPES = {
     "qwen3-30b-t777": Shape(777, 2048, 768, 128, 8, gated=True),

@@ -49,7 +49,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--tolerance", type=positive, default=TOLERANCE)
         command.add_argument("--out", type=Path, help="folder for a figure of it")
     predicting = commands.add_parser("predict", help="weak scaling to 4096 GPUs")
-    predicting.add_argument("--out", type=Path, required=True, help="folder for tables and plots")
+    predicting.add_argument(
+        "--out", type=Path, default=Path("runs/simulate"), help="for tables and plots"
+    )
     predicting.add_argument("--domains", type=count, nargs="+", default=[8, 72])
     predicting.add_argument("--nic-gbps", type=positive, default=50.0, help="GB/s of one GPU's NIC")
     predicting.add_argument("--shape", choices=list(SHAPES), default="paper-8k")

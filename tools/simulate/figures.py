@@ -43,7 +43,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What no microbenchmark tells, found from measured times of whole layers.
+    """Figures that no microbenchmark tells, fitted to measured times of whole layers.
 
     Defaults are where a fit begins.
 
@@ -80,7 +80,7 @@ class Fitted:
         return self.backward_us if backward else self.forward_us
 
     def slowing(self, *, backward: bool) -> float:
-        """What part of their rate a launch's products lose in the end."""
+        """The part of their rate that a launch's products lose in the end."""
         return self.backward_slowing if backward else self.forward_slowing
 
 

@@ -11,7 +11,7 @@ from tools.simulate.measured import Measurement, PointError
 from tools.simulate.model import simulate, with_run
 
 PEAK = 1.3
-"""What the tensor cores could do at best, of cuBLAS' rate."""
+"""The best rate of the tensor cores, relative to cuBLAS'."""
 
 BOUNDS = {
     "product_efficiency": (0.6, PEAK),

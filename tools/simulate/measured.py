@@ -9,7 +9,7 @@ from tools.bench.shapes import SHAPES, Shape
 from tools.weak_scaling.style import tokens_label
 
 FITTED_SHAPES = ("paper-1k", "paper-16k-e64", "qwen3-30b", "mixtral-8x7b")
-"""What the model is fitted to, on any number of GPUs: the ends of the ranges of tokens and
+"""The model is fitted to these shapes, on any number of GPUs: the ends of the ranges of tokens and
 widths. It is judged by all other shapes."""
 
 OF_LAUNCHES = ("forward kernel", "backward kernel")
@@ -52,12 +52,12 @@ class Measurement:
 
     @property
     def title(self) -> str:
-        """For a table."""
+        """How a table names the point."""
         return f"{self.name} {'backward' if self.backward else 'forward'}"
 
 
 def read_points(path: Path) -> list[Measurement]:
-    """What launches recorded, in a file.
+    """Reads the times that launches recorded from a file.
 
     Raises:
         PointError: There are none, or the file cannot be read.

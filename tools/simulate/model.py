@@ -19,7 +19,7 @@ SLOWED_BY_HALF_MS = 1.0
 
 @dataclass(frozen=True)
 class Unit:
-    """What a cluster takes at once: two row blocks of an expert, or its odd last one.
+    """A cluster takes this at once: two row blocks of an expert, or its odd last one.
 
     Attributes:
         expert: The expert that the tile belongs to.
@@ -47,7 +47,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Times:
-    """What a simulated launch took, in microseconds.
+    """The times of a simulated launch, in microseconds.
 
     Attributes:
         total: From its begin on all ranks to its end.
@@ -85,7 +85,7 @@ def units_of(load: Load) -> list[Unit]:
 
 
 FINISHERS_STAGES = 48
-"""What finishers need between the two products of a group; the constant of csrc/host/launch.cu."""
+"""Stages that finishers need between a group's two products, as csrc/host/launch.cu has it."""
 
 
 def group_and_lag(products: Products, num_clusters: int) -> tuple[int, int]:

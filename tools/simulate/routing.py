@@ -14,7 +14,7 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True)
 class Load:
-    """What the busiest rank receives.
+    """The rows that the busiest rank receives.
 
     Attributes:
         expert_rows: ``[local experts]`` int, rows of each.

@@ -1,4 +1,4 @@
-"""What happens inside one launch, on every SM of every rank.
+"""Shows what happens inside one launch, on every SM of every rank.
 
     python tools/build.py --trace
     torchrun --nproc-per-node 4 -m tools.timeline capture --shape paper-8k --out runs/timeline

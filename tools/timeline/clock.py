@@ -59,7 +59,7 @@ def cycles_per_ns(trace: RankTrace) -> float:
 
 
 def rank_offsets_ns(launch: LaunchTrace) -> list[int]:
-    """What to subtract from each rank's globaltimer so that all agree with rank 0's.
+    """Finds what to subtract from each rank's globaltimer so that all agree with rank 0's.
 
     Each rank's timer is known against the host's clock within an interval. Where two intervals
     overlap, the timers may agree, and are taken to; where they do not, the middles differ by more

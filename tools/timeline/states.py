@@ -1,4 +1,4 @@
-"""What events mean: groups of the kernel's roles, and who was in which at what time."""
+"""The meaning of events: groups of the kernel's roles, and which warp was in which group when."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tools.timeline.clock import Events
 
 
 class State(Enum):
-    """What a reader tells apart; the value is how a figure names it."""
+    """The states that a reader tells apart; a value is how a figure names it."""
 
     GEMM0 = "GEMM0"
     GEMM1 = "GEMM1"
@@ -25,7 +25,7 @@ class State(Enum):
 
 
 PRODUCTS = (State.GEMM0, State.GEMM1, State.WEIGHT_GRAD)
-"""What keeps the tensor cores busy."""
+"""States that keep the tensor cores busy."""
 
 OUTER = {
     "kGemm0": State.GEMM0,
@@ -74,7 +74,7 @@ class Kinds:
 
 
 def actors_of_warps(events: Events, kinds: Kinds) -> dict[tuple[int, int], str]:
-    """What each warp is, found by what it does rather than by its number.
+    """Names each warp's role, found by what it does rather than by its number.
 
     All warps copy a launch's first rows, so having dispatched says least.
 
@@ -104,7 +104,7 @@ NOTHING = -1
 def paint(
     events: Events, kinds: Kinds, rows: Mapping[tuple[int, int], int], times: NDArray[np.float64]
 ) -> NDArray[np.int8]:
-    """Who was in which state at some moments.
+    """Paints which warp was in which state at some moments.
 
     A wait lies inside the work that it interrupts, and hides it.
 

@@ -1,4 +1,4 @@
-"""Where the time of a launch goes, in numbers: rounds of tiles, work, waits, and the end."""
+"""Tells in numbers where a launch's time goes: rounds of tiles, work, waits, and the end."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def rounds(events: Events, kinds: Kinds) -> list[Round]:
     gap = np.where(is_followed, np.append(at[1:], 0.0) - end, 0.0)
 
     def waits(name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """By product: what is waited within it, and behind it until the next."""
+        """Returns, by product, the wait within it and the gap behind it until the next."""
         chosen = np.isin(events.kind, kinds.named(name))
         begin, length = placed[chosen], (events.end - events.begin)[chosen]
         owner = np.searchsorted(at, begin, side="right") - 1

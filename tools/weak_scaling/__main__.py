@@ -48,7 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure, and write the report")
     add = run.add_argument
-    add("--out", type=Path, required=True, help="folder of the run; must not exist")
+    add("--out", type=Path, default=Path("runs/weak_scaling"), help="folder, must not exist")
     add("--resume", action="store_true", help="go on in a folder, leaving out what it has")
     add("--retry-failed", action="store_true", help="with --resume: also what failed in it")
     add("--device", choices=("cuda", "cpu"), default="cuda")
@@ -77,7 +77,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """What the options ask for.
+    """Makes settings of the options.
 
     Raises:
         FolderError: There are no GPUs, or fewer than are asked for.

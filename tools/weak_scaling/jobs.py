@@ -192,7 +192,7 @@ class _Job:
                         os.kill(pid, signal.SIGKILL)
 
     def _new_events(self) -> list[dict[str, Any]]:
-        """What the ranks have told since the last call, in the order of time."""
+        """Reads what the ranks have told since the last call, in the order of time."""
         found = []
         for path in sorted(self._folder.glob("events-rank*.jsonl")):
             with path.open("rb") as file:
@@ -211,7 +211,7 @@ class _Job:
 
 
 def signal_told_of(log: str) -> str | None:
-    """Which signal ended a job, by the log of torchrun.
+    """Finds in the log of torchrun which signal ended a job.
 
     It lists the ranks that it ended itself, with SIGTERM and after a while with SIGKILL, like the
     one that failed, and its "root cause" is the first of the same second. So these two signals are

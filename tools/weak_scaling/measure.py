@@ -62,7 +62,7 @@ class WallTimer:
 
 
 class Bench:
-    """What all points of one process group share.
+    """Measures points; all of one process group share it.
 
     Args:
         settings: The sweep's settings.

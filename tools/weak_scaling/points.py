@@ -1,4 +1,4 @@
-"""What is measured: the settings of a sweep, and the points that they make."""
+"""The settings of a sweep, and the points that they make."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -110,7 +110,7 @@ class Settings:
         return sorted(over_tokens | over_experts)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; tuples become lists."""
+        """The settings for JSON; tuples become lists."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()

@@ -26,7 +26,7 @@ def overlap_efficiency(
 
 
 def kernel_ms(result: dict[str, Any], direction: str) -> float | None:
-    """What launches of a direction record of themselves, median; ``None`` where none did."""
+    """The median of the times that launches of a direction record; ``None`` if none did."""
     timing = result.get("kernels", {}).get(direction)
     return None if timing is None else float(timing["median_ms"])
 
@@ -51,7 +51,7 @@ class FolderError(Exception):
 
 
 class Results:
-    """What a folder knows. Every line is written at once, so that a run that dies keeps its points.
+    """The results of a folder; every line is written at once, so a run that dies keeps its points.
 
     Args:
         folder: Made by :meth:`create`.
@@ -170,7 +170,7 @@ class Results:
         return dict(sorted(found.items()))
 
     def machine(self) -> dict[str, Any]:
-        """What the last point ran on that ran at all."""
+        """The machine of the last point that ran at all."""
         machines = [row["machine"] for row in self.rows.values() if row["machine"]]
         return machines[-1] if machines else {}
 

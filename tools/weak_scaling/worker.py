@@ -26,7 +26,7 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=90)
 
 
 class Events:
-    """What this rank tells the process that started it."""
+    """Tells the process that started this rank what happens."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._file = (folder / f"events-rank{rank}.jsonl").open("a")

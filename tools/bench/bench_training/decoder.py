@@ -39,7 +39,7 @@ VOCABULARY = 320
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, apart from who computes its experts.
+    """Describes what is trained, apart from who computes its experts.
 
     Attributes:
         family: "native" for ``deepspeed.moe.layer.MoE``, "autoep" for layers that AutoEP makes.
@@ -77,7 +77,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Experts:
-    """Who computes the experts.
+    """Says who computes the experts.
 
     Attributes:
         name: In tables and records.
@@ -143,7 +143,7 @@ class StackedExperts(nn.Module):
 
 
 class StackedBlock(nn.Module):
-    """What AutoEP replaces: a router and its experts, by the names of its presets."""
+    """The block that AutoEP replaces: a router and its experts, by the names of its presets."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

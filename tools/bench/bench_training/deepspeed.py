@@ -54,7 +54,7 @@ SMALL = {
     "small-top2": Shape(256, 64, 128, 8, 2, gated=True),
     "small-top4": Shape(256, 128, 64, 16, 4, gated=True),
 }
-"""For processors."""
+"""Layers small enough for processors."""
 
 KINDS: dict[Family, tuple[Experts, ...]] = {
     "native": (Experts("DeepSpeed", False), Experts("flashmoe", True)),
@@ -69,7 +69,7 @@ KINDS: dict[Family, tuple[Experts, ...]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one kind of experts gave.
+    """The training of one kind of experts.
 
     Attributes:
         run: Name of the experts.
@@ -267,7 +267,7 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def rounded(run: Run) -> dict[str, Any]:
-    """For a record: times in microseconds, losses in five decimals."""
+    """The run for a record: times in microseconds, losses in five decimals."""
     return {
         **asdict(run),
         "iteration_ms": [round(ms, 3) for ms in run.iteration_ms],

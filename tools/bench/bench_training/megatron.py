@@ -144,7 +144,7 @@ def iterations(
 
 
 def with_times(losses: Iterator[float]) -> Iterator[tuple[float, float]]:
-    """With the milliseconds that each took to come."""
+    """Yields each loss with the milliseconds that it took to come."""
     begin = time.perf_counter()
     for loss in losses:
         end = time.perf_counter()
@@ -181,7 +181,7 @@ def train(name: str, dispatcher: str, dataset: Any, moved: int, args: argparse.N
 
 
 def judge(ours: Run, theirs: Run, noise: list[Run]) -> list[str]:
-    """What is wrong with our curve; empty if it is one of theirs as far as rounding goes."""
+    """Says what is wrong with our curve; nothing if rounding explains its distance from theirs."""
     failures = []
 
     def apart(run: Run) -> list[float]:
@@ -218,7 +218,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, count = parser.add_argument, pretrain_moe.count
-    add("--out", type=Path, required=True, help="path of the record and the plots, less suffix")
+    add("--out", type=Path, default=Path("runs/training"), help="record and plots, less suffix")
     add("--train-iters", type=count, default=500)
     add("--moe-iters", type=count, default=10, help="more, in which the MoE layers are timed")
     add("--noise-runs", type=int, default=2, help="at most the ranks less one; 0: judge nothing")

@@ -50,7 +50,7 @@ class Instruction(NamedTuple):
 
     @property
     def registers(self) -> list[str]:
-        """Those that are named, the written one first."""
+        """The registers that are named, the written one first."""
         return REGISTER.findall(self.operands)
 
 

@@ -53,7 +53,7 @@ def render(
 
 
 def release() -> str:
-    """The compiler's, as the table names it: "nvcc 13.0, V13.0.88"."""
+    """The compiler's release as the table names it: "nvcc 13.0, V13.0.88"."""
     found = re.search(r"release ([\d.]+), (V[\d.]+)", nvcc_build.find_toolchain().release)
     return f"nvcc {found[1]}, {found[2]}" if found else "an unknown nvcc"
 

@@ -1,9 +1,10 @@
 """The kernel's launches as torch operators, so that profilers, fake tensors and tools see them.
 
-The only file that registers operators. Buffers are made by the caller, who knows their sizes;
+No other file registers operators. The caller makes the buffers, since it knows their sizes;
 ``problem`` and ``group`` are addresses of the library's structs, alive during the call. Gradients
 are not registered here: the autograd function is outside, which costs half as much per call.
-Everything here runs before a launch while the GPU may be idle, hence structs by position.
+Everything here runs before a launch, while the GPU may be idle, so structs are filled by position,
+which is faster than by name.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""From the library's record of a launch to the one that telemetry reads."""
+"""Turns the library's record of a launch into the one that telemetry reads."""
 
 from enum import IntEnum
 

@@ -1,4 +1,4 @@
-"""What the planner says of memory, by the library's own account of its layout."""
+"""What the planner says of memory agrees with the library's own account of its layout."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def layers(draw: st.DrawFn) -> MoEConfig:
 
 
 def plan_of(config: MoEConfig) -> MemoryPlan | None:
-    """``None`` for what the kernel refuses: too many counters for its shared memory."""
+    """A plan, or ``None`` for what the kernel refuses: too many counters for shared memory."""
     try:
         return plan_memory(config)
     except ConfigError as error:

@@ -81,7 +81,7 @@ def test_main_grad(dtype: torch.dtype):
 
 
 def test_a_thread_may_begin_with_the_library():
-    """As autograd's does where a layer's is the first backward: no context is current there."""
+    """Autograd's thread does where a layer's backward is the first: it has no current context."""
     model = Model()
     backend, array = model.backend, ctypes.c_void_p * CONFIG.num_local_experts
     problem, buffer = backend._describe(), torch.empty(2**20, dtype=torch.uint8)

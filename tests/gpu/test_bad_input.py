@@ -29,7 +29,7 @@ CONFIG = make_config(1)
 
 
 def make_backend(config: Any = CONFIG, **options: Any) -> KernelBackend:
-    """With memory of its own, so that no other test sees what it registers."""
+    """Makes a backend with memory of its own, so that no other test sees what it registers."""
     memory = GroupMemory(None, device(), BackendOptions())
     return KernelBackend(
         config, None, device(), memory=memory, rank=0, options=BackendOptions(**options)
@@ -227,7 +227,7 @@ def test_a_layer_that_cannot_be_served_leaves_the_heap_to_others():
 
 
 def test_a_gradient_that_begins_anywhere(backend: KernelBackend):
-    """As autograd makes it of a slice of something larger: no user could align it."""
+    """Autograd makes such gradients of slices of something larger: no user could align them."""
     call = make_call()
     weights = call["weights"]
 

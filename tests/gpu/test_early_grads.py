@@ -98,7 +98,7 @@ def test_they_are_there_before_the_end(dtype: torch.dtype):
 @pytest.mark.parametrize("width", [64, 192, LARGE])
 @pytest.mark.parametrize("num_tokens", [0, 1, 300])
 def test_whoever_waits_sees_all(routing: cases.Routing, width: int, num_tokens: int):
-    """Also where a CTA has no tile of fc1's, or nothing at all to do."""
+    """Streams that wait see all, also where a CTA has no tile of fc1, or nothing at all to do."""
     layer = Layer(width, routing, num_tokens)
     for _ in range(5):
         layer.check()

@@ -103,7 +103,7 @@ def test_a_rank_that_stops_before_its_backward():
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_signals_that_never_arrive(num_ranks: int):
-    """The last rank writes everything that is for rank 0 elsewhere."""
+    """The last rank writes elsewhere what is meant for rank 0."""
     case = Case(num_ranks)
     case.check()
     memories = case.layer.group.memories
@@ -128,7 +128,7 @@ def test_signals_that_never_arrive(num_ranks: int):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 def test_not_a_number_stays_with_its_token(value: float):
-    """As in the unfused path: its own row and the weights that it met, and nothing else."""
+    """As in the unfused path, it spoils its own row and the weights that it met, nothing else."""
     case = Case(4)
     clean = steps.step(case.layer, case.inputs, case.weights)
     victim_rank, victim = 2, 5
@@ -165,7 +165,7 @@ def lone_step(backend: KernelBackend, case: Case) -> torch.Tensor:
 
 
 def test_multiprocessors_held_by_another_kernel():
-    """Within the reserved ones the layer runs beside it; else it waits for it and is right."""
+    """Beside a kernel on the reserved SMs the layer runs; beyond them it waits, and is right."""
     case = Case(1)
     backend = lone_backend(case.config)
     want = lone_step(backend, case)
@@ -207,7 +207,7 @@ def test_two_streams_at_once():
 
 @pytest.mark.parametrize("default_is", ["first", "second"])
 def test_a_stream_waits_for_the_one_before(default_is: str):
-    """Also for the default stream, and that one for others."""
+    """The default stream waits for others, too, and they for it."""
     case = Case(1)
     backend = lone_backend(case.config, num_ctas=32, row_bound=2.0)  # two fit the GPU together
     want = lone_step(backend, case)

@@ -112,7 +112,7 @@ def test_repeats_bit_for_bit_in_fresh_memory(num_ranks: int):
 @pytest.mark.parametrize("initial", [None, 0.5], ids=["overwrite", "accumulate"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_weight_gradients(dtype: torch.dtype, initial: float | None, transposed: bool):
-    """Also of experts without tokens, whose gradients are written as zeros or left as they are."""
+    """Experts without tokens get zeros, or keep what is there where gradients are added to it."""
     config = make_config(2, hidden=192, intermediate=320)
     inputs = steps.make_inputs(config, cases.with_empty_experts, TOKENS[2])
     want = expected(config, inputs)
@@ -159,7 +159,7 @@ def _sum_of_weight_grads(wants: list[Expected], path: str) -> steps.Results:
 
 @pytest.mark.parametrize("order", ["first in first out", "last in first out"])
 def test_several_micro_batches_in_flight(order: str):
-    """As pipeline parallelism does: forward, forward, evaluation, backward, backward."""
+    """Pipeline parallelism runs so: forward, forward, evaluation, backward, backward."""
     config = make_config(2, topk=2)
     layer = VirtualLayer(config)
     batches = [

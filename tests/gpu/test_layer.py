@@ -144,7 +144,7 @@ def test_bfloat16_probs(num_ranks: int):
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_routes_of_probability_zero_can_be_left_out(num_ranks: int):
-    """As Megatron fills experts up to their capacity: many routes, most of probability 0."""
+    """Megatron fills experts up to their capacity so: with many routes, most of probability 0."""
     config = make_config(num_ranks, skip_zero_probs=True)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
     inputs.routing_map = [torch.ones_like(selected) for selected in inputs.routing_map]

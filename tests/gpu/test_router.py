@@ -43,7 +43,7 @@ def make(
 
 
 def check(found: Router, x: torch.Tensor, topk: int) -> None:
-    """Against float64, and the choice against what torch makes of the launch's own logits."""
+    """Compares with float64, and the choice with what torch makes of the launch's own logits."""
     want = x.double() @ found.weight.double().t()
     error = (found.logits - want).norm() / want.norm()
     assert error < 1e-5
@@ -62,7 +62,7 @@ def check(found: Router, x: torch.Tensor, topk: int) -> None:
 def test_router_and_layer(
     shape: tuple[int, int, int], num_tokens: int, name: str, is_bounded: bool
 ) -> None:
-    """In the plan's launch, or where the rows have a bound in the layer's own."""
+    """The router runs in the plan's launch, or in the layer's where rows have a bound."""
     config, inputs, weight = make(*shape, num_tokens)
     options = BackendOptions(row_bound=8.0 if is_bounded else None)
     backend = KernelBackend(config, None, device(), options=options)

@@ -31,7 +31,7 @@ def test_float16(num_ranks: int, transposed: bool, activation: Activation, gated
 @pytest.mark.parametrize("grads_in", ["main_grad", "grad", "both"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_biases(num_ranks: int, gated: bool, grads_in: str, dtype: torch.dtype) -> None:
-    """The gradients of all, and with "both" of the weights alone, are added to main_grad."""
+    """All gradients are added to main_grad, or with "both" those of the weights alone."""
     config = make_config(num_ranks, gated=gated, activation=Activation.GELU, hidden=320)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks], dtype=dtype)
     g = cases.generator(3)

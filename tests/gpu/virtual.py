@@ -265,7 +265,7 @@ class VirtualLayer:
         weights: Sequence[ExpertWeights],
         *grads: Sequence[Sequence[WeightGrad]],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """``grads``: of fc1, fc2 and, where there are any, fc1's and fc2's biases."""
+        """Runs the backward; ``grads`` are fc1's, fc2's and, if there are any, both biases'."""
         self.prepare()
         found = []
         for rank, backend in enumerate(self.backends):

@@ -116,7 +116,7 @@ class Job:
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative, in the L2 norm."""
+    """The relative distance in the L2 norm."""
     scale = torch.linalg.vector_norm(want)
     return float(torch.linalg.vector_norm(got - want) / scale.clamp_min(1e-30))
 

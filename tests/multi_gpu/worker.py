@@ -266,7 +266,7 @@ def main_grads(job: Job) -> None:
 
 
 def early_reductions(job: Job) -> None:
-    """Replicas sum fc2's gradients while they still compute fc1's; of one rank each."""
+    """Replicas of one rank each sum fc2's gradients while they still compute fc1's."""
     config = make_config(1, hidden=1024, intermediate=1024, max_tokens=4096)
     backend = KernelBackend(config, None, job.device)
     inputs = job.inputs(config, cases.uniform, [4096], seed=job.rank)

@@ -47,8 +47,8 @@ class Mailbox:
     """Tiles for some readers.
 
     Attributes:
-        num_tiles: Announced one after another, each in the next slot.
-        num_readers: All of which take every tile.
+        num_tiles: How many tiles are announced one after another, each in the next slot.
+        num_readers: How many readers there are, all of which take every tile.
         depends: Whether an arrival depends on what was loaded.
     """
 

@@ -1,4 +1,4 @@
-"""Every mutant of the protocol is caught, by whom mutants.py says."""
+"""Every mutant of the protocol is caught by the scenario that mutants.py names."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -21,7 +21,7 @@ class State:
 
     Attributes:
         filled: Stages that the loader has filled so far, round after round.
-        released: By each processor.
+        released: Stages that each processor has released.
         gone: Stages that each warp of each processor has gone past.
     """
 
@@ -35,7 +35,7 @@ class Ring:
     """One tile.
 
     Attributes:
-        num_k_blocks: Stages of it.
+        num_k_blocks: How many stages the tile has.
         multiplied: Stages that each processor multiplies, from the first on; it skips the others.
         together: Whether a processor's warps see a skipped stage together.
         warps: How many a processor has; the first releases.

@@ -26,8 +26,8 @@ constexpr int kMaxRanks = 4, kMaxTopk = 4, kMaxTokens = 16, kMaxExperts = 16, kM
 
 struct Sizes {
     int ranks;
-    int ctas;    // of each rank
-    int agents;  // of each CTA: 1 does everything; 2 are dispatch and tiles; a third combines early
+    int ctas;    // CTAs of each rank
+    int agents;  // warps of each CTA: 1 does all; 2 are dispatch and tiles; a 3rd combines early
     int experts;
     int topk;                // most of any layer
     int tokens;              // most of one rank
@@ -412,7 +412,7 @@ class Agent {
         publish_routes(launch, epoch);
         int num_tokens[kMaxRanks];
         const bool has_routes = await_routes(epoch, num_tokens);
-        count_routes(epoch, num_tokens);  // of ranks whose routes are here, if others' are not
+        count_routes(epoch, num_tokens);  // if not all routes are here, those that are
         if (not grid_barrier(0, has_routes)) return false;
         const bool fit = rows_fit(epoch);
         check_counts(launch);
@@ -636,7 +636,7 @@ class Agent {
     // All rows but this rank's own ones of the blocks that are copied.
     void dispatch(uint32_t epoch, uint32_t copied_blocks) {
         const int num_rows = num_blocks() * s_.block_rows;
-        bool has_heard = false;  // of every peer's rows
+        bool has_heard = false;  // that every peer's rows are in place
         for (;;) {
             forget(has_heard ? 3 : 10);
             const int first =
@@ -702,7 +702,7 @@ class Agent {
             if ((unit & 255) == 2) {
                 compute_tile(launch, epoch, pair.gemm, block, pair.n, expert);
                 compute_tile(launch, epoch, pair.gemm, block + 1, pair.n, expert);
-            } else if (pair.n % 2 == 0) {  // of a single block, two tiles along N
+            } else if (pair.n % 2 == 0) {  // a single block has two tiles along N
                 compute_tile(launch, epoch, pair.gemm, block, pair.n, expert);
                 if (pair.n + 1 < s_.n_tiles[pair.gemm]) {
                     compute_tile(launch, epoch, pair.gemm, block, pair.n + 1, expert);
@@ -1067,7 +1067,7 @@ class Agent {
     M& here_;
     const int rank_, cta_, role_;
     int launch_index_ = 0;
-    int topk_ = 0, width_ = 0;  // of the launch under way
+    int topk_ = 0, width_ = 0;  // what the launch under way has
 };
 
 }  // namespace protocol_test

@@ -40,7 +40,7 @@ PYTHON = [
 ]
 KERNEL = [
     ["bindings"],
-    ["gradients", "memory", "ops", "records", "symmetric"],
+    ["captured", "early_fc2", "gradients", "memory", "ops", "records", "symmetric"],
     ["group_memory"],
     ["tables"],
     ["backend"],

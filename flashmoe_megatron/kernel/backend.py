@@ -304,7 +304,7 @@ class KernelBackend(OfGroup):
         table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
         problem = self._prepare()
         addresses = _addresses(problem, self.memory.open())
-        number = self.memory.next_backward()
+        number = self.memory.early_fc2.next_backward()
         blocks, rows = saved.num_row_blocks, saved.rows
         if rows is None:
             assert saved.x is not None
@@ -341,11 +341,11 @@ class KernelBackend(OfGroup):
     def early_fc2_grads(self) -> contextlib.AbstractContextManager[object] | None:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         number = self._early_number
-        if not number or number != self.memory.num_backwards:
+        if not number or number != self.memory.early_fc2.num_backwards:
             return None
         if torch.cuda.is_current_stream_capturing():
             return None
-        stream = self.memory.behind_fc2_grads()
+        stream = self.memory.early_fc2.stream_behind(self.memory.last_group)
         return None if stream is None else torch.cuda.stream(stream)
 
     @property

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import MAX_RANKS, MoEConfig
-from flashmoe_megatron.errors import DeviceError, FlashMoEError
+from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.kernel import bindings, symmetric
+from flashmoe_megatron.kernel.captured import Captured
+from flashmoe_megatron.kernel.early_fc2 import EarlyFc2
 from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.options import BackendOptions, SymmetricMemory
 from flashmoe_megatron.telemetry.record import LaunchRecord
@@ -35,7 +37,7 @@ class GroupMemory:
         self.options = options
         self.trace: torch.Tensor | None = None  # for a library built to trace
         self.bounds = bindings.HeapBounds(0, 0)
-        """Of all layers registered so far; a heap of other bounds is of no use to any of them."""
+        """Bounds of all layers registered so far; none of them can use a heap of other bounds."""
         self._heap: symmetric.SymmetricAllocation | None = None
         self._heap_bounds = self.bounds
         self.heap_bytes = 0
@@ -44,14 +46,9 @@ class GroupMemory:
         self._workspace_bytes = 0
         self._mailbox = torch.empty(0)
         self._fault_code = ctypes.c_uint32()
-        self._is_captured = False  # some CUDA graph has the present heap
-        self._kept_for_graphs: list[tuple[object, ...]] = []
+        self.captured = Captured()
+        self.early_fc2 = EarlyFc2(device)
         self._groups: dict[int, bindings.FlashMoEGroup] = {}  # by stream
-        self.num_backwards = 0
-        """Number of the last backward, of any layer; those that graphs capture have none."""
-        self._fc2_grads_stream: torch.cuda.Stream | None = None
-        self._fc2_grads_number = 0  # of the last backward that it waits for
-        self._has_no_waits = False  # of streams for words in memory
         self.is_void = False
         """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
         allocate anew."""
@@ -77,10 +74,10 @@ class GroupMemory:
         heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
         workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
         torch.cuda.synchronize(self.device)
-        if self._is_captured:
+        if self.captured.has_heap:
             # Its addresses are in the graphs: a replay must not write over what others have now.
-            self.keep_for_graphs(self._heap, self._workspace, self._mailbox)
-            self._is_captured = False
+            self.captured.keep(self._heap, self._workspace, self._mailbox)
+            self.captured.has_heap = False
             logger.warning(
                 "the symmetric heap is made anew: CUDA graphs of MoE layers keep the old one, of "
                 "whose faults and records nobody hears; capture them again"
@@ -110,15 +107,6 @@ class GroupMemory:
                 self.options.symmetric_memory,
             )
 
-    def keep_for_graphs(self, *objects: object) -> None:
-        """Keeps what launches read, if CUDA graphs have captured any, on this heap or another."""
-        self._note_capture()
-        if self._is_captured or self._kept_for_graphs:
-            self._kept_for_graphs.append(objects)
-
-    def _note_capture(self) -> None:
-        self._is_captured = self._is_captured or torch.cuda.is_current_stream_capturing()
-
     def open(self) -> bindings.FlashMoEGroup:
         """The group as the library sees it, on the current stream."""
         assert self._heap is not None
@@ -126,7 +114,7 @@ class GroupMemory:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if stream != self._last_stream:
             self._follow(stream)
-        self._note_capture()
+        self.captured.note_launch()
         group = self._groups.get(stream)
         if group is None:
             group = self._groups[stream] = bindings.FlashMoEGroup(
@@ -147,34 +135,10 @@ class GroupMemory:
             before = torch.cuda.get_stream_from_external(last, self.device)
             torch.cuda.current_stream(self.device).wait_stream(before)
 
-    def next_backward(self) -> int:
-        """The number of the backward that is launched next; 0 of one that a graph captures."""
-        if torch.cuda.is_current_stream_capturing():
-            return 0
-        self.num_backwards += 1
-        return self.num_backwards
-
-    def behind_fc2_grads(self) -> torch.cuda.Stream | None:
-        """A stream that waits for fc2's gradients of the last backward, not for all of it.
-
-        ``None`` where the driver has no such waits, which is said once.
-        """
-        if self._has_no_waits:
-            return None
-        if self._fc2_grads_stream is None:
-            self._fc2_grads_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream, number = self._fc2_grads_stream, self.num_backwards
-        if self._fc2_grads_number != number:
-            assert self._last_stream is not None
-            group = self._groups[self._last_stream]  # not the current stream's: it launches nothing
-            try:
-                bindings.call("await_fc2_grads", group, number, stream.cuda_stream)
-            except DeviceError as error:
-                self._has_no_waits = True
-                logger.warning("fc2's gradients are not reduced before a backward ends: %s", error)
-                return None
-            self._fc2_grads_number = number
-        return stream
+    def last_group(self) -> bindings.FlashMoEGroup:
+        """The group as the last launch had it: a new one would ask CUDA, which may be broken."""
+        assert self._last_stream is not None
+        return self._groups[self._last_stream]
 
     @property
     def has_fault(self) -> bool:
@@ -185,12 +149,10 @@ class GroupMemory:
         """The error that a launch has left, once."""
         if not self.has_fault:
             return None
-        if self._is_captured:  # replays are on the stream of whoever asks, as far as is known
+        if self.captured.has_heap:  # replays are assumed to be on the caller's stream
             with contextlib.suppress(RuntimeError):  # CUDA may have failed: the fault says why
                 torch.cuda.current_stream(self.device).synchronize()
-        # As the last launch had it: to open it anew asks CUDA.
-        assert self._last_stream is not None
-        group = self._groups[self._last_stream]
+        group = self.last_group()
         fault = bindings.read_fault(group)
         if fault is None:
             return None

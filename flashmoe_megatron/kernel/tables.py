@@ -146,7 +146,7 @@ class AddressTables:
         pinned = host.pin_memory()
         table = pinned.to(self._device, non_blocking=True)
         if torch.cuda.is_current_stream_capturing():
-            self._memory.keep_for_graphs(pinned, table)
+            self._memory.captured.keep(pinned, table)
         return table
 
     def _remember(
@@ -155,6 +155,6 @@ class AddressTables:
         if torch.cuda.is_current_stream_capturing():
             return  # what it holds is there once a graph is replayed, for that graph
         if len(tables) >= MOST_LAYERS:
-            self._memory.keep_for_graphs(*tables.values())
+            self._memory.captured.keep(*tables.values())
             tables.clear()
         tables[key] = table

@@ -135,18 +135,18 @@ def shared_backends(
 class LayerExperts(ABC):
     """Applies the routed experts of one layer, over weights that the framework owns.
 
-    Not a module: it owns no parameters and leaves no trace in a checkpoint. A layer of evaluation
-    alone has to say so in ``is_training``, since no backend can tell.
+    It is not a module: it owns no parameters and leaves no trace in a checkpoint. No backend can
+    tell training from evaluation, so ``is_training`` is kept up to date by the adapter.
 
     Args:
         group: The expert-parallel group, ``None`` for one rank.
         dtype: The dtype of the experts' parameters.
         layer: The layer's number in the model, from 0.
-        capacity_factor: The router's; 1 where nothing is dropped.
+        capacity_factor: The router's capacity factor; 1 where nothing is dropped.
 
     Attributes:
         num_calls: Forward calls so far, recomputation included.
-        num_tokens: Tokens of calls while ``is_training``, recomputation left out.
+        num_tokens: Tokens of the calls in training so far, recomputation left out.
         is_training: Whether the model is being trained now.
         dtype: The dtype of the last call's tokens; the parameters' until there is a call.
         rank: This rank in the group.

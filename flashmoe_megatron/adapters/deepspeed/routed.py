@@ -22,7 +22,7 @@ class RoutedExperts(LayerExperts):
         backends: The backends of the layer's group.
         dtype: The dtype of the experts' parameters.
         layer: The layer's number in the model, for the records.
-        capacity_factor: The gate's; 1 where nothing is dropped.
+        capacity_factor: The gate's capacity factor; 1 where nothing is dropped.
     """
 
     WAYS_OUT_OF_DTYPE = (

@@ -1,11 +1,13 @@
 """What all tests share: process pools, and skipping what the machine cannot run."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from flashmoe_megatron.kernel import bindings
 from tests.distributed import RankPool
 
 HOPPER = (9, 0)
@@ -20,7 +22,11 @@ def ranks() -> Iterator[RankPool]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = _num_hopper_gpus()
+    has_library = bindings.LIBRARY_VARIABLE in os.environ or bindings.LIBRARY.is_file()
     for item in items:
+        if item.get_closest_marker("library") and not has_library:
+            reason = f"{bindings.LIBRARY} is not built: run python tools/build.py"
+            item.add_marker(pytest.mark.skip(reason=reason))
         wanted = 1 if item.get_closest_marker("gpu") else 0
         marker = item.get_closest_marker("multi_gpu")
         if marker is not None:

@@ -6,6 +6,7 @@ off by 1e-5, which DeepSpeed's own layers need too at that width. The processes 
 tests start import ``sitecustomize``, which enables flashmoe in every ``deepspeed.initialize``.
 """
 
+import importlib.metadata
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 from tests.deepspeed.harness import FUSED
 
 CHECKOUT = "FLASHMOE_DEEPSPEED"
-"""Environment variable that names a checkout of DeepSpeed, of the installed release or near it."""
+"""Environment variable that names a checkout of DeepSpeed, of the installed release."""
 
 TIMEOUT_S = 560
 REPOSITORY = Path(__file__).parents[2]
@@ -74,6 +75,29 @@ SELECTED = {
 }
 
 
+def release_problem(checkout: Path) -> str | None:
+    """What is wrong with a checkout whose tests are to run on the installed DeepSpeed."""
+    theirs = (checkout / "version.txt").read_text().strip()
+    installed = importlib.metadata.version("deepspeed")
+    if theirs == installed.split("+")[0]:
+        return None
+    return (
+        f"{CHECKOUT}={checkout} is DeepSpeed {theirs}, installed is {installed}: wanted the tests "
+        f"of what is installed, check out v{installed.split('+')[0]}"
+    )
+
+
+def test_a_checkout_of_another_release_is_refused(tmp_path: Path) -> None:
+    installed = importlib.metadata.version("deepspeed").split("+")[0]
+    (tmp_path / "version.txt").write_text("0.9.1\n")
+    problem = release_problem(tmp_path)
+    assert problem is not None
+    assert f"is DeepSpeed 0.9.1, installed is {installed}" in problem
+    assert f"check out v{installed}" in problem
+    (tmp_path / "version.txt").write_text(f"{installed}\n")
+    assert release_problem(tmp_path) is None
+
+
 @pytest.fixture(scope="module")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A changed copy of the checkout's tests."""
@@ -83,6 +107,9 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Path(named).resolve() / "tests"
     if not (source / "unit" / "simple_model.py").is_file():
         pytest.fail(f"{CHECKOUT}={named}: wanted a checkout with tests/unit/simple_model.py")
+    problem = release_problem(source.parent)
+    if problem is not None:
+        pytest.fail(problem)
     copy = tmp_path_factory.mktemp("deepspeed") / "tests"
     shutil.copytree(source, copy)
     models = copy / "unit" / "simple_model.py"

@@ -31,10 +31,10 @@ class Outcome:
     log: str
 
     def passed(self, rank: int) -> dict[str, Any]:
-        """The record of a rank that has to have passed."""
+        """Returns the record of a rank, and fails with every rank's error if it has not passed."""
         record = self.records[rank]
         assert record is not None, f"rank {rank} ended with {self.statuses[rank]}:\n{self.log}"
-        # Of all ranks: what one says is often another's fault.
+        # The errors of all ranks are shown, because one rank's error is often another's fault.
         assert record["passed"], "\n".join(
             f"rank {at}: {one['error']}"
             for at, one in enumerate(self.records)

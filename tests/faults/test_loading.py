@@ -35,7 +35,7 @@ def library() -> None:
 
 
 def load(**changes: str | None) -> str:
-    """Loads the library in a process of its own; which file it was, or the error."""
+    """Loads the library in a process of its own and returns which file it was, or the error."""
     program = """
 import sys
 from flashmoe_megatron.kernel import bindings
@@ -66,7 +66,7 @@ else:
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """A folder with a library of our name that tells when it is loaded."""
+    """Makes a folder with a library of our name that tells when it is loaded."""
     source = tmp_path / "planted.c"
     source.write_text(MARKED)
     subprocess.run(
@@ -91,7 +91,7 @@ def test_a_named_library_is_loaded_and_checked(planted: Path):
 
 
 def test_a_relative_name_is_refused(planted: Path):
-    """It would mean whatever the process stands in front of."""
+    """A relative path would name another file in each folder that a process starts in."""
     mark = planted / "mark"
     found = load(directory=str(planted), FLASHMOE_LIBRARY="libflashmoe.so", MARK=str(mark))
     assert found == "DeviceError: FLASHMOE_LIBRARY=libflashmoe.so: wanted an absolute path"
@@ -193,7 +193,7 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.timeout(240)
 def test_training_writes_nothing_into_the_package(tmp_path: Path):
-    """From a copy that is read-only; for a superuser, whom that does not stop, by an audit hook."""
+    """The package is a read-only copy; an audit hook watches, since a superuser may write there."""
     package = tmp_path / "site" / "flashmoe_megatron"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     writable = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH

@@ -1,4 +1,4 @@
-"""Ranks that die, stay away or go wrong: the others get an error in time, never a hang."""
+"""Where a rank dies, stays away or goes wrong, the others get an error in time and never hang."""
 
 import signal
 from pathlib import Path

@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 BACKWARDS = 4 + 3
-"""Calls until the death: two layers and two micro-batches make four in an iteration."""
+"""The rank dies in this call: two layers and two micro-batches make four calls an iteration."""
 
 
 def train_and_die(group: dist.ProcessGroup, case: Case) -> Outcome:
@@ -52,7 +52,7 @@ def test_restart_after_a_kill(tmp_path: Path):
         pool.run(train, first, "flashmoe")
         with pytest.raises(RankError, match="exit code -9"):
             pool.run(train_and_die, rest)
-        # Fresh processes.
+        # A pool whose rank has died starts fresh processes.
         resumed = pool.run(train, rest, "flashmoe")
     for want, got in zip(uninterrupted, resumed, strict=True):
         assert got.losses == want.losses[2:]

@@ -1,4 +1,4 @@
-"""The stress of launches itself, on a processor: it must notice what it is there to notice."""
+"""The stress of launches, run on a processor, notices what it is there to notice."""
 
 import itertools
 from dataclasses import replace
@@ -22,7 +22,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ReferenceRun:
-    """One rank, computed by the reference; flips one bit of one result where it is told to."""
+    """Stands for one rank, computes by the reference and flips one bit of a result if told to."""
 
     rank, num_ranks = 0, 1
 

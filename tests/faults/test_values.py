@@ -1,4 +1,4 @@
-"""NaN and infinity among the tokens: as in the unfused path, and nothing to any other token."""
+"""NaN and infinity in one token do what they do unfused, and change no other token."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from tests.distributed import RankPool
 from tests.unit import cases
 
 TOKENS = [9, 14]
-VICTIM = 5  # of the last rank
+VICTIM = 5  # the last rank's token that gets the value
 
 
 def step(
     group: dist.ProcessGroup, value: float | None, *, in_gradient: bool
 ) -> dict[str, torch.Tensor]:
-    """One rank's forward and backward, with a value put into one token or one gradient."""
+    """Runs one rank's forward and backward, with a value put into one token or one gradient."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     config = cases.make_config(num_ranks=num_ranks)
     inputs = cases.make_inputs(config, cases.uniform, TOKENS, dtype=torch.float32)

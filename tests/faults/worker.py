@@ -1,4 +1,4 @@
-"""One rank of a job on processors in which something goes wrong; see ``test_ranks.py``."""
+"""Runs one rank of a job on processors in which something goes wrong, for ``test_ranks.py``."""
 
 import argparse
 import datetime
@@ -33,7 +33,7 @@ TOKENS = 40
 
 
 class Ranks:
-    """A layer on all ranks, this one's share of the inputs, and the group's short patience."""
+    """A layer on all ranks, as one of them sees it, with its share of the inputs."""
 
     def __init__(self, group: dist.ProcessGroup, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Ranks:
         return moe_apply(self.backend, *given, self.weights)
 
     def gives_up(self, call: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-        """Makes a call that has to fail for want of a peer, in time."""
+        """Makes a call that has to fail in time because a peer is missing."""
         start = time.monotonic()
         try:
             call(*arguments)
@@ -77,7 +77,7 @@ class Ranks:
 
 
 def killed_in_forward(ranks: Ranks) -> dict[str, Any]:
-    """Between the exchange of counts and that of rows."""
+    """The last rank dies after the exchange of counts, before that of rows."""
     ranks.forward().sum().backward()
     if ranks.is_faulty:
         ranks.die_in("dispatch")
@@ -85,7 +85,7 @@ def killed_in_forward(ranks: Ranks) -> dict[str, Any]:
 
 
 def killed_in_backward(ranks: Ranks) -> dict[str, Any]:
-    """Between the exchange of gradients and their return."""
+    """The last rank dies after the exchange of gradients, before their return."""
     out = ranks.forward()
     if ranks.is_faulty:
         ranks.die_in("combine")
@@ -100,7 +100,7 @@ def never_calls(ranks: Ranks) -> dict[str, Any]:
 
 
 def broken_router(ranks: Ranks) -> dict[str, Any]:
-    """Ids out of range: an error on that rank, and in time one on those that wait for it."""
+    """Ids out of range are an error on their rank, and in time on those that wait for it."""
     ids = torch.tensor([[0, 1]]).repeat(TOKENS, 1)
     if not ranks.is_faulty:
         choice = (ranks.x, ids, torch.rand(TOKENS, 2), ranks.weights)
@@ -122,7 +122,7 @@ def dataset_that_ends(ranks: Ranks) -> dict[str, Any]:
         assert out.shape == (0 if ranks.is_faulty and step >= 3 else TOKENS, 64)
         assert torch.equal(out, want[: len(out)])
         out.sum().backward()
-    # One that leaves instead is missed, in time.
+    # A rank that leaves altogether is missed in time.
     return {} if ranks.is_faulty else ranks.gives_up(ranks.forward)
 
 

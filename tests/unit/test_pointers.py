@@ -8,6 +8,8 @@ import pytest
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel import bindings
 
+pytestmark = pytest.mark.library
+
 CONFIG = MoEConfig(
     hidden=128,
     intermediate=64,

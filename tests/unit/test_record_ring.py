@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel import bindings
 
+pytestmark = pytest.mark.library
+
 NUM_RECORDS = 256
 NUM_EXPERTS = 5
 FRONT_BYTES = bindings.FlashMoERecord.expert_rows.offset

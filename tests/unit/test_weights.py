@@ -325,7 +325,7 @@ def host_tables(monkeypatch: pytest.MonkeyPatch) -> Callable[[MoEConfig], Addres
 def test_the_kernel_finds_each_bias_where_it_looks_for_it(
     host_tables: Callable[[MoEConfig], AddressTables],
 ):
-    """Those of fc1 by expert, then those of fc2."""
+    """The table holds fc1's biases by expert, then fc2's."""
     config = cases.make_config(num_experts=2, topk=1)
 
     def each(*shape: int) -> tuple[torch.Tensor, ...]:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import PATIENCE_S
+
 REPOSITORY = Path(__file__).parents[2]
 BRIDGE = REPOSITORY / "examples" / "cpu_bridge.py"
-TIMEOUT_S = 200
 
 MODEL = shlex.split("""
     --distributed-backend gloo --transformer-impl local --no-persist-layer-norm
@@ -31,15 +32,44 @@ MODEL = shlex.split("""
     --lr-decay-style constant --log-interval 1 --eval-iters 0 --eval-interval 1000
 """)
 
+SEQUENCE_PARALLEL_BLOCK = '''
+"""A block of local layers whose norms allow sequence parallelism, for --spec.
 
-def torchrun(megatron_lm: Path, directory: Path, *arguments: str) -> str:
-    """Runs a program of two ranks on processors; its output, or a failure with its end."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Megatron-LM imports triton, which is not installed")
+Megatron's own need Apex or Transformer Engine for it.
+"""
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+class Norm(torch.nn.RMSNorm):
+    def __init__(self, config, hidden_size, eps=1e-5, **_):
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+layer = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+submodules = TransformerBlockSubmodules(layer_specs=[layer] * 2, layer_norm=Norm)
+'''
+
+
+def torchrun(
+    megatron_lm: Path,
+    directory: Path,
+    *arguments: str,
+    num_ranks: int = 2,
+    timeout_s: float = PATIENCE_S,
+) -> str:
+    """Runs a program on processors; its output, or a failure with its end."""
+    for package in ("pybind11", "six", "triton"):
+        if importlib.util.find_spec(package) is None:
+            pytest.fail(f"Megatron-LM needs {package}, which is not installed")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(
-            [str(megatron_lm), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+            [str(megatron_lm), str(REPOSITORY), os.environ.get("PYTHONPATH", ""), str(directory)]
         ),
         # Megatron compiles its dataset helpers for the python3 of the path.
         "PATH": os.pathsep.join(
@@ -48,7 +78,8 @@ def torchrun(megatron_lm: Path, directory: Path, *arguments: str) -> str:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
     }
-    launch = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launch = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    launch.append(f"--nproc_per_node={num_ranks}")
     process = subprocess.Popen(
         [sys.executable, *launch, str(BRIDGE), *arguments],
         cwd=directory,
@@ -59,9 +90,9 @@ def torchrun(megatron_lm: Path, directory: Path, *arguments: str) -> str:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"{arguments[:2]} did not finish in {TIMEOUT_S} s")
+        pytest.fail(f"{arguments[:2]} did not finish in {timeout_s} s")
     assert process.returncode == 0, output[-6000:]
     return output

@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 
 from flashmoe_megatron.adapters.megatron.checkpoints import patch_checkpointing
-from tests.megatron.stock_script import MODEL, TIMEOUT_S, torchrun
+from tests.distributed import PATIENCE_S
+from tests.megatron.stock_script import MODEL, torchrun
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ print("saved", args.moe_token_dispatcher_type)
 """
 
 
-@pytest.mark.timeout(3 * TIMEOUT_S + 60)
+@pytest.mark.timeout(4 * PATIENCE_S)
 def test_a_checkpoint_of_the_stock_script(megatron_lm: Path, tmp_path: Path) -> None:
     """A process without flashmoe reads the arguments; runs resume with their own dispatcher."""
     script = str(megatron_lm / "pretrain_gpt.py")
@@ -49,7 +50,7 @@ def test_a_checkpoint_of_the_stock_script(megatron_lm: Path, tmp_path: Path) -> 
         env={**os.environ, "PYTHONPATH": str(megatron_lm)},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert read.stdout.strip() == "saved alltoall", read.stderr

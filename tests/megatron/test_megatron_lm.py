@@ -1,50 +1,84 @@
-"""The stock training script and NVIDIA's own tests, from a checkout of Megatron-LM."""
+"""Megatron-LM's stock training script, from a checkout, with flashmoe and with alltoall."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.megatron.stock_script import MODEL, TIMEOUT_S, torchrun
+from tests.distributed import PATIENCE_S
+from tests.megatron.stock_script import MODEL, SEQUENCE_PARALLEL_BLOCK, torchrun
 
-pytestmark = pytest.mark.timeout(2 * TIMEOUT_S + 60)
+pytestmark = pytest.mark.timeout(4 * PATIENCE_S)
+
+ITERATIONS = 3
+
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "expert": (2, ""),
+    "multi_token_prediction": (2, "--mtp-num-layers 1"),
+    "pipeline_with_virtual_stages": (
+        4,
+        "--num-layers 4 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication",
+    ),
+    "tensor_with_sequence": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+        "--spec block submodules",
+    ),
+}
+"""Ranks, and the flags that differ from or follow the model's."""
 
 
-def losses(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
-
-
-def test_stock_script_trains_with_flashmoe(megatron_lm: Path, tmp_path: Path) -> None:
+def train(
+    megatron_lm: Path, directory: Path, dispatcher: str, flags: str = "", num_ranks: int = 2
+) -> str:
+    """What the script says."""
     script = str(megatron_lm / "pretrain_gpt.py")
-    outputs = {
-        dispatcher: torchrun(
-            megatron_lm,
-            tmp_path,
-            *("-m", "flashmoe_megatron.run", script, *MODEL),
-            *("--moe-token-dispatcher-type", dispatcher),
-        )
+    return torchrun(
+        megatron_lm,
+        directory,
+        *("-m", "flashmoe_megatron.run", script, *MODEL, *shlex.split(flags)),
+        *("--moe-token-dispatcher-type", dispatcher),
+        num_ranks=num_ranks,
+    )
+
+
+def losses(output: str, name: str = "lm loss") -> list[float]:
+    return [float(loss) for loss in re.findall(rf"{name}: (\S+)", output)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_script_trains_as_with_alltoall(layout: str, megatron_lm: Path, tmp_path: Path) -> None:
+    num_ranks, flags = LAYOUTS[layout]
+    (tmp_path / "block.py").write_text(SEQUENCE_PARALLEL_BLOCK)
+    stock, fused = (
+        train(megatron_lm, tmp_path, dispatcher, flags, num_ranks)
         for dispatcher in ("alltoall", "flashmoe")
-    }
-    assert "flashmoe: backend reference, 4 experts on 2 ranks" in outputs["flashmoe"]
-    assert "flashmoe: backend" not in outputs["alltoall"]
-    assert len(losses(outputs["flashmoe"])) == 3
-    # Megatron prints seven digits.
-    assert losses(outputs["flashmoe"]) == pytest.approx(losses(outputs["alltoall"]), rel=2e-6)
+    )
+    assert "flashmoe: backend reference, 4 experts on 2 ranks" in fused
+    assert "flashmoe: backend" not in stock
+    names = ["lm loss", *(["mtp_1 loss"] if layout == "multi_token_prediction" else [])]
+    for name in names:
+        assert len(losses(fused, name)) == ITERATIONS
+        # Megatron prints seven digits.
+        assert losses(fused, name) == pytest.approx(losses(stock, name), rel=2e-6)
 
 
-def test_refusal_reaches_the_user_of_the_stock_script(megatron_lm: Path, tmp_path: Path) -> None:
-    arguments = ["-m", "flashmoe_megatron.run", str(megatron_lm / "pretrain_gpt.py"), *MODEL]
-    arguments += ["--moe-token-dispatcher-type", "flashmoe", "--glu-linear-offset", "1.0"]
-    with pytest.raises(AssertionError, match=r"ConfigError: --glu-linear-offset .*leave it at 0"):
-        torchrun(megatron_lm, tmp_path, *arguments)
-
-
-@pytest.mark.parametrize(("tensor_size", "num_tests"), [(1, 3), (2, 1)])
-def test_nvidia_dispatcher_tests_pass(
-    tensor_size: int, num_tests: int, megatron_lm: Path, tmp_path: Path
+@pytest.mark.parametrize(("before", "after"), [("alltoall", "flashmoe"), ("flashmoe", "alltoall")])
+def test_a_checkpoint_goes_on_with_the_other_dispatcher(
+    before: str, after: str, megatron_lm: Path, tmp_path: Path
 ) -> None:
-    program = Path(__file__).with_name("nvidia_dispatcher.py")
-    output = torchrun(megatron_lm, tmp_path, str(program), "flashmoe", "2", str(tensor_size))
-    passed = re.findall(r"PASSED (\w+) (\w+)", output)
-    assert len(passed) == num_tests
-    assert {dispatcher for _, dispatcher in passed} == {"FlashMoETokenDispatcher"}
+    checkpoint = f"--ckpt-format torch_dist --save {tmp_path / 'checkpoint'} --save-interval 2"
+    whole = losses(train(megatron_lm, tmp_path, "alltoall", "--train-iters 4"))
+    first = losses(train(megatron_lm, tmp_path, before, f"{checkpoint} --train-iters 2"))
+    resumed = f"{checkpoint} --load {tmp_path / 'checkpoint'} --train-iters 4"
+    second = losses(train(megatron_lm, tmp_path, after, resumed))
+    assert len(whole) == 4
+    assert first == pytest.approx(whole[:2], rel=2e-6)
+    assert second == pytest.approx(whole[2:], rel=2e-6)
+
+
+def test_refusal_reaches_the_user(megatron_lm: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"ConfigError: --glu-linear-offset .*leave it at 0"):
+        train(megatron_lm, tmp_path, "flashmoe", "--glu-linear-offset 1.0")

@@ -191,7 +191,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     gated = [name for name, shape in shapes.items() if shape.gated]
     usual = ["mixtral-8x7b", "qwen3-30b"] if HAS_GPU else list(SMALL)
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.bench.bench_training deepspeed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--shapes", nargs="+", choices=gated, default=usual, metavar="SHAPE", help=f"of {gated}")

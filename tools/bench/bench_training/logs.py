@@ -64,7 +64,9 @@ def _distance(loss: float, reference: float) -> float:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.bench.bench_training logs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ours", type=Path)
     parser.add_argument("theirs", type=Path)

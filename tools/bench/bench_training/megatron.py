@@ -215,7 +215,9 @@ def judge(ours: Run, theirs: Run, noise: list[Run]) -> list[str]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.bench.bench_training megatron",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, count = parser.add_argument, pretrain_moe.count
     add("--out", type=Path, default=Path("runs/training"), help="record and plots, less suffix")

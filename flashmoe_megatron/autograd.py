@@ -183,7 +183,7 @@ class _RoutedExperts(torch.autograd.Function):
 
 @dataclasses.dataclass
 class _Inputs:
-    """What a forward keeps that keeps no more."""
+    """What a forward keeps if ``keep`` is "inputs"."""
 
     x: torch.Tensor
     probs: torch.Tensor
@@ -200,7 +200,8 @@ class _Destinations:
 
     Args:
         owners: The parameters.
-        adds: Of each, in the order of the node's inputs, whether it is added to main_grad.
+        adds: Whether each parameter's gradient is added to main_grad, in the order of the node's
+            inputs.
     """
 
     def __init__(self, owners: ExpertWeights, adds: Sequence[bool]) -> None:
@@ -263,7 +264,7 @@ class _SplitDestinations:
         }
 
     def fc2_in_main_grad(self) -> list[torch.Tensor]:
-        """None."""
+        """None: split weights get ordinary gradients."""
         return []
 
     def grads(self) -> tuple[torch.Tensor, ...]:

@@ -40,7 +40,7 @@ class ExpertWeights:
     fc2_bias: tuple[torch.Tensor, ...] = ()
 
 
-class WeightGrad(NamedTuple):  # of which a backward makes one for each weight, before its launch
+class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each weight
     """Where the gradient of one weight goes.
 
     Attributes:
@@ -67,8 +67,8 @@ class TrafficCounters:
         rows_sent: Token rows sent to other ranks: dispatched and returned, forward and backward.
         bytes_sent: Bytes of those rows; on the reference also of the routing weights and their
             gradients, which the kernel does not count.
-        pad_rows_sent: Those among all rows handed to the exchange that stand for no route. Always
-            0; counted from the buffers, not assumed.
+        pad_rows_sent: Rows handed to the exchange that stand for no route. Always 0; counted from
+            the buffers, not assumed.
         pad_rows_local: Rows that only align experts' segments in this rank's receive buffer.
     """
 
@@ -159,8 +159,8 @@ class Backend(Protocol):
         """Computes all gradients of one forward.
 
         Gradients of weights and biases are plain sums over all tokens received from all ranks,
-        written or added to their buffers, also (as zeros) for experts without tokens. Those of
-        biases are asked for exactly where ``weights`` has biases.
+        written or added to their buffers, also (as zeros) for experts without tokens. Gradients
+        of biases are asked for exactly where ``weights`` has biases.
 
         Returns:
             Gradients of ``x`` (``[num_tokens, hidden]``) and of ``probs``

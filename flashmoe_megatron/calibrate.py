@@ -58,7 +58,7 @@ def measure(
 
     Args:
         layer: On 2 ranks.
-        num_tokens: Of each rank.
+        num_tokens: Tokens of each rank.
         iterations: Forwards with their backwards that are averaged.
         bounded: Whether the layer was given a ``row_bound``.
         grads: Where weight gradients go; for "main_grad" the layer's parameters get one.

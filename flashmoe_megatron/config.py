@@ -11,7 +11,7 @@ TILE_M = 128
 """Rows of a tile: every expert's segment of rows starts at a multiple of it (bM of the paper)."""
 
 ALIGNMENT_BYTES = 16
-"""Every row that a TMA descriptor or a 16-byte load touches starts at a multiple of it."""
+"""Rows start at a multiple of it, as TMA descriptors and loads of 16 bytes want."""
 
 DIM_GRANULE = 64
 """Hidden and intermediate size must be divisible by this (one 128-byte swizzle row of BF16)."""
@@ -22,7 +22,7 @@ MAX_WIDTH = 2**20
 MAX_EXPERTS = 2**16
 MAX_TOKENS = 2**24
 MIN_TIMEOUT, MAX_TIMEOUT = 1e-6, 1e9
-"""Nanoseconds of it are a whole number that fits 63 bits."""
+"""Bounds of a timeout in seconds: its nanoseconds are a whole number that fits 63 bits."""
 DEFAULT_TIMEOUT = 120.0
 DEFAULT_RESERVED_SMS = 4
 """SMs that the persistent kernel leaves to other kernels, NCCL's above all."""
@@ -30,7 +30,7 @@ MAX_ROW_BOUND = 1e6
 
 
 def is_count(value: object, *, least: int, most: float = math.inf) -> bool:
-    """Whether a value is a whole number in a range; a bool is none."""
+    """Whether a value is an int in a range; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
@@ -51,9 +51,7 @@ def is_number(value: object, *, least: float, most: float) -> bool:
 
 
 Keep = Literal["all", "preactivations", "inputs"]
-"""What a forward keeps for its backward: all that this needs; the first projection's outputs, and
-the backward fetches the rows of tokens again; or the layer's inputs, from which the backward
-computes the rest again."""
+"""What a forward keeps for its backward; the option ``keep`` says what each word means."""
 KEEPS: tuple[Keep, ...] = ("all", "preactivations", "inputs")
 
 

@@ -42,7 +42,8 @@ def moe_forward(
         backend: From :func:`~flashmoe_megatron.select.select_backend`.
         check_routing: Look at the values of the routing first, which makes the host wait for a GPU.
         ordered_grads: See :func:`~flashmoe_megatron.autograd.moe_apply`.
-        layer: See there.
+        layer: The number in the launch's records, as :func:`~flashmoe_megatron.autograd.moe_apply`
+            takes it.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, differentiable in ``x``, ``topk_weight`` and the
@@ -107,7 +108,8 @@ def moe_router_forward(
         backend: From :func:`~flashmoe_megatron.select.select_backend`.
         router: How a token chooses its ``topk`` experts; by default softmax over their logits.
         ordered_grads: See :func:`~flashmoe_megatron.autograd.moe_apply`.
-        layer: See there.
+        layer: The number in the launch's records, as :func:`~flashmoe_megatron.autograd.moe_apply`
+            takes it.
 
     Returns:
         Output, probabilities, logits and routing map.
@@ -166,7 +168,7 @@ class FlashMoELayer(nn.Module):
         fuse_router: bool = False,
         bias: bool = False,
         check_routing: bool = True,
-        **kernel_options: Any,
+        **options: Any,
     ) -> None:
         """Makes the local experts and their backend.
 
@@ -174,8 +176,8 @@ class FlashMoELayer(nn.Module):
             config: The layer's shape.
             group: The expert-parallel group, ``None`` for one rank.
             device: Where the layer lives; by default the current GPU, or the CPU without one.
-            dtype: Of tokens and parameters, bfloat16 or float16, on the reference also float32
-                or float64.
+            dtype: The dtype of tokens and parameters: bfloat16 or float16; on the reference also
+                float32 or float64.
             backend: Which to choose, or another layer's, of an equal ``config``.
             router: Own a router, an ``nn.Linear`` that :meth:`route` applies with torch's operators
                 in front of the launch, so that :meth:`forward` can be called with tokens alone.
@@ -183,7 +185,7 @@ class FlashMoELayer(nn.Module):
                 :func:`moe_router_forward` does with its weight; needs ``router=True``.
             bias: Give both projections of every expert a bias.
             check_routing: See :func:`moe_forward`.
-            **kernel_options: See :func:`~flashmoe_megatron.select.select_backend`; none beside
+            **options: See :func:`~flashmoe_megatron.select.select_backend`; none beside
                 another layer's backend.
 
         Raises:
@@ -199,10 +201,10 @@ class FlashMoELayer(nn.Module):
         if fuse_router and not router:
             raise ConfigError("fuse_router=True without a router: wanted router=True")
         if isinstance(backend, str):
-            backend = select_backend(config, group, device, kind=backend, **kernel_options)
-        elif kernel_options:
+            backend = select_backend(config, group, device, kind=backend, **options)
+        elif options:
             raise ConfigError(
-                f"{', '.join(kernel_options)} beside a backend that is given: wanted its own"
+                f"{', '.join(options)} beside a backend that is given: wanted its own"
             )
         elif backend.config != config:
             raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")

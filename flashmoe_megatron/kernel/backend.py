@@ -149,7 +149,8 @@ class KernelBackend(OfGroup):
         self._bounds: dict[bool, int | None] = {}
         self._sizes = bindings.FlashMoESizes()
         self._tables = AddressTables(config, self.memory, self.device)
-        self._early_number = 0  # of the last backward, if fc2's gradients are there before its end
+        self._early_number = 0
+        """Number of the last backward, if fc2's gradients are complete before its end, else 0."""
 
     @_on_own_device
     def forward(
@@ -170,7 +171,7 @@ class KernelBackend(OfGroup):
         try:
             return self._finish(pending, tables, training=training, layer=layer)
         except RoutingError:
-            raise  # on all ranks, and has ended the layer
+            raise  # every rank raises it, and none waits for another any more
         except BaseException:
             if pending.num_row_blocks is None:
                 # The peers will wait for this rank's layer in vain, and make new memory.
@@ -278,7 +279,7 @@ class KernelBackend(OfGroup):
                 "await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows)
             )
         except FlashMoEError:
-            self.raise_pending_fault()  # says more
+            self.raise_pending_fault()  # it says more than the status does
             raise
         return blocks.value
 

@@ -17,7 +17,7 @@ class UniformGrads:
     at a multiple of 16 bytes, as a ``main_grad`` that Megatron lays behind one of odd length.
 
     Args:
-        grads: Of all weights and biases, at least one.
+        grads: Where the gradients of all weights and biases go, at least one.
 
     Attributes:
         grads: What to compute, in the same order.

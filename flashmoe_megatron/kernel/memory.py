@@ -13,7 +13,7 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import plan_buffer_rows
 
 ELEMENT_BYTES = 2
-"""Of tokens and weights: bfloat16 or float16."""
+"""Bytes of an element of tokens and weights, which are bfloat16 or float16."""
 
 TRANSIENT_BYTES = 8 * 2**30
 """A forward that keeps nothing may take this much for the most rows that there can be."""

@@ -19,7 +19,7 @@ from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 
 MOST_LAYERS = 1024
-"""That share a backend and have tables at the same time; weights that move must not pile up."""
+"""Most layers with tables that share a backend; tables of weights that move must not pile up."""
 
 _Table = TypeVar("_Table")
 
@@ -59,12 +59,12 @@ class AddressTables:
         problem: bindings.FlashMoEProblem,
         sizes: bindings.FlashMoESizes,
     ) -> WeightTables:
-        """Those of a layer's weights; where they are is read at every call.
+        """The tables of a layer's weights, whose addresses are read anew at every call.
 
         Args:
             weights: The local experts.
-            problem: Of their dtype and layout.
-            sizes: The problem's.
+            problem: The layer as the library sees it, of the weights' dtype and layout.
+            sizes: What the library says of that problem.
 
         Raises:
             ShapeError: A weight is not what the layer was built for, or the kernel cannot read it.
@@ -104,14 +104,14 @@ class AddressTables:
         problem: bindings.FlashMoEProblem,
         sizes: bindings.FlashMoESizes,
     ) -> torch.Tensor:
-        """That of where gradients go.
+        """The table of where gradients go.
 
         Args:
-            grads: Of all fc1, then all fc2, then their biases in the same order if there are any;
-                of one dtype, all added or all written.
-            dtype: Of the weights.
-            problem: Of their layout.
-            sizes: The problem's.
+            grads: The gradients of all fc1, then of all fc2, then of their biases in the same order
+                if there are any; all of one dtype, and all added or all written.
+            dtype: The weights' dtype.
+            problem: The layer as the library sees it, of the weights' layout.
+            sizes: What the library says of that problem.
 
         Raises:
             ShapeError: The kernel cannot write one of them.

@@ -41,8 +41,8 @@ def activate_backward(
     Args:
         pre_activation: ``[rows, fc1_rows]``.
         grad_activated: ``[rows, intermediate]``, gradient of :func:`activate`'s result.
-        activation: See there.
-        gated: See there.
+        activation: The one that :func:`activate` was given.
+        gated: Whether it was applied to a gate half.
 
     Returns:
         That result again, and the gradient of ``pre_activation``.

@@ -47,7 +47,7 @@ class Entry:
         gated: Whether the FFN is gated.
         num_tokens: Tokens of each of the 2 ranks in one launch.
         gpu: Name of the GPU, as the driver gives it.
-        dtype: Of the tokens, "bfloat16", "float16", "float32" or "float64".
+        dtype: The tokens' dtype, "bfloat16", "float16", "float32" or "float64".
         direction: "forward" or "backward".
         bounded: Whether there was a ``row_bound``: then a forward that trains is one launch with
             its plan in it, else the plan is a launch of its own, which is not in ``time_ms``.
@@ -89,14 +89,14 @@ class Entry:
 
         Args:
             config: The layer's shape, on 2 ranks.
-            num_tokens: See the attributes, as the others.
-            gpu: See there.
-            dtype: See there.
-            direction: See there.
-            time_ms: See there.
-            bounded: See there.
-            keep: See there.
-            grads: See there.
+            num_tokens: The attribute of this name, like all arguments below.
+            gpu: Name of the GPU.
+            dtype: The tokens' dtype.
+            direction: "forward" or "backward".
+            time_ms: Time of a launch.
+            bounded: Whether there was a ``row_bound``.
+            keep: What forwards kept for their backwards.
+            grads: Where the weights' gradients went.
 
         Raises:
             ConfigError: The layer is not on 2 ranks, or the time is none.
@@ -146,9 +146,9 @@ class Calibration:
     """What a file says, for one kind of GPU and one dtype.
 
     Args:
-        entries: Of the file.
+        entries: What the file holds.
         gpu: This machine's GPU.
-        dtype: Of the run's tokens.
+        dtype: The dtype of the run's tokens.
     """
 
     def __init__(self, entries: Iterable[Entry], *, gpu: str, dtype: str) -> None:
@@ -185,10 +185,10 @@ def load_calibration(
     """Reads the file for a run.
 
     Args:
-        path: Of the file.
+        path: Where the file is.
         configs: Shapes of the run's layers.
         gpu: Name of this machine's GPU.
-        dtype: Of the run's tokens.
+        dtype: The dtype of the run's tokens.
         num_tokens: Tokens of one rank and launch, if they are known beforehand.
         bounded: Whether the run has a ``row_bound``; ``None``, as for the next two, if the caller
             cannot tell, and then the file's word is taken.
@@ -246,7 +246,7 @@ def read_entries(path: str | Path) -> list[Entry]:
     """Reads and checks a file.
 
     Args:
-        path: Of the file.
+        path: Where the file is.
 
     Returns:
         Its entries, at least one.
@@ -286,7 +286,7 @@ def read_entries(path: str | Path) -> list[Entry]:
 
 
 def write_entries(path: str | Path, entries: Iterable[Entry]) -> None:
-    """Adds entries to a file, or makes it; those of the same layer and machine are replaced.
+    """Adds entries to a file, or makes it; entries of the same layer and machine are replaced.
 
     So they are where the layer ran in another way: a file has one time for each layer, and a run
     that cannot tell how it runs takes that.
@@ -294,7 +294,7 @@ def write_entries(path: str | Path, entries: Iterable[Entry]) -> None:
     The file is complete at every moment: it is written under another name and then renamed.
 
     Args:
-        path: Of the file; its folder exists.
+        path: Where the file is, in a folder that exists.
         entries: What was measured.
 
     Raises:

@@ -20,7 +20,7 @@ def compute_metrics(
     """Every chosen metric that can be told.
 
     Args:
-        totals: Of one rank, or reduced over ranks.
+        totals: The totals of one rank, or reduced over ranks.
         chosen: Names of metrics.
         calibration: Times on 2 GPUs, for the overlap efficiency.
 

@@ -30,7 +30,7 @@ def read_launch_number(number: int) -> tuple[int, bool]:
 class Phase(enum.Enum):
     """Where the time of a CTA goes.
 
-    A CTA has several roles that run beside each other. Those of the processors follow one another
+    A CTA has several roles that run beside each other. The processors' phases follow one another
     and add up to the launch's time: ``HEAD``, then ``STAGE_WAIT``, ``GEMM`` and ``EPILOGUE`` for
     every tile, then ``TAIL``, which is what is left. ``ROWS_WAIT`` and ``ACT_WAIT`` are the
     loader's; ``DISPATCH``, ``DELIVER`` and ``REDUCE`` the communication roles'; both run at the

@@ -35,7 +35,7 @@ class Metric:
     Attributes:
         name: What a user chooses it by.
         key: What loggers show, without the prefix; one key for every value of what is in braces.
-        unit: Of the value; "1" for ratios and shares.
+        unit: The value's unit; "1" for ratios and shares.
         better: Which way is better.
         reduction: How the figures of launches and ranks become one.
         definition: The formula, in words.
@@ -394,7 +394,7 @@ def key_of(name: str, **values: object) -> str:
     """What loggers show for a metric.
 
     Args:
-        name: Of the metric.
+        name: The metric's name.
         **values: For what is in braces in its key.
     """
     return PREFIX + find_metric(name).key.format(**values)

@@ -42,7 +42,7 @@ class Reporter:
         take_records: Gives what has finished since it was last asked.
         annotate: Adds to this rank's totals what no record has, such as the heap's size.
         calibration: For the overlap efficiency; one rank's is every rank's.
-        sinks: Of this rank; none on ranks that write nothing.
+        sinks: Where this rank writes; none on ranks that write nothing.
         interval: Steps between reports.
     """
 
@@ -115,7 +115,7 @@ class Reporter:
                 continue
             try:
                 self._totals.add(record)
-            except ConfigError as error:  # of another model in this process, say
+            except ConfigError as error:  # another model in this process has launched, say
                 self._tell(f"some launches are in no metric: {error}")
 
     def _write(self, now: int, *, wait: bool = False) -> None:

@@ -37,7 +37,7 @@ class JsonLines:
     that resumes goes on in the same file, on a line of its own.
 
     Args:
-        path: Of the file; its folder is made.
+        path: Where the file is; its folder is made.
     """
 
     def __init__(self, path: Path) -> None:

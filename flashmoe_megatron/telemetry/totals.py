@@ -24,8 +24,8 @@ class LayerPlace:
     Attributes:
         config: Its shape; ``max_tokens`` does not count.
         rank: This rank in the layer's expert-parallel group.
-        element_bytes: Of an element of a row.
-        capacity_factor: For what padding would have sent.
+        element_bytes: Bytes of an element of a row.
+        capacity_factor: Factor of the capacity that the traffic is compared with.
         num_sms: Multiprocessors of the GPU, 0 if it is none.
     """
 
@@ -68,7 +68,7 @@ class LaunchTotals:
         num_tokens: Tokens of the ranks that launched.
         num_rows: Routed rows received.
         tile_rows: Rows of the tiles that hold them.
-        flops: Of both projections of the routed rows; in backward, of the gradients of both.
+        flops: Operations of both projections of the routed rows; in backward, of both gradients.
         counted_launches: Launches whose traffic is known.
         sent_bytes: What crossed a link in them, counted where it arrived (dispatch) or left
             (combine).
@@ -186,7 +186,7 @@ class Layout:
 
     Attributes:
         layers: As given, by ascending number.
-        num_ranks: Of the largest expert-parallel group.
+        num_ranks: Ranks of the largest expert-parallel group.
     """
 
     def __init__(self, layers: dict[int, LayerPlace]) -> None:
@@ -213,10 +213,10 @@ class Totals:
         longest_ns: The longest launch of each.
         rank_launches: Launches of each rank of each layer's group, by layer.
         expert_rows: Rows of every expert of each layer's group, by layer.
-        counted_launches: Those of each rank of an expert-parallel group whose traffic is known.
+        counted_launches: Launches of each rank of an expert-parallel group whose traffic is known.
         bytes_pulled: ``[source][target]``, bytes between such ranks that the target counted.
         bytes_pushed: The same, that the source counted.
-        tokens: That training has put through each layer, recomputation left out, by layer; told by
+        tokens: Tokens that training has put through each layer, without recomputation; told by
             the host, because a backend keeps its last launches alone.
         routes_chosen: Routes that routers chose, where the framework tells.
         routes_kept: Those that were not dropped.
@@ -292,7 +292,7 @@ class Totals:
         ]
 
     def maxima(self) -> list[float]:
-        """Of what the greatest over ranks is taken."""
+        """The values of which the greatest over ranks is taken."""
         return [*self.longest_ns.values(), self.seconds, self.heap_bytes]
 
     @classmethod

@@ -123,7 +123,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     "topk": (
         {"model": {"num_experts": 20, "k": 17, "drop_tokens": False}},
         nothing,
-        "moe.0: topk=17: must be 1 to 16",
+        "moe.0: topk=17: must be an int, 1 to 16",
     ),
     "autocast": (
         {"config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},

@@ -98,8 +98,8 @@ def test_launches_that_warm_up_are_not_averaged() -> None:
         ("4", [], "4 ranks, wanted 2"),
         ("2", ["--iterations", "0"], "--iterations 0: wanted 1 to 80"),
         ("2", ["--row-bound", "0.5"], "row_bound=0.5: wanted a number of at least 1"),
-        ("2", ["--hidden", "65"], "hidden=65: must be a positive multiple"),
-        ("2", ["--num-experts", "3"], "num_experts=3: must be a positive multiple"),
+        ("2", ["--hidden", "65"], "hidden=65: must be an int, a positive multiple"),
+        ("2", ["--num-experts", "3"], "num_experts=3: must be an int, a positive multiple"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -58,7 +58,7 @@ def test_skipped_choices():
     topk_idx, topk_weight = make_choice(20)
     topk_idx[::2, 0] = -1
     topk_idx[3] = -1
-    topk_weight[::4, 0] = float("nan")  # of a skipped choice: never read
+    topk_weight[::4, 0] = float("nan")  # the weight of a skipped choice is never read
     topk_weight.requires_grad_()
     out = layer(x, topk_idx, topk_weight)
     assert_close("out", out, oracle(layer, x, topk_idx, topk_weight.nan_to_num()), rel_l2=1e-5)

@@ -36,7 +36,7 @@ def record_of(sequence: int) -> bindings.FlashMoERecord:
     )
     record.counters.rows_pulled[1] = 3 * sequence
     record.expert_rows[NUM_EXPERTS - 1] = sequence
-    record.expert_rows[NUM_EXPERTS] = 99  # of a layer with more experts, before
+    record.expert_rows[NUM_EXPERTS] = 99  # an earlier layer had more experts
     record.checksum = checksum(bytes(record)[: FRONT_BYTES + 4 * NUM_EXPERTS])
     return record
 

@@ -37,7 +37,7 @@ def test_numbers_are_the_kernels() -> None:
 
 
 def record_after(before: bindings.FlashMoERecord, duration_ns: int) -> LaunchRecord:
-    """Of a backward whose CTAs count as the kernel does, in words of 32 bits that wrap.
+    """The record of a backward whose CTAs count as the kernel does, in words of 32 bits that wrap.
 
     Processors are busy for half of it and wait for operands for a quarter; all warps deliver for a
     third.

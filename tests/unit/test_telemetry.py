@@ -40,13 +40,13 @@ def mirrored(launch: LaunchRecord) -> LaunchRecord:
 
 
 def metrics_of(*launches: LaunchRecord, **place: object) -> dict[str, float]:
-    """Of two ranks that do the same."""
+    """The metrics of two ranks that do the same."""
     other = totals_of(*map(mirrored, launches), rank=1, **place)
     return compute_metrics(added_up(totals_of(*launches, **place), other), ALL)
 
 
-# Of records.RECORD: 1 ms on 128 CTAs of 132 SMs; 256 tokens of top-2 of 8 experts on 2 ranks; rows
-# of 64 elements of 2 bytes, 190 of them to and 190 from the other rank.
+# The metrics of records.RECORD: 1 ms on 128 CTAs of 132 SMs; 256 tokens of top-2 of 8 experts on 2
+# ranks; rows of 64 elements of 2 bytes, 190 of them to and 190 from the other rank.
 KNOWN = {
     "forward/kernel_ms": 1.0,
     "forward/kernel_ms_max": 1.0,
@@ -181,7 +181,7 @@ def test_capacity_factor_widens_what_padding_sends() -> None:
 
 
 def test_tokens_per_second_is_a_mean_over_layers() -> None:
-    """Of the layers that some rank has put tokens through."""
+    """Layers that no rank has put tokens through are left out."""
     places = {layer: records.place() for layer in (1, 2, 3)}
     totals = Totals(Layout(places), places)
     totals.seconds = 0.5

@@ -140,7 +140,7 @@ def make_layer(**changes: Any) -> FlashMoELayer:
 
 
 def reports_of_layer(*, evaluations: int, **changes: Any) -> list[dict[str, float]]:
-    """Of steps of 64 tokens, with evaluations of 8 tokens before each."""
+    """The reports of steps of 64 tokens, with evaluations of 8 tokens before each."""
     layer = make_layer(**changes)
     written = Memory()
     reporter = make_reporter(None, {0: place(layer.backend, 0)}, layer.backend, [written])

@@ -235,7 +235,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of the long case")
     parser.add_argument("--out", type=Path, help="file that takes one JSON object per case")
     options = parser.parse_args(arguments)
-    device = start(timeout_s=60)
+    device = start(timeout=60)
     job = Job(device, dist.new_group(backend="gloo"), options.steps)
     status = 0
     for name in options.cases:

@@ -151,10 +151,16 @@ def test_not_a_number_stays_with_its_token(value: float):
     steps.assert_same_bits(again, clean)
 
 
-def lone_backend(config: MoEConfig, **options: Any) -> KernelBackend:
+def lone_backend(config: MoEConfig, num_ctas: int | None = None, **options: Any) -> KernelBackend:
     memory = GroupMemory(None, device(), BackendOptions())
     return KernelBackend(
-        config, None, device(), memory=memory, rank=0, options=BackendOptions(**options)
+        config,
+        None,
+        device(),
+        memory=memory,
+        rank=0,
+        num_ctas=num_ctas,
+        options=BackendOptions(**options),
     )
 
 

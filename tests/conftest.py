@@ -1,4 +1,4 @@
-"""What all tests share: process pools, and skipping what the machine cannot run."""
+"""Gives all tests process pools, and skips what the machine cannot run."""
 
 import contextlib
 import os

@@ -13,7 +13,8 @@ check() {
     PATH=$bin:$PATH "$@" || failed+=("$1")
 }
 
-# Not of git, which a copy of the checkout may lack: without a name clang-format reads its input.
+# find lists the sources, since a copy of the checkout may lack git. With an empty list clang-format
+# would read its standard input.
 mapfile -t sources < <(
     find csrc tests tools \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.c' \
         -o -name '*.cc' \) | sort

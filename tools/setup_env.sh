@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prepares .venv with torch, Megatron-Core, DeepSpeed, this package in editable form and the tools of
-# the checks, compiles csrc/, and prints the path of the interpreter; progress goes to stderr. Quick
-# when nothing has changed.
+# the checks, compiles csrc/, and prints the path of the interpreter; progress goes to stderr. It is
+# quick when nothing has changed.
 #
 #   FLASHMOE_PYTHON           an interpreter that has everything; used as it is, nothing is built
 #   PYTHON                    the interpreter to make .venv with (3.10 to 3.13)
@@ -48,8 +48,8 @@ if [ ! -x "$python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     say "making $venv with $("$base" --version)"
     "$base" -m venv --clear "$venv"
     pip() { "$python" -m pip --disable-pip-version-check "$@" >&2; }
-    # First and pinned: nothing that follows may bring another torch. Without a GPU the build for
-    # processors is enough; pip prefers it wherever one of its indexes has it.
+    # torch comes first and is pinned, so that nothing that follows brings another one. Without a
+    # GPU the build for processors is enough; pip prefers it wherever one of its indexes has it.
     say "installing torch $torch_version"
     pip install --quiet "torch==$torch_version"
     if has_gpu && ! "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
@@ -60,10 +60,11 @@ if [ ! -x "$python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     say "installing Megatron-Core, DeepSpeed, the package and the tools of the checks"
     pip install --quiet "setuptools>=77" wheel
     # DeepSpeed compiles its operators when they are first used. Its set-up asks torch for a GPU, so
-    # that it needs this torch and not another one fetched for the build.
+    # it needs this torch and not another one that pip would fetch for the build.
     DS_BUILD_OPS=0 FLASHMOE_SKIP_CUDA_BUILD=1 \
         pip install --quiet --no-build-isolation --editable ".[test,dev]"
-    # Apart from it, 2 MB to fetch: the oldest release that the package claims to work with.
+    # The oldest release that the package claims to work with is installed beside it, in a folder of
+    # its own; that fetches 2 MB.
     oldest=$("$python" -c 'from flashmoe_megatron.adapters.deepspeed.versions import OLDEST
 print(*OLDEST, sep=".")')
     rm -rf "build/deepspeed-$oldest"
@@ -73,7 +74,7 @@ print(*OLDEST, sep=".")')
 fi
 
 if [ "${FLASHMOE_SKIP_CUDA_BUILD:-}" != 1 ]; then
-    # Apart from .venv, where torch may have brought the same packages at other versions.
+    # The compiler's packages stay out of .venv, where torch may have brought other versions.
     toolchain=$PWD/build/toolchain
     if [ -n "${CUDA_HOME:-}" ] || nvcc --version 2>/dev/null | grep -q "release 13\."; then
         pattern='nvidia-cutlass'

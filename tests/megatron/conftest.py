@@ -1,4 +1,4 @@
-"""Process pools in which Megatron runs on processors, and skips where it is not installed."""
+"""Gives tests pools in which Megatron runs on processors, and skips them where it is missing."""
 
 import contextlib
 import importlib.util
@@ -30,7 +30,7 @@ def two_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def megatron_lm() -> Path:
-    """The checkout of Megatron-LM, with the stock training scripts and NVIDIA's tests."""
+    """The checkout of Megatron-LM, which has the stock training scripts and NVIDIA's tests."""
     named = os.environ.get(MEGATRON_LM)
     if not named:
         pytest.skip(f"{MEGATRON_LM} names no checkout of Megatron-LM")

@@ -18,8 +18,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
     "multi_token_prediction": (2, "--mtp-num-layers 1"),
     "pipeline_with_virtual_stages": (
         4,
-        "--num-layers 4 --pipeline-model-parallel-size 2 "
-        "--num-layers-per-virtual-pipeline-stage 1 --no-overlap-p2p-communication",
+        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
     "tensor_with_sequence": (
         2,
@@ -69,14 +68,15 @@ def test_the_script_trains_as_with_alltoall(layout: str, megatron_lm: Path, tmp_
 def test_a_checkpoint_goes_on_with_the_other_dispatcher(
     before: str, after: str, megatron_lm: Path, tmp_path: Path
 ) -> None:
-    checkpoint = f"--ckpt-format torch_dist --save {tmp_path / 'checkpoint'} --save-interval 2"
-    whole = losses(train(megatron_lm, tmp_path, "alltoall", "--train-iters 4"))
-    first = losses(train(megatron_lm, tmp_path, before, f"{checkpoint} --train-iters 2"))
-    resumed = f"{checkpoint} --load {tmp_path / 'checkpoint'} --train-iters 4"
-    second = losses(train(megatron_lm, tmp_path, after, resumed))
-    assert len(whole) == 4
-    assert first == pytest.approx(whole[:2], rel=2e-6)
-    assert second == pytest.approx(whole[2:], rel=2e-6)
+    """The optimizer's state is left out, which stock Megatron cannot load on a CPU."""
+    folder = tmp_path / "checkpoint"
+    train(megatron_lm, tmp_path, before, f"--train-iters 2 --save {folder} --save-interval 2")
+    resume = f"--train-iters 4 --load {folder} --no-load-optim"
+    unchanged, crossed = (
+        losses(train(megatron_lm, tmp_path, dispatcher, resume)) for dispatcher in (before, after)
+    )
+    assert len(crossed) == 2
+    assert crossed == pytest.approx(unchanged, rel=2e-6)
 
 
 def test_refusal_reaches_the_user(megatron_lm: Path, tmp_path: Path) -> None:

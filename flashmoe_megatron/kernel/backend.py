@@ -422,7 +422,7 @@ class KernelBackend(OfGroup):
             transposed=self._transposed,
             num_ctas=self.num_ctas,
             heap=heap,
-            timeout_s=self.options.timeout,
+            timeout=self.options.timeout,
         )
 
     def _row_block_bound(self, training: bool) -> int | None:

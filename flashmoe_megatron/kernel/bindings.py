@@ -97,9 +97,9 @@ def problem_of(
     transposed: bool,
     num_ctas: int,
     heap: HeapBounds,
-    timeout_s: float,
+    timeout: float,
 ) -> FlashMoEProblem:
-    """Makes the library's struct of a layer; the arguments are its fields."""
+    """Makes the library's struct of a layer: its fields, and the bound of waits in seconds."""
     return FlashMoEProblem(
         rank=rank,
         num_ranks=config.num_ranks,
@@ -116,7 +116,7 @@ def problem_of(
         num_ctas=num_ctas,
         heap_tokens=heap.tokens,
         heap_topk=heap.topk,
-        timeout_ns=int(timeout_s * 1e9),
+        timeout_ns=int(timeout * 1e9),
     )
 
 

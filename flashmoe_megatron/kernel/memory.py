@@ -112,7 +112,7 @@ def plan_memory(
         transposed=False,
         num_ctas=num_ctas,
         heap=bindings.HeapBounds.of(config),
-        timeout_s=1.0,
+        timeout=1.0,
     )
     bindings.call("sizes", problem, sizes)
     if num_row_blocks is None:

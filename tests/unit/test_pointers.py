@@ -31,7 +31,7 @@ def problem() -> bindings.FlashMoEProblem:
         transposed=False,
         num_ctas=128,
         heap=bindings.HeapBounds.of(CONFIG),
-        timeout_s=1.0,
+        timeout=1.0,
     )
 
 

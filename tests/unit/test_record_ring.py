@@ -62,7 +62,7 @@ class Ring:
             transposed=False,
             num_ctas=2,
             heap=bindings.HeapBounds.of(config),
-            timeout_s=1.0,
+            timeout=1.0,
         )
         sizes = bindings.FlashMoESizes()
         bindings.call("sizes", problem, sizes)

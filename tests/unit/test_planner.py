@@ -15,6 +15,7 @@ from flashmoe_megatron.planner import (
     plan_buffer_rows,
     plan_capacity,
 )
+from tests.unit import cases
 
 
 @pytest.mark.parametrize(
@@ -115,16 +116,7 @@ def test_no_routing_needs_more_rows_than_planned(data: st.DataObject):
 
 def test_worst_case_is_reached():
     """The bound is not idle: all tokens of all ranks may select this rank's experts."""
-    config = MoEConfig(
-        hidden=64,
-        intermediate=64,
-        num_experts=8,
-        topk=2,
-        activation=Activation.SILU,
-        gated=True,
-        num_ranks=4,
-        max_tokens=128,
-    )
+    config = cases.make_config(num_ranks=4, max_tokens=128)
     planned = plan_buffer_rows(config)
     # Two local experts get one tile less a row each from three ranks and the rest of the tokens.
     assert planned.worst_case == 4 * 128 * 2 + TILE_M
@@ -136,16 +128,7 @@ def test_worst_case_is_reached():
 
 
 def test_no_more_rows_are_expected_than_the_capacity_admits():
-    config = MoEConfig(
-        hidden=64,
-        intermediate=64,
-        num_experts=8,
-        topk=2,
-        activation=Activation.SILU,
-        gated=True,
-        num_ranks=4,
-        max_tokens=128,
-    )
+    config = cases.make_config(num_ranks=4, max_tokens=128)
     # 10 rows from each of 4 ranks for 2 local experts, each with half a tile of padding.
     assert plan_buffer_rows(config, capacity=10).expected == 4 * 10 * 2 + 2 * TILE_M // 2
     assert plan_buffer_rows(config, capacity=0).expected == 0

@@ -6,7 +6,7 @@ flashmoe replaces (fusions of the permutation or of the activation, the flex dis
 are harmless and not listed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,19 +42,24 @@ class Refusal:
         )
 
 
-def refuse(config: Any, refusals: Iterable[Refusal]) -> None:
-    """Raises for the first refusal that a configuration meets.
+def refusals_of(config: Any, refusals: Iterable[Refusal]) -> Iterator[Refusal]:
+    """The refusals that a configuration meets, in the order of the table.
 
     Args:
         config: A TransformerConfig, also before its ``__post_init__``, or parsed arguments.
         refusals: The table.
+    """
+    return (refusal for refusal in refusals if refusal.is_asked(config))
+
+
+def refuse(config: Any, refusals: Iterable[Refusal]) -> None:
+    """Raises for the first refusal that a configuration meets; see :func:`refusals_of`.
 
     Raises:
         ConfigError: Names the flag and the way out.
     """
-    for refusal in refusals:
-        if refusal.is_asked(config):
-            raise ConfigError(refusal.message(config))
+    for refusal in refusals_of(config, refusals):
+        raise ConfigError(refusal.message(config))
 
 
 def _is_set(name: str) -> Callable[[Any], bool]:
@@ -261,7 +266,7 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "activation_func",
-        "this activation function",
+        "the activation function",
         lambda config: activation_of(getattr(config, "activation_func", None)) is None,
         "use SwiGLU (--swiglu), GELU, --squared-relu, ReLU or SiLU, or use the alltoall dispatcher",
     ),

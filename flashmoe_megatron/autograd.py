@@ -1,7 +1,9 @@
 """Makes a backend differentiable: one autograd node per layer and call."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -42,10 +44,9 @@ def moe_apply(
         x: ``[num_tokens, hidden]``, contiguous and 16-byte aligned.
         probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``.
         routing_map: ``[num_tokens, num_experts]`` bool.
-        weights: The local experts, parameters or views of parameters. To take experts out of one
-            stacked parameter use ``unbind``, whose gradient is a single stack. As
-            :class:`~flashmoe_megatron.weights.SplitWeights`, gate and up projections that are
-            parameters of their own, of one expert or of a stack.
+        weights: The local experts, parameters or views of parameters, of one expert or of a stack,
+            whose gradient is one stack. As :class:`~flashmoe_megatron.weights.SplitWeights`, gate
+            and up projections that are parameters of their own.
         accumulate_into_main_grad: Add the gradient of each weight that has a ``main_grad`` to it,
             set the weight's ``grad_added_to_main_grad`` and return a dummy to autograd, so that
             hooks on the parameter fire (Megatron's fused gradient accumulation). The dummy is
@@ -220,7 +221,7 @@ class _Destinations:
             added = [owner for owner, target in pairs if target.accumulate]
             for owner in added:
                 owner.grad_added_to_main_grad = True
-            dummies = iter(_dummy_grads(added))
+            dummies = _dummy_grads(added)
             grads += (next(dummies) if target.accumulate else target.buffer for _, target in pairs)
         return tuple(grads)
 
@@ -300,22 +301,21 @@ def _with_tensors(weights: _Weights, tensors: tuple[torch.Tensor, ...]) -> _Weig
 _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _dummy_grads(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Gradients that only make hooks fire, of weights of one kind: one buffer for all.
+def _dummy_grads(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Gradients that only make hooks fire, of weights of one kind: one buffer for each shape.
 
     Tensors of their own, so that autograd takes each as the parameter's ``grad`` without a copy,
-    and all of them made by one call.
+    and all of a shape made by one call. Only stacks of several sizes differ in shape.
     """
-    if not weights:
-        return ()
-    first = weights[0]
-    key = (first.shape, first.dtype, first.device)
-    if key not in _dummies:
-        _dummies[key] = torch.zeros(first.shape, dtype=first.dtype, device=first.device)
-    dummy = _dummies[key]
-    if any(getattr(weight, "zero_out_wgrad", False) for weight in weights):
-        dummy.zero_()
-    return dummy.expand(len(weights), *first.shape).unbind()
+    for shape, group in itertools.groupby(weights, key=operator.attrgetter("shape")):
+        alike = list(group)
+        key = (shape, alike[0].dtype, alike[0].device)
+        if key not in _dummies:
+            _dummies[key] = torch.zeros(shape, dtype=alike[0].dtype, device=alike[0].device)
+        dummy = _dummies[key]
+        if any(getattr(weight, "zero_out_wgrad", False) for weight in alike):
+            dummy.zero_()
+        yield from dummy.expand(len(alike), *shape).unbind()
 
 
 @dataclasses.dataclass(frozen=True)

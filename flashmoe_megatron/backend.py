@@ -21,15 +21,19 @@ from flashmoe_megatron.telemetry.record import LaunchRecord
 class ExpertWeights:
     """The local experts' weights, wherever they live; read anew at each call.
 
+    Each tensor is one expert's or, with one more dimension in front, a stack of several experts'.
+    The tensors of a kind hold all local experts in order.
+
     Attributes:
-        fc1: One ``[fc1_rows, hidden]`` tensor per local expert, gate rows first if gated.
-        fc2: One ``[hidden, intermediate]`` tensor per local expert.
+        fc1: ``[fc1_rows, hidden]`` or ``[num_experts, fc1_rows, hidden]`` tensors, gate rows first
+            if gated.
+        fc2: ``[hidden, intermediate]`` or ``[num_experts, hidden, intermediate]`` tensors.
         transposed: The matrices are ``[hidden, fc1_rows]`` and ``[intermediate, hidden]`` instead
             (the legacy GroupedMLP of Megatron-Core 0.16).
-        fc1_bias: One ``[fc1_rows]`` tensor per local expert, added before the activation; empty
-            where the experts have none.
-        fc2_bias: One ``[hidden]`` tensor per local expert, added times the routing weight; empty
-            where the experts have none. The kernel wants both kinds or none.
+        fc1_bias: ``[fc1_rows]`` or ``[num_experts, fc1_rows]`` tensors, added before the
+            activation; empty where the experts have none.
+        fc2_bias: ``[hidden]`` or ``[num_experts, hidden]`` tensors, added times the routing weight;
+            empty where the experts have none. The kernel wants both kinds or none.
     """
 
     fc1: tuple[torch.Tensor, ...]
@@ -39,9 +43,37 @@ class ExpertWeights:
     fc1_bias: tuple[torch.Tensor, ...] = ()
     fc2_bias: tuple[torch.Tensor, ...] = ()
 
+    def per_expert(self) -> "ExpertWeights":
+        """The same weights with one tensor for each expert: the own tensors and views of stacks."""
+        return ExpertWeights(
+            fc1=unstacked(self.fc1, MATRIX),
+            fc2=unstacked(self.fc2, MATRIX),
+            transposed=self.transposed,
+            fc1_bias=unstacked(self.fc1_bias, VECTOR),
+            fc2_bias=unstacked(self.fc2_bias, VECTOR),
+        )
+
+
+MATRIX, VECTOR = 2, 1
+"""Dimensions of one expert's weight and of its bias."""
+
+
+def unstacked(tensors: Sequence[torch.Tensor], num_dims: int) -> tuple[torch.Tensor, ...]:
+    """One tensor for each expert.
+
+    Args:
+        tensors: Tensors of one expert or of a stack.
+        num_dims: The dimensions of one expert's.
+    """
+    return tuple(
+        one
+        for tensor in tensors
+        for one in (tensor.unbind() if tensor.dim() > num_dims else (tensor,))
+    )
+
 
 class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each weight
-    """Where the gradient of one weight goes.
+    """Where the gradient of one weight goes, or of one stack of weights.
 
     Attributes:
         buffer: Same shape and layout as the weight; float32 or the weight's dtype.

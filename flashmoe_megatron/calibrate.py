@@ -69,7 +69,7 @@ def measure(
     Raises:
         ConfigError: The layer is not on 2 ranks.
     """
-    config, weight = layer.config, layer.fc1[0]
+    config, weight = layer.config, layer.fc1
     group, device = dist.group.WORLD, weight.device
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (num_tokens, config.num_experts)
@@ -77,7 +77,7 @@ def measure(
     routing_map = torch.zeros(shape, dtype=torch.bool).scatter_(1, chosen, True).to(device)
     probs = routing_map.float() / config.topk
     x = torch.randn(num_tokens, config.hidden, generator=generator).to(weight).requires_grad_()
-    weights = ExpertWeights(fc1=tuple(layer.fc1), fc2=tuple(layer.fc2))
+    weights = ExpertWeights((layer.fc1,), (layer.fc2,))
     parameters = (*weights.fc1, *weights.fc2)
     if grads == "main_grad":
         for parameter in parameters:

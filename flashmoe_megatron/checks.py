@@ -6,7 +6,7 @@ addresses. The values of the routing are the backends' business.
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.backend import ExpertWeights, unstacked
 from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ShapeError
 
@@ -126,8 +126,8 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
 
     Args:
         config: The layer's shape.
-        weights: The local experts, ``config.num_local_experts`` of each kind, all of one dtype;
-            biases may be left out.
+        weights: The local experts, ``config.num_local_experts`` of each kind, all of one dtype, in
+            tensors of their own or in stacks; biases may be left out.
         device: Where they have to be.
 
     Raises:
@@ -146,15 +146,23 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
     ):
         if not tensors and len(wanted) == 1:
             continue
-        if len(tensors) != config.num_local_experts:
+        num_dims = len(wanted)
+        for index, tensor in enumerate(tensors):
+            check_readable(f"{name}[{index}]", tensor)
+            if tensor.dim() not in (num_dims, num_dims + 1):
+                raise ShapeError(
+                    f"{name}[{index}] has shape {tuple(tensor.shape)}, wanted {list(wanted)} or "
+                    f"a stack [num_experts, {', '.join(map(str, wanted))}]"
+                )
+        experts = unstacked(tensors, num_dims)
+        if len(experts) != config.num_local_experts:
             raise ShapeError(
-                f"{len(tensors)} {name} weights, wanted one for each of the "
+                f"{len(experts)} {name} weights, wanted one for each of the "
                 f"{config.num_local_experts} local experts"
             )
-        for local_expert, weight in enumerate(tensors):
+        for local_expert, weight in enumerate(experts):
             label = f"{name} of local expert {local_expert}"
             _check_weight(label, weight, wanted, dtype, "as fc1 of local expert 0", device)
-            check_readable(label, weight)
             if not weight.is_contiguous() and not _rows_are_contiguous(weight):
                 raise ShapeError(
                     f"{label} has strides {weight.stride()}, wanted rows of consecutive elements"

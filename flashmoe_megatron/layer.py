@@ -149,12 +149,15 @@ class FlashMoELayer(nn.Module):
     Attributes:
         config: The layer's shape.
         backend: What computes it; may be given to further layers of the same shape.
-        fc1: The local experts' ``[fc1_rows, hidden]`` parameters.
-        fc2: Their ``[hidden, intermediate]`` parameters.
-        fc1_bias: Their ``[fc1_rows]`` parameters, none without ``bias``.
-        fc2_bias: Their ``[hidden]`` parameters, none without ``bias``.
+        fc1: The local experts' ``[num_local_experts, fc1_rows, hidden]`` parameter.
+        fc2: Their ``[num_local_experts, hidden, intermediate]`` parameter.
+        fc1_bias: Their ``[num_local_experts, fc1_rows]`` parameter, ``None`` without ``bias``.
+        fc2_bias: Their ``[num_local_experts, hidden]`` parameter, ``None`` without ``bias``.
         router: ``nn.Linear(hidden, num_experts)`` without bias, or ``None``.
     """
+
+    fc1_bias: nn.Parameter | None
+    fc2_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -218,16 +221,15 @@ class FlashMoELayer(nn.Module):
         self.fuse_router = fuse_router
         self._rank = 0 if group is None else dist.get_rank(group)
 
-        def make(*shape: int, count: int = config.num_local_experts) -> nn.ParameterList:
-            return nn.ParameterList(
-                [torch.empty(shape, device=device, dtype=dtype) for _ in range(count)]
+        def make(*shape: int) -> nn.Parameter:
+            return nn.Parameter(
+                torch.empty(config.num_local_experts, *shape, device=device, dtype=dtype)
             )
 
-        biases = config.num_local_experts if bias else 0
         self.fc1 = make(config.fc1_rows, config.hidden)
         self.fc2 = make(config.hidden, config.intermediate)
-        self.fc1_bias = make(config.fc1_rows, count=biases)
-        self.fc2_bias = make(config.hidden, count=biases)
+        self.register_parameter("fc1_bias", make(config.fc1_rows) if bias else None)
+        self.register_parameter("fc2_bias", make(config.hidden) if bias else None)
         self.router = (
             nn.Linear(config.hidden, config.num_experts, bias=False, device=device, dtype=dtype)
             if router
@@ -254,7 +256,7 @@ class FlashMoELayer(nn.Module):
                 (self.fc1_bias, self.config.hidden),
                 (self.fc2_bias, self.config.intermediate),
             ):
-                if parameters:
+                if parameters is not None:
                     target = parameters[local_expert if is_local else 0]
                     _draw(target if is_local else torch.empty_like(target), fan_in)
 
@@ -293,10 +295,10 @@ class FlashMoELayer(nn.Module):
         if (topk_idx is None) != (topk_weight is None):
             raise ConfigError("topk_idx and topk_weight: give both or none")
         weights = ExpertWeights(
-            fc1=tuple(self.fc1),
-            fc2=tuple(self.fc2),
-            fc1_bias=tuple(self.fc1_bias),
-            fc2_bias=tuple(self.fc2_bias),
+            fc1=(self.fc1,),
+            fc2=(self.fc2,),
+            fc1_bias=() if self.fc1_bias is None else (self.fc1_bias,),
+            fc2_bias=() if self.fc2_bias is None else (self.fc2_bias,),
         )
         number = launch_number(0, is_training=self.training)
         if topk_idx is None or topk_weight is None:
@@ -325,7 +327,7 @@ class FlashMoELayer(nn.Module):
             f"num_experts={config.num_experts}, topk={config.topk}, "
             f"activation={config.activation.value}, gated={config.gated}, "
             f"rank {self._rank} of {config.num_ranks}, "
-            f"backend={type(self.backend).__name__}, dtype={self.fc1[0].dtype}"
+            f"backend={type(self.backend).__name__}, dtype={self.fc1.dtype}"
         )
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

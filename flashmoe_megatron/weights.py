@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.backend import MATRIX, ExpertWeights
 from flashmoe_megatron.errors import ShapeError
 
 
@@ -32,7 +32,7 @@ class SplitWeights:
     fc2_bias: tuple[torch.Tensor, ...] = ()
 
     def join(self) -> ExpertWeights:
-        """Copies gate and up into one matrix for each expert.
+        """Copies each gate and its up projection into one tensor.
 
         Raises:
             ShapeError: A gate and its up projection differ in shape, dtype or device, or a tensor
@@ -44,7 +44,7 @@ class SplitWeights:
             raise ShapeError(f"the up projections have shapes {got}, wanted {wanted}, as the gates")
         for name, tensors in (("gate", self.gate), ("up", self.up), ("down", self.down)):
             for tensor in tensors:
-                if tensor.dim() not in (2, 3) or tensor.layout != torch.strided:
+                if tensor.dim() not in (MATRIX, MATRIX + 1) or tensor.layout != torch.strided:
                     raise ShapeError(
                         f"a {name} projection is {tensor.layout} of shape {tuple(tensor.shape)}, "
                         "wanted a matrix or a stack of matrices"
@@ -57,8 +57,8 @@ class SplitWeights:
                 )
         pairs = zip(self.gate, self.up, strict=True)
         return ExpertWeights(
-            fc1=_per_expert(tuple(torch.cat(pair, dim=-2) for pair in pairs)),
-            fc2=_per_expert(self.down),
+            fc1=tuple(torch.cat(pair, dim=-2) for pair in pairs),
+            fc2=self.down,
             fc1_bias=self.fc1_bias,
             fc2_bias=self.fc2_bias,
         )
@@ -72,25 +72,23 @@ class SplitGrads:
     """
 
     def __init__(self, weights: SplitWeights) -> None:
-        self._fc1 = tuple(
-            gate.new_empty(*gate.shape[:-2], 2 * gate.shape[-2], gate.shape[-1])
-            for gate in weights.gate
-        )
-        self._fc2 = tuple(_empty(down) for down in weights.down)
         self.buffers = ExpertWeights(
-            fc1=_per_expert(self._fc1),
-            fc2=_per_expert(self._fc2),
+            fc1=tuple(
+                gate.new_empty(*gate.shape[:-2], 2 * gate.shape[-2], gate.shape[-1])
+                for gate in weights.gate
+            ),
+            fc2=tuple(_empty(down) for down in weights.down),
             fc1_bias=tuple(_empty(bias) for bias in weights.fc1_bias),
             fc2_bias=tuple(_empty(bias) for bias in weights.fc2_bias),
         )
 
     def split(self) -> SplitWeights:
         """The gradients as the parameters are, contiguous."""
-        halves = [buffer.chunk(2, dim=-2) for buffer in self._fc1]
+        halves = [buffer.chunk(2, dim=-2) for buffer in self.buffers.fc1]
         return SplitWeights(
             gate=tuple(gate.contiguous() for gate, _ in halves),
             up=tuple(up.contiguous() for _, up in halves),
-            down=self._fc2,
+            down=self.buffers.fc2,
             fc1_bias=self.buffers.fc1_bias,
             fc2_bias=self.buffers.fc2_bias,
         )
@@ -98,11 +96,3 @@ class SplitGrads:
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _per_expert(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        matrix
-        for tensor in tensors
-        for matrix in (tensor.unbind() if tensor.dim() == 3 else (tensor,))
-    )

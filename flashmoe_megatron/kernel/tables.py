@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.backend import MATRIX, VECTOR, ExpertWeights, WeightGrad
 from flashmoe_megatron.checks import check_kernel_tensor, check_weights
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 
@@ -75,10 +75,13 @@ class AddressTables:
         first = tensors[0]
         layout = (weights.transposed, first.shape, first.stride(), first.dtype)
         key = (*layout, *map(torch.Tensor.data_ptr, tensors))
+        if len(tensors) < 2 * self._config.num_local_experts:  # few, and how stacks step counts
+            key += tuple(tensor.stride() for tensor in tensors)
         if key in self._of_weights:
             return self._of_weights[key]
         check_weights(self._config, weights, self._device)
-        for weight in tensors:
+        weights = weights.per_expert()
+        for weight in (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias):
             check_kernel_tensor("expert weight", weight, self._device, first.dtype)
         if bool(weights.fc1_bias) != bool(weights.fc2_bias):
             raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
@@ -114,9 +117,9 @@ class AddressTables:
             sizes: What the library says of that problem.
 
         Raises:
-            ShapeError: The kernel cannot write one of them.
+            ShapeError: The kernel cannot write one of them, or they are not one for each weight.
         """
-        grads_dtype, addresses = grads[0].buffer.dtype, [grad.buffer.data_ptr() for grad in grads]
+        grads_dtype, addresses = grads[0].buffer.dtype, self._addresses(grads)
         key = (problem.is_transposed, grads_dtype, *addresses)
         table = self._of_grads.get(key)
         if table is None:
@@ -140,6 +143,25 @@ class AddressTables:
             if grads[0].accumulate:  # main_grad stays where it is; ordinary gradients do not
                 self._remember(self._of_grads, key, table)
         return table
+
+    def _addresses(self, grads: Sequence[WeightGrad]) -> list[int]:
+        """Where each expert's gradients begin, also within stacks."""
+        num_weights = 2 * self._config.num_local_experts
+        addresses: list[int] = []
+        for grad in grads:
+            buffer, num_dims = grad.buffer, MATRIX if len(addresses) < num_weights else VECTOR
+            begin = buffer.data_ptr()
+            if buffer.dim() == num_dims:
+                addresses.append(begin)
+            else:
+                num_bytes = buffer[0].nbytes
+                addresses += range(begin, begin + len(buffer) * num_bytes, num_bytes)
+        if len(addresses) not in (num_weights, 2 * num_weights):
+            raise ShapeError(
+                f"{len(addresses)} gradients of weights and biases, wanted {num_weights} of "
+                "weights, and as many of biases or none"
+            )
+        return addresses
 
     def _upload(self, host: torch.Tensor) -> torch.Tensor:
         """A table on the device. A graph that captures the copy repeats it at every replay."""

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
+from flashmoe_megatron.backend import (
+    MATRIX,
+    VECTOR,
+    ExpertWeights,
+    OfGroup,
+    TrafficCounters,
+    WeightGrad,
+    unstacked,
+)
 from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.options import BackendOptions
@@ -151,6 +159,7 @@ class ReferenceBackend(OfGroup):
         config, wide = self.config, accumulation_dtype(x.dtype)
         check_readable("x", x)
         check_weights(config, weights, x.device)
+        weights = weights.per_expert()
         dtype = weights.fc1[0].dtype
         check_tokens(config, x, probs, routing_map, dtype=dtype, device=x.device)
         watch = _Stopwatch(x.device)
@@ -203,7 +212,10 @@ class ReferenceBackend(OfGroup):
         grad_fc2_bias: Sequence[WeightGrad] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward; collective over the group, see the protocol."""
-        config = self.config
+        config, weights = self.config, weights.per_expert()
+        fc1_grads, fc2_grads = _per_expert(grad_fc1, MATRIX), _per_expert(grad_fc2, MATRIX)
+        fc1_bias_grads = _per_expert(grad_fc1_bias, VECTOR)
+        fc2_bias_grads = _per_expert(grad_fc2_bias, VECTOR)
         check_grad_out(config, grad_out, saved.num_tokens)
         plan: RowPlan = saved.plan
         dtype, wide = grad_out.dtype, accumulation_dtype(grad_out.dtype)
@@ -233,16 +245,16 @@ class ReferenceBackend(OfGroup):
             weighted = (activated * weight[:, None]).to(dtype)
             grad_pre = grad_pre.to(dtype)
             if weights.fc1_bias:
-                grad_fc1_bias[local_expert].store(grad_pre.to(wide).sum(0))
+                fc1_bias_grads[local_expert].store(grad_pre.to(wide).sum(0))
             if weights.fc2_bias:
                 grad_prob = grad_prob + grad_y @ weights.fc2_bias[local_expert].to(wide)
-                grad_fc2_bias[local_expert].store(weight @ grad_y)
+                fc2_bias_grads[local_expert].store(weight @ grad_y)
             grad_row_probs[segment] = grad_prob
             torch.mm(grad_pre, fc1, out=grad_x_rows[segment])
             rows = x_rows[segment]
             for grad, value in (
-                (grad_fc1[local_expert], grad_pre.to(wide).t() @ rows.to(wide)),
-                (grad_fc2[local_expert], grad_y.t() @ weighted.to(wide)),
+                (fc1_grads[local_expert], grad_pre.to(wide).t() @ rows.to(wide)),
+                (fc2_grads[local_expert], grad_y.t() @ weighted.to(wide)),
             ):
                 grad.store(value.t() if weights.transposed else value)
 
@@ -296,6 +308,14 @@ class ReferenceBackend(OfGroup):
                 is_evaluation=is_evaluation,
             )
         )
+
+
+def _per_expert(grads: Sequence[WeightGrad], num_dims: int) -> list[WeightGrad]:
+    return [
+        WeightGrad(buffer, grad.accumulate)
+        for grad in grads
+        for buffer in unstacked([grad.buffer], num_dims)
+    ]
 
 
 def _oriented(weights: ExpertWeights, local_expert: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,7 +56,7 @@ def moe_reference(
     for expert in range(len(fc1)):
         tokens = routing_map[:, expert].nonzero().squeeze(1)
         projected = x[tokens].to(dtype) @ fc1[expert].to(dtype).t()
-        if fc1_bias:
+        if len(fc1_bias):
             projected = projected + fc1_bias[expert].to(dtype)
         if gated:
             gate, up = projected.chunk(2, dim=1)
@@ -65,7 +65,7 @@ def moe_reference(
             activated = function(projected)
         prob = probs[tokens, expert].to(dtype).unsqueeze(1)
         out = out.index_add(0, tokens, (activated * prob) @ fc2[expert].to(dtype).t())
-        if fc2_bias:
+        if len(fc2_bias):
             out = out.index_add(0, tokens, prob * fc2_bias[expert].to(dtype))
     return out
 

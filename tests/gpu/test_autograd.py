@@ -26,17 +26,26 @@ CONFIG = make_config(1)
 
 
 class Model:
-    """One layer with parameters, and what its backward should leave."""
+    """One layer with parameters, and what its backward should leave.
 
-    def __init__(self, routing: cases.Routing = cases.with_empty_experts) -> None:
+    Args:
+        routing: Which experts tokens choose.
+        stacked: Whether there is one parameter for all experts instead of one for each.
+    """
+
+    def __init__(
+        self, routing: cases.Routing = cases.with_empty_experts, *, stacked: bool = False
+    ) -> None:
         memory = GroupMemory(None, device(), BackendOptions())
         self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0)
         self.inputs = steps.make_inputs(CONFIG, routing, [300])
         self.want = expected(CONFIG, self.inputs)
         self.x = self.inputs.x[0].clone().requires_grad_()
         self.probs = self.inputs.probs[0].clone().requires_grad_()
-        self.fc1 = [torch.nn.Parameter(weight) for weight in self.inputs.fc1]
-        self.fc2 = [torch.nn.Parameter(weight) for weight in self.inputs.fc2]
+        self.fc1, self.fc2 = (
+            [torch.nn.Parameter(one) for one in ([torch.stack(each)] if stacked else each)]
+            for each in (self.inputs.fc1, self.inputs.fc2)
+        )
 
     def forward(self, *, accumulate_into_main_grad: bool = False) -> torch.Tensor:
         return moe_apply(
@@ -49,14 +58,16 @@ class Model:
         )
 
     def check(self, out: torch.Tensor, fc1: list[torch.Tensor], fc2: list[torch.Tensor]) -> None:
-        got = steps.Results(
-            out.detach(), self.x.grad, self.probs.grad, torch.stack(fc1), torch.stack(fc2)
+        per_expert = (
+            torch.cat([grad.view(-1, *grad.shape[-2:]) for grad in each]) for each in (fc1, fc2)
         )
+        got = steps.Results(out.detach(), self.x.grad, self.probs.grad, *per_expert)
         assert_as_good(got, self.want)
 
 
-def test_ordinary_gradients():
-    model = Model()
+@pytest.mark.parametrize("stacked", [False, True], ids=["per expert", "stacked"])
+def test_ordinary_gradients(stacked: bool):
+    model = Model(stacked=stacked)
     out = model.forward()
     out.backward(model.inputs.grad_out[0])
     for results in (model.want.unfused,):
@@ -65,9 +76,10 @@ def test_ordinary_gradients():
     model.check(out, [w.grad for w in model.fc1], [w.grad for w in model.fc2])
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["per expert", "stacked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_main_grad(dtype: torch.dtype):
-    model = Model()
+def test_main_grad(dtype: torch.dtype, stacked: bool):
+    model = Model(stacked=stacked)
     parameters = model.fc1 + model.fc2
     for parameter in parameters:
         parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype, device=device())

@@ -170,12 +170,45 @@ BAD = {
     "weights are elsewhere": (
         lambda c: {"weights": with_weights(c, fc2=tuple(w.to("meta") for w in c["weights"].fc2))},
         ShapeError,
-        "fc2 of local expert 0 is on meta, wanted cpu",
+        r"fc2\[0\] is on meta and has no values, wanted a processor or a GPU",
     ),
     "weights are strided": (
         lambda c: {"weights": with_weights(c, fc2=tuple(strided(w) for w in c["weights"].fc2))},
         ShapeError,
         "fc2 of local expert 0 has strides .* wanted rows of consecutive elements",
+    ),
+    "a stack of stacks": (
+        lambda c: {"weights": with_weights(c, fc1=(torch.stack(c["weights"].fc1)[None],))},
+        ShapeError,
+        r"fc1\[0\] has shape \(1, 8, 128, 64\), wanted \[128, 64\] or a stack "
+        r"\[num_experts, 128, 64\]",
+    ),
+    "a stack of one too few": (
+        lambda c: {"weights": with_weights(c, fc1=(torch.stack(c["weights"].fc1[1:]),))},
+        ShapeError,
+        "7 fc1 weights, wanted one for each of the 8 local experts",
+    ),
+    "a stack beside experts": (
+        lambda c: {
+            "weights": with_weights(c, fc1=(torch.stack(c["weights"].fc1), c["weights"].fc1[0]))
+        },
+        ShapeError,
+        "9 fc1 weights, wanted one for each of the 8 local experts",
+    ),
+    "a stack of other matrices": (
+        lambda c: {"weights": with_weights(c, fc2=(torch.zeros(8, 64, 32),))},
+        ShapeError,
+        r"fc2 of local expert 0 has shape \(64, 32\), wanted \[64, 64\]",
+    ),
+    "a stack is strided": (
+        lambda c: {"weights": with_weights(c, fc2=(strided(torch.stack(c["weights"].fc2)),))},
+        ShapeError,
+        "fc2 of local expert 0 has strides .* wanted rows of consecutive elements",
+    ),
+    "a stack is bf16": (
+        lambda c: {"weights": with_weights(c, fc2=(torch.stack(c["weights"].fc2).bfloat16(),))},
+        ShapeError,
+        "fc2 of local expert 0 is torch.bfloat16, wanted torch.float32, as fc1 of local expert 0",
     ),
 }
 

@@ -378,7 +378,7 @@ def test_the_kernel_takes_other_tables_for_another_layout(
 def test_layer_with_biases():
     torch.manual_seed(3)
     layer = FlashMoELayer(cases.CONFIG, device="cpu", dtype=torch.float32, router=True, bias=True)
-    assert len(layer.fc1_bias) == len(layer.fc2_bias) == 8
+    assert (layer.fc1_bias.shape, layer.fc2_bias.shape) == ((8, 128), (8, 64))
     x = torch.randn(20, 64)
     topk_idx, topk_weight = layer.route(x)
     probs = torch.zeros(20, 8).scatter(1, topk_idx, topk_weight)

@@ -44,10 +44,9 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
         )
     if hasattr(experts, "weight1") and hasattr(experts, "weight2"):
         count = int(getattr(experts, "num_local_experts"))  # noqa: B009 - a Module's attribute
-        stacked1 = _parameter(experts, "weight1", name).view(count, hidden, -1)
-        stacked2 = _parameter(experts, "weight2", name).view(count, -1, hidden)
-        # unbind, so that the gradient of the whole is one stack.
-        return ExpertWeights(fc1=stacked1.unbind(), fc2=stacked2.unbind(), transposed=True)
+        fc1 = _parameter(experts, "weight1", name).view(count, hidden, -1)
+        fc2 = _parameter(experts, "weight2", name).view(count, -1, hidden)
+        return ExpertWeights((fc1,), (fc2,), transposed=True)
     raise ConfigError(
         f"experts of class {name} are not known; wanted SequentialMLP, TEGroupedMLP or GroupedMLP"
     )

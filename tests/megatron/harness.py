@@ -4,12 +4,14 @@ Megatron is imported inside the functions: in a rank it has to come after the CP
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,10 +87,21 @@ def prepare(layout: Layout, **settings: Any) -> None:
     from flashmoe_megatron.adapters import megatron as adapter
 
     cpu_bridge.enable()
+    _say_that_fp8_is_off()
     adapter.install()
     adapter.configure(max_tokens=SEQ_LENGTH * MICRO_BATCH, **settings)
     _divide(layout)
     _reset_loss_scale()
+
+
+def _say_that_fp8_is_off() -> None:
+    """Megatron asks Transformer Engine for it where a recomputation frees outputs, in bf16 too."""
+    from megatron.core.tensor_parallel import random
+
+    if not hasattr(random, "FP8GlobalStateManager"):
+        random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+        for name in ("activation_recompute_forward", "fp8_autocast"):
+            setattr(random, name, lambda **_: contextlib.nullcontext())
 
 
 def _reset_loss_scale() -> None:

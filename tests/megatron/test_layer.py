@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from flashmoe_megatron.errors import ConfigError, RoutingError
 from flashmoe_megatron.reference.oracle import assert_close
 from tests.distributed import RankError, RankPool
+from tests.megatron.grouped import TorchGroupedLinear, grouped_experts
 from tests.megatron.harness import Layout, prepare, transformer_config
 from tests.megatron.layers import make_layer, megakernel_of
 
@@ -70,6 +71,23 @@ def test_grouped_experts_match_alltoall(kind: str, four_ranks: RankPool) -> None
         pytest.skip("this Megatron-Core has no GroupedMLP")
     # GroupedMLP wants the flag; the parameters stay in float32.
     for stock, fused in four_ranks.run(both_layers, EP2_DP2, {"bf16": True}, kind):
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["te_grouped", "legacy_grouped"])
+def test_recomputed_activations_match_alltoall(kind: str, two_ranks: RankPool) -> None:
+    """Megatron computes activations again in the backward, as flashmoe always does."""
+    if kind == "legacy_grouped" and two_ranks.run(has_no_grouped_mlp)[0]:
+        pytest.skip("this Megatron-Core has no GroupedMLP")
+    settings = {
+        "bf16": True,  # GroupedMLP wants it; the parameters stay in float32
+        "moe_grouped_gemm": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe_act"],
+    }
+    for stock, fused in two_ranks.run(both_layers, Layout(expert=2), settings, kind):
         assert fused.keys() == stock.keys()
         for tensor in fused:
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
@@ -219,87 +237,6 @@ def both_layers(
         layer = make_layer(transformer_config(layout, dispatcher, **settings), experts)
         results.append(run_layer(layer))
     return results[0], results[1]
-
-
-class TorchGroupedLinear(torch.nn.Module):
-    """Grouped linear layers as Transformer Engine holds them: ``weight0``, ``weight1``, ..."""
-
-    # Stands for Transformer Engine's own and computes the same: other classes are refused.
-    __module__ = "transformer_engine.pytorch.module.grouped_linear"
-
-    def __init__(self, num_gemms: int, num_in: int, num_out: int, **options: Any) -> None:
-        super().__init__()
-        self.num_gemms = num_gemms
-        for index in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(num_out, num_in))
-            options["init_method"](weight)
-            self.register_parameter(f"weight{index}", weight)
-            bias = torch.nn.Parameter(torch.zeros(num_out)) if options["bias"] else torch.Tensor()
-            setattr(self, f"bias{index}", bias)
-        self.returns_bias = options["bias"] and options["skip_bias_add"]
-        self.adds_bias = options["bias"] and not options["skip_bias_add"]
-
-    def forward(self, x: torch.Tensor, tokens_per_expert: Any, **_: Any) -> tuple[Any, Any]:
-        chunks = x.split(list(tokens_per_expert))
-        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
-        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
-        rows = [c @ w.t() for c, w in zip(chunks, weights, strict=True)]
-        if self.adds_bias:
-            rows = [row + bias for row, bias in zip(rows, biases, strict=True)]
-        return torch.cat(rows), biases if self.returns_bias else None
-
-
-class GELU(torch.nn.Module):
-    """Transformer Engine's operation in plain torch."""
-
-    __module__ = "transformer_engine.pytorch.ops.basic.activation"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.gelu(x, approximate="tanh")
-
-
-class GEGLU(GELU):
-    __module__ = GELU.__module__
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return super().forward(gate) * up
-
-
-class TEActivation:
-    """Chooses the operation, as Megatron's TEActivationOp."""
-
-    def __new__(cls, config: Any) -> Any:
-        return GEGLU() if config.gated_linear_unit else GELU()
-
-
-def grouped_experts(kind: str) -> Any:
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe import experts
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    if kind == "te_grouped":
-        parts = MLPSubmodules(
-            linear_fc1=TorchGroupedLinear,
-            linear_fc2=TorchGroupedLinear,
-            activation_func=TEActivation,  # where the configuration asks for it
-        )
-        return ModuleSpec(module=experts.TEGroupedMLP, submodules=parts)
-    # GroupedMLP computes with a CUDA extension; its product of groups in plain torch.
-    experts.gg.assert_grouped_gemm_is_available = lambda: None
-    experts.gg.ops = TorchGroupedGemm
-    return ModuleSpec(module=experts.GroupedMLP)
-
-
-class TorchGroupedGemm:
-    """``gmm`` of the grouped_gemm package."""
-
-    @staticmethod
-    def gmm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, trans_b: bool) -> torch.Tensor:
-        chunks = a.split([int(size) for size in sizes])
-        return torch.cat(
-            [c @ (w.t() if trans_b else w) for c, w in zip(chunks, b.unbind(), strict=True)]
-        )
 
 
 def has_no_grouped_mlp(group: dist.ProcessGroup) -> bool:

@@ -54,11 +54,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "leave it out, probabilities .* or use the alltoall dispatcher",
     ),
     (
-        {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-        "moe_act",
-        "--recompute-modules moe",
-    ),
-    (
         {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
         "--offload-modules",
         "leave these",

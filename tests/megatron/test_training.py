@@ -117,6 +117,19 @@ def test_two_ranks_match_alltoall(two_ranks: RankPool) -> None:
         assert_same(fused, stock)
 
 
+@pytest.mark.parametrize("keep", ["all", "preactivations", "inputs"])
+def test_norms_that_are_recomputed_match_alltoall(keep: str, two_ranks: RankPool) -> None:
+    """Megatron frees a norm's output behind the layer that saves it, and fills it in backward."""
+    case = Case(
+        Layout(expert=2),
+        config={"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+        settings={"keep": keep},
+    )
+    for stock, fused in two_ranks.run(train_both, case):
+        assert fused.keeps == {keep}
+        assert_same(fused, stock)
+
+
 @pytest.mark.parametrize(("before", "after"), [("alltoall", "flashmoe"), ("flashmoe", "alltoall")])
 def test_dispatcher_can_be_switched_at_a_checkpoint(
     before: str, after: str, four_ranks: RankPool, tmp_path: Path

@@ -17,6 +17,7 @@ from flashmoe_megatron.adapters.experts import (
 )
 from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_in_for_forwards
 from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
+from flashmoe_megatron.adapters.megatron.ignored import ignored_settings
 from flashmoe_megatron.adapters.megatron.refusals import SCRIPT_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.settings import current_settings, flag_of, megatron_args
 from flashmoe_megatron.adapters.megatron.shape import moe_config, resolve_max_tokens
@@ -199,12 +200,13 @@ _announced: set[str] = set()
 
 
 def _announce(backend: Backend, config: Any) -> None:
-    """Tells the user once per kind of layer, on rank 0, what computes it."""
-    line = describe(backend, config)
-    if line in _announced or (dist.is_initialized() and dist.get_rank() != 0):
+    """Tells the user on rank 0 what computes a layer and what changes nothing, each line once."""
+    if dist.is_initialized() and dist.get_rank() != 0:
         return
-    _announced.add(line)
-    sys.stdout.write(line + "\n")
+    for line in (describe(backend, config), *ignored_settings(config)):
+        if line not in _announced:
+            _announced.add(line)
+            sys.stdout.write(f"flashmoe: {line}\n")
     sys.stdout.flush()
 
 
@@ -221,7 +223,7 @@ def describe(backend: Backend, config: Any) -> str:
     shape = backend.config
     kind = "reference" if isinstance(backend, ReferenceBackend) else "kernel"
     parts = [
-        f"flashmoe: backend {kind}",
+        f"backend {kind}",
         f"{shape.num_experts} experts on {shape.num_ranks} ranks",
         f"top-{shape.topk}",
         f"at most {shape.max_tokens} tokens per rank",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.adapters.megatron.activations import activation_of_experts
-from flashmoe_megatron.adapters.megatron.refusals import expert_ffn_size
+from flashmoe_megatron.adapters.megatron.asked import expert_ffn_size
 from flashmoe_megatron.adapters.megatron.settings import Settings, megatron_args
 from flashmoe_megatron.config import MoEConfig
 

@@ -1,0 +1,111 @@
+"""How a TransformerConfig, or a script's arguments, ask for something.
+
+A setting that a release of Megatron-Core does not know counts as not set, and so does one that is
+given as off.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Asks = Callable[[Any], bool]
+"""Whether a configuration asks for something."""
+
+
+def is_set(name: str) -> Asks:
+    """Whether a setting is on: ``None``, ``False``, 0 and an empty string are ways to say off."""
+    return lambda config: bool(getattr(config, name, None))
+
+
+def is_number(name: str) -> Asks:
+    """Whether a setting is a number, of which 0 is as good as any; ``False`` says off."""
+
+    def is_number(config: Any) -> bool:
+        value = getattr(config, name, None)
+        return value is not None and value is not False
+
+    return is_number
+
+
+def is_other_than(name: str, wanted: str) -> Asks:
+    """Whether a setting is on and is not the wanted choice."""
+    return lambda config: (getattr(config, name, None) or wanted) != wanted
+
+
+def number(config: Any, name: str, default: int) -> int:
+    """A whole number, or the default where none is given."""
+    value = getattr(config, name, None)
+    return default if value is None else int(value)
+
+
+def expert_ffn_size(config: Any) -> int:
+    """FFN width of one expert; Megatron fills it in from others in the same way."""
+    default = number(config, "ffn_hidden_size", 4 * number(config, "hidden_size", 0))
+    return number(config, "moe_ffn_hidden_size", default)
+
+
+def expert_tensor_size(config: Any) -> int:
+    """Ranks that share an expert's weights; where nothing is said, those of attention."""
+    tensor_size = number(config, "tensor_model_parallel_size", 1)
+    return number(config, "expert_tensor_parallel_size", tensor_size)
+
+
+def recomputes(module: str) -> Asks:
+    """Whether a part of the model, by Megatron's name, is recomputed by selection."""
+
+    def is_asked(config: Any) -> bool:
+        selective = getattr(config, "recompute_granularity", None) == "selective"
+        return selective and module in (getattr(config, "recompute_modules", None) or ())
+
+    return is_asked
+
+
+_GRAPHS_WITHOUT_MOE = {"attn", "mamba", "mlp"}
+
+
+def _graph_kind(config: Any) -> str:
+    for name, kind in (
+        ("enable_cuda_graph", "local"),
+        ("external_cuda_graph", "transformer_engine"),
+    ):
+        if getattr(config, name, False):
+            return kind
+    return getattr(config, "cuda_graph_impl", None) or "none"
+
+
+def graphs_moe(config: Any) -> bool:
+    """Whether CUDA graphs would capture a MoE layer or part of one."""
+    kind = _graph_kind(config)
+    if kind == "none":
+        return False
+    # "local" captures a Transformer layer as a whole, whichever part is named; in hybrid models
+    # attention and experts are layers of their own. In inference it may capture the whole model.
+    if kind != "transformer_engine":
+        of_inference = getattr(config, "inference_cuda_graph_scope", None)
+        if not getattr(config, "is_hybrid_model", False) or _name_of(of_inference) == "block":
+            return True
+    modules = getattr(config, "cuda_graph_modules", None) or getattr(
+        config, "cuda_graph_scope", None
+    )
+    if modules is None:
+        modules = []
+    elif not isinstance(modules, list | tuple | set):
+        modules = [modules]
+    names = {part for module in modules for part in _name_of(module).replace(",", " ").split()}
+    return not names or not names <= _GRAPHS_WITHOUT_MOE
+
+
+def _name_of(choice: Any) -> str:
+    """A choice is a string or, once Megatron has read it, a member of an enumeration."""
+    return str(getattr(choice, "name", choice))
+
+
+OFFLOADED_IN_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
+
+
+def offloads_experts(config: Any) -> bool:
+    """Whether activations within the experts go to the host's memory."""
+    modules = set(getattr(config, "offload_modules", None) or ())
+    return bool(
+        getattr(config, "fine_grained_activation_offloading", False)
+        and modules.intersection(OFFLOADED_IN_EXPERTS)
+    )

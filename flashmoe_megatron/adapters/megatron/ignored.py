@@ -1,0 +1,49 @@
+"""What a TransformerConfig may ask for that changes nothing with the flashmoe dispatcher.
+
+The result is what was asked for all the same: the layer does it in any case, or has no use for it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoe_megatron.adapters.megatron.asked import Asks, recomputes
+from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """One setting that is accepted and chooses nothing.
+
+    Attributes:
+        name: Field of TransformerConfig.
+        flag: The flag as the user writes it.
+        is_asked: Whether a configuration asks for it.
+        why: A sentence without a full stop.
+    """
+
+    name: str
+    flag: str
+    is_asked: Asks
+    why: str
+
+
+IGNORED: tuple[Ignored, ...] = (
+    Ignored(
+        "recompute_modules",
+        "--recompute-modules moe_act",
+        recomputes("moe_act"),
+        "no forward keeps the activation, every backward computes it again",
+    ),
+)
+"""The user hears of each when the first MoE layer is built."""
+
+
+def ignored_settings(config: Any) -> Iterator[str]:
+    """What a configuration asks for and changes nothing, a sentence each."""
+    for ignored in IGNORED:
+        if ignored.is_asked(config):
+            yield (
+                f"{ignored.flag} changes nothing with --moe-token-dispatcher-type "
+                f"{DISPATCHER_TYPE}: {ignored.why}"
+            )

@@ -1,0 +1,61 @@
+"""Settings that change nothing are accepted, and the user hears of each once."""
+
+from typing import Any
+
+import pytest
+
+from flashmoe_megatron.adapters import megatron as adapter
+from flashmoe_megatron.adapters.megatron import routed
+from flashmoe_megatron.adapters.megatron.ignored import IGNORED, ignored_settings
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from tests.megatron.harness import Layout, transformer_config
+from tests.unit.cases import make_config
+
+RECOMPUTE = {"recompute_granularity": "selective", "moe_grouped_gemm": True}
+
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "--recompute-modules moe_act": [
+        {**RECOMPUTE, "recompute_modules": ["moe_act"]},
+        {**RECOMPUTE, "recompute_modules": ["moe_act", "layernorm", "mlp"]},
+    ],
+}
+"""Settings that a configuration may have."""
+
+NOT_ASKED: list[dict[str, Any]] = [
+    {},
+    {"recompute_modules": ["moe_act"]},  # selects nothing without a granularity
+    {**RECOMPUTE, "recompute_modules": ["layernorm", "mlp"]},
+]
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    adapter.install()
+
+
+@pytest.mark.parametrize("ignored", IGNORED, ids=lambda ignored: ignored.name)
+def test_every_row_of_the_table_is_accepted_and_said(ignored: Any) -> None:
+    for settings in ASKED[ignored.flag]:
+        config = transformer_config(Layout(), "flashmoe", **settings)
+        (said,) = ignored_settings(config)
+        assert said.startswith(f"{ignored.flag} changes nothing with --moe-token-dispatcher-type")
+        assert ignored.why in said
+
+
+@pytest.mark.parametrize("settings", NOT_ASKED, ids=str)
+def test_nothing_is_said_of_what_is_not_asked(settings: dict[str, Any]) -> None:
+    assert not list(ignored_settings(transformer_config(Layout(), "flashmoe", **settings)))
+
+
+def test_it_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "_announced", set())
+    (settings, *_) = ASKED["--recompute-modules moe_act"]
+    config = transformer_config(Layout(), "flashmoe", **settings)
+    for topk in (2, 2, 4):  # two layers of one shape, one of another
+        routed._announce(ReferenceBackend(make_config(topk=topk)), config)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert sum("--recompute-modules moe_act" in line for line in lines) == 1
+    assert all(line.startswith("flashmoe: ") for line in lines)

@@ -18,7 +18,7 @@ from tools.bench.bench_layer import (
 )
 from tools.bench.compare_libraries import Worker
 from tools.bench.correctness import relative_errors
-from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Shape, make_problem
+from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Shape, make_problem, shape_of
 
 
 def make(num_ranks: int, rank: int, *, gated: bool, dtype: str = "bf16") -> Problem:
@@ -91,6 +91,13 @@ def test_shapes_are_the_published_ones():
         "mixtral-8x7b": 5772,
         "deepseek-v3-e64": 2886,
     }
+
+
+def test_a_shape_is_named_or_described():
+    assert shape_of("8192x2048x2048x64x2") == shape_of("paper-8k") == SHAPES["paper-8k"]
+    for name in ("paper-9k", "8192x2048x2048x64", "8192x2048x2048x64x0", "8192x2048x-1x64x2"):
+        with pytest.raises(ValueError, match=f"shape {name}: wanted TOKENSx.* or one of paper-1k"):
+            shape_of(name)
 
 
 @pytest.mark.parametrize("exists", [False, True])

@@ -23,6 +23,8 @@ float32 buffers by both (by the fused kernel itself; by an addition after the ba
 In float16 there is no baseline, since torch's grouped products take bfloat16 alone: ``--dtypes bf16
 fp16`` measures both, one after the other. ``--router`` also times the layer with the router in its
 launch and behind a router of torch's operators, and ``--early`` when fc2's gradients are complete.
+
+``--allow-cpu`` measures the reference backend over gloo where there is no GPU: to try, not to tell.
 """
 
 import argparse
@@ -42,7 +44,7 @@ from flashmoe_megatron.telemetry.record import Direction
 from tools.bench import common, stopwatch
 from tools.bench.common import Record, Timer, Timing, log
 from tools.bench.correctness import LayerResults, relative_errors
-from tools.bench.shapes import ALL_SHAPES, SHAPES, Problem, Shape, problem_here
+from tools.bench.shapes import ALL_SHAPES, SHAPES, Problem, Shape, make_problem, shape_of
 from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
 
 GATE = 6e-3
@@ -107,11 +109,12 @@ def kernel_layer(problem: Problem, *, use_main_grad: bool = True, **options: Any
     Args:
         problem: Made by :func:`~tools.bench.shapes.problem_here`.
         use_main_grad: Weight gradients are added to float32 buffers.
-        **options: Further ones of :func:`~flashmoe_megatron.select.select_backend`.
+        **options: Further ones of :func:`~flashmoe_megatron.select.select_backend`, ``kind`` where
+            it is to be another backend.
     """
     group = dist.group.WORLD if problem.config.num_ranks > 1 else None
-    options = {"timeout": TIMEOUT_S, **options}
-    backend = select_backend(problem.config, group, problem.x.device, kind="kernel", **options)
+    options = {"kind": "kernel", "timeout": TIMEOUT_S, **options}
+    backend = select_backend(problem.config, group, problem.x.device, **options)
     return FusedLayer(problem, backend, use_main_grad=use_main_grad)
 
 
@@ -236,7 +239,8 @@ class Ceilings:
 
     def __init__(self, timer: Timer, num_ranks: int, symmetric_memory: str) -> None:
         self.tflops = common.cublas_tflops(timer)
-        self.link_gbps = common.link_gbps(timer, symmetric_memory) if num_ranks > 1 else None
+        has_links = num_ranks > 1 and stopwatch.HAS_GPU
+        self.link_gbps = common.link_gbps(timer, symmetric_memory) if has_links else None
         torch.cuda.empty_cache()
 
     def floor_ms(self, shape: Shape, problem: Problem) -> float:
@@ -267,13 +271,20 @@ def measure(
     Raises:
         SystemExit: The layer does not pass the correctness gate.
     """
-    problem = problem_here(
-        shape, num_ranks, zipf=options.zipf, seed=options.seed, dtype=DTYPES[dtype]
+    problem = make_problem(
+        shape,
+        num_ranks,
+        rank=dist.get_rank() if num_ranks > 1 else 0,
+        device=stopwatch.device_here(),
+        zipf=options.zipf,
+        seed=options.seed,
+        dtype=DTYPES[dtype],
     )
     use_main_grad = options.grads == "main_grad"
     fused = kernel_layer(
         problem,
         use_main_grad=use_main_grad,
+        kind="kernel" if stopwatch.HAS_GPU else "reference",
         symmetric_memory=options.symmetric,
         reserved_sms=options.reserved_sms,
         row_bound=options.row_bound,
@@ -360,7 +371,7 @@ def measure(
 def print_table(rows: list[dict[str, Any]], ceilings: Ceilings) -> None:
     """Prints the measurements as Markdown, times in ms."""
     link = f", peer copy {ceilings.link_gbps:.0f} GB/s" if ceilings.link_gbps else ""
-    log(f"\ncuBLAS bf16 {ceilings.tflops:.0f} TFLOP/s{link}; medians, ms\n")
+    log(f"\nbf16 product {ceilings.tflops:.3g} TFLOP/s{link}; medians, ms\n")
     columns = (
         ("shape", lambda row: row["shape"]),
         ("fwd", lambda row: f"{row['fused']:.3f}"),
@@ -399,10 +410,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shapes",
         nargs="+",
-        choices=list(ALL_SHAPES),
         default=list(SHAPES),
         metavar="SHAPE",
-        help=f"from {', '.join(ALL_SHAPES)}; the first {len(SHAPES)} unless given",
+        help=f"from {', '.join(ALL_SHAPES)}; the first {len(SHAPES)} unless given; or "
+        "TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, with GELU",
     )
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16"])
     parser.add_argument("--iterations", type=int, default=20)
@@ -431,14 +442,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--flush-l2", action="store_true", help="before each iteration")
     parser.add_argument("--gate", type=float, default=GATE, help="largest relative L2 error")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--allow-cpu", action="store_true", help="without a GPU: the reference")
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
     parser.add_argument("--out", type=Path, help="file that takes one JSON object per measurement")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        options.shapes = {name: shape_of(name) for name in options.shapes}
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    if not common.has_gpu():
+    if not options.allow_cpu and not common.has_gpu():
         return 2
     num_ranks = common.join_group()
     if num_ranks > 1 and options.one_of > 1:
@@ -459,10 +476,11 @@ def main(arguments: list[str]) -> int:
         cublas_tflops=round(ceilings.tflops, 1),
         link_gbps=ceilings.link_gbps and round(ceilings.link_gbps, 1),
     )
-    log(f"{num_ranks} x {machine['gpus'][0]}, torch {machine['torch']}, {machine['commit']}")
+    device = machine["gpus"][0] if machine["gpus"] else "processor"
+    log(f"{num_ranks} x {device}, torch {machine['torch']}, {machine['commit']}")
     rows = []
-    for name in options.shapes:
-        shape = ALL_SHAPES[name].one_of(options.one_of)
+    for name, whole in options.shapes.items():
+        shape = whole.one_of(options.one_of)
         for dtype in options.dtypes:
             rows.append(measure(name, shape, dtype, options, timer, ceilings, record, num_ranks))
             torch.cuda.empty_cache()

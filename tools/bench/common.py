@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.kernel import bindings
+from tools.bench import stopwatch
 
 ROOT = Path(__file__).parents[2]
 CUBLAS_SIZE = 8192
+PROCESSOR_SIZE = 256  # of the product without a GPU, which takes a second
 LINK_BYTES = 256 * 2**20
 L2_FLUSH_BYTES = 256 * 2**20
 
@@ -91,9 +93,9 @@ ROW_BOUND = 1.25
 """The rows of one launch, plan and all, as a multiple of the mean; uniform routing needs less."""
 
 
-def timing_of(milliseconds: Sequence[float], device: str = "cuda") -> Timing:
+def timing_of(milliseconds: Sequence[float]) -> Timing:
     """The slowest rank's, from this one's. Collective over the default group, if there is one."""
-    times = torch.tensor(milliseconds, dtype=torch.float64, device=device)
+    times = torch.tensor(milliseconds, dtype=torch.float64, device=stopwatch.device_here())
     if dist.is_initialized():
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
     ordered = sorted(times.tolist())
@@ -108,14 +110,14 @@ def timing_of(milliseconds: Sequence[float], device: str = "cuda") -> Timing:
 
 def wait_for_all() -> None:
     """Waits until all GPUs of the default group are idle, or this one without it. Collective."""
-    torch.cuda.synchronize()
+    stopwatch.synchronize()
     if dist.is_initialized():
         dist.barrier()
-        torch.cuda.synchronize()
+        stopwatch.synchronize()
 
 
 class Timer:
-    """Times calls on all ranks of the default group, or on one GPU without a group.
+    """Times calls on all ranks of the default group, or on one GPU (or processor) without a group.
 
     Each iteration starts from an idle GPU and, with several ranks, behind a barrier, so that launch
     and synchronization gaps count, as they do for a user. An iteration's time is the slowest
@@ -141,25 +143,23 @@ class Timer:
         iterations = iterations or self.iterations
         for _ in range(self.warmup):
             call()
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         found = []
         for _ in range(iterations):
             if self._flush is not None:
                 self._flush.zero_()
             wait_for_all()
-            start.record()
+            begin = stopwatch.now()
             call()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(start.elapsed_time(end))
+            end = stopwatch.now()
+            stopwatch.synchronize()
+            found.append(stopwatch.between_ms(begin, end))
         return timing_of(found)
 
 
 def cublas_tflops(timer: Timer) -> float:
     """TFLOP/s of a large bfloat16 matrix product of random numbers: the ceiling of compute."""
-    size = CUBLAS_SIZE
-    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    size = CUBLAS_SIZE if stopwatch.HAS_GPU else PROCESSOR_SIZE
+    a = torch.randn(size, size, device=stopwatch.device_here(), dtype=torch.bfloat16)
     b = torch.randn_like(a)
     out = torch.empty_like(a)
     timing = timer(lambda: torch.mm(a, b, out=out))
@@ -215,17 +215,20 @@ def log(*values: object) -> None:
 
 
 def join_group() -> int:
-    """Joins the ranks that torchrun started, if it did, and takes this rank's GPU.
+    """Joins the ranks that torchrun started, if it did, and takes this rank's GPU if it has one.
 
     Returns:
         The number of ranks; 1 without torchrun, and then there is no process group.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    if num_ranks > 1:
-        timeout = datetime.timedelta(seconds=120)
+    timeout = datetime.timedelta(seconds=120)
+    if stopwatch.HAS_GPU:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if num_ranks > 1 and stopwatch.HAS_GPU:
+        device = stopwatch.device_here()
         dist.init_process_group("nccl", device_id=device, timeout=timeout)
+    elif num_ranks > 1:
+        dist.init_process_group("gloo", timeout=timeout)
     return num_ranks
 
 

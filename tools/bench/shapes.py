@@ -81,6 +81,23 @@ ODD_SHAPES = {
 ALL_SHAPES = {**SHAPES, **ODD_SHAPES}
 
 
+def shape_of(name: str) -> Shape:
+    """One of ``ALL_SHAPES``, or the layer with GELU that ``8192x2048x2048x64x2`` describes.
+
+    Raises:
+        ValueError: The name is neither, or a number of it is not positive.
+    """
+    if name in ALL_SHAPES:
+        return ALL_SHAPES[name]
+    sizes = name.split("x")
+    if len(sizes) != 5 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(
+            f"shape {name}: wanted TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK or one of "
+            f"{', '.join(ALL_SHAPES)}"
+        )
+    return Shape(*map(int, sizes), gated=False)
+
+
 @dataclass
 class Problem:
     """One rank's random data for a shape.

@@ -10,6 +10,11 @@ HAS_GPU = torch.cuda.is_available()
 """Asked before anything else may answer in torch's place."""
 
 
+def device_here() -> torch.device:
+    """This process's GPU, or the processor without a GPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
+
+
 def now() -> Any:
     """Marks the work that has been launched so far."""
     if not HAS_GPU:

@@ -21,6 +21,8 @@ VOCABULARY = 128
 SEQ_LENGTH = 16
 HEAD_SIZE = 16
 MICRO_BATCH = 2
+NEWER = {"moe_expert_rank_capacity_factor"}
+"""Fields that the oldest TransformerConfig does not have; they are put there when it is made."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def prepare(layout: Layout, **settings: Any) -> None:
     cpu_bridge.enable()
     _say_that_fp8_is_off()
     adapter.install()
-    adapter.configure(max_tokens=SEQ_LENGTH * MICRO_BATCH, **settings)
+    adapter.configure(**{"max_tokens": SEQ_LENGTH * MICRO_BATCH, **settings})
     _divide(layout)
     _reset_loss_scale()
 
@@ -171,7 +173,12 @@ def transformer_config(layout: Layout, dispatcher: str, **overrides: Any) -> Any
         "hidden_dropout": 0.0,
         "init_method_std": 0.1,
     }
-    return TransformerConfig(**{**settings, **overrides})
+    settings.update(overrides)
+    known = {each.name for each in dataclasses.fields(TransformerConfig)}
+    newer = {name: settings.pop(name) for name in NEWER - known if name in settings}
+    config = TransformerConfig(**settings)
+    vars(config).update(newer)
+    return config
 
 
 def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from flashmoe_megatron.errors import ConfigError, RoutingError
+from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError
 from flashmoe_megatron.reference.oracle import assert_close
 from tests.distributed import RankError, RankPool
 from tests.megatron.grouped import TorchGroupedLinear, grouped_experts
@@ -91,6 +91,13 @@ def test_recomputed_activations_match_alltoall(kind: str, two_ranks: RankPool) -
         assert fused.keys() == stock.keys()
         for tensor in fused:
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+def test_megatrons_bound_of_rows_holds(two_ranks: RankPool) -> None:
+    """What fits is as with alltoall; more is an error on every rank, and no row is dropped."""
+    for difference, said in two_ranks.run(bounded_rows):
+        assert difference <= 1e-5
+        assert re.search("rank 0 was to receive .* blocks of 128 rows, but its buffers hold", said)
 
 
 def test_biases_of_grouped_experts_match_alltoall(four_ranks: RankPool) -> None:
@@ -339,6 +346,26 @@ def padded_decoding(group: dist.ProcessGroup, place: str) -> tuple[float, str]:
             return 0.0, refusal_of(layer, x)
         got, _ = layer(x)
     return float((got - want).abs().max()), "accepted"
+
+
+def bounded_rows(group: dist.ProcessGroup) -> tuple[float, str]:
+    """The error of a layer whose rank 0 gets all rows, twice the mean; and what a bound of 1 says.
+
+    Buffers hold blocks of 128 rows, so that a bound shows only with many tokens.
+    """
+    prepare(Layout(expert=2), max_tokens=1024)
+    x = torch.rand(512, 2, 64)
+    outputs, said = {}, ""
+    for dispatcher, bound in (("alltoall", None), ("flashmoe", 2.0), ("flashmoe", 1.0)):
+        settings = {"moe_expert_rank_capacity_factor": bound} if bound else {}
+        layer = make_layer(transformer_config(Layout(expert=2), dispatcher, **settings))
+        with torch.no_grad():
+            layer.router.weight.fill_(0.0)[:2] = 1.0
+        try:
+            outputs[dispatcher], _ = layer(x)
+        except RowBoundError as error:
+            said = str(error)
+    return float((outputs["flashmoe"] - outputs["alltoall"]).detach().abs().max()), said
 
 
 class Strange(torch.nn.Module):

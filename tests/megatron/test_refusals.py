@@ -92,7 +92,8 @@ REFUSED_IF_KNOWN: list[tuple[dict[str, Any], str]] = [
     ({"overlap_dispatch_backward_with_experts_wgrad": True}, "experts-wgrad"),
     ({"expert_tensor_parallel_num_weight_shards": 2}, "num-weight-shards"),
     ({"moe_paged_stash": True}, "--moe-paged-stash"),
-    ({"moe_expert_rank_capacity_factor": 1.5}, "--moe-expert-capacity-factor"),
+    ({"moe_expert_rank_capacity_factor": 0.9}, "rank-capacity-factor .*pass at least 1"),
+    ({"moe_expert_rank_capacity_factor": 2e6}, "rank-capacity-factor .*at most"),
     ({"moe_mlp_glu_interleave_size": 32}, "--moe-mlp-glu-interleave-size"),
     ({"moe_single_grouped_weight": True}, "--moe-single-grouped-weight"),
     ({"moe_single_grouped_bias": True}, "--moe-single-grouped-bias"),
@@ -144,6 +145,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"num_moe_experts": 64, "expert_model_parallel_size": 8},
     {"add_bias_linear": True},
     {"fp16": True},
+    {"moe_expert_rank_capacity_factor": 1.5},
 ]
 
 
@@ -321,6 +323,17 @@ def test_unknown_te_activations_are_refused(held: list[Any]) -> None:
     config = SimpleNamespace(activation_func=F.gelu, use_te_activation_func=True)
     with pytest.raises(ConfigError, match=r"--use-te-activation-func: .*GELU.*; leave the flag"):
         activation_of_experts(config, HeldActivation(*held))
+
+
+def test_the_row_bound_is_given_once() -> None:
+    config = transformer_config(Layout(), "flashmoe", moe_expert_rank_capacity_factor=1.5)
+    assert config.moe_expert_rank_capacity_factor == 1.5
+    for given in (None, 1.5):
+        assert shape.with_row_bound(config, Settings(row_bound=given)).row_bound == 1.5
+    with pytest.raises(ConfigError, match=r"factor 1.5 and --flashmoe-row-bound 2.0 .*one of them"):
+        shape.with_row_bound(config, Settings(row_bound=2.0))
+    config.moe_expert_rank_capacity_factor = None
+    assert shape.with_row_bound(config, Settings(row_bound=2.0)).row_bound == 2.0
 
 
 def test_the_longer_sequence_bounds_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ given as off.
 from collections.abc import Callable
 from typing import Any
 
+ROW_BOUND = "moe_expert_rank_capacity_factor"
+"""Megatron's own name of the row bound: it has the same measure, the mean number of rows."""
+
 Asks = Callable[[Any], bool]
 """Whether a configuration asks for something."""
 

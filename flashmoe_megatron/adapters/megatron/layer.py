@@ -6,12 +6,15 @@ dispatcher type takes the original methods unchanged; such a layer only tells it
 other ranks of its group, should these have ours.
 """
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from flashmoe_megatron.adapters.megatron.asked import ROW_BOUND
 from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
@@ -45,9 +48,25 @@ def _checked_post_init(original: Function) -> Function:
             from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 
             refuse(self, CONFIG_REFUSALS)
-        original(self)
+            with _unseen(self, ROW_BOUND):
+                original(self)
+        else:
+            original(self)
 
     return post_init
+
+
+@contextlib.contextmanager
+def _unseen(config: Any, *names: str) -> Iterator[None]:
+    """Hides settings from Megatron's checks, which allow them for its own dispatchers alone."""
+    held = {name: getattr(config, name) for name in names if getattr(config, name, None)}
+    for name in held:
+        setattr(config, name, None)
+    try:
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(config, name, value)
 
 
 def _flashmoe_init(original: Function) -> Function:

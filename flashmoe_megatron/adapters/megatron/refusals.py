@@ -12,6 +12,7 @@ from typing import Any
 from flashmoe_megatron.adapters.megatron.activations import activation_of
 from flashmoe_megatron.adapters.megatron.asked import (
     OFFLOADED_IN_EXPERTS,
+    ROW_BOUND,
     expert_ffn_size,
     expert_tensor_size,
     graphs_moe,
@@ -22,7 +23,7 @@ from flashmoe_megatron.adapters.megatron.asked import (
     offloads_experts,
 )
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
-from flashmoe_megatron.config import DIM_GRANULE, MAX_RANKS, MAX_TOPK
+from flashmoe_megatron.config import DIM_GRANULE, MAX_RANKS, MAX_ROW_BOUND, MAX_TOPK
 from flashmoe_megatron.errors import ConfigError
 
 
@@ -156,10 +157,12 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "leave it out, it belongs to the flex dispatcher",
     ),
     Refusal(
-        "moe_expert_rank_capacity_factor",
+        ROW_BOUND,
         "--moe-expert-rank-capacity-factor",
-        is_set("moe_expert_rank_capacity_factor"),
-        "leave it out for no dropping, or pass --moe-expert-capacity-factor",
+        lambda config: is_set(ROW_BOUND)(config)
+        and not 1 <= getattr(config, ROW_BOUND) <= MAX_ROW_BOUND,
+        f"pass at least 1, the mean number of rows, and at most {MAX_ROW_BOUND:g}, or leave it out "
+        "for exact buffers",
     ),
     Refusal(
         "batch_invariant_mode",

@@ -20,7 +20,11 @@ from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
 from flashmoe_megatron.adapters.megatron.ignored import ignored_settings
 from flashmoe_megatron.adapters.megatron.refusals import SCRIPT_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.settings import current_settings, flag_of, megatron_args
-from flashmoe_megatron.adapters.megatron.shape import moe_config, resolve_max_tokens
+from flashmoe_megatron.adapters.megatron.shape import (
+    moe_config,
+    resolve_max_tokens,
+    with_row_bound,
+)
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
@@ -68,7 +72,7 @@ class RoutedExperts(LayerExperts):
         expert_weights(experts, hidden=config.hidden_size)
         self._classes = check_forwards(experts)
         self.calibration: Calibration | None = None
-        self._settings = current_settings()
+        self._settings = with_row_bound(config, current_settings())
         if resolve_max_tokens(config, self._settings) is not None:
             self.open()
         _live.add(self)

@@ -1,13 +1,15 @@
-"""Reads a layer's shape and bound of tokens from Megatron's configuration and arguments."""
+"""Reads a layer's shape and its bounds from Megatron's configuration and arguments."""
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from flashmoe_megatron.adapters.megatron.activations import activation_of_experts
-from flashmoe_megatron.adapters.megatron.asked import expert_ffn_size
-from flashmoe_megatron.adapters.megatron.settings import Settings, megatron_args
+from flashmoe_megatron.adapters.megatron.asked import ROW_BOUND, expert_ffn_size
+from flashmoe_megatron.adapters.megatron.settings import Settings, flag_of, megatron_args
 from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError
 
 
 def moe_config(
@@ -67,6 +69,31 @@ def tokens_per_rank(
     if config.sequence_parallel:
         shards *= config.tensor_model_parallel_size
     return -(-seq_length // shards) * micro_batch_size
+
+
+def with_row_bound(config: Any, settings: Settings) -> Settings:
+    """The settings with the row bound that Megatron's configuration may have.
+
+    Args:
+        config: Megatron's TransformerConfig that was not refused; the budget of rows per rank of
+            Megatron's own dispatchers is our row bound.
+        settings: The user's.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConfigError: The two contradict each other.
+    """
+    factor = getattr(config, ROW_BOUND, None)
+    if not factor:
+        return settings
+    if settings.row_bound not in (None, factor):
+        raise ConfigError(
+            f"--{ROW_BOUND.replace('_', '-')} {factor} and {flag_of('row_bound')} "
+            f"{settings.row_bound} bound the same rows: pass one of them"
+        )
+    return dataclasses.replace(settings, row_bound=float(factor))
 
 
 def resolve_max_tokens(config: Any, settings: Settings) -> int | None:

@@ -89,21 +89,40 @@ def prepare(layout: Layout, **settings: Any) -> None:
     from flashmoe_megatron.adapters import megatron as adapter
 
     cpu_bridge.enable()
-    _say_that_fp8_is_off()
+    _stand_in_for_transformer_engine()
     adapter.install()
     adapter.configure(**{"max_tokens": SEQ_LENGTH * MICRO_BATCH, **settings})
     _divide(layout)
     _reset_loss_scale()
 
 
-def _say_that_fp8_is_off() -> None:
-    """Megatron asks Transformer Engine for it where a recomputation frees outputs, in bf16 too."""
+class DuplicatedLinear(torch.nn.Linear):
+    """Transformer Engine's linear layer that every tensor-parallel rank has whole."""
+
+    def __init__(
+        self, num_in: int, num_out: int, *, init_method: Callable[..., Any], bias: bool, **_: Any
+    ) -> None:
+        super().__init__(num_in, num_out, bias=bias)
+        init_method(self.weight.data)
+        if bias:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return super().forward(x), None
+
+
+def _stand_in_for_transformer_engine() -> None:
+    """Gives Megatron what it takes from Transformer Engine where it computes the same without."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_layer
 
     if not hasattr(random, "FP8GlobalStateManager"):
+        # A recomputation that frees outputs asks whether FP8 is on, in bf16 too.
         random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
         for name in ("activation_recompute_forward", "fp8_autocast"):
             setattr(random, name, lambda **_: contextlib.nullcontext())
+    if not moe_layer.HAVE_TE:
+        moe_layer.HAVE_TE, moe_layer.TELinear = True, DuplicatedLinear
 
 
 def _reset_loss_scale() -> None:

@@ -93,6 +93,25 @@ def test_recomputed_activations_match_alltoall(kind: str, two_ranks: RankPool) -
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["sequential", "te_grouped"])
+@pytest.mark.parametrize("settings", [{}, {"add_bias_linear": True}], ids=str)
+def test_latent_experts_match_alltoall(
+    settings: dict[str, Any], kind: str, two_ranks: RankPool
+) -> None:
+    """Tokens travel at the width between the latent projections, which stay Megatron's."""
+    latent = {**settings, "hidden_size": 144, "moe_latent_size": 64, "num_attention_heads": 3}
+    for stock, fused in two_ranks.run(both_layers, Layout(expert=2), latent, kind):
+        assert "grad of fc2_latent_proj.weight" in stock
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+def test_latent_experts_are_none_of_a_megakernels(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(latent_megakernel):
+        assert re.search(r"--moe-latent-size 64 .*: use --moe-token-dispatcher-type flashmoe", said)
+
+
 def test_megatrons_bound_of_rows_holds(two_ranks: RankPool) -> None:
     """What fits is as with alltoall; more is an error on every rank, and no row is dropped."""
     for difference, said in two_ranks.run(bounded_rows):
@@ -221,7 +240,7 @@ def test_an_overflow_is_for_the_loss_scaler(dtype: torch.dtype, two_ranks: RankP
 def run_layer(layer: Any) -> dict[str, torch.Tensor]:
     """Forward and backward; every tensor that has to agree."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (TOKENS_PER_SEQUENCE, SEQUENCES, 64)
+    shape = (TOKENS_PER_SEQUENCE, SEQUENCES, layer.config.hidden_size)
     x = torch.randn(shape, generator=generator).to(layer.config.params_dtype).requires_grad_()
     weight = torch.randn(shape, generator=generator).to(x.dtype)
     output, bias = layer(x)
@@ -262,6 +281,13 @@ def megakernel(group: dist.ProcessGroup) -> tuple[float, list[str]]:
     probs, routing_map = layer.route(x)
     got, want = backend(x, probs, routing_map), layer(x)[0]
     return float((got - want).detach().abs().max()), list(backend.state_dict())
+
+
+def latent_megakernel(group: dist.ProcessGroup) -> str:
+    """What is said against latent experts behind the megakernel interface."""
+    prepare(Layout(expert=2))
+    config = transformer_config(Layout(expert=2), "flashmoe", moe_latent_size=64)
+    return refusal_of(megakernel_of, make_layer(config))
 
 
 def main_grads(group: dist.ProcessGroup) -> None:

@@ -64,7 +64,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "leave these",
     ),
     ({"cpu_offloading": True}, "--cpu-offloading", "recompute"),
-    ({"moe_latent_size": 32}, "--moe-latent-size", "alltoall"),
     ({"batch_invariant_mode": True}, "--batch-invariant-mode", "alltoall"),
     ({"cuda_graph_impl": "local"}, "CUDA graph", "impl transformer_engine --cuda-graph-scope attn"),
     ({"cuda_graph_impl": "transformer_engine"}, "CUDA graph", "attn"),
@@ -83,6 +82,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"expert_model_parallel_size": 16, "num_moe_experts": 16}, "--expert-model-parallel", "8"),
     ({"moe_router_topk": 17, "num_moe_experts": 32}, "--moe-router-topk", "16"),
     ({"hidden_size": 80}, "--hidden-size", "64"),
+    ({"moe_latent_size": 32}, "--moe-latent-size", "multiple of 64"),
     ({"moe_ffn_hidden_size": 96}, "FFN width", "--moe-ffn-hidden-size"),
     ({"moe_ffn_hidden_size": None, "ffn_hidden_size": 96}, "FFN width", "64"),
 ]
@@ -146,6 +146,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"add_bias_linear": True},
     {"fp16": True},
     {"moe_expert_rank_capacity_factor": 1.5},
+    {"moe_latent_size": 64, "hidden_size": 80},  # the kernel sees the latent width alone
 ]
 
 

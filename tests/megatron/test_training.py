@@ -130,6 +130,21 @@ def test_norms_that_are_recomputed_match_alltoall(keep: str, two_ranks: RankPool
         assert_same(fused, stock)
 
 
+def test_latent_experts_match_alltoall(two_ranks: RankPool) -> None:
+    case = Case(
+        Layout(expert=2),
+        config={
+            "hidden_size": 128,
+            "moe_latent_size": 64,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+        ddp=OVERLAP,
+    )
+    for stock, fused in two_ranks.run(train_both, case):
+        assert any("fc1_latent_proj" in name for name in stock.parameters)
+        assert_same(fused, stock)
+
+
 @pytest.mark.parametrize(("before", "after"), [("alltoall", "flashmoe"), ("flashmoe", "alltoall")])
 def test_dispatcher_can_be_switched_at_a_checkpoint(
     before: str, after: str, four_ranks: RankPool, tmp_path: Path

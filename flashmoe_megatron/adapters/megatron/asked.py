@@ -40,6 +40,11 @@ def number(config: Any, name: str, default: int) -> int:
     return default if value is None else int(value)
 
 
+def expert_width(config: Any) -> int:
+    """Width of the tokens that experts get: the model's, or that of the latent projections."""
+    return number(config, "moe_latent_size", 0) or number(config, "hidden_size", 0)
+
+
 def expert_ffn_size(config: Any) -> int:
     """FFN width of one expert; Megatron fills it in from others in the same way."""
     default = number(config, "ffn_hidden_size", 4 * number(config, "hidden_size", 0))

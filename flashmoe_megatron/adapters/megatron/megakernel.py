@@ -52,6 +52,12 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         refuse(config, CONFIG_REFUSALS)
+        if getattr(config, "moe_latent_size", None):
+            raise ConfigError(
+                f"--moe-latent-size {config.moe_latent_size} cannot be honoured by this backend, "
+                "which gets tokens of one width for the routed and the shared experts: use "
+                "--moe-token-dispatcher-type flashmoe"
+            )
         wanted = config.num_moe_experts // dist.get_world_size(ep_group)
         if num_local_experts != wanted:
             raise ConfigError(

@@ -145,12 +145,6 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "leave it out, or recompute with --recompute-modules moe",
     ),
     Refusal(
-        "moe_latent_size",
-        "--moe-latent-size",
-        is_set("moe_latent_size"),
-        "leave it out or use the alltoall dispatcher",
-    ),
-    Refusal(
         "moe_paged_stash",
         "--moe-paged-stash",
         is_set("moe_paged_stash"),
@@ -264,7 +258,14 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "hidden_size",
         "--hidden-size",
-        lambda config: number(config, "hidden_size", 0) % DIM_GRANULE != 0,
+        lambda config: not is_set("moe_latent_size")(config)
+        and number(config, "hidden_size", 0) % DIM_GRANULE != 0,
+        f"pass a multiple of {DIM_GRANULE}",
+    ),
+    Refusal(
+        "moe_latent_size",
+        "--moe-latent-size",
+        lambda config: number(config, "moe_latent_size", 0) % DIM_GRANULE != 0,
         f"pass a multiple of {DIM_GRANULE}",
     ),
     Refusal(

@@ -15,6 +15,7 @@ from flashmoe_megatron.adapters.experts import (
     read_calibration,
     shared_backends,
 )
+from flashmoe_megatron.adapters.megatron.asked import expert_width
 from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_in_for_forwards
 from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
 from flashmoe_megatron.adapters.megatron.ignored import ignored_settings
@@ -69,7 +70,7 @@ class RoutedExperts(LayerExperts):
         self._config = config
         self._experts = experts
         self._group = group
-        expert_weights(experts, hidden=config.hidden_size)
+        expert_weights(experts, hidden=expert_width(config))
         self._classes = check_forwards(experts)
         self.calibration: Calibration | None = None
         self._settings = with_row_bound(config, current_settings())
@@ -106,7 +107,7 @@ class RoutedExperts(LayerExperts):
                 "moe_pad_expert_input_to_capacity was set since the layer was built: pass "
                 "--moe-pad-experts-for-cuda-graph-inference where that is for decoding"
             )
-        weights = expert_weights(self._experts, hidden=self._config.hidden_size)
+        weights = expert_weights(self._experts, hidden=expert_width(self._config))
 
         def compute(
             backend: Backend, rows: torch.Tensor, finite_probs: torch.Tensor, number: int

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.adapters.megatron.activations import activation_of_experts
-from flashmoe_megatron.adapters.megatron.asked import ROW_BOUND, expert_ffn_size
+from flashmoe_megatron.adapters.megatron.asked import ROW_BOUND, expert_ffn_size, expert_width
 from flashmoe_megatron.adapters.megatron.settings import Settings, flag_of, megatron_args
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -30,7 +30,7 @@ def moe_config(
         ConfigError: A size cannot be honoured, or the activation is unknown.
     """
     return MoEConfig(
-        hidden=config.hidden_size,
+        hidden=expert_width(config),
         intermediate=expert_ffn_size(config),
         num_experts=config.num_moe_experts,
         topk=config.moe_router_topk,

@@ -7,6 +7,7 @@ import pytest
 from flashmoe_megatron.adapters import megatron as adapter
 from flashmoe_megatron.adapters.megatron import routed
 from flashmoe_megatron.adapters.megatron.ignored import IGNORED, ignored_settings
+from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.megatron.harness import Layout, transformer_config
 from tests.unit.cases import make_config
@@ -18,6 +19,8 @@ ASKED: dict[str, list[dict[str, Any]]] = {
         {**RECOMPUTE, "recompute_modules": ["moe_act"]},
         {**RECOMPUTE, "recompute_modules": ["moe_act", "layernorm", "mlp"]},
     ],
+    "--moe-router-padding-for-quantization": [{"moe_router_padding_for_quantization": True}],
+    "--moe-router-padding-for-fp8": [{"moe_router_padding_for_fp8": True}],
 }
 """Settings that a configuration may have."""
 
@@ -36,10 +39,18 @@ def _installed() -> None:
 @pytest.mark.parametrize("ignored", IGNORED, ids=lambda ignored: ignored.name)
 def test_every_row_of_the_table_is_accepted_and_said(ignored: Any) -> None:
     for settings in ASKED[ignored.flag]:
-        config = transformer_config(Layout(), "flashmoe", **settings)
+        config = transformer_config(Layout(), "flashmoe")
+        vars(config).update(settings)
+        refuse(config, CONFIG_REFUSALS)
         (said,) = ignored_settings(config)
         assert said.startswith(f"{ignored.flag} changes nothing with --moe-token-dispatcher-type")
         assert ignored.why in said
+
+
+def test_padding_is_megatrons_to_refuse() -> None:
+    """Without FP8 it is an error of Megatron's own."""
+    with pytest.raises(ValueError, match="fp8/fp4 must be specified"):
+        transformer_config(Layout(), "flashmoe", moe_router_padding_for_fp8=True)
 
 
 @pytest.mark.parametrize("settings", NOT_ASKED, ids=str)

@@ -112,6 +112,14 @@ def test_latent_experts_are_none_of_a_megakernels(two_ranks: RankPool) -> None:
         assert re.search(r"--moe-latent-size 64 .*: use --moe-token-dispatcher-type flashmoe", said)
 
 
+def test_rows_that_the_router_pads_change_nothing(two_ranks: RankPool) -> None:
+    """Megatron's checks allow them in FP8 alone, so that the flag is set when they are done."""
+    for stock, fused in two_ranks.run(padded_layers):
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
 def test_megatrons_bound_of_rows_holds(two_ranks: RankPool) -> None:
     """What fits is as with alltoall; more is an error on every rank, and no row is dropped."""
     for difference, said in two_ranks.run(bounded_rows):
@@ -254,15 +262,32 @@ def run_layer(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def both_layers(
-    group: dist.ProcessGroup, layout: Layout, settings: dict[str, Any], kind: str
+    group: dist.ProcessGroup,
+    layout: Layout,
+    settings: dict[str, Any],
+    kind: str,
+    later: dict[str, Any] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors of the layer with alltoall and with flashmoe; ``later`` is set unchecked."""
     prepare(layout)
     experts = None if kind == "sequential" else grouped_experts(kind)
     results = []
     for dispatcher in ("alltoall", "flashmoe"):
-        layer = make_layer(transformer_config(layout, dispatcher, **settings), experts)
-        results.append(run_layer(layer))
+        config = transformer_config(layout, dispatcher, **settings)
+        vars(config).update(later or {})
+        results.append(run_layer(make_layer(config, experts)))
     return results[0], results[1]
+
+
+def padded_layers(group: dist.ProcessGroup) -> Any:
+    """Both layers where the stock one pads each expert's rows to a multiple of 16."""
+    prepare(Layout(expert=2))
+    from megatron.core.transformer.moe import token_dispatcher
+
+    later = {"moe_router_padding_for_quantization": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_dispatcher, "get_align_size_for_quantization", lambda config: 16)
+        return both_layers(group, Layout(expert=2), {}, "sequential", later)
 
 
 def has_no_grouped_mlp(group: dist.ProcessGroup) -> bool:

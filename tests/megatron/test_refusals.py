@@ -76,8 +76,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"activation_func_fp8_input_store": True}, "fp8-input-store", "leave it out"),
     ({"glu_linear_offset": 1.0}, "--glu-linear-offset", "at 0 or use the alltoall dispatcher"),
-    ({"moe_router_padding_for_fp8": True}, "padding-for-fp8", "leave it out"),
-    ({"moe_router_padding_for_quantization": True}, "quantization", "leave it out"),
     ({"transformer_impl": "inference_optimized"}, "inference_optimized", "local"),
     ({"expert_model_parallel_size": 16, "num_moe_experts": 16}, "--expert-model-parallel", "8"),
     ({"moe_router_topk": 17, "num_moe_experts": 32}, "--moe-router-topk", "16"),

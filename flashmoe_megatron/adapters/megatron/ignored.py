@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_megatron.adapters.megatron.asked import Asks, recomputes
+from flashmoe_megatron.adapters.megatron.asked import Asks, is_set, recomputes
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
 
 
@@ -34,6 +34,16 @@ IGNORED: tuple[Ignored, ...] = (
         "--recompute-modules moe_act",
         recomputes("moe_act"),
         "no forward keeps the activation, every backward computes it again",
+    ),
+    *(
+        Ignored(
+            name,
+            "--" + name.replace("_", "-"),
+            is_set(name),
+            "an expert's rows begin at a multiple of 128 in any case",
+        )
+        # Megatron sets the first one where it is given the second.
+        for name in ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
     ),
 )
 """The user hears of each when the first MoE layer is built."""

@@ -228,15 +228,6 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         )
         for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
     ),
-    *(
-        Refusal(
-            name,
-            "--" + name.replace("_", "-"),
-            is_set(name),
-            "leave it out, rows are aligned in the receiver's buffer",
-        )
-        for name in ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
-    ),
     Refusal(
         "transformer_impl",
         "--transformer-impl inference_optimized",

@@ -4,17 +4,17 @@
 
 A step is a measuring tool in processes of its own. One is begun only if the time that it takes at
 most is left, and never twice in one folder: run again, it goes on with what is missing. ``--list``
-prints the steps and runs none. The folder gets each step's results, what it printed
-(``STEP.log``), and a line for each in ``steps.jsonl``. What an attempt has left that was not done
-is renamed before the next one (``STEP.jsonl.before0``).
+prints the steps and runs none. Each step has a folder with its results and what it printed
+(``log.txt``). The folder is called ``STEP.part`` until the step is done; the next attempt begins it
+anew, but for the sweep, which goes on where it stopped.
 """
 
 import argparse
-import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.bench.shapes import ODD_SHAPES
@@ -25,16 +25,12 @@ ZIPF = "0.47"  # the most popular of 64 experts then has 4 times the mean
 TAIL = 100_000  # characters of a step's output that are kept
 
 
-class FolderError(Exception):
-    """The folder's list of steps cannot be read."""
-
-
 @dataclass(frozen=True)
 class Step:
     """One run of a measuring tool.
 
     Attributes:
-        name: Names the step and its files.
+        folder: Gets its results, and names it.
         module: What is run.
         arguments: The module's arguments, without ``--commit``.
         limit_s: After that it is ended.
@@ -42,7 +38,7 @@ class Step:
         library: The build that it loads, if not the package's own.
     """
 
-    name: str
+    folder: Path
     module: str
     arguments: list[str]
     limit_s: float
@@ -69,21 +65,9 @@ class Step:
         return chosen
 
 
-@dataclass
-class Done:
-    """A line of ``steps.jsonl``.
-
-    Attributes:
-        name: The step's name.
-        status: "done", "failed" or "timed out".
-        seconds: How long it took.
-        command: As it can be run again.
-    """
-
-    name: str
-    status: str
-    seconds: float
-    command: list[str]
+def part_of(folder: Path) -> Path:
+    """The name of a step's folder until the step is done."""
+    return folder.with_name(f"{folder.name}.part")
 
 
 def steps(num_gpus: int, out: Path) -> Iterator[Step]:
@@ -91,19 +75,22 @@ def steps(num_gpus: int, out: Path) -> Iterator[Step]:
     layer, several = "tools.bench.bench_layer", num_gpus if num_gpus > 1 else 0
     of_all = [] if several else ["--one-of", "4"]
 
+    def step(name: str, module: str, arguments: list[str], limit_s: float, ranks: int = 0) -> Step:
+        kept = ["--out", str(part_of(out / name) / "results.jsonl")]
+        return Step(out / name, module, [*arguments, *kept], limit_s, ranks)
+
     def bench(name: str, limit_s: float, *arguments: str, ranks: int = several) -> Step:
-        kept = ["--out", str(out / f"{name}.jsonl")]
-        return Step(name, layer, [*of_all, *KERNEL, *arguments, *kept], limit_s, ranks)
+        return step(name, layer, [*of_all, *KERNEL, *arguments], limit_s, ranks)
 
     yield bench("layer", 150)
     if num_gpus > 2:  # overlap efficiency is relative to two
         shapes = ["paper-8k", "paper-16k-e64"]
         yield bench("layer-on-2", 60, "--shapes", *shapes, "--no-baselines", ranks=2)
-    timeline = ["capture", "--out", str(out / "timeline"), "--row-bound", "1.2", *of_all]
+    folder = out / "timeline"
     yield Step(
-        "timeline",
+        folder,
         "tools.timeline",
-        timeline,
+        ["capture", "--out", str(part_of(folder) / "timeline"), "--row-bound", "1.2", *of_all],
         60,
         max(several, 1),
         library="libflashmoe_trace.so",
@@ -115,65 +102,43 @@ def steps(num_gpus: int, out: Path) -> Iterator[Step]:
     shapes = ["paper-1k", "paper-8k", "paper-16k-e64", "qwen3-30b"]
     both = ["--dtypes", "bf16", "fp16"]
     yield bench("float16", 90, "--shapes", *shapes, *both, "--no-baselines")
-    counters = ["--out", str(out / "counters.jsonl")]
-    yield Step("counters", "tools.bench.counters_cost", counters, 60)
-    folder = out / "weak-scaling"
-    sweep = ["run", "--out", str(folder), *(["--resume"] if folder.exists() else [])]
-    yield Step("weak-scaling", "tools.weak_scaling", sweep, 400)
+    yield step("counters", "tools.bench.counters_cost", [], 60)
+    sweep = part_of(out / "weak-scaling") / "sweep"
+    resume = ["--resume"] if sweep.exists() else []
+    arguments = ["run", "--out", str(sweep), *resume]
+    yield Step(out / "weak-scaling", "tools.weak_scaling", arguments, 400)
 
 
-def read_done(path: Path) -> list[Done]:
-    """Reads what earlier runs have left in a folder.
-
-    Raises:
-        FolderError: The list is not one.
-    """
-    try:
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [Done(**json.loads(line)) for line in lines]
-    except (OSError, ValueError, TypeError) as error:
-        raise FolderError(f"{path}: wanted a JSON object of a step a line, got {error}") from error
-
-
-def put_aside(step: Step, out: Path) -> None:
-    """Renames what an earlier attempt has left: the next one would append to it."""
-    if "--resume" in step.arguments:
-        return
-    for left in (out / step.name, out / f"{step.name}.jsonl"):
-        if left.exists():
-            number = sum(1 for _ in out.glob(f"{left.name}.before*"))
-            left.rename(out / f"{left.name}.before{number}")
-
-
-def run(todo: list[Step], out: Path, minutes: float, commit: str | None) -> int:
+def run(todo: list[Step], minutes: float, commit: str | None) -> int:
     """Runs what is not done and fits.
 
     Returns:
         How many steps failed.
     """
-    path = out / "steps.jsonl"
-    finished = {one.name for one in read_done(path) if one.status == "done"}
     end = time.monotonic() + 60 * minutes
     failed = 0
     for step in todo:
-        left = end - time.monotonic()
-        if step.name in finished:
-            print(f"{step.name}: done before", flush=True)
+        name, part = step.folder.name, part_of(step.folder)
+        start = time.monotonic()
+        if step.folder.exists():
+            print(f"{name}: done before", flush=True)
             continue
-        if step.limit_s > left:
-            print(f"{step.name}: may take {step.limit_s:.0f} s, {left:.0f} are left", flush=True)
+        if step.limit_s > end - start:
+            print(f"{name}: may take {step.limit_s:.0f} s, {end - start:.0f} are left", flush=True)
             continue
-        put_aside(step, out)
-        command, start = step.command(commit), time.monotonic()
-        status, output = run_bounded(command, step.limit_s, tail=TAIL, variables=step.variables())
-        (out / f"{step.name}.log").write_text(output)
+        if part.exists() and "--resume" not in step.arguments:
+            shutil.rmtree(part)
+        part.mkdir(parents=True, exist_ok=True)
+        status, output = run_bounded(
+            step.command(commit), step.limit_s, tail=TAIL, variables=step.variables()
+        )
+        (part / "log.txt").write_text(output)
         result = "timed out" if status is None else "done" if status == 0 else "failed"
-        done = Done(step.name, result, round(time.monotonic() - start, 1), ["python", *command[1:]])
-        with path.open("a") as lines:
-            lines.write(json.dumps(asdict(done)) + "\n")
-        failed += result != "done"
-        print(f"{step.name}: {result} in {done.seconds:.0f} s", flush=True)
-        if result != "done":
+        print(f"{name}: {result} in {time.monotonic() - start:.0f} s", flush=True)
+        if status == 0:
+            part.rename(step.folder)
+        else:
+            failed += 1
             print(output[-2000:], flush=True)
     return failed
 
@@ -199,12 +164,7 @@ def main(arguments: list[str]) -> int:
     if not num_gpus:
         print("no CUDA GPU is usable here: nothing can be measured", file=sys.stderr)
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    try:
-        return int(bool(run(todo, options.out.absolute(), options.minutes, options.commit)))
-    except FolderError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return int(bool(run(todo, options.minutes, options.commit)))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def count(text: str) -> int:
     return value
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -119,7 +119,7 @@ def parse_args() -> argparse.Namespace:
     add("--output", type=Path, default=Path("runs/pretrain_moe"), help="data and checkpoint")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
     add("--no-comparison", action="store_true", help="leave the run with alltoall out")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def initialize(args: argparse.Namespace) -> None:

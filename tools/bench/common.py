@@ -93,12 +93,17 @@ ROW_BOUND = 1.25
 """The rows of one launch, plan and all, as a multiple of the mean; uniform routing needs less."""
 
 
+def slowest(times: Sequence[float]) -> list[float]:
+    """The slowest rank's times, from this one's. Collective over the default group, if any."""
+    found = torch.tensor(times, dtype=torch.float64, device=stopwatch.device_here())
+    if dist.is_initialized():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return list(found.tolist())
+
+
 def timing_of(milliseconds: Sequence[float]) -> Timing:
     """The slowest rank's, from this one's. Collective over the default group, if there is one."""
-    times = torch.tensor(milliseconds, dtype=torch.float64, device=stopwatch.device_here())
-    if dist.is_initialized():
-        dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    ordered = sorted(times.tolist())
+    ordered = sorted(slowest(milliseconds))
     return Timing(
         median_ms=_quantile(ordered, 0.5),
         min_ms=ordered[0],

@@ -71,7 +71,7 @@ def train_on(count: int, options: argparse.Namespace, model: list[str], folder: 
         *("--out", str(record.resolve()), "--limit-s", str(options.timeout), *model),
     ]
     if options.framework == "megatron":
-        command += ["--noise-runs", "0", "--moe-iters", "1", "--data", str(folder / "data")]
+        command += ["--noise-runs", "0", "--output", str(folder / "data")]
     threads = str(max((os.cpu_count() or 1) // (2 * count), 1))
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     status, output = run_bounded(command, options.timeout, tail=TAIL, variables=variables)

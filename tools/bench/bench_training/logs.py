@@ -20,7 +20,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.bench.bench_training.curves import WARM, within_noise
+from tools.bench.bench_training.curves import WARM, apart, within_noise
 
 LINE = re.compile(r"iteration +(\d+)/")
 MS = re.compile(r"elapsed time per iteration \(ms\): ([^ |]+) \|")
@@ -57,11 +57,6 @@ def _number(pattern: re.Pattern[str], line: str) -> float:
     return value if math.isfinite(value) else math.nan
 
 
-def _distance(loss: float, reference: float) -> float:
-    # Megatron writes a loss of 0 where it has skipped the iteration.
-    return abs(loss - reference) / reference if reference else math.nan
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.bench_training logs",
@@ -79,8 +74,11 @@ def main(arguments: list[str]) -> int:
             parser.error(f"{path} has no iterations")
     iterations = sorted(logs[1])
     ours, theirs, noise = ({i: log.get(i, MISSING) for i in iterations} for log in logs)
-    distances = [_distance(ours[i].loss, theirs[i].loss) for i in iterations]
-    noises = [_distance(noise[i].loss, theirs[i].loss) for i in iterations]
+    # Megatron writes a loss of 0 where it has skipped the iteration.
+    distances, noises = (
+        apart([log[i].loss for i in iterations], [theirs[i].loss for i in iterations])
+        for log in (ours, noise)
+    )
     inside = within_noise(distances, noises)
 
     print("| iteration | ms | alltoall ms | loss | alltoall loss | noise run | distance | noise |")

@@ -106,7 +106,7 @@ class Job:
     ) -> list[float]:
         engine = self.engine(setup, experts, dtype)
         batches = self.batches(setup)
-        losses = [step(engine, batches, setup) for _ in range(num_steps)]
+        losses = [step(engine, next(batches)) for _ in range(num_steps)]
         if experts.is_fused:
             layers = [m.flashmoe.experts for m in engine.module.modules() if hasattr(m, "flashmoe")]
             calls = {layer.num_calls for layer in layers}

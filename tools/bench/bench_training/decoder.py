@@ -32,9 +32,12 @@ from tools.bench.shapes import Shape
 Family = Literal["native", "autoep"]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
-END_OF_FILE = 256
-VOCABULARY = 320
-"""Bytes, the end of a file, and what makes it a multiple of 64."""
+VOCABULARY = 256
+CAPACITY_FACTOR = 1.25
+"""The capacity of native layers that drop."""
+
+SEED = 1234
+"""Decides the parameters and the batches."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,12 @@ class Setup:
         sequence: Tokens of a sample; divides ``shape.tokens``.
         ep_size: Ranks of an expert-parallel group.
         zero: ZeRO stage.
-        drop_tokens: Native layers drop what exceeds ``capacity_factor``; AutoEP never drops.
-        capacity_factor: The capacity of native layers that drop.
+        drop_tokens: Native layers drop what exceeds the capacity; AutoEP never drops.
         has_attention: Blocks are attention and a MoE layer; else a MoE layer alone, without a norm,
             so that the first one sees embeddings, which are the same in bfloat16 and float32.
         has_biases: Every projection of a native layer's experts has one.
-        accumulation: Micro-batches of a step.
         lr: Learning rate, constant.
         zero_options: Further keys of DeepSpeed's section ``zero_optimization``.
-        seed: Decides the parameters.
     """
 
     family: Family
@@ -66,13 +66,10 @@ class Setup:
     ep_size: int = 4
     zero: int = 2
     drop_tokens: bool = True
-    capacity_factor: float = 1.25
     has_attention: bool = True
     has_biases: bool = False
-    accumulation: int = 1
     lr: float = 1e-3
     zero_options: dict[str, Any] = field(default_factory=dict)
-    seed: int = 1234
 
 
 @dataclass(frozen=True)
@@ -160,8 +157,8 @@ def native_layer(setup: Setup) -> MoE:
         num_experts=shape.num_experts,
         ep_size=setup.ep_size,
         k=shape.topk,
-        capacity_factor=setup.capacity_factor,
-        eval_capacity_factor=setup.capacity_factor,
+        capacity_factor=CAPACITY_FACTOR,
+        eval_capacity_factor=CAPACITY_FACTOR,
         drop_tokens=setup.drop_tokens,
         use_rts=False,
         top2_2nd_expert_sampling=False,
@@ -265,15 +262,14 @@ def build_engine(
     gc.collect()  # the last engine, which some frame still had when it was released
     if HAS_GPU:
         torch.cuda.empty_cache()
-    torch.manual_seed(setup.seed)
+    torch.manual_seed(SEED)
     with device:  # large models are drawn where it is fast
         model = Decoder(setup)
-    _tell_experts_apart(model, setup.seed)
+    _tell_experts_apart(model)
     # Every kind of experts begins with values that bfloat16 holds, also in float32.
     model.to(torch.bfloat16).to(dtype)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.shape.tokens // setup.sequence,
-        "gradient_accumulation_steps": setup.accumulation,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
         "optimizer": {
@@ -299,14 +295,14 @@ def build_engine(
 
 
 @torch.no_grad()
-def _tell_experts_apart(model: nn.Module, seed: int) -> None:
+def _tell_experts_apart(model: nn.Module) -> None:
     """Draws native experts by their number: DeepSpeed starts all as copies of one."""
     for index, moe in enumerate(module for module in model.modules() if isinstance(module, MoE)):
         first = dist.get_rank() % moe.ep_size * moe.num_local_experts
         for local, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
             for weight in expert.parameters():
                 generator = torch.Generator(weight.device)
-                generator.manual_seed(seed + 1000 * index + first + local)
+                generator.manual_seed(SEED + 1000 * index + first + local)
                 bound = weight.shape[-1] ** -0.5
                 weight.uniform_(-bound, bound, generator=generator)
 
@@ -326,7 +322,7 @@ def text_batches(text: torch.Tensor, setup: Setup, device: torch.device) -> Iter
         setup: Has the sizes.
         device: Where the batches go.
     """
-    generator = torch.Generator().manual_seed(setup.seed)
+    generator = torch.Generator().manual_seed(SEED)
     offsets = torch.arange(setup.sequence + 1)
     samples = setup.shape.tokens // setup.sequence
     first = samples * dist.get_rank()
@@ -338,15 +334,12 @@ def text_batches(text: torch.Tensor, setup: Setup, device: torch.device) -> Iter
         yield mine[:, :-1], mine[:, 1:]
 
 
-def step(engine: Any, batches: Iterator[Batch], setup: Setup) -> torch.Tensor:
-    """One optimizer step; this rank's mean loss of its micro-batches, on its device."""
-    total = torch.zeros((), device=engine.device)
-    for _ in range(setup.accumulation):
-        loss = engine(*next(batches))
-        engine.backward(loss)
-        engine.step()
-        total += loss.detach()
-    return total / setup.accumulation
+def step(engine: Any, batch: Batch) -> torch.Tensor:
+    """One optimizer step; this rank's loss, on its device."""
+    loss = engine(*batch)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
 
 
 def mean_over_ranks(values: list[torch.Tensor]) -> list[float]:

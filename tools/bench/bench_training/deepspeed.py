@@ -13,16 +13,16 @@ all ranks in one expert-parallel group: with native layers (``deepspeed.moe.laye
 factor 1.25), and with layers of AutoEP (nothing dropped), whose own experts are a loop of matrix
 products or torch's grouped GEMM. Every kind of experts begins with the same parameters and sees the
 same batches. A step is forward, backward with the reduction of gradients, and optimizer, from an
-idle GPU; of each the slowest rank's time is taken. The exit status is 1 if the losses do not agree.
+idle GPU; the slowest rank's time counts. The exit status is 1 if the losses do not agree.
 """
 
 import argparse
 import faulthandler
 import importlib.metadata
-import statistics
-from dataclasses import asdict, dataclass
+import math
+import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,9 @@ from examples.leave import leave
 from examples.python_sources import read_sources
 from flashmoe_megatron.deepspeed import attach
 from tools.bench import common
+from tools.bench.bench_training.curves import apart
 from tools.bench.bench_training.decoder import (
-    END_OF_FILE,
+    CAPACITY_FACTOR,
     HAS_GPU,
     Experts,
     Family,
@@ -41,11 +42,13 @@ from tools.bench.bench_training.decoder import (
     mean_over_ranks,
     release,
     start,
+    step,
     text_batches,
 )
+from tools.bench.bench_training.runs import Run
 from tools.bench.common import Record, log
 from tools.bench.shapes import SHAPES, Shape
-from tools.bench.stopwatch import between_ms, now, synchronize
+from tools.bench.stopwatch import synchronize
 
 KERNEL_TIMEOUT_S = 15
 """Bounds the kernel's waits for a peer, so that it speaks before the watchdog does."""
@@ -67,44 +70,19 @@ KINDS: dict[Family, tuple[Experts, ...]] = {
 """The first of each is what the others' losses are compared with."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """The training of one kind of experts.
-
-    Attributes:
-        run: Name of the experts.
-        losses: The mean of all ranks, for every step.
-        iteration_ms: The slowest rank's time of every step.
-        model_ms: The slowest rank's time of every step's forward and backward.
-        peak_bytes: Most memory that torch's allocator gave out on any rank, which leaves out the
-            symmetric heap; 0 without a GPU.
-    """
-
-    run: str
-    losses: list[float]
-    iteration_ms: list[float]
-    model_ms: list[float]
-    peak_bytes: int
-
-
-def read_text(megabytes: int) -> torch.Tensor:
-    """The training text, ``[num_tokens]`` int16: bytes, and a mark at the end of each file."""
-    files = [
-        torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16)
-        for text in read_sources(megabytes)
-    ]
-    end = torch.tensor([END_OF_FILE], dtype=torch.int16)
-    return torch.cat([part for text in files for part in (text, end)])
-
-
 def train(
     setup: Setup,
     experts: Experts,
     text: torch.Tensor,
     device: torch.device,
     options: argparse.Namespace,
-) -> Run:
-    """Trains one engine. Collective over all ranks."""
+) -> tuple[Run, int]:
+    """Trains one engine. Collective over all ranks.
+
+    Returns:
+        The run, and the most bytes that torch's allocator gave out on any rank, which leaves out
+        the symmetric heap; 0 without a GPU.
+    """
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     section = {} if options.row_bound is None else {"row_bound": options.row_bound}
     engine = build_engine(
@@ -129,61 +107,16 @@ def train(
         synchronize()
         dist.barrier()
         synchronize()
-        begin = now()
-        loss = engine(*batch)
-        engine.backward(loss)
-        middle = now()
-        engine.step()
-        end = now()
+        begin = time.perf_counter()
+        losses.append(step(engine, batch))
         synchronize()
-        times.append([between_ms(begin, middle), between_ms(begin, end)])
-        losses.append(loss.detach())
-    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+        times.append((time.perf_counter() - begin) * 1e3)
     peak = torch.tensor([torch.cuda.max_memory_allocated() if HAS_GPU else 0], device=device)
-    for values in (slowest, peak):
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    model_ms, step_ms = slowest.t().tolist()
-    run = Run(experts.name, mean_over_ranks(losses), step_ms, model_ms, int(peak))
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    run = Run(experts.name, mean_over_ranks(losses), common.slowest(times))
     release(engine)
     faulthandler.cancel_dump_traceback_later()
-    return run
-
-
-def largest_distance(run: Run, stock: Run) -> float:
-    """The largest relative distance of two runs' losses; infinite if one is not a number."""
-    distances = [
-        abs(ours - theirs) / abs(theirs)
-        for ours, theirs in zip(run.losses, stock.losses, strict=True)
-    ]
-    return max(d if d == d else float("inf") for d in distances)
-
-
-def print_losses(title: str, runs: list[Run]) -> None:
-    """The losses of all kinds of experts side by side."""
-    log(f"\n{title}: loss of every step\n")
-    log("| step | " + " | ".join(run.run for run in runs) + " |")
-    log("| --- " * (len(runs) + 1) + "|")
-    for index, losses in enumerate(zip(*(run.losses for run in runs), strict=True), start=1):
-        log(f"| {index} | " + " | ".join(f"{loss:.5f}" for loss in losses) + " |")
-
-
-def print_times(rows: list[tuple[str, str, list[Run]]], warmup: int) -> None:
-    """The table of step times."""
-    log("\nmedians, ms; ratios to the fastest of DeepSpeed's own\n")
-    log("| layers | shape | experts | step | ratio | forward + backward | ratio | peak, GiB |")
-    log("| --- " * 8 + "|")
-    for family, shape, runs in rows:
-        medians = [
-            [statistics.median(times[warmup:]) for times in (run.iteration_ms, run.model_ms)]
-            for run in runs
-        ]
-        stock = [min(column) for column in zip(*medians[:-1], strict=True)]
-        for run, own in zip(runs, medians, strict=True):
-            figures = [f"{ms:.1f} | {best / ms:.2f}x" for ms, best in zip(own, stock, strict=True)]
-            log(
-                f"| {family} | {shape} | {run.run} | {' | '.join(figures)} | "
-                f"{run.peak_bytes / 2**30:.1f} |"
-            )
+    return run, int(peak)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -222,9 +155,9 @@ def main(arguments: list[str]) -> NoReturn:
         command=" ".join(["tools.bench.bench_training deepspeed", *arguments]),
         num_ranks=num_ranks,
     )
-    text = read_text(8)
+    text = torch.frombuffer(bytearray(b"\0".join(read_sources(8))), dtype=torch.uint8)
     log(f"{num_ranks} ranks on {device.type}, DeepSpeed {release_of_deepspeed}")
-    rows, failures = [], []
+    failures = []
     for family in options.families:
         for name in options.shapes:
             shape = {**SHAPES, **SMALL}[name]
@@ -241,9 +174,17 @@ def main(arguments: list[str]) -> NoReturn:
             kinds = [experts for experts in KINDS[family] if HAS_GPU or not experts.grouped_mm]
             runs: list[Run] = []
             for experts in kinds:
-                run = train(setup, experts, text, device, options)
+                run, peak_bytes = train(setup, experts, text, device, options)
                 runs.append(run)
-                distance = largest_distance(run, runs[0])
+                distances = apart(run.losses, runs[0].losses)
+                distance = max(d if math.isfinite(d) else math.inf for d in distances)
+                fastest = min(one.median_ms(options.warmup) for one in runs[: len(kinds) - 1])
+                median = run.median_ms(options.warmup)
+                log(
+                    f"{family}, {name}, {run.run}: {median:.1f} ms a step, the fastest of "
+                    f"DeepSpeed's own takes {fastest / median:.2f}x; peak "
+                    f"{peak_bytes / 2**30:.1f} GiB; losses at most {distance:.2e} apart"
+                )
                 if not distance <= options.bound:
                     failures.append(f"{family}, {name}, {run.run}: {distance:.2e}")
                 record.write(
@@ -254,25 +195,13 @@ def main(arguments: list[str]) -> NoReturn:
                     tokens_per_rank=shape.tokens,
                     num_layers=setup.num_layers,
                     zero=setup.zero,
-                    capacity_factor=setup.capacity_factor if family == "native" else None,
+                    capacity_factor=CAPACITY_FACTOR if family == "native" else None,
                     warmup=options.warmup,
                     largest_distance=distance,
-                    **rounded(run),
+                    peak_bytes=peak_bytes,
+                    **run.as_dict(),
                 )
-            print_losses(f"{family}, {name}", runs)
-            rows.append((family, name, runs))
-    print_times(rows, options.warmup)
     for failure in failures:
         log(f"failed: losses further apart than {options.bound}: {failure}")
     log("losses agree" if not failures else "losses do not agree")
     leave(1 if failures else 0)
-
-
-def rounded(run: Run) -> dict[str, Any]:
-    """The run for a record: times in microseconds, losses in five decimals."""
-    return {
-        **asdict(run),
-        "iteration_ms": [round(ms, 3) for ms in run.iteration_ms],
-        "model_ms": [round(ms, 3) for ms in run.model_ms],
-        "losses": [round(loss, 5) for loss in run.losses],
-    }

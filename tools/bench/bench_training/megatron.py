@@ -26,9 +26,12 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
+from tools.bench.stopwatch import HAS_GPU
+
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-import torch
 import torch.distributed as dist
 
 import pretrain_moe
@@ -92,7 +95,7 @@ def train(name: str, dispatcher: str, dataset: Any, args: argparse.Namespace) ->
             log(f"  {name} iteration {iteration}: loss {loss:.4f}, {times[-1]:.0f} ms")
     del training, batches
     gc.collect()
-    if pretrain_moe.HAS_GPU:
+    if HAS_GPU:
         torch.cuda.empty_cache()
     return Run(name, losses, common.slowest(times))
 

@@ -129,30 +129,48 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         return
 
 
+def checked(
+    name: str,
+    command: list[str],
+    limit_s: float,
+    *,
+    tail: int = 0,
+    variables: dict[str, str] | None = None,
+) -> tuple[Check, str]:
+    """Runs a command by :func:`run_bounded`; its exit status is the result of a check.
+
+    Returns:
+        The check, whose command names no path of this machine's interpreter; and the output's end.
+    """
+    start = time.monotonic()
+    status, output = run_bounded(command, limit_s, tail=tail, variables=variables)
+    check = Check(
+        name,
+        status="timed out" if status is None else "failed" if status else "passed",
+        command=" ".join(["python" if word == sys.executable else word for word in command]),
+        seconds=round(time.monotonic() - start, 1),
+    )
+    if status is None:
+        check.reason = f"not done after {limit_s:.0f} s"
+    elif status:
+        check.reason = f"ended with status {status}"
+    return check, output
+
+
 def run_tests(name: str, folder: str, marker: str, limit_s: float, deselect: list[str]) -> Check:
     """Runs one folder of tests with pytest and reads its report."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        arguments = [folder, "-m", marker, "-q", "--tb=short", "--durations=8", "--maxfail=30"]
+        command = [sys.executable, "-m", "pytest", folder, "-m", marker, "-q", "--tb=short"]
         if deselect:
-            arguments += ["-k", " and ".join(f"not {part}" for part in deselect)]
+            command += ["-k", " and ".join(f"not {part}" for part in deselect)]
         # Not the project's own options: its plugins may be absent on a GPU machine.
         options = ["-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command = [sys.executable, "-m", "pytest", *arguments, *options]
-        start = time.monotonic()
-        status, _ = run_bounded(command, limit_s)
-        check = Check(
-            name,
-            status="timed out" if status is None else "passed" if status == 0 else "failed",
-            command=" ".join(["python", "-m", "pytest", *arguments]),
-            seconds=round(time.monotonic() - start, 1),
-        )
-        if status is None:
-            check.reason = f"not done after {limit_s} s"
+        options += ["--durations=8", "--maxfail=30"]
+        check, _ = checked(name, [*command, *options], limit_s)
+        check.command = " ".join(["python", *command[1:]])
         if report.exists():
             _read_report(report, check)
-        elif status:
-            check.reason = f"pytest ended with status {status} and no report"
     if check.status == "passed" and not check.counts.get("passed"):
         check.status, check.reason = "failed", "no test ran"
     return check
@@ -175,56 +193,44 @@ def _read_report(report: Path, check: Check) -> None:
     check.counts = counts
 
 
-def find_sanitizer(given: str | None) -> str | None:
-    """Finds compute-sanitizer: as given, on the path, in a CUDA toolkit or in a wheel."""
-    if given is not None:
-        return given
-    found = shutil.which("compute-sanitizer")
-    if found is not None:
-        return found
+def find_sanitizer() -> str | None:
+    """Finds compute-sanitizer: on the path, in a CUDA toolkit or in a wheel."""
     homes = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     homes += sorted(Path("/usr/local").glob("cuda*"))
-    candidates = [home / "bin" / "compute-sanitizer" for home in homes]
+    in_path = shutil.which("compute-sanitizer")
+    candidates = [Path(in_path)] if in_path else []
+    candidates += [home / "bin" / "compute-sanitizer" for home in homes]
     candidates += [home / "compute-sanitizer" / "compute-sanitizer" for home in homes]
     for entry in map(Path, sys.path):
         candidates += sorted(entry.glob("nvidia/**/compute-sanitizer"))
     return next((str(path) for path in candidates if path.is_file()), None)
 
 
-def run_sanitizer(tool: str, sanitizer: str | None) -> Check:
+def run_sanitizer(tool: str) -> Check:
     """Runs one tool of compute-sanitizer on a small forward and backward."""
     name = f"compute-sanitizer {tool}"
+    sanitizer = find_sanitizer()
     if sanitizer is None:
         return Check(name, "skipped", reason="compute-sanitizer is not installed")
     _, output = run_bounded([sanitizer, "--require-cuda-init", "no", "/bin/true"], 30, tail=2000)
     if "Error" in output or not output:
         reason = next((line for line in output.splitlines() if "Error" in line), "no output")
         return Check(name, "skipped", reason=f"compute-sanitizer does not run here: {reason}")
-    program = ["python", "-m", "tests.gpu.sanitized"]
-    if tool == "initcheck":
-        program += ["--zeroed", "--ranks", "1"]  # it runs one launch at a time
     command = [sanitizer, "--tool", tool, f"--error-exitcode={SANITIZER_ERROR}"]
-    # torch's cache would hide accesses past the end of an allocation.
-    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    start = time.monotonic()
-    status, output = run_bounded(
-        [*command, sys.executable, *program[1:]], SANITIZER_LIMIT_S, tail=6000
-    )
-    del os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"]
-    print(output)
-    ran = [line for line in output.splitlines() if line.startswith("ranks ")]
-    check = Check(
+    command += [sys.executable, "-m", "tests.gpu.sanitized"]
+    if tool == "initcheck":
+        command += ["--zeroed", "--ranks", "1"]  # it runs one launch at a time
+    check, output = checked(
         name,
-        status="passed" if status == 0 else "failed",
-        command=" ".join(["compute-sanitizer", *command[1:], *program]),
-        seconds=round(time.monotonic() - start, 1),
-        reason="; ".join(ran),
+        command,
+        SANITIZER_LIMIT_S,
+        tail=6000,
+        # torch's cache would hide accesses past the end of an allocation.
+        variables={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )
-    if status is None:
-        check.status, check.reason = "timed out", f"not done after {SANITIZER_LIMIT_S} s"
-    elif status:
-        summary = [line for line in output.splitlines() if "SUMMARY" in line]
-        check.reason = "; ".join([*ran, *summary]) or output.strip().splitlines()[-1]
+    print(output)
+    told = [line for line in output.splitlines() if line.startswith("ranks ") or "SUMMARY" in line]
+    check.reason = "; ".join([*told, *([check.reason] if check.reason else [])])
     return check
 
 
@@ -312,39 +318,30 @@ def run_stress(num_hopper: int, seconds: float, wanted_launches: int) -> list[Ch
 def _run_stress(run: StressRun, gpus: list[str], seconds: float, seed: int) -> Check:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "report.json")
-        arguments = ["--seconds", str(round(seconds)), "--seed", str(seed)]
-        start = time.monotonic()
-        status, _ = run_bounded(
-            [*run.command, *arguments, "--out", str(out)],
+        arguments = ["--seconds", str(round(seconds)), "--seed", str(seed), "--out", str(out)]
+        check, _ = checked(
+            f"stress, {' '.join(run.command[2:])}, {run.library.name}",
+            [*run.command, *arguments],
             seconds + STRESS_MARGIN_S,
             variables={
                 "FLASHMOE_LIBRARY": str(run.library),
                 "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             },
         )
-        report = json.loads(out.read_text()) if out.exists() else {}
-    ranks = f"{report['num_ranks']} {report['mode']} ranks" if report else " ".join(run.command[2:])
-    check = Check(
-        f"stress, {ranks}, {run.library.name}",
-        status="timed out" if status is None else "passed" if status == 0 else "failed",
-        command=" ".join(["python", *run.command[1:], *arguments]),
-        seconds=round(time.monotonic() - start, 1),
-        report=report,
-    )
-    if status is None:
-        check.reason = f"not done after {seconds + STRESS_MARGIN_S:.0f} s"
-    elif not report:
-        check.reason = f"ended with status {status} and no report"
-    else:
-        check.reason = f"{report['launches']} launches, {report['differences']} differences"
+        if out.exists():
+            check.report = json.loads(out.read_text())
+    if report := check.report:
+        check.name = f"stress, {report['num_ranks']} {report['mode']} ranks, {run.library.name}"
+        told = f"{report['launches']} launches, {report['differences']} differences"
+        check.reason = "; ".join(part for part in (told, check.reason) if part)
         if report["failure"]:
             check.failures["first"] = report["failure"].strip().splitlines()[-1]
+    elif check.status == "passed":
+        check.status, check.reason = "failed", "there is no report"
     return check
 
 
-def run_parts(
-    only: list[str], num_hopper: int, *, quick: bool, sanitizer: str | None
-) -> list[Check]:
+def run_parts(only: list[str], num_hopper: int, *, quick: bool) -> list[Check]:
     """Runs the parts that are asked for; one that cannot run here is skipped and says why."""
     checks = []
     one_gpu = "this machine has one Hopper GPU" if num_hopper < 2 else ""
@@ -372,8 +369,7 @@ def run_parts(
     if "sanitizer" in only and quick:
         checks.append(Check("compute-sanitizer", "skipped", reason=left_out))
     elif "sanitizer" in only:
-        found = find_sanitizer(sanitizer)
-        checks += [run_sanitizer(tool, found) for tool in SANITIZER_TOOLS]
+        checks += [run_sanitizer(tool) for tool in SANITIZER_TOOLS]
     return checks
 
 
@@ -398,13 +394,8 @@ def main() -> int:
     parser.add_argument("--stress-launches", type=int, default=20_000, help="that it has to reach")
     parser.add_argument("--out", type=Path, default=RUNS, help="folder of the record")
     parser.add_argument("--commit", help="what is checked, where the checkout has no git")
-    parser.add_argument("--sanitizer", help="path of compute-sanitizer")
     parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=PARTS,
-        default=list(PARTS),
-        help="parts to run",
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run"
     )
     options = parser.parse_args()
 
@@ -427,9 +418,7 @@ def main() -> int:
     if options.stress:
         checks = run_stress(num_hopper, options.stress_seconds, options.stress_launches)
     else:
-        checks = run_parts(
-            options.only, num_hopper, quick=options.quick, sanitizer=options.sanitizer
-        )
+        checks = run_parts(options.only, num_hopper, quick=options.quick)
     record = {
         **machine,
         "command": " ".join(["python", "tools/gpu_check.py", *sys.argv[1:]]),

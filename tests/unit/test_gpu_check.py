@@ -57,7 +57,7 @@ def test_too_few_launches_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture
 def anything_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "run_tests", lambda name, *_: Check(name, "passed"))
-    monkeypatch.setattr(gpu_check, "run_sanitizer", lambda tool, _: Check(tool, "passed"))
+    monkeypatch.setattr(gpu_check, "run_sanitizer", lambda tool: Check(tool, "passed"))
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda _: object())
 
 
@@ -67,7 +67,7 @@ def anything_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_runs_or_says_why_not(
     anything_passes: None, part: str, num_gpus: int, quick: bool
 ) -> None:
-    checks = run_parts([part], num_gpus, quick=quick, sanitizer=None)
+    checks = run_parts([part], num_gpus, quick=quick)
     assert checks
     runs = part == "single" or num_gpus > 1 or part == "sanitizer"
     runs = runs and not (quick and part in ("faults", "deepspeed", "sanitizer"))

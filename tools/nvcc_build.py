@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -109,6 +110,44 @@ class Toolchain:
     release: str
     cutlass: Path
     lib_dir: Path | None = None
+
+    @property
+    def includes(self) -> list[str]:
+        """Flags for the headers; CUTLASS's warnings are not ours to mend."""
+        return [f"-I{CSRC}", f"-isystem={self.cutlass}"]
+
+    @property
+    def libraries(self) -> list[str]:
+        """Flags for what is linked."""
+        return [f"-L{self.lib_dir}"] if self.lib_dir else []
+
+    def make(self, target: Path, arguments: Sequence[str | Path], complaint: str) -> str:
+        """Has nvcc write a file, which gets its name once it is whole.
+
+        Args:
+            target: The file; a process that has an old one mapped keeps that.
+            arguments: What nvcc is called with, but for the output.
+            complaint: Begins the error's message.
+
+        Returns:
+            What nvcc said.
+
+        Raises:
+            BuildError: nvcc fails, or ptxas loses performance by its own word.
+        """
+        partial = target.with_name(f"{target.name}.{os.getpid()}")
+        done = subprocess.run(
+            [self.nvcc, *arguments, "-o", partial],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode or PERFORMANCE_LOSS in done.stdout:
+            partial.unlink(missing_ok=True)
+            said = [line for line in done.stdout.splitlines() if not _is_report(line)]
+            raise BuildError("\n".join([complaint, *said]))
+        partial.replace(target)
+        return done.stdout
 
 
 @dataclass(frozen=True)
@@ -263,19 +302,8 @@ def run_probe(source: Path, variant: Variant = SHIPPED) -> dict[str, int]:
     prefix = "-".join(part for part in ("probe", variant.name, source.stem) if part)
     program = CACHE / f"{prefix}-{_key(toolchain, source, flags)}"
     if not program.is_file():
-        partial = program.with_suffix(f".{os.getpid()}")
-        libraries = ["-cudart=static", *([f"-L{toolchain.lib_dir}"] if toolchain.lib_dir else [])]
-        includes = [f"-I{CSRC}", f"-isystem={toolchain.cutlass}"]
-        done = subprocess.run(
-            [toolchain.nvcc, *flags, *includes, *libraries, source, "-o", partial],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        if done.returncode:
-            partial.unlink(missing_ok=True)
-            raise BuildError(f"{source.name} does not build:\n{done.stdout}")
-        partial.replace(program)
+        arguments = [*flags, *toolchain.includes, "-cudart=static", *toolchain.libraries, source]
+        toolchain.make(program, arguments, f"{source.name} does not build:")
         for old in CACHE.glob(f"{prefix}-*"):
             if old != program:
                 old.unlink(missing_ok=True)
@@ -344,33 +372,14 @@ def _compile(toolchain: Toolchain, source: Path, variant: Variant) -> Object:
         return Object(name, target, log_path.read_text())
 
     started = time.monotonic()
-    partial = target.with_suffix(f".{os.getpid()}.o")
-    done = subprocess.run(
-        [
-            toolchain.nvcc,
-            *flags,
-            f"-I{CSRC}",
-            f"-isystem={toolchain.cutlass}",  # its warnings are not ours to mend
-            "-c",
-            source,
-            "-o",
-            partial,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode or PERFORMANCE_LOSS in done.stdout:
-        partial.unlink(missing_ok=True)
-        said = [line for line in done.stdout.splitlines() if not _is_report(line)]
-        raise BuildError("\n".join([f"csrc/{name} does not build:", *said]))
-    log_path.write_text(done.stdout)
+    arguments = [*flags, *toolchain.includes, "-c", source]
+    log = toolchain.make(target, arguments, f"csrc/{name} does not build:")
+    log_path.write_text(log)
     for old in CACHE.glob(f"{stem}-*"):
         if old.stem != target.stem and old.stem.count(".") == target.stem.count("."):
             old.unlink(missing_ok=True)
-    partial.replace(target)
     print(f"  csrc/{name}: {time.monotonic() - started:.0f} s", flush=True)
-    return Object(name, target, done.stdout)
+    return Object(name, target, log)
 
 
 def _is_report(line: str) -> bool:
@@ -386,22 +395,5 @@ def _link(toolchain: Toolchain, objects: list[Path], target: Path, variant: Vari
     if variant.hooks is not None:
         flags = [*LINK_FLAGS, "-Xcompiler=-fPIC,-O2"]
         sources.append(ROOT / variant.hooks)
-    partial = target.with_name(f"{target.name}.{os.getpid()}")
-    done = subprocess.run(
-        [
-            toolchain.nvcc,
-            *flags,
-            f"-Xlinker=--version-script={exports}",
-            *([f"-L{toolchain.lib_dir}"] if toolchain.lib_dir else []),
-            *sources,
-            "-o",
-            partial,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        partial.unlink(missing_ok=True)
-        raise BuildError(f"{target.name} does not link:\n{done.stdout}")
-    partial.replace(target)  # a process that has the old library mapped keeps it
+    arguments = [*flags, f"-Xlinker=--version-script={exports}", *toolchain.libraries, *sources]
+    toolchain.make(target, arguments, f"{target.name} does not link:")

@@ -109,34 +109,31 @@ def measure(shape: Shape, num_ranks: int, keep: Keep) -> tuple[MemoryPlan, dict[
     return plan, found
 
 
-Row = tuple[str, Shape, Keep, MemoryPlan, dict[str, int]]
+COLUMNS = {
+    "token buffer": "token_buffer",
+    "symmetric": "symmetric",
+    "workspace": "workspace",
+    "kept per forward": "kept",
+    "besides in forward": "forward",
+    "besides in backward": "backward",
+}
+"""Titles, and the attributes of a plan below them."""
 
 
-def print_table(rows: list[Row], num_ranks: int) -> None:
-    """Prints all layers as Markdown, MiB."""
+def print_titles(num_ranks: int) -> None:
+    """Begins a table in Markdown."""
     log(f"\n{num_ranks} ranks, MiB on each; planned, and in brackets measured\n")
-    titles = ("layer", "keeps", "token buffer", "symmetric", "token buffers", "bound", "workspace")
-    titles += ("kept per forward", "besides in forward", "besides in backward")
-    log("| " + " | ".join(titles) + " |")
-    log("| --- " * len(titles) + "|")
-    for name, shape, keep, plan, found in rows:
+    log(f"| layer | keeps | {' | '.join(COLUMNS)} |")
+    log("| --- " * (2 + len(COLUMNS)) + "|")
 
-        def cell(key: str, plan: MemoryPlan = plan, found: dict[str, int] = found) -> str:
-            planned = f"{getattr(plan, key) / MIB:.1f}"
-            return f"{planned} ({found[key] / MIB:.1f})" if key in found else planned
 
-        figures = (
-            keep,
-            cell("token_buffer"),
-            cell("symmetric"),
-            f"{plan.symmetric / plan.token_buffer:.2f}",
-            f"{symmetric_bound(shape, plan, num_ranks) / MIB:.1f}",
-            cell("workspace"),
-            cell("kept"),
-            cell("forward"),
-            cell("backward"),
-        )
-        log(f"| {name}, {shape.tokens} tokens | " + " | ".join(figures) + " |")
+def print_row(layer: str, keep: Keep, plan: MemoryPlan, found: dict[str, int]) -> None:
+    """One layer of the table."""
+    cells = [layer, keep]
+    for key in COLUMNS.values():
+        measured = f" ({found[key] / MIB:.1f})" if key in found else ""
+        cells.append(f"{getattr(plan, key) / MIB:.1f}{measured}")
+    log(f"| {' | '.join(cells)} |")
 
 
 def problems(
@@ -193,20 +190,19 @@ def main(arguments: list[str]) -> int:
         command=" ".join(["tools.memory_table", *arguments]),
         num_ranks=num_ranks,
     )
-    rows: list[Row] = []
     wrong = []
+    print_titles(num_ranks)
     for (name, keep), planned in plans.items():
         shape, plan, found = SHAPES[name], planned, {}
         if has_gpu:
             plan, found = measure(shape, num_ranks, keep)
             gc.collect()
             torch.cuda.empty_cache()
-        rows.append((name, shape, keep, plan, found))
+        print_row(f"{name}, {shape.tokens} tokens", keep, plan, found)
         wrong += problems(name, shape, plan, found, num_ranks, options.tolerance)
         record.write(
             measurement="memory", shape=name, keep=keep, planned=asdict(plan), measured=found
         )
-    print_table(rows, num_ranks)
     everyone: list[Any] = [wrong]
     if dist.is_initialized():
         everyone = [None] * num_ranks

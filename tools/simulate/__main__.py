@@ -47,10 +47,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     comparing.add_argument("files", type=Path, nargs="*", help="default: those of the last fit")
     for command in (fitting, comparing):
         command.add_argument("--tolerance", type=positive, default=TOLERANCE)
-        command.add_argument("--out", type=Path, help="folder for a figure of it")
     predicting = commands.add_parser("predict", help="weak scaling to 4096 GPUs")
     predicting.add_argument(
-        "--out", type=Path, default=Path("runs/simulate"), help="for tables and plots"
+        "--out", type=Path, default=Path("runs/simulate"), help="folder of the plots"
     )
     predicting.add_argument("--domains", type=count, nargs="+", default=[8, 72])
     predicting.add_argument("--nic-gbps", type=positive, default=50.0, help="GB/s of one GPU's NIC")
@@ -71,12 +70,6 @@ def judge(comparisons: list[Comparison], options: argparse.Namespace) -> int:
         0 if all that was held out is within the tolerance, else 1.
     """
     print("\n".join(comparison_table(comparisons, options.tolerance)))
-    if options.out is not None:
-        from tools.simulate.predict import draw_comparison
-
-        options.out.mkdir(parents=True, exist_ok=True)
-        for path in draw_comparison(comparisons, options.tolerance, options.out / "comparison"):
-            print(f"wrote {path}")
     held_out = [abs(c.error) for c in comparisons if not c.point.is_fitted]
     return int(any(error > options.tolerance for error in held_out))
 
@@ -114,7 +107,7 @@ def load_fitted() -> tuple[Figures, Fitted]:
 
 
 def run_predict(options: argparse.Namespace) -> int:
-    """Predicts, writes and prints."""
+    """Predicts, prints and draws."""
     from tools.simulate import predict
 
     figures, fitted = load_fitted()
@@ -130,17 +123,9 @@ def run_predict(options: argparse.Namespace) -> int:
         for point in points_of([ROOT / file for file in fitted.files])
         if point.shape == shape and point.backward is options.backward
     ]
+    print("\n".join(predict.table(by_domain, shape)))
     options.out.mkdir(parents=True, exist_ok=True)
     name = f"weak_scaling_{options.shape}{'_backward' if options.backward else ''}"
-    rows = []
-    for predictions in by_domain.values():
-        titles, of_domain = predict.table(predictions, shape)
-        rows += of_domain
-    predict.write_table(options.out / f"{name}.csv", titles, rows)
-    print("| " + " | ".join(titles) + " |")
-    print("| " + " | ".join("---" for _ in titles) + " |")
-    for row in rows:
-        print("| " + " | ".join(row) + " |")
     drawn = predict.draw_predictions(
         by_domain,
         measured,
@@ -149,7 +134,7 @@ def run_predict(options: argparse.Namespace) -> int:
         options.out / name,
         backward=options.backward,
     )
-    for path in (options.out / f"{name}.csv", *drawn):
+    for path in drawn:
         print(f"wrote {path}")
     return 0
 

@@ -92,17 +92,8 @@ def load(path: Path = FILE) -> tuple[Figures, Fitted]:
     """
     try:
         data = json.loads(path.read_text())
-        links, tiles = data["links"], data["tiles"]
-        figures = Figures(
-            cublas_tflops=float(tiles["cublas_tflops"]["value"]),
-            num_sms=int(tiles["num_sms"]["value"]),
-            num_ctas=int(tiles["num_ctas"]["value"]),
-            hbm_gbps=float(tiles["hbm_gbps"]["value"]),
-            nvlink_gbps=float(links["nvlink_gbps"]["value"]),
-            nvlink_row_gbps=float(links["nvlink_row_gbps"]["value"]),
-            nvlink_latency_us=float(links["nvlink_latency_us"]["value"]),
-            nic_latency_us=float(links["nic_latency_us"]["value"]),
-        )
+        measured = {**data["links"], **data["tiles"]}
+        figures = Figures(**{name: figure["value"] for name, figure in measured.items()})
         fitted = Fitted(**data["fitted"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FigureError(f"{path}: {error!r}") from error

@@ -5,11 +5,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from flashmoe_megatron.config import TILE_M
 from tools.bench.shapes import Shape
 from tools.simulate.figures import Figures, Fitted
 from tools.simulate.routing import ELEMENT_BYTES, Load, busiest_rank
 
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+BLOCK_M, BLOCK_N, BLOCK_K = TILE_M, 256, 64
 CLUSTER = 2
 STAGE_FLOPS = 2 * BLOCK_M * BLOCK_N * BLOCK_K
 MAIN_GRAD_BYTES = 8  # a float32 is read and written

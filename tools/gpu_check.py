@@ -6,10 +6,9 @@ where it is installed, and NVIDIA's compute-sanitizer on a small case where it i
 library has to be built already (``tools/build.py``); the package is used from the checkout.
 
 ``--stress`` runs nothing of this but the layer, again and again, in random order, with random
-lateness and in poisoned memory, on virtual ranks and on all GPUs, several runs side by side where
-they fit, for ``--stress-seconds`` together; every result has to repeat its bits. Where
-``libflashmoe_delays.so`` is built (``tools/build.py --delays``) half of the runs are its, whose
-kernels are late at random, too.
+lateness and in poisoned memory, on virtual ranks and on several GPUs, for ``--stress-seconds``
+together; every result has to repeat its bits. Where ``libflashmoe_delays.so`` is built
+(``tools/build.py --delays``) half of the runs are its, whose kernels are late at random, too.
 
 Run: ``python tools/gpu_check.py [--quick | --stress] [--out DIR]``. The record is a JSON file
 ``DIR/DATE-gpu-check-Nx.json``, for a stress ``DIR/DATE-gpu-stress-Nx.json``, in ``runs`` unless
@@ -30,7 +29,6 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,42 +232,8 @@ def run_sanitizer(tool: str) -> Check:
     return check
 
 
-@dataclass(frozen=True)
-class StressRun:
-    """One stress: a library on some GPUs.
-
-    Attributes:
-        library: What it loads.
-        command: What starts it.
-        num_gpus: How many it takes.
-    """
-
-    library: Path
-    command: list[str]
-    num_gpus: int
-
-
-def pack(runs: list[StressRun], num_gpus: int) -> list[list[StressRun]]:
-    """Rounds of runs that fit on the GPUs side by side, the largest first."""
-    rounds: list[list[StressRun]] = []
-    for run in sorted(runs, key=lambda run: -run.num_gpus):
-        for together in rounds:
-            if sum(one.num_gpus for one in together) + run.num_gpus <= num_gpus:
-                together.append(run)
-                break
-        else:
-            rounds.append([run])
-    return rounds
-
-
-def visible_gpus(num_gpus: int) -> list[str]:
-    """The names that ``CUDA_VISIBLE_DEVICES`` may have."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(index) for index in range(num_gpus)]
-
-
 def run_stress(num_hopper: int, seconds: float, wanted_launches: int) -> list[Check]:
-    """Shares the time among rounds of runs: numbers of virtual ranks and of GPUs, the libraries."""
+    """Shares the time among numbers of virtual ranks and of GPUs, each with all libraries."""
     package = ROOT / "flashmoe_megatron"
     libraries = [package / "libflashmoe.so"]
     checks = []
@@ -281,27 +245,16 @@ def run_stress(num_hopper: int, seconds: float, wanted_launches: int) -> list[Ch
         checks.append(Check("stress with delays", "skipped", reason=reason))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     virtual = [
-        ([sys.executable, "-m", "tests.gpu.stress", "--ranks", str(ranks)], 1)
-        for ranks in (2, 4, 8)
+        [sys.executable, "-m", "tests.gpu.stress", "--ranks", str(ranks)] for ranks in (2, 4, 8)
     ]
     real = [
-        ([*launcher, str(ranks), "-m", "tests.multi_gpu.stress"], ranks)
+        [*launcher, str(ranks), "-m", "tests.multi_gpu.stress"]
         for ranks in (2, 4, 8)
         if ranks <= num_hopper
     ]
-    rounds = pack(
-        [StressRun(library, *what) for library in libraries for what in virtual + real], num_hopper
-    )
-    seeds = itertools.count()
-    for together in rounds:
-        gpus = iter(visible_gpus(num_hopper))
-        shares = [list(itertools.islice(gpus, run.num_gpus)) for run in together]
-        with ThreadPoolExecutor(len(together)) as pool:
-            under_way = [
-                pool.submit(_run_stress, run, share, seconds / len(rounds), next(seeds))
-                for run, share in zip(together, shares, strict=True)
-            ]
-        checks += [one.result() for one in under_way]
+    runs = list(itertools.product(virtual + real, libraries))
+    for seed, (command, library) in enumerate(runs):
+        checks.append(_run_stress(command, library, seconds / len(runs), seed))
     launches = sum(check.report.get("launches", 0) for check in checks)
     total = Check(
         "launches stressed",
@@ -315,23 +268,20 @@ def run_stress(num_hopper: int, seconds: float, wanted_launches: int) -> list[Ch
     return [*checks, total]
 
 
-def _run_stress(run: StressRun, gpus: list[str], seconds: float, seed: int) -> Check:
+def _run_stress(command: list[str], library: Path, seconds: float, seed: int) -> Check:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "report.json")
         arguments = ["--seconds", str(round(seconds)), "--seed", str(seed), "--out", str(out)]
         check, _ = checked(
-            f"stress, {' '.join(run.command[2:])}, {run.library.name}",
-            [*run.command, *arguments],
+            f"stress, {' '.join(command[2:])}, {library.name}",
+            [*command, *arguments],
             seconds + STRESS_MARGIN_S,
-            variables={
-                "FLASHMOE_LIBRARY": str(run.library),
-                "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            },
+            variables={"FLASHMOE_LIBRARY": str(library)},
         )
         if out.exists():
             check.report = json.loads(out.read_text())
     if report := check.report:
-        check.name = f"stress, {report['num_ranks']} {report['mode']} ranks, {run.library.name}"
+        check.name = f"stress, {report['num_ranks']} {report['mode']} ranks, {library.name}"
         told = f"{report['launches']} launches, {report['differences']} differences"
         check.reason = "; ".join(part for part in (told, check.reason) if part)
         if report["failure"]:

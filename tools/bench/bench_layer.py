@@ -9,7 +9,7 @@ or on one GPU, with the share of the experts that it would have among 4:
     python -m tools.bench.bench_layer --one-of 4
 
 For every shape, in one run: the layer has to pass the correctness gate (every result within
-``--gate`` of float32, by relative L2 over all ranks), then are timed: the fused kernel through
+6e-3 of float32, by relative L2 over all ranks), then are timed: the fused kernel through
 autograd, as a model calls it; the unfused baseline over NCCL (``unfused.py``); and its experts
 alone, without communication. Times are medians over iterations of the slowest rank, each from an
 idle GPU. They vary between machines and days; the ratios of one run are what counts.
@@ -262,11 +262,8 @@ def measure(
     ceilings: Ceilings,
     record: Record,
     num_ranks: int,
-) -> dict[str, Any]:
+) -> None:
     """Measures one shape. Collective over the default group.
-
-    Returns:
-        The figures of the table's row.
 
     Raises:
         SystemExit: The layer does not pass the correctness gate.
@@ -277,7 +274,6 @@ def measure(
         rank=dist.get_rank() if num_ranks > 1 else 0,
         device=stopwatch.device_here(),
         zipf=options.zipf,
-        seed=options.seed,
         dtype=DTYPES[dtype],
     )
     use_main_grad = options.grads == "main_grad"
@@ -286,7 +282,6 @@ def measure(
         use_main_grad=use_main_grad,
         kind="kernel" if stopwatch.HAS_GPU else "reference",
         symmetric_memory=options.symmetric,
-        reserved_sms=options.reserved_sms,
         row_bound=options.row_bound,
     )
     backend = fused.backend
@@ -306,14 +301,14 @@ def measure(
     record.write(measurement="gate", implementation="fused", relative_l2=errors, **about)
     worst = max(errors.values(), key=lambda error: error if error == error else float("inf"))
     log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
-    if not worst <= options.gate:
-        raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {options.gate}")
+    if not worst <= GATE:
+        raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {GATE}")
     torch.cuda.empty_cache()
 
-    row: dict[str, Any] = {"shape": name, "floor_ms": floor_ms}
+    fused_ms: dict[str, float] = {}
 
-    def take(key: str, what: str, implementation: str, timing: Timing, floor: float) -> None:
-        row[key] = timing.median_ms
+    def take(what: str, timing: Timing, floors: int, implementation: str = "fused") -> None:
+        median, floor = timing.median_ms, floors * floor_ms
         record.write(
             measurement=what,
             implementation=implementation,
@@ -321,86 +316,46 @@ def measure(
             floor_ms=round(floor, 4),
             **about,
         )
-        log(f"{name}: {implementation} {what} {timing.median_ms:.3f} ms")
+        ratios = f"{median / floor:.2f} times the floor"
+        if implementation == "fused":
+            fused_ms[what] = median
+        else:
+            ratios += f", {median / fused_ms[what]:.2f} times fused"
+        log(f"{name}: {implementation} {what} {median:.3f} ms, {ratios}")
 
-    take("fused", "forward", "fused", timer(without_grad(fused)), floor_ms)
-    if options.graph:
-        timing = timer(replayed(without_grad(fused)))
-        take("graph", "forward from a graph", "fused", timing, floor_ms)
-    if options.graph and use_main_grad and not options.forward_only:
-        timing = timer(replayed(fused.forward_and_backward))
-        take("graph_both", "forward+backward from a graph", "fused", timing, 3 * floor_ms)
+    passes = [("forward", without_grad(fused), 1)]
+    directions: list[tuple[Direction, int]] = [("forward", 1)]
     if not options.forward_only:
-        timing = timer(fused.forward_and_backward)
-        take("fused_both", "forward+backward", "fused", timing, 3 * floor_ms)
-    if options.kernel:
-        timing = kernel_timing("forward", without_grad(fused), backend, options.iterations)
-        take("kernel_forward", "forward kernel", "fused", timing, floor_ms)
-    if options.kernel and not options.forward_only:
-        call = fused.forward_and_backward
-        timing = kernel_timing("backward", call, backend, options.iterations)
-        take("kernel_backward", "backward kernel", "fused", timing, 2 * floor_ms)
+        passes.append(("forward+backward", fused.forward_and_backward, 3))
+        directions.append(("backward", 2))
+    for (what, call, floors), (direction, kernel_floors) in zip(passes, directions, strict=True):
+        take(what, timer(call), floors)
+        if options.graph and (use_main_grad or direction == "forward"):
+            take(f"{what} from a graph", timer(replayed(call)), floors)
+        if options.kernel:
+            timing = kernel_timing(direction, call, backend, options.iterations)
+            take(f"{direction} kernel", timing, kernel_floors)
     if options.early:
-        timing = early_timing(fused, options.iterations)
-        take("early", "fc2's gradients complete", "fused", timing, 3 * floor_ms)
+        take("fc2's gradients complete", early_timing(fused, options.iterations), 3)
     if options.router:
         for way, call in routed_calls(problem, backend).items():
-            take(way, f"forward, {way}", "fused", timer(without_grad(call)), floor_ms)
-    if not options.no_baselines and dtype == "bf16":
-        for tensor in (problem.x, problem.probs, *problem.parameters):
-            tensor.grad = None
-            tensor.__dict__.pop("main_grad", None)
-        unfused = UnfusedLayer(problem, use_main_grad=use_main_grad)
-        timing = timer(without_grad(unfused))
-        take("unfused", "forward", "unfused", timing, floor_ms)
-        with torch.no_grad():
-            there = dispatch(problem)
+            take(f"forward, {way}", timer(without_grad(call)), 1)
+    if options.no_baselines or dtype != "bf16":
+        return
+    for tensor in (problem.x, problem.probs, *problem.parameters):
+        tensor.grad = None
+        tensor.__dict__.pop("main_grad", None)
+    unfused = UnfusedLayer(problem, use_main_grad=use_main_grad)
+    take("forward", timer(without_grad(unfused)), 1, "unfused")
+    with torch.no_grad():
+        there = dispatch(problem)
 
-        def experts_alone() -> torch.Tensor:
-            return experts(there.rows, there.ends, unfused.weights, gated=shape.gated)
+    def experts_alone() -> torch.Tensor:
+        return experts(there.rows, there.ends, unfused.weights, gated=shape.gated)
 
-        timing = timer(without_grad(experts_alone))
-        take("experts", "forward", "experts only", timing, floor_ms)
-        if not options.forward_only:
-            timing = timer(unfused.forward_and_backward)
-            take("unfused_both", "forward+backward", "unfused", timing, 3 * floor_ms)
-    row["tflops"] = shape.flops / row["fused"] / 1e9
-    return row
-
-
-def print_table(rows: list[dict[str, Any]], ceilings: Ceilings) -> None:
-    """Prints the measurements as Markdown, times in ms."""
-    link = f", peer copy {ceilings.link_gbps:.0f} GB/s" if ceilings.link_gbps else ""
-    log(f"\nbf16 product {ceilings.tflops:.3g} TFLOP/s{link}; medians, ms\n")
-    columns = (
-        ("shape", lambda row: row["shape"]),
-        ("fwd", lambda row: f"{row['fused']:.3f}"),
-        ("TFLOP/s", lambda row: f"{row['tflops']:.0f}"),
-        ("x floor", lambda row: f"{row['fused'] / row['floor_ms']:.2f}"),
-        ("from a graph", lambda row: f"{row['graph']:.3f}"),
-        ("fwd kernel", lambda row: f"{row['kernel_forward']:.3f}"),
-        ("unfused", lambda row: f"{row['unfused']:.3f}"),
-        ("ratio", lambda row: f"{row['unfused'] / row['fused']:.2f}"),
-        ("experts only", lambda row: f"{row['experts']:.3f}"),
-        ("fwd+bwd", lambda row: f"{row['fused_both']:.3f}"),
-        ("x floor", lambda row: f"{row['fused_both'] / row['floor_ms'] / 3:.2f}"),
-        ("from a graph", lambda row: f"{row['graph_both']:.3f}"),
-        ("bwd kernel", lambda row: f"{row['kernel_backward']:.3f}"),
-        ("unfused", lambda row: f"{row['unfused_both']:.3f}"),
-        ("ratio", lambda row: f"{row['unfused_both'] / row['fused_both']:.2f}"),
-        ("floor fwd", lambda row: f"{row['floor_ms']:.3f}"),
-    )
-    log("| " + " | ".join(title for title, _ in columns) + " |")
-    log("| " + " | ".join("---" for _ in columns) + " |")
-    for row in rows:
-        log("| " + " | ".join(_cell(value, row) for _, value in columns) + " |")
-
-
-def _cell(value: Callable[[dict[str, Any]], str], row: dict[str, Any]) -> str:
-    try:
-        return value(row)
-    except KeyError:  # not measured
-        return "-"
+    take("forward", timer(without_grad(experts_alone)), 1, "experts only")
+    if not options.forward_only:
+        take("forward+backward", timer(unfused.forward_and_backward), 3, "unfused")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -424,7 +379,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of a skewed routing")
     parser.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")
     parser.add_argument("--symmetric", choices=("cuda", "nvshmem"), default="cuda")
-    parser.add_argument("--reserved-sms", type=int, default=4)
     parser.add_argument(
         "--row-bound", type=float, help="forwards are one launch; of this many times the mean rows"
     )
@@ -439,9 +393,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--early", action="store_true", help="also until fc2's gradients are complete"
     )
-    parser.add_argument("--flush-l2", action="store_true", help="before each iteration")
-    parser.add_argument("--gate", type=float, default=GATE, help="largest relative L2 error")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--allow-cpu", action="store_true", help="without a GPU: the reference")
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
     parser.add_argument("--out", type=Path, help="file that takes one JSON object per measurement")
@@ -460,7 +411,7 @@ def main(arguments: list[str]) -> int:
     num_ranks = common.join_group()
     if num_ranks > 1 and options.one_of > 1:
         raise SystemExit("--one-of is for one GPU; torchrun started several ranks")
-    timer = Timer(options.iterations, options.warmup, flush_l2=options.flush_l2)
+    timer = Timer(options.iterations, options.warmup)
     ceilings = Ceilings(timer, num_ranks, options.symmetric)
     machine = common.machine(options.commit)
     record = Record(
@@ -468,23 +419,21 @@ def main(arguments: list[str]) -> int:
         **machine,
         command=" ".join(["tools.bench.bench_layer", *arguments]),
         symmetric=options.symmetric,
-        reserved_sms=options.reserved_sms,
         row_bound=options.row_bound,
         zipf=options.zipf,
         one_of=options.one_of,
-        flush_l2=options.flush_l2,
         cublas_tflops=round(ceilings.tflops, 1),
         link_gbps=ceilings.link_gbps and round(ceilings.link_gbps, 1),
     )
     device = machine["gpus"][0] if machine["gpus"] else "processor"
+    link = f", peer copy {ceilings.link_gbps:.0f} GB/s" if ceilings.link_gbps else ""
     log(f"{num_ranks} x {device}, torch {machine['torch']}, {machine['commit']}")
-    rows = []
+    log(f"bf16 product {ceilings.tflops:.3g} TFLOP/s{link}; medians:")
     for name, whole in options.shapes.items():
         shape = whole.one_of(options.one_of)
         for dtype in options.dtypes:
-            rows.append(measure(name, shape, dtype, options, timer, ceilings, record, num_ranks))
+            measure(name, shape, dtype, options, timer, ceilings, record, num_ranks)
             torch.cuda.empty_cache()
-    print_table(rows, ceilings)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0

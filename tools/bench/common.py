@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 CUBLAS_SIZE = 8192
 PROCESSOR_SIZE = 256  # of the product without a GPU, which takes a second
 LINK_BYTES = 256 * 2**20
-L2_FLUSH_BYTES = 256 * 2**20
 
 
 def commit_of_checkout() -> str:
@@ -131,27 +130,20 @@ class Timer:
     Args:
         iterations: Timed calls, at least 1.
         warmup: Calls before them.
-        flush_l2: Overwrite the L2 cache before each call.
     """
 
-    def __init__(self, iterations: int, warmup: int, *, flush_l2: bool = False) -> None:
+    def __init__(self, iterations: int, warmup: int) -> None:
         if iterations < 1 or warmup < 0:
             raise ValueError(f"iterations={iterations}, warmup={warmup}: wanted >= 1 and >= 0")
         self.iterations = iterations
         self.warmup = warmup
-        self._flush = (
-            torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda") if flush_l2 else None
-        )
 
-    def __call__(self, call: Callable[[], object], iterations: int | None = None) -> Timing:
+    def __call__(self, call: Callable[[], object]) -> Timing:
         """Times ``call``. Collective over the default group if there is one."""
-        iterations = iterations or self.iterations
         for _ in range(self.warmup):
             call()
         found = []
-        for _ in range(iterations):
-            if self._flush is not None:
-                self._flush.zero_()
+        for _ in range(self.iterations):
             wait_for_all()
             begin = stopwatch.now()
             call()

@@ -15,12 +15,17 @@ import multiprocessing
 import os
 import statistics
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+
 from tools.bench import common
+from tools.bench.bench_layer import kernel_layer, without_grad
 from tools.bench.common import log
-from tools.bench.shapes import SHAPES
+from tools.bench.shapes import SHAPES, problem_here
+from tools.bench.stopwatch import in_turns, turn_ms
 
 PASSES = ("forward", "forward_and_backward")
 
@@ -28,12 +33,6 @@ PASSES = ("forward", "forward_and_backward")
 def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
     """Takes orders of a shape and whether its values are zeros; answers with times of a turn."""
     os.environ["FLASHMOE_LIBRARY"] = str(library)  # this process has loaded none yet
-    import torch
-
-    from tools.bench.bench_layer import kernel_layer, without_grad
-    from tools.bench.shapes import problem_here
-    from tools.bench.stopwatch import turn_ms
-
     calls = {}
     while (order := orders.recv()) is not None:
         if order not in calls:
@@ -106,12 +105,10 @@ def main() -> int:
     ]
     for shape in options.shapes:
         for values in options.values:
-            turns: dict[str, list[dict[str, float]]] = {worker.name: [] for worker in workers}
-            for turn in range(-2, options.turns):  # the first ones warm up
-                for worker in workers:
-                    times = worker.turn(shape, values == "zeros")
-                    if turn >= 0:
-                        turns[worker.name].append(times)
+            takers = {
+                worker.name: partial(worker.turn, shape, values == "zeros") for worker in workers
+            }
+            turns = in_turns(takers, options.turns)
             for passes in PASSES:
                 of_library = {name: [turn[passes] for turn in of] for name, of in turns.items()}
                 first = statistics.median(of_library[workers[0].name])

@@ -1,15 +1,15 @@
 """The correctness gate before any timing: all results against float32, on all ranks.
 
-Every rank gathers all tokens and computes its own experts' share in float32, expert by expert; the
-shares are summed over the ranks. Nothing of it is used by the layer that is checked.
+Every rank gathers all tokens and computes its own experts' share by the oracle, in float32 and
+expert by expert; the shares are summed over the ranks.
 """
 
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from flashmoe_megatron.reference.oracle import moe_reference
 from tools.bench.shapes import Problem
 
 
@@ -49,27 +49,24 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
     sums = {name: torch.zeros(2, dtype=torch.float64, device=x.device) for name in vars(got)}
     first = dist.get_rank() * config.num_local_experts if config.num_ranks > 1 else 0
     for local in range(config.num_local_experts):
-        expert = first + local
-        tokens = routing_map[:, expert].nonzero().squeeze(1)
-        rows = x[tokens].float().requires_grad_()
-        prob = probs[tokens, expert].clone().requires_grad_()
-        fc1, fc2 = (
-            weights[local].detach().float().requires_grad_()
-            for weights in (problem.weights.fc1, problem.weights.fc2)
+        expert = slice(first + local, first + local + 1)
+        ours = (x, probs[:, expert], problem.weights.fc1[local], problem.weights.fc2[local])
+        leaves = [tensor.detach().float().requires_grad_() for tensor in ours]
+        rows, prob, fc1, fc2 = leaves
+        result = moe_reference(
+            rows,
+            prob,
+            routing_map[:, expert],
+            [fc1],
+            [fc2],
+            activation=config.activation,
+            gated=config.gated,
+            dtype=torch.float32,
         )
-        projected = rows @ fc1.t()
-        if config.gated:
-            gate, up = projected.chunk(2, dim=1)
-            activated = F.silu(gate) * up
-        else:
-            activated = F.gelu(projected)
-        result = (activated * prob.unsqueeze(1)) @ fc2.t()
-        grads = torch.autograd.grad(
-            result, (rows, prob, fc1, fc2), grad_out[tokens].float(), materialize_grads=True
-        )
-        out.index_add_(0, tokens, result.detach())
-        grad_x.index_add_(0, tokens, grads[0])
-        grad_probs[tokens, expert] = grads[1]
+        grads = torch.autograd.grad(result, leaves, grad_out.float(), materialize_grads=True)
+        out += result.detach()
+        grad_x += grads[0]
+        grad_probs[:, expert] = grads[1]
         _add_errors(sums["grad_fc1"], got.grad_fc1[local], grads[2])
         _add_errors(sums["grad_fc2"], got.grad_fc2[local], grads[3])
     for name, total in (("out", out), ("grad_x", grad_x), ("grad_probs", grad_probs)):

@@ -12,12 +12,14 @@ cent; the routing is random.
 import argparse
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
-from tools.bench import common, stopwatch
+from tools.bench import common
 from tools.bench.bench_layer import kernel_layer, without_grad
 from tools.bench.common import log
 from tools.bench.shapes import SHAPES, problem_here
+from tools.bench.stopwatch import in_turns, turn_ms
 
 WAYS = {"counted": True, "uncounted": False}
 
@@ -54,7 +56,10 @@ def main(arguments: list[str]) -> int:
             },
         }
         for passes, calls in of_passes.items():
-            times = stopwatch.in_turns(calls, options.turns, options.launches)
+            takers = {
+                name: partial(turn_ms, call, options.launches) for name, call in calls.items()
+            }
+            times = in_turns(takers, options.turns)
             pairs = zip(times["counted"], times["uncounted"], strict=True)
             cost = statistics.median(counted / uncounted - 1 for counted, uncounted in pairs)
             medians = {name: statistics.median(taken) for name, taken in times.items()}

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 HAS_GPU = torch.cuda.is_available()
 """Asked before anything else may answer in torch's place."""
 
@@ -48,14 +49,12 @@ def turn_ms(call: Callable[[], object], times: int) -> float:
     return between_ms(begin, end) / times
 
 
-def in_turns(
-    calls: dict[str, Callable[[], object]], turns: int, each: int
-) -> dict[str, list[float]]:
-    """Milliseconds of a call in every turn of each way, so that the clock is the same for all."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+def in_turns(takers: dict[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
+    """What each taker gives in every turn, one after the other: clocks are the same for all."""
+    taken: dict[str, list[T]] = {name: [] for name in takers}
     for turn in range(-2, turns):  # the first ones warm up
-        for name, call in calls.items():
-            taken = turn_ms(call, each)
+        for name, take in takers.items():
+            found = take()
             if turn >= 0:
-                times[name].append(taken)
-    return times
+                taken[name].append(found)
+    return taken

@@ -77,7 +77,7 @@ def read_points(path: Path) -> list[Measurement]:
 def _of_bench(path: Path, row: dict[str, Any]) -> list[Measurement]:
     if row["implementation"] != "fused" or row["measurement"] not in OF_LAUNCHES:
         return []
-    if row.get("zipf") or row.get("flush_l2") or row.get("dtype", "bf16") != "bf16":
+    if row.get("zipf") or row.get("dtype", "bf16") != "bf16":
         return []  # none of it is in the model
     names = ("tokens", "hidden", "intermediate", "num_experts", "topk", "gated")
     return [

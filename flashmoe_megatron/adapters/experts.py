@@ -112,7 +112,7 @@ class GroupBackends:
             self.max_tokens = align_capacity(max(int(most), self.max_tokens * 5 // 4))
 
 
-_Key = tuple[torch.device, FrameworkOptions, int]
+_Key = tuple[torch.device, FrameworkOptions, int | None]
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, GroupBackends]] = (
     weakref.WeakKeyDictionary()
 )
@@ -122,7 +122,7 @@ def shared_backends(
     group: dist.ProcessGroup | None,
     device: torch.device,
     settings: FrameworkOptions,
-    max_tokens: int,
+    max_tokens: int | None,
 ) -> GroupBackends:
     """The same backends for every layer of this process with the same four arguments."""
     known = {} if group is None else _shared.setdefault(group, {})

@@ -51,6 +51,7 @@ class Case:
     fuse_main_grad: bool = False
     save_to: str | None = None
     load_from: str | None = None
+    loads_optimizer: bool = True
     first_iteration: int = 0
     metrics_to: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -213,7 +214,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
 
     forget_metrics()
     config = transformer_config(case.layout, dispatcher, **case.config)
-    chunks = [_in_half(config, chunk) for chunk in _build(config, case.layout)]
+    chunks = [_in_half(config, chunk) for chunk in build_model(config, case.layout)]
     # Megatron's own fusion is a CUDA extension that its linears ask for when they are built; the
     # routed experts ask the configuration at each call.
     config.gradient_accumulation_fusion = case.fuse_main_grad
@@ -245,7 +246,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     )
     config.grad_scale_func = optimizer.scale_loss
     if case.load_from is not None:
-        _load(case.load_from, model, optimizer)
+        _load(case.load_from, model, optimizer if case.loads_optimizer else None)
     step = get_forward_backward_func()
     report = _metrics(case.metrics_to, chunks)
     losses, grad_norms, skipped = [], [], []
@@ -311,10 +312,14 @@ def forget_metrics() -> None:
         destroy_moe_metrics_tracker()
 
 
-def _build(config: Any, layout: Layout) -> list[Any]:
+def build_model(config: Any, layout: Layout) -> list[Any]:
+    """This rank's chunks of a GPT model, with the weights of one seed."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
@@ -328,6 +333,9 @@ def _build(config: Any, layout: Layout) -> list[Any]:
     )
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     stages = range(layout.virtual) if layout.virtual else [None]
+    later = {}
+    if config.mtp_num_layers:
+        later["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     place = {"ignore_virtual": False}
     return [
         GPTModel(
@@ -342,6 +350,7 @@ def _build(config: Any, layout: Layout) -> list[Any]:
             post_process=parallel_state.is_pipeline_last_stage(**place, vp_stage=stage),
             share_embeddings_and_output_weights=False,
             **({} if stage is None else {"vp_stage": stage}),
+            **later,
         )
         for stage in stages
     ]
@@ -412,9 +421,10 @@ def _sharded_state(model: list[Any], optimizer: Any, *, is_loading: bool) -> dic
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state = {"model": model[0].module.sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = optimizer.sharded_state_dict(
-        state["model"], is_loading=is_loading, metadata=metadata
-    )
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state["model"], is_loading=is_loading, metadata=metadata
+        )
     return state
 
 
@@ -439,11 +449,14 @@ def _save(directory: str, model: list[Any], optimizer: Any) -> None:
 def _load(directory: str, model: list[Any], optimizer: Any) -> None:
     from megatron.core import dist_checkpointing
 
-    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = [part.optimizer for part in parts]
     for part in parts:
         _initialize(part)
     state = dist_checkpointing.load(_sharded_state(model, optimizer, is_loading=True), directory)
     model[0].module.load_state_dict(state["model"])
+    if optimizer is None:
+        return
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])
     # Without Transformer Engine and Apex the count of steps is restored in the groups alone.

@@ -65,7 +65,7 @@ def test_it_is_said_once(
     (settings, *_) = ASKED["--recompute-modules moe_act"]
     config = transformer_config(Layout(), "flashmoe", **settings)
     for topk in (2, 2, 4):  # two layers of one shape, one of another
-        routed._announce(ReferenceBackend(make_config(topk=topk)), config)
+        routed._announce(ReferenceBackend(make_config(topk=topk)), config, is_bounded=True)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert sum("--recompute-modules moe_act" in line for line in lines) == 1

@@ -112,6 +112,16 @@ def test_latent_experts_are_none_of_a_megakernels(two_ranks: RankPool) -> None:
         assert re.search(r"--moe-latent-size 64 .*: use --moe-token-dispatcher-type flashmoe", said)
 
 
+def test_a_replayed_routing_is_executed(two_ranks: RankPool) -> None:
+    """What one router has chosen, another replays, in the forward and in a recomputation."""
+    for results in two_ranks.run(replayed_routing):
+        for own, stock, fused in results:
+            assert fused.keys() == stock.keys()
+            for tensor in fused:
+                assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+            assert not torch.allclose(own["output"], fused["output"], rtol=1e-2)
+
+
 def test_rows_that_the_router_pads_change_nothing(two_ranks: RankPool) -> None:
     """Megatron's checks allow them in FP8 alone, so that the flag is set when they are done."""
     for stock, fused in two_ranks.run(padded_layers):
@@ -277,6 +287,35 @@ def both_layers(
         vars(config).update(later or {})
         results.append(run_layer(make_layer(config, experts)))
     return results[0], results[1]
+
+
+def replayed_routing(group: dist.ProcessGroup) -> list[tuple[dict[str, torch.Tensor], ...]]:
+    """Plain and recomputed: the layer by its own routing, and both replaying another router's."""
+    prepare(Layout(expert=2))
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    results = []
+    for settings in ({}, recompute):
+        settings = {**settings, "moe_enable_routing_replay": True}
+        layers = [
+            make_layer(transformer_config(Layout(expert=2), dispatcher, **settings))
+            for dispatcher in ("alltoall", "flashmoe")
+        ]
+        *_, recorder = replays = RouterReplay.global_router_replay_instances[-2:]
+        own = run_layer(layers[1])
+        recorder.set_router_replay_action(RouterReplayAction.RECORD)
+        with torch.no_grad():
+            layers[1].route(torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64))
+        replayed = []
+        for layer, replay in zip(layers, replays, strict=True):
+            layer.zero_grad()
+            replay.set_target_indices(recorder.get_recorded_indices())
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            replayed.append(run_layer(layer))
+        results.append((own, *replayed))
+        RouterReplay.clear_global_router_replay_instances()
+    return results
 
 
 def padded_layers(group: dist.ProcessGroup) -> Any:

@@ -2,12 +2,25 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed import RankPool
-from tests.megatron.harness import HEAD_SIZE, Case, Layout, Outcome, train, train_both
+from tests.megatron.harness import (
+    HEAD_SIZE,
+    SEQ_LENGTH,
+    Case,
+    Layout,
+    Outcome,
+    build_model,
+    prepare,
+    train,
+    train_both,
+    transformer_config,
+)
 
 TOLERANCE = 1e-5
 """Relative; both sides compute in float32 and differ in the order of their sums."""
@@ -130,18 +143,23 @@ def test_norms_that_are_recomputed_match_alltoall(keep: str, two_ranks: RankPool
         assert_same(fused, stock)
 
 
-def test_latent_experts_match_alltoall(two_ranks: RankPool) -> None:
-    case = Case(
-        Layout(expert=2),
-        config={
-            "hidden_size": 128,
-            "moe_latent_size": 64,
-            "moe_shared_expert_intermediate_size": 64,
-        },
-        ddp=OVERLAP,
-    )
+ON_TWO_RANKS: dict[str, dict[str, Any]] = {
+    "latent_experts": {
+        "hidden_size": 128,
+        "moe_latent_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "multi_token_prediction": {"mtp_num_layers": 1},
+    "force_load_balancing": {"moe_router_force_load_balancing": True},
+}
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_models_match_alltoall(name: str, two_ranks: RankPool) -> None:
+    case = Case(Layout(expert=2), config=ON_TWO_RANKS[name], ddp=OVERLAP)
     for stock, fused in two_ranks.run(train_both, case):
-        assert any("fc1_latent_proj" in name for name in stock.parameters)
+        assert stock.fused_calls == 0
+        assert fused.fused_calls > 0
         assert_same(fused, stock)
 
 
@@ -160,6 +178,62 @@ def test_dispatcher_can_be_switched_at_a_checkpoint(
     for want, got in zip(uninterrupted, resumed, strict=True):
         rest = dataclasses.replace(want, losses=want.losses[2:], grad_norms=want.grad_norms[2:])
         assert_same(got, rest)
+
+
+@pytest.mark.parametrize(("before", "after"), [("alltoall", "flashmoe"), ("flashmoe", "alltoall")])
+def test_experts_go_to_other_ranks_at_a_checkpoint(
+    before: str, after: str, four_ranks: RankPool, tmp_path: Path
+) -> None:
+    """The model alone: the optimizer's state is saved for one layout."""
+    folder = str(tmp_path / "checkpoint")
+    saved = four_ranks.run(train, Case(EP2_DP2, iterations=2, save_to=folder), before)
+    loads = Case(EP4, iterations=0, load_from=folder, loads_optimizer=False)
+    for want, got in zip(saved, four_ranks.run(train, loads, after), strict=True):
+        assert got.eval_losses == pytest.approx(want.eval_losses, rel=TOLERANCE)
+
+
+def test_an_upcycled_model_matches_alltoall(two_ranks: RankPool) -> None:
+    for before, stock, fused in two_ranks.run(upcycled_losses):
+        assert len(fused) == 3
+        assert fused == pytest.approx(stock, rel=TOLERANCE)
+        assert stock[0] != pytest.approx(before, rel=1e-3), (
+            "the dense model's weights are not there"
+        )
+
+
+def upcycled_losses(group: dist.ProcessGroup) -> tuple[float, list[float], list[float]]:
+    """The loss of fresh experts; and losses with those of a dense model, with each dispatcher."""
+    layout = Layout(expert=2)
+    prepare(layout)
+    from megatron.core.transformer.moe.upcycling_utils import upcycle_state_dict
+
+    dense = transformer_config(
+        layout,
+        "alltoall",
+        num_moe_experts=None,
+        moe_ffn_hidden_size=None,
+        expert_model_parallel_size=1,
+    )
+    tokens = torch.arange(2 * SEQ_LENGTH).view(2, SEQ_LENGTH)
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+    position = torch.arange(SEQ_LENGTH).expand(2, -1)
+    before, losses = 0.0, []
+    for dispatcher in ("alltoall", "flashmoe"):
+        models = build_model(transformer_config(layout, dispatcher), layout)
+        with torch.no_grad():
+            before = float(models[0](tokens, position, mask, labels=tokens).mean())
+        torch.manual_seed(3)  # the routers are drawn
+        state = upcycle_state_dict(models, build_model(dense, layout))
+        models[0].load_state_dict(state["model"])
+        optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = models[0](tokens, position, mask, labels=tokens).mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(float(loss))
+    return before, *losses
 
 
 def assert_same(got: Outcome, want: Outcome) -> None:

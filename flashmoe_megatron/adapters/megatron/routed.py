@@ -29,7 +29,7 @@ from flashmoe_megatron.adapters.megatron.shape import (
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -39,8 +39,7 @@ from flashmoe_megatron.telemetry.calibration import Calibration
 class RoutedExperts(LayerExperts):
     """Applies a layer's routed experts with a backend, over weights that Megatron owns.
 
-    Making one is collective over the group if the bound of tokens is known, else the first call
-    is.
+    Making one is collective over the group.
 
     Args:
         config: Megatron's TransformerConfig.
@@ -74,8 +73,7 @@ class RoutedExperts(LayerExperts):
         self._classes = check_forwards(experts)
         self.calibration: Calibration | None = None
         self._settings = with_row_bound(config, current_settings())
-        if resolve_max_tokens(config, self._settings) is not None:
-            self.open()
+        self.open()
         _live.add(self)
 
     def __call__(
@@ -150,20 +148,12 @@ class RoutedExperts(LayerExperts):
         return f"pass {flag_of('max_tokens')} {num_tokens} or more on every rank"
 
     def locate(self) -> tuple[MoEConfig, GroupBackends]:
-        """See :meth:`LayerExperts.locate`.
-
-        Raises:
-            ConfigError: Nobody says how many tokens there are.
-        """
+        """See :meth:`LayerExperts.locate`; where nobody says a bound, the ranks agree on one."""
         max_tokens = resolve_max_tokens(self._config, self._settings)
-        if max_tokens is None:
-            raise ConfigError(
-                f"the number of tokens per rank is not known: pass {flag_of('max_tokens')}, or "
-                "call flashmoe_megatron.adapters.megatron.configure(max_tokens=...) before "
-                "building the model"
-            )
         num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
-        shape = moe_config(self._config, self._experts, num_ranks=num_ranks, max_tokens=max_tokens)
+        shape = moe_config(
+            self._config, self._experts, num_ranks=num_ranks, max_tokens=max_tokens or TILE_M
+        )
         # Megatron asks so for its buffers' device; a bridge may answer with another than a GPU.
         device = torch.empty(0, device=torch.cuda.current_device()).device
         return shape, shared_backends(self._group, device, self._settings, max_tokens)
@@ -178,7 +168,7 @@ class RoutedExperts(LayerExperts):
             self.dtype,
             grads="main_grad",  # Megatron's DDP, which has it, comes after the model
         )
-        _announce(backend, self._config)
+        _announce(backend, self._config, is_bounded=self._backends.is_bounded)
         return backend
 
 
@@ -204,23 +194,30 @@ def live_experts() -> list[RoutedExperts]:
 _announced: set[str] = set()
 
 
-def _announce(backend: Backend, config: Any) -> None:
+def _announce(backend: Backend, config: Any, *, is_bounded: bool) -> None:
     """Tells the user on rank 0 what computes a layer and what changes nothing, each line once."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    for line in (describe(backend, config), *ignored_settings(config)):
+    for line in (describe(backend, config, is_bounded=is_bounded), *ignored_settings(config)):
         if line not in _announced:
             _announced.add(line)
             sys.stdout.write(f"flashmoe: {line}\n")
     sys.stdout.flush()
 
 
-def describe(backend: Backend, config: Any) -> str:
+_UNBOUNDED = (
+    "no bound of tokens, on which the host agrees with the other ranks in every call "
+    f"({flag_of('max_tokens')}, or max_tokens of configure, saves that)"
+)
+
+
+def describe(backend: Backend, config: Any, *, is_bounded: bool) -> str:
     """One line on the backend, the layer's shape and what capacity becomes.
 
     Args:
         backend: Computes the layer.
         config: Megatron's TransformerConfig.
+        is_bounded: Whether anybody has said how many tokens there are at most.
 
     Returns:
         The line.
@@ -231,7 +228,7 @@ def describe(backend: Backend, config: Any) -> str:
         f"backend {kind}",
         f"{shape.num_experts} experts on {shape.num_ranks} ranks",
         f"top-{shape.topk}",
-        f"at most {shape.max_tokens} tokens per rank",
+        f"at most {shape.max_tokens} tokens per rank" if is_bounded else _UNBOUNDED,
         _describe_capacity(shape, config.moe_expert_capacity_factor),
     ]
     heap_bytes = getattr(backend, "heap_bytes", 0)

@@ -40,7 +40,7 @@ class Settings(FrameworkOptions):
         FrameworkOptions,
         "max_tokens",
         "from the script's sequence length, micro batch size and parallel sizes, and from those of "
-        "the inference engine that it makes",
+        "the inference engine that it makes; without a script, the ranks agree in every call",
     )
 
     def backend_options(self) -> dict[str, Any]:

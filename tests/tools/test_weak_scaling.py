@@ -1,6 +1,6 @@
-"""The experiments, small, on processors: from the command to tables, figures and wandb."""
+"""The sweep of a layer, small, on processors: from the command to the report and wandb."""
 
-import csv
+import itertools
 import json
 import logging
 import math
@@ -10,381 +10,291 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+import torch
 
 from tests.tools.offline_wandb import offline_runs
-from tools.weak_scaling import wandb_log
-from tools.weak_scaling.jobs import Begun, Limits, Outcome, run_points, signal_told_of
-from tools.weak_scaling.points import KERNELS, Settings, paper_settings, small_settings
-from tools.weak_scaling.report import latency_table
-from tools.weak_scaling.results import FolderError, Results
-from tools.weak_scaling.wandb_log import ExperimentLog, metrics_of
+from tools.weak_scaling import layer, wandb_log
+from tools.weak_scaling.__main__ import main, parse
+from tools.weak_scaling.points import IMPLEMENTATIONS, PASSES, Point, points_of, read_results
+from tools.weak_scaling.ranks import StuckError, UsageError, counts_of
+from tools.weak_scaling.report import metrics_of, write_report
+from tools.weak_scaling.wandb_log import RunLog
 
 ROOT = Path(__file__).parents[2]
 # 3 experts do not divide among 2 ranks: one of the 5 points fails, the first on 2 ranks.
 SWEEP = [
-    *("--device", "cpu", "--gpus", "1", "2", "--tokens", "32", "--experts", "3"),
+    *("--gpus", "1", "2", "--tokens", "32", "--experts", "3"),
     *("--base-tokens", "64", "--base-experts", "4", "--expert-tokens", "32"),
     *("--hidden", "64", "--intermediate", "64", "--iterations", "3", "--commit", "abc"),
 ]
-FAILING = "gpus2-tokens32-experts3-hidden64-ffn64-top2"
+FAILING = Point(2, 32, 64, 64, 3, 2)
 TIMEOUT_S = 200
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-def environment() -> dict[str, str]:
+def start(*arguments: object) -> "subprocess.Popen[str]":
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "tools.weak_scaling", *map(str, arguments)]
-
-
-def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments),
+    return subprocess.Popen(
+        [sys.executable, "-m", "tools.weak_scaling", *map(str, arguments)],
         cwd=ROOT,
-        env=environment(),
+        env={**kept, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUT_S,
     )
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def run_here(folder: Path, *arguments: object) -> int:
+    options = ["run", *SWEEP, *map(str, arguments), "--out", str(folder)]
+    return layer.run(parse(options))
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+@pytest.fixture
+def no_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """The folder of a sweep, its exit status and what it printed."""
     folder = tmp_path_factory.mktemp("sweep") / "run"
-    return folder, call("run", *SWEEP, "--out", folder)
+    process = start("run", *SWEEP, "--out", folder)
+    printed, _ = process.communicate(timeout=TIMEOUT_S)
+    return folder, process.returncode, printed
 
 
-def test_a_failed_point_is_recorded_and_the_others_are_measured(sweep):
-    folder, ran = sweep
-    assert ran.returncode == 1, ran.stdout
-    rows = {row["key"]: row for row in lines_of(folder)}
-    assert len(rows) == 5
-    failed = rows.pop(FAILING)
-    assert failed["status"] == "failed"
-    assert "ConfigError" in failed["reason"]
-    assert "3" in failed["reason"]
-    assert f"failed: {failed['reason']}" in ran.stdout
-    for row in rows.values():
-        assert row["status"] == "ok"
-        assert row["machine"]["torch"]
-        for implementation in ("fused", "unfused"):
-            assert 0 < max(row["result"]["errors"][implementation].values()) < 6e-3
-            for which in ("forward", "forward+backward"):
-                times = row["result"]["times"][implementation][which]
-                assert 0 < times["min_ms"] <= times["median_ms"] <= times["max_ms"]
+@pytest.fixture
+def copy(sweep, tmp_path: Path) -> Path:
+    return Path(
+        shutil.copytree(sweep[0], tmp_path / "copy", ignore=shutil.ignore_patterns("wandb"))
+    )
 
 
-def test_the_report_holds_tables_and_figures(sweep):
-    folder, _ = sweep
-    rows = {row["key"]: row for row in lines_of(folder) if row["status"] == "ok"}
-    with (folder / "latency.csv").open() as file:
-        table = list(csv.DictReader(file))
-    assert len(table) == 4
-    for line in table:
-        key = "gpus{}-tokens{}-experts{}-hidden64-ffn64-top2".format(
-            *(line[title] for title in ("GPUs", "tokens per GPU", "experts"))
-        )
-        times = rows[key]["result"]["times"]
-        forward = times["fused"]["forward"]["median_ms"]
-        assert float(line["forward fused, ms"]) == pytest.approx(forward, rel=1e-3)
-        if line["GPUs"] == "1":
-            assert line["forward fused Oe = T(2)/T(N)"] == ""
-        else:
-            assert line["forward fused Oe = T(2)/T(N)"] == "1.000"
+def test_a_failed_point_is_told_and_the_others_are_measured(sweep):
+    folder, status, printed = sweep
+    assert status == 1, printed
+    measured = read_results(folder)
+    wanted = {(1, 32, 4), (1, 64, 4), (2, 32, 4), (2, 64, 4)}
+    assert {(point.ranks, point.tokens, point.num_experts) for point in measured} == wanted
+    for records in measured.values():
+        for implementation, what in itertools.product(IMPLEMENTATIONS, PASSES):
+            times = records[implementation, what]
+            assert 0 < times["min_ms"] <= times["median_ms"] <= times["max_ms"]
+            assert times["iterations"] == 3
+            assert times["commit"] == "abc"
+        assert 0 < max(records["fused", "gate"]["relative_l2"].values()) < 6e-3
+    assert f"{FAILING}: failed: status 1, ConfigError: num_experts=3" in printed
+    assert "num_experts=3" in (folder / "ranks2.log").read_text()
+
+
+def test_the_report_holds_a_table_and_a_figure(sweep):
+    folder, _, _ = sweep
     report = (folder / "report.md").read_text()
-    assert "4 points measured, 1 failed, 0 missing" in report
-    assert "ConfigError" in report
-    for name in ("latency_over_tokens", "throughput", "overlap_efficiency"):
-        assert f"({name}.png)" in report
-        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert "<svg" in (folder / f"{name}.svg").read_text()
+    assert "4 points measured, 1 missing" in report
+    assert f"Failed: {FAILING}: status 1" in report
+    lines = [line.strip("| ").split(" | ") for line in report.splitlines() if line[:1] == "|"]
+    titles, _, *rows = lines
+    measured = read_results(folder)
+    assert len(rows) == len(measured) == 4
+    for row, (point, records) in zip(rows, measured.items(), strict=True):
+        line = dict(zip(titles, row, strict=True))
+        assert (line["ranks"], line["tokens per rank"]) == (str(point.ranks), str(point.tokens))
+        forward = records["unfused", "forward"]["median_ms"]
+        assert float(line["forward/unfused_ms"]) == pytest.approx(forward, rel=1e-3)
+    assert "(scaling.png)" in report
+    assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_wandb_has_every_point_in_one_group(sweep):
-    folder, _ = sweep
-    rows = {row["key"]: row for row in lines_of(folder)}
+    folder, _, _ = sweep
+    measured = read_results(folder)
     runs = {run.name: run for run in offline_runs(folder / "wandb")}
-    assert runs.keys() == rows.keys()
+    assert runs.keys() == {*map(str, measured), str(FAILING)}
     assert {run.group for run in runs.values()} == {"weak-scaling-run"}
     assert {run.project for run in runs.values()} == {"flashmoe-weak-scaling"}
-    for key, run in runs.items():
-        row = rows[key]
-        assert {name: run.config[name] for name in row["point"]} == row["point"]
+    failed = runs.pop(str(FAILING))
+    assert (failed.exit_code, failed.history[0]["failed"]) == (1, 1)
+    assert "num_experts=3" in failed.config["reason"]
+    for point in measured:
+        run = runs[str(point)]
+        assert {name: run.config[name] for name in vars(point)} == vars(point)
         assert run.config["settings"]["hidden"] == 64
         (metrics,) = run.history
-        if key == FAILING:
-            assert metrics["failed"] == 1
-            assert run.config["reason"] == row["reason"]
-            assert run.exit_code == 1
-            continue
-        times = row["result"]["times"]
-        for name in ("fused", "unfused"):
-            median = times[name]["forward"]["median_ms"]
-            assert metrics[f"forward/{name}_ms"] == median
-            tokens = row["point"]["tokens"] * row["point"]["num_gpus"]
-            rate = metrics[f"forward/{name}_mtokens_per_s"]
-            assert rate * 1e6 == pytest.approx(tokens / (median / 1e3))
-        assert run.exit_code == 0
+        wanted = metrics_of(measured, point)
+        assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
+        assert (run.exit_code, metrics["failed"]) == (0, 0)
 
 
-def test_an_existing_folder_is_refused(sweep):
-    folder, _ = sweep
-    before = (folder / "results.jsonl").read_bytes()
-    ran = call("run", *SWEEP, "--out", folder)
-    assert ran.returncode == 2
-    assert "exists" in ran.stdout
-    assert "--resume" in ran.stdout
-    assert (folder / "results.jsonl").read_bytes() == before
+@pytest.mark.usefixtures("no_gpu")
+def test_an_existing_folder_is_refused(copy: Path):
+    before = (copy / "results.jsonl").read_bytes()
+    with pytest.raises(UsageError, match="exists: name another folder, or .* --resume"):
+        run_here(copy)
+    assert (copy / "results.jsonl").read_bytes() == before
 
 
-def test_resume_measures_only_what_is_missing(sweep, tmp_path: Path):
-    folder = tmp_path / "copy"
-    shutil.copytree(sweep[0], folder, ignore=shutil.ignore_patterns("wandb", "jobs"))
-    kept = (folder / "results.jsonl").read_text().splitlines(keepends=True)
-    lost = json.loads(kept.pop(0))["key"]
-    (folder / "results.jsonl").write_text("".join(kept) + '{"key": "half a li')
-    ran = call("run", *SWEEP, "--out", folder, "--resume")
-    assert ran.returncode == 1, ran.stdout  # the failed point is still one
-    assert "1 points to measure, 4 are there" in ran.stdout
-    rows = lines_of(folder)
-    assert [row["key"] for row in rows] == [*(json.loads(line)["key"] for line in kept), lost]
-    assert len(offline_runs(folder / "wandb")) == 1
+@pytest.mark.usefixtures("no_gpu")
+def test_resume_measures_only_what_is_missing(copy: Path, capsys):
+    lines = (copy / "results.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["num_ranks"] == 2]
+    half = lines[: len(lines) // 4]  # this is the first point on 1 rank
+    assert json.loads(half[-1])["tokens"] == 32
+    cut = "".join([*kept, *half[:-1], half[-1][:50]])
+    (copy / "results.jsonl").write_text(cut)
+    assert run_here(copy, "--resume") == 1  # the point that failed fails once more
+    printed = capsys.readouterr().out
+    assert "3 points to measure, 2 are there" in printed
+    assert printed.count(", forward+backward ") == 2
+    text = (copy / "results.jsonl").read_text()
+    assert text.startswith("".join([*kept, *half[:-1]]))
+    assert text.count('"num_ranks": 2') == len(kept)
+    assert len(read_results(copy)) == 4
 
 
-def test_resume_does_not_mix_settings(sweep):
-    folder, _ = sweep
-    ran = call("run", *SWEEP, "--iterations", 7, "--out", folder, "--resume")
-    assert ran.returncode == 2
-    assert "iterations=3" in ran.stdout
-    assert "iterations=7" in ran.stdout
-
-
-def test_resume_does_not_mix_commits(sweep):
-    folder, _ = sweep
-    before = (folder / "results.jsonl").read_bytes()
-    ran = call("run", *SWEEP, "--commit", "def", "--out", folder, "--resume")
-    assert ran.returncode == 2
-    assert "has points of commit abc, but this is def" in ran.stdout
-    assert (folder / "results.jsonl").read_bytes() == before
-
-
-@pytest.mark.parametrize("machine", [{"commit": "unknown"}, {"gpus": []}, {}])
-def test_resume_goes_on_where_no_commit_is_known(tmp_path: Path, machine: dict[str, Any]):
-    settings = small_settings((1,))
-    results = Results.create(tmp_path / "run", settings)
-    results.add(Outcome(settings.points()[0], machine, reason="none"))
-    assert Results.resume(results.folder, settings, "unknown").rows == results.rows
-    if machine:
-        with pytest.raises(FolderError, match="commit unknown, but this is abc"):
-            Results.resume(results.folder, settings, "abc")
-
-
-def test_a_run_that_dies_keeps_its_points(tmp_path: Path):
-    folder = tmp_path / "run"
-    arguments = [*SWEEP, "--gpus", "1", "--experts", "4", "--out", folder]
-    process = subprocess.Popen(
-        command("run", *arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL
-    )
-
-    def has_a_point() -> bool:
-        assert process.poll() is None
-        return (folder / "results.jsonl").exists()
-
-    wait_until(has_a_point)
-    process.kill()
-    process.wait()
-    kept = (folder / "results.jsonl").read_text()
-    ran = call("run", *arguments, "--resume")
-    assert ran.returncode == 0, ran.stdout
-    assert (folder / "results.jsonl").read_text().startswith(kept)
-    assert len(lines_of(folder)) == 2
-    assert "2 points measured, 0 failed, 0 missing" in (folder / "report.md").read_text()
-
-
-def slow_settings() -> Settings:
-    """Points that take seconds, so that their processes can be caught at work."""
-    return replace(
-        small_settings((2,)),
-        tokens=(2048, 2049, 32),
-        experts=(),
-        base_tokens=32,
-        hidden=256,
-        intermediate=256,
-        iterations=10,
-    )
-
-
-def worker_of(logs: Path, rank: int) -> int:
-    """The process of a rank of the newest job; rank 0 may have begun before this one tells."""
-    newest = max(logs.glob("gpus2-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    told = newest / f"events-rank{rank}.jsonl"
-    wait_until(lambda: told.exists() and "\n" in told.read_text())
-    return json.loads(told.read_text().splitlines()[0])["pid"]
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def test_ranks_that_are_killed_or_hang_fail_their_point_alone(tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    settings = slow_settings()
-    points = sorted(settings.points(), reverse=True)  # 2049, 2048, 32 tokens
-    outcomes = []
-    pids = []
-    for happening in run_points(points, settings, tmp_path, Limits(TIMEOUT_S, 10)):
-        if isinstance(happening, Outcome):
-            outcomes.append(happening)
-        elif isinstance(happening, Begun) and happening.point.tokens > 32:
-            pids.append(worker_of(tmp_path, 1))
-            is_first = happening.point.tokens == 2049
-            os.kill(pids[-1], signal.SIGKILL if is_first else signal.SIGSTOP)
-    killed, hung, fine = outcomes
-    assert [outcome.point for outcome in outcomes] == points
-    assert killed.result is None
-    assert hung.result is None
-    # Either torchrun tells of the signal, or the other rank of its lost peer.
-    assert "SIGKILL" in killed.reason or "rank 0" in killed.reason
-    assert hung.reason == "no result within 10 s"
-    assert fine.result is not None
-    assert all(map(has_ended, pids))
-
-
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
-    ("told", "wanted"),
+    ("arguments", "told"),
     [
-        ((), None),
-        (((15, "SIGTERM", 7),), "Signal 15 (SIGTERM) received by PID 7"),
-        (((15, "SIGTERM", 7), (9, "SIGKILL", 8)), "Signal 9 (SIGKILL) received by PID 8"),
-        (
-            ((15, "SIGTERM", 5), (9, "SIGKILL", 6), (11, "SIGSEGV", 7)),
-            "Signal 11 (SIGSEGV) received by PID 7",
-        ),
+        (("--commit", "def"), "commit=abc, but commit=def is wanted"),
+        (("--iterations", "7"), r"'3'\], but bench=.*'7'\] is wanted"),
+        (("--hidden", "128"), "hidden=64, but hidden=128 is wanted"),
     ],
 )
-def test_the_signal_of_the_rank_that_failed_is_told(told, wanted: str | None):
-    """Whatever torchrun lists first: it ends the other ranks with signals too."""
-    failures = {
-        rank: ProcessFailure(rank, pid, -number, "") for rank, (number, _, pid) in enumerate(told)
-    }
-    log = ChildFailedError("worker", failures).format_msg() if failures else "nothing"
-    assert all(f"({name})" in log for _, name, _ in told)
-    assert signal_told_of(log) == wanted
+def test_resume_does_not_mix_settings(copy: Path, arguments: tuple[str, str], told: str):
+    before = (copy / "results.jsonl").read_bytes()
+    with pytest.raises(UsageError, match=told):
+        run_here(copy, *arguments, "--resume")
+    assert (copy / "results.jsonl").read_bytes() == before
 
 
-def test_a_job_that_cannot_start_fails_its_points(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    settings = small_settings((1,))
-    outcomes = list(run_points(settings.points(), settings, tmp_path, Limits()))
-    assert [outcome.point for outcome in outcomes] == settings.points()
-    assert all("did not start" in outcome.reason for outcome in outcomes)
+def test_a_run_that_is_stopped_ends_its_ranks_and_keeps_its_points(tmp_path: Path):
+    folder = tmp_path / "run"
+    process = start("run", *SWEEP, "--gpus", "1", "--out", folder, "--iterations", "200")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (folder / "results.jsonl").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert any("tools.bench.bench_layer" in child.cmdline() for child in started)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, printed
+    assert "stopped; what was measured is kept" in printed
+    assert "failed" not in printed
+    assert not psutil.wait_procs(started, timeout=5)[1]
+    assert (folder / "report.md").exists()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_one_point_fails_and_the_next_job_goes_on_behind_it(copy: Path, monkeypatch, capsys):
+    """A job that ends has failed at its first point without times, whatever ended it."""
+    lines = (copy / "results.jsonl").read_text().splitlines(keepends=True)
+    (copy / "results.jsonl").unlink()
+    jobs = []
+
+    def run_job(count: int, module: str, arguments: list[str], log: Path, limit_s: float) -> str:
+        shapes = arguments[1 : arguments.index("--grads")]
+        jobs.append((count, len(shapes)))
+        for shape in shapes:
+            records = [
+                line
+                for line in lines
+                if json.loads(line)["shape"] == shape and json.loads(line)["num_ranks"] == count
+            ]
+            if not records:
+                return "status 9"
+            if (count, shape) == (2, "32x64x64x4x2"):
+                raise StuckError("not done within 1 s")
+            with (copy / "results.jsonl").open("a") as file:
+                file.writelines(records)
+        return ""
+
+    monkeypatch.setattr(layer, "run_job", run_job)
+    assert run_here(copy, "--resume") == 1
+    assert jobs == [(1, 2), (2, 3), (2, 2)]
+    printed = capsys.readouterr().out
+    assert f"{FAILING}: failed: status 9" in printed
+    assert "2 ranks, 32 tokens, 4 experts: failed: not done within 1 s; its ranks may" in printed
+    assert "2 points measured, 3 missing" in (copy / "report.md").read_text()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_job_without_the_times_that_are_compared_is_not_run_again(tmp_path: Path, capsys):
+    folder = tmp_path / "run"
+    assert run_here(folder, "--gpus", "1", "--no-baselines") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("1 ranks, 3 points ...") == 1
+    assert printed.count("failed: has not all times") == 3
 
 
 def test_points_of_the_paper():
-    points = paper_settings((1, 2, 4)).points()
+    sizes = {name: large for name, (large, _, _) in layer.SIZES.items()}
+    points = points_of({"gpus": [1, 2, 4], **sizes})
     assert len(points) == len(set(points)) == 3 * 6 + 4
     for gpus in (1, 2, 4):
-        tokens = [p.tokens for p in points if p.num_gpus == gpus and p.num_experts == 64]
+        tokens = [p.tokens for p in points if p.ranks == gpus and p.num_experts == 64]
         assert tokens == [1024, 2048, 4096, 8192, 16384, 32768]
-    experts = [p.num_experts for p in points if p.num_gpus == 4 and p.tokens == 16384]
+    experts = [p.num_experts for p in points if p.ranks == 4 and p.tokens == 16384]
     assert experts == [8, 16, 32, 64, 128]
     assert {(p.hidden, p.intermediate, p.topk) for p in points} == {(2048, 2048, 2)}
 
 
-def row_of(settings: Settings, factor: float = 1.0) -> list[Outcome]:
-    """Made-up results: T(N) = factor * N for the kernel and twice that for the baseline."""
-
-    def timing(ms: float) -> dict[str, float]:
-        return {"median_ms": ms, "min_ms": ms, "max_ms": ms, "p90_ms": ms, "iterations": 1}
-
-    outcomes = []
-    for point in settings.points():
-        times = {
-            name: {
-                "forward": timing(scale * factor * point.num_gpus),
-                "forward+backward": timing(3 * scale * factor * point.num_gpus),
-            }
-            for name, scale in (("fused", 1.0), ("unfused", 2.0))
-        }
-        memory = {"tokens": 2**20, "rows_expected": 2**21, "rows_worst_case": 2**22}
-        result = {
-            "imbalance": 1.0,
-            "times": times,
-            "errors": {"fused": {"out": 1e-3}, "unfused": {"out": 1e-3}},
-            "memory": {**memory, "fused": {}, "unfused": {}},
-        }
-        if point.num_gpus != 1:
-            result["kernels"] = {
-                direction: timing(factor * math.sqrt(point.num_gpus)) for direction in KERNELS
-            }
-        outcomes.append(Outcome(point, {"gpus": []}, result))
-    return outcomes
+def records_of(point: Point) -> dict[tuple[str, str], dict[str, Any]]:
+    """Made-up records: T(N) = N / 2 ms for the layer, twice that for the baseline."""
+    forward = point.ranks / 2
+    common = {"floor_ms": 0.1, "imbalance": 1.0}
+    return {
+        ("fused", "gate"): {"relative_l2": {"out": 1e-3, "grad_x": 2e-3}},
+        **{
+            (name, what): {"median_ms": forward * scale * more, **common}
+            for name, scale in (("fused", 1), ("unfused", 2))
+            for what, more in zip(PASSES, (1, 3), strict=True)
+        },
+        **(
+            {("fused", "backward kernel"): {"median_ms": math.sqrt(point.ranks)}}
+            if point.ranks > 1
+            else {}
+        ),
+    }
 
 
-def test_overlap_efficiency_and_throughput_by_hand(tmp_path: Path):
-    settings = small_settings((1, 2, 4))
-    results = Results.create(tmp_path / "run", settings)
-    for outcome in row_of(settings, factor=0.5):
-        results.add(outcome)
-    titles, rows = latency_table(results.measured())
-    for row in rows:
-        line = dict(zip(titles, row, strict=True))
-        gpus, tokens = int(line["GPUs"]), int(line["tokens per GPU"])
-        # T(N) = N / 2 ms, so that Oe = T(2) / T(N) = 2 / N and N * T tokens take N / 2 ms.
-        # The sweep over experts is on 4 alone, but for what it shares with the one over tokens.
-        is_alone = int(line["experts"]) != settings.base_experts
-        wanted = {1: "", 2: "1.000", 4: "" if is_alone else "0.500"}[gpus]
-        assert line["forward fused Oe = T(2)/T(N)"] == wanted
-        assert line["forward unfused / fused"] == "2.00"
-        assert float(line["forward fused, Mtokens/s"]) == pytest.approx(2 * tokens / 1e3, rel=1e-2)
-        # The kernels' are made up to take sqrt(N) / 2 ms, and to be missing on one GPU.
-        kernel = {1: "", 2: "0.7071", 4: "1"}[gpus]
-        wanted = {1: "", 2: "1.000", 4: "" if is_alone else "0.707"}[gpus]
-        for direction in KERNELS:
-            assert line[f"{direction} kernel, ms"] == kernel
-            assert line[f"{direction} kernel Oe = T(2)/T(N)"] == wanted
-    logged = metrics_of(results.rows[settings.points()[-1].key])
-    assert logged["kernel/backward_ms"] == 1.0
+def test_efficiency_and_throughput_by_hand():
+    points = [Point(ranks, 1024, 64, 64, 8, 2) for ranks in (1, 2, 4)]
+    alone = Point(4, 1024, 64, 64, 16, 2)
+    measured = {point: records_of(point) for point in (*points, alone)}
+    one, two, four = (metrics_of(measured, point) for point in points)
+    assert one["forward/speedup"] == 2
+    assert one["forward/fused_mtokens_per_s"] == pytest.approx(2.048)  # 1024 in half a ms
+    assert four["forward+backward/fused_mtokens_per_s"] == pytest.approx(2.048 / 3)
+    assert four["error"] == 2e-3
+    assert "kernel/backward_ms" not in one
+    assert two["kernel/backward_ms"] == pytest.approx(math.sqrt(2))
+    for found in (one, two, metrics_of(measured, alone)):
+        assert not [name for name in found if "efficiency" in name]
+    efficiencies = {name: value for name, value in four.items() if "efficiency" in name}
+    assert efficiencies == {
+        **{f"{what}/{name}_efficiency": 0.5 for what in PASSES for name in IMPLEMENTATIONS},
+        "kernel/backward_efficiency": pytest.approx(math.sqrt(0.5)),
+    }
 
 
 def test_without_wandb_there_is_one_warning(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    settings = small_settings((1, 2))
-    results = Results.create(tmp_path / "run", settings)
-    log = ExperimentLog(results.folder, settings)
+    log = RunLog(tmp_path, "group")
     with caplog.at_level(logging.WARNING):
-        for outcome in row_of(settings)[:2]:
-            log.add(results.add(outcome))
+        for name in ("a", "b"):
+            log.add(name, {}, {"time": 1.0})
     (record,) = caplog.records
     assert "wandb is not installed" in record.getMessage()
-    assert str(results.folder) in record.getMessage()
-    assert len(lines_of(results.folder)) == 2
+    assert str(tmp_path) in record.getMessage()
 
 
 def test_an_unreachable_server_costs_one_warning_and_no_data(tmp_path: Path, monkeypatch, caplog):
@@ -392,23 +302,19 @@ def test_an_unreachable_server_costs_one_warning_and_no_data(tmp_path: Path, mon
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb_log, "SERVER_TIMEOUT_S", 2.0)
-    settings = small_settings((1, 2))
-    results = Results.create(tmp_path / "run", settings)
-    log = ExperimentLog(results.folder, settings)
-    outcomes = row_of(settings)[:2]
+    log = RunLog(tmp_path, "group")
     with caplog.at_level(logging.WARNING, "flashmoe.weak_scaling"):
-        for outcome in outcomes:
-            log.add(results.add(outcome))
+        for name in ("a", "b"):
+            log.add(name, {}, {"time": 1.0})
     (record,) = [r for r in caplog.records if r.name == "flashmoe.weak_scaling"]
-    assert "server" in record.getMessage()
-    wanted = {outcome.point.key for outcome in outcomes}
+    assert "wandb cannot be used online" in record.getMessage()
     deadline = time.monotonic() + 60
     while True:  # wandb's own process writes them, late on a busy machine
-        names = {run.name for run in offline_runs(results.folder / "wandb")}
-        if names == wanted or time.monotonic() > deadline:
+        names = {run.name for run in offline_runs(tmp_path / "wandb")}
+        if names == {"a", "b"} or time.monotonic() > deadline:
             break
         time.sleep(0.5)
-    assert names == wanted
+    assert names == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -428,23 +334,35 @@ def test_wandb_follows_its_own_variables(monkeypatch, variables: dict[str, str],
     assert wandb_log.wandb_mode() == mode
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
-    with pytest.raises(FolderError, match=r"settings\.json"):
-        Results(tmp_path)
-    (tmp_path / "settings.json").write_text('{"device": "cpu"}')
-    with pytest.raises(FolderError, match="cannot be read"):
-        Results(tmp_path)
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys):
+    with pytest.raises(UsageError, match="holds no run"):
+        write_report(tmp_path, {})
+    (tmp_path / "settings.json").write_text('{"gpus": [1]}')
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no run of this tool: KeyError('base_tokens')" in capsys.readouterr().err
 
 
-def test_a_broken_line_is_named(tmp_path: Path):
-    results = Results.create(tmp_path / "run", small_settings((1,)))
-    (results.folder / "results.jsonl").write_text('{"key": "a", "status": "ok"}\nnonsense\n')
-    with pytest.raises(FolderError, match=r"results\.jsonl:2"):
-        Results(results.folder)
+def test_a_broken_line_is_named(copy: Path):
+    with (copy / "results.jsonl").open("a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(UsageError, match=r"results\.jsonl:25 cannot be read"):
+        read_results(copy)
 
 
-def test_without_a_gpu_the_way_out_is_named(tmp_path: Path):
-    ran = call("run", "--out", tmp_path / "run")
-    assert ran.returncode == 2
-    assert "--device cpu" in ran.stdout
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("arguments", [("--no-such-option",), ("--topk", "-1")])
+def test_what_the_bench_cannot_read_is_told_at_once(tmp_path: Path, arguments, capsys):
+    with pytest.raises(SystemExit):
+        run_here(tmp_path / "run", *arguments)
+    assert "error: " in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_numbers_of_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    assert counts_of(None) == [1, 2, 4]
+    assert counts_of([6, 3, 3]) == [3, 6]
+    for asked, told in ((8, "--gpus 8: this machine has 6"), (0, "--gpus 0: wanted at least 1")):
+        with pytest.raises(UsageError, match=told):
+            counts_of([asked])

@@ -22,7 +22,7 @@ from tools.bench import stopwatch
 
 ROOT = Path(__file__).parents[2]
 CUBLAS_SIZE = 8192
-PROCESSOR_SIZE = 256  # of the product without a GPU, which takes a second
+PROCESSOR_SIZE = 256  # without a GPU, where the larger product takes minutes
 LINK_BYTES = 256 * 2**20
 
 

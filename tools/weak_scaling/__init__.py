@@ -1,18 +1,18 @@
-"""The paper's experiments on the GPUs at hand, in one command.
+"""Weak scaling on the GPUs at hand: of one layer, and of whole training iterations.
 
     python -m tools.weak_scaling run --out runs/weak_scaling
 
-Weak scaling over 1, 2, 4, ... GPUs at equal tokens per GPU, forward latency over tokens and over
-experts, overlap efficiency, throughput and memory: the fused kernel and the unfused baseline in the
-same run. Every point has to pass the correctness gate before it is timed, becomes a line of
-``results.jsonl`` at once and a run of wandb; at the end the folder holds tables and figures. A run
-that ended early goes on with ``--resume``. ``--device cpu`` runs the same, small, on the reference
-backend and gloo.
+measures one MoE layer on 1, 2, 4, ... GPUs at equal tokens per GPU, over tokens and over experts,
+with ``tools.bench.bench_layer``: the fused kernel and the unfused baseline in the same run, the
+kernel behind its correctness gate. Every measurement is a line of ``results.jsonl`` at once, every
+point a run of wandb, and at the end the folder holds a report with a figure. A run that ended early
+goes on with ``--resume``, which also tries once more what failed. Arguments that are not listed go
+to ``bench_layer``.
 
-    python -m tools.weak_scaling report runs/weak_scaling     # tables and figures, once more
-    python -m tools.weak_scaling log runs/weak_scaling        # to wandb, from what was kept
-
+    python -m tools.weak_scaling report runs/weak_scaling     # table and figure, once more
     python -m tools.weak_scaling training megatron            # whole training iterations instead
+
+Without a GPU the same is done small, on 1 and 2 processes, with the reference backend over gloo.
 
 wandb writes into the folder and needs no account, unless ``WANDB_API_KEY`` is set or ``WANDB_MODE``
 says otherwise; its other variables (``WANDB_BASE_URL``, ``WANDB_PROJECT``, ``WANDB_ENTITY``,

@@ -1,168 +1,129 @@
-"""The settings of a sweep, and the points that they make."""
+"""The points of a layer's sweep, and the folder that keeps what was measured of them."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+import json
+from collections import defaultdict
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from tools.bench.shapes import Shape
+from tools.weak_scaling.ranks import UsageError
 
-IMPLEMENTATIONS = ("fused", "unfused")
 PASSES = ("forward", "forward+backward")
-KERNELS = ("forward", "backward")
+IMPLEMENTATIONS = ("fused", "unfused")
+
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One layer on one number of GPUs.
+    """One layer on one number of ranks.
 
     Attributes:
-        num_gpus: Ranks of the expert-parallel group.
-        tokens: Tokens of one GPU.
+        ranks: The expert-parallel group's.
+        tokens: One rank's.
+        hidden: Model width.
+        intermediate: FFN width of one expert.
         num_experts: Experts of the whole group.
-        hidden: Model width.
-        intermediate: FFN width of one expert.
         topk: Experts that each token selects.
     """
 
-    num_gpus: int
+    ranks: int
     tokens: int
+    hidden: int
+    intermediate: int
     num_experts: int
-    hidden: int
-    intermediate: int
     topk: int
 
     @property
-    def key(self) -> str:
-        """Names the point in results, logs and wandb."""
-        return (
-            f"gpus{self.num_gpus}-tokens{self.tokens}-experts{self.num_experts}"
-            f"-hidden{self.hidden}-ffn{self.intermediate}-top{self.topk}"
-        )
+    def shape(self) -> str:
+        """The layer, as ``bench_layer`` takes it."""
+        return "x".join(map(str, astuple(self)[1:]))
 
-    @property
-    def shape(self) -> Shape:
-        """The layer, with GELU as in the paper."""
-        return Shape(
-            self.tokens, self.hidden, self.intermediate, self.num_experts, self.topk, gated=False
-        )
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks, {self.tokens} tokens, {self.num_experts} experts"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides what is measured and how; the same in all of a folder's points.
+Measured = dict[Point, dict[tuple[str, str], dict[str, Any]]]
+"""The records of every point that is complete, by implementation and measurement."""
 
-    Attributes:
-        device: "cuda" for the kernel and NCCL, "cpu" for the reference backend and gloo.
-        gpus: Numbers of GPUs (on CPU: of processes), ascending.
-        tokens: Tokens per GPU of the sweep over tokens.
-        experts: Experts of the sweep over experts.
-        base_tokens: Tokens per GPU of the weak scaling.
-        base_experts: Experts of the weak scaling and of the sweep over tokens.
-        expert_tokens: Tokens per GPU of the sweep over experts.
-        hidden: Model width.
-        intermediate: FFN width of one expert.
-        topk: Experts that each token selects.
-        iterations: Timed calls of each measurement.
-        warmup: Calls before them.
-        gate: Largest relative L2 error of any result.
-        symmetric: What GPUs share memory with.
-        seed: Decides tokens, weights and routing.
+
+def points_of(settings: Settings) -> list[Point]:
+    """Every point once, by number of ranks and then by size."""
+    base = Point(
+        settings["gpus"][-1],
+        settings["base_tokens"],
+        settings["hidden"],
+        settings["intermediate"],
+        settings["base_experts"],
+        settings["topk"],
+    )
+    over_tokens = {
+        replace(base, ranks=ranks, tokens=tokens)
+        for ranks in settings["gpus"]
+        for tokens in (*settings["tokens"], settings["base_tokens"])
+    }
+    over_experts = {
+        replace(base, tokens=settings["expert_tokens"], num_experts=experts)
+        for experts in settings["experts"]
+    }
+    return sorted(over_tokens | over_experts)
+
+
+def open_folder(folder: Path, settings: Settings, *, resume: bool) -> None:
+    """Makes a run's folder, or makes sure that an earlier run's may be gone on with.
+
+    Raises:
+        UsageError: The folder exists and is not to be gone on with, is none of a run, or was
+            measured with other settings, which may not share a report with these.
     """
-
-    device: Literal["cuda", "cpu"]
-    gpus: tuple[int, ...]
-    tokens: tuple[int, ...]
-    experts: tuple[int, ...]
-    base_tokens: int
-    base_experts: int
-    expert_tokens: int
-    hidden: int
-    intermediate: int
-    topk: int
-    iterations: int
-    warmup: int
-    gate: float
-    symmetric: Literal["cuda", "nvshmem"]
-    seed: int
-
-    def points(self) -> list[Point]:
-        """Every point once, by number of GPUs and then by size.
-
-        A larger layer grows the memory that all layers of a process share, so that the smaller
-        ones, whose own share is to be told, have to come first.
-        """
-        base = Point(
-            self.gpus[-1],
-            self.base_tokens,
-            self.base_experts,
-            self.hidden,
-            self.intermediate,
-            self.topk,
-        )
-        over_tokens = {
-            replace(base, num_gpus=gpus, tokens=tokens)
-            for gpus in self.gpus
-            for tokens in (*self.tokens, self.base_tokens)
-        }
-        over_experts = {
-            replace(base, tokens=self.expert_tokens, num_experts=experts)
-            for experts in self.experts
-        }
-        return sorted(over_tokens | over_experts)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The settings for JSON; tuples become lists."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
-
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> "Settings":
-        """The inverse of :meth:`as_dict`.
-
-        Raises:
-            TypeError: A setting is missing, or one is unknown.
-        """
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-        return Settings(**given)
+    if resume and folder.exists():
+        for name, theirs in read_settings(folder).items():
+            if theirs != settings[name]:
+                raise UsageError(
+                    f"{folder} was measured with {name}={theirs}, but {name}={settings[name]} is "
+                    "wanted: name another folder"
+                )
+        return
+    if folder.exists():
+        raise UsageError(f"{folder} exists: name another folder, or go on with it by --resume")
+    folder.mkdir(parents=True)
+    (folder / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
-def paper_settings(gpus: tuple[int, ...]) -> Settings:
-    """The paper's: 1K to 32K tokens, 8 to 128 experts, 2048 wide, top-2."""
-    return Settings(
-        device="cuda",
-        gpus=gpus,
-        tokens=(1024, 2048, 4096, 8192, 16384, 32768),
-        experts=(8, 16, 32, 64, 128),
-        base_tokens=8192,
-        base_experts=64,
-        expert_tokens=16384,
-        hidden=2048,
-        intermediate=2048,
-        topk=2,
-        iterations=20,
-        warmup=3,
-        gate=6e-3,
-        symmetric="cuda",
-        seed=1,
-    )
+def read_settings(folder: Path) -> Settings:
+    """The settings of a run's folder.
+
+    Raises:
+        UsageError: The folder is none of a run.
+    """
+    try:
+        settings: Settings = json.loads((folder / "settings.json").read_text())
+        points_of(settings)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder} holds no run of this tool: {error!r}") from error
+    return settings
 
 
-def small_settings(gpus: tuple[int, ...]) -> Settings:
-    """The same on processors, in a minute."""
-    return replace(
-        paper_settings(gpus),
-        device="cpu",
-        tokens=(32, 128),
-        experts=(4, 16),
-        base_tokens=64,
-        base_experts=8,
-        expert_tokens=128,
-        hidden=128,
-        intermediate=128,
-        iterations=5,
-        warmup=1,
-    )
+def read_results(folder: Path) -> Measured:
+    """The records of all points that are complete, in order; of a point's, the latest.
+
+    Raises:
+        UsageError: A line cannot be read.
+    """
+    path = folder / "results.jsonl"
+    text = path.read_text() if path.exists() else ""
+    if text and not text.endswith("\n"):  # the process died while it wrote
+        text = text[: text.rfind("\n") + 1]
+        path.write_text(text)
+    found: Measured = defaultdict(dict)
+    names = list(Point.__dataclass_fields__)[1:]
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            point = Point(row["num_ranks"], *(row[name] for name in names))
+            if row["dtype"] == "bf16":  # the baseline's
+                found[point][row["implementation"], row["measurement"]] = row
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path}:{number} cannot be read: {error!r}") from error
+    wanted = {(name, what) for name in IMPLEMENTATIONS for what in PASSES}
+    return {point: found[point] for point in sorted(found) if wanted <= found[point].keys()}

@@ -1,206 +1,135 @@
-"""The report of a folder: tables as Markdown and CSV, and the figures among them."""
+"""The report of a layer's sweep: a table and a figure."""
 
-import csv
-import logging
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from tools.weak_scaling.points import IMPLEMENTATIONS, KERNELS, PASSES
-from tools.weak_scaling.results import (
+from tools.weak_scaling.points import (
+    IMPLEMENTATIONS,
+    PASSES,
     Measured,
-    Results,
-    kernel_ms,
-    kernel_overlap_efficiency,
-    median_ms,
-    overlap_efficiency,
+    Point,
+    Settings,
+    points_of,
+    read_results,
+    read_settings,
 )
-
-logger = logging.getLogger("flashmoe.weak_scaling")
-
-Table = tuple[list[str], list[list[str]]]
-KERNEL_NOTE = (
-    " Kernel times are what launches record that follow one another without a pause: without the "
-    "hosts, and without how late they let the ranks begin."
-)
+from tools.weak_scaling.ranks import table
+from tools.weak_scaling.style import COLORS, legend_below, new_figure, save, tokens_label
 
 
-def write_report(results: Results) -> list[Path]:
-    """Writes ``report.md``, ``latency.csv``, ``memory.csv`` and every figure there are points for.
+def metrics_of(measured: Measured, point: Point) -> dict[str, float]:
+    """A point's figures, as the report's columns and as wandb's metrics.
 
-    Without matplotlib there are no figures, which is said once.
+    Efficiencies are T(2) / T(N) at equal tokens per rank, where there are more than 2 ranks.
+    """
+    records = measured[point]
+    times = {
+        f"{what}/{name}": records[name, what]["median_ms"]
+        for what in PASSES
+        for name in IMPLEMENTATIONS
+    }
+    for direction in ("forward", "backward"):
+        record = records.get(("fused", f"{direction} kernel"))
+        if record is not None:
+            times[f"kernel/{direction}"] = record["median_ms"]
+    found = {f"{name}_ms": time for name, time in times.items()}
+    for what in PASSES:
+        fused, unfused = times[f"{what}/fused"], times[f"{what}/unfused"]
+        found[f"{what}/speedup"] = unfused / fused
+        found[f"{what}/fused_mtokens_per_s"] = point.tokens * point.ranks / fused / 1e3
+    pair = replace(point, ranks=2)
+    if point.ranks > 2 and pair in measured:
+        of_two = metrics_of(measured, pair)
+        for name, time in times.items():
+            if f"{name}_ms" in of_two:
+                found[f"{name}_efficiency"] = of_two[f"{name}_ms"] / time
+    found["floor_ms"] = records["fused", "forward"]["floor_ms"]
+    found["imbalance"] = records["fused", "forward"]["imbalance"]
+    found["error"] = max(records["fused", "gate"]["relative_l2"].values())
+    return found
+
+
+def write_report(folder: Path, failed: dict[Point, str]) -> None:
+    """Writes ``report.md``, and the figure if there are points.
+
+    Raises:
+        UsageError: The folder is none of a run.
+    """
+    settings, measured = read_settings(folder), read_results(folder)
+    metrics = {point: metrics_of(measured, point) for point in measured}
+    missing = len([point for point in points_of(settings) if point not in measured])
+    lines = ["# Weak scaling of one layer", ""]
+    if measured:
+        machine = measured[max(measured)]["fused", "forward"]
+        device = f"{machine['gpus'][0]}, driver {machine['driver']}" if machine["gpus"] else "CPU"
+        lines += [
+            f"{device}; torch {machine['torch']}, commit {machine['commit']}, {machine['date']}. "
+            f"One MoE layer, H={settings['hidden']}, F={settings['intermediate']}, "
+            f"top-{settings['topk']}, GELU, bfloat16, uniform random routing, one expert-parallel "
+            f"group of all ranks, nothing dropped. Medians of {machine['iterations']} calls, each "
+            "from an idle device, of the slowest rank; gradients of weights are added to float32 "
+            "buffers.",
+            "",
+            f"![latency over ranks, tokens and experts]({_draw(folder, settings, measured).name})",
+            "",
+        ]
+    lines += [f"{len(measured)} points measured, {missing} missing.", ""]
+    if measured:
+        keys = list(dict.fromkeys(key for found in metrics.values() for key in found))
+        rows = [
+            [str(point.ranks), str(point.tokens), str(point.num_experts)]
+            + [f"{found[key]:.4g}" if key in found else "" for key in keys]
+            for point, found in metrics.items()
+        ]
+        lines += [
+            *table(["ranks", "tokens per rank", "experts", *keys], rows),
+            "",
+            "A speedup is the unfused time over the fused, and an efficiency the time on 2 ranks "
+            "over this one: 1 if more ranks cost nothing. Kernel times are what launches record "
+            "that follow one another without a pause, without the hosts. `error` is the largest "
+            "relative L2 distance of a result of the fused layer from float32.",
+            "",
+        ]
+    lines += [f"Failed: {point}: {reason}" for point, reason in failed.items()]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines).rstrip() + "\n")
+    print(f"wrote {path}", flush=True)
+
+
+def _draw(folder: Path, settings: Settings, measured: Measured) -> Path:
+    """Draws latencies over ranks, over tokens and over experts.
 
     Returns:
-        The files.
+        The PNG.
     """
-    try:
-        from tools.weak_scaling.figures import draw_all
-
-        drawn = draw_all(results)
-    except ImportError as error:
-        drawn = []
-        logger.warning(
-            "no figures are drawn: %s; `python -m tools.weak_scaling report %s` draws them",
-            error,
-            results.folder,
-        )
-    measured = results.measured()
-    tables = {"latency": latency_table(measured), "memory": memory_table(measured)}
-    written = []
-    for name, (titles, rows) in tables.items():
-        path = results.folder / f"{name}.csv"
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(titles)
-            writer.writerows(rows)
-        written.append(path)
-    report = results.folder / "report.md"
-    report.write_text(_markdown(results, tables, drawn))
-    return [report, *written, *drawn]
-
-
-def latency_table(measured: Measured) -> Table:
-    """Times, throughput and overlap efficiency of every point."""
-    titles = ["GPUs", "tokens per GPU", "experts"]
-    for which in PASSES:
-        titles += [
-            f"{which} fused, ms",
-            f"{which} unfused, ms",
-            f"{which} unfused / fused",
-            f"{which} fused, Mtokens/s",
-            f"{which} fused Oe = T(2)/T(N)",
-            f"{which} unfused Oe = T(2)/T(N)",
-        ]
-    for direction in KERNELS:
-        titles += [f"{direction} kernel, ms", f"{direction} kernel Oe = T(2)/T(N)"]
-    rows = []
-    for point, result in measured.items():
-        row = [str(point.num_gpus), str(point.tokens), str(point.num_experts)]
-        for which in PASSES:
-            fused, unfused = (median_ms(result, name, which) for name in IMPLEMENTATIONS)
-            row += [
-                f"{fused:.4g}",
-                f"{unfused:.4g}",
-                f"{unfused / fused:.2f}",
-                f"{point.tokens * point.num_gpus / fused / 1e3:.3g}",
-            ]
-            for name in IMPLEMENTATIONS:
-                efficiency = overlap_efficiency(measured, point, name, which)
-                row.append("" if efficiency is None else f"{efficiency:.3f}")
-        for direction in KERNELS:
-            kernel = kernel_ms(result, direction)
-            efficiency = kernel_overlap_efficiency(measured, point, direction)
-            row.append("" if kernel is None else f"{kernel:.4g}")
-            row.append("" if efficiency is None else f"{efficiency:.3f}")
-        rows.append(row)
-    return titles, rows
-
-
-def memory_table(measured: Measured) -> Table:
-    """The paper's table 3, per GPU; what was not measured is empty."""
-    titles = [
-        "GPUs",
-        "tokens per GPU",
-        "experts",
-        "Size(T), MiB",
-        "symmetric heap, MiB",
-        "heap / Size(T)",
-        "rows expected, MiB",
-        "rows worst case, MiB",
-    ]
-    titles += [f"{name} {which} peak, MiB" for which in PASSES for name in IMPLEMENTATIONS]
-    rows = []
-    for point, result in measured.items():
-        memory = result["memory"]
-        heap = memory.get("symmetric")
-        rows.append(
-            [
-                str(point.num_gpus),
-                str(point.tokens),
-                str(point.num_experts),
-                _mib(memory["tokens"]),
-                _mib(heap),
-                "" if heap is None else f"{heap / memory['tokens']:.2f}",
-                _mib(memory["rows_expected"]),
-                _mib(memory["rows_worst_case"]),
-                *(_mib(memory[name].get(which)) for which in PASSES for name in IMPLEMENTATIONS),
-            ]
-        )
-    return titles, rows
-
-
-def _markdown(results: Results, tables: dict[str, Table], drawn: Sequence[Path]) -> str:
-    settings, machine, failed = results.settings, results.machine(), results.failed()
-    missing = len(results.missing(retry_failed=False))
-    gpus = machine.get("gpus") or []
-    has_kernels = any("kernels" in result for result in results.measured().values())
-    where = (
-        f"{len(gpus)} x {gpus[0]}, driver {machine['driver']}"
-        if gpus and settings.device == "cuda"
-        else "processors, reference backend"
-    )
-    lines = [
-        "# Weak scaling",
-        "",
-        f"{where}; torch {machine.get('torch', 'unknown')}, commit "
-        f"{machine.get('commit', 'unknown')}, {machine.get('date', 'no date')}. One MoE layer, "
-        f"H={settings.hidden}, F={settings.intermediate}, top-{settings.topk}, GELU, bfloat16, "
-        "uniform random routing, one expert-parallel group of all GPUs, nothing dropped. Medians "
-        f"of {settings.iterations} calls, each from an idle device, of the slowest rank; gradients "
-        "of weights are added to float32 buffers. Every result of every point is within "
-        f"{settings.gate} of float32 (relative L2).",
-        "",
-        f"{len(results.measured())} points measured, {len(failed)} failed, {missing} missing.",
-        "",
-        *_figures(drawn),
-        "## Latency and throughput",
-        "",
-        *_table(*tables["latency"]),
-        "",
-        "Oe is the overlap efficiency, the time on 2 GPUs over the time on N at equal tokens per "
-        "GPU: 1 if more GPUs cost nothing." + (KERNEL_NOTE if has_kernels else ""),
-        "",
-        "## Memory of one GPU",
-        "",
-        *_table(*tables["memory"]),
-        "",
-        "Size(T) is one GPU's tokens. The symmetric heap is shared by all layers of a model. "
-        '"Rows" are the buffers of received tokens, activations and results, as planned before a '
-        "run: expected under uniform routing, and at worst. Peaks are what torch's allocator held "
-        "above inputs, weights and gradients during one call; the heap is not in them. The "
-        "kernel's forward that keeps nothing takes the worst case, up to 8 GiB, rather than wait "
-        "for the number of rows.",
-        "",
-    ]
-    if failed:
-        titles = ["GPUs", "tokens per GPU", "experts", "reason"]
-        rows = [
-            [
-                str(point.num_gpus),
-                str(point.tokens),
-                str(point.num_experts),
-                " ".join(reason.split()).replace("|", "\\|"),
-            ]
-            for point, reason in failed.items()
-        ]
-        lines += ["## Points that failed", "", *_table(titles, rows), ""]
-    return "\n".join(lines)
-
-
-def _figures(drawn: Sequence[Path]) -> list[str]:
-    lines = []
-    for path in drawn:
-        if path.suffix == ".png":
-            lines += [f"![{path.stem.replace('_', ' ')}]({path.name})", ""]
-    return lines
-
-
-def _table(titles: list[str], rows: list[list[str]]) -> list[str]:
-    shown = [index for index in range(len(titles)) if any(row[index] for row in rows)] or [0]
-    return [
-        "| " + " | ".join(cells[index] for index in shown) + " |"
-        for cells in (titles, ["---"] * len(titles), *rows)
-    ]
-
-
-def _mib(value: int | None) -> str:
-    return "" if value is None else f"{value / 2**20:.1f}"
+    base = [point for point in measured if point.num_experts == settings["base_experts"]]
+    on_most = [point for point in measured if point.ranks == settings["gpus"][-1]]
+    each = f"{tokens_label(settings['base_tokens'])} tokens each"
+    columns = {
+        "ranks": (f"ranks, {each}", [p for p in base if p.tokens == settings["base_tokens"]]),
+        "tokens": (
+            f"tokens per rank, {settings['gpus'][-1]} ranks",
+            [point for point in on_most if point in base],
+        ),
+        "num_experts": (
+            f"experts, {tokens_label(settings['expert_tokens'])} tokens per rank",
+            [point for point in on_most if point.tokens == settings["expert_tokens"]],
+        ),
+    }
+    with new_figure(12, 6.4) as figure:
+        axes = figure.subplots(len(PASSES), len(columns))
+        for column, (name, (title, points)) in enumerate(columns.items()):
+            at = [getattr(point, name) for point in points]
+            for ax, what in zip(axes[:, column], PASSES, strict=True):
+                for which in IMPLEMENTATIONS:
+                    times = [measured[point][which, what]["median_ms"] for point in points]
+                    ax.plot(at, times, "o-", color=COLORS[which], label=which)
+                ax.set_xscale("log", base=2)
+                ax.set_xticks(at, [tokens_label(value) for value in at])
+                ax.minorticks_off()
+                ax.set_ylim(bottom=0)
+            axes[-1, column].set_xlabel(title)
+        for ax, what in zip(axes[:, 0], PASSES, strict=True):
+            ax.set_ylabel(f"{what}, ms")
+        legend_below(figure, axes[0, 0])
+        return save(figure, folder / "scaling")[0]

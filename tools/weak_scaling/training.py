@@ -13,15 +13,13 @@ is given later replaces what was given before.
 
 import argparse
 import json
-import os
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from tools.gpu_check import run_bounded
+from tools.weak_scaling.ranks import StuckError, UsageError, counts_of, run_job, table
 from tools.weak_scaling.style import COLORS, NEUTRAL, legend_below, new_figure, save
 from tools.weak_scaling.wandb_log import RunLog
 
@@ -37,9 +35,6 @@ SMALL = {
     "--data-megabytes 1",
     "deepspeed": "--families native --shapes small-top2 --steps 6 --warmup 3",
 }
-TAIL = 1_000_000
-"""Characters of a training's output that are kept."""
-
 Report = dict[str, Any]
 
 
@@ -63,23 +58,19 @@ def train_on(count: int, options: argparse.Namespace, model: list[str], folder: 
     Returns:
         Milliseconds and losses of every iteration by kind of MoE layer, flashmoe's first, and what
         was trained; or why there is nothing: ``{"reason": ...}``.
+
+    Raises:
+        StuckError: It was not done in time.
     """
-    record, log = folder / f"ranks{count}.jsonl", folder / f"ranks{count}.log"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc_per_node", str(count), "-m", "tools.bench.bench_training", options.framework),
-        *("--out", str(record.resolve()), "--limit-s", str(options.timeout), *model),
-    ]
+    record = folder / f"ranks{count}.jsonl"
+    arguments = [options.framework, "--out", str(record.resolve())]
+    arguments += ["--limit-s", str(options.timeout), *model]
     if options.framework == "megatron":
-        command += ["--noise-runs", "0", "--output", str(folder / "data")]
-    threads = str(max((os.cpu_count() or 1) // (2 * count), 1))
-    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-    status, output = run_bounded(command, options.timeout, tail=TAIL, variables=variables)
-    log.write_text(output)
-    if status is None:
-        return {"reason": f"not done within {options.timeout:g} s, see {log}", "is_stuck": True}
-    if status != 0 or not record.exists():
-        return {"reason": f"status {status}, see {log}"}
+        arguments += ["--noise-runs", "0", "--output", str(folder / "data")]
+    log = folder / f"ranks{count}.log"
+    reason = run_job(count, "tools.bench.bench_training", arguments, log, options.timeout)
+    if reason or not record.exists():
+        return {"reason": reason or f"no record, see {log}"}
     runs = [json.loads(line) for line in record.read_text().splitlines()]
     runs.sort(key=lambda run: run["run"] != "flashmoe")
     about = {key: value for key, value in runs[0].items() if not isinstance(value, dict)}
@@ -105,13 +96,13 @@ def metrics_of(report: Report) -> dict[str, float]:
     return found
 
 
-def table(metrics: dict[int, dict[str, float]], names: list[str]) -> list[str]:
+def table_of(metrics: dict[int, dict[str, float]], names: list[str]) -> list[str]:
     """Markdown; efficiency is throughput per rank relative to the fewest ranks."""
     titles = ["ranks"]
     for name in names:
         titles += [f"{name}, ms per iteration", f"{name}, tokens per s", f"{name}, efficiency"]
-    lines = ["| " + " | ".join(titles) + " |", "| " + " | ".join("---" for _ in titles) + " |"]
     first = min(metrics)
+    rows = []
     for count, found in metrics.items():
         cells = [str(count)]
         for name in names:
@@ -119,8 +110,8 @@ def table(metrics: dict[int, dict[str, float]], names: list[str]) -> list[str]:
             of_first = metrics[first][f"{name}/tokens_per_s"] / first
             milliseconds = found[f"{name}/iteration_ms"]
             cells += [f"{milliseconds:.1f}", f"{rate:.0f}", f"{rate / count / of_first:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        rows.append(cells)
+    return table(titles, rows)
 
 
 def draw(
@@ -151,32 +142,39 @@ def draw(
 
 
 def main(arguments: list[str]) -> int:
+    """Trains on every number of ranks, and writes the report.
+
+    Returns:
+        0 if no training has failed, else 1.
+
+    Raises:
+        UsageError: The folder exists, or there are fewer GPUs than asked for.
+    """
     options, model = parse(arguments)
     folder = options.out or Path("runs") / f"weak_scaling_{options.framework}"
     if folder.exists():
-        print(f"error: {folder} exists: name another folder by --out", file=sys.stderr)
-        return 2
-    has_gpu = torch.cuda.is_available()
-    most = torch.cuda.device_count() if has_gpu else 2
-    counts = sorted(set(options.gpus or [2**power for power in range(most.bit_length())]))
-    if has_gpu and counts[-1] > most:
-        print(f"error: --gpus {counts[-1]}: this machine has {most}", file=sys.stderr)
-        return 2
+        raise UsageError(f"{folder} exists: name another folder by --out")
+    counts = counts_of(options.gpus)
     folder.mkdir(parents=True)
     log = RunLog(folder, f"weak-scaling-{options.framework}-{folder.resolve().name}")
-    model = [*(LARGE if has_gpu else SMALL)[options.framework].split(), *model]
+    defaults = LARGE if torch.cuda.is_available() else SMALL
+    model = [*defaults[options.framework].split(), *model]
     metrics: dict[int, dict[str, float]] = {}
     failed = {}
     names: list[str] = []
     title = options.framework
     for count in counts:
         print(f"{count} ranks ...", flush=True)
-        report = train_on(count, options, model, folder)
+        is_stuck = False
+        try:
+            report = train_on(count, options, model, folder)
+        except StuckError as error:
+            is_stuck, report = True, {"reason": str(error)}
         if "reason" in report:
             failed[count] = report["reason"]
             print(f"  failed: {report['reason']}", flush=True)
-            log.add(f"ranks{count}", {"ranks": count, **report}, {"failed": 1}, failed=True)
-            if "is_stuck" in report:
+            log.add(f"ranks{count}", {"ranks": count, **report}, {}, failed=True)
+            if is_stuck:
                 print("  its ranks may still run: no more are started", flush=True)
                 break
             continue
@@ -184,16 +182,14 @@ def main(arguments: list[str]) -> int:
         about = report["about"]
         device = about["gpus"][0] if about["gpus"] else "processors"
         title = f"{about['framework']}, {about['tokens_per_rank']} tokens per rank, {device}"
-        metrics[count] = metrics_of(report)
-        log.add(f"ranks{count}", about, {**metrics[count], "failed": 0})
+        found = metrics[count] = metrics_of(report)
+        log.add(f"ranks{count}", about, found)
         for name in names:
-            milliseconds, rate = (
-                metrics[count][f"{name}/{what}"] for what in ("iteration_ms", "tokens_per_s")
-            )
+            milliseconds, rate = found[f"{name}/iteration_ms"], found[f"{name}/tokens_per_s"]
             print(f"  {name}: {milliseconds:.1f} ms per iteration, {rate:.0f} tokens per s")
     lines = [f"# Weak scaling: {title}", ""]
     if metrics:
-        lines += [*table(metrics, names), ""]
+        lines += [*table_of(metrics, names), ""]
         for path in draw(metrics, names, f"Weak scaling of training, {title}", folder / "scaling"):
             print(f"wrote {path}")
         lines += ["![throughput and time over ranks](scaling.png)", ""]

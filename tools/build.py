@@ -1,4 +1,4 @@
-"""Builds flashmoe_megatron/libflashmoe.so in place and prints what each kernel takes.
+"""Builds flashmoe_megatron/libflashmoe.so in place.
 
 Quick after a small change: only the sources that the change reaches are compiled again.
 """
@@ -10,25 +10,12 @@ import nvcc_build
 import resource_table
 
 
-def show_resources(
-    objects: list[nvcc_build.Object], variant: nvcc_build.Variant, *, rewrite: bool
-) -> None:
-    """Prints what the kernels take; writes the table of the checkout, or says if it is another."""
-    table, path = resource_table.render(objects, variant), resource_table.TABLE
-    print(table)
-    if rewrite:
-        path.write_text(table)
-        print(f"wrote {path.relative_to(nvcc_build.ROOT)}")
-    elif variant is nvcc_build.SHIPPED and (not path.is_file() or path.read_text() != table):
-        print(f"{path.relative_to(nvcc_build.ROOT)} says otherwise: --resources writes it anew")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, help="compilers at a time (default: one per core)")
-    parser.add_argument("--quiet", action="store_true", help="no table of the kernels")
+    table = resource_table.TABLE.relative_to(nvcc_build.ROOT)
     parser.add_argument(
-        "--resources", action="store_true", help=f"write {resource_table.TABLE.name} anew"
+        "--resources", action="store_true", help=f"print what each kernel takes, and write {table}"
     )
     for name, what in (
         ("trace", "with time stamps inside"),
@@ -50,8 +37,10 @@ def main() -> int:
     target = nvcc_build.ROOT / "flashmoe_megatron" / args.variant.library
     try:
         objects = nvcc_build.build_library(target, jobs=args.jobs, variant=args.variant)
-        if args.resources or not args.quiet:
-            show_resources(objects, args.variant, rewrite=args.resources)
+        if args.resources:
+            text = resource_table.render(objects)
+            resource_table.TABLE.write_text(text)
+            print(f"{text}wrote {table}")
     except nvcc_build.BuildError as error:
         print(error, file=sys.stderr)
         return 1

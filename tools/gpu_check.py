@@ -195,13 +195,11 @@ def find_sanitizer() -> str | None:
     """Finds compute-sanitizer: on the path, in a CUDA toolkit or in a wheel."""
     homes = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     homes += sorted(Path("/usr/local").glob("cuda*"))
-    in_path = shutil.which("compute-sanitizer")
-    candidates = [Path(in_path)] if in_path else []
-    candidates += [home / "bin" / "compute-sanitizer" for home in homes]
-    candidates += [home / "compute-sanitizer" / "compute-sanitizer" for home in homes]
+    folders = [Path(folder) for folder in os.get_exec_path()]
+    folders += [home / folder for folder in ("bin", "compute-sanitizer") for home in homes]
     for entry in map(Path, sys.path):
-        candidates += sorted(entry.glob("nvidia/**/compute-sanitizer"))
-    return next((str(path) for path in candidates if path.is_file()), None)
+        folders += [found.parent for found in sorted(entry.glob("nvidia/**/compute-sanitizer"))]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(map(str, folders)))
 
 
 def run_sanitizer(tool: str) -> Check:

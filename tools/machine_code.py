@@ -20,6 +20,7 @@ is written anew, and the load finds that (tools/bench/results/2026-11-h200-2x.md
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -35,10 +36,7 @@ INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;
 REGISTER = re.compile(r"\bU?[RP]\d+\b")
 PRODUCT, MOVE, NOTHING, INVALIDATION = "HGMMA", "R2UR", "NOP", "CCTL.IVALL"
 # A load of shared memory, and an arrival at a barrier of any CTA.
-LOAD, ARRIVAL = (
-    "LDS",
-    "SYNCS.ARRIVE.TRANS64.RED.A1T0",
-)
+LOAD, ARRIVAL = "LDS", "SYNCS.ARRIVE.TRANS64.RED.A1T0"
 
 
 class Instruction(NamedTuple):
@@ -68,14 +66,12 @@ def find_disassembler() -> Path:
     Raises:
         BuildError: There is no cuobjdump.
     """
-    beside = nvcc_build.find_toolchain().nvcc.resolve().with_name("cuobjdump")
-    in_path = shutil.which("cuobjdump")
-    candidates = [beside, *([Path(in_path)] if in_path else [])]
-    candidates += [root / "bin" / "cuobjdump" for root in nvcc_build.packaged_roots()]
-    for candidate in candidates:
-        if candidate.is_file():
-            return candidate
-    raise nvcc_build.BuildError("cuobjdump not found: pip install '.[test]'")
+    folders = [nvcc_build.find_toolchain().nvcc.resolve().parent, *os.get_exec_path()]
+    folders += [root / "bin" for root in nvcc_build.packaged_roots()]
+    found = shutil.which("cuobjdump", path=os.pathsep.join(map(str, folders)))
+    if found is None:
+        raise nvcc_build.BuildError("cuobjdump not found: pip install '.[test]'")
+    return Path(found)
 
 
 def disassemble(objects: list[nvcc_build.Object]) -> str:

@@ -157,7 +157,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
-    add("--keeps", nargs="+", choices=KEEPS, default=list(KEEPS), metavar="KEEP")
     add("--ranks", type=int, default=4, help="where there is no GPU")
     add("--tolerance", type=int, default=256 * 2**10, help="bytes, for small tables")
     add("--commit", help="what is measured, where the checkout has no git")
@@ -179,7 +178,7 @@ def main(arguments: list[str]) -> int:
     try:
         plans = {
             (name, keep): plan_memory(SHAPES[name].config(num_ranks), keep=keep)
-            for name, keep in itertools.product(options.shapes, options.keeps)
+            for name, keep in itertools.product(options.shapes, KEEPS)
         }
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -155,7 +155,6 @@ class KernelResources:
     """What ptxas gave one kernel.
 
     Attributes:
-        source: The file that instantiates it, relative to csrc/.
         kernel: Its mangled name.
         registers: Per thread, before any setmaxnreg.
         shared_bytes: Static shared memory; what a launch asks for comes on top.
@@ -163,7 +162,6 @@ class KernelResources:
         spilled_bytes: Stored to and loaded from it because registers ran out.
     """
 
-    source: str
     kernel: str
     registers: int
     shared_bytes: int
@@ -272,7 +270,6 @@ def resources(objects: list[Object]) -> list[KernelResources]:
             shared = re.search(r"(\d+) bytes smem", match["rest"])
             found.append(
                 KernelResources(
-                    one.source,
                     match["kernel"],
                     int(match["registers"]),
                     int(shared[1]) if shared else 0,
@@ -283,12 +280,11 @@ def resources(objects: list[Object]) -> list[KernelResources]:
     return found
 
 
-def run_probe(source: Path, variant: Variant = SHIPPED) -> dict[str, int]:
+def run_probe(source: Path) -> dict[str, int]:
     """Compiles a program that asks the kernels' headers for numbers, and runs it.
 
     Args:
         source: A .cu file with a ``main`` that prints "name number" lines and needs no GPU.
-        variant: The variant whose flags the headers see.
 
     Returns:
         The numbers, by name.
@@ -298,8 +294,8 @@ def run_probe(source: Path, variant: Variant = SHIPPED) -> dict[str, int]:
     """
     toolchain = find_toolchain()
     CACHE.mkdir(parents=True, exist_ok=True)
-    flags = [flag for flag in variant.flags if "ptxas" not in flag]
-    prefix = "-".join(part for part in ("probe", variant.name, source.stem) if part)
+    flags = [flag for flag in COMPILE_FLAGS if "ptxas" not in flag]
+    prefix = f"probe-{source.stem}"
     program = CACHE / f"{prefix}-{_key(toolchain, source, flags)}"
     if not program.is_file():
         arguments = [*flags, *toolchain.includes, "-cudart=static", *toolchain.libraries, source]

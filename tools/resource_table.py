@@ -24,14 +24,11 @@ memory is per CTA, in bytes. A spill fails the build.
 """
 
 
-def render(
-    objects: list[nvcc_build.Object], variant: nvcc_build.Variant = nvcc_build.SHIPPED
-) -> str:
+def render(objects: list[nvcc_build.Object]) -> str:
     """The table as Markdown, one row for each kernel.
 
     Args:
-        objects: All of a library, fresh or from the cache.
-        variant: The variant that they belong to.
+        objects: All of the library that is shipped, fresh or from the cache.
 
     Raises:
         BuildError: The compiler said nothing of any kernel, or the program that asks for shared
@@ -40,7 +37,7 @@ def render(
     kernels = nvcc_build.resources(objects)
     if not kernels:
         raise nvcc_build.BuildError("the compiler's reports name no kernel")
-    dynamic = nvcc_build.run_probe(PROBE, variant)
+    dynamic = nvcc_build.run_probe(PROBE)
     names = [short_name(name) for name in demangled([one.kernel for one in kernels])]
     rows = []
     for name, one in sorted(zip(names, kernels, strict=True), key=lambda row: row[0]):

@@ -81,20 +81,8 @@ if [ "${FLASHMOE_SKIP_CUDA_BUILD:-}" != 1 ]; then
     else
         pattern='nvidia-'
     fi
-    mapfile -t packages < <("$python" - "$pattern" <<'PYTHON'
-import sys
-
-try:
-    import tomllib
-except ImportError:  # Python 3.10
-    from pip._vendor import tomli as tomllib
-
-with open("pyproject.toml", "rb") as file:
-    for requirement in tomllib.load(file)["build-system"]["requires"]:
-        if requirement.startswith(sys.argv[1]):
-            print(requirement)
-PYTHON
-    )
+    mapfile -t packages < <(sed -n '/^\[build-system\]/,/^\]/p' pyproject.toml |
+        grep -o "\"$pattern[^\"]*\"" | tr -d '"')
     if [ "$(cat "$toolchain/installed" 2>/dev/null)" != "${packages[*]}" ]; then
         say "installing ${packages[*]}"
         rm -rf "$toolchain"
@@ -103,6 +91,6 @@ PYTHON
         echo "${packages[*]}" >"$toolchain/installed"
     fi
     say "compiling csrc/"
-    "$python" tools/build.py --quiet >&2
+    "$python" tools/build.py >&2
 fi
 echo "$python"

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -77,7 +78,6 @@ class Timing:
     median_ms: float
     min_ms: float
     max_ms: float
-    p90_ms: float
     iterations: int
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,10 +104,9 @@ def timing_of(milliseconds: Sequence[float]) -> Timing:
     """The slowest rank's, from this one's. Collective over the default group, if there is one."""
     ordered = sorted(slowest(milliseconds))
     return Timing(
-        median_ms=_quantile(ordered, 0.5),
+        median_ms=statistics.median(ordered),
         min_ms=ordered[0],
         max_ms=ordered[-1],
-        p90_ms=_quantile(ordered, 0.9),
         iterations=len(ordered),
     )
 
@@ -234,10 +233,6 @@ def use_library(path: Path) -> None:
     os.environ[bindings.LIBRARY_VARIABLE] = str(path)
     bindings.load.cache_clear()
     bindings.function.cache_clear()
-
-
-def _quantile(ordered: list[float], fraction: float) -> float:
-    return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))]
 
 
 def _output(*command: str) -> str:

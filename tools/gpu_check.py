@@ -10,11 +10,11 @@ lateness and in poisoned memory, on virtual ranks and on several GPUs, for ``--s
 together; every result has to repeat its bits. Where ``libflashmoe_delays.so`` is built
 (``tools/build.py --delays``) half of the runs are its, whose kernels are late at random, too.
 
-Run: ``python tools/gpu_check.py [--quick | --stress] [--out DIR]``. The record is a JSON file
+Run: ``python tools/gpu_check.py [--stress] [--out DIR]``. The record is a JSON file
 ``DIR/DATE-gpu-check-Nx.json``, for a stress ``DIR/DATE-gpu-stress-Nx.json``, in ``runs`` unless
 ``--out`` names another folder; what was asked for and not run is in it as skipped, with the
-reason. The exit status is 0 if nothing failed, 1 if something
-did or nothing ran, of which there is no record, and 2 if there is no GPU to check.
+reason. The exit status is 0 if nothing failed, 1 if something did or nothing ran, which leaves no
+record, and 2 if there is no GPU to check.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,7 +47,6 @@ SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZER_ERROR = 86  # exit status that compute-sanitizer is told to use for its own findings
 
 PARTS = ("single", "multi", "faults", "deepspeed", "sanitizer")
-SLOW = ("thousand",)  # what --quick leaves out, by part of its name
 
 
 @dataclass
@@ -155,18 +155,17 @@ def checked(
     return check, output
 
 
-def run_tests(name: str, folder: str, marker: str, limit_s: float, deselect: list[str]) -> Check:
-    """Runs one folder of tests with pytest and reads its report."""
+def run_tests(name: str, path: str, chosen: str, limit_s: float) -> Check:
+    """Runs tests with pytest, those that an expression chooses, and reads its report."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        command = [sys.executable, "-m", "pytest", folder, "-m", marker, "-q", "--tb=short"]
-        if deselect:
-            command += ["-k", " and ".join(f"not {part}" for part in deselect)]
+        command = [sys.executable, "-m", "pytest", path, "-m", "gpu or multi_gpu", "-k", chosen]
+        command += ["-q", "--tb=short"]
         # Not the project's own options: its plugins may be absent on a GPU machine.
         options = ["-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
         options += ["--durations=8", "--maxfail=30"]
         check, _ = checked(name, [*command, *options], limit_s)
-        check.command = " ".join(["python", *command[1:]])
+        check.command = shlex.join(["python", *command[1:]])
         if report.exists():
             _read_report(report, check)
     if check.status == "passed" and not check.counts.get("passed"):
@@ -225,6 +224,7 @@ def run_sanitizer(tool: str) -> Check:
         variables={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )
     print(output)
+    check.command = check.command.replace(sanitizer, "compute-sanitizer")
     told = [line for line in output.splitlines() if line.startswith("ranks ") or "SUMMARY" in line]
     check.reason = "; ".join([*told, *([check.reason] if check.reason else [])])
     return check
@@ -289,34 +289,31 @@ def _run_stress(command: list[str], library: Path, seconds: float, seed: int) ->
     return check
 
 
-def run_parts(only: list[str], num_hopper: int, *, quick: bool) -> list[Check]:
+def run_parts(only: list[str], num_hopper: int) -> list[Check]:
     """Runs the parts that are asked for; one that cannot run here is skipped and says why."""
-    checks = []
     one_gpu = "this machine has one Hopper GPU" if num_hopper < 2 else ""
-    left_out = "left out by --quick" if quick else ""
-
-    def add(name: str, why_not: str, folder: str, limit_s: float, deselect: list[str]) -> None:
-        if why_not:
+    missing = "" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
+    rest = "not deepspeed and not faults"
+    several = "tests/multi_gpu"
+    tests = {
+        "single": ("one GPU", "", "tests/gpu", "", SINGLE_LIMIT_S),
+        "multi": ("several GPUs", one_gpu, several, rest, MULTI_LIMIT_S),
+        "faults": ("faults of ranks", one_gpu, f"{several}/test_faults.py", "", FAULTS_LIMIT_S),
+        "deepspeed": (
+            "DeepSpeed",
+            one_gpu or missing,
+            f"{several}/test_deepspeed.py",
+            "",
+            DEEPSPEED_LIMIT_S,
+        ),
+    }
+    checks = []
+    for part, (name, why_not, path, chosen, limit_s) in tests.items():
+        if part in only and why_not:
             checks.append(Check(name, "skipped", reason=why_not))
-            return
-        marker = "gpu" if folder == "tests/gpu" else "multi_gpu"
-        checks.append(run_tests(name, folder, marker, limit_s, deselect))
-
-    if "single" in only:
-        add("one GPU", "", "tests/gpu", SINGLE_LIMIT_S, list(SLOW) if quick else [])
-    if "multi" in only:
-        deselect = ["deepspeed", "faults", *(["nvshmem"] if quick else [])]
-        add("several GPUs", one_gpu, "tests/multi_gpu", MULTI_LIMIT_S, deselect)
-    if "faults" in only:
-        path = "tests/multi_gpu/test_faults.py"
-        add("faults of ranks", one_gpu or left_out, path, FAULTS_LIMIT_S, [])
-    if "deepspeed" in only:
-        missing = "" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
-        path = "tests/multi_gpu/test_deepspeed.py"
-        add("DeepSpeed", one_gpu or left_out or missing, path, DEEPSPEED_LIMIT_S, [])
-    if "sanitizer" in only and quick:
-        checks.append(Check("compute-sanitizer", "skipped", reason=left_out))
-    elif "sanitizer" in only:
+        elif part in only:
+            checks.append(run_tests(name, path, chosen, limit_s))
+    if "sanitizer" in only:
         checks += [run_sanitizer(tool) for tool in SANITIZER_TOOLS]
     return checks
 
@@ -332,11 +329,6 @@ def describe_machine() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="no long tests, no nvshmem, no faults of ranks, no DeepSpeed and no sanitizer",
-    )
     parser.add_argument("--stress", action="store_true", help="repeat launches, and nothing else")
     parser.add_argument("--stress-seconds", type=float, default=900, help="of all its parts")
     parser.add_argument("--stress-launches", type=int, default=20_000, help="that it has to reach")
@@ -366,7 +358,7 @@ def main() -> int:
     if options.stress:
         checks = run_stress(num_hopper, options.stress_seconds, options.stress_launches)
     else:
-        checks = run_parts(options.only, num_hopper, quick=options.quick)
+        checks = run_parts(options.only, num_hopper)
     record = {
         **machine,
         "command": " ".join(["python", "tools/gpu_check.py", *sys.argv[1:]]),

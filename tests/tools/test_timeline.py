@@ -29,17 +29,8 @@ from tools.timeline.records import (
     layout_of_sources,
     read_buffer,
 )
-from tools.timeline.states import OUTER, SPANS, Kinds, State, actors_of_warps
-from tools.timeline.summary import (
-    Round,
-    Waits,
-    Work,
-    all_waits,
-    all_work,
-    ending,
-    rounds,
-    summary,
-)
+from tools.timeline.states import OUTER, SPANS, Kinds, State, actors_of_warps, paint
+from tools.timeline.summary import Round, durations, ending, rounds, summary
 
 LAYOUT = Layout(WARPS, EVENTS)
 RATE = 1.6  # cycles per ns
@@ -239,9 +230,11 @@ def test_clocks_of_sms_with_zeros_of_their_own_agree():
 def test_a_wait_hides_the_work_that_it_interrupts():
     (events,) = on_common_axis(one_launch(read_buffer(*two_warps(), LAYOUT, 1)))
     times = np.array([0.5, 1.5, 2.5, 3.5, 9.5, 10.5])
-    fed = draw.tensor_share(events, Kinds(ROLES), times)
-    assert list(fed) == [0, 1, 0, 1, 1, 0]
-    moving = draw.communication_shares(events, Kinds(ROLES), times)
+    painted = paint(events, Kinds(ROLES), times)
+    assert list(draw.tensor_share(painted)) == [0, 1, 0, 1, 1, 0]
+    assert list(painted.share(State.WAIT, "processor")) == [0, 0, 1, 0, 0, 0]
+    assert not painted.share(State.WAIT, "loader").any()  # there is none
+    moving = draw.communication_shares(painted)
     assert list(moving[State.DISPATCH]) == [1, 1, 1, 1, 0, 0]
     assert not moving[State.DELIVER].any()
 
@@ -357,14 +350,23 @@ def test_tiles_and_their_waits_are_told_by_number():
     assert list(vars(first).values()) == pytest.approx([0, 1, 1, 7.5, 0.75, 0.5, 0.25], **near)
     assert list(vars(second).values()) == pytest.approx([1, 0.5, 11, 10, 2, 0, 0], **near)
     assert isinstance(first, Round)
-    work = {one.name: one for one in all_work(events, kinds)}
+    work = durations(events, kinds, State.GEMM0, State.GEMM1, State.EPILOGUE)
     assert list(work) == ["kGemm0", "kGemm1", "kEpilogue1"]
-    assert work["kGemm0"] == Work("kGemm0", 2, pytest.approx((6.3, 7.5, 8.7), **near))
-    assert work["kEpilogue1"].durations == pytest.approx((1.5, 1.5, 1.5), **near)
-    waits = {one.name: one for one in all_waits(events, kinds)}
-    assert list(waits) == ["kProcessorHandover", "kLoaderStage", "kProcessorStage"]
-    assert waits["kLoaderStage"] == Waits("kLoaderStage", 1, pytest.approx(7, **near))
-    assert waits["kProcessorHandover"].time == pytest.approx(0.25 + 0.5 + 7.5, **near)
+    assert sorted(work["kGemm0"]) == pytest.approx([6, 9], **near)
+    assert work["kEpilogue1"] == pytest.approx([1.5], **near)
+    waits = durations(events, kinds, State.WAIT)
+    assert waits.keys() == {"kProcessorHandover", "kLoaderStage", "kProcessorStage"}
+    assert waits["kLoaderStage"] == pytest.approx([7], **near)
+    printed = summary(launch)  # there is one CTA
+    tables = [
+        printed.index(title) + 2 for title in printed if title.startswith(("| work", "| wait"))
+    ]
+    assert printed[tables[0]] == "| Gemm0 | 2.0 | 6.30 | 7.50 | 8.70 |"
+    assert printed[tables[1] :] == [  # the longest first
+        "| ProcessorHandover | 3.0 | 8.2 |",
+        "| LoaderStage | 1.0 | 7.0 |",
+        "| ProcessorStage | 3.0 | 3.5 |",
+    ]
     end = ending(events, kinds)
     assert end.products == pytest.approx((21, 21, 21), **near)  # there is one CTA
     assert (end.finisher, end.launch) == pytest.approx((23, 29), **near)

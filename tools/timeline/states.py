@@ -101,38 +101,47 @@ def actors_of_warps(events: Events, kinds: Kinds) -> dict[tuple[int, int], str]:
 NOTHING = -1
 
 
-def paint(
-    events: Events, kinds: Kinds, rows: Mapping[tuple[int, int], int], times: NDArray[np.float64]
-) -> NDArray[np.int8]:
-    """Paints which warp was in which state at some moments.
+@dataclass(frozen=True)
+class Painted:
+    """What the warps of a rank do at some moments.
+
+    Attributes:
+        warps: CTA, warp and role of every row, ascending.
+        states: ``[warps, times]`` int8, each state's position in :class:`State`, or ``NOTHING``.
+    """
+
+    warps: list[tuple[int, int, str]]
+    states: NDArray[np.int8]
+
+    def share(self, state: State, actor: str) -> NDArray[np.float64]:
+        """The share of a role's warps that is in a state, over time."""
+        rows = [row for row, (_, _, name) in enumerate(self.warps) if name == actor]
+        found: NDArray[np.float64] = (self.states[rows] == list(State).index(state)).sum(axis=0)
+        return found / max(len(rows), 1)
+
+
+def paint(events: Events, kinds: Kinds, times: NDArray[np.float64]) -> Painted:
+    """Paints what every warp of a rank does at some moments.
 
     A wait lies inside the work that it interrupts, and hides it.
 
     Args:
         events: One rank's events.
         kinds: The launch's kinds of events.
-        rows: CTA and warp of each row of the result.
-        times: Ascending and equally spaced, microseconds.
-
-    Returns:
-        ``[rows, times]``, the state's position in :class:`State`, or ``NOTHING``.
+        times: Ascending, microseconds.
     """
-    painted = np.full((len(set(rows.values())), len(times)), NOTHING, dtype=np.int8)
+    actors = sorted(actors_of_warps(events, kinds).items())
+    rows = {pair: row for row, (pair, _) in enumerate(actors)}
+    states = np.full((len(rows), len(times)), NOTHING, dtype=np.int8)
     code = {state: number for number, state in enumerate(State)}
-    states = {int(k): kinds.state(int(k)) for k in np.unique(events.kind)}
+    state_of = {int(k): kinds.state(int(k)) for k in np.unique(events.kind)}
     begin = np.searchsorted(times, events.begin)
     end = np.searchsorted(times, events.end)
     for is_inner in (False, True):
         for at in np.flatnonzero(end > begin):
-            state = states[int(events.kind[at])]
-            row = rows.get((int(events.cta[at]), int(events.warp[at])))
-            if state is None or row is None or (state is State.WAIT) != is_inner:
+            state = state_of[int(events.kind[at])]
+            if state is None or (state is State.WAIT) != is_inner:
                 continue
-            painted[row, begin[at] : end[at]] = code[state]
-    return painted
-
-
-def share(painted: NDArray[np.int8], state: State) -> NDArray[np.float64]:
-    """Share of the rows in a state over time."""
-    found: NDArray[np.float64] = (painted == list(State).index(state)).mean(axis=0)
-    return found
+            row = rows[int(events.cta[at]), int(events.warp[at])]
+            states[row, begin[at] : end[at]] = code[state]
+    return Painted([(cta, warp, actor) for (cta, warp), actor in actors], states)

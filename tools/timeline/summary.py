@@ -1,6 +1,5 @@
 """Tells in numbers where a launch's time goes: rounds of tiles, work, waits, and the end."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,36 +33,6 @@ class Round:
     waited: float
     gap: float
     handover: float
-
-
-@dataclass(frozen=True)
-class Work:
-    """All products or epilogues of one kind. Durations are in microseconds.
-
-    Attributes:
-        name: The role's name.
-        count: Per CTA, of all warps: each warp of a processor has its own.
-        durations: The 10th, 50th and 90th percentile.
-    """
-
-    name: str
-    count: float
-    durations: tuple[float, float, float]
-
-
-@dataclass(frozen=True)
-class Waits:
-    """All waits of one kind, per CTA.
-
-    Attributes:
-        name: The role's name.
-        count: How many that the kernel found worth a stamp.
-        time: Microseconds, of all warps together.
-    """
-
-    name: str
-    count: float
-    time: float
 
 
 @dataclass(frozen=True)
@@ -136,36 +105,13 @@ def rounds(events: Events, kinds: Kinds) -> list[Round]:
     return found
 
 
-def _by_role(
-    events: Events, kinds: Kinds, *states: State
-) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """The durations of each role's events in some states, of roles that have any."""
-    for kind in kinds.of(*states):
-        has = events.kind == kind
-        if has.any():
-            yield kinds.names[kind], (events.end - events.begin)[has]
-
-
-def all_work(events: Events, kinds: Kinds) -> list[Work]:
-    """The products and epilogues of one rank by role, in the order of their numbers."""
-    num_ctas = len(np.unique(events.cta))
-    found = []
-    for name, durations in _by_role(events, kinds, *PRODUCTS, State.EPILOGUE):
-        low, median, high = np.percentile(durations, [10, 50, 90])
-        found.append(
-            Work(name, len(durations) / num_ctas, (float(low), float(median), float(high)))
-        )
-    return found
-
-
-def all_waits(events: Events, kinds: Kinds) -> list[Waits]:
-    """The waits of one rank by role, longest first."""
-    num_ctas = len(np.unique(events.cta))
-    found = [
-        Waits(name, len(durations) / num_ctas, float(durations.sum()) / num_ctas)
-        for name, durations in _by_role(events, kinds, State.WAIT)
-    ]
-    return sorted(found, key=lambda waits: -waits.time)
+def durations(events: Events, kinds: Kinds, *states: State) -> dict[str, NDArray[np.float64]]:
+    """Microseconds of all events of one rank in some states, by role, in the roles' order."""
+    found = {
+        kinds.names[kind]: (events.end - events.begin)[events.kind == kind]
+        for kind in kinds.of(*states)
+    }
+    return {name: lengths for name, lengths in found.items() if len(lengths)}
 
 
 def ending(events: Events, kinds: Kinds) -> Ending:
@@ -208,17 +154,15 @@ def summary(launch: LaunchTrace) -> list[str]:
             f"{one.waited:.2f} | {one.gap:.2f} | {one.handover:.2f} |"
             for one in rounds(events, kinds)
         ]
+        num_ctas = len(np.unique(events.cta))
         lines += ["", "| work | a CTA | 10 % | median | 90 % |"]
         lines += ["| --- | --- | --- | --- | --- |"]
-        lines += [
-            f"| {work.name.removeprefix('k')} | {work.count:.1f} | "
-            + " | ".join(f"{duration:.2f}" for duration in work.durations)
-            + " |"
-            for work in all_work(events, kinds)
-        ]
+        for name, lengths in durations(events, kinds, *PRODUCTS, State.EPILOGUE).items():
+            shown = " | ".join(f"{length:.2f}" for length in np.percentile(lengths, [10, 50, 90]))
+            lines.append(f"| {name.removeprefix('k')} | {len(lengths) / num_ctas:.1f} | {shown} |")
         lines += ["", "| wait | a CTA | its time |", "| --- | --- | --- |"]
-        lines += [
-            f"| {waits.name.removeprefix('k')} | {waits.count:.1f} | {waits.time:.1f} |"
-            for waits in all_waits(events, kinds)
-        ]
+        waits = durations(events, kinds, State.WAIT)
+        for name in sorted(waits, key=lambda name: -waits[name].sum()):
+            count, time = len(waits[name]) / num_ctas, waits[name].sum() / num_ctas
+            lines.append(f"| {name.removeprefix('k')} | {count:.1f} | {time:.1f} |")
     return lines

@@ -39,12 +39,14 @@ class Layout:
 class Case:
     """One training run.
 
-    ``config``, ``ddp`` and ``optimizer`` override fields of Megatron's configurations. The last
-    rank writes the layers' metrics to ``metrics_to``. ``settings`` are flashmoe's.
+    ``config``, ``ddp`` and ``optimizer`` override fields of Megatron's configurations, ``later``
+    those of its TransformerConfig once Megatron has checked it. The last rank writes the layers'
+    metrics to ``metrics_to``. ``settings`` are flashmoe's.
     """
 
     layout: Layout
     config: dict[str, Any] = field(default_factory=dict)
+    later: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     iterations: int = 3
     micro_batches: int = 2
@@ -214,6 +216,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
 
     forget_metrics()
     config = transformer_config(case.layout, dispatcher, **case.config)
+    vars(config).update(case.later)
     chunks = [_in_half(config, chunk) for chunk in build_model(config, case.layout)]
     # Megatron's own fusion is a CUDA extension that its linears ask for when they are built; the
     # routed experts ask the configuration at each call.
@@ -392,13 +395,15 @@ def _batches(case: Case, iteration: int) -> Iterator[torch.Tensor]:
         yield (uniform.pow(3) * VOCABULARY).long()
 
 
-def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
     tokens = next(batches)
     position = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
     mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
     labels = tokens[:, 1:].contiguous()
-    output = model(tokens[:, :-1].contiguous(), position, mask, labels=labels)
-    return output, _loss
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    return forward(tokens[:, :-1].contiguous(), position, mask, labels=labels), _loss
 
 
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -107,9 +107,11 @@ def test_latent_experts_match_alltoall(
             assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
 
 
-def test_latent_experts_are_none_of_a_megakernels(two_ranks: RankPool) -> None:
-    for said in two_ranks.run(latent_megakernel):
-        assert re.search(r"--moe-latent-size 64 .*: use --moe-token-dispatcher-type flashmoe", said)
+@pytest.mark.parametrize("name", ["moe_latent_size", "overlap_moe_expert_parallel_comm"])
+def test_what_a_megakernel_cannot_honour(name: str, two_ranks: RankPool) -> None:
+    flag = "--" + name.replace("_", "-")
+    for said in two_ranks.run(refused_megakernel, name):
+        assert re.search(rf"{flag} .*: use --moe-token-dispatcher-type flashmoe", said)
 
 
 def test_a_replayed_routing_is_executed(two_ranks: RankPool) -> None:
@@ -347,11 +349,12 @@ def megakernel(group: dist.ProcessGroup) -> tuple[float, list[str]]:
     return float((got - want).detach().abs().max()), list(backend.state_dict())
 
 
-def latent_megakernel(group: dist.ProcessGroup) -> str:
-    """What is said against latent experts behind the megakernel interface."""
+def refused_megakernel(group: dist.ProcessGroup, name: str) -> str:
+    """What is said against a setting behind the megakernel interface."""
     prepare(Layout(expert=2))
-    config = transformer_config(Layout(expert=2), "flashmoe", moe_latent_size=64)
-    return refusal_of(megakernel_of, make_layer(config))
+    layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
+    setattr(layer.config, name, 64)
+    return refusal_of(megakernel_of, layer)
 
 
 def main_grads(group: dist.ProcessGroup) -> None:

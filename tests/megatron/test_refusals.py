@@ -42,11 +42,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "--moe-shared-expert-overlap",
         "leave it out",
     ),
-    (
-        {"overlap_moe_expert_parallel_comm": True},
-        "--overlap-moe-expert-parallel-comm",
-        "leave it out",
-    ),
     ({"delay_wgrad_compute": True}, "--delay-wgrad-compute", "leave it out"),
     (
         {"moe_apply_probs_on_input": True, "moe_router_topk": 1},

@@ -28,6 +28,8 @@ TOLERANCE = 1e-5
 EP2_DP2 = Layout(expert=2)
 EP4 = Layout(expert=4)
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OVERLAPPED = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
+"""Megatron wants half precision; the tests compute in float32, which tells more."""
 
 CASES = {
     "ep2_dp2": Case(EP2_DP2),
@@ -87,6 +89,12 @@ CASES = {
     "biases_tp2_ep2": Case(Layout(expert=2, tensor=2), config={"add_bias_linear": True}),
     "pp2_ep2": Case(Layout(expert=2, pipeline=2), ddp=OVERLAP),
     "pp2_vpp2_ep2": Case(Layout(expert=2, pipeline=2, virtual=2), micro_batches=4),
+    "overlapped_pp2_vpp2_ep2": Case(
+        Layout(expert=2, pipeline=2, virtual=2),
+        config=OVERLAPPED,
+        later={"bf16": False},
+        micro_batches=4,
+    ),
     "tp2_ep2": Case(Layout(expert=2, tensor=2)),
     "tp2_ep4_both_overlaps": Case(Layout(expert=4, tensor=2), ddp=OVERLAP),
 }
@@ -140,6 +148,39 @@ def test_norms_that_are_recomputed_match_alltoall(keep: str, two_ranks: RankPool
     )
     for stock, fused in two_ranks.run(train_both, case):
         assert fused.keeps == {keep}
+        assert_same(fused, stock)
+
+
+@pytest.mark.parametrize(
+    ("keep", "config"),
+    [
+        ("all", {}),
+        ("inputs", {}),
+        ("preactivations", {}),
+        ("preactivations", {"moe_shared_expert_intermediate_size": 64}),
+        ("preactivations", {"hidden_size": 128, "moe_latent_size": 64}),
+        (
+            "preactivations",
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        ),
+    ],
+    ids=str,
+)
+def test_overlapped_micro_batches_match_alltoall(
+    keep: str, config: dict[str, Any], two_ranks: RankPool
+) -> None:
+    """Megatron frees storage between a layer's nodes; what a launch keeps has to outlive that."""
+    case = Case(
+        Layout(expert=2),
+        config={**OVERLAPPED, **config},
+        later={"bf16": False},
+        ddp=OVERLAP,
+        micro_batches=4,
+        settings={"keep": keep},
+    )
+    for stock, fused in two_ranks.run(train_both, case):
+        assert fused.keeps == {keep}
+        assert fused.fused_calls > 0
         assert_same(fused, stock)
 
 

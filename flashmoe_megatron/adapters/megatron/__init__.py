@@ -18,6 +18,8 @@ _PATCHES = (
     ("core.transformer.moe.moe_layer", "layer", "patch_layer"),
     ("core.transformer.moe.moe_utils", "fixes", "define_te_general_gemm"),
     ("core.distributed.param_and_grad_buffer", "grad_reduce", "patch_buckets"),
+    ("core.models.gpt.fine_grained_callables", "schedule", "patch_schedule"),
+    ("core.models.common.utils", "schedule", "patch_schedule"),
     ("core.datasets.utils", "fixes", "keep_built_helpers"),
     ("training.arguments", "arguments", "patch_arguments"),
     ("training.checkpointing", "checkpoints", "patch_checkpointing"),

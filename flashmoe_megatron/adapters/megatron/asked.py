@@ -10,6 +10,9 @@ from typing import Any
 ROW_BOUND = "moe_expert_rank_capacity_factor"
 """Megatron's own name of the row bound: it has the same measure, the mean number of rows."""
 
+OVERLAP = "overlap_moe_expert_parallel_comm"
+"""Megatron's schedule that runs one micro-batch's forward beside another's backward."""
+
 Asks = Callable[[Any], bool]
 """Whether a configuration asks for something."""
 

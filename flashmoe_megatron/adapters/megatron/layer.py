@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.asked import ROW_BOUND
+from flashmoe_megatron.adapters.megatron.asked import OVERLAP, ROW_BOUND
 from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
+from flashmoe_megatron.adapters.megatron.schedule import check_schedule
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
     STOCK_DISPATCHER_TYPE,
@@ -48,7 +49,10 @@ def _checked_post_init(original: Function) -> Function:
             from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 
             refuse(self, CONFIG_REFUSALS)
-            with _unseen(self, ROW_BOUND):
+            shown = {ROW_BOUND: None}
+            if getattr(self, OVERLAP, False):
+                shown["moe_token_dispatcher_type"] = STOCK_DISPATCHER_TYPE
+            with _showing(self, shown):
                 original(self)
         else:
             original(self)
@@ -57,11 +61,14 @@ def _checked_post_init(original: Function) -> Function:
 
 
 @contextlib.contextmanager
-def _unseen(config: Any, *names: str) -> Iterator[None]:
-    """Hides settings from Megatron's checks, which allow them for its own dispatchers alone."""
-    held = {name: getattr(config, name) for name in names if getattr(config, name, None)}
+def _showing(config: Any, shown: dict[str, Any]) -> Iterator[None]:
+    """Shows Megatron's checks other values of settings that they allow its own dispatchers alone.
+
+    Settings that a release does not know are left alone.
+    """
+    held = {name: getattr(config, name) for name in shown if hasattr(config, name)}
     for name in held:
-        setattr(config, name, None)
+        setattr(config, name, shown[name])
     try:
         yield
     finally:
@@ -87,6 +94,8 @@ def _flashmoe_init(original: Function) -> Function:
 
         # A configuration can be changed after it was made, so it is checked again.
         refuse(config, CONFIG_REFUSALS)
+        if getattr(config, OVERLAP, False):
+            check_schedule()
         config.moe_token_dispatcher_type = STOCK_DISPATCHER_TYPE
         try:
             original(self, *args, **kwargs)

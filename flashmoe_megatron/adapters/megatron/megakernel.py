@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from flashmoe_megatron.adapters.megatron.asked import OVERLAP
 from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
 from flashmoe_megatron.errors import ConfigError
@@ -52,12 +53,13 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         refuse(config, CONFIG_REFUSALS)
-        if getattr(config, "moe_latent_size", None):
-            raise ConfigError(
-                f"--moe-latent-size {config.moe_latent_size} cannot be honoured by this backend, "
-                "which gets tokens of one width for the routed and the shared experts: use "
-                "--moe-token-dispatcher-type flashmoe"
-            )
+        for name in ("moe_latent_size", OVERLAP):
+            if getattr(config, name, None):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} cannot be honoured behind the megakernel "
+                    "interface, which has one call for routed and shared experts: use "
+                    "--moe-token-dispatcher-type flashmoe"
+                )
         wanted = config.num_moe_experts // dist.get_world_size(ep_group)
         if num_local_experts != wanted:
             raise ConfigError(

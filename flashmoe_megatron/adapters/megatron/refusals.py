@@ -108,12 +108,6 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "leave it out, the shared expert then runs before the routed ones",
     ),
     Refusal(
-        "overlap_moe_expert_parallel_comm",
-        "--overlap-moe-expert-parallel-comm",
-        is_set("overlap_moe_expert_parallel_comm"),
-        "leave it out, the kernel overlaps communication with computation itself",
-    ),
-    Refusal(
         "overlap_dispatch_backward_with_experts_wgrad",
         "--overlap-dispatch-backward-with-experts-wgrad",
         is_set("overlap_dispatch_backward_with_experts_wgrad"),

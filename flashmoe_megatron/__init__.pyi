@@ -9,6 +9,8 @@ from flashmoe_megatron.backend import WeightGrad as WeightGrad
 from flashmoe_megatron.config import Activation as Activation
 from flashmoe_megatron.config import MoEConfig as MoEConfig
 from flashmoe_megatron.config import align_capacity as align_capacity
+from flashmoe_megatron.data_parallel import expert_parameters as expert_parameters
+from flashmoe_megatron.data_parallel import prepare_for_ddp as prepare_for_ddp
 from flashmoe_megatron.errors import ConfigError as ConfigError
 from flashmoe_megatron.errors import DeviceError as DeviceError
 from flashmoe_megatron.errors import FlashMoEError as FlashMoEError

@@ -26,6 +26,7 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.options import BackendOptions, FrameworkOptions, add_flags
 from flashmoe_megatron.telemetry.calibration import (
@@ -69,7 +70,7 @@ def measure(
     Raises:
         ConfigError: The layer is not on 2 ranks.
     """
-    config, weight = layer.config, layer.fc1
+    config, weight = layer.config, local_part(layer.fc1)
     group, device = dist.group.WORLD, weight.device
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (num_tokens, config.num_experts)
@@ -77,8 +78,8 @@ def measure(
     routing_map = torch.zeros(shape, dtype=torch.bool).scatter_(1, chosen, True).to(device)
     probs = routing_map.float() / config.topk
     x = torch.randn(num_tokens, config.hidden, generator=generator).to(weight).requires_grad_()
-    weights = ExpertWeights((layer.fc1,), (layer.fc2,))
-    parameters = (*weights.fc1, *weights.fc2)
+    parameters = [local_part(one).detach().requires_grad_() for one in (layer.fc1, layer.fc2)]
+    weights = ExpertWeights((parameters[0],), (parameters[1],))
     if grads == "main_grad":
         for parameter in parameters:
             main_grad = torch.zeros_like(parameter, dtype=torch.float32)

@@ -1,18 +1,22 @@
 """The layer from plain PyTorch: token choices in, mixed tokens out."""
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.checks import TOKEN_DTYPES, check_readable, check_router_weight
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
+from flashmoe_megatron.expert_group import ExpertGroup, local_part
 from flashmoe_megatron.options import BackendKind
 from flashmoe_megatron.router import RouterConfig, open_router
 from flashmoe_megatron.select import select_backend
@@ -139,20 +143,29 @@ def moe_router_forward(
     return RouterOutput(out, probs, logits, opened.routing_map)
 
 
+RANK_BUFFER = "expert_rank"
+"""The name of a layer's buffer with its rank, which an engine that makes ranks equal overwrites."""
+
+PREPARE = "DistributedDataParallel(flashmoe_megatron.prepare_for_ddp(model))"
+
+
 class FlashMoELayer(nn.Module):
     """A mixture-of-experts layer whose experts are spread over a process group.
 
     Expert ``e`` lives on rank ``e // config.num_local_experts``. Construction and every call are
     collective over the group. Gradients of experts are plain sums over the tokens of all ranks;
-    averaging them over data-parallel replicas is the caller's part, as is the router's gradient.
+    averaging them over data-parallel replicas is the part of whoever trains the model, as is the
+    router's gradient: see :func:`~flashmoe_megatron.data_parallel.prepare_for_ddp`.
 
     Attributes:
         config: The layer's shape.
         backend: What computes it; may be given to further layers of the same shape.
-        fc1: The local experts' ``[num_local_experts, fc1_rows, hidden]`` parameter.
-        fc2: Their ``[num_local_experts, hidden, intermediate]`` parameter.
-        fc1_bias: Their ``[num_local_experts, fc1_rows]`` parameter, ``None`` without ``bias``.
-        fc2_bias: Their ``[num_local_experts, hidden]`` parameter, ``None`` without ``bias``.
+        expert_group: The ranks that the experts are spread over.
+        fc1: The experts' ``[num_experts, fc1_rows, hidden]`` parameter. On several ranks this and
+            the following are DTensors of which each rank has the part of its own experts.
+        fc2: Their ``[num_experts, hidden, intermediate]`` parameter.
+        fc1_bias: Their ``[num_experts, fc1_rows]`` parameter, ``None`` without ``bias``.
+        fc2_bias: Their ``[num_experts, hidden]`` parameter, ``None`` without ``bias``.
         router: ``nn.Linear(hidden, num_experts)`` without bias, or ``None``.
     """
 
@@ -163,7 +176,7 @@ class FlashMoELayer(nn.Module):
         self,
         config: MoEConfig,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         backend: BackendKind | Backend = "auto",
@@ -177,7 +190,8 @@ class FlashMoELayer(nn.Module):
 
         Args:
             config: The layer's shape.
-            group: The expert-parallel group, ``None`` for one rank.
+            group: The expert-parallel group, ``None`` for one rank; as a mesh of one dimension
+                where FSDP is to shard the experts over another dimension of the same mesh.
             device: Where the layer lives; by default the current GPU, or the CPU without one.
             dtype: The dtype of tokens and parameters: bfloat16 or float16; on the reference also
                 float32 or float64.
@@ -203,8 +217,11 @@ class FlashMoELayer(nn.Module):
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if fuse_router and not router:
             raise ConfigError("fuse_router=True without a router: wanted router=True")
+        self.expert_group = ExpertGroup(group)
         if isinstance(backend, str):
-            backend = select_backend(config, group, device, kind=backend, **options)
+            backend = select_backend(
+                config, self.expert_group.group, device, kind=backend, **options
+            )
         elif options:
             raise ConfigError(
                 f"{', '.join(options)} beside a backend that is given: wanted its own"
@@ -219,17 +236,17 @@ class FlashMoELayer(nn.Module):
         self.backend = backend
         self.check_routing = check_routing
         self.fuse_router = fuse_router
-        self._rank = 0 if group is None else dist.get_rank(group)
 
         def make(*shape: int) -> nn.Parameter:
-            return nn.Parameter(
-                torch.empty(config.num_local_experts, *shape, device=device, dtype=dtype)
-            )
+            local = torch.empty(config.num_local_experts, *shape, device=device, dtype=dtype)
+            return self.expert_group.parameter(local)
 
         self.fc1 = make(config.fc1_rows, config.hidden)
         self.fc2 = make(config.hidden, config.intermediate)
         self.register_parameter("fc1_bias", make(config.fc1_rows) if bias else None)
         self.register_parameter("fc2_bias", make(config.hidden) if bias else None)
+        self.register_buffer(RANK_BUFFER, torch.empty((), device=device), persistent=False)
+        self._is_checked = False
         self.router = (
             nn.Linear(config.hidden, config.num_experts, bias=False, device=device, dtype=dtype)
             if router
@@ -244,9 +261,10 @@ class FlashMoELayer(nn.Module):
         Every rank draws all experts and keeps its own: one seed gives one model, whatever the
         number of ranks.
         """
+        self._write_rank()
         if self.router is not None:
             _draw(self.router.weight, self.config.hidden)
-        first = self._rank * self.config.num_local_experts
+        first = self.expert_group.rank * self.config.num_local_experts
         for expert in range(self.config.num_experts):
             local_expert = expert - first
             is_local = 0 <= local_expert < self.config.num_local_experts
@@ -257,7 +275,7 @@ class FlashMoELayer(nn.Module):
                 (self.fc2_bias, self.config.intermediate),
             ):
                 if parameters is not None:
-                    target = parameters[local_expert if is_local else 0]
+                    target = local_part(parameters)[local_expert if is_local else 0]
                     _draw(target if is_local else torch.empty_like(target), fan_in)
 
     def forward(
@@ -279,10 +297,13 @@ class FlashMoELayer(nn.Module):
             Like ``x``.
 
         Raises:
-            ConfigError: Only one of the two choices is given, or none without a router.
+            ConfigError: Only one of the two choices is given, or none without a router; or the
+                experts were overwritten with another rank's, as DistributedDataParallel does.
             ShapeError: A tensor is not what the layer was built for.
             RoutingError: As in :func:`moe_forward`.
         """
+        if not self._is_checked:
+            self._check_experts()
         check_readable("x", x)
         if x.dim() < 2 or x.shape[-1] != self.config.hidden:
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [..., {self.config.hidden}]")
@@ -295,10 +316,10 @@ class FlashMoELayer(nn.Module):
         if (topk_idx is None) != (topk_weight is None):
             raise ConfigError("topk_idx and topk_weight: give both or none")
         weights = ExpertWeights(
-            fc1=(self.fc1,),
-            fc2=(self.fc2,),
-            fc1_bias=() if self.fc1_bias is None else (self.fc1_bias,),
-            fc2_bias=() if self.fc2_bias is None else (self.fc2_bias,),
+            fc1=(local_part(self.fc1),),
+            fc2=(local_part(self.fc2),),
+            fc1_bias=() if self.fc1_bias is None else (local_part(self.fc1_bias),),
+            fc2_bias=() if self.fc2_bias is None else (local_part(self.fc2_bias),),
         )
         number = launch_number(0, is_training=self.training)
         if topk_idx is None or topk_weight is None:
@@ -306,7 +327,7 @@ class FlashMoELayer(nn.Module):
                 routed = moe_router_forward(
                     tokens, self.router.weight, weights, backend=self.backend, layer=number
                 )
-                return routed.out.view(x.shape)
+                return _shaped(routed.out, x)
             topk_idx, topk_weight = self.route(tokens)
         out = moe_forward(
             tokens,
@@ -317,7 +338,57 @@ class FlashMoELayer(nn.Module):
             check_routing=self.check_routing,
             layer=number,
         )
-        return out.view(x.shape)
+        return _shaped(out, x)
+
+    def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The names and parameters of the experts, without the router's."""
+        for name in ("fc1", "fc2", "fc1_bias", "fc2_bias"):
+            parameter = getattr(self, name)
+            if parameter is not None:
+                yield name, parameter
+
+    def _check_experts(self) -> None:
+        """Refuses experts that are, or are about to be, another rank's; waits for the device."""
+        model = DistributedDataParallel._active_ddp_module
+        if model is not None:
+            shared = set(dist.get_process_group_ranks(model.process_group))
+            names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+            if len(shared.intersection(self.expert_group.ranks)) > 1 and any(
+                names[id(parameter)] not in model.parameters_to_ignore
+                for _, parameter in self.expert_parameters()
+            ):
+                raise ConfigError(
+                    "DistributedDataParallel makes the experts of all ranks those of rank 0: wrap "
+                    f"the model by {PREPARE}"
+                )
+        rank = int(self.get_buffer(RANK_BUFFER).item())
+        if rank != self.expert_group.rank:
+            raise ConfigError(
+                f"rank {self.expert_group.rank} has the experts of rank {rank}: wanted an engine "
+                "that leaves out what flashmoe_megatron.expert_parameters(model) gives; for "
+                f"DistributedDataParallel, {PREPARE}"
+            )
+        self._is_checked = True
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Takes the own part of plain tensors of all experts, and refuses those of other parts."""
+        for name, parameter in self.expert_parameters():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor):
+                loaded = self.expert_group.like(parameter, given, prefix + name)
+                state_dict = {**state_dict, prefix + name: loaded}
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FlashMoELayer":
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._write_rank()  # to_empty, which comes here, leaves any number
+        return self
+
+    @torch.no_grad()
+    def _write_rank(self) -> None:
+        self.get_buffer(RANK_BUFFER).fill_(self.expert_group.rank)
 
     def extra_repr(self) -> str:
         """The layer's shape, ranks, backend and dtype, for ``repr(layer)``."""
@@ -326,7 +397,7 @@ class FlashMoELayer(nn.Module):
             f"hidden={config.hidden}, intermediate={config.intermediate}, "
             f"num_experts={config.num_experts}, topk={config.topk}, "
             f"activation={config.activation.value}, gated={config.gated}, "
-            f"rank {self._rank} of {config.num_ranks}, "
+            f"rank {self.expert_group.rank} of {config.num_ranks}, "
             f"backend={type(self.backend).__name__}, dtype={self.fc1.dtype}"
         )
 
@@ -351,6 +422,15 @@ class FlashMoELayer(nn.Module):
             logits = nn.functional.linear(tokens.float(), self.router.weight.float())
         top = logits.topk(self.config.topk, dim=1)
         return top.indices, top.values.softmax(dim=1)
+
+
+def _shaped(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The output in the shape of the tokens, and no view: FSDP's hooks warn of these."""
+    if out.shape == x.shape:
+        return out
+    shaped = torch.ops.aten._unsafe_view.default(out, x.shape)
+    assert isinstance(shaped, torch.Tensor)
+    return shaped
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -31,10 +31,11 @@ PYTHON = [
     ["telemetry", "router"],
     ["options"],
     ["backend"],
-    ["checks", "weights"],
+    ["checks", "expert_group", "weights"],
     ["kernel", "reference"],
     ["select", "autograd"],
     ["layer"],
+    ["data_parallel"],
     ["adapters"],
     ["autoload", "calibrate", "deepspeed", "run"],
 ]

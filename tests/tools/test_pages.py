@@ -51,7 +51,7 @@ def check_on_two_ranks(program: Path) -> None:
 
 
 def test_the_layer_of_the_package_page(tmp_path: Path) -> None:
-    (source,) = blocks(PACKAGE / "README.md", "python")
+    source = blocks(PACKAGE / "README.md", "python")[0]
     program = tmp_path / "program.py"
     program.write_text(source.replace("2048", "64") + BEHIND_BOTH)  # fewer tokens, less time
     check_on_two_ranks(program)

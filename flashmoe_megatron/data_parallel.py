@@ -1,0 +1,191 @@
+"""Models with expert-parallel layers under DistributedDataParallel.
+
+DistributedDataParallel gives every rank the parameters of rank 0 and averages gradients over all
+ranks. Both are wrong for experts, which differ between the ranks of an expert-parallel group; their
+replicas are in the other groups.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flashmoe_megatron.backend import OfGroup
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.expert_group import local_part
+from flashmoe_megatron.layer import PREPARE, RANK_BUFFER, FlashMoELayer
+
+
+def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that the ranks of an expert-parallel group do not share.
+
+    Engines for data parallelism have to leave them out of what they make equal on all ranks.
+
+    Yields:
+        The names, as ``model.named_parameters()`` has them, and the parameters.
+    """
+    for name, layer in _spread_layers(model):
+        for own, parameter in layer.expert_parameters():
+            yield f"{name}.{own}" if name else own, parameter
+
+
+def prepare_for_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Makes DistributedDataParallel train a model with expert-parallel layers right.
+
+    Use it on the module that is wrapped: ``DistributedDataParallel(prepare_for_ddp(model))``.
+    Collective over all ranks.
+
+    Experts are made equal on their replicas, as other parameters are on all ranks. Their gradients
+    are summed over the tokens of all ranks and divided by the number of ranks, at the end of a
+    backward and in a fixed order, in the dtype that they have; within ``no_sync`` they are not
+    reduced.
+
+    Args:
+        model: What will be wrapped, with its parameters on their devices.
+        group: The group that DistributedDataParallel will get, by default all ranks.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: Ranks have other layers, or the expert-parallel groups do not divide the ranks
+            evenly.
+    """
+    layers = list(_spread_layers(model))
+    ignored = [name for name, _ in expert_parameters(model)]
+    ignored += [f"{name}.{RANK_BUFFER}" if name else RANK_BUFFER for name, _ in layers]
+    ignored += [name for name in getattr(model, _IGNORED, ()) if name not in ignored]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(  # type: ignore[no-untyped-call]
+        model, ignored
+    )
+    by_ranks = defaultdict(list)
+    for _, layer in layers:
+        if not any(isinstance(hook, _Reducer) for hook in layer._forward_pre_hooks.values()):
+            by_ranks[layer.expert_group.ranks].append(layer)
+    group = group or dist.distributed_c10d._get_default_group()
+    for ranks, replicas in _make_replica_groups(list(by_ranks), group).items():
+        _Reducer(by_ranks[ranks], replicas)
+    return model
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""Where DistributedDataParallel reads names from, of the module that it wraps alone."""
+
+
+class _Reducer(OfGroup):
+    """Reduces the gradients of the experts of some layers over their replicas.
+
+    Args:
+        layers: They share an expert-parallel group.
+        replicas: The ranks that have the same experts.
+    """
+
+    def __init__(self, layers: list[FlashMoELayer], replicas: dist.ProcessGroup) -> None:
+        self._parameters = [one for layer in layers for _, one in layer.expert_parameters()]
+        self._num_ranks = len(layers[0].expert_group.ranks)
+        self._num_replicas = dist.get_world_size(replicas)
+        self._group = replicas
+        self._is_synchronous = False
+        self._accumulated: set[int] = set()
+        with torch.no_grad():
+            for parameter in self._parameters:
+                dist.broadcast(local_part(parameter), group=replicas, group_src=0)
+        for layer in layers:
+            layer.register_forward_pre_hook(self)
+        for parameter in self._parameters:
+            parameter.register_hook(self._divide)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._note
+            )
+
+    def __call__(self, layer: nn.Module, _: Any) -> None:
+        """Notes before a layer's forward whether its backward is to reduce gradients."""
+        assert isinstance(layer, FlashMoELayer)
+        known = {id(parameter) for parameter in self._parameters}
+        if any(id(one) not in known for _, one in layer.expert_parameters()):
+            raise ConfigError(
+                "the layer is a copy of one that was prepared for DistributedDataParallel, or its "
+                f"parameters were replaced since: wanted {PREPARE} behind that"
+            )
+        model = DistributedDataParallel._active_ddp_module
+        if model is not None and torch.is_grad_enabled():
+            self._is_synchronous = bool(model.require_backward_grad_sync)
+
+    def _divide(self, grad: torch.Tensor) -> torch.Tensor:
+        """Makes a sum over the tokens of a group's ranks an average over these ranks.
+
+        An average over replicas is then one over all ranks. It may be taken again, of what has been
+        reduced and accumulated before, which a sum may not.
+        """
+        return grad / self._num_ranks
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        if not self._is_synchronous or self._num_replicas == 1:
+            return
+        if not self._accumulated:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._reduce)
+        self._accumulated.add(id(parameter))
+
+    def _reduce(self) -> None:
+        grads = [
+            local_part(parameter.grad)
+            for parameter in self._parameters
+            if id(parameter) in self._accumulated and parameter.grad is not None
+        ]
+        self._accumulated.clear()
+        for grad in grads:
+            grad.div_(self._num_replicas)
+        for work in [dist.all_reduce(grad, group=self._group, async_op=True) for grad in grads]:
+            work.wait()
+
+
+def _spread_layers(model: nn.Module) -> Iterator[tuple[str, FlashMoELayer]]:
+    for name, module in model.named_modules():
+        if isinstance(module, FlashMoELayer) and module.config.num_ranks > 1:
+            yield name, module
+
+
+def _make_replica_groups(
+    mine: list[tuple[int, ...]], group: dist.ProcessGroup
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The ranks that have the experts of this rank, for each of its expert-parallel groups.
+
+    All ranks make all groups in one order, which is the form that torch.distributed wants.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (tuple(dist.get_process_group_ranks(group)), mine))
+    problems = [_problem(members, everyone) for members in sorted({one[0] for one in everyone})]
+    if any(problems):
+        raise ConfigError("; ".join(filter(None, problems)))
+    found = {}
+    for members in sorted({one[0] for one in everyone}):
+        for index in range(len(everyone[members[0]][1])):
+            groups = sorted({everyone[rank][1][index] for rank in members})
+            for replicas in zip(*groups, strict=True):
+                made = dist.new_group(replicas)
+                if dist.get_rank() in replicas:
+                    found[mine[index]] = made
+    return found
+
+
+def _problem(members: tuple[int, ...], everyone: list[Any]) -> str | None:
+    """What is wrong with the expert-parallel groups of data-parallel ranks."""
+    counts = [len(everyone[rank][1]) for rank in members]
+    if len(set(counts)) > 1:
+        return (
+            f"ranks {members} have {counts} expert-parallel groups, wanted the same layers on all"
+        )
+    for index in range(counts[0]):
+        groups = sorted({everyone[rank][1][index] for rank in members})
+        covered = sorted(rank for one in groups for rank in one)
+        if covered != sorted(members) or len({len(one) for one in groups}) > 1:
+            return (
+                f"the expert-parallel groups are {groups}, wanted groups of one size that divide "
+                f"the data-parallel ranks {members}"
+            )
+    return None

@@ -1,0 +1,94 @@
+"""The ranks that a layer's experts are spread over, and its parameters on them."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from flashmoe_megatron.backend import OfGroup
+from flashmoe_megatron.errors import ConfigError
+
+
+class ExpertGroup(OfGroup):
+    """An expert-parallel group as the owner of experts sees it.
+
+    Attributes:
+        group: The process group, ``None`` for one rank.
+        rank: This process's rank in it.
+        ranks: Its processes' ranks among all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None) -> None:
+        """Takes a group or a mesh of one dimension.
+
+        Raises:
+            ConfigError: The mesh has several dimensions.
+        """
+        self._mesh: DeviceMesh | None = None
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ConfigError(
+                    f"the mesh of the experts has {group.ndim} dimensions, wanted one, as "
+                    'mesh["ep"] has'
+                )
+            self._mesh, group = group, group.get_group()
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+
+    def parameter(self, local: torch.Tensor) -> nn.Parameter:
+        """A parameter of all experts.
+
+        Args:
+            local: ``[num_local_experts, ...]``, this rank's experts.
+
+        Returns:
+            The tensor itself, or on several ranks the ``[num_experts, ...]`` DTensor that it is
+            this rank's part of, so that checkpoints tell whose experts are in them.
+        """
+        if len(self.ranks) == 1:
+            return nn.Parameter(local)
+        if self._mesh is None:
+            assert self.group is not None
+            kind = "cpu" if local.is_meta else local.device.type
+            self._mesh = DeviceMesh.from_group(self.group, kind)
+        return nn.Parameter(DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False))
+
+    def like(self, parameter: torch.Tensor, given: torch.Tensor, name: str) -> torch.Tensor:
+        """What a checkpoint gives, distributed as a parameter of this group is.
+
+        Args:
+            parameter: From :meth:`parameter`, possibly sharded further.
+            given: Its plain value of all experts, or distributed as the parameter.
+            name: For the message.
+
+        Raises:
+            ConfigError: It is some rank's part that does not say which, or a DTensor of more ranks.
+        """
+        if isinstance(given, DTensor):
+            if isinstance(parameter, DTensor):
+                return given
+            raise ConfigError(
+                f"{name} is a DTensor of {given.device_mesh.size()} ranks, wanted the plain "
+                "experts of one: call .full_tensor(), or load with torch.distributed.checkpoint"
+            )
+        if not isinstance(parameter, DTensor):
+            return given
+        if given.shape != parameter.shape:
+            raise ConfigError(
+                f"{name} has shape {tuple(given.shape)} and does not say whose experts it has, "
+                f"wanted all in {tuple(parameter.shape)}, or the DTensors of a state_dict on "
+                f"{len(self.ranks)} ranks"
+            )
+        return distribute_tensor(
+            given.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,
+        )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's experts of a parameter or gradient; differentiable."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,216 @@
+"""Expert-parallel layers in models that DistributedDataParallel trains."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flashmoe_megatron.data_parallel import expert_parameters, prepare_for_ddp
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.expert_group import local_part
+from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.reference.oracle import assert_close
+from tests.distributed import RankPool
+from tests.unit import cases
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    """Two processes that are all there are, since groups are made by all together."""
+    with contextlib.closing(RankPool(2)) as pool:
+        yield pool
+
+
+HIDDEN, NUM_STEPS, TOKENS = 64, 10, 24
+
+
+class Model(nn.Module):
+    """Two expert layers between linear ones."""
+
+    def __init__(self, num_ranks: int, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(8, HIDDEN)
+        self.experts = nn.ModuleList(
+            FlashMoELayer(
+                cases.make_config(num_ranks=num_ranks),
+                group=group,
+                device="cpu",
+                dtype=torch.float32,
+                router=True,
+                bias=True,
+            )
+            for _ in range(2)
+        )
+        self.last = nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.experts:
+            x = x + layer(x)
+        return self.last(x).square().mean()
+
+
+def batch(step: int, world: int, rank: int | None = None) -> torch.Tensor:
+    """The tokens of a step, ``TOKENS`` of one rank or those of all."""
+    x = torch.randn(world * TOKENS, 8, generator=cases.generator(step))
+    return x if rank is None else x.chunk(world)[rank]
+
+
+def expert_group(num_ranks: int) -> dist.ProcessGroup:
+    """This rank's group of ``num_ranks``; collective over all ranks."""
+    groups = [
+        dist.new_group(list(range(first, first + num_ranks)))
+        for first in range(0, dist.get_world_size(), num_ranks)
+    ]
+    return groups[dist.get_rank() // num_ranks]
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters, of all experts; collective."""
+    return {
+        name: getattr(parameter, "full_tensor", parameter.clone)().detach()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def train_on_ranks(
+    group: dist.ProcessGroup, num_ranks: int, accumulation: str
+) -> dict[str, torch.Tensor]:
+    """Trains with data parallelism over all ranks and expert parallelism over ``num_ranks``."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    experts = expert_group(num_ranks)
+    model = Model(num_ranks, experts)
+    with torch.no_grad():  # what the ranks drew may differ: rank 0 decides
+        for parameter in model.parameters():
+            local_part(parameter).mul_(1 if rank < num_ranks else 2)
+    ddp = DistributedDataParallel(prepare_for_ddp(model, group), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        x = batch(step, world, rank)
+        if accumulation == "none":
+            ddp(x).backward()
+        else:
+            early, late = x.chunk(2)
+            if accumulation == "no_sync":
+                with ddp.no_sync():
+                    (ddp(early) / 2).backward()
+            else:  # reduced twice
+                (ddp(early) / 2).backward()
+            (ddp(late) / 2).backward()
+        optimizer.step()
+    return whole(model)
+
+
+def train_alone(world: int) -> dict[str, torch.Tensor]:
+    model = Model(1, None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        model(batch(step, world)).backward()
+        optimizer.step()
+    return whole(model)
+
+
+@pytest.mark.parametrize("accumulation", ["none", "no_sync", "twice"])
+@pytest.mark.parametrize("world", [2, 4], ids=["ep2", "ep2 dp2"])
+def test_ten_steps_are_those_of_one_process(
+    ranks: RankPool, pair: RankPool, world: int, accumulation: str
+):
+    want = train_alone(world)
+    before = whole(Model(1, None))
+    for got in (pair if world == 2 else ranks).run(train_on_ranks, 2, accumulation):
+        assert got.keys() == want.keys()
+        for name, parameter in got.items():
+            assert_close(name, parameter, want[name], rel_l2=1e-5)
+            assert not torch.allclose(parameter, before[name], rtol=1e-3), name
+
+
+def wrap_unprepared(group: dist.ProcessGroup) -> None:
+    """Torch itself will not broadcast experts beside others; the layer sees to what is left."""
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        DistributedDataParallel(Model(2, group), process_group=group)
+    ddp = DistributedDataParallel(Model(2, group), process_group=group, init_sync=False)
+    with pytest.raises(ConfigError, match="those of rank 0: .*prepare_for_ddp"):
+        ddp(batch(0, 2, dist.get_rank(group)))
+
+
+def wrap_a_prepared_part(group: dist.ProcessGroup) -> None:
+    """DistributedDataParallel reads names from the module that it wraps, not from within."""
+    model = Model(2, group)
+    for layer in model.experts:
+        prepare_for_ddp(layer, group)
+    ddp = DistributedDataParallel(model, process_group=group, init_sync=False)
+    with pytest.raises(ConfigError, match="those of rank 0: .*prepare_for_ddp"):
+        ddp(batch(0, 2, dist.get_rank(group)))
+
+
+def broadcast_by_hand(group: dist.ProcessGroup) -> None:
+    """Any engine that makes ranks equal is found out where it changed something."""
+    model = Model(2, group)
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(local_part(tensor).detach(), 0, group)
+    layer = model.experts[0]
+    if dist.get_rank(group) == 0:
+        layer._check_experts()
+    else:
+        with pytest.raises(ConfigError, match="rank 1 has the experts of rank 0: .*prepare_for_dd"):
+            layer._check_experts()
+    layer.to_empty(device="cpu")  # which leaves anything in buffers
+    layer._check_experts()
+
+
+def copy_a_prepared_model(group: dist.ProcessGroup) -> None:
+    """A copy has no hooks that would reduce its gradients."""
+    model = prepare_for_ddp(prepare_for_ddp(Model(2, group), group), group)
+    x = batch(0, 2, dist.get_rank(group))
+    want = grads_of(model, x)
+    once = grads_of(prepare_for_ddp(Model(2, group), group), x)
+    assert all(torch.equal(one, other) for one, other in zip(want, once, strict=True))
+    ddp = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+    with pytest.raises(ConfigError, match="a copy of one that was prepared .*prepare_for_ddp"):
+        ddp(x)
+
+
+def grads_of(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model(x).backward()
+    return [local_part(parameter.grad) for parameter in model.parameters()]
+
+
+def prepare_uneven_groups(group: dist.ProcessGroup) -> None:
+    experts = expert_group(2)
+    layers = nn.ModuleList()
+    if dist.get_rank(group) < 2:
+        config = cases.make_config(num_ranks=2)
+        layers.append(FlashMoELayer(config, group=experts, device="cpu"))
+    with pytest.raises(ConfigError, match=r"have \[1, 1, 0, 0\] expert-parallel groups"):
+        prepare_for_ddp(layers, group)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [wrap_unprepared, wrap_a_prepared_part, broadcast_by_hand, copy_a_prepared_model],
+)
+def test_what_is_refused(pair: RankPool, function: Callable[[dist.ProcessGroup], None]):
+    pair.run(function)
+
+
+def test_other_layers_on_other_ranks_are_refused(ranks: RankPool):
+    ranks.run(prepare_uneven_groups)
+
+
+def names_of_experts(group: dist.ProcessGroup) -> list[str]:
+    return [name for name, _ in expert_parameters(Model(2, group))]
+
+
+def test_names_of_experts(ranks: RankPool):
+    kinds = ("fc1", "fc2", "fc1_bias", "fc2_bias")
+    want = [f"experts.{layer}.{kind}" for layer in range(2) for kind in kinds]
+    assert ranks.run(names_of_experts, num_ranks=2) == [want, want]
+    assert not list(expert_parameters(Model(1, None)))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.bench.shapes import ODD_SHAPES
-from tools.gpu_check import ROOT, run_bounded
+from tools.gpu_check import run_bounded
 
 KERNEL = ["--kernel", "--graph", "--row-bound", "1.2", "--grads", "main_grad"]
 ZIPF = "0.47"  # the most popular of 64 experts then has 4 times the mean
@@ -35,7 +35,6 @@ class Step:
         arguments: The module's arguments, without ``--commit``.
         limit_s: After that it is ended.
         ranks: GPUs that it takes, by torchrun; 0 without torchrun.
-        library: The build that it loads, if not the package's own.
     """
 
     folder: Path
@@ -43,7 +42,6 @@ class Step:
     arguments: list[str]
     limit_s: float
     ranks: int = 0
-    library: str = ""
 
     def command(self, commit: str | None) -> list[str]:
         """Program and arguments."""
@@ -60,8 +58,6 @@ class Step:
         chosen = {"NCCL_NVLS_ENABLE": "0"}
         if self.ranks:
             chosen["OMP_NUM_THREADS"] = "4"
-        if self.library:
-            chosen["FLASHMOE_LIBRARY"] = str(ROOT / "flashmoe_megatron" / self.library)
         return chosen
 
 
@@ -72,29 +68,22 @@ def part_of(folder: Path) -> Path:
 
 def steps(num_gpus: int, out: Path) -> Iterator[Step]:
     """All steps for a number of GPUs, the most important first."""
-    layer, several = "tools.bench.bench_layer", num_gpus if num_gpus > 1 else 0
+    several = num_gpus if num_gpus > 1 else 0
     of_all = [] if several else ["--one-of", "4"]
 
-    def step(name: str, module: str, arguments: list[str], limit_s: float, ranks: int = 0) -> Step:
-        kept = ["--out", str(part_of(out / name) / "results.jsonl")]
-        return Step(out / name, module, [*arguments, *kept], limit_s, ranks)
+    def results(name: str, file: str = "results.jsonl") -> list[str]:
+        return ["--out", str(part_of(out / name) / file)]
 
     def bench(name: str, limit_s: float, *arguments: str, ranks: int = several) -> Step:
-        return step(name, layer, [*of_all, *KERNEL, *arguments], limit_s, ranks)
+        arguments = (*of_all, *KERNEL, *arguments, *results(name))
+        return Step(out / name, "tools.bench.bench_layer", list(arguments), limit_s, ranks)
 
     yield bench("layer", 150)
     if num_gpus > 2:  # overlap efficiency is relative to two
         shapes = ["paper-8k", "paper-16k-e64"]
         yield bench("layer-on-2", 60, "--shapes", *shapes, "--no-baselines", ranks=2)
-    folder = out / "timeline"
-    yield Step(
-        folder,
-        "tools.timeline",
-        ["capture", "--out", str(part_of(folder) / "timeline"), "--row-bound", "1.2", *of_all],
-        60,
-        max(several, 1),
-        library="libflashmoe_trace.so",
-    )
+    capture = ["capture", *results("timeline", "traces"), "--row-bound", "1.2", *of_all]
+    yield Step(out / "timeline", "tools.timeline", capture, 60, max(several, 1))
     skewed = ["--zipf", ZIPF, "--row-bound", "2.5"]
     yield bench("zipf", 60, "--shapes", "paper-8k", *skewed, "--no-baselines")
     like_them = ["paper-1k", "qwen3-30b", "deepseek-v3-e64"]
@@ -102,11 +91,10 @@ def steps(num_gpus: int, out: Path) -> Iterator[Step]:
     shapes = ["paper-1k", "paper-8k", "paper-16k-e64", "qwen3-30b"]
     both = ["--dtypes", "bf16", "fp16"]
     yield bench("float16", 90, "--shapes", *shapes, *both, "--no-baselines")
-    yield step("counters", "tools.bench.counters_cost", [], 60)
-    sweep = part_of(out / "weak-scaling") / "sweep"
-    resume = ["--resume"] if sweep.exists() else []
-    arguments = ["run", "--out", str(sweep), *resume]
-    yield Step(out / "weak-scaling", "tools.weak_scaling", arguments, 400)
+    yield Step(out / "counters", "tools.bench.counters_cost", results("counters"), 60)
+    folder = results("weak-scaling", "sweep")
+    resume = ["--resume"] if Path(folder[-1]).exists() else []
+    yield Step(out / "weak-scaling", "tools.weak_scaling", ["run", *folder, *resume], 400)
 
 
 def run(todo: list[Step], minutes: float, commit: str | None) -> int:

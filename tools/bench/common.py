@@ -82,10 +82,7 @@ class Timing:
 
     def as_dict(self) -> dict[str, Any]:
         """The times for a record, in tenths of microseconds."""
-        return {
-            name: round(value, 4) if isinstance(value, float) else value
-            for name, value in asdict(self).items()
-        }
+        return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
 ROW_BOUND = 1.25

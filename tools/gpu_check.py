@@ -74,6 +74,12 @@ class Check:
     report: dict[str, Any] = field(default_factory=dict)
 
 
+def torchrun(ranks: int) -> list[str]:
+    """What starts ranks on this host, before the program that they run."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(ranks)]
+
+
 def run_bounded(
     command: list[str], limit_s: float, *, tail: int = 0, variables: dict[str, str] | None = None
 ) -> tuple[int | None, str]:
@@ -241,12 +247,11 @@ def run_stress(num_hopper: int, seconds: float, wanted_launches: int) -> list[Ch
     else:
         reason = "libflashmoe_delays.so is not built: python tools/build.py --delays"
         checks.append(Check("stress with delays", "skipped", reason=reason))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     virtual = [
         [sys.executable, "-m", "tests.gpu.stress", "--ranks", str(ranks)] for ranks in (2, 4, 8)
     ]
     real = [
-        [*launcher, str(ranks), "-m", "tests.multi_gpu.stress"]
+        [*torchrun(ranks), "-m", "tests.multi_gpu.stress"]
         for ranks in (2, 4, 8)
         if ranks <= num_hopper
     ]

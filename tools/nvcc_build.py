@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -121,7 +120,7 @@ class Toolchain:
         """Flags for what is linked."""
         return [f"-L{self.lib_dir}"] if self.lib_dir else []
 
-    def make(self, target: Path, arguments: Sequence[str | Path], complaint: str) -> str:
+    def make(self, target: Path, arguments: list[str], complaint: str) -> str:
         """Has nvcc write a file, which gets its name once it is whole.
 
         Args:
@@ -298,7 +297,8 @@ def run_probe(source: Path) -> dict[str, int]:
     prefix = f"probe-{source.stem}"
     program = CACHE / f"{prefix}-{_key(toolchain, source, flags)}"
     if not program.is_file():
-        arguments = [*flags, *toolchain.includes, "-cudart=static", *toolchain.libraries, source]
+        arguments = [*flags, *toolchain.includes, "-cudart=static", *toolchain.libraries]
+        arguments.append(str(source))
         toolchain.make(program, arguments, f"{source.name} does not build:")
         for old in CACHE.glob(f"{prefix}-*"):
             if old != program:
@@ -368,7 +368,7 @@ def _compile(toolchain: Toolchain, source: Path, variant: Variant) -> Object:
         return Object(name, target, log_path.read_text())
 
     started = time.monotonic()
-    arguments = [*flags, *toolchain.includes, "-c", source]
+    arguments = [*flags, *toolchain.includes, "-c", str(source)]
     log = toolchain.make(target, arguments, f"csrc/{name} does not build:")
     log_path.write_text(log)
     for old in CACHE.glob(f"{stem}-*"):
@@ -391,5 +391,5 @@ def _link(toolchain: Toolchain, objects: list[Path], target: Path, variant: Vari
     if variant.hooks is not None:
         flags = [*LINK_FLAGS, "-Xcompiler=-fPIC,-O2"]
         sources.append(ROOT / variant.hooks)
-    arguments = [*flags, f"-Xlinker=--version-script={exports}", *toolchain.libraries, *sources]
-    toolchain.make(target, arguments, f"{target.name} does not link:")
+    arguments = [*flags, f"-Xlinker=--version-script={exports}", *toolchain.libraries]
+    toolchain.make(target, [*arguments, *map(str, sources)], f"{target.name} does not link:")

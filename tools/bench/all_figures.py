@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tools.bench.shapes import ODD_SHAPES
-from tools.gpu_check import run_bounded
+from tools.gpu_check import run_bounded, torchrun
 
 KERNEL = ["--kernel", "--graph", "--row-bound", "1.2", "--grads", "main_grad"]
 ZIPF = "0.47"  # the most popular of 64 experts then has 4 times the mean
@@ -45,10 +45,7 @@ class Step:
 
     def command(self, commit: str | None) -> list[str]:
         """Program and arguments."""
-        launcher = [sys.executable]
-        if self.ranks:
-            launcher += ["-m", "torch.distributed.run", "--standalone"]
-            launcher += ["--nproc-per-node", str(self.ranks)]
+        launcher = torchrun(self.ranks) if self.ranks else [sys.executable]
         named = ["--commit", commit] if commit else []
         return [*launcher, "-m", self.module, *self.arguments, *named]
 

@@ -1,7 +1,7 @@
-"""Measured times, from what ``tools.bench.bench_layer`` and ``tools.weak_scaling`` write."""
+"""Measured times, from what ``tools.bench.bench_layer`` writes, by itself or for a sweep."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,11 @@ def _of_bench(path: Path, row: dict[str, Any]) -> list[Measurement]:
         return []
     if row.get("zipf") or row.get("dtype", "bf16") != "bf16":
         return []  # none of it is in the model
-    names = ("tokens", "hidden", "intermediate", "num_experts", "topk", "gated")
     return [
         Measurement(
             run=path.name,
             name=row["shape"],
-            shape=Shape(**{name: row[name] for name in names}),
+            shape=Shape(**{field.name: row[field.name] for field in fields(Shape)}),
             num_gpus=row["num_ranks"],
             backward=row["measurement"] == "backward kernel",
             kernel_ms=row["min_ms"],
@@ -95,6 +94,7 @@ def _of_bench(path: Path, row: dict[str, Any]) -> list[Measurement]:
 
 
 def _of_sweep(path: Path, row: dict[str, Any]) -> list[Measurement]:
+    """A point as sweeps wrote it until 24 November 2026."""
     if row["status"] != "ok":
         return []
     point, result = dict(row["point"]), row["result"]

@@ -2,12 +2,11 @@
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import torch
 
-from tools.gpu_check import run_bounded
+from tools.gpu_check import run_bounded, torchrun
 
 TAIL = 1_000_000
 """Characters of a job's output that are kept."""
@@ -46,8 +45,7 @@ def run_job(count: int, module: str, arguments: list[str], log: Path, limit_s: f
     Raises:
         StuckError: It was not done in time.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(count), "-m", module, *arguments]
+    command = [*torchrun(count), "-m", module, *arguments]
     threads = str(max((os.cpu_count() or 1) // (2 * count), 1))
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     status, output = run_bounded(command, limit_s, tail=TAIL, variables=variables)

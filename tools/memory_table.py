@@ -63,7 +63,7 @@ def measure(shape: Shape, num_ranks: int, keep: Keep) -> tuple[MemoryPlan, dict[
 
     rank = dist.get_rank() if num_ranks > 1 else 0
     device = torch.device("cuda", torch.cuda.current_device())
-    problem = make_problem(shape, num_ranks, rank=rank, device=device)
+    problem = make_problem(shape, num_ranks)
     group = dist.group.WORLD if num_ranks > 1 else None
     options = BackendOptions(keep=keep, timeout=TIMEOUT_S)
     memory = GroupMemory(group, device, options)  # shared with no other

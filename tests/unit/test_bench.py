@@ -21,10 +21,10 @@ from tools.bench.correctness import relative_errors
 from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Shape, make_problem, shape_of
 
 
-def make(num_ranks: int, rank: int, *, gated: bool, dtype: str = "bf16") -> Problem:
+def make(num_ranks: int, *, gated: bool, dtype: str = "bf16") -> Problem:
     shape = Shape(40, 64, 128, 8, 2, gated=gated)
     cpu = torch.device("cpu")
-    return make_problem(shape, num_ranks, rank=rank, device=cpu, zipf=0.7, dtype=DTYPES[dtype])
+    return make_problem(shape, num_ranks, device=cpu, zipf=0.7, dtype=DTYPES[dtype])
 
 
 def measured_errors(
@@ -32,7 +32,7 @@ def measured_errors(
 ) -> list[dict[str, float]]:
     """Errors of the layer, of the baseline, and of a layer that misses one token."""
     num_ranks = 1 if group is None else dist.get_world_size(group)
-    problem = make(num_ranks, 0 if group is None else dist.get_rank(group), gated=gated)
+    problem = make(num_ranks, gated=gated)
     backend = ReferenceBackend(problem.config, group)
     layer = FusedLayer(problem, backend, use_main_grad=use_main_grad)
     results = layer.results()
@@ -63,7 +63,7 @@ def test_baseline_and_gate(ranks: RankPool, num_ranks: int, gated: bool, use_mai
 def test_float16_passes_the_gate_by_more():
     errors = {}
     for dtype in DTYPES:
-        problem = make(1, 0, gated=True, dtype=dtype)
+        problem = make(1, gated=True, dtype=dtype)
         assert problem.x.dtype == problem.parameters[0].dtype == DTYPES[dtype]
         layer = FusedLayer(problem, ReferenceBackend(problem.config), use_main_grad=True)
         errors[dtype] = max(relative_errors(problem, layer.results()).values())
@@ -110,7 +110,7 @@ def test_library_that_cannot_be_compared(tmp_path: Path, exists: bool):
 
 
 def test_both_ways_to_route_are_one_layer() -> None:
-    problem = make(1, 0, gated=True)
+    problem = make(1, gated=True)
     calls = routed_calls(problem, ReferenceBackend(problem.config))
     in_launch, in_torch = (call() for call in calls.values())
     torch.testing.assert_close(in_launch.out, in_torch)
@@ -118,7 +118,7 @@ def test_both_ways_to_route_are_one_layer() -> None:
 
 def test_a_backend_without_early_gradients_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("tools.bench.common.wait_for_all", lambda: None)
-    problem = make(1, 0, gated=False)
+    problem = make(1, gated=False)
     layer = FusedLayer(problem, ReferenceBackend(problem.config), use_main_grad=True)
     with pytest.raises(SystemExit, match="are not early"):
         early_timing(layer, 1)

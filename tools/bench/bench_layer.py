@@ -107,7 +107,7 @@ def kernel_layer(problem: Problem, *, use_main_grad: bool = True, **options: Any
     """The layer on this GPU's kernel, over the default group if the problem has several ranks.
 
     Args:
-        problem: Made by :func:`~tools.bench.shapes.problem_here`.
+        problem: Made by :func:`~tools.bench.shapes.make_problem`.
         use_main_grad: Weight gradients are added to float32 buffers.
         **options: Further ones of :func:`~flashmoe_megatron.select.select_backend`, ``kind`` where
             it is to be another backend.
@@ -268,14 +268,7 @@ def measure(
     Raises:
         SystemExit: The layer does not pass the correctness gate.
     """
-    problem = make_problem(
-        shape,
-        num_ranks,
-        rank=dist.get_rank() if num_ranks > 1 else 0,
-        device=stopwatch.device_here(),
-        zipf=options.zipf,
-        dtype=DTYPES[dtype],
-    )
+    problem = make_problem(shape, num_ranks, zipf=options.zipf, dtype=DTYPES[dtype])
     use_main_grad = options.grads == "main_grad"
     fused = kernel_layer(
         problem,

@@ -24,7 +24,7 @@ import torch
 from tools.bench import common
 from tools.bench.bench_layer import kernel_layer, without_grad
 from tools.bench.common import log
-from tools.bench.shapes import SHAPES, problem_here
+from tools.bench.shapes import SHAPES, make_problem
 from tools.bench.stopwatch import in_turns, turn_ms
 
 PASSES = ("forward", "forward_and_backward")
@@ -39,7 +39,7 @@ def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
             shape, is_zero = order
             calls.clear()  # frees the last shape's memory
             torch.cuda.empty_cache()
-            problem = problem_here(SHAPES[shape].one_of(one_of))
+            problem = make_problem(SHAPES[shape].one_of(one_of))
             if is_zero:
                 problem.zero_values()
             layer = kernel_layer(problem, row_bound=common.ROW_BOUND, counters=True)

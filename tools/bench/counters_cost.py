@@ -18,7 +18,7 @@ from pathlib import Path
 from tools.bench import common
 from tools.bench.bench_layer import kernel_layer, without_grad
 from tools.bench.common import log
-from tools.bench.shapes import SHAPES, problem_here
+from tools.bench.shapes import SHAPES, make_problem
 from tools.bench.stopwatch import in_turns, turn_ms
 
 WAYS = {"counted": True, "uncounted": False}
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         return 2
     record = common.Record(options.out, **common.machine(options.commit))
     for shape in options.shapes:
-        problem = problem_here(SHAPES[shape].one_of(options.one_of))
+        problem = make_problem(SHAPES[shape].one_of(options.one_of))
         problem.zero_values()
         layers = {
             name: kernel_layer(problem, row_bound=common.ROW_BOUND, counters=counts)

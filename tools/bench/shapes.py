@@ -7,6 +7,9 @@ import torch.distributed as dist
 
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation, MoEConfig
+from tools.bench.stopwatch import device_here
+
+SEED = 1000
 
 
 @dataclass(frozen=True)
@@ -156,44 +159,26 @@ class Problem:
         return float(rows.max() / rows.mean())
 
 
-def problem_here(
+def make_problem(
     shape: Shape,
     num_ranks: int = 1,
     *,
+    device: torch.device | None = None,
     zipf: float = 0.0,
-    seed: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:
-    """A problem of this rank of the default group, on this process's GPU; see `make_problem`."""
-    rank = dist.get_rank() if num_ranks > 1 else 0
-    device = torch.device("cuda", torch.cuda.current_device())
-    return make_problem(
-        shape, num_ranks, rank=rank, device=device, zipf=zipf, seed=seed, dtype=dtype
-    )
-
-
-def make_problem(
-    shape: Shape,
-    num_ranks: int,
-    *,
-    rank: int,
-    device: torch.device,
-    zipf: float = 0.0,
-    seed: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Problem:
-    """Random tokens, weights and routing.
+    """Random tokens, weights and routing, others on every rank and the same in every run.
 
     Args:
         shape: The layer.
-        num_ranks: Ranks of the group.
-        rank: This rank.
-        device: Where everything is made.
+        num_ranks: Ranks of the default group; 1 without one.
+        device: Where everything is made; this process's GPU, or its processor without a GPU, if
+            not given.
         zipf: Expert ``e`` is chosen with a weight of ``(e + 1) ** -zipf``; 0 is uniform.
-        seed: Together with the rank decides all numbers.
         dtype: Tokens and weights have it.
     """
-    g = torch.Generator(device).manual_seed(seed * 1000 + rank)
+    device = device or device_here()
+    g = torch.Generator(device).manual_seed(SEED + (dist.get_rank() if num_ranks > 1 else 0))
 
     def random(*size: int, scale: float = 1.0) -> torch.Tensor:
         values = torch.empty(size, dtype=dtype, device=device)

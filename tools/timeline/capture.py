@@ -19,7 +19,7 @@ from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.backend import KernelBackend
 from tools.bench import common
 from tools.bench.bench_layer import FusedLayer, kernel_layer
-from tools.bench.shapes import SHAPES, problem_here
+from tools.bench.shapes import SHAPES, make_problem
 from tools.timeline.records import (
     LaunchTrace,
     Layout,
@@ -101,7 +101,7 @@ def capture(options: argparse.Namespace) -> int:
     num_ranks = common.join_group()
     rank = dist.get_rank() if num_ranks > 1 else 0
     shape = SHAPES[options.shape].one_of(options.one_of)
-    layer = kernel_layer(problem_here(shape, num_ranks), row_bound=options.row_bound)
+    layer = kernel_layer(make_problem(shape, num_ranks), row_bound=options.row_bound)
     backend = layer.backend
     assert isinstance(backend, KernelBackend)
     for _ in range(WARMUP):

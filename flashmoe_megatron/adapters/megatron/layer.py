@@ -49,7 +49,7 @@ def _checked_post_init(original: Function) -> Function:
             from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 
             refuse(self, CONFIG_REFUSALS)
-            shown = {ROW_BOUND: None}
+            shown: dict[str, Any] = {ROW_BOUND: None}
             if getattr(self, OVERLAP, False):
                 shown["moe_token_dispatcher_type"] = STOCK_DISPATCHER_TYPE
             with _showing(self, shown):

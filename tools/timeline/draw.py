@@ -72,7 +72,9 @@ def draw_launch(launch: LaunchTrace, path: Path) -> list[Path]:
 
 def tensor_share(painted: Painted) -> NDArray[np.float64]:
     """Share of processor warps that are in a product at each moment, waits within it left out."""
-    return sum(painted.share(state, "processor") for state in PRODUCTS)
+    shares = [painted.share(state, "processor") for state in PRODUCTS]
+    total: NDArray[np.float64] = np.sum(shares, axis=0)
+    return total
 
 
 def communication_shares(painted: Painted) -> dict[State, NDArray[np.float64]]:

@@ -11,10 +11,6 @@ from matplotlib.figure import Figure
 
 FUSED, UNFUSED, NEUTRAL, ACCENT = "#1b6ca8", "#d1495b", "#6b7280", "#e09f3e"
 COLORS = {"fused": FUSED, "unfused": UNFUSED}
-NAMES = {
-    "cuda": {"fused": "flashmoe kernel", "unfused": "unfused: NCCL + grouped GEMM"},
-    "cpu": {"fused": "flashmoe reference", "unfused": "unfused: gloo + grouped GEMM"},
-}
 
 _STYLE: Any = {
     "font.size": 12,

@@ -8,6 +8,7 @@ from flashmoe_megatron.adapters import megatron as adapter
 from flashmoe_megatron.adapters.megatron import routed
 from flashmoe_megatron.adapters.megatron.ignored import IGNORED, ignored_settings
 from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
+from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.megatron.harness import Layout, transformer_config
 from tests.unit.cases import make_config
@@ -42,7 +43,7 @@ def test_every_row_of_the_table_is_accepted_and_said(ignored: Any) -> None:
         config = transformer_config(Layout(), "flashmoe")
         vars(config).update(settings)
         refuse(config, CONFIG_REFUSALS)
-        (said,) = ignored_settings(config)
+        (said,) = ignored_settings(config, Settings())
         assert said.startswith(f"{ignored.flag} changes nothing with --moe-token-dispatcher-type")
         assert ignored.why in said
 
@@ -55,7 +56,32 @@ def test_padding_is_megatrons_to_refuse() -> None:
 
 @pytest.mark.parametrize("settings", NOT_ASKED, ids=str)
 def test_nothing_is_said_of_what_is_not_asked(settings: dict[str, Any]) -> None:
-    assert not list(ignored_settings(transformer_config(Layout(), "flashmoe", **settings)))
+    assert not list(
+        ignored_settings(transformer_config(Layout(), "flashmoe", **settings), Settings())
+    )
+
+
+UNIFORM = {"recompute_granularity": "full", "recompute_num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_said"),
+    [
+        ({**RECOMPUTE, "recompute_modules": ["moe"]}, True),
+        ({**UNIFORM, "recompute_method": "uniform"}, True),
+        ({**UNIFORM, "recompute_method": "block"}, False),
+        ({**RECOMPUTE, "recompute_modules": ["layernorm"]}, False),
+    ],
+)
+def test_keeping_less_of_what_is_recomputed_is_said(
+    settings: dict[str, Any], is_said: bool
+) -> None:
+    config = transformer_config(Layout(), "flashmoe", **settings)
+    assert not list(ignored_settings(config, Settings()))
+    for keep in ("preactivations", "inputs"):
+        said = list(ignored_settings(config, Settings(keep=keep)))
+        assert len(said) == is_said
+        assert all(line.startswith(f"--flashmoe-keep {keep} costs time") for line in said)
 
 
 def test_it_is_said_once(
@@ -65,7 +91,9 @@ def test_it_is_said_once(
     (settings, *_) = ASKED["--recompute-modules moe_act"]
     config = transformer_config(Layout(), "flashmoe", **settings)
     for topk in (2, 2, 4):  # two layers of one shape, one of another
-        routed._announce(ReferenceBackend(make_config(topk=topk)), config, is_bounded=True)
+        routed._announce(
+            ReferenceBackend(make_config(topk=topk)), config, Settings(), is_bounded=True
+        )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert sum("--recompute-modules moe_act" in line for line in lines) == 1

@@ -70,6 +70,13 @@ def recomputes(module: str) -> Asks:
     return is_asked
 
 
+def recomputes_layers(config: Any) -> bool:
+    """Whether every MoE layer is computed again as a whole."""
+    is_full = getattr(config, "recompute_granularity", None) == "full"
+    is_all = getattr(config, "recompute_method", None) == "uniform"  # "block" takes some layers
+    return recomputes("moe")(config) or (is_full and is_all)
+
+
 _GRAPHS_WITHOUT_MOE = {"attn", "mamba", "mlp"}
 
 

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_megatron.adapters.megatron.asked import Asks, is_set, recomputes
-from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
+from flashmoe_megatron.adapters.megatron.asked import (
+    Asks,
+    is_set,
+    recomputes,
+    recomputes_layers,
+)
+from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, Settings, flag_of
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,17 @@ IGNORED: tuple[Ignored, ...] = (
 """The user hears of each when the first MoE layer is built."""
 
 
-def ignored_settings(config: Any) -> Iterator[str]:
-    """What a configuration asks for and changes nothing, a sentence each."""
+def ignored_settings(config: Any, settings: Settings) -> Iterator[str]:
+    """What a configuration and the user's settings ask for and changes nothing, a sentence each."""
     for ignored in IGNORED:
         if ignored.is_asked(config):
             yield (
                 f"{ignored.flag} changes nothing with --moe-token-dispatcher-type "
                 f"{DISPATCHER_TYPE}: {ignored.why}"
             )
+    if settings.keep != "all" and recomputes_layers(config):
+        yield (
+            f"{flag_of('keep')} {settings.keep} costs time in every layer and saves memory in one "
+            "at a time, since Megatron computes the whole layer again right before its backward: "
+            f"leave out {flag_of('keep')} or the recomputation"
+        )

@@ -20,7 +20,12 @@ from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_i
 from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
 from flashmoe_megatron.adapters.megatron.ignored import ignored_settings
 from flashmoe_megatron.adapters.megatron.refusals import SCRIPT_REFUSALS, refuse
-from flashmoe_megatron.adapters.megatron.settings import current_settings, flag_of, megatron_args
+from flashmoe_megatron.adapters.megatron.settings import (
+    Settings,
+    current_settings,
+    flag_of,
+    megatron_args,
+)
 from flashmoe_megatron.adapters.megatron.shape import (
     moe_config,
     resolve_max_tokens,
@@ -168,7 +173,7 @@ class RoutedExperts(LayerExperts):
             self.dtype,
             grads="main_grad",  # Megatron's DDP, which has it, comes after the model
         )
-        _announce(backend, self._config, is_bounded=self._backends.is_bounded)
+        _announce(backend, self._config, self._settings, is_bounded=self._backends.is_bounded)
         return backend
 
 
@@ -194,11 +199,14 @@ def live_experts() -> list[RoutedExperts]:
 _announced: set[str] = set()
 
 
-def _announce(backend: Backend, config: Any, *, is_bounded: bool) -> None:
+def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: bool) -> None:
     """Tells the user on rank 0 what computes a layer and what changes nothing, each line once."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    for line in (describe(backend, config, is_bounded=is_bounded), *ignored_settings(config)):
+    for line in (
+        describe(backend, config, is_bounded=is_bounded),
+        *ignored_settings(config, settings),
+    ):
         if line not in _announced:
             _announced.add(line)
             sys.stdout.write(f"flashmoe: {line}\n")

@@ -52,10 +52,14 @@ def prepare_for_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         The model.
 
     Raises:
-        ConfigError: Ranks have other layers, or the expert-parallel groups do not divide the ranks
-            evenly.
+        ConfigError: There is no process group, ranks have other layers, or the expert-parallel
+            groups do not divide the ranks evenly.
     """
     layers = list(_spread_layers(model))
+    if not dist.is_initialized():
+        raise ConfigError(
+            "there is no process group: wanted torch.distributed.init_process_group before this"
+        )
     ignored = [name for name, _ in expert_parameters(model)]
     ignored += [f"{name}.{RANK_BUFFER}" if name else RANK_BUFFER for name, _ in layers]
     ignored += [name for name in getattr(model, _IGNORED, ()) if name not in ignored]
@@ -145,6 +149,8 @@ class _Reducer(OfGroup):
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, FlashMoELayer]]:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is a {type(model).__name__}, wanted a torch.nn.Module")
     for name, module in model.named_modules():
         if isinstance(module, FlashMoELayer) and module.config.num_ranks > 1:
             yield name, module

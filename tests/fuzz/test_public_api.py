@@ -6,6 +6,7 @@ that succeeds has to give what its docstring says, and its backward has to succe
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ from flashmoe_megatron import (
     ReferenceBackend,
     RouterConfig,
     SplitWeights,
+    expert_parameters,
     moe_apply,
     moe_forward,
     moe_router_forward,
+    prepare_for_ddp,
     select_backend,
 )
 from tests.fuzz import tensors
@@ -218,11 +221,19 @@ def test_choosing_a_backend(kind: Any, num_ranks: int):
     assert num_ranks == 1
 
 
+@pytest.mark.parametrize("prepare", [prepare_for_ddp, lambda model: list(expert_parameters(model))])
+@given(model=st.none() | st.integers() | st.text() | st.lists(st.integers()))
+def test_preparing_what_is_no_model(prepare: Callable[[Any], object], model: Any):
+    with pytest.raises(ConfigError, match="wanted a torch.nn.Module"):
+        prepare(model)
+
+
 def test_everything_public_is_fuzzed_or_carries_no_input():
     """A public name that is added has to be fuzzed here, too."""
     here = {
         *("moe_apply", "moe_forward", "FlashMoELayer", "SplitWeights", "ExpertWeights"),
         *("ReferenceBackend", "select_backend", "moe_router_forward", "RouterConfig"),
+        *("prepare_for_ddp", "expert_parameters"),
     }
     settings_target = {
         *("MoEConfig", "align_capacity", "expert_capacity", "plan_capacity", "plan_buffer_rows"),

@@ -205,6 +205,11 @@ def test_other_layers_on_other_ranks_are_refused(ranks: RankPool):
     ranks.run(prepare_uneven_groups)
 
 
+def test_without_a_process_group():
+    with pytest.raises(ConfigError, match="no process group: wanted .*init_process_group"):
+        prepare_for_ddp(Model(1, None))
+
+
 def names_of_experts(group: dist.ProcessGroup) -> list[str]:
     return [name for name, _ in expert_parameters(Model(2, group))]
 

@@ -1,5 +1,6 @@
 """Megatron's grouped experts on processors, whose products are CUDA extensions, in plain torch."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,56 @@ class TorchGroupedLinear(torch.nn.Module):
         return torch.cat(rows), biases if self.returns_bias else None
 
 
+class DelayedGroupedLinear(TorchGroupedLinear):
+    """Computes gradients of weights in ``backward_dw``, as Transformer Engine does when told to.
+
+    Its mark on the weights makes Megatron's DDP wait for that call.
+    """
+
+    __module__ = TorchGroupedLinear.__module__
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.pending: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+        for weight in self.parameters():
+            weight.skip_backward_post_hook = True
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: Any, **_: Any) -> tuple[Any, Any]:
+        sizes = [int(size) for size in tokens_per_expert]
+        return _DelayedProducts.apply(self, sizes, x, *self.parameters()), None
+
+    def backward_dw(self) -> None:
+        x, grad, sizes = self.pending.pop(0)  # an error where there is none, as there
+        for weight, rows, of_rows in zip(
+            self.parameters(), x.split(sizes), grad.split(sizes), strict=True
+        ):
+            weight.grad = of_rows.t() @ rows
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+
+class _DelayedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, linear: DelayedGroupedLinear, sizes: list[int], x: torch.Tensor, *weights: Any
+    ) -> torch.Tensor:
+        ctx.linear, ctx.sizes = linear, sizes
+        ctx.save_for_backward(x, *weights)
+        return torch.cat([c @ w.t() for c, w in zip(x.split(sizes), weights, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        # The schedule frees the storage of both once the node's backward is done.
+        ctx.linear.pending.append((x.clone(), grad.clone(), ctx.sizes))
+        chunks = zip(grad.split(ctx.sizes), weights, strict=True)
+        return None, None, torch.cat([c @ w for c, w in chunks]), *[None] * len(weights)
+
+
 class GELU(torch.nn.Module):
     """Transformer Engine's operation in plain torch."""
 
@@ -63,10 +114,11 @@ def grouped_experts(kind: str) -> Any:
     from megatron.core.transformer.moe import experts
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    if kind == "te_grouped":
+    if kind != "legacy_grouped":
+        linear = DelayedGroupedLinear if kind == "te_grouped_delayed" else TorchGroupedLinear
         parts = MLPSubmodules(
-            linear_fc1=TorchGroupedLinear,
-            linear_fc2=TorchGroupedLinear,
+            linear_fc1=linear,
+            linear_fc2=linear,
             activation_func=TEActivation,  # where the configuration asks for it
         )
         return ModuleSpec(module=experts.TEGroupedMLP, submodules=parts)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.megatron.grouped import grouped_experts
+
 VOCABULARY = 128
 SEQ_LENGTH = 16
 HEAD_SIZE = 16
@@ -41,12 +43,13 @@ class Case:
 
     ``config``, ``ddp`` and ``optimizer`` override fields of Megatron's configurations, ``later``
     those of its TransformerConfig once Megatron has checked it. The last rank writes the layers'
-    metrics to ``metrics_to``. ``settings`` are flashmoe's.
+    metrics to ``metrics_to``. ``experts`` is a kind of grouped ones. ``settings`` are flashmoe's.
     """
 
     layout: Layout
     config: dict[str, Any] = field(default_factory=dict)
     later: dict[str, Any] = field(default_factory=dict)
+    experts: str | None = None
     ddp: dict[str, Any] = field(default_factory=dict)
     iterations: int = 3
     micro_batches: int = 2
@@ -116,7 +119,7 @@ class DuplicatedLinear(torch.nn.Linear):
 
 def _stand_in_for_transformer_engine() -> None:
     """Gives Megatron what it takes from Transformer Engine where it computes the same without."""
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import RowParallelLinear, random
     from megatron.core.transformer.moe import moe_layer
 
     if not hasattr(random, "FP8GlobalStateManager"):
@@ -124,6 +127,9 @@ def _stand_in_for_transformer_engine() -> None:
         random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
         for name in ("activation_recompute_forward", "fp8_autocast"):
             setattr(random, name, lambda **_: contextlib.nullcontext())
+    if not hasattr(RowParallelLinear, "backward_dw"):
+        # Its gradients are complete by then; only Transformer Engine's layers delay them.
+        RowParallelLinear.backward_dw = lambda self: None
     if not moe_layer.HAVE_TE:
         moe_layer.HAVE_TE, moe_layer.TELinear = True, DuplicatedLinear
 
@@ -217,7 +223,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     forget_metrics()
     config = transformer_config(case.layout, dispatcher, **case.config)
     vars(config).update(case.later)
-    chunks = [_in_half(config, chunk) for chunk in build_model(config, case.layout)]
+    chunks = [_in_half(config, chunk) for chunk in build_model(config, case.layout, case.experts)]
     # Megatron's own fusion is a CUDA extension that its linears ask for when they are built; the
     # routed experts ask the configuration at each call.
     config.gradient_accumulation_fusion = case.fuse_main_grad
@@ -315,7 +321,7 @@ def forget_metrics() -> None:
         destroy_moe_metrics_tracker()
 
 
-def build_model(config: Any, layout: Layout) -> list[Any]:
+def build_model(config: Any, layout: Layout, experts: str | None = None) -> list[Any]:
     """This rank's chunks of a GPT model, with the weights of one seed."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -335,6 +341,10 @@ def build_model(config: Any, layout: Layout) -> list[Any]:
         num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    if experts is not None:
+        mlp = spec.submodules.mlp
+        parts = getattr(mlp, "submodules", None) or mlp.keywords["submodules"]
+        parts.experts = grouped_experts(experts)
     stages = range(layout.virtual) if layout.virtual else [None]
     later = {}
     if config.mtp_num_layers:

@@ -42,7 +42,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "--moe-shared-expert-overlap",
         "leave it out",
     ),
-    ({"delay_wgrad_compute": True}, "--delay-wgrad-compute", "leave it out"),
     (
         {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
         "--moe-apply-probs-on-input",

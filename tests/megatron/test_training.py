@@ -184,6 +184,26 @@ def test_overlapped_micro_batches_match_alltoall(
         assert_same(fused, stock)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_delayed_weight_gradients_match_alltoall(overlap: bool, two_ranks: RankPool) -> None:
+    """Megatron's DDP hears of the experts' gradients in ``backward_dw`` alone."""
+    case = Case(
+        Layout(expert=2),
+        config={
+            **OVERLAPPED,
+            "delay_wgrad_compute": True,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+        later={"bf16": False},
+        experts="te_grouped_delayed",
+        ddp={"delay_wgrad_compute": True, "overlap_grad_reduce": overlap},
+        micro_batches=3,
+    )
+    for stock, fused in two_ranks.run(train_both, case):
+        assert fused.fused_calls > 0
+        assert_same(fused, stock)
+
+
 ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "latent_experts": {
         "hidden_size": 128,

@@ -7,6 +7,7 @@ other ranks of its group, should these have ours.
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from types import ModuleType
@@ -16,7 +17,7 @@ import torch
 
 from flashmoe_megatron.adapters.megatron.asked import OVERLAP, ROW_BOUND
 from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
-from flashmoe_megatron.adapters.megatron.schedule import check_schedule
+from flashmoe_megatron.adapters.megatron.schedule import check_schedule, reduce_gradients
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
     STOCK_DISPATCHER_TYPE,
@@ -110,6 +111,7 @@ def _flashmoe_init(original: Function) -> Function:
         tell_dispatcher(self.ep_group, DISPATCHER_TYPE)
         check_dispatchers(self.ep_group, timeout=current_settings().backend_options()["timeout"])
         setattr(self, ROUTED, RoutedExperts(config, self.experts, self.ep_group))
+        self.experts.backward_dw = functools.partial(reduce_gradients, self.experts)
 
     return init
 

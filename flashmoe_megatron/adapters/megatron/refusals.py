@@ -114,12 +114,6 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "leave it out, the kernel overlaps communication with computation itself",
     ),
     Refusal(
-        "delay_wgrad_compute",
-        "--delay-wgrad-compute",
-        is_set("delay_wgrad_compute"),
-        "leave it out, weight gradients are computed with the others",
-    ),
-    Refusal(
         "moe_apply_probs_on_input",
         "--moe-apply-probs-on-input",
         is_set("moe_apply_probs_on_input"),

@@ -10,6 +10,9 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+import torch
+
+from flashmoe_megatron.adapters.forwards import with_all_below
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
@@ -26,6 +29,20 @@ def patch_schedule(module: ModuleType) -> None:
     """Lets no node of a fused layer free its inputs, if it is this module that says so."""
     if hasattr(module, _FREES):
         patch(module, _FREES, _keep_inputs)
+
+
+def reduce_gradients(experts: torch.nn.Module) -> None:
+    """Takes the place of the experts' ``backward_dw``, with ``--delay-wgrad-compute``.
+
+    Their weights' gradients are there by then: the launch has added them. But Transformer Engine
+    has marked the weights, so that Megatron's DDP waits for this call to reduce them.
+
+    Args:
+        experts: The ``experts`` of a MoELayer.
+    """
+    for module in reversed(with_all_below(experts)):  # fc2's gradients were complete first
+        for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", ()):
+            hook()
 
 
 def check_schedule() -> None:

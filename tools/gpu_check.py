@@ -42,9 +42,9 @@ MULTI_LIMIT_S = 260
 DEEPSPEED_LIMIT_S = 250
 FAULTS_LIMIT_S = 400
 SANITIZER_LIMIT_S = 75
-STRESS_MARGIN_S = 90  # to load kernels, to end
+STRESS_MARGIN_S = 90  # a run also has to load kernels and to end
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZER_ERROR = 86  # exit status that compute-sanitizer is told to use for its own findings
+SANITIZER_ERROR = 86  # compute-sanitizer is told to end so where it finds something
 
 PARTS = ("single", "multi", "faults", "deepspeed", "sanitizer")
 
@@ -112,7 +112,7 @@ def run_bounded(
         except subprocess.TimeoutExpired:
             status = None
             _end(process)
-        except KeyboardInterrupt:  # which reaches this process alone
+        except KeyboardInterrupt:  # it reaches this process alone
             _end(process)
             raise
         output.seek(0)
@@ -167,7 +167,7 @@ def run_tests(name: str, path: str, chosen: str, limit_s: float) -> Check:
         report = Path(scratch, "report.xml")
         command = [sys.executable, "-m", "pytest", path, "-m", "gpu or multi_gpu", "-k", chosen]
         command += ["-q", "--tb=short"]
-        # Not the project's own options: its plugins may be absent on a GPU machine.
+        # The project's own options are left out: a GPU machine may lack their plugins.
         options = ["-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
         options += ["--durations=8", "--maxfail=30"]
         check, _ = checked(name, [*command, *options], limit_s)

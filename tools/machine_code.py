@@ -35,7 +35,7 @@ import resource_table
 INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*)")
 REGISTER = re.compile(r"\bU?[RP]\d+\b")
 PRODUCT, MOVE, NOTHING, INVALIDATION = "HGMMA", "R2UR", "NOP", "CCTL.IVALL"
-# A load of shared memory, and an arrival at a barrier of any CTA.
+# The first loads from shared memory, the second arrives at a barrier of any CTA.
 LOAD, ARRIVAL = "LDS", "SYNCS.ARRIVE.TRANS64.RED.A1T0"
 
 
@@ -154,7 +154,7 @@ def _is_early(arrival: Instruction, before: list[Instruction]) -> bool:
     """Whether the last load among some instructions may be done after the arrival behind them."""
     if arrival.operation != ARRIVAL:
         return False
-    loaded: set[str] | None = None  # with what was computed from it
+    loaded: set[str] | None = None  # what was computed from it is added
     for one in before:
         if one.operation.startswith(LOAD):
             first = int(one.registers[0][1:])
@@ -163,7 +163,7 @@ def _is_early(arrival: Instruction, before: list[Instruction]) -> bool:
         elif loaded and loaded.intersection(one.registers[1:]):
             loaded.add(one.registers[0])
         elif loaded and one.registers and not one.predicate:
-            loaded.discard(one.registers[0])  # written anew
+            loaded.discard(one.registers[0])  # it is written anew
     if loaded is None:
         return False
     return not loaded.intersection([arrival.predicate.lstrip("@!"), *arrival.registers])

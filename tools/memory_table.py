@@ -66,7 +66,7 @@ def measure(shape: Shape, num_ranks: int, keep: Keep) -> tuple[MemoryPlan, dict[
     problem = make_problem(shape, num_ranks)
     group = dist.group.WORLD if num_ranks > 1 else None
     options = BackendOptions(keep=keep, timeout=TIMEOUT_S)
-    memory = GroupMemory(group, device, options)  # shared with no other
+    memory = GroupMemory(group, device, options)  # no other layer shares it
     backend = KernelBackend(
         problem.config, group, device, memory=memory, rank=rank, options=options
     )
@@ -100,7 +100,7 @@ def measure(shape: Shape, num_ranks: int, keep: Keep) -> tuple[MemoryPlan, dict[
         found["backward"] = requested("peak") - before - outputs
         return saved.num_row_blocks
 
-    step()  # makes what is made once
+    step()  # the first one makes what stays
     num_row_blocks = step()
     found["symmetric"] = memory.heap_bytes
     plan = plan_memory(

@@ -37,9 +37,9 @@ LINK_FLAGS = [
     *ARCH_FLAGS,
     "-shared",
     "-cudart=static",  # no libcudart.so.N at run time, so torch's CUDA may differ from ours
-    "-Xlinker=--no-undefined",  # above all not of libcuda: loading must not need a driver
+    "-Xlinker=--no-undefined",  # libcuda least of all: loading must not need a driver
 ]
-EXPORTS = "{ global: flashmoe_*; local: *; };\n"  # hides the C++ runtime's and cudart's symbols too
+EXPORTS = "{ global: flashmoe_*; local: *; };\n"  # the C++ runtime's and cudart's are hidden too
 PERFORMANCE_LOSS = "Potential Performance Loss"
 """ptxas says it where it ignores setmaxnreg (C7508) or serializes wgmma: never what was meant."""
 
@@ -72,11 +72,11 @@ SHIPPED = Variant()
 VARIANTS = {
     variant.name: variant
     for variant in (
-        # Time stamps from inside the kernels.
+        # Its kernels write time stamps.
         Variant("trace", (*MAY_SPILL, "-DFLASHMOE_TRACE")),
-        # Every acquire and release of a kernel at a random time.
+        # Its kernels wait at random before every acquire and release.
         Variant("delays", (*MAY_SPILL, "-DFLASHMOE_DELAYS")),
-        # Tells libFuzzer which branches of the host's code an input takes.
+        # It tells libFuzzer which branches of the host's code an input takes.
         Variant(
             "coverage",
             (

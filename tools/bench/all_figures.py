@@ -22,7 +22,7 @@ from tools.gpu_check import run_bounded, torchrun
 
 KERNEL = ["--kernel", "--graph", "--row-bound", "1.2", "--grads", "main_grad"]
 ZIPF = "0.47"  # the most popular of 64 experts then has 4 times the mean
-TAIL = 100_000  # characters of a step's output that are kept
+TAIL = 100_000  # so many characters of a step's output are kept
 
 
 @dataclass(frozen=True)

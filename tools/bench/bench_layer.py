@@ -50,7 +50,7 @@ from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
 GATE = 6e-3
 TIMEOUT_S = 10.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-LAUNCHES_IN_ROW = 3  # before the one whose record is taken there are others
+LAUNCHES_IN_ROW = 3  # only the last one is taken: it follows the others without a gap
 
 
 class FusedLayer:

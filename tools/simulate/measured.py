@@ -78,7 +78,7 @@ def _of_bench(path: Path, row: dict[str, Any]) -> list[Measurement]:
     if row["implementation"] != "fused" or row["measurement"] not in OF_LAUNCHES:
         return []
     if row.get("zipf") or row.get("dtype", "bf16") != "bf16":
-        return []  # none of it is in the model
+        return []  # the model has none of it
     return [
         Measurement(
             run=path.name,

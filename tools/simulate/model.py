@@ -182,7 +182,7 @@ def simulate_launch(
         else:
             done[unit] = max(done[unit], end)
 
-    if backward:  # while the last results travel
+    if backward:  # weights' gradients are computed while the last results travel
         differentiated = max(gemm0_done, default=published)
         for duration in weight_grads(shape, load, figures, fitted):
             end = max(heapq.heappop(free), differentiated) + duration

@@ -101,7 +101,7 @@ def start(timeout: float = 120.0) -> torch.device:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
-        # An operator for inference on processors that would be compiled first.
+        # DeepSpeed would first compile this operator, which serves inference on processors.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_process_group(
         "nccl" if HAS_GPU else "gloo",
@@ -211,7 +211,7 @@ class Decoder(nn.Module):
     def __init__(self, setup: Setup) -> None:
         super().__init__()
         shape = setup.shape
-        self.config = SimpleNamespace(  # read by AutoEP
+        self.config = SimpleNamespace(  # AutoEP reads it
             num_local_experts=shape.num_experts,
             num_experts=shape.num_experts,
             num_experts_per_tok=shape.topk,
@@ -259,7 +259,7 @@ def build_engine(
         dtype: bfloat16, float16, or float32 for a reference.
         **flashmoe: Further keys of the section, where ``experts`` are fused.
     """
-    gc.collect()  # the last engine, which some frame still had when it was released
+    gc.collect()  # some frame still had the last engine when it was released
     if HAS_GPU:
         torch.cuda.empty_cache()
     torch.manual_seed(SEED)

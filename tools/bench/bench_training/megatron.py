@@ -12,9 +12,9 @@ every rank is expert and data parallel.
 The same model is trained from the same seed with "flashmoe", with "alltoall", and with "alltoall"
 again where the ranks change places in every batch: each computes what its neighbour had, so that
 nothing differs but the order in which sums are taken. How far these runs drift from alltoall's is
-the band of noise, by the rule of ``curves.py``, 20 iterations ahead. The exit
-status is 1 if flashmoe leaves it, if the means of the last tenth differ by more than the band
-there, or if the loss does not fall. Iteration times are medians.
+the band of noise, by the rule of ``curves.py``, 20 iterations ahead. The exit status is 1 if
+flashmoe leaves it, if the means of the last tenth differ by more than the band there, or if the
+loss does not fall. Iteration times are medians.
 """
 
 import argparse

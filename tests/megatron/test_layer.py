@@ -46,6 +46,18 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
         {"add_bias_linear": True, "fp16": True, "params_dtype": torch.float16},
     ),
     "shared_expert": (EP4, {"moe_shared_expert_intermediate_size": 128}),
+    "shared_expert_beside": (
+        EP4,
+        {"moe_shared_expert_intermediate_size": 128, "moe_shared_expert_overlap": True},
+    ),
+    "shared_expert_beside_with_a_gate": (
+        EP4,
+        {
+            "moe_shared_expert_intermediate_size": 128,
+            "moe_shared_expert_overlap": True,
+            "moe_shared_expert_gate": True,
+        },
+    ),
     "capacity": (EP4, {"moe_expert_capacity_factor": 0.5}),
     "capacity_padded": (
         EP4,

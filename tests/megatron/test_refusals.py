@@ -38,11 +38,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "--expert-tensor-parallel-size 1",
     ),
     (
-        {"moe_shared_expert_overlap": True, "moe_shared_expert_intermediate_size": 64},
-        "--moe-shared-expert-overlap",
-        "leave it out",
-    ),
-    (
         {"moe_apply_probs_on_input": True, "moe_router_topk": 1},
         "--moe-apply-probs-on-input",
         "leave it out, probabilities .* or use the alltoall dispatcher",

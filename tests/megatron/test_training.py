@@ -60,6 +60,10 @@ CASES = {
         Layout(expert=2, pipeline=2), settings={"keep": "inputs"}, micro_batches=4
     ),
     "shared_expert": Case(EP2_DP2, config={"moe_shared_expert_intermediate_size": 64}),
+    "shared_expert_beside_tp2_ep2": Case(
+        Layout(expert=2, tensor=2),
+        config={"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
+    ),
     "capacity": Case(EP2_DP2, config={"moe_expert_capacity_factor": 0.8}),
     "capacity_padded": Case(
         EP2_DP2,

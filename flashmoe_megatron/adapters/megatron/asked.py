@@ -13,6 +13,9 @@ ROW_BOUND = "moe_expert_rank_capacity_factor"
 OVERLAP = "overlap_moe_expert_parallel_comm"
 """Megatron's schedule that runs one micro-batch's forward beside another's backward."""
 
+SHARED_OVERLAP = "moe_shared_expert_overlap"
+"""The shared expert is computed on a stream of its own, beside the routed ones."""
+
 Asks = Callable[[Any], bool]
 """Whether a configuration asks for something."""
 

@@ -12,8 +12,10 @@ class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Remembers a call's routing for the fused layer, which moves the tokens itself.
 
     Inside :meth:`fused` its first step only flattens the tokens and its last restores their shape;
-    the steps between are not called. Outside, all six steps are those of Megatron's alltoall
-    dispatcher, for whoever calls them one by one.
+    the steps between are not called. With ``--moe-shared-expert-overlap`` the first step also puts
+    the shared expert on its own stream, in front of the launch, and the last adds its output.
+    Outside, all six steps are those of Megatron's alltoall dispatcher, for whoever calls them one
+    by one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,6 +52,12 @@ class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             return result
         self.hidden_shape = hidden_states.shape
         self.routing_map = routing_map
+        if self.shared_experts is not None:
+            # Megatron's own dispatchers put these between the steps of their communication.
+            self.shared_experts.pre_forward_comm(hidden_states)
+            self.shared_experts.linear_fc1_forward_and_act()
+            self.shared_experts.linear_fc2_forward()
+            self.shared_experts.post_forward_comm()
         return hidden_states.reshape(-1, hidden_states.shape[-1]), probs
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -57,4 +65,7 @@ class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         if not self._is_fused:
             result: torch.Tensor = super().combine_postprocess(hidden_states)
             return result
-        return hidden_states.view(self.hidden_shape)
+        output = hidden_states.view(self.hidden_shape)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts.get_output()
+        return output

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.asked import OVERLAP, ROW_BOUND
+from flashmoe_megatron.adapters.megatron.asked import OVERLAP, ROW_BOUND, SHARED_OVERLAP
 from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
 from flashmoe_megatron.adapters.megatron.schedule import check_schedule, reduce_gradients
 from flashmoe_megatron.adapters.megatron.settings import (
@@ -51,7 +51,7 @@ def _checked_post_init(original: Function) -> Function:
 
             refuse(self, CONFIG_REFUSALS)
             shown: dict[str, Any] = {ROW_BOUND: None}
-            if getattr(self, OVERLAP, False):
+            if getattr(self, OVERLAP, False) or getattr(self, SHARED_OVERLAP, False):
                 shown["moe_token_dispatcher_type"] = STOCK_DISPATCHER_TYPE
             with _showing(self, shown):
                 original(self)
@@ -108,6 +108,8 @@ def _flashmoe_init(original: Function) -> Function:
             config=config,
             pg_collection=arguments.get("pg_collection") or get_default_pg_collection(),
         )
+        if self.use_shared_expert and self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
         tell_dispatcher(self.ep_group, DISPATCHER_TYPE)
         check_dispatchers(self.ep_group, timeout=current_settings().backend_options()["timeout"])
         setattr(self, ROUTED, RoutedExperts(config, self.experts, self.ep_group))

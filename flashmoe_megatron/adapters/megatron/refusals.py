@@ -102,12 +102,6 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "pass 1 or leave it out",
     ),
     Refusal(
-        "moe_shared_expert_overlap",
-        "--moe-shared-expert-overlap",
-        is_set("moe_shared_expert_overlap"),
-        "leave it out, the shared expert then runs before the routed ones",
-    ),
-    Refusal(
         "overlap_dispatch_backward_with_experts_wgrad",
         "--overlap-dispatch-backward-with-experts-wgrad",
         is_set("overlap_dispatch_backward_with_experts_wgrad"),

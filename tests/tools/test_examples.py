@@ -1,4 +1,4 @@
-"""The two examples of weak scaling, from one command each, as a user without a GPU runs them."""
+"""Examples from one command each, as a user without a GPU runs them."""
 
 import json
 import os
@@ -32,6 +32,16 @@ def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=TIMEOUT_S,
     )
+
+
+def test_training_in_plain_pytorch():
+    ran = call("train_pytorch", "--train-iters", "20")
+    assert ran.returncode == 0, ran.stdout
+    assert "2 ranks on processors, 2 share the experts" in ran.stdout
+    lines = re.findall(r"iteration +(\d+)/20: loss ([\d.]+), [\d,]+ tokens/s, \d+% of", ran.stdout)
+    assert [int(iteration) for iteration, _ in lines] == [10, 20]
+    first, last = map(float, re.findall(r"^loss ([\d.]+) to ([\d.]+)$", ran.stdout, re.M)[0])
+    assert last < first - 1
 
 
 @pytest.mark.parametrize(

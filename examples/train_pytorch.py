@@ -1,0 +1,184 @@
+"""Trains a small GPT with mixture-of-experts layers in plain PyTorch, on Python's own library.
+
+DistributedDataParallel trains the model on all ranks, and groups of ``--ep-size`` ranks share the
+experts of a layer. What expert parallelism adds to a program without it is in three places: the
+mesh in :func:`main`, the layer in :class:`Block`, and ``prepare_for_ddp`` in front of
+DistributedDataParallel.
+
+Run by examples/train_pytorch.sh, or under torchrun where everything is installed. On Hopper GPUs
+the experts run in the fused kernel, in bfloat16; without a GPU on the reference backend, in
+float32.
+"""
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from flashmoe_megatron import FlashMoELayer, MoEConfig, prepare_for_ddp
+from flashmoe_megatron.telemetry.metrics import compute_metrics
+from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
+from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
+from leave import leave
+from python_sources import read_sources
+from two_runs import HAS_GPU, log, mean_of_last
+
+VOCABULARY = 256
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--train-iters", type=int, default=120, help="optimizer steps")
+    add("--log-interval", type=int, default=10, help="iterations between two lines")
+    add("--num-layers", type=int, default=2)
+    add("--hidden-size", type=int, default=128, help="a multiple of 64")
+    add("--moe-ffn-hidden-size", type=int, default=256, help="a multiple of 64")
+    add("--num-attention-heads", type=int, default=4)
+    add("--num-experts", type=int, default=8, help="experts of a layer")
+    add("--topk", type=int, default=2)
+    add("--ep-size", type=int, default=None, help="ranks that share them; all if not given")
+    add("--seq-length", type=int, default=256, help="bytes of a sample")
+    add("--micro-batch-size", type=int, default=4, help="samples of a rank and step")
+    add("--lr", type=float, default=3e-3)
+    add("--seed", type=int, default=1234)
+    add("--data-megabytes", type=int, default=8, help="most megabytes of sources that are read")
+    return parser.parse_args()
+
+
+class Block(nn.Module):
+    """Causal attention and a MoE layer."""
+
+    def __init__(self, args: argparse.Namespace, experts: DeviceMesh) -> None:
+        super().__init__()
+        self.num_heads = args.num_attention_heads
+        self.norm1 = nn.RMSNorm(args.hidden_size)
+        self.qkv = nn.Linear(args.hidden_size, 3 * args.hidden_size, bias=False)
+        self.projection = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
+        self.norm2 = nn.RMSNorm(args.hidden_size)
+        config = MoEConfig(
+            hidden=args.hidden_size,
+            intermediate=args.moe_ffn_hidden_size,
+            num_experts=args.num_experts,
+            topk=args.topk,
+            activation="silu",
+            gated=True,
+            num_ranks=experts.size(),
+            max_tokens=args.micro_batch_size * args.seq_length,
+        )
+        self.moe = FlashMoELayer(config, group=experts, device=DEVICE, dtype=DTYPE, router=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns ``x`` after the block."""
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(mixed.transpose(1, 2).flatten(2))
+        return x + self.moe(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, args: argparse.Namespace, experts: DeviceMesh) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, args.hidden_size)
+        self.positions = nn.Embedding(args.seq_length, args.hidden_size)
+        self.blocks = nn.ModuleList([Block(args, experts) for _ in range(args.num_layers)])
+        self.norm = nn.RMSNorm(args.hidden_size)
+        self.head = nn.Linear(args.hidden_size, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the mean loss of ``[batch, sequence]`` bytes."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's samples and the bytes that follow each of theirs."""
+    sources = bytearray().join(read_sources(args.data_megabytes))
+    text = torch.frombuffer(sources, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(args.seed + dist.get_rank())
+    offsets = torch.arange(args.seq_length + 1)
+    while True:
+        starts = torch.randint(
+            len(text) - args.seq_length, (args.micro_batch_size, 1), generator=generator
+        )
+        samples = text[starts + offsets].long().to(DEVICE)
+        yield samples[:, :-1], samples[:, 1:]
+
+
+class Meter:
+    """What the launches since the last line say of all ranks; collective."""
+
+    def __init__(self, model: GPT, experts: DeviceMesh) -> None:
+        self.layers = [block.moe for block in model.blocks]
+        # A layer of plain PyTorch has no number: they are counted together.
+        self.places = {0: LayerPlace(self.layers[0].config, experts.get_local_rank())}
+        self.layout = agree_layout(self.places, dist.group.WORLD)
+        self.began = time.perf_counter()
+
+    def read(self, num_tokens: int) -> str:
+        """Tokens per second, and the share of communication that was hidden behind computation."""
+        totals = Totals(self.layout, self.places)
+        for layer in self.layers:
+            for record in layer.backend.take_records():
+                totals.add(record)
+        reduced = Reduction(totals, dist.group.WORLD, DEVICE).result()
+        metrics = compute_metrics(reduced, ["hidden_communication"])
+        now = time.perf_counter()
+        rate, self.began = num_tokens / (now - self.began), now
+        hidden = metrics.get("flashmoe/forward/hidden_communication")
+        said = "" if hidden is None else f", {hidden:.0%} of the forward's communication hidden"
+        return f"{rate:,.0f} tokens/s{said}"
+
+
+def main() -> NoReturn:
+    args = parse_args()
+    if HAS_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    world = dist.get_world_size()
+    ep_size = args.ep_size or world
+    mesh = init_device_mesh(DEVICE.type, (world // ep_size, ep_size), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(args.seed)
+    model = GPT(args, mesh["ep"]).to(DEVICE, DTYPE)
+    log(f"{world} ranks on {'GPUs' if HAS_GPU else 'processors'}, {ep_size} share the experts")
+    trained = DistributedDataParallel(prepare_for_ddp(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    meter, losses = Meter(model, mesh["ep"]), []
+    samples = itertools.islice(batches(args), args.train_iters)
+    for iteration, (tokens, labels) in enumerate(samples, start=1):
+        loss = trained(tokens, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().float()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / world)
+        if iteration % args.log_interval == 0:
+            said = meter.read(world * tokens.numel() * args.log_interval)
+            log(f"  iteration {iteration:4d}/{args.train_iters}: loss {losses[-1]:.4f}, {said}")
+    failed = not mean_of_last(losses, args) < losses[0]
+    log("failed: the loss did not fall" if failed else f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    leave(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

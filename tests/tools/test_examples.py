@@ -109,9 +109,9 @@ def test_a_training_that_hangs_is_ended_and_ends_the_sweep(tmp_path: Path, capsy
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     folder = tmp_path / "run"
-    arguments = ["megatron", "--gpus", "1", "2", "--out", str(folder), "--timeout", "15"]
+    arguments = ["megatron", "--gpus", "1", "2", "--out", str(folder), "--timeout", "30"]
     assert training.main(arguments) == 1
-    assert "Failed on 1: not done within 15 s" in (folder / "report.md").read_text()
+    assert "Failed on 1: not done within 30 s" in (folder / "report.md").read_text()
     printed = capsys.readouterr().out
     assert "no more are started" in printed
     assert "2 ranks" not in printed

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from arguments import add_model_and_data, count
 from leave import leave
 from python_sources import read_sources
 from two_runs import compare, log, mean_of_last
@@ -88,34 +89,16 @@ class Training:
     scheduler: OptimizerParamScheduler
 
 
-def count(text: str) -> int:
-    """An argument that has to be a positive number."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, wanted at least 1")
-    return value
-
-
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    add_model_and_data(parser)
     add = parser.add_argument
     add("--train-iters", type=count, default=150, help="iterations of each run")
     add("--eval-iters", type=count, default=4, help="batches of a validation")
-    add("--log-interval", type=count, default=10, help="iterations between two lines of losses")
-    add("--num-layers", type=count, default=2)
-    add("--hidden-size", type=count, default=128, help="a multiple of 64")
-    add("--moe-ffn-hidden-size", type=count, default=256, help="a multiple of 64")
-    add("--num-attention-heads", type=count, default=4)
-    add("--num-experts", type=count, default=8, help="experts of all ranks together")
     add("--moe-router-topk", type=count, default=2)
-    add("--seq-length", type=count, default=256, help="bytes of a sample")
-    add("--micro-batch-size", type=count, default=4, help="samples of a rank and micro-batch")
     add("--num-microbatches", type=count, default=2)
-    add("--lr", type=float, default=3e-3)
-    add("--seed", type=int, default=1234)
-    add("--data-megabytes", type=count, default=8, help="most megabytes of sources that are read")
     add("--output", type=Path, default=Path("runs/pretrain_moe"), help="data and checkpoint")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
     add("--no-comparison", action="store_true", help="leave the run with alltoall out")

@@ -36,6 +36,8 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 from tqdm import tqdm
 
+from arguments import add_model_and_data, count
+from attention import Attention
 from flashmoe_megatron.deepspeed import attach, initialize
 from leave import leave
 from python_sources import read_sources
@@ -46,36 +48,18 @@ VOCABULARY = 257
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def count(text: str) -> int:
-    """An argument that has to be a positive number."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, wanted at least 1")
-    return value
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    add_model_and_data(parser)
     add = parser.add_argument
     add("--train-iters", type=count, default=120, help="optimizer steps of each run")
     add("--eval-iters", type=count, default=4, help="batches of a validation")
-    add("--log-interval", type=count, default=10, help="iterations between two lines of losses")
-    add("--num-layers", type=count, default=2)
-    add("--hidden-size", type=count, default=128, help="a multiple of 64")
-    add("--moe-ffn-hidden-size", type=count, default=256, help="a multiple of 64")
-    add("--num-attention-heads", type=count, default=4)
-    add("--num-experts", type=count, default=8, help="experts of all ranks together")
     add("--topk", type=count, default=2)
     add("--capacity-factor", type=float, default=1.25)
     add("--zero-stage", type=int, choices=[0, 1, 2], default=2)
-    add("--seq-length", type=count, default=256, help="bytes of a sample")
-    add("--micro-batch-size", type=count, default=4, help="samples of a rank and micro-batch")
     add("--num-microbatches", type=count, default=2)
-    add("--lr", type=float, default=3e-3)
-    add("--seed", type=int, default=1234)
-    add("--data-megabytes", type=count, default=8, help="most megabytes of sources that are read")
     add("--output", type=Path, default=Path("runs/pretrain_moe_deepspeed"), help="checkpoint")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
     add("--no-comparison", action="store_true", help="leave the run with DeepSpeed's layers out")
@@ -102,10 +86,8 @@ class Block(nn.Module):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.num_heads = args.num_attention_heads
         self.norm1 = nn.RMSNorm(args.hidden_size)
-        self.qkv = nn.Linear(args.hidden_size, 3 * args.hidden_size, bias=False)
-        self.projection = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
+        self.attention = Attention(args.hidden_size, args.num_attention_heads)
         self.norm2 = nn.RMSNorm(args.hidden_size)
         self.moe = MoE(
             args.hidden_size,
@@ -119,10 +101,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ``x`` after the block, and the auxiliary loss of its router."""
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))
-        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(mixed.transpose(1, 2).flatten(2))
+        x = x + self.attention(self.norm1(x))
         out, aux_loss, _ = self.moe(self.norm2(x))
         return x + out, aux_loss
 

@@ -24,6 +24,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from arguments import add_model_and_data, count
+from attention import Attention
 from flashmoe_megatron import FlashMoELayer, MoEConfig, prepare_for_ddp
 from flashmoe_megatron.telemetry.metrics import compute_metrics
 from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
@@ -41,21 +43,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    add_model_and_data(parser)
     add = parser.add_argument
-    add("--train-iters", type=int, default=120, help="optimizer steps")
-    add("--log-interval", type=int, default=10, help="iterations between two lines")
-    add("--num-layers", type=int, default=2)
-    add("--hidden-size", type=int, default=128, help="a multiple of 64")
-    add("--moe-ffn-hidden-size", type=int, default=256, help="a multiple of 64")
-    add("--num-attention-heads", type=int, default=4)
-    add("--num-experts", type=int, default=8, help="experts of a layer")
-    add("--topk", type=int, default=2)
-    add("--ep-size", type=int, default=None, help="ranks that share them; all if not given")
-    add("--seq-length", type=int, default=256, help="bytes of a sample")
-    add("--micro-batch-size", type=int, default=4, help="samples of a rank and step")
-    add("--lr", type=float, default=3e-3)
-    add("--seed", type=int, default=1234)
-    add("--data-megabytes", type=int, default=8, help="most megabytes of sources that are read")
+    add("--train-iters", type=count, default=120, help="optimizer steps")
+    add("--topk", type=count, default=2)
+    add("--ep-size", type=count, default=None, help="ranks that share them; all if not given")
     return parser.parse_args()
 
 
@@ -64,10 +56,8 @@ class Block(nn.Module):
 
     def __init__(self, args: argparse.Namespace, experts: DeviceMesh) -> None:
         super().__init__()
-        self.num_heads = args.num_attention_heads
         self.norm1 = nn.RMSNorm(args.hidden_size)
-        self.qkv = nn.Linear(args.hidden_size, 3 * args.hidden_size, bias=False)
-        self.projection = nn.Linear(args.hidden_size, args.hidden_size, bias=False)
+        self.attention = Attention(args.hidden_size, args.num_attention_heads)
         self.norm2 = nn.RMSNorm(args.hidden_size)
         config = MoEConfig(
             hidden=args.hidden_size,
@@ -83,10 +73,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``x`` after the block."""
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))
-        query, key, value = (part.transpose(1, 2) for part in heads.unbind(2))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(mixed.transpose(1, 2).flatten(2))
+        x = x + self.attention(self.norm1(x))
         return x + self.moe(self.norm2(x))
 
 

@@ -93,6 +93,7 @@ class _Reducer(OfGroup):
         self._num_ranks = len(layers[0].expert_group.ranks)
         self._num_replicas = dist.get_world_size(replicas)
         self._group = replicas
+        self._known = {id(parameter) for parameter in self._parameters}
         self._is_synchronous = False
         self._accumulated: set[int] = set()
         with torch.no_grad():
@@ -109,8 +110,7 @@ class _Reducer(OfGroup):
     def __call__(self, layer: nn.Module, _: Any) -> None:
         """Notes before a layer's forward whether its backward is to reduce gradients."""
         assert isinstance(layer, FlashMoELayer)
-        known = {id(parameter) for parameter in self._parameters}
-        if any(id(one) not in known for _, one in layer.expert_parameters()):
+        if any(id(one) not in self._known for _, one in layer.expert_parameters()):
             raise ConfigError(
                 "the layer is a copy of one that was prepared for DistributedDataParallel, or its "
                 f"parameters were replaced since: wanted {PREPARE} behind that"

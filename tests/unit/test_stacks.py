@@ -11,13 +11,11 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel import bindings
-from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.kernel.tables import AddressTables
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.unit import cases
-from tests.unit.test_weights import BIASES, make_biases
+from tests.unit.test_weights import BIASES, PROBLEM, SIZES, address_tables, make_biases
 
 KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")
 CONFIG = cases.make_config(num_experts=4)
@@ -114,15 +112,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return found
 
 
-CPU = torch.device("cpu")
-PROBLEM = bindings.FlashMoEProblem()
-SIZES = bindings.FlashMoESizes(weight_map_bytes=512, grad_table_bytes=512)
-
-
-def make_tables() -> AddressTables:
-    return AddressTables(CONFIG, GroupMemory(None, CPU, BackendOptions()), CPU)
-
-
 def in_bf16(tensors: Tensors) -> Tensors:
     return {kind: tuple(one.bfloat16() for one in each) for kind, each in tensors.items()}
 
@@ -133,7 +122,7 @@ def addresses_of(tensors: Tensors) -> list[int]:
 
 def test_the_kernel_finds_each_expert_in_a_stack(calls: Calls):
     tensors = stacked(in_bf16(make_tensors()), [1, 3])
-    tables = make_tables()
+    tables = address_tables(CONFIG)
     found = tables.of_weights(ExpertWeights(**tensors), PROBLEM, SIZES)
     want = addresses_of(tensors)
     num_weights = 2 * CONFIG.num_experts
@@ -147,7 +136,7 @@ def test_the_kernel_tells_stacks_of_other_steps_apart(calls: Calls):
     """Every second expert of a larger stack begins where the whole one does."""
     tensors = stacked(in_bf16(make_tensors()), [4])
     larger = torch.zeros(8, 64, 64, dtype=torch.bfloat16)
-    tables = make_tables()
+    tables = address_tables(CONFIG)
     for fc2 in (larger[:4], larger[::2]):
         tables.of_weights(ExpertWeights(tensors["fc1"], (fc2,)), PROBLEM, SIZES)
     assert [found[4:] for found in calls.addresses] == [
@@ -163,7 +152,7 @@ def make_grads(tensors: Tensors) -> list[WeightGrad]:
 @pytest.mark.parametrize("sizes", [[4], [1, 3]], ids=["one stack", "two stacks"])
 def test_the_kernel_writes_each_gradient_into_its_stack(calls: Calls, sizes: list[int]):
     tensors = stacked(make_tensors(), sizes)
-    make_tables().of_grads(make_grads(tensors), torch.bfloat16, PROBLEM, SIZES)
+    address_tables(CONFIG).of_grads(make_grads(tensors), torch.bfloat16, PROBLEM, SIZES)
     assert calls.addresses == [addresses_of(tensors)]
 
 
@@ -183,5 +172,5 @@ def test_the_kernel_refuses_stacks_that_it_cannot_write(
 ):
     tensors = change(stacked(make_tensors(), [4]))
     with pytest.raises(ShapeError, match=message):
-        make_tables().of_grads(make_grads(tensors), torch.bfloat16, PROBLEM, SIZES)
+        address_tables(CONFIG).of_grads(make_grads(tensors), torch.bfloat16, PROBLEM, SIZES)
     assert not calls.addresses

@@ -203,6 +203,16 @@ class Backend(Protocol):
         """
         ...
 
+    def raise_pending_fault(self) -> None:
+        """Raises what a launch has found wrong that the host did not wait for. Not collective.
+
+        Every call looks for it first; whoever replays launches in a graph asks for it here.
+
+        Raises:
+            FlashMoEError: A launch could not be completed.
+        """
+        ...
+
     def early_fc2_grads(self) -> AbstractContextManager[object] | None:
         """Lets others begin with the gradients of fc2's weights before the backward ends.
 

@@ -87,8 +87,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a CUDA graph without a scope is accepted",
-        "return not names or not names <= _GRAPHS_WITHOUT_MOE",
-        "return not names <= _GRAPHS_WITHOUT_MOE",
+        "return not parts or not parts <= allowed",
+        "return not parts <= allowed",
         "tests/megatron/test_refusals.py::test_newer_settings_are_refused",
     ),
     Mutation(

@@ -197,6 +197,9 @@ class ReferenceBackend(OfGroup):
         kept, tokens = (rows, None) if self.keep != "preactivations" else (None, x)
         return out, _Saved(plan, len(x), kept, tokens, row_probs, pre_activation, layer)
 
+    def raise_pending_fault(self) -> None:
+        """Does nothing, for every call raises its own faults; see the protocol."""
+
     def early_fc2_grads(self) -> None:
         """None are complete before the others; see the protocol."""
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.megatron.graphed import graph_layers
 from tests.megatron.grouped import grouped_experts
 
 VOCABULARY = 128
@@ -43,13 +44,15 @@ class Case:
 
     ``config``, ``ddp`` and ``optimizer`` override fields of Megatron's configurations, ``later``
     those of its TransformerConfig once Megatron has checked it. The last rank writes the layers'
-    metrics to ``metrics_to``. ``experts`` is a kind of grouped ones. ``settings`` are flashmoe's.
+    metrics to ``metrics_to``. ``experts`` is a kind of grouped ones, ``graphs`` the number of CUDA
+    graphs of each layer. ``settings`` are flashmoe's.
     """
 
     layout: Layout
     config: dict[str, Any] = field(default_factory=dict)
     later: dict[str, Any] = field(default_factory=dict)
     experts: str | None = None
+    graphs: int = 0
     ddp: dict[str, Any] = field(default_factory=dict)
     iterations: int = 3
     micro_batches: int = 2
@@ -234,6 +237,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    graph_layers(model, case.graphs)
     config.finalize_model_grads_func = finalize_model_grads
     if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in model]

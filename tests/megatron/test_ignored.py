@@ -87,7 +87,7 @@ def test_keeping_less_of_what_is_recomputed_is_said(
 def test_it_is_said_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routed, "_announced", set())
+    monkeypatch.setattr(routed, "_said", set())
     (settings, *_) = ASKED["--recompute-modules moe_act"]
     config = transformer_config(Layout(), "flashmoe", **settings)
     for topk in (2, 2, 4):  # two layers of one shape, one of another

@@ -21,10 +21,12 @@ from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
 from tests.megatron.harness import Layout, transformer_config
 
+ENGINE, SCOPE = "transformer_engine", "cuda_graph_scope"
+"""Megatron's graphs of parts of a layer, and the field that names the parts in every release."""
+
 # Fields of TransformerConfig in every supported version, and a word of the way out.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"fp8": "hybrid"}, "--fp8-format", "bf16"),
-    ({"fp4": "e2m1"}, "--fp4-format", "bf16"),
+    ({"fp4": "e2m1"}, "--fp4-format", "bf16 .* or with --fp8-format"),
     ({"use_kitchen": True}, "--use-kitchen", "leave it out"),
     ({"enable_autocast": True}, "enable_autocast", "dtype"),
     (
@@ -54,7 +56,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"cpu_offloading": True}, "--cpu-offloading", "recompute"),
     ({"batch_invariant_mode": True}, "--batch-invariant-mode", "alltoall"),
-    ({"cuda_graph_impl": "local"}, "CUDA graph", "impl transformer_engine --cuda-graph-scope attn"),
+    (
+        {"cuda_graph_impl": "local"},
+        "CUDA graph",
+        "impl transformer_engine --cuda-graph-scope attn moe_router moe_preprocess .* row bound",
+    ),
     ({"cuda_graph_impl": "transformer_engine"}, "CUDA graph", "attn"),
     ({"enable_cuda_graph": True}, "CUDA graph", "attn"),
     ({"activation_func": torch.tanh}, "activation", "--swiglu.* or use the alltoall dispatcher"),
@@ -93,7 +99,7 @@ REFUSED_IF_KNOWN: list[tuple[dict[str, Any], str]] = [
         for kind in ("local", "transformer_engine")
         for is_hybrid in (False, True)
         for modules in (
-            {"cuda_graph_modules": ["attn", "moe_router"]},
+            {"cuda_graph_modules": ["attn", "moe"]},
             {"cuda_graph_modules": "full"},
         )
     ),
@@ -108,7 +114,15 @@ REFUSED_IF_KNOWN: list[tuple[dict[str, Any], str]] = [
         )
     ),
     # A graph of a GPT model's layer captures the whole of it.
-    ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}, "CUDA graph"),
+    *(
+        ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"], **more}, "CUDA graph")
+        for more in (
+            {},
+            {"cuda_graph_modules": ["moe_router", "moe_preprocess"]},
+            {"cuda_graph_modules": ["attn", "moe_router"], "is_hybrid_model": True},
+            {"cuda_graph_modules": "full_iteration_inference"},
+        )
+    ),
     ({"cuda_graph_impl": "local", "cuda_graph_scope": "attn"}, "CUDA graph"),
     (
         {
@@ -188,6 +202,48 @@ def test_graphs_without_moe_layers_are_accepted(setting: dict[str, Any]) -> None
         refuse(config, CONFIG_REFUSALS)
 
 
+@pytest.mark.parametrize(
+    "kind", [{"cuda_graph_impl": ENGINE}, {"external_cuda_graph": True}], ids=str
+)
+@pytest.mark.parametrize("name", ["cuda_graph_scope", "cuda_graph_modules"])
+def test_graphs_beside_the_experts_are_accepted(name: str, kind: dict[str, Any]) -> None:
+    from megatron.core.transformer.enums import CudaGraphScope
+
+    parts = ["attn", "moe_router", "moe_preprocess"]
+    config = transformer_config(Layout(), "flashmoe", **{SCOPE: parts}, cuda_graph_impl=ENGINE)
+    assert config.cuda_graph_impl == ENGINE
+    bare = transformer_config(Layout(), "flashmoe")
+    for spelled in (parts, parts[:2], ",".join(parts), [CudaGraphScope[part] for part in parts]):
+        settings = {"cuda_graph_scope": None, **kind, name: spelled}
+        refuse(SimpleNamespace(**{**vars(bare), **settings}), CONFIG_REFUSALS)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "local", "cuda_graph_modules": "full_iteration"},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": [SimpleNamespace(name="full_iteration")]},
+        {"enable_cuda_graph": True, "cuda_graph_scope": "full_iteration"},
+    ],
+    ids=str,
+)
+def test_a_graph_of_the_iteration_needs_bounds(setting: dict[str, Any]) -> None:
+    """Whatever the release calls it; nothing that the host waits for can be captured."""
+    bare = transformer_config(Layout(), "flashmoe")
+    config = SimpleNamespace(**{**vars(bare), "cuda_graph_scope": None, **setting})
+    refuse(config, CONFIG_REFUSALS)
+    shape.check_graph(config, Settings(row_bound=2.0), 64)
+    shape.check_graph(bare, Settings(), None)  # without a graph there is nothing to bound
+    for settings, max_tokens, words in (
+        (Settings(), 64, "pass --flashmoe-row-bound .*, or leave --cuda-graph-impl out"),
+        (Settings(row_bound=2.0), None, "pass --flashmoe-max-tokens .max_tokens of configure., or"),
+        (Settings(), None, "pass --flashmoe-row-bound .* and --flashmoe-max-tokens"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            shape.check_graph(config, settings, max_tokens)
+
+
 def test_other_dispatchers_and_dense_models_keep_what_is_refused() -> None:
     offset = {"glu_linear_offset": 0.5}
     assert transformer_config(Layout(), "alltoall", **offset).glu_linear_offset == 0.5
@@ -238,7 +294,7 @@ def test_what_is_given_as_off_is_not_refused(name: str, off: object) -> None:
 @pytest.mark.parametrize(
     ("name", "off"),
     [
-        ("fp8", ""),
+        ("fp4", ""),
         ("moe_latent_size", 0),
         ("moe_expert_rank_capacity_factor", 0.0),
         ("moe_mlp_glu_interleave_size", 0),

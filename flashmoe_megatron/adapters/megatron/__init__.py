@@ -16,8 +16,10 @@ __all__ = ["Settings", "configure", "current_settings", "install"]
 _PATCHES = (
     ("core.transformer.transformer_config", "layer", "patch_config"),
     ("core.transformer.moe.moe_layer", "layer", "patch_layer"),
+    ("core.transformer.moe.experts", "fp8", "patch_experts"),
     ("core.transformer.moe.moe_utils", "fixes", "define_te_general_gemm"),
     ("core.distributed.param_and_grad_buffer", "grad_reduce", "patch_buckets"),
+    ("core.full_cuda_graph", "graphs", "patch_full_graph"),
     ("core.models.gpt.fine_grained_callables", "schedule", "patch_schedule"),
     ("core.models.common.utils", "schedule", "patch_schedule"),
     ("core.datasets.utils", "fixes", "keep_built_helpers"),

@@ -80,7 +80,37 @@ def recomputes_layers(config: Any) -> bool:
     return recomputes("moe")(config) or (is_full and is_all)
 
 
-_GRAPHS_WITHOUT_MOE = {"attn", "mamba", "mlp"}
+_PARTS_OF_OTHER_LAYERS = {"attn", "mamba", "mlp"}
+_PARTS_BESIDE_EXPERTS = _PARTS_OF_OTHER_LAYERS | {"moe_router", "moe_preprocess"}
+"""What Transformer Engine's graphs of a MoE layer may hold while the experts are launched."""
+
+_WHOLE_ITERATION = "full_iteration"
+"""Megatron's name of a graph of all forwards and backwards: a scope of "local" up to 0.17."""
+
+
+def graphs_iteration(config: Any) -> bool:
+    """Whether one CUDA graph captures the whole iteration."""
+    kind = _graph_kind(config)
+    return kind == _WHOLE_ITERATION or (
+        kind == "local" and _graphed_parts(config) == {_WHOLE_ITERATION}
+    )
+
+
+def graphs_experts(config: Any) -> bool:
+    """Whether graphs of single layers would capture a MoE layer's experts."""
+    kind = _graph_kind(config)
+    if kind == "none" or graphs_iteration(config):
+        return False
+    allowed = _PARTS_BESIDE_EXPERTS
+    # "local" captures a Transformer layer as a whole, whichever part is named; in hybrid models
+    # attention and experts are layers of their own. In inference it may capture the whole model.
+    if kind != "transformer_engine":
+        of_inference = getattr(config, "inference_cuda_graph_scope", None)
+        if not getattr(config, "is_hybrid_model", False) or _name_of(of_inference) == "block":
+            return True
+        allowed = _PARTS_OF_OTHER_LAYERS
+    parts = _graphed_parts(config)
+    return not parts or not parts <= allowed
 
 
 def _graph_kind(config: Any) -> str:
@@ -93,26 +123,14 @@ def _graph_kind(config: Any) -> str:
     return getattr(config, "cuda_graph_impl", None) or "none"
 
 
-def graphs_moe(config: Any) -> bool:
-    """Whether CUDA graphs would capture a MoE layer or part of one."""
-    kind = _graph_kind(config)
-    if kind == "none":
-        return False
-    # "local" captures a Transformer layer as a whole, whichever part is named; in hybrid models
-    # attention and experts are layers of their own. In inference it may capture the whole model.
-    if kind != "transformer_engine":
-        of_inference = getattr(config, "inference_cuda_graph_scope", None)
-        if not getattr(config, "is_hybrid_model", False) or _name_of(of_inference) == "block":
-            return True
-    modules = getattr(config, "cuda_graph_modules", None) or getattr(
-        config, "cuda_graph_scope", None
-    )
-    if modules is None:
-        modules = []
-    elif not isinstance(modules, list | tuple | set):
+def _graphed_parts(config: Any) -> set[str]:
+    """The parts of layers that graphs are asked to hold, none for whole layers."""
+    # The older name goes first: where both are there, Megatron's default is in the newer one.
+    names = ("cuda_graph_scope", "cuda_graph_modules")
+    modules: Any = next(filter(None, (getattr(config, name, None) for name in names)), [])
+    if not isinstance(modules, list | tuple | set):
         modules = [modules]
-    names = {part for module in modules for part in _name_of(module).replace(",", " ").split()}
-    return not names or not names <= _GRAPHS_WITHOUT_MOE
+    return {part for module in modules for part in _name_of(module).replace(",", " ").split()}
 
 
 def _name_of(choice: Any) -> str:

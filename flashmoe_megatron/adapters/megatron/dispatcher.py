@@ -11,15 +11,15 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     """Remembers a call's routing for the fused layer, which moves the tokens itself.
 
-    Inside :meth:`fused` its first step only flattens the tokens and its last restores their shape;
-    the steps between are not called. With ``--moe-shared-expert-overlap`` the first step also puts
-    the shared expert on its own stream, in front of the launch, and the last adds its output.
-    Outside, all six steps are those of Megatron's alltoall dispatcher, for whoever calls them one
-    by one.
+    Inside :meth:`fused` its first and its last step hand the tokens on in the shape that they have;
+    the steps between are not called. Outside, all six steps are those of Megatron's alltoall
+    dispatcher, for whoever calls them one by one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # What a CUDA graph of the first step hands on besides tokens and probabilities.
+        self.cudagraph_attrs = ["routing_map"]
         self.routing_map: torch.Tensor | None = None
         self._is_fused = False
 
@@ -35,7 +35,7 @@ class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flattens the tokens and remembers their routing.
+        """Remembers the routing of a call.
 
         Args:
             hidden_states: ``[..., hidden]``.
@@ -43,29 +43,39 @@ class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
             probs: ``[num_tokens, num_experts]``.
 
         Returns:
-            ``[num_tokens, hidden]`` and the probabilities as they are.
+            Tokens and probabilities as they are.
         """
-        if not self._is_fused:
-            result: tuple[torch.Tensor, torch.Tensor] = super().dispatch_preprocess(
-                hidden_states, routing_map, probs
-            )
-            return result
-        self.hidden_shape = hidden_states.shape
-        self.routing_map = routing_map
+        if self._is_fused:
+            self.routing_map = routing_map
+            return hidden_states, probs
+        result: tuple[torch.Tensor, torch.Tensor] = super().dispatch_preprocess(
+            hidden_states, routing_map, probs
+        )
+        return result
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hands the layer's output on."""
+        if self._is_fused:
+            return hidden_states
+        result: torch.Tensor = super().combine_postprocess(hidden_states)
+        return result
+
+    def start_shared(self, hidden_states: torch.Tensor) -> None:
+        """Puts the shared expert on its own stream, if ``--moe-shared-expert-overlap`` is on.
+
+        Megatron's own dispatchers put its parts between the steps of their communication.
+
+        Args:
+            hidden_states: ``[..., hidden]``.
+        """
         if self.shared_experts is not None:
-            # Megatron's own dispatchers put these between the steps of their communication.
             self.shared_experts.pre_forward_comm(hidden_states)
             self.shared_experts.linear_fc1_forward_and_act()
             self.shared_experts.linear_fc2_forward()
             self.shared_experts.post_forward_comm()
-        return hidden_states.reshape(-1, hidden_states.shape[-1]), probs
 
-    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Restores the shape that :meth:`dispatch_preprocess` was given."""
-        if not self._is_fused:
-            result: torch.Tensor = super().combine_postprocess(hidden_states)
-            return result
-        output = hidden_states.view(self.hidden_shape)
+    def add_shared(self, output: torch.Tensor) -> torch.Tensor:
+        """Adds what :meth:`start_shared` has put on that stream; waits for it there."""
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()
         return output

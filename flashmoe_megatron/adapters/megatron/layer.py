@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.adapters.megatron.asked import OVERLAP, ROW_BOUND, SHARED_OVERLAP
+from flashmoe_megatron.adapters.megatron.fp8 import bfloat16_experts
 from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
 from flashmoe_megatron.adapters.megatron.schedule import check_schedule, reduce_gradients
 from flashmoe_megatron.adapters.megatron.settings import (
@@ -99,7 +100,8 @@ def _flashmoe_init(original: Function) -> Function:
             check_schedule()
         config.moe_token_dispatcher_type = STOCK_DISPATCHER_TYPE
         try:
-            original(self, *args, **kwargs)
+            with bfloat16_experts():
+                original(self, *args, **kwargs)
         finally:
             config.moe_token_dispatcher_type = DISPATCHER_TYPE
         self.token_dispatcher = FlashMoETokenDispatcher(
@@ -144,9 +146,11 @@ def _fused_compute(original: Function) -> Function:
     ) -> Any:
         if not hasattr(self, ROUTED):
             return original(self, hidden_states, probs, *args, **kwargs)
-        routed = getattr(self, ROUTED)
-        routing_map = self.token_dispatcher.routing_map
-        return routed(hidden_states, probs, routing_map, layer=_number_in_model(self)), None
+        routed, dispatcher = getattr(self, ROUTED), self.token_dispatcher
+        dispatcher.start_shared(hidden_states)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        output = routed(tokens, probs, dispatcher.routing_map, layer=_number_in_model(self))
+        return dispatcher.add_shared(output.view(hidden_states.shape)), None
 
     return routed_experts_compute
 

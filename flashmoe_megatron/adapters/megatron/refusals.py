@@ -15,7 +15,7 @@ from flashmoe_megatron.adapters.megatron.asked import (
     ROW_BOUND,
     expert_ffn_size,
     expert_tensor_size,
-    graphs_moe,
+    graphs_experts,
     is_number,
     is_other_than,
     is_set,
@@ -74,8 +74,12 @@ def refuse(config: Any, refusals: Iterable[Refusal]) -> None:
 
 
 CONFIG_REFUSALS: tuple[Refusal, ...] = (
-    Refusal("fp8", "--fp8-format", is_set("fp8"), "train the model in bf16 without it"),
-    Refusal("fp4", "--fp4-format", is_set("fp4"), "train the model in bf16 without it"),
+    Refusal(
+        "fp4",
+        "--fp4-format",
+        is_set("fp4"),
+        "train the model in bf16 without it, or with --fp8-format",
+    ),
     Refusal(
         "quant_recipe",
         "--te-precision-config-file",
@@ -148,10 +152,12 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "cuda_graph_impl",
-        "a CUDA graph over MoE layers",
-        graphs_moe,
-        "capture attention only, with --cuda-graph-impl transformer_engine --cuda-graph-scope attn "
-        "(--cuda-graph-modules attn from Megatron-Core 0.18), or leave --cuda-graph-impl out",
+        "a CUDA graph over experts",
+        graphs_experts,
+        "capture what is beside them, with --cuda-graph-impl transformer_engine --cuda-graph-scope "
+        "attn moe_router moe_preprocess (--cuda-graph-modules from Megatron-Core 0.18), or the "
+        "whole iteration, with --cuda-graph-impl full_iteration (local --cuda-graph-scope "
+        "full_iteration before 0.18) and a row bound",
     ),
     Refusal(
         "activation_func",

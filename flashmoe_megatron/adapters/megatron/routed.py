@@ -17,6 +17,7 @@ from flashmoe_megatron.adapters.experts import (
 )
 from flashmoe_megatron.adapters.megatron.asked import expert_width
 from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_in_for_forwards
+from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, fp8_is_on
 from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
 from flashmoe_megatron.adapters.megatron.ignored import ignored_settings
 from flashmoe_megatron.adapters.megatron.refusals import SCRIPT_REFUSALS, refuse
@@ -27,6 +28,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
     megatron_args,
 )
 from flashmoe_megatron.adapters.megatron.shape import (
+    check_graph,
     moe_config,
     resolve_max_tokens,
     with_row_bound,
@@ -101,6 +103,8 @@ class RoutedExperts(LayerExperts):
             ShapeError: There are more tokens than the layer was built for.
         """
         self.layer, self.is_training = layer, self._experts.training
+        if fp8_is_on():
+            _say_once(BFLOAT16_EXPERTS)
         stand_in_for_forwards(self._experts, self._classes)
         if (
             self._config.moe_pad_expert_input_to_capacity
@@ -155,6 +159,7 @@ class RoutedExperts(LayerExperts):
     def locate(self) -> tuple[MoEConfig, GroupBackends]:
         """See :meth:`LayerExperts.locate`; where nobody says a bound, the ranks agree on one."""
         max_tokens = resolve_max_tokens(self._config, self._settings)
+        check_graph(self._config, self._settings, max_tokens)
         num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
         shape = moe_config(
             self._config, self._experts, num_ranks=num_ranks, max_tokens=max_tokens or TILE_M
@@ -196,21 +201,26 @@ def live_experts() -> list[RoutedExperts]:
     return sorted(called, key=lambda routed: routed.layer)
 
 
-_announced: set[str] = set()
+_said: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    """Tells the user a line on rank 0, if it has not been told before."""
+    if line in _said:
+        return
+    _said.add(line)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        sys.stdout.write(f"flashmoe: {line}\n")
+        sys.stdout.flush()
 
 
 def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: bool) -> None:
-    """Tells the user on rank 0 what computes a layer and what changes nothing, each line once."""
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
-    for line in (
-        describe(backend, config, is_bounded=is_bounded),
-        *ignored_settings(config, settings),
-    ):
-        if line not in _announced:
-            _announced.add(line)
-            sys.stdout.write(f"flashmoe: {line}\n")
-    sys.stdout.flush()
+    """Tells the user what computes a layer and what a setting becomes, each line once."""
+    _say_once(describe(backend, config, is_bounded=is_bounded))
+    if getattr(config, "fp8", None):
+        _say_once(BFLOAT16_EXPERTS)
+    for line in ignored_settings(config, settings):
+        _say_once(line)
 
 
 _UNBOUNDED = (

@@ -6,7 +6,12 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.adapters.megatron.activations import activation_of_experts
-from flashmoe_megatron.adapters.megatron.asked import ROW_BOUND, expert_ffn_size, expert_width
+from flashmoe_megatron.adapters.megatron.asked import (
+    ROW_BOUND,
+    expert_ffn_size,
+    expert_width,
+    graphs_iteration,
+)
 from flashmoe_megatron.adapters.megatron.settings import Settings, flag_of, megatron_args
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -94,6 +99,35 @@ def with_row_bound(config: Any, settings: Settings) -> Settings:
             f"{settings.row_bound} bound the same rows: pass one of them"
         )
     return dataclasses.replace(settings, row_bound=float(factor))
+
+
+def check_graph(config: Any, settings: Settings, max_tokens: int | None) -> None:
+    """Refuses a CUDA graph of the whole iteration where the host has to wait in every call.
+
+    Args:
+        config: Megatron's TransformerConfig that was not refused.
+        settings: The user's, with the row bound.
+        max_tokens: Most tokens of one rank and call, ``None`` if the ranks agree in every call.
+
+    Raises:
+        ConfigError: There is no row bound, or no bound of tokens.
+    """
+    if not graphs_iteration(config):
+        return
+    missing = [
+        f"{flag_of(name)} {way_out}"
+        for name, value, way_out in (
+            ("row_bound", settings.row_bound, f"(--{ROW_BOUND.replace('_', '-')} from 0.19)"),
+            ("max_tokens", max_tokens, "(max_tokens of configure)"),
+        )
+        if value is None
+    ]
+    if missing:
+        raise ConfigError(
+            "a CUDA graph of the whole iteration captures nothing that the host waits for, as it "
+            f"does in every call without a bound: pass {' and '.join(missing)}, or leave "
+            "--cuda-graph-impl out"
+        )
 
 
 def resolve_max_tokens(config: Any, settings: Settings) -> int | None:

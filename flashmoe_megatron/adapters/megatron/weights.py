@@ -78,12 +78,24 @@ def _parameter(module: Any, name: str, owner: str) -> torch.Tensor:
         raise ConfigError(
             f"{owner}: {type(module).__name__} has no {name}; wanted one weight for each expert"
         )
+    if type(weight) is not torch.nn.Parameter:  # asked first, for this runs before every launch
+        _check_plain(weight, f"{owner}: {name}")
+    return weight
+
+
+def _check_plain(weight: torch.Tensor, name: str) -> None:
+    kind = type(weight).__name__
     if hasattr(weight, "full_tensor"):
         raise ConfigError(
-            f"{owner}: {name} is sharded (a {type(weight).__name__}); wanted whole parameters, "
-            "leave FSDP out and use the distributed optimizer"
+            f"{name} is sharded (a {kind}); wanted whole parameters, leave FSDP out and use the "
+            "distributed optimizer"
         )
-    return weight
+    if type(weight).__module__.startswith("transformer_engine."):
+        raise ConfigError(
+            f"{name} is quantized (a {kind}); wanted parameters in bfloat16 or float16, as this "
+            "layer builds its experts also with --fp8-param-gather: convert no experts, or use the "
+            "alltoall dispatcher"
+        )
 
 
 def _biases(places: list[tuple[Any, str]], owner: str) -> tuple[torch.Tensor, ...]:

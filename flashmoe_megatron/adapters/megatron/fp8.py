@@ -1,0 +1,81 @@
+"""Routed experts of runs in FP8: they compute in bfloat16, from parameters in bfloat16.
+
+Attention, dense layers and shared experts are Transformer Engine's, which decides by its autocast
+in every call; nothing here changes them.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from flashmoe_megatron.adapters.patch import Function, patch
+
+BFLOAT16_EXPERTS = (
+    "routed experts compute in bfloat16; attention, dense layers and shared experts in FP8, as "
+    "Transformer Engine does"
+)
+"""What the user of such a run is told."""
+
+_CLASSES = ("SequentialMLP", "TEGroupedMLP", "GroupedMLP")
+"""The experts' classes in ``megatron.core.transformer.moe.experts``; releases differ."""
+
+
+def fp8_is_on() -> bool:
+    """Whether Transformer Engine's autocast is on in this call, whoever has entered it."""
+    manager = _manager()
+    return manager is not None and bool(manager.is_fp8_enabled())
+
+
+def patch_experts(module: ModuleType) -> None:
+    """Lets experts' parameters be made in high precision within :func:`bfloat16_experts`.
+
+    Args:
+        module: ``megatron.core.transformer.moe.experts``.
+    """
+    for name in _CLASSES:
+        if hasattr(module, name):
+            patch(getattr(module, name), "__init__", _outside_fp8_parameters)
+
+
+@contextlib.contextmanager
+def bfloat16_experts() -> Iterator[None]:
+    """Experts that are built within get bfloat16 parameters, also with ``--fp8-param-gather``.
+
+    Megatron saves FP8 parameters dequantized, so a checkpoint is the same with either.
+    """
+    global _builds_fused
+    before, _builds_fused = _builds_fused, True
+    try:
+        yield
+    finally:
+        _builds_fused = before
+
+
+_builds_fused = False
+
+
+def _outside_fp8_parameters(original: Function) -> Function:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        manager = _manager()
+        if not _builds_fused or manager is None or not manager.with_fp8_parameters():
+            original(self, *args, **kwargs)
+            return
+        engine = sys.modules["transformer_engine.pytorch"]
+        # fp8_model_init is the older name.
+        context = getattr(engine, "quantized_model_init", None) or engine.fp8_model_init
+        with context(enabled=False):
+            original(self, *args, **kwargs)
+
+    return init
+
+
+def _manager() -> Any:
+    """Transformer Engine's state of FP8, ``None`` where nobody has imported it."""
+    for name in ("quantization", "fp8"):  # "fp8" is the older name
+        module = sys.modules.get(f"transformer_engine.pytorch.{name}")
+        manager = getattr(module, "FP8GlobalStateManager", None)
+        if manager is not None:
+            return manager
+    return None

@@ -1,0 +1,145 @@
+"""Routed experts of runs in FP8, with a stand-in for Transformer Engine's state."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.megatron import fp8, routed
+from flashmoe_megatron.adapters.megatron.settings import Settings
+from flashmoe_megatron.adapters.megatron.weights import expert_weights
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from tests.distributed import RankPool
+from tests.megatron.grouped import TorchGroupedLinear
+from tests.megatron.harness import Layout, prepare, transformer_config
+from tests.megatron.layers import make_layer
+from tests.unit.cases import make_config
+
+EP2 = Layout(expert=2)
+
+
+class Engine:
+    """What is asked of Transformer Engine: whether parameters are made in FP8, and its autocast."""
+
+    def __init__(self) -> None:
+        self.makes_fp8 = False
+        self.computes_in_fp8 = False
+        self.manager = SimpleNamespace(
+            with_fp8_parameters=lambda: self.makes_fp8,
+            is_fp8_enabled=lambda: self.computes_in_fp8,
+        )
+
+    @contextlib.contextmanager
+    def init(self, enabled: bool = True) -> Iterator[None]:
+        before, self.makes_fp8 = self.makes_fp8, enabled
+        yield
+        self.makes_fp8 = before
+
+    @contextlib.contextmanager
+    def installed(self, module: str, context: str) -> Iterator[None]:
+        """Stands in for a release, by the names that it has."""
+        root, state = ModuleType("transformer_engine.pytorch"), ModuleType(module)
+        setattr(root, context, self.init)
+        state.FP8GlobalStateManager = self.manager  # type: ignore[attr-defined]
+        names = {"transformer_engine.pytorch": root, f"transformer_engine.pytorch.{module}": state}
+        with pytest.MonkeyPatch.context() as patched:
+            for name, value in names.items():
+                patched.setitem(sys.modules, name, value)
+            yield
+
+
+RELEASES = [("fp8", "fp8_model_init"), ("quantization", "quantized_model_init")]
+
+
+@pytest.mark.parametrize(("module", "context"), RELEASES)
+def test_experts_have_no_fp8_parameters(module: str, context: str, two_ranks: RankPool) -> None:
+    """With ``--fp8-param-gather``; all others have them, and all of other dispatchers' layers."""
+    for of_stock, of_fused in two_ranks.run(parameters_in_fp8, module, context):
+        experts = {name for name in of_stock if name.startswith("experts.")}
+        assert experts
+        assert of_stock - of_fused == experts
+        assert {name.partition(".")[0] for name in of_fused} == {"router", "shared_experts"}
+
+
+def parameters_in_fp8(
+    group: dist.ProcessGroup, module: str, context: str
+) -> tuple[set[str], set[str]]:
+    prepare(EP2)
+    found = []
+    for dispatcher in ("alltoall", "flashmoe"):
+        engine, made = Engine(), set()
+        config = transformer_config(EP2, dispatcher, moe_shared_expert_intermediate_size=64)
+
+        def note(
+            owner: object,
+            name: str,
+            parameter: object,
+            engine: Engine = engine,
+            made: set[int] = made,
+        ) -> None:
+            if engine.makes_fp8:
+                made.add(id(parameter))
+
+        hook = torch.nn.modules.module.register_module_parameter_registration_hook(note)
+        try:
+            with engine.installed(module, context), engine.init():
+                layer = make_layer(config)
+                assert engine.makes_fp8
+        finally:
+            hook.remove()
+        found.append({name for name, each in layer.named_parameters() if id(each) in made})
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_the_call_decides_what_is_said(is_on: bool, two_ranks: RankPool) -> None:
+    """Somebody else may enter the autocast, without the flag of Megatron's configuration."""
+    for said in two_ranks.run(lines_of_a_call, is_on):
+        assert (fp8.BFLOAT16_EXPERTS in said) is is_on
+
+
+def lines_of_a_call(group: dist.ProcessGroup, is_on: bool) -> set[str]:
+    prepare(EP2)
+    layer, engine = make_layer(transformer_config(EP2, "flashmoe")), Engine()
+    engine.computes_in_fp8 = is_on
+    with pytest.MonkeyPatch.context() as patched, engine.installed(*RELEASES[0]):
+        patched.setattr(routed, "_said", set())
+        layer(torch.randn(16, 2, 64))
+        return routed._said
+
+
+def test_the_flag_is_answered_at_the_start(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed, "_said", set())
+    config = transformer_config(Layout(), "flashmoe")
+    for flag in (None, "hybrid", "hybrid"):
+        config.fp8 = flag
+        routed._announce(
+            ReferenceBackend(make_config()), config, Settings(), is_bounded=flag is None
+        )
+    said = capsys.readouterr().out
+    assert said.count(f"flashmoe: {fp8.BFLOAT16_EXPERTS}\n") == 1
+
+
+class Quantized(torch.Tensor):
+    """A parameter that somebody has quantized since it was built."""
+
+    __module__ = "transformer_engine.pytorch.tensor.float8_tensor"
+
+
+def test_quantized_parameters_are_refused_by_name() -> None:
+    options = {"init_method": torch.nn.init.normal_, "bias": False}
+    experts = torch.nn.Module()
+    experts.linear_fc1 = TorchGroupedLinear(2, 64, 128, **options)
+    experts.linear_fc2 = TorchGroupedLinear(2, 64, 64, **options)
+    expert_weights(experts, hidden=64)
+    weight = experts.linear_fc1.weight1.data.as_subclass(Quantized)
+    experts.linear_fc1.weight1 = torch.nn.Parameter(weight)
+    with pytest.raises(ConfigError, match=r"weight1 is quantized .a Quantized.*bfloat16.*alltoall"):
+        expert_weights(experts, hidden=64)

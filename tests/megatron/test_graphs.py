@@ -1,0 +1,112 @@
+"""CUDA graphs around the experts' launch, with a stand-in for Transformer Engine's graphs."""
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashmoe_megatron.adapters.megatron import graphs
+from flashmoe_megatron.errors import RowBoundError
+from tests.distributed import RankPool
+from tests.megatron.harness import Case, Layout, train_both
+from tests.megatron.test_training import OVERLAP, OVERLAPPED, assert_same
+
+ALL_PARTS = ["attn", "moe_router", "moe_preprocess"]
+
+
+def graphed(*parts: str) -> dict[str, Any]:
+    return {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": list(parts)}
+
+
+CASES: dict[str, Case] = {
+    **{
+        "_".join(parts): Case(Layout(expert=2), config=graphed(*parts), graphs=1)
+        for parts in (["moe_router"], ALL_PARTS[1:], ALL_PARTS)
+    },
+    **{
+        f"keep_{keep}": Case(
+            Layout(expert=2),
+            config=graphed(*ALL_PARTS),
+            graphs=1,
+            ddp=OVERLAP,
+            settings={"keep": keep},
+        )
+        for keep in ("preactivations", "inputs")
+    },
+    "shared_expert": Case(
+        Layout(expert=2),
+        config={**graphed(*ALL_PARTS), "moe_shared_expert_intermediate_size": 64},
+        graphs=1,
+    ),
+    "shared_expert_beside": Case(
+        Layout(expert=2),
+        config={
+            **graphed(*ALL_PARTS),
+            "moe_shared_expert_intermediate_size": 64,
+            "moe_shared_expert_overlap": True,
+            "moe_shared_expert_gate": True,
+        },
+        graphs=1,
+    ),
+    "latent_experts_and_recomputed_norms": Case(
+        Layout(expert=2),
+        config={
+            **graphed(*ALL_PARTS),
+            "hidden_size": 128,
+            "moe_latent_size": 64,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["layernorm"],
+        },
+        graphs=1,
+        settings={"keep": "preactivations"},
+    ),
+    **{
+        f"overlapped_keep_{keep}": Case(
+            Layout(expert=2),
+            config={**graphed(*ALL_PARTS[1:]), **OVERLAPPED},
+            later={"bf16": False},
+            graphs=4,
+            micro_batches=4,
+            settings={"keep": keep},
+        )
+        for keep in ("all", "preactivations", "inputs")
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_beside_the_launch_match_alltoall(name: str, two_ranks: RankPool) -> None:
+    """A graph's outputs are written over by its next replay, and belong to others in between."""
+    case = CASES[name]
+    for stock, fused in two_ranks.run(train_both, case):
+        assert fused.keeps == {case.settings.get("keep", "all")}
+        assert fused.fused_calls > 0
+        assert_same(fused, stock)
+
+
+def test_faults_of_replayed_launches_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay runs nothing of the layer on the host, which hears of a fault all the same."""
+    found: list[Exception] = []
+
+    def raise_pending_fault() -> None:
+        if found:
+            raise found.pop()
+
+    class FullCudaGraphWrapper:
+        def __call__(self, fault: Exception | None = None) -> str:
+            found.extend([fault] if fault else [])
+            return "reduced losses"
+
+    module = ModuleType("full_cuda_graph")
+    module.FullCudaGraphWrapper = FullCudaGraphWrapper  # type: ignore[attr-defined]
+    graphs.patch_full_graph(module)
+    backend = SimpleNamespace(raise_pending_fault=raise_pending_fault)
+    monkeypatch.setattr(graphs, "live_experts", lambda: [SimpleNamespace(backend=backend)])
+    step = FullCudaGraphWrapper()
+    assert step() == "reduced losses"
+    with pytest.raises(RowBoundError, match="during"):
+        step(RowBoundError("during a replay"))
+    found.append(RowBoundError("since the last one"))
+    with pytest.raises(RowBoundError, match="since"):
+        step()
+    assert step() == "reduced losses"

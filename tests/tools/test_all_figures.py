@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import all_figures, bench_layer, counters_cost
+from tools.bench import all_figures, bench_layer, compare_libraries
 from tools.bench.all_figures import Step, part_of, run, steps
 from tools.timeline import __main__ as timeline
 from tools.weak_scaling import __main__ as weak_scaling
 
 PARSERS = {
     "tools.bench.bench_layer": bench_layer.parse,
-    "tools.bench.counters_cost": counters_cost.parse,
+    "tools.bench.compare_libraries": compare_libraries.parse,
     "tools.timeline": timeline.parse,
     "tools.weak_scaling": weak_scaling.parse,
 }

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tools import gpu_check, memory_table
-from tools.bench import bench_layer, counters_cost
+from tools.bench import bench_layer, compare_libraries
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("ruff", "mypy", "clang-format", "codespell", "python", "pytest")
 
 
-@pytest.mark.parametrize("tool", [bench_layer, counters_cost])
+@pytest.mark.parametrize("tool", [bench_layer, compare_libraries])
 def test_without_a_gpu_nothing_is_measured(tool, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tool.main(["--out", str(tmp_path / "out.jsonl")]) == 2

@@ -1,23 +1,24 @@
 """Comparisons of builds and of training logs: nothing drops out of them silently."""
 
 import json
-import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tools.bench import compare_libraries
+from tools.bench import common, compare_libraries
 from tools.bench.bench_training import logs
 from tools.bench.compare_libraries import PASSES, names_of
 
 LOSSES = [10.5, 10.25, 10.0, 9.75, 9.5, 9.25, 9.0]
 
 
-def milliseconds_in_file(library: Path, orders: Connection, launches: int, one_of: int) -> None:
-    """Stands in the place of ``work``."""
+def milliseconds_in_file(
+    library: Path, orders: Connection, launches: int, one_of: int, counters: bool
+) -> None:
+    """Stands in the place of ``work``: what the file says, and half a millisecond to count."""
     while orders.recv() is not None:
-        orders.send(dict.fromkeys(PASSES, float(library.read_text())))
+        orders.send(dict.fromkeys(PASSES, float(library.read_text()) + 0.5 * counters))
 
 
 def test_libraries_of_one_name_are_told_apart(tmp_path: Path, monkeypatch) -> None:
@@ -28,9 +29,10 @@ def test_libraries_of_one_name_are_told_apart(tmp_path: Path, monkeypatch) -> No
     out = tmp_path / "results.jsonl"
     arguments = [*map(str, libraries), "--shapes", "paper-8k", "--turns", "2", "--out", str(out)]
     monkeypatch.setattr(compare_libraries, "work", milliseconds_in_file)
-    monkeypatch.setattr(sys, "argv", ["compare_libraries", *arguments])
-    assert compare_libraries.main() == 0
-    wanted = {str(libraries[0]): [1.0, 1.0], str(libraries[1]): [2.0, 2.0]}
+    monkeypatch.setattr(common, "has_gpu", lambda: True)
+    assert compare_libraries.main([*arguments, "--uncounted"]) == 0
+    uncounted = f"{libraries[0]}, uncounted"
+    wanted = {str(libraries[0]): [1.5, 1.5], str(libraries[1]): [2.5, 2.5], uncounted: [1.0, 1.0]}
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["milliseconds"] for row in rows] == [wanted] * len(PASSES)
 

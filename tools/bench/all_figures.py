@@ -88,7 +88,8 @@ def steps(num_gpus: int, out: Path) -> Iterator[Step]:
     shapes = ["paper-1k", "paper-8k", "paper-16k-e64", "qwen3-30b"]
     both = ["--dtypes", "bf16", "fp16"]
     yield bench("float16", 90, "--shapes", *shapes, *both, "--no-baselines")
-    yield Step(out / "counters", "tools.bench.counters_cost", results("counters"), 60)
+    uncounted = ["--uncounted", *results("counters")]
+    yield Step(out / "counters", "tools.bench.compare_libraries", uncounted, 60)
     folder = results("weak-scaling", "sweep")
     resume = ["--resume"] if Path(folder[-1]).exists() else []
     yield Step(out / "weak-scaling", "tools.weak_scaling", ["run", *folder, *resume], 400)

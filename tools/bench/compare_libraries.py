@@ -1,6 +1,9 @@
-"""Times builds of the library against one another, in turns, on one GPU.
+"""Times builds of the library, or with and without counters, in turns, on one GPU.
 
     python -m tools.bench.compare_libraries before.so now.so --out results.jsonl
+    python -m tools.bench.compare_libraries --uncounted --out results.jsonl
+
+The second command says what counters cost: the same kernel counts, or does not.
 
 A change of some tenths of a per cent is less than what two hosts differ by, or one host from minute
 to minute. So every library has a process of its own, all of them at once on one GPU, which take
@@ -21,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from flashmoe_megatron.kernel import bindings
 from tools.bench import common
 from tools.bench.bench_layer import kernel_layer, without_grad
 from tools.bench.common import log
@@ -30,7 +34,9 @@ from tools.bench.stopwatch import in_turns, turn_ms
 PASSES = ("forward", "forward_and_backward")
 
 
-def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
+def work(
+    library: Path, orders: Connection, launches: int, one_of: int, counters: bool = True
+) -> None:
     """Takes orders of a shape and whether its values are zeros; answers with times of a turn."""
     os.environ["FLASHMOE_LIBRARY"] = str(library)  # this process has loaded none yet
     calls = {}
@@ -42,7 +48,7 @@ def work(library: Path, orders: Connection, launches: int, one_of: int) -> None:
             problem = make_problem(SHAPES[shape].one_of(one_of))
             if is_zero:
                 problem.zero_values()
-            layer = kernel_layer(problem, row_bound=common.ROW_BOUND, counters=True)
+            layer = kernel_layer(problem, row_bound=common.ROW_BOUND, counters=counters)
             calls[order] = dict(
                 zip(PASSES, (without_grad(layer), layer.forward_and_backward), strict=True)
             )
@@ -61,13 +67,15 @@ def names_of(libraries: list[Path]) -> list[str]:
 class Worker:
     """A process that runs one library."""
 
-    def __init__(self, library: Path, launches: int, one_of: int, name: str = "") -> None:
+    def __init__(
+        self, library: Path, launches: int, one_of: int, name: str = "", *, counters: bool = True
+    ) -> None:
         if not library.is_file():
             raise SystemExit(f"no library at {library}")
         context = multiprocessing.get_context("spawn")
         self.name = name or library.stem
         self._orders, theirs = context.Pipe()
-        arguments = (library.resolve(), theirs, launches, one_of)
+        arguments = (library.resolve(), theirs, launches, one_of, counters)
         self._process = context.Process(target=work, args=arguments, daemon=True)
         self._process.start()
         theirs.close()  # so that its end, if it dies, ends what is waited for
@@ -87,22 +95,34 @@ class Worker:
         self._process.join()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("libraries", nargs="+", type=Path, help="the first is what others are to")
-    parser.add_argument("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"], choices=SHAPES)
-    parser.add_argument("--values", nargs="+", default=["zeros"], choices=["zeros", "random"])
-    parser.add_argument("--one-of", type=int, default=4, help="1/N of the experts")
-    parser.add_argument("--turns", type=int, default=8, help="of each library")
-    parser.add_argument("--launches", type=int, default=20, help="of a turn")
-    parser.add_argument("--commit", help="what is measured, where the checkout has no git")
-    parser.add_argument("--out", type=Path, help="file that takes a JSON object per shape")
-    options = parser.parse_args()
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("libraries", nargs="*", type=Path, help="others are compared with the first; default: ours")
+    add("--uncounted", action="store_true", help="the first also without counters")
+    add("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"], choices=SHAPES)
+    add("--values", nargs="+", default=["zeros"], choices=["zeros", "random"])
+    add("--one-of", type=int, default=4, help="1/N of the experts")
+    add("--turns", type=int, default=8, help="of each library")
+    add("--launches", type=int, default=20, help="of a turn")
+    add("--commit", help="what is measured, where the checkout has no git")
+    add("--out", type=Path, help="file that takes a JSON object per shape")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    if not common.has_gpu():
+        return 2
     record = common.Record(options.out, **common.machine(options.commit))
-    workers = [
-        Worker(path, options.launches, options.one_of, name)
-        for path, name in zip(options.libraries, names_of(options.libraries), strict=True)
-    ]
+    libraries = options.libraries or [bindings.library_path()]
+    sizes = (options.launches, options.one_of)
+    names = names_of(libraries)
+    workers = [Worker(path, *sizes, name) for path, name in zip(libraries, names, strict=True)]
+    if options.uncounted:
+        workers.append(Worker(libraries[0], *sizes, f"{names[0]}, uncounted", counters=False))
     for shape in options.shapes:
         for values in options.values:
             takers = {
@@ -132,4 +152,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

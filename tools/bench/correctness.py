@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.reference.oracle import moe_reference
 from tools.bench.shapes import Problem
 
@@ -50,21 +51,14 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
     first = dist.get_rank() * config.num_local_experts if config.num_ranks > 1 else 0
     for local in range(config.num_local_experts):
         expert = slice(first + local, first + local + 1)
-        ours = (x, probs[:, expert], problem.weights.fc1[local], problem.weights.fc2[local])
-        leaves = [tensor.detach().float().requires_grad_() for tensor in ours]
-        rows, prob, fc1, fc2 = leaves
-        result = moe_reference(
-            rows,
-            prob,
+        result, *grads = expert_results(
+            config,
+            (x, probs[:, expert], problem.weights.fc1[local], problem.weights.fc2[local]),
             routing_map[:, expert],
-            [fc1],
-            [fc2],
-            activation=config.activation,
-            gated=config.gated,
-            dtype=torch.float32,
+            grad_out,
+            torch.float32,
         )
-        grads = torch.autograd.grad(result, leaves, grad_out.float(), materialize_grads=True)
-        out += result.detach()
+        out += result
         grad_x += grads[0]
         grad_probs[:, expert] = grads[1]
         _add_errors(sums["grad_fc1"], got.grad_fc1[local], grads[2])
@@ -75,6 +69,33 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
         for pair in sums.values():
             dist.all_reduce(pair)
     return {name: float((pair[0] / pair[1]).sqrt()) for name, pair in sums.items()}
+
+
+def expert_results(
+    config: MoEConfig,
+    inputs: tuple[torch.Tensor, ...],
+    chosen: torch.Tensor,
+    grad_out: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    """One expert's part of a layer, by the oracle.
+
+    Args:
+        config: The layer.
+        inputs: Tokens, their probabilities ``[num_tokens, 1]``, and the expert's two weights.
+        chosen: ``[num_tokens, 1]`` bool.
+        grad_out: The output's gradient.
+        dtype: All of it is computed in this precision.
+
+    Returns:
+        The part of the output, and the gradients of ``inputs``.
+    """
+    leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in inputs]
+    x, prob, fc1, fc2 = leaves
+    how = {"activation": config.activation, "gated": config.gated, "dtype": dtype}
+    out = moe_reference(x, prob, chosen, [fc1], [fc2], **how)  # type: ignore[arg-type]
+    grads = torch.autograd.grad(out, leaves, grad_out.to(dtype), materialize_grads=True)
+    return out.detach(), *grads
 
 
 def _gather(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:

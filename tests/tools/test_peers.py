@@ -1,0 +1,119 @@
+"""The league table: what is measured of each layer is true, and nothing drops out of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tools.bench import bench_peers, common, peers_report
+from tools.bench.bench_layer import GATE
+from tools.bench.bench_peers import ALL, GROUPS, examined, expected, main
+from tools.bench.peers import PEERS, Layer, stacked
+from tools.bench.shapes import Problem, Shape, make_problem
+
+SMALL = Shape(513, 64, 64, 8, 2, gated=True)
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return stacked(make_problem(SMALL))
+
+
+@pytest.mark.parametrize("name", ["flashmoe", "flashmoe-preactivations", "torch"])
+def test_samples_agree_with_float64_and_notice_errors(problem: Problem, name: str):
+    want = expected(problem)
+    layer = PEERS[name](problem)
+    found = examined(problem, layer, want)
+    assert max(found["errors"].values()) < GATE
+    assert found["repeats"]
+
+    def broken() -> torch.Tensor:
+        return layer.forward() * 1.1
+
+    errors = examined(problem, layer._replace(forward=broken), want)["errors"]
+    assert all(abs(error - 0.1) < GATE for error in errors.values())
+
+
+def test_bits_that_do_not_repeat_are_told(problem: Problem):
+    calls = iter(range(9))
+    weight = problem.x.detach().clone().requires_grad_()
+    leaves = (problem.x, problem.topk_weight, *problem.parameters)
+
+    def forward() -> torch.Tensor:
+        rest = sum(leaf.sum() for leaf in leaves) * 0
+        return weight * (1 + next(calls)) + rest
+
+    found = examined(problem, Layer(forward, leaves), expected(problem))
+    assert not found["repeats"]
+
+
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
+    out = tmp_path / "peers.jsonl"
+    monkeypatch.setattr(common, "cublas_tflops", lambda timer: 500.0)
+    shapes = {"small": SMALL, "40x64x64x4x2": Shape(40, 64, 64, 4, 2, gated=True)}
+    monkeypatch.setattr(bench_peers, "ALL", shapes)
+    command = ["--shapes", *shapes, "--turns", "2", "--turn-ms", "0", "--out", str(out)]
+    assert main([*command, *arguments]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch, capsys):
+    arguments = ("--peers", "flashmoe", "torch", "sonicmoe")
+    names = [row["shape"] for row in run(tmp_path, monkeypatch, *arguments, "--shapes", "small")]
+    assert names == ["small"]
+    rows = run(tmp_path, monkeypatch, *arguments)
+    assert [row["shape"] for row in rows] == ["small", "40x64x64x4x2"]
+    for row in rows:
+        assert set(row["layers"]) == {"flashmoe", "torch"}
+        for found in row["layers"].values():
+            assert len(found["forward"]) == len(found["forward_and_backward"]) == 2
+    told = capsys.readouterr().out
+    assert told.count("sonicmoe is left out: No module named") == 2  # once a call
+    assert run(tmp_path, monkeypatch, *arguments, "--minutes", "0") == rows
+
+
+def test_a_layer_that_fails_is_recorded_and_shown(tmp_path: Path, monkeypatch):
+    def fails(problem: Problem) -> Layer:
+        raise RuntimeError("it cannot do this shape")
+
+    monkeypatch.setitem(PEERS, "liger", fails)
+    (row,) = run(tmp_path, monkeypatch, "--peers", "flashmoe", "liger", "--shapes", "small")
+    assert row["layers"]["liger"] == {"failed": "RuntimeError: it cannot do this shape"}
+    page = peers_report.page([row])
+    assert "| liger |  | 0 of 0 | 1 |" in page
+    assert "| small (513, 64, 64, 8, 2) |" in page
+
+
+def row_of(name: str, intermediate: int, ours: float, theirs: float) -> dict[str, Any]:
+    times = {"errors": {"out": 1e-3, "grad_x": 2e-3}, "repeats": True, "kept_bytes": 2_000_000}
+    layers = {
+        layer: {**times, "forward": [time, 9.0, 0.1], "forward_and_backward": [3 * time] * 3}
+        for layer, time in (("flashmoe", ours), ("sonicmoe", theirs))
+    }
+    sizes = {**vars(SMALL), "intermediate": intermediate}
+    return {"measurement": "peers", "shape": name, "sizes": sizes, "layers": layers}
+
+
+def test_report_says_what_is_lost(tmp_path: Path, capsys):
+    rows = [row_of("8x64", 64, 2.0, 1.0), row_of("wide", 2048, 1.0, 1.25)]
+    record = tmp_path / "peers.jsonl"
+    record.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert peers_report.main([str(record), "--out", str(tmp_path / "league")]) == 0
+    page = (tmp_path / "league.md").read_text()
+    assert "| 513, 64, 64, 8, 2 | 2 | 1 (2.00) |" in page
+    assert "| sonicmoe | F < 512 | forward | 2.00 | 2.00 | 2.00 |" in page
+    assert "| sonicmoe | F >= 1024 | forward_and_backward | 0.80 | 0.80 | 0.80 |" in page
+    assert "| wide (513, 64, 2048, 8, 2) | 2 | 2 (1.00) |" in page
+    assert "| sonicmoe | 2.0e-03 | 2 of 2 | 0 |" in page
+    assert all((tmp_path / f"league.{ending}").stat().st_size > 1000 for ending in ("png", "svg"))
+    assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "league.md")
+
+
+def test_shapes_have_experts_of_every_width():
+    assert len(ALL) == sum(map(len, GROUPS.values())) == 26
+    widths = [shape.intermediate for shape in GROUPS["between"].values()]
+    assert any(width < 512 for width in widths)
+    assert any(512 <= width < 1024 for width in widths)
+    assert any(width >= 1024 for width in widths)

@@ -1,0 +1,131 @@
+"""Makes tables and a figure of what ``bench_peers`` has recorded: all shapes, lost ones too.
+
+    python -m tools.bench.peers_report runs/peers.jsonl --out runs/peers
+
+Times are medians over turns. Where two layers are compared, what is above 1 is lost.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.bench.bench_peers import PASSES
+from tools.bench.peers import PEERS
+from tools.bench.shapes import Shape
+from tools.weak_scaling import style
+
+OURS = "flashmoe"
+FINENESS = {"F >= 1024": (1024, 2**31), "512 <= F < 1024": (512, 1023), "F < 512": (1, 511)}
+LINES = ("o-", "o:", "s-", "^-", "D-", "v-")
+COLORS = (style.FUSED, "#7fb2d6", style.UNFUSED, style.ACCENT, style.NEUTRAL, "#4d7c0f")
+Row = dict[str, Any]
+
+
+def load(path: Path) -> list[Row]:
+    """The shapes, wide experts first."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(rows, key=lambda row: -row["sizes"]["intermediate"])
+
+
+def values(row: Row, what: str) -> dict[str, float]:
+    """Milliseconds of a pass, or megabytes that are kept, by layer; not of those that failed."""
+    found = {name: layer.get(what) for name, layer in row["layers"].items()}
+    if what in PASSES:
+        return {name: statistics.median(times) for name, times in found.items() if times}
+    return {name: size / 1e6 for name, size in found.items() if size is not None}
+
+
+def described(row: Row) -> str:
+    """A shape's sizes, behind its name if it has one."""
+    keys = ("tokens", "hidden", "intermediate", "num_experts", "topk")
+    numbers = ", ".join(str(row["sizes"][key]) for key in keys)
+    return numbers if row["shape"][0].isdigit() else f"{row['shape']} ({numbers})"
+
+
+def markdown(title: str, heads: list[str], lines: list[list[str]]) -> str:
+    """A table below a heading."""
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join([f"### {title}\n", *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def in_short(rows: list[Row], name: str) -> list[list[str]]:
+    """Lines of a table: our time over a layer's at experts of some width."""
+    lines = []
+    for title, (least, most) in FINENESS.items():
+        within = [row for row in rows if least <= row["sizes"]["intermediate"] <= most]
+        for passes in PASSES:
+            every = [values(row, passes) for row in within]
+            over = [of[OURS] / of[name] for of in every if {OURS, name} <= set(of)]
+            if over:
+                cells = [f"{of(over):.2f}" for of in (min, statistics.median, max)]
+                lines.append([name, title, passes, *cells])
+    return lines
+
+
+def promises(rows: list[Row], name: str) -> list[str]:
+    """A line of a table: errors, repeatability and failures at all shapes."""
+    found = [row["layers"][name] for row in rows if name in row["layers"]]
+    good = [one for one in found if "failed" not in one]
+    errors = [error for one in good for error in one["errors"].values()]
+    repeats = sum(one["repeats"] for one in good)
+    worst = f"{max(errors):.1e}" if errors else ""
+    return [name, worst, f"{repeats} of {len(good)}", str(len(found) - len(good))]
+
+
+def page(rows: list[Row]) -> str:
+    """All tables, in Markdown."""
+    names = [name for name in PEERS if any(name in row["layers"] for row in rows)]
+    short = [line for name in names if name != OURS for line in in_short(rows, name)]
+    heads = ["ours over", "experts", "pass", "least", "median", "most"]
+    parts = [markdown("In short", heads, short)]
+    for what, unit in ((PASSES[0], "ms"), (PASSES[1], "ms"), ("kept_bytes", "MB")):
+        lines = []
+        for row in rows:
+            of = values(row, what)
+            over = {
+                name: f" ({of[OURS] / of[name]:.2f})" for name in of if OURS in of and name != OURS
+            }
+            cells = [f"{of[name]:.4g}{over.get(name, '')}" if name in of else "" for name in names]
+            lines.append([described(row), *cells])
+        parts.append(markdown(f"{what}, {unit} (ours over it)", ["T, H, F, E, k", *names], lines))
+    heads = ["layer", "largest error", "bits repeat", "shapes that fail"]
+    parts.append(markdown("What holds", heads, [promises(rows, name) for name in names]))
+    return "\n".join(parts)
+
+
+def draw(rows: list[Row], path: Path) -> list[Path]:
+    """Draws rates of all layers at all shapes; the files' names are returned."""
+    with style.new_figure(11, 8) as figure:
+        axes = figure.subplots(2, sharex=True)
+        for ax, passes, products in zip(axes, PASSES, (1, 3), strict=True):
+            every = [values(row, passes) for row in rows]
+            work = [products * Shape(**row["sizes"]).flops / 1e9 for row in rows]
+            for name, color, line in zip(PEERS, COLORS, LINES, strict=True):
+                at = [number for number, of in enumerate(every) if name in of]
+                if at:
+                    rates = [work[number] / every[number][name] for number in at]
+                    ax.plot(at, rates, line, color=color, linewidth=1, label=name)
+            ax.set(ylabel="TFLOP/s", title=passes)
+            ax.set_ylim(bottom=0)
+        ax.set_xticks(range(len(rows)), [described(row) for row in rows], rotation=90, fontsize=8)
+        style.legend_below(figure, axes[0])
+        return style.save(figure, path)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Tables and a figure of a record.")
+    parser.add_argument("record", type=Path, help="what bench_peers has written")
+    parser.add_argument("--out", type=Path, required=True, help="path without an ending")
+    options = parser.parse_args(arguments)
+    rows = load(options.record)
+    table = options.out.with_suffix(".md")
+    table.write_text(page(rows))
+    print(*[table, *draw(rows, options.out)], sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ import sys
 
 from tools.bench import bench_training
 
-COMMANDS = ("megatron", "deepspeed", "logs")
+COMMANDS = ("megatron", "deepspeed", "recipes", "logs")
 
 
 def main(arguments: list[str]) -> int:

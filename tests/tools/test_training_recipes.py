@@ -1,0 +1,108 @@
+"""Trainings of published models: what is seen of them, and what is said of those that fail."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tools.bench.bench_training import recipes, watched
+
+CUDA, CPU = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+
+def event(begin: int, duration: int, device: Any = CUDA, *, is_note: bool = False) -> Any:
+    """An activity as torch's profiler has it, times in nanoseconds."""
+    return SimpleNamespace(
+        device_type=lambda: device,
+        start_ns=lambda: begin,
+        duration_ns=lambda: duration,
+        is_user_annotation=lambda: is_note,
+    )
+
+
+def test_time_in_which_several_work_counts_once() -> None:
+    assert watched.covered([]) == 0
+    assert watched.covered([(5, 9), (0, 4), (2, 6), (20, 21), (7, 8)]) == 10
+
+
+def test_a_training_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches an iteration, and one before the first; the last iterations are recorded."""
+    clock, calls = [0.0], []
+    events = [event(0, 6_000_000), event(3_000_000, 6_000_000), event(0, 99, CPU)]
+    events.append(event(0, 10**9, is_note=True))
+    profiler = SimpleNamespace(
+        start=lambda: calls.append("start"),
+        stop=lambda: calls.append("stop"),
+        profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)),
+    )
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
+    monkeypatch.setattr(watched.time, "perf_counter", lambda: clock[0])
+
+    def batch(iterator: Any) -> str:
+        clock[0] += 0.002
+        return "batch"
+
+    watch = watched.Watch(tmp_path / "seen.json", 5)
+    next_batch = watch.next_batch(batch)
+    step = watch.train_step(lambda: calls.append([next_batch(None), next_batch(None)]))
+    next_batch(None)
+    for _ in range(5):
+        step()
+    assert calls == [["batch"] * 2] * 2 + ["start"] + [["batch"] * 2] * 3 + ["stop"]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen == {"batch_ms": [4.0] * 5, "busy_ms": 3.0, "kernels": 0, "most_gib": 3.0}
+
+
+def test_a_row_tells_by_how_much_the_host_is_late() -> None:
+    result = {
+        "run": "qwen3-flashmoe",
+        "status": 0,
+        "losses": [10.0 - 0.1 * i for i in range(20)],
+        "iteration_ms": [*[900.0] * 7, *[100.0] * 10, *[300.0] * 3],
+        "batch_ms": [*[50.0] * 7, *[5.0] * 13],
+        "busy_ms": 80.0,
+        "most_gib": 40.0,
+    }
+    row = "| qwen3-flashmoe | 100.0 | 5.0 | 80.0 | 15.0 | 40.0 | 10.00000, 9.10000, 8.10000 |"
+    assert recipes.row(result) == row
+    failed = {"run": "gpt-oss-flashmoe", "status": 1, "losses": []}
+    assert recipes.row(failed).startswith("| gpt-oss-flashmoe | status 1 after 0 iterations |")
+
+
+def test_every_run_but_one_is_beside_alltoall(capsys: pytest.CaptureFixture[str]) -> None:
+    assert recipes.main(["--megatron", "there", "--list"]) == 0
+    commands = capsys.readouterr().out.splitlines()
+    ours = [command for command in commands if command.endswith("type flashmoe")]
+    beside = [line.replace("alltoall", "flashmoe") for line in commands if line not in ours]
+    (alone,) = set(ours) - set(beside)
+    assert "--cuda-graph-impl full_iteration" in alone
+    assert "--flashmoe-row-bound" in alone
+    assert len(ours) == len(beside) + 1 == 6
+
+
+def test_what_cannot_be_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert recipes.main(["--megatron", str(tmp_path)]) == 2
+    assert "pretrain_gpt.py is no file, wanted Megatron-LM's" in capsys.readouterr().err
+    (tmp_path / "pretrain_gpt.py").touch()
+    assert recipes.main(["--megatron", str(tmp_path), "--only", "llama"]) == 2
+    assert "no run's name has one of ['llama']" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_shows_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("raise SystemExit('SomeError: the reason')")
+    program = [recipes.sys.executable, str(script)]
+    monkeypatch.setattr(recipes.Training, "command", lambda *_: program)
+    options = ["--megatron", str(tmp_path), "--out", str(tmp_path / "out"), "--only", "gpt-oss-fl"]
+    assert recipes.main(options) == 1
+    out = capsys.readouterr().out
+    assert "| gpt-oss-flashmoe | status 1 after 0 iterations |" in out
+    assert "SomeError: the reason" in out
+    assert json.loads((tmp_path / "out" / "recipes.jsonl").read_text())["status"] == 1

@@ -5,7 +5,7 @@ import sys
 
 from tools.bench import bench_training
 
-COMMANDS = ("megatron", "deepspeed", "recipes", "logs")
+COMMANDS = ("megatron", "deepspeed", "logs")
 
 
 def main(arguments: list[str]) -> int:

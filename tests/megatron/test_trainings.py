@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench.bench_training import recipes, watched
+from tests.megatron import trainings, watched
 
 CUDA, CPU = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
@@ -69,13 +69,13 @@ def test_a_row_tells_by_how_much_the_host_is_late() -> None:
         "most_gib": 40.0,
     }
     row = "| qwen3-flashmoe | 100.0 | 5.0 | 80.0 | 15.0 | 40.0 | 10.00000, 9.10000, 8.10000 |"
-    assert recipes.row(result) == row
+    assert trainings.row(result) == row
     failed = {"run": "gpt-oss-flashmoe", "status": 1, "losses": []}
-    assert recipes.row(failed).startswith("| gpt-oss-flashmoe | status 1 after 0 iterations |")
+    assert trainings.row(failed).startswith("| gpt-oss-flashmoe | status 1 after 0 iterations |")
 
 
 def test_every_run_but_one_is_beside_alltoall(capsys: pytest.CaptureFixture[str]) -> None:
-    assert recipes.main(["--megatron", "there", "--list"]) == 0
+    assert trainings.main(["--megatron", "there", "--list"]) == 0
     commands = capsys.readouterr().out.splitlines()
     ours = [command for command in commands if command.endswith("type flashmoe")]
     beside = [line.replace("alltoall", "flashmoe") for line in commands if line not in ours]
@@ -86,10 +86,10 @@ def test_every_run_but_one_is_beside_alltoall(capsys: pytest.CaptureFixture[str]
 
 
 def test_what_cannot_be_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert recipes.main(["--megatron", str(tmp_path)]) == 2
+    assert trainings.main(["--megatron", str(tmp_path)]) == 2
     assert "pretrain_gpt.py is no file, wanted Megatron-LM's" in capsys.readouterr().err
     (tmp_path / "pretrain_gpt.py").touch()
-    assert recipes.main(["--megatron", str(tmp_path), "--only", "llama"]) == 2
+    assert trainings.main(["--megatron", str(tmp_path), "--only", "llama"]) == 2
     assert "no run's name has one of ['llama']" in capsys.readouterr().err
 
 
@@ -98,10 +98,10 @@ def test_a_run_that_fails_shows_why(
 ) -> None:
     script = tmp_path / "pretrain_gpt.py"
     script.write_text("raise SystemExit('SomeError: the reason')")
-    program = [recipes.sys.executable, str(script)]
-    monkeypatch.setattr(recipes.Training, "command", lambda *_: program)
+    program = [trainings.sys.executable, str(script)]
+    monkeypatch.setattr(trainings.Training, "command", lambda *_: program)
     options = ["--megatron", str(tmp_path), "--out", str(tmp_path / "out"), "--only", "gpt-oss-fl"]
-    assert recipes.main(options) == 1
+    assert trainings.main(options) == 1
     out = capsys.readouterr().out
     assert "| gpt-oss-flashmoe | status 1 after 0 iterations |" in out
     assert "SomeError: the reason" in out

@@ -1,6 +1,6 @@
 """Trains published models, cut to four layers, with stock pretrain_gpt.py on one GPU.
 
-    python -m tools.bench.bench_training recipes --megatron .megatron --out runs/recipes
+    python -m tests.megatron.trainings --megatron .megatron --out runs/recipes
 
 ``--megatron`` is a folder with ``pretrain_gpt.py`` and what it imports beside Megatron-Core, which
 has to be installed with Transformer Engine. Each run is a process of 20 iterations: a recipe with
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.megatron.watched import RECORDED
 from tools.bench.bench_training.logs import read_log
-from tools.bench.bench_training.watched import RECORDED
 
 ITERATIONS = 20
 WARM = 7
@@ -93,7 +93,7 @@ class Training:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
         dispatcher = "flashmoe" if self.is_ours else "alltoall"
         return [
-            *(sys.executable, *launch, "-m", "tools.bench.bench_training.watched"),
+            *(sys.executable, *launch, "-m", "tests.megatron.watched"),
             *(str(seen), str(script), *COMMON.split(), *self.flags.split()),
             *("--moe-token-dispatcher-type", dispatcher),
         ]
@@ -222,3 +222,7 @@ def main(arguments: list[str]) -> int:
             print(end_of(options.out / f"{training.title}.log"), flush=True)
     print(HEADER, *map(row, results), sep="\n")
     return int(any(result["status"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Runs a stock script of Megatron's with flashmoe installed, and sees what its GPU does.
 
-    torchrun --nproc-per-node 1 -m tools.bench.bench_training.watched seen.json pretrain_gpt.py ...
+    torchrun --nproc-per-node 1 -m tests.megatron.watched seen.json pretrain_gpt.py ...
 
 Writes, for every iteration, how long the host waited for batches, and how long the GPU was busy in
 the last iterations, in which CUDA's activities are recorded; those before are as they are without.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
+from flashmoe_megatron.backend import Backend, ExpertWeights, Together, WeightGrad
 from flashmoe_megatron.router import Router, refuse_second_derivative
 from flashmoe_megatron.weights import SplitGrads, SplitWeights
 
@@ -72,26 +72,27 @@ def moe_apply(
         RoutingError: The routing is not usable.
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
     """
-    parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
-    if not parameters or not any(t.requires_grad for t in (x, probs, *parameters)):
-        return backend.forward(
-            x, probs, routing_map, _joined(weights), training=False, layer=layer, router=router
-        )[0]
-    if ordered_grads:
-        # Each view is a node with a place of its own in the order of backward.
-        parameters = tuple(parameter.view_as(parameter) for parameter in parameters)
-    out = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
-        backend,
-        weights,
-        accumulate_into_main_grad,
-        layer,
-        router,
-        after_backward,
-        routing_map,
-        x,
-        probs,
-        *parameters,
-    )
+    with Together(backend):
+        parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
+        if not parameters or not any(t.requires_grad for t in (x, probs, *parameters)):
+            return backend.forward(
+                x, probs, routing_map, _joined(weights), training=False, layer=layer, router=router
+            )[0]
+        if ordered_grads:
+            # Each view is a node with a place of its own in the order of backward.
+            parameters = tuple(parameter.view_as(parameter) for parameter in parameters)
+        out = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
+            backend,
+            weights,
+            accumulate_into_main_grad,
+            layer,
+            router,
+            after_backward,
+            routing_map,
+            x,
+            probs,
+            *parameters,
+        )
     assert isinstance(out, torch.Tensor)
     return out
 

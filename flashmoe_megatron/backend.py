@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 
 from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.errors import FlashMoEError, reason_of, told_error
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -127,11 +127,19 @@ class Backend(Protocol):
     """Routed experts of one layer on one expert-parallel group.
 
     Both calls are collective over the group: every rank makes the same calls in the same order,
-    also with no tokens.
+    also with no tokens. A forward that one rank refuses ends on every rank with that rank's error.
+
+    Attributes:
+        config: The layer's shape.
+        keep: What a forward keeps for its backward.
+        rank: This rank in the group.
+        num_calls: Forwards in which this rank has taken part, refused ones included.
     """
 
     config: MoEConfig
     keep: Keep
+    rank: int
+    num_calls: int
 
     @property
     def traffic(self) -> TrafficCounters:
@@ -175,6 +183,22 @@ class Backend(Protocol):
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an
             opaque ``saved`` (``None`` unless ``training``).
+        """
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """Takes part in the other ranks' forward in place of a call that this rank refuses.
+
+        Collective over the group. Where the other ranks' hosts wait for their forward it raises
+        this reason; where they do not, its output is NaN, and the reason is raised by the next call
+        of every rank, this one included.
+
+        Args:
+            reason: From :func:`~flashmoe_megatron.errors.reason_of`; the kernel tells its first 479
+                bytes.
+
+        Raises:
+            PeerTimeoutError: A rank did not come.
         """
         ...
 
@@ -224,3 +248,31 @@ class Backend(Protocol):
             ``None`` where they are complete no earlier than the rest.
         """
         ...
+
+
+class Together:
+    """Makes what ends one rank's call before its backend's forward end that call on every rank.
+
+    ``with Together(backend):`` encloses all that a rank does up to that forward, checks above all.
+    Within it an error of this package names this rank, as it does on the others.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._num_calls = backend.num_calls
+
+    def __enter__(self) -> None:
+        """Nothing is told before there is an error."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Tells the other ranks, unless the forward has begun, which does so itself."""
+        backend = self._backend
+        if not isinstance(error, Exception) or backend.num_calls != self._num_calls:
+            return
+        reason = reason_of(error)
+        try:
+            backend.refuse(reason)
+        except FlashMoEError as trouble:
+            raise error from trouble
+        if isinstance(error, FlashMoEError) and backend.config.num_ranks > 1:
+            raise told_error(backend.rank, reason) from error

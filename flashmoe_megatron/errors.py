@@ -42,3 +42,25 @@ class DeviceError(FlashMoEError, RuntimeError):
 
 class PeerTimeoutError(FlashMoEError, TimeoutError):
     """A peer did not answer in time; the message names the rank, the peer and what was awaited."""
+
+
+def reason_of(error: Exception) -> str:
+    """What the other ranks are told of an error that ends their call, too."""
+    return f"{type(error).__name__}: {error}"
+
+
+def told_error(rank: int, reason: str) -> FlashMoEError:
+    """The error that every rank raises for the one that a rank had.
+
+    Args:
+        rank: Which rank had it.
+        reason: From :func:`reason_of`.
+
+    Returns:
+        One of the same class if it is of this package, else a :class:`FlashMoEError`.
+    """
+    name, _, message = reason.partition(": ")
+    kinds = {kind.__name__: kind for kind in (FlashMoEError, *FlashMoEError.__subclasses__())}
+    if name in kinds:
+        return kinds[name](f"rank {rank}: {message}")
+    return FlashMoEError(f"rank {rank}: {reason}")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.backend import Backend, ExpertWeights, Together
 from flashmoe_megatron.checks import TOKEN_DTYPES, check_readable, check_router_weight
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
@@ -57,17 +57,18 @@ def moe_forward(
         ShapeError: A tensor is not what the backend was built for.
         RoutingError: An expert id is out of range or given twice for a token, or a weight is NaN.
     """
-    if x.dim() != 2:
-        raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
-    check_readable("x", x)
-    if x.dtype not in TOKEN_DTYPES:  # before its routing weights, which may have its dtype
-        raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
-    probs, routing_map = _routing_from_topk(
-        backend.config, x, topk_idx, topk_weight, check_routing=check_routing
-    )
-    return moe_apply(
-        backend, x, probs, routing_map, weights, ordered_grads=ordered_grads, layer=layer
-    )
+    with Together(backend):
+        if x.dim() != 2:
+            raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
+        check_readable("x", x)
+        if x.dtype not in TOKEN_DTYPES:  # before its routing weights, which may have its dtype
+            raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
+        probs, routing_map = _routing_from_topk(
+            backend.config, x, topk_idx, topk_weight, check_routing=check_routing
+        )
+        return moe_apply(
+            backend, x, probs, routing_map, weights, ordered_grads=ordered_grads, layer=layer
+        )
 
 
 class RouterOutput(NamedTuple):
@@ -123,24 +124,25 @@ def moe_router_forward(
         RoutingError: A logit is NaN; raised late where the host does not wait for the launch.
         FlashMoEError: In backward, if logits or map were changed in place.
     """
-    config = backend.config
-    if x.dim() != 2:
-        raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
-    check_readable("x", x)
-    check_router_weight(config, x, router_weight)
-    probs, logits, opened = open_router(config, x, router_weight, router or RouterConfig())
-    out = moe_apply(
-        backend,
-        x,
-        probs,
-        opened.routing_map,
-        weights,
-        ordered_grads=ordered_grads,
-        layer=layer,
-        router=opened,
-    )
-    opened.close()
-    return RouterOutput(out, probs, logits, opened.routing_map)
+    with Together(backend):
+        config = backend.config
+        if x.dim() != 2:
+            raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
+        check_readable("x", x)
+        check_router_weight(config, x, router_weight)
+        probs, logits, opened = open_router(config, x, router_weight, router or RouterConfig())
+        out = moe_apply(
+            backend,
+            x,
+            probs,
+            opened.routing_map,
+            weights,
+            ordered_grads=ordered_grads,
+            layer=layer,
+            router=opened,
+        )
+        opened.close()
+        return RouterOutput(out, probs, logits, opened.routing_map)
 
 
 RANK_BUFFER = "expert_rank"
@@ -302,6 +304,15 @@ class FlashMoELayer(nn.Module):
             ShapeError: A tensor is not what the layer was built for.
             RoutingError: As in :func:`moe_forward`.
         """
+        with Together(self.backend):
+            return self._forward(x, topk_idx, topk_weight)
+
+    def _forward(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
         if not self._is_checked:
             self._check_experts()
         check_readable("x", x)

@@ -65,7 +65,7 @@ def select_backend(
     if kind == "auto":
         _announce(chosen, _describe(device)[1])
     if chosen == "reference":
-        return ReferenceBackend(config, group, options=chosen_options)
+        return ReferenceBackend(config, group, device=device, options=chosen_options)
     from flashmoe_megatron.kernel.backend import KernelBackend
 
     return KernelBackend(config, group, device, options=chosen_options)

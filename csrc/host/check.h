@@ -196,6 +196,10 @@ inline int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
     FLASHMOE_TRY(check_tokens(p, input->num_tokens));
     FLASHMOE_TRY(check_dtype(p, input->probs_dtype, "probs_dtype"));
     const bool has_tokens = input->num_tokens > 0;
+    if (input->refusal != nullptr and has_tokens) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens of a call that is refused: wanted none",
+                    input->num_tokens);
+    }
     FLASHMOE_TRY(check_pointer(input->x, has_tokens, "x"));
     FLASHMOE_TRY(check_pointer(input->probs, has_tokens, "probs", size_of(input->probs_dtype)));
     FLASHMOE_TRY(check_pointer(input->routing_map, has_tokens, "routing_map", 1));

@@ -1,6 +1,7 @@
 // The bodies of the C interface's launches: arguments are checked, device structs are filled, and
 // kernels go to the stream. Nothing here waits.
 #include <algorithm>
+#include <cstring>
 #include <tuple>
 #include <utility>
 
@@ -160,7 +161,7 @@ ScratchRows scratch_at(const FlashMoEProblem* p, void* base, int num_blocks, boo
 
 void set_routing(const FlashMoEProblem* p,
                  const FlashMoEInput* input,
-                 int row_block_bound,
+                 uint32_t row_block_bound,
                  LayerArgs* args) {
     args->probs = input->probs;
     args->probs_dtype = Dtype(input->probs_dtype);
@@ -175,6 +176,14 @@ void set_routing(const FlashMoEProblem* p,
                     Dtype(p->dtype),
                     Score(input->score),
                     input->scaling_factor};
+}
+
+// Puts why the host refuses its call where the launch finds it; a long reason loses its end.
+const Fault* write_refusal(const FlashMoEProblem* p, const char* reason, Mailbox* mailbox) {
+    Fault& refusal = mailbox->refusal;
+    refusal = {kFaultRefused, uint32_t(Wait::kRouting), p->rank, -1, -1, 0, 0, 0, {}};
+    strncpy(refusal.reason, reason, kReasonBytes - 1);
+    return &refusal;
 }
 
 // The width of GEMM1's input.
@@ -345,9 +354,11 @@ int flashmoe_plan(const FlashMoEProblem* problem,
     FLASHMOE_TRY(check_input(problem, input));
     FLASHMOE_TRY(check_pointer(plan, true, "plan"));
     auto args = layer_args<LayerArgs>(problem, group, plan, input->x, input->num_tokens);
-    set_routing(problem, input, int(args.shape.max_row_blocks()), &args);
+    set_routing(problem, input, kCounted, &args);
     set_order(problem, false, &args);
-    PlanReport* report = &static_cast<Mailbox*>(group->mailbox)->report;
+    auto* mailbox = static_cast<Mailbox*>(group->mailbox);
+    if (input->refusal != nullptr) args.refusal = write_refusal(problem, input->refusal, mailbox);
+    PlanReport* report = &mailbox->report;
     *report = {};
     return launch(reinterpret_cast<const void*>(&plan_kernel), problem->num_ctas, kPlanThreads,
                   kPlanSmemBytes, group->stream, "plan launch", args, report);
@@ -361,6 +372,9 @@ int flashmoe_forward(const FlashMoEProblem* problem,
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_input(problem, input));
     FLASHMOE_TRY(check_pass(problem, launch_args, false));
+    if (input->refusal != nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "a forward with a refusal: wanted flashmoe_plan alone");
+    }
     if (launch_args->num_tokens != input->num_tokens) {
         return fail(FLASHMOE_BAD_ARGUMENT, "out is for %d tokens, wanted the input's %d",
                     launch_args->num_tokens, input->num_tokens);
@@ -368,7 +382,7 @@ int flashmoe_forward(const FlashMoEProblem* problem,
     auto args =
         layer_args<LayerArgs>(problem, group, launch_args->plan, input->x, input->num_tokens);
     if (not is_planned) {
-        set_routing(problem, input, launch_args->num_row_blocks, &args);
+        set_routing(problem, input, uint32_t(launch_args->num_row_blocks), &args);
     }
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
     const KernelEntry entry = entry_of(problem, false);

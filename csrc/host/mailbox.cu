@@ -35,10 +35,11 @@ extern "C" {
 int flashmoe_await_plan(const FlashMoEProblem* problem,
                         const FlashMoEGroup* group,
                         int32_t* num_row_blocks,
-                        int32_t* num_rows) {
+                        int32_t* num_rows,
+                        int32_t* is_heard_late) {
     FLASHMOE_TRY(check_group(problem, group));
-    if (num_row_blocks == nullptr or num_rows == nullptr) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "num_row_blocks or num_rows is null");
+    if (num_row_blocks == nullptr or num_rows == nullptr or is_heard_late == nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "num_row_blocks, num_rows or is_heard_late is null");
     }
     const volatile Mailbox* mailbox = static_cast<Mailbox*>(group->mailbox);
     // What the device has written before it is there then, on every processor.
@@ -66,6 +67,7 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
         }
         std::this_thread::yield();
     }
+    *is_heard_late = mailbox->report.is_heard_late;
     if (mailbox->fault.code != 0) {
         return fail(int(mailbox->fault.code), "the plan failed");
     }
@@ -91,8 +93,7 @@ int flashmoe_read_fault(const FlashMoEGroup* group, FlashMoEFault* fault) {
     FLASHMOE_TRY(check_pointer(group->mailbox, true, "mailbox"));
     if (fault == nullptr) return fail(FLASHMOE_BAD_ARGUMENT, "fault is null");
     const Fault& seen = static_cast<Mailbox*>(group->mailbox)->fault;
-    *fault = {seen.code,  seen.wait,  seen.rank,     seen.peer,
-              seen.index, seen.epoch, seen.expected, seen.seen};
+    memcpy(fault, &seen, sizeof(*fault));
     return FLASHMOE_OK;
 }
 

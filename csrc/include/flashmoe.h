@@ -21,12 +21,13 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 10
+#define FLASHMOE_ABI_VERSION 11
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
 #define FLASHMOE_NUM_SPANS 12
 #define FLASHMOE_NUM_RECORDS 256
+#define FLASHMOE_REASON_BYTES 480
 
 #ifdef __cplusplus
 extern "C" {
@@ -43,6 +44,7 @@ typedef enum {
     FLASHMOE_PEER_TIMEOUT = 3,
     FLASHMOE_BAD_ROUTING = 4,
     FLASHMOE_TOO_MANY_ROWS = 5,
+    FLASHMOE_REFUSED = 6,
 } FlashMoEStatus;
 
 FLASHMOE_EXPORT int flashmoe_abi_version(void);
@@ -163,6 +165,8 @@ typedef struct {
     const void* router_weight; /* [num_experts, hidden] of the problem's dtype; NULL: no router */
     void* logits;              /* [num_tokens, num_experts] float32, written by the router */
     float scaling_factor;      /* of the router's probabilities */
+    const char* refusal;       /* NULL; or why this rank refuses its call: flashmoe_plan then brings
+                                  no tokens, and the call fails on every rank with FLASHMOE_REFUSED */
 } FlashMoEInput;
 
 /* One call of a pass. Rows come in blocks of 128 and are of the problem's dtype. */
@@ -194,12 +198,15 @@ FLASHMOE_EXPORT int flashmoe_plan(const FlashMoEProblem* problem,
                                   void* plan);
 
 /* Waits on the host until the plan is there; gives the received blocks of 128 rows (pad rows
- * included) and the received rows. The bound of time is the plan's own: what is ahead of it on the
- * stream may take as long as it likes. */
+ * included) and the received rows. If some rank's routing or call was refused, the plan fails on
+ * every rank, and *is_heard_late tells whether a rank called flashmoe_forward alone, so that its
+ * host, which does not wait, hears of it at a later call. The bound of time is the plan's own: what
+ * is ahead of it on the stream may take as long as it likes. */
 FLASHMOE_EXPORT int flashmoe_await_plan(const FlashMoEProblem* problem,
                                         const FlashMoEGroup* group,
                                         int32_t* num_row_blocks,
-                                        int32_t* num_rows);
+                                        int32_t* num_rows,
+                                        int32_t* is_heard_late);
 
 /* Collective. The whole layer in one launch: routing exchange, plan, dispatch, FFN and combine; or
  * after flashmoe_plan all but the first two. num_row_blocks bounds what a rank may receive: past it
@@ -241,7 +248,8 @@ FLASHMOE_EXPORT int flashmoe_await_fc2_grads(const FlashMoEGroup* group,
 
 /* ---- Faults: why a launch gave up ------------------------------------------------------------ */
 
-/* What a wait that ran out of time, or a bad routing, left in the mailbox. */
+/* What a wait that ran out of time, a bad routing or a call that was refused left in the mailbox.
+ * Every rank has the same fault of the last two kinds, and `rank` is the one that had it. */
 typedef struct {
     uint32_t code; /* FlashMoEStatus */
     uint32_t wait; /* flashmoe::Wait */
@@ -251,6 +259,7 @@ typedef struct {
     uint32_t epoch;
     uint32_t expected;
     uint32_t seen;
+    char reason[FLASHMOE_REASON_BYTES]; /* FLASHMOE_REFUSED has FlashMoEInput.refusal here */
 } FlashMoEFault;
 
 /* What FlashMoEFault.wait waited for, in words. */

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import in_backward
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.backend import Backend, Together
 from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, ShapeError
@@ -243,10 +243,11 @@ class LayerExperts(ABC):
             if backends.max_tokens != backend.config.max_tokens:
                 self._backend = backend = backends.backend_of(self._shape)
         elif num_tokens > backends.max_tokens:
-            raise ShapeError(
-                f"this rank has {num_tokens} tokens in one call, the layer was built for at most "
-                f"max_tokens={backends.max_tokens} per rank; {self.allow_more(num_tokens)}"
-            )
+            with Together(backend):
+                raise ShapeError(
+                    f"this rank has {num_tokens} tokens in one call, the layer was built for at "
+                    f"most max_tokens={backends.max_tokens} per rank; {self.allow_more(num_tokens)}"
+                )
         return backend
 
     @property

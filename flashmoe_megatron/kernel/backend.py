@@ -5,12 +5,18 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights, OfGroup, TrafficCounters, WeightGrad
+from flashmoe_megatron.backend import (
+    ExpertWeights,
+    OfGroup,
+    Together,
+    TrafficCounters,
+    WeightGrad,
+)
 from flashmoe_megatron.checks import (
     KERNEL_DTYPES,
     check_grad_out,
@@ -21,8 +27,6 @@ from flashmoe_megatron.config import ALIGNMENT_BYTES, Keep, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
     DeviceError,
-    FlashMoEError,
-    RoutingError,
     ShapeError,
 )
 from flashmoe_megatron.kernel import bindings, ops
@@ -65,6 +69,22 @@ class PendingForward:
     router: Router | None
     num_row_blocks: int | None
     """Blocks of 128 rows that the buffers hold; ``None`` if the plan under way counts them."""
+    has_failed: bool = False
+    """The plan has failed on every rank, and none waits for another any more."""
+
+
+class _PlanOutcome(NamedTuple):
+    """How a plan has ended.
+
+    Attributes:
+        status: The library's.
+        num_row_blocks: Blocks of 128 rows that this rank receives.
+        is_heard_late: The plan failed, and the host of some rank hears of it at a later call.
+    """
+
+    status: int
+    num_row_blocks: int
+    is_heard_late: bool
 
 
 def _addresses(problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup) -> tuple[int, int]:
@@ -133,6 +153,7 @@ class KernelBackend(OfGroup):
         if memory is None and size != config.num_ranks:
             raise ConfigError(f"the group has {size} ranks, the layer wants {config.num_ranks}")
         self.memory = memory or shared_memory(group, self.device, self.options)
+        self.num_calls = 0
         self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.num_ctas = num_ctas or (sms - self.options.reserved_sms) // CLUSTER_SIZE * CLUSTER_SIZE
@@ -165,18 +186,34 @@ class KernelBackend(OfGroup):
         router: Router | None = None,
     ) -> tuple[torch.Tensor, SavedForward | None]:
         """Applies the routed experts, see :class:`flashmoe_megatron.backend.Backend`."""
-        tables = self._use_weights(weights)  # refuses bad ones while no peer waits for this rank
-        self._describe()
-        pending = self._begin(x, probs, routing_map, router, self._bounds[training])
+        with Together(self):
+            tables = self._use_weights(weights)
+            self._describe()
+            pending = self._begin(x, probs, routing_map, router, self._bounds[training])
         try:
             return self._finish(pending, tables, training=training, layer=layer)
-        except RoutingError:
-            raise  # every rank raises it, and none waits for another any more
         except BaseException:
-            if pending.num_row_blocks is None:
+            if pending.num_row_blocks is None and not pending.has_failed:
                 # The peers will wait for this rank's layer in vain, and make new memory.
                 self.memory.is_void = True
             raise
+
+    @_on_own_device
+    def refuse(self, reason: str) -> None:
+        """See :class:`flashmoe_megatron.backend.Backend`."""
+        self.num_calls += 1
+        if self.config.num_ranks == 1 or torch.cuda.is_current_stream_capturing():
+            return
+        problem, group = self._prepare(), self.memory.open()
+        refusal = bindings.FlashMoEInput(refusal=reason.encode())
+        plan = self._empty(self._sizes.plan_bytes)
+        bindings.call("plan", problem, group, refusal, plan.data_ptr())
+        outcome = self._await_plan(problem, group)
+        if outcome.status == bindings.REFUSED and outcome.is_heard_late:
+            return  # the fault stays, for the next call of every rank
+        fault = self.memory.take_fault()
+        if outcome.status != bindings.REFUSED:
+            raise fault or bindings.error(outcome.status)
 
     @_on_own_device
     def begin(
@@ -219,6 +256,7 @@ class KernelBackend(OfGroup):
         check_tokens(self.config, x, probs, routing_map, dtype=self._dtype, device=self.device)
         if router is not None:
             check_kernel_tensor("router weight", router.weight, self.device, self._dtype)
+        self.num_calls += 1  # what comes now concerns every rank
         problem = self._prepare()
         group = self.memory.open()
         plan = self._empty(self._sizes.plan_bytes)
@@ -233,7 +271,12 @@ class KernelBackend(OfGroup):
         is_planned = blocks is None
         if blocks is None:
             problem = self._prepare()
-            blocks = self._await_plan(problem, pending.group)
+            outcome = self._await_plan(problem, pending.group)
+            if outcome.status != bindings.OK:
+                fault = self.memory.take_fault()  # it says more than the status does
+                pending.has_failed = fault is not None and not self.memory.is_void
+                raise fault or bindings.error(outcome.status)
+            blocks = outcome.num_row_blocks
             router = None  # it has run in the plan
         else:
             problem = self._describe()
@@ -271,17 +314,15 @@ class KernelBackend(OfGroup):
         )
         return out, saved
 
-    def _await_plan(self, problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup) -> int:
-        """Waits for the count of rows that this rank receives, in blocks."""
-        blocks, num_rows = ctypes.c_int32(), ctypes.c_int32()
-        try:
-            bindings.call(
-                "await_plan", problem, group, ctypes.byref(blocks), ctypes.byref(num_rows)
-            )
-        except FlashMoEError:
-            self.raise_pending_fault()  # it says more than the status does
-            raise
-        return blocks.value
+    @staticmethod
+    def _await_plan(
+        problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup
+    ) -> _PlanOutcome:
+        """Waits for the count of rows that this rank receives."""
+        blocks, num_rows, is_heard_late = (ctypes.c_int32() for _ in range(3))
+        arguments = (problem, group, blocks, num_rows, is_heard_late)
+        status = bindings.function("await_plan")(*map(ctypes.byref, arguments))
+        return _PlanOutcome(status, blocks.value, bool(is_heard_late.value))
 
     @_on_own_device
     def backward(

@@ -18,14 +18,15 @@ from flashmoe_megatron.errors import (
     PeerTimeoutError,
     RoutingError,
     RowBoundError,
+    told_error,
 )
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
 
-OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS = range(6)
+OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS, REFUSED = range(7)
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 SOFTMAX_OF_CHOSEN, SOFTMAX, SIGMOID = range(3)
 ACTIVATIONS = {
@@ -152,8 +153,11 @@ class FlashMoEGroup(_Sized):
     ]
 
 
+REASON_BYTES = 480
+
+
 class FlashMoEFault(ctypes.Structure):
-    """Who waited for what, when a wait ran out of time."""
+    """Who waited for what, when a wait ran out of time; or which rank refused what."""
 
     _fields_ = [
         ("code", ctypes.c_uint32),
@@ -164,6 +168,7 @@ class FlashMoEFault(ctypes.Structure):
         ("epoch", ctypes.c_uint32),
         ("expected", ctypes.c_uint32),
         ("seen", ctypes.c_uint32),
+        ("reason", ctypes.c_char * REASON_BYTES),
     ]
 
 
@@ -219,6 +224,7 @@ class FlashMoEInput(_Sized):
         ("router_weight", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("scaling_factor", ctypes.c_float),
+        ("refusal", ctypes.c_char_p),
     ]
 
 
@@ -262,7 +268,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "sizes": (_STATUS, _ADDRESS, _ADDRESS),
     "preload": (_STATUS, _ADDRESS),
     "plan": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-    "await_plan": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "await_plan": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "await_fc2_grads": (_STATUS, _ADDRESS, ctypes.c_uint64, _ADDRESS),
     "read_fault": (_STATUS, _ADDRESS, _ADDRESS),
     "clear_fault": (_STATUS, _ADDRESS),
@@ -401,9 +407,9 @@ def clear_fault(group: FlashMoEGroup) -> None:
 
 def fault_error(fault: FlashMoEFault) -> FlashMoEError:
     """The error that a fault means."""
+    if fault.code == REFUSED:
+        return told_error(fault.rank, fault.reason.decode(errors="replace"))
     if fault.code == BAD_ROUTING:
-        if fault.peer >= 0:
-            return RoutingError(f"rank {fault.peer} refused its routing; its own error says why")
         if fault.expected == 0:
             return RoutingError(
                 f"token {fault.index} of rank {fault.rank}: its probability for expert "

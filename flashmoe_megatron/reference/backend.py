@@ -18,6 +18,7 @@ from flashmoe_megatron.backend import (
     VECTOR,
     ExpertWeights,
     OfGroup,
+    Together,
     TrafficCounters,
     WeightGrad,
     unstacked,
@@ -98,6 +99,7 @@ class ReferenceBackend(OfGroup):
         config: MoEConfig,
         group: dist.ProcessGroup | None = None,
         *,
+        device: torch.device | None = None,
         options: BackendOptions | None = None,
     ) -> None:
         """Binds the layer to a process group.
@@ -106,6 +108,8 @@ class ReferenceBackend(OfGroup):
             config: The layer's shape.
             group: The expert-parallel group, gloo for CPU tensors or NCCL for GPU tensors; ``None``
                 for one rank.
+            device: Where tokens will be, by default the CPU; what a rank refuses before its first
+                forward is told from there.
             options: How the layer runs, of which the reference heeds ``keep`` and ``row_bound``.
 
         Raises:
@@ -115,6 +119,9 @@ class ReferenceBackend(OfGroup):
         options = options or BackendOptions()
         self.keep: Keep = options.keep
         self._rows = RowExchange(config, group, options.row_bound)
+        self._device = device or torch.device("cpu")
+        self.rank = self._rows.rank
+        self.num_calls = 0
         self._epoch = 0
         self._records: deque[LaunchRecord] = deque(maxlen=MOST_RECORDS)
 
@@ -149,22 +156,27 @@ class ReferenceBackend(OfGroup):
         """Applies the routed experts; collective over the group, see the protocol.
 
         Raises:
-            ShapeError: A tensor is not what the layer was built for.
+            ShapeError: A tensor is not what the layer was built for; as all that one rank refuses,
+                on every rank.
             RowBoundError: On every rank, if any rank is to receive more rows than ``row_bound``
                 allows.
             RoutingError: On every rank, if any rank's token selects more than ``topk`` experts or
                 has a NaN among its selected probabilities.
             PeerTimeoutError: A rank is gone or did not call in time, here and in backward.
         """
-        config, wide = self.config, accumulation_dtype(x.dtype)
-        check_readable("x", x)
-        check_weights(config, weights, x.device)
-        weights = weights.per_expert()
-        dtype = weights.fc1[0].dtype
-        check_tokens(config, x, probs, routing_map, dtype=dtype, device=x.device)
-        watch = _Stopwatch(x.device)
-        if router is not None:
-            router.run(x, config.topk)
+        config = self.config
+        with Together(self):
+            check_readable("x", x)
+            check_weights(config, weights, x.device)
+            weights = weights.per_expert()
+            dtype = weights.fc1[0].dtype
+            check_tokens(config, x, probs, routing_map, dtype=dtype, device=x.device)
+            wide = accumulation_dtype(x.dtype)
+            watch = _Stopwatch(x.device)
+            if router is not None:
+                router.run(x, config.topk)
+        self._device = x.device
+        self.num_calls += 1
         plan = self._rows.plan(probs, routing_map)
         watch.lap("plan")
         row_probs = self._rows.dispatch(probs[plan.token_idx, plan.expert_idx], plan)
@@ -199,6 +211,11 @@ class ReferenceBackend(OfGroup):
 
     def raise_pending_fault(self) -> None:
         """Does nothing, for every call raises its own faults; see the protocol."""
+
+    def refuse(self, reason: str) -> None:
+        """Ends the other ranks' forward at once; see the protocol."""
+        self.num_calls += 1
+        self._rows.refuse(reason, self._device)
 
     def early_fc2_grads(self) -> None:
         """None are complete before the others; see the protocol."""

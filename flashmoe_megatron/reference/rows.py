@@ -4,8 +4,9 @@ Each expert's segment starts at a multiple of :data:`~flashmoe_megatron.config.T
 receiver's buffer only, and every sum has a fixed order.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +16,16 @@ from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import (
     ConfigError,
+    FlashMoEError,
     PeerTimeoutError,
     RoutingError,
     RowBoundError,
+    reason_of,
+    told_error,
 )
 from flashmoe_megatron.planner import bounded_row_blocks
 
-_UNUSABLE = -1  # takes the place of every count in the exchange of a rank with unusable routing
+_REFUSED = -1  # takes the place of every count in the exchange of a rank that refuses its call
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class RowExchange:
     """The rows of one layer between the ranks of its group; every method is collective over it.
 
     Attributes:
+        rank: This rank in the group.
         traffic: What was sent and padded so far.
     """
 
@@ -91,13 +96,14 @@ class RowExchange:
         self._most_blocks = None if row_bound is None else bounded_row_blocks(config, row_bound)
         self._config = config
         self._group = group
-        self._rank = 0 if group is None else dist.get_rank(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
 
     def plan(self, probs: torch.Tensor, routing_map: torch.Tensor) -> RowPlan:
         """Exchanges the counts of rows between all ranks and lays out the receive buffer.
 
         Raises:
             RoutingError: On every rank, if any rank's routing is unusable.
+            FlashMoEError: What another rank has refused.
             RowBoundError: On every rank, if any rank is to receive more rows than the bound.
             PeerTimeoutError: A rank is gone or did not come in time, here and in every exchange.
         """
@@ -105,15 +111,14 @@ class RowExchange:
         device = probs.device
         selected = routing_map & (probs != 0) if config.skip_zero_probs else routing_map
         problem = self._routing_problem(probs, selected)
+        if problem is not None:
+            reason = reason_of(RoutingError(problem))
+            self.refuse(reason, device)
+            raise told_error(self.rank, reason)
         send = selected.sum(0)
-        if problem is not None:
-            send.fill_(_UNUSABLE)
         recv = self._exchange_counts(send).view(config.num_ranks, config.num_local_experts)
-        if problem is not None:
-            raise RoutingError(problem)
-        unusable = (recv < 0).any(1).nonzero().flatten().tolist()
-        if unusable:
-            raise RoutingError(f"rank {unusable[0]} has unusable routing; its own error says why")
+        if bool((recv < 0).any()):
+            raise self._hear_refusal(None)
 
         rows_per_expert = recv.sum(0).tolist()
         if self._most_blocks is not None:
@@ -148,6 +153,28 @@ class RowExchange:
             is_route=is_route,
             segments=tuple(zip(starts, rows_per_expert, strict=True)),
         )
+
+    def refuse(self, reason: str, device: torch.device) -> None:
+        """Takes part in the exchange of counts of a call that this rank refuses.
+
+        Args:
+            reason: What every rank is told.
+            device: Where the other ranks' counts are.
+
+        Raises:
+            PeerTimeoutError: A rank is gone or did not come in time.
+        """
+        if self._group is not None:
+            self._exchange_counts(torch.full((self._config.num_experts,), _REFUSED, device=device))
+            self._hear_refusal(reason)
+
+    def _hear_refusal(self, own: str | None) -> FlashMoEError:
+        """What the first rank that refuses this call has refused."""
+        reasons: list[str | None] = [own] * self._config.num_ranks
+        with self._bounded():
+            dist.all_gather_object(reasons, own, group=self._group)
+        rank, reason = next(pair for pair in enumerate(reasons) if pair[1] is not None)
+        return told_error(rank, str(reason))
 
     def dispatch(self, routed: torch.Tensor, plan: RowPlan) -> torch.Tensor:
         """Sends one entry per route to the rank of its expert.
@@ -190,15 +217,15 @@ class RowExchange:
         if len(nan):
             token, expert = nan[0].tolist()
             return (
-                f"rank {self._rank}: the probability of token {token} for expert {expert} is NaN "
-                f"({len(nan)} NaN in all), wanted a number"
+                f"the probability of token {token} for expert {expert} is NaN ({len(nan)} NaN in "
+                "all), wanted a number"
             )
         experts_per_token = selected.sum(1)
         too_many = (experts_per_token > self._config.topk).nonzero()
         if len(too_many):
             token = int(too_many[0])
             return (
-                f"rank {self._rank}: token {token} selects {int(experts_per_token[token])} experts "
+                f"token {token} selects {int(experts_per_token[token])} experts "
                 f"({len(too_many)} such tokens in all), wanted at most topk={self._config.topk}"
             )
         return None
@@ -222,7 +249,7 @@ class RowExchange:
         self, send: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> torch.Tensor:
         """Uneven all-to-all of rows; counts what leaves this rank."""
-        rows_leaving = send.shape[0] - send_counts[self._rank]
+        rows_leaving = send.shape[0] - send_counts[self.rank]
         if send.dim() > 1:
             self.traffic.rows_sent += rows_leaving
         self.traffic.bytes_sent += rows_leaving * math.prod(send.shape[1:]) * send.element_size()
@@ -239,16 +266,21 @@ class RowExchange:
         recv_counts: list[int] | None = None,
         send_counts: list[int] | None = None,
     ) -> None:
-        """The group's exchange; its bound is the timeout of the process group.
+        with self._bounded():
+            dist.all_to_all_single(recv, send, recv_counts, send_counts, group=self._group)
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """For every exchange of the group; its bound is the timeout of the process group.
 
         Raises:
             PeerTimeoutError: A rank is gone or did not come in time. The process group cannot be
                 used again.
         """
         try:
-            dist.all_to_all_single(recv, send, recv_counts, send_counts, group=self._group)
+            yield
         except RuntimeError as error:  # what torch.distributed raises for it
             raise PeerTimeoutError(
-                f"rank {self._rank}: an exchange with the other {self._config.num_ranks - 1} ranks "
+                f"rank {self.rank}: an exchange with the other {self._config.num_ranks - 1} ranks "
                 f"failed, since one of them is gone or did not come: {error}"
             ) from error

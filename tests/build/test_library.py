@@ -16,6 +16,7 @@ from flashmoe_megatron.kernel import bindings
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "csrc" / "include" / "flashmoe.h"
 NUMBERS = {
+    "char": ctypes.c_char,
     "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,
     "uint32_t": ctypes.c_uint32,

@@ -157,9 +157,10 @@ def _group(choices: Choices) -> Any:
     heaps = (ctypes.c_void_p * 8)(*[_pointer(choices) for _ in range(8)])
     # A mailbox as a device may leave it: a fault or none, a plan or none yet.
     start = arena().buffer.end - BUFFER_BYTES
-    ctypes.memset(start, 0, 32)
+    faults = 2 * ctypes.sizeof(bindings.FlashMoEFault)  # and the host's own refusal
+    ctypes.memset(start, 0, faults)
     ctypes.memset(start, choices.pick(STATUSES), 1)
-    ctypes.memset(start + 32, choices.integer(1), 512)
+    ctypes.memset(start + faults, choices.integer(1), 512)
     fields = {"heaps": heaps, "workspace": _pointer(choices), "mailbox": _pointer(choices)}
     return _struct(choices, arena().group, bindings.FlashMoEGroup, fields)
 
@@ -179,6 +180,7 @@ def _input(choices: Choices) -> Any:
             "x": _pointer(choices),
             "probs": _pointer(choices),
             "routing_map": _pointer(choices),
+            "refusal": b"no" * choices.integer(1) if choices.integer(1) % 8 == 7 else None,
         },
     )
 
@@ -221,8 +223,8 @@ def _plan(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
 
 
 def _await_plan(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
-    counts = (ctypes.c_int32 * 2)()
-    where = [ctypes.byref(counts, 4 * index) if choices.flag() else None for index in range(2)]
+    counts = (ctypes.c_int32 * 3)()
+    where = [ctypes.byref(counts, 4 * index) if choices.flag() else None for index in range(3)]
     return int(library.flashmoe_await_plan(problem, _group(choices), *where))
 
 

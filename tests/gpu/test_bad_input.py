@@ -1,5 +1,6 @@
 """What the kernel's backend refuses, and that a group can be used again afterwards."""
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from flashmoe_megatron import errors
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
-from flashmoe_megatron.kernel import symmetric
+from flashmoe_megatron.kernel import bindings, symmetric
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
@@ -263,20 +264,56 @@ def test_unusable_routing_of_one_rank_fails_all_and_nothing_else(kind: str):
         expert = int(routing_map[2][5].nonzero()[0])
         probs[2] = probs[2].clone()
         probs[2][5, expert] = float("nan")
-        message = f"token 5 of rank 2: its probability for expert {expert} is NaN"
+        message = f"^token 5 of rank 2: its probability for expert {expert} is NaN"
     else:
         routing_map[2] = routing_map[2].clone()
         routing_map[2][5] = True
-        message = "token 5 of rank 2 selects 16 experts, wanted at most topk=3"
+        message = "^token 5 of rank 2 selects 16 experts, wanted at most topk=3"
     pending = layer.begin(inputs.x, probs, routing_map)
     for rank, plan in enumerate(pending):
-        expected_message = message if rank == 2 else "rank 2 refused its routing"
         with (
             torch.cuda.stream(streams()[rank]),
-            pytest.raises(errors.RoutingError, match=expected_message),
+            pytest.raises(errors.RoutingError, match=message),
         ):
             layer.backends[rank].finish(plan, weights[rank], training=True)
     torch.cuda.synchronize()
+    for _ in range(2):
+        assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_a_call_that_one_rank_refuses_ends_on_all(is_bounded: bool):
+    config = make_config(4)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
+    layer = VirtualLayer(config)
+    weights = steps.weights_of(config, inputs)
+    layer.prepare()
+    refuser = layer.backends[3]
+    blocks = int(refuser._sizes.max_row_blocks) if is_bounded else None
+    pending = layer.begin(inputs.x[:3], inputs.probs[:3], inputs.routing_map[:3], blocks)
+    outs = layer.finish(pending, weights)[0] if is_bounded else []
+    sentence = "x is wrong. " * 80  # longer than what is told
+    with torch.cuda.stream(streams()[3]):
+        refuser.refuse(f"ShapeError: {sentence}")
+    torch.cuda.synchronize()
+    calls: list[Callable[[], object]] = [
+        functools.partial(backend.finish, plan, weights[rank], training=True)
+        for rank, (backend, plan) in enumerate(zip(layer.backends, pending, strict=False))
+    ]
+    if is_bounded:  # nobody has waited: all hear of it late, the refuser once more
+        assert len(outs) == 3
+        assert all(out.isnan().all() for out in outs)
+        calls = [backend.raise_pending_fault for backend in layer.backends]
+    for rank, call in enumerate(calls):
+        with (
+            torch.cuda.stream(streams()[rank]),
+            pytest.raises(errors.ShapeError, match="^rank 3: x is wrong") as error,
+        ):
+            call()
+        told = str(error.value).removeprefix("rank 3: ")
+        assert sentence.startswith(told)
+        assert len(f"ShapeError: {told}") == bindings.REASON_BYTES - 1
+    assert not any(backend.memory.has_fault for backend in layer.backends)
     for _ in range(2):
         assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
 

@@ -368,11 +368,31 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "a rank does not tell that its routing is refused",
+        "a rank does not tell that it refuses",
         "ranks3_refused",
         "ranks disagree whether to go on",
         False,
         ((SIGNALS, "(refused ? kRefused : 0)", "(refused ? 0 : 0)"),),
+    ),
+    Mutant(
+        "no fence between the reason of a refusal and the signal",
+        "ranks3_refused_twice",
+        "refusal",
+        False,
+        (dropped(SIGNALS, "give(rank);\n    " + SYSTEM, SYSTEM),),
+    ),
+    Mutant(
+        "reasons of refusals have one copy",
+        "ranks3_refused_twice",
+        "refusal",
+        False,
+        (
+            (
+                FORWARD,
+                "refusals[protocol::route_word(epoch, s_.ranks, src)]",
+                "refusals[src]",
+            ),
+        ),
     ),
     # Giving up.
     Mutant(

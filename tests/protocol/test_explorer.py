@@ -14,6 +14,7 @@ COMPLETE = {
     "ranks3_apart": 1_000,
     "ranks3_split": 55,
     "ranks3_refused": 70,
+    "ranks3_refused_twice": 50,
     "ctas2": 900,
     "ctas2_grads": 2_000,
 }

@@ -336,9 +336,8 @@ def call_with_nan_on_rank_one(group: dist.ProcessGroup) -> str:
 
 
 def test_unusable_routing_of_one_rank_is_an_error_on_all(ranks: RankPool):
-    first, second = ranks.run(call_with_nan_on_rank_one, num_ranks=2)
-    assert first.startswith("RoutingError: rank 1 has unusable routing")
-    assert second.startswith("RoutingError: rank 1: the probability of token")
+    for told in ranks.run(call_with_nan_on_rank_one, num_ranks=2):
+        assert told.startswith("RoutingError: rank 1: the probability of token")
 
 
 @pytest.mark.parametrize("shape", [(NUM_TOKENS, 32), (NUM_TOKENS - 1, 64), (NUM_TOKENS * 64,)])

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
+#include "flashmoe/comm/fault.cuh"
 #include "flashmoe/protocol/places.h"
 #include "flashmoe/protocol/signals.h"
 
@@ -30,6 +31,7 @@ struct HeapLayout {
     uint64_t gave_up;           // u32: Watchdog::gave_up
     uint64_t route_signals;     // RouteSignal[rank], two parities
     uint64_t row_block_bounds;  // u32[rank], two parities: blocks that fit in that rank's buffers
+    uint64_t refusals;          // Fault[rank], two parities: why that rank refuses its call
     uint64_t row_signals;       // u32[rank]: epoch whose rows that rank has published
     uint64_t result_signals;    // u32[token][rank]: epoch whose result that rank has delivered
     uint64_t routes;            // Route[parity 2][rank][token][heap_topk], every rank's routing
@@ -53,6 +55,7 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     at.gave_up = take(sizeof(uint32_t));
     at.route_signals = take(2 * ranks * sizeof(uint64_t));
     at.row_block_bounds = take(2 * ranks * sizeof(uint32_t));
+    at.refusals = take(2 * ranks * sizeof(Fault));
     at.row_signals = take(ranks * sizeof(uint32_t));
     at.result_signals = take(tokens * ranks * sizeof(uint32_t));
     at.routes = take(2 * ranks * tokens * s.heap_topk * sizeof(Route));
@@ -88,6 +91,9 @@ struct Heap {
     __device__ __forceinline__ uint32_t* row_block_bound(int owner, uint32_t epoch, int src) const {
         return address<uint32_t>(owner, at.row_block_bounds) +
                protocol::route_word(epoch, num_ranks, src);
+    }
+    __device__ __forceinline__ Fault* refusal(int owner, uint32_t epoch, int src) const {
+        return address<Fault>(owner, at.refusals) + protocol::route_word(epoch, num_ranks, src);
     }
     __device__ __forceinline__ uint32_t* row_signal(int owner, int src) const {
         return address<uint32_t>(owner, at.row_signals) + src;

@@ -23,7 +23,7 @@ enum class Wait : uint32_t {
     kCombineResult,      // combine: results of a block
     kReduceResult,       // reduce: a peer's share of a token
     kGridBarrier,        // plan: the other CTAs of the grid
-    kRouting,            // no wait: a token selects more experts than topk, or a probability is NaN
+    kRouting,            // no wait: a routing or a call was refused, or there are too many rows
     kPeerGaveUp,         // no wait here: another rank's wait ran out of time
     kCount,
 };

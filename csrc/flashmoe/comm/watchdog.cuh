@@ -38,6 +38,10 @@ struct Watchdog {
         record->code = code;
         __threadfence_system();
     }
+    // Leaves what a rank that refuses its call has told.
+    __device__ __forceinline__ void repeat(const volatile Fault* told) const {
+        if (atomicCAS(raised, 0u, 1u) == 0u) Fault::copy(told, fault);
+    }
     // Tells every rank that `who`, less one, has given up, so that none waits for it. Every thread
     // whose wait ends early does so, not only the first: otherwise a thread that was told could
     // hand void rows to a rank that was not told yet, and which would take them for right.

@@ -16,6 +16,7 @@ __global__ __launch_bounds__(kPlanThreads, 1)  //
     if (blockIdx.x == 0 and threadIdx.x == 0) {
         report->num_row_blocks = go_on ? args.plan.header->num_row_blocks : 0;
         report->num_rows = go_on ? args.plan.header->num_rows : 0;
+        report->is_heard_late = not go_on and is_heard_late(args, epoch);
         __threadfence_system();
         report->epoch = epoch;
     }

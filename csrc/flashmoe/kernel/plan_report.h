@@ -11,6 +11,7 @@ struct PlanReport {
     int32_t num_row_blocks;
     int32_t num_rows;
     uint32_t has_begun;
+    int32_t is_heard_late;  // the plan failed, and some rank's host does not wait for it
 };
 
 }  // namespace flashmoe

@@ -27,6 +27,9 @@ struct Router {
     float scaling_factor;
 };
 
+// The bound of a rank whose host sizes its buffers by what the plan counts.
+constexpr uint32_t kCounted = ~0u;
+
 struct LayerArgs {
     Shape shape;
     Heap heap;
@@ -40,7 +43,8 @@ struct LayerArgs {
     const uint8_t* routing_map;  // [token][expert]; null if the plan exists already
     Dtype probs_dtype;
     Router router;
-    int row_block_bound;  // blocks that the row buffers hold
+    uint32_t row_block_bound;  // blocks that the row buffers hold, or kCounted
+    const Fault* refusal;      // pinned: why the host refuses this call, or null
 
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];

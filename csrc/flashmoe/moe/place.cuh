@@ -131,7 +131,7 @@ struct PlacementSmem {
     }
 };
 
-// Waits for the routing of every rank. A peer that does not come, or that refuses its routing, is a
+// Waits for the routing of every rank. A peer that does not come, or that refuses its call, is a
 // fault on every rank: then it is false, and none goes on. Scope: the planners of a CTA.
 __device__ __forceinline__ bool await_routes(const LayerArgs& args,
                                              uint32_t epoch,
@@ -146,7 +146,7 @@ __device__ __forceinline__ bool await_routes(const LayerArgs& args,
                 [&] { return seen = load(); }, done);
         });
         if (is_here and RouteSignal::is_refused(seen)) {
-            args.watchdog.raise(kFaultRouting, Wait::kRouting, threadIdx.x, -1, 0, 0);
+            args.watchdog.repeat(args.heap.refusal(args.shape.rank, epoch, threadIdx.x));
             is_here = false;
         }
         num_tokens[threadIdx.x] = is_here ? int(RouteSignal::tokens(seen)) : 0;
@@ -191,6 +191,17 @@ __device__ __forceinline__ void share_counts(const LayerArgs& args, const Placem
         }
         if (own > 0) atomicAdd(args.workspace.own_selections + expert, own);
     }
+}
+
+// After a plan that failed: whether the host of some rank does not wait for its plan, and hence
+// hears of it late. Scope: a thread, after all routes have come.
+__device__ __forceinline__ bool is_heard_late(const LayerArgs& args, uint32_t epoch) {
+    bool is_late = false;
+#pragma unroll 1
+    for (int rank = 0; rank < args.shape.num_ranks; ++rank) {
+        is_late |= *args.heap.row_block_bound(args.shape.rank, epoch, rank) != kCounted;
+    }
+    return is_late;
 }
 
 // Every rank computes every rank's row blocks, so that all agree whether some rank has too many for

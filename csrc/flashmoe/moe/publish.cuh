@@ -110,6 +110,9 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
 // for. Scope: the planners of the grid.
 __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t epoch) {
     const Shape& s = args.shape;
+    if (args.refusal != nullptr and blockIdx.x == 0 and threadIdx.x == 0) {
+        args.watchdog.repeat(args.refusal);
+    }
     const bool has_router = args.router.weight != nullptr;
     const int at_a_time = 32 / lanes_per_token(s), share = has_router ? kRouterTokens : at_a_time;
     const int warp = int(threadIdx.x) / 32, num_warps = Planners::size() / 32;
@@ -140,11 +143,15 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
         }
     }
     if (blockIdx.x == 0 and threadIdx.x < s.num_ranks) {
-        *args.heap.row_block_bound(int(threadIdx.x), epoch, s.rank) =
-            uint32_t(args.row_block_bound);
+        *args.heap.row_block_bound(int(threadIdx.x), epoch, s.rank) = args.row_block_bound;
     }
     last_arrival(&args.workspace.tickets->routes_published, [&] {
         const bool refused = Atomics::load(args.workspace.raised) != 0;
+        if (refused) {
+            protocol::give_reasons<Atomics>(s.num_ranks, [&](int rank) {
+                Fault::copy(args.watchdog.fault, args.heap.refusal(rank, epoch, s.rank));
+            });
+        }
         protocol::publish_routes<Atomics>(
             s.num_ranks, RouteSignal::make(epoch, args.num_tokens, refused),
             [&](int rank) { return args.heap.route_signal(rank, epoch, s.rank); });

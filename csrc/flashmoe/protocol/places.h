@@ -6,7 +6,8 @@
 
 namespace flashmoe::protocol {
 
-// The index in RouteSignal[parity][src] and row_block_bounds[parity][src]; `src` writes there.
+// The index in RouteSignal[parity][src], row_block_bounds[parity][src] and refusals[parity][src];
+// `src` writes there.
 FLASHMOE_PROTOCOL_CONST int64_t route_word(uint32_t epoch, int num_ranks, int src) {
     return int64_t(parity(epoch)) * num_ranks + src;
 }

@@ -5,7 +5,7 @@
 
 namespace flashmoe::protocol {
 
-// One word: the tokens that a rank brings to an epoch, or that its routing cannot be used.
+// One word: the tokens that a rank brings to an epoch, or that it refuses its call.
 struct RouteSignal {
     static constexpr uint32_t kRefused = 1u << 31;
 
@@ -18,6 +18,15 @@ struct RouteSignal {
         return uint32_t(signal >> 32) & ~kRefused;
     }
 };
+
+// Gives every rank the reason of a refusal, by `give`, ahead of the signal that tells of it. Scope:
+// the last thread of the grid to arrive.
+template <class A, class Give>
+FLASHMOE_PROTOCOL void give_reasons(int num_ranks, Give give) {
+    FLASHMOE_KEEP_LOOP
+    for (int rank = 0; rank < num_ranks; ++rank) give(rank);
+    A::template fence<Scope::kSystem>();
+}
 
 // Tells every rank that this one's routes and its bound of rows are in its heap. Scope: the last
 // thread of the grid to arrive, all of whose CTAs have written theirs before.

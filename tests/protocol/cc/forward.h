@@ -65,7 +65,7 @@ struct Launch {
     int width = 1;  // words of a row, its hidden size
     int tokens[kMaxRanks] = {};
     int8_t expert[kMaxRanks][kMaxTokens][kMaxTopk] = {};  // or -1
-    int refusing_rank = -1;                               // finds its routing unusable
+    int refusing_rank = -1;                               // refuses its call, or its routing
     int row_block_bound = 1 << 20;                        // blocks that fit in every rank's buffers
     bool fails = false;                                   // hence no rank goes on
     int absent_rank = -1;                                 // does not launch, and exits
@@ -142,7 +142,7 @@ struct Memory {
     // The symmetric heap.
     typename A::template Array<typename A::U64> route_signals;
     Words gave_up, row_signals, result_signals;
-    Cells row_block_bounds;
+    Cells row_block_bounds, refusals;
     Cells heap;  // the rest of it, where each layer has its routes, rows, results and dprobs
     // The workspace.
     Words raised, counters;
@@ -161,6 +161,7 @@ struct Memory {
           row_signals(s.ranks, "row_signal", rank),
           result_signals(s.tokens * s.ranks, "result_signal", rank),
           row_block_bounds(2 * s.ranks, "row_block_bound", rank),
+          refusals(2 * s.ranks, "refusal", rank),
           heap(int(HeapPlaces(s, s.topk, kMaxWidth).end), "heap", rank),
           raised(1, "raised", rank),
           counters(num_counters(s), "counter", rank),
@@ -325,6 +326,11 @@ class Agent {
         if (cta_ == 0) write_row_block_bounds(launch, epoch);
         protocol::arrive<A>(here_.counter(M::kRoutes), s_.ctas, [&] {
             const bool refused = A::load(&here_.raised[0]) != 0;
+            if (refused) {
+                protocol::give_reasons<A>(s_.ranks, [&](int rank) {
+                    A::write(refusal_of(rank, epoch, rank_), mix(epoch, rank_));
+                });
+            }
             protocol::publish_routes<A>(
                 s_.ranks, protocol::RouteSignal::make(epoch, launch.tokens[rank_], refused),
                 [&](int rank) {
@@ -368,6 +374,10 @@ class Agent {
         const int heap_topk = HeapPlaces::heap_topk(s_, topk_);
         return &world_.ranks[owner]->heap[k + protocol::route_place(epoch, s_.ranks, src, s_.tokens,
                                                                     heap_topk, token)];
+    }
+
+    typename A::Plain* refusal_of(int owner, uint32_t epoch, int src) {
+        return &world_.ranks[owner]->refusals[protocol::route_word(epoch, s_.ranks, src)];
     }
 
     typename A::Plain* row_of(int owner, int token) {
@@ -430,6 +440,8 @@ class Agent {
                     return wait("the plan waits for routes", [&] { return seen = load(); }, done);
                 });
             if (is_here and protocol::RouteSignal::is_refused(seen)) {
+                A::check(A::read(refusal_of(rank_, epoch, src)) == mix(epoch, src),
+                         "a rank is told another reason");
                 A::fetch_or(&here_.raised[0], 1);
                 all = false;
             }

@@ -99,6 +99,7 @@ inline std::vector<Scenario> small_scenarios() {
         refused.refusing_rank = 1, refused.fails = true;
         large.row_block_bound = 0, large.fails = true;
         all.push_back({"ranks3_refused", s, {refused, second, large}});
+        all.push_back({"ranks3_refused_twice", s, {refused, refused, second}});
         Launch absent = second;
         absent.absent_rank = 1;
         all.push_back({"ranks3_absent", s, {first, absent}, 0});

@@ -53,6 +53,8 @@ def is_number(value: object, *, least: float, most: float) -> bool:
 Keep = Literal["all", "preactivations", "inputs"]
 """What a forward keeps for its backward; the option ``keep`` says what each word means."""
 KEEPS: tuple[Keep, ...] = ("all", "preactivations", "inputs")
+KeepOption = Literal["auto", "all", "preactivations", "inputs"]
+"""The same, or that sizes decide: :func:`~flashmoe_megatron.planner.choose_keep`."""
 
 
 class Activation(str, Enum):

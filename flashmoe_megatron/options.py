@@ -19,7 +19,7 @@ from flashmoe_megatron.config import (
     MAX_TIMEOUT,
     MAX_TOKENS,
     MIN_TIMEOUT,
-    Keep,
+    KeepOption,
     got,
     is_count,
     is_number,
@@ -117,12 +117,14 @@ class BackendOptions:
         ConfigError: A value has no meaning; the message names what was got and what is wanted.
     """
 
-    keep: Keep = option(
-        "all",
-        one_of(KEEPS),
+    keep: KeepOption = option(
+        "auto",
+        one_of(("auto", *KEEPS)),
         "What a forward keeps for its backward: all that this needs, as the frameworks' own layers "
         "do; preactivations, the first projection's outputs, and the rows of tokens are fetched "
-        "again; or the layer's inputs, from which the backward computes the rest again.",
+        "again; or the layer's inputs, from which the backward computes the rest again. auto takes "
+        "preactivations where, by the layer's sizes, fetching takes little of a backward's time, "
+        "else all, and logs which.",
     )
     reserved_sms: int = option(
         DEFAULT_RESERVED_SMS,

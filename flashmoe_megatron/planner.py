@@ -6,7 +6,16 @@ Pure arithmetic on a layer's shape; needs neither torch nor a GPU.
 import math
 from dataclasses import dataclass
 
-from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity, got, is_count, is_number
+from flashmoe_megatron.config import (
+    TILE_M,
+    Keep,
+    KeepOption,
+    MoEConfig,
+    align_capacity,
+    got,
+    is_count,
+    is_number,
+)
 from flashmoe_megatron.errors import ConfigError
 
 _MOST = 2**53
@@ -234,4 +243,76 @@ def dispatch_volume(
     row_bytes = hidden * element_bytes
     return DispatchVolume(
         padded_bytes=num_experts * capacity * row_bytes, payload_bytes=num_routes * row_bytes
+    )
+
+
+TENSOR_FLOPS = 700e12
+MEMORY_BYTES_PER_S = 3.0e12
+LINK_BYTES_PER_S = 370e9
+"""What a Hopper GPU does a second: products in 16 bits, its memory, and NVLink in one direction."""
+
+MOST_FETCH_COST = 0.05
+"""Rows are fetched again if that takes at most this share of a backward's products."""
+
+
+def fetch_cost(config: MoEConfig, *, element_bytes: int = 2) -> float:
+    """Estimates what a backward pays for rows that its forward did not keep.
+
+    A token crosses a link once for each other rank that has an expert of its choice, and every
+    received row is written once, its own rank's too; links and memory work at the same time. It is
+    an upper bound as far as other work hides in it, and a lower one as far as tokens are few.
+
+    Args:
+        config: The layer's shape; routing is uniform.
+        element_bytes: Bytes of an element.
+
+    Returns:
+        Time for the rows over the time for the products of a backward.
+    """
+    local, ranks = config.num_local_experts, config.num_ranks
+    elsewhere = math.comb(config.num_experts - local, config.topk)
+    crossings = (ranks - 1) * (1 - elsewhere / math.comb(config.num_experts, config.topk))
+    row_bytes = config.hidden * element_bytes
+    fetch_s = max(
+        crossings * row_bytes / LINK_BYTES_PER_S,
+        config.topk * 2 * row_bytes / MEMORY_BYTES_PER_S,
+    )
+    # fc1 and fc2, each for the gradients of its input and of its weights.
+    weights = config.hidden * (config.fc1_rows + config.intermediate)
+    return fetch_s / (config.topk * 4 * weights / TENSOR_FLOPS)
+
+
+def choose_keep(keep: KeepOption, config: MoEConfig) -> Keep:
+    """What a forward keeps: what was asked for or, with "auto", what sizes say.
+
+    "preactivations" if :func:`fetch_cost` is at most ``MOST_FETCH_COST``, else "all".
+    """
+    if keep != "auto":
+        return keep
+    return "preactivations" if fetch_cost(config) <= MOST_FETCH_COST else "all"
+
+
+def kept_bytes(config: MoEConfig, keep: Keep, *, element_bytes: int = 2) -> int:
+    """Bytes that a forward keeps on one rank, at a perfect balance and without pad rows.
+
+    The plan, some bytes a row, is not counted. With "preactivations" the layer's input is, which
+    is kept for another fetch and may be another layer's output.
+    """
+    routes, rows = config.max_tokens * config.topk, config.max_tokens
+    elements = {
+        "all": routes * (config.hidden + config.fc1_rows),
+        "preactivations": routes * config.fc1_rows + rows * config.hidden,
+        "inputs": rows * config.hidden,
+    }
+    return elements[keep] * element_bytes
+
+
+def describe_choice(config: MoEConfig) -> str:
+    """A sentence that says what "auto" chooses for a layer, and why."""
+    chosen = choose_keep("auto", config)
+    share = config.fc1_rows / (config.hidden + config.fc1_rows)
+    return (
+        f"keep auto is {chosen}: to fetch rows again would take {fetch_cost(config):.1%} of the "
+        f"time of a backward's products, wanted at most {MOST_FETCH_COST:.0%}, and leave "
+        f"{share:.0%} of the kept rows"
     )

@@ -13,6 +13,7 @@ from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
+from flashmoe_megatron.planner import describe_choice
 from flashmoe_megatron.reference.backend import ReferenceBackend
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -64,6 +65,8 @@ def select_backend(
         check_one_host(group)
     if kind == "auto":
         _announce(chosen, _describe(device)[1])
+    if chosen_options.keep == "auto":
+        _announce_keep(config.num_experts, describe_choice(config))
     if chosen == "reference":
         return ReferenceBackend(config, group, device=device, options=chosen_options)
     from flashmoe_megatron.kernel.backend import KernelBackend
@@ -173,3 +176,10 @@ def _announce(chosen: str, found: str) -> None:
             "found %s",
             found,
         )
+
+
+@functools.cache
+def _announce_keep(num_experts: int, choice: str) -> None:
+    """Logs what "auto" keeps, once for each kind of layer, on rank 0 alone."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.info("MoE layers of %d experts: %s", num_experts, choice)

@@ -31,6 +31,7 @@ from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.options import FrameworkOptions
+from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.calibration import (
@@ -302,12 +303,14 @@ def read_calibration(
     """
     if settings.calibration is None:
         return None
+    shapes = list(shapes)
+    kept = {choose_keep(settings.keep, shape) for shape in shapes}
     return load_calibration(
         settings.calibration,
         shapes,
         gpu=gpu_name(device),
         dtype=str(dtype).removeprefix("torch."),
         bounded=settings.row_bound is not None,
-        keep=settings.keep,
+        keep=kept.pop() if len(kept) == 1 else None,  # else the file's word is taken
         grads=grads,
     )

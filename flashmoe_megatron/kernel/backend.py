@@ -35,7 +35,7 @@ from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.kernel.memory import transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.planner import bounded_row_blocks
+from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -138,7 +138,7 @@ class KernelBackend(OfGroup):
     ) -> None:
         self.config = config
         self.options = options or BackendOptions()
-        self.keep: Keep = self.options.keep
+        self.keep: Keep = choose_keep(self.options.keep, config)
         self.device = torch.device(device)
         if self.device.index is None:
             self.device = torch.device(self.device.type, torch.cuda.current_device())

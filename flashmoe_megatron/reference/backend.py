@@ -26,6 +26,7 @@ from flashmoe_megatron.backend import (
 from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.activations import activate, activate_backward
 from flashmoe_megatron.reference.rows import RowExchange, RowPlan, accumulation_dtype
 from flashmoe_megatron.router import Router
@@ -117,7 +118,7 @@ class ReferenceBackend(OfGroup):
         """
         self.config = config
         options = options or BackendOptions()
-        self.keep: Keep = options.keep
+        self.keep: Keep = choose_keep(options.keep, config)
         self._rows = RowExchange(config, group, options.row_bound)
         self._device = device or torch.device("cpu")
         self.rank = self._rows.rank

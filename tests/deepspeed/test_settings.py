@@ -87,7 +87,7 @@ def test_good_sections() -> None:
         "timeout": 30,
         "reserved_sms": 4,
         "row_bound": None,
-        "keep": "all",
+        "keep": "auto",
         "counters": True,
     }
     assert not Settings(enabled=True, metrics="none").backend_options()["counters"]

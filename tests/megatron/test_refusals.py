@@ -373,11 +373,19 @@ def test_the_row_bound_is_given_once() -> None:
     config = transformer_config(Layout(), "flashmoe", moe_expert_rank_capacity_factor=1.5)
     assert config.moe_expert_rank_capacity_factor == 1.5
     for given in (None, 1.5):
-        assert shape.with_row_bound(config, Settings(row_bound=given)).row_bound == 1.5
+        assert shape.with_config(config, Settings(row_bound=given)).row_bound == 1.5
     with pytest.raises(ConfigError, match=r"factor 1.5 and --flashmoe-row-bound 2.0 .*one of them"):
-        shape.with_row_bound(config, Settings(row_bound=2.0))
+        shape.with_config(config, Settings(row_bound=2.0))
     config.moe_expert_rank_capacity_factor = None
-    assert shape.with_row_bound(config, Settings(row_bound=2.0)).row_bound == 2.0
+    assert shape.with_config(config, Settings(row_bound=2.0)).row_bound == 2.0
+
+
+def test_a_layer_that_is_recomputed_keeps_all_unless_something_else_is_asked_for() -> None:
+    config = transformer_config(Layout(), "flashmoe")
+    assert shape.with_config(config, Settings()).keep == "auto"
+    config.recompute_granularity, config.recompute_modules = "selective", ["moe"]
+    assert shape.with_config(config, Settings()).keep == "all"
+    assert shape.with_config(config, Settings(keep="inputs")).keep == "inputs"
 
 
 def test_the_longer_sequence_bounds_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ KINDS = [BackendOptions, FrameworkOptions, megatron.Settings, deepspeed.Settings
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("keep", "some", "keep='some': wanted one of all, preactivations, inputs"),
-        ("keep", None, "keep=None: wanted one of all, "),
+        ("keep", "some", "keep='some': wanted one of auto, all, preactivations, inputs"),
+        ("keep", None, "keep=None: wanted one of auto, all, "),
         ("reserved_sms", -1, "reserved_sms=-1: wanted an int, at least 0, at most "),
         ("reserved_sms", np.int64(4), "reserved_sms=.* of type numpy.int64: wanted an int"),
         ("reserved_sms", True, "reserved_sms=True: wanted an int"),

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,12 @@ from hypothesis import strategies as st
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import (
+    MOST_FETCH_COST,
+    choose_keep,
     dispatch_volume,
     expert_capacity,
+    fetch_cost,
+    kept_bytes,
     plan_buffer_rows,
     plan_capacity,
 )
@@ -146,3 +151,63 @@ def test_volume():
     assert empty.saved_ratio == 0
     with pytest.raises(ConfigError, match="num_routes=11"):
         dispatch_volume(num_routes=11, num_experts=2, capacity=5, hidden=64)
+
+
+def wide_layer(num_ranks: int = 1, **changes: int) -> MoEConfig:
+    sizes = {"hidden": 4096, "intermediate": 1536, "num_experts": 128, "topk": 8, **changes}
+    return MoEConfig(
+        activation=Activation.SILU, gated=True, num_ranks=num_ranks, max_tokens=8192, **sizes
+    )
+
+
+def test_rows_are_fetched_again_where_that_is_cheap():
+    # One rank: 8 rows of 8 KiB are read and written at 3 TB/s, 8 routes have 4 products.
+    by_hand = (8 * 2 * 4096 * 2 / 3e12) / (8 * 4 * 4096 * 3 * 1536 / 700e12)
+    assert math.isclose(fetch_cost(wide_layer()), by_hand)
+    # Eight ranks: a choice of 8 among 128 misses a given rank's 16 experts with this probability.
+    missed = math.prod((112 - i) / (128 - i) for i in range(8))
+    by_hand = (7 * (1 - missed) * 4096 * 2 / 370e9) / (8 * 4 * 4096 * 3 * 1536 / 700e12)
+    assert math.isclose(fetch_cost(wide_layer(8)), by_hand)
+    for intermediate in (64, 1536, 2048, 14336):
+        config = wide_layer(intermediate=intermediate)
+        chosen = choose_keep("auto", config)
+        assert chosen == ("all" if fetch_cost(config) > MOST_FETCH_COST else "preactivations")
+    assert choose_keep("auto", wide_layer(intermediate=14336)) == "preactivations"
+    assert choose_keep("auto", wide_layer(intermediate=64)) == "all"
+    assert choose_keep("inputs", wide_layer()) == "inputs"
+
+
+PAGE = Path(__file__).parents[2] / "flashmoe_megatron" / "README.md"
+SIZES = {
+    "Qwen3-30B-A3B, 8K": (8192, 2048, 768, 128, 8),
+    "Qwen3-235B-A22B, 8K": (8192, 4096, 1536, 128, 8),
+    "DeepSeek-V3, 4K": (4096, 7168, 2048, 256, 8),
+    "Mixtral 8x7B, 8K": (8192, 4096, 14336, 8, 2),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_page_says_what_is_kept(name: str):
+    tokens, hidden, intermediate, num_experts, topk = SIZES[name]
+    layers = [
+        MoEConfig(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=num_experts,
+            topk=topk,
+            activation=Activation.SILU,
+            gated=True,
+            num_ranks=num_ranks,
+            max_tokens=tokens,
+        )
+        for num_ranks in (1, 2, 4, 8)
+    ]
+    others = (
+        2 * tokens * topk * (hidden + 3 * intermediate),
+        2 * tokens * hidden + 4 * tokens * topk * intermediate,
+    )
+    ours = (kept_bytes(layers[0], keep) for keep in ("all", "preactivations"))
+    chosen = [choose_keep("auto", layer) for layer in layers]
+    words = f"{chosen[0]} on all" if name.startswith("Mixtral") else ", ".join(chosen)
+    cells = [name, *(f"{size / 1e9:.2f}" for size in (*others, *ours)), words]
+    assert f"| {' | '.join(cells)} |" in PAGE.read_text().splitlines()

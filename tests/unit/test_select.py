@@ -1,5 +1,6 @@
 """Which backend is chosen, what is said about it, and ranks that mean different layers."""
 
+import dataclasses
 import logging
 import re
 import socket
@@ -16,7 +17,7 @@ from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.select import _announce, select_backend
+from flashmoe_megatron.select import _announce, _announce_keep, select_backend
 from tests.distributed import RankPool
 from tests.unit import cases
 
@@ -71,7 +72,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_auto_takes_the_reference_on_a_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="flashmoe_megatron"):
         for _ in range(3):
-            backend = select_backend(cases.CONFIG, None, "cpu")
+            backend = select_backend(cases.CONFIG, None, "cpu", keep="all")
             assert isinstance(backend, ReferenceBackend)
     (message,) = messages(caplog)
     assert "reference" in message
@@ -252,9 +253,20 @@ def test_the_backend_is_told_what_to_keep(gpu, kernel, kind: str):
     gpu("NVIDIA H200", (9, 0))
     for keep in KEEPS:
         assert select_backend(cases.CONFIG, None, "cuda", kind=kind, keep=keep).keep == keep
-    assert select_backend(cases.CONFIG, None, "cuda", kind=kind).keep == "all"
+
+
+def test_sizes_decide_what_is_kept_and_the_log_says_so(caplog: pytest.LogCaptureFixture):
+    _announce_keep.cache_clear()
+    for intermediate, keep in ((cases.CONFIG.intermediate, "all"), (8192, "preactivations")):
+        config = dataclasses.replace(cases.CONFIG, intermediate=intermediate)
+        with caplog.at_level("INFO", "flashmoe_megatron"):
+            assert select_backend(config, None, "cpu", kind="reference").keep == keep
+        assert f"keep auto is {keep}: to fetch rows again would take" in caplog.messages[-1]
+    said = len(caplog.messages)
+    assert select_backend(config, None, "cpu", kind="reference", keep="all").keep == "all"
+    assert len(caplog.messages) == said
 
 
 def test_unknown_keep():
-    with pytest.raises(ConfigError, match="keep='some': wanted one of all, preactivations, inputs"):
+    with pytest.raises(ConfigError, match="keep='some': wanted one of auto, all, preact"):
         select_backend(cases.CONFIG, None, "cpu", keep="some")  # type: ignore[arg-type]

@@ -113,7 +113,7 @@ def kernel_layer(problem: Problem, *, use_main_grad: bool = True, **options: Any
             it is to be another backend.
     """
     group = dist.group.WORLD if problem.config.num_ranks > 1 else None
-    options = {"kind": "kernel", "timeout": TIMEOUT_S, **options}
+    options = {"kind": "kernel", "timeout": TIMEOUT_S, "keep": "all", **options}
     backend = select_backend(problem.config, group, problem.x.device, **options)
     return FusedLayer(problem, backend, use_main_grad=use_main_grad)
 

@@ -179,7 +179,7 @@ def _ligercute(problem: Problem) -> Layer:
 
 
 PEERS: dict[str, Callable[[Problem], Layer]] = {
-    "flashmoe": _flashmoe,
+    "flashmoe": partial(_flashmoe, keep="all"),
     "flashmoe-preactivations": partial(_flashmoe, keep="preactivations"),
     "sonicmoe": _sonicmoe,
     "liger": _liger,

@@ -62,7 +62,7 @@ def ignored_settings(config: Any, settings: Settings) -> Iterator[str]:
                 f"{ignored.flag} changes nothing with --moe-token-dispatcher-type "
                 f"{DISPATCHER_TYPE}: {ignored.why}"
             )
-    if settings.keep != "all" and recomputes_layers(config):
+    if settings.keep not in ("auto", "all") and recomputes_layers(config):
         yield (
             f"{flag_of('keep')} {settings.keep} costs time in every layer and saves memory in one "
             "at a time, since Megatron computes the whole layer again right before its backward: "

@@ -31,7 +31,7 @@ from flashmoe_megatron.adapters.megatron.shape import (
     check_graph,
     moe_config,
     resolve_max_tokens,
-    with_row_bound,
+    with_config,
 )
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
 from flashmoe_megatron.autograd import moe_apply
@@ -79,7 +79,7 @@ class RoutedExperts(LayerExperts):
         expert_weights(experts, hidden=expert_width(config))
         self._classes = check_forwards(experts)
         self.calibration: Calibration | None = None
-        self._settings = with_row_bound(config, current_settings())
+        self._settings = with_config(config, current_settings())
         self.open()
         _live.add(self)
 

@@ -11,6 +11,7 @@ from flashmoe_megatron.adapters.megatron.asked import (
     expert_ffn_size,
     expert_width,
     graphs_iteration,
+    recomputes_layers,
 )
 from flashmoe_megatron.adapters.megatron.settings import Settings, flag_of, megatron_args
 from flashmoe_megatron.config import MoEConfig
@@ -76,12 +77,13 @@ def tokens_per_rank(
     return -(-seq_length // shards) * micro_batch_size
 
 
-def with_row_bound(config: Any, settings: Settings) -> Settings:
-    """The settings with the row bound that Megatron's configuration may have.
+def with_config(config: Any, settings: Settings) -> Settings:
+    """The settings with what follows from Megatron's configuration.
 
     Args:
         config: Megatron's TransformerConfig that was not refused; the budget of rows per rank of
-            Megatron's own dispatchers is our row bound.
+            Megatron's own dispatchers is our row bound, and a layer that is computed again as a
+            whole right before its backward saves nothing by keeping less.
         settings: The user's.
 
     Returns:
@@ -90,6 +92,8 @@ def with_row_bound(config: Any, settings: Settings) -> Settings:
     Raises:
         ConfigError: The two contradict each other.
     """
+    if settings.keep == "auto" and recomputes_layers(config):
+        settings = dataclasses.replace(settings, keep="all")
     factor = getattr(config, ROW_BOUND, None)
     if not factor:
         return settings

@@ -15,6 +15,10 @@ from flashmoe_megatron.weights import SplitGrads, SplitWeights
 AfterBackward = Callable[[Sequence[torch.Tensor]], None]
 """Takes the fc2 weights whose gradients a backward adds to main_grad."""
 
+OnSaved = Callable[[Any], None]
+"""Takes what a forward has saved, which keeps rows of tokens as ``rows`` and the first projection's
+outputs as ``preact``, if it keeps them."""
+
 
 def moe_apply(
     backend: Backend,
@@ -28,6 +32,7 @@ def moe_apply(
     layer: int = 0,
     router: Router | None = None,
     after_backward: AfterBackward | None = None,
+    on_saved: OnSaved | None = None,
 ) -> torch.Tensor:
     """Applies a layer's routed experts, with gradients for tokens, probabilities and weights.
 
@@ -63,6 +68,7 @@ def moe_apply(
             :func:`~flashmoe_megatron.router.open_router` has made, in the same launch.
         after_backward: Called in backward when the backend's has been issued, before hooks on the
             parameters; in it and in these hooks the backend's ``early_fc2_grads`` may be used.
+        on_saved: Called in a forward that saves something, before hooks on saved tensors.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
@@ -88,6 +94,7 @@ def moe_apply(
             layer,
             router,
             after_backward,
+            on_saved,
             routing_map,
             x,
             probs,
@@ -114,6 +121,7 @@ class _RoutedExperts(torch.autograd.Function):
         layer: int,
         router: Router | None,
         after_backward: AfterBackward | None,
+        on_saved: OnSaved | None,
         routing_map: torch.Tensor,
         x: torch.Tensor,
         probs: torch.Tensor,
@@ -131,6 +139,8 @@ class _RoutedExperts(torch.autograd.Function):
         )
         if keeps_inputs:
             saved = _Inputs(x, probs, routing_map, layer)
+        if on_saved is not None:
+            on_saved(saved)
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
         # The parameters and not views of them: ZeRO-3 frees and gathers them in between.
@@ -180,7 +190,7 @@ class _RoutedExperts(torch.autograd.Function):
         if ctx.after_backward is not None:
             ctx.after_backward(destinations.fc2_in_main_grad())
         # Autograd drops the gradients of inputs that need none.
-        return *[None] * 7, grad_x, grad_probs, *destinations.grads()
+        return *[None] * 8, grad_x, grad_probs, *destinations.grads()
 
 
 @dataclasses.dataclass

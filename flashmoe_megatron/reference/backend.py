@@ -51,7 +51,7 @@ class _Saved:
         rows: ``[buffer rows, hidden]``, the dispatched tokens, if they are kept.
         x: The tokens, if their rows are not.
         row_probs: ``[buffer rows]``, their routing weights.
-        pre_activation: ``[buffer rows, fc1_rows]``, fc1's output.
+        preact: ``[buffer rows, fc1_rows]``, fc1's output.
         layer: The number that the caller gave the layer.
     """
 
@@ -60,7 +60,7 @@ class _Saved:
     rows: torch.Tensor | None
     x: torch.Tensor | None
     row_probs: torch.Tensor
-    pre_activation: torch.Tensor
+    preact: torch.Tensor
     layer: int
 
 
@@ -184,17 +184,15 @@ class ReferenceBackend(OfGroup):
         rows = self._rows.dispatch(x[plan.token_idx], plan)
         watch.lap("dispatch")
 
-        pre_activation = x.new_zeros(rows.shape[0], config.fc1_rows)
+        preact = x.new_zeros(rows.shape[0], config.fc1_rows)
         expert_out = torch.zeros_like(rows)
         for local_expert, (start, count) in enumerate(plan.segments):
             segment = slice(start, start + count)
             fc1, fc2 = _oriented(weights, local_expert)
-            torch.mm(rows[segment], fc1.t(), out=pre_activation[segment])
+            torch.mm(rows[segment], fc1.t(), out=preact[segment])
             if weights.fc1_bias:
-                pre_activation[segment] += weights.fc1_bias[local_expert]
-            activated = activate(
-                pre_activation[segment].to(wide), config.activation, gated=config.gated
-            )
+                preact[segment] += weights.fc1_bias[local_expert]
+            activated = activate(preact[segment].to(wide), config.activation, gated=config.gated)
             weight = row_probs[segment].to(wide)
             weighted = (activated * weight[:, None]).to(x.dtype)
             torch.mm(weighted, fc2.t(), out=expert_out[segment])
@@ -208,7 +206,7 @@ class ReferenceBackend(OfGroup):
         if not training:
             return out, None
         kept, tokens = (rows, None) if self.keep != "preactivations" else (None, x)
-        return out, _Saved(plan, len(x), kept, tokens, row_probs, pre_activation, layer)
+        return out, _Saved(plan, len(x), kept, tokens, row_probs, preact, layer)
 
     def raise_pending_fault(self) -> None:
         """Does nothing, for every call raises its own faults; see the protocol."""
@@ -257,7 +255,7 @@ class ReferenceBackend(OfGroup):
             grad_weighted = grad_y @ fc2.to(wide)
             weight = saved.row_probs[segment].to(wide)
             activated, grad_pre = activate_backward(
-                saved.pre_activation[segment].to(wide),
+                saved.preact[segment].to(wide),
                 grad_weighted * weight[:, None],
                 config.activation,
                 gated=config.gated,

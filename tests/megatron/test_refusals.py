@@ -45,14 +45,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "leave it out, probabilities .* or use the alltoall dispatcher",
     ),
     (
-        {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
-        "--offload-modules",
-        "leave these",
-    ),
-    (
         {"fine_grained_activation_offloading": True, "offload_modules": ["fused_group_mlp"]},
-        "--offload-modules with expert_fc1 or moe_act or fused_group_mlp",
-        "leave these",
+        "--offload-modules fused_group_mlp",
+        "use expert_fc1 and moe_act",
     ),
     ({"cpu_offloading": True}, "--cpu-offloading", "recompute"),
     ({"batch_invariant_mode": True}, "--batch-invariant-mode", "alltoall"),

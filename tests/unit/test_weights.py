@@ -213,7 +213,7 @@ def test_split_weights_keep_only_parameters_for_backward():
 
     def forward(*args, **kwargs):
         out, saved = ReferenceBackend.forward(backend, *args, **kwargs)
-        rows.extend((saved.rows, saved.row_probs, saved.pre_activation))
+        rows.extend((saved.rows, saved.row_probs, saved.preact))
         return out, saved
 
     backend.forward = forward

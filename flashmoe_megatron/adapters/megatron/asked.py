@@ -138,13 +138,11 @@ def _name_of(choice: Any) -> str:
     return str(getattr(choice, "name", choice))
 
 
-OFFLOADED_IN_EXPERTS = ("expert_fc1", "moe_act", "fused_group_mlp")
+def offloads(module: str) -> Asks:
+    """Whether what a part of the model keeps, by Megatron's name, goes to the host's memory."""
 
+    def is_asked(config: Any) -> bool:
+        is_on = getattr(config, "fine_grained_activation_offloading", False)
+        return bool(is_on) and module in (getattr(config, "offload_modules", None) or ())
 
-def offloads_experts(config: Any) -> bool:
-    """Whether activations within the experts go to the host's memory."""
-    modules = set(getattr(config, "offload_modules", None) or ())
-    return bool(
-        getattr(config, "fine_grained_activation_offloading", False)
-        and modules.intersection(OFFLOADED_IN_EXPERTS)
-    )
+    return is_asked

@@ -11,7 +11,6 @@ from typing import Any
 
 from flashmoe_megatron.adapters.megatron.activations import activation_of
 from flashmoe_megatron.adapters.megatron.asked import (
-    OFFLOADED_IN_EXPERTS,
     ROW_BOUND,
     expert_ffn_size,
     expert_tensor_size,
@@ -20,7 +19,7 @@ from flashmoe_megatron.adapters.megatron.asked import (
     is_other_than,
     is_set,
     number,
-    offloads_experts,
+    offloads,
 )
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
 from flashmoe_megatron.config import DIM_GRANULE, MAX_RANKS, MAX_ROW_BOUND, MAX_TOPK
@@ -120,9 +119,9 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "offload_modules",
-        "--offload-modules with " + " or ".join(OFFLOADED_IN_EXPERTS),
-        offloads_experts,
-        "leave these modules out",
+        "--offload-modules fused_group_mlp",
+        offloads("fused_group_mlp"),
+        "use expert_fc1 and moe_act, which are what experts keep",
     ),
     Refusal(
         "cpu_offloading",

@@ -20,6 +20,7 @@ from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_i
 from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, fp8_is_on
 from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
 from flashmoe_megatron.adapters.megatron.ignored import ignored_settings
+from flashmoe_megatron.adapters.megatron.offload import run_offloaded, unused_modules
 from flashmoe_megatron.adapters.megatron.refusals import SCRIPT_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.settings import (
     Settings,
@@ -34,7 +35,7 @@ from flashmoe_megatron.adapters.megatron.shape import (
     with_config,
 )
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
-from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.autograd import OnSaved, moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -119,16 +120,20 @@ class RoutedExperts(LayerExperts):
         def compute(
             backend: Backend, rows: torch.Tensor, finite_probs: torch.Tensor, number: int
         ) -> torch.Tensor:
-            return moe_apply(
-                backend,
-                rows,
-                finite_probs.contiguous(),
-                routing_map.contiguous(),
-                weights,
-                accumulate_into_main_grad=self._adds_to_main_grad(weights),
-                layer=number,
-                after_backward=functools.partial(note_backward, backend),
-            )
+            def launch(rows: torch.Tensor, on_saved: OnSaved | None) -> torch.Tensor:
+                return moe_apply(
+                    backend,
+                    rows,
+                    finite_probs.contiguous(),
+                    routing_map.contiguous(),
+                    weights,
+                    accumulate_into_main_grad=self._adds_to_main_grad(weights),
+                    layer=number,
+                    after_backward=functools.partial(note_backward, backend),
+                    on_saved=on_saved,
+                )
+
+            return run_offloaded(self._config, rows, launch)
 
         return self.run(x, probs, compute)
 
@@ -219,7 +224,7 @@ def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: 
     _say_once(describe(backend, config, is_bounded=is_bounded))
     if getattr(config, "fp8", None):
         _say_once(BFLOAT16_EXPERTS)
-    for line in ignored_settings(config, settings):
+    for line in (*ignored_settings(config, settings), *unused_modules(config, backend.keep)):
         _say_once(line)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together, WeightGrad
 from flashmoe_megatron.router import Router, refuse_second_derivative
-from flashmoe_megatron.weights import SplitGrads, SplitWeights
+from flashmoe_megatron.weights import SplitGrads, SplitWeights, WrappedWeights
 
 AfterBackward = Callable[[Sequence[torch.Tensor]], None]
 """Takes the fc2 weights whose gradients a backward adds to main_grad."""
@@ -51,7 +51,8 @@ def moe_apply(
         routing_map: ``[num_tokens, num_experts]`` bool.
         weights: The local experts, parameters or views of parameters, of one expert or of a stack,
             whose gradient is one stack. As :class:`~flashmoe_megatron.weights.SplitWeights`, gate
-            and up projections that are parameters of their own.
+            and up projections that are parameters of their own; as
+            :class:`~flashmoe_megatron.weights.WrappedWeights`, stacks of another class.
         accumulate_into_main_grad: Add the gradient of each weight that has a ``main_grad`` to it,
             set the weight's ``grad_added_to_main_grad`` and return a dummy to autograd, so that
             hooks on the parameter fire (Megatron's fused gradient accumulation). The dummy is
@@ -285,7 +286,7 @@ class _SplitDestinations:
 
 
 def _joined(weights: ExpertWeights | SplitWeights) -> ExpertWeights:
-    return weights.join() if isinstance(weights, SplitWeights) else weights
+    return weights.join() if isinstance(weights, SplitWeights | WrappedWeights) else weights
 
 
 def _tensors_of(weights: ExpertWeights | SplitWeights) -> tuple[torch.Tensor, ...]:

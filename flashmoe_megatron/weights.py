@@ -1,6 +1,7 @@
-"""Experts whose projections are parameters of their own, as the backends want them and back."""
+"""Experts that are not plain parameters of both projections, as the backends want them and back."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -61,6 +62,29 @@ class SplitWeights:
             fc2=self.down,
             fc1_bias=self.fc1_bias,
             fc2_bias=self.fc2_bias,
+        )
+
+
+@dataclass(frozen=True)
+class WrappedWeights(ExpertWeights):
+    """Stacks of experts whose parameters are tensors of a class that wraps others.
+
+    Gradients have the parameters' shapes, and are plain tensors.
+
+    Attributes:
+        data_of: Gives a parameter's memory, as the stack that it is.
+    """
+
+    data_of: Callable[[torch.Tensor], torch.Tensor] = field(kw_only=True)
+
+    def join(self) -> ExpertWeights:
+        """The same weights as plain tensors, in the parameters' memory."""
+        return ExpertWeights(
+            fc1=tuple(map(self.data_of, self.fc1)),
+            fc2=tuple(map(self.data_of, self.fc2)),
+            transposed=self.transposed,
+            fc1_bias=tuple(map(self.data_of, self.fc1_bias)),
+            fc2_bias=tuple(map(self.data_of, self.fc2_bias)),
         )
 
 

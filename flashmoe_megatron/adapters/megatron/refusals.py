@@ -188,24 +188,6 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         is_set("moe_mlp_glu_interleave_size"),
         "leave it out, fc1 holds all gate rows before all others",
     ),
-    Refusal(
-        "moe_single_grouped_weight",
-        "--moe-single-grouped-weight",
-        is_set("moe_single_grouped_weight"),
-        "leave it out, each expert has its own weight parameter",
-    ),
-    Refusal(
-        "moe_single_grouped_bias",
-        "--moe-single-grouped-bias",
-        is_set("moe_single_grouped_bias"),
-        "leave it out, each expert has its own bias parameter",
-    ),
-    Refusal(
-        "moe_use_grouped_tensor",
-        "--moe-use-grouped-tensor",
-        is_set("moe_use_grouped_tensor"),
-        "leave it out, each expert has its own weight parameter",
-    ),
     *(
         Refusal(
             name,

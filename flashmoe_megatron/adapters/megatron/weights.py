@@ -6,6 +6,7 @@ import torch
 
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.weights import WrappedWeights
 
 
 def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
@@ -13,9 +14,10 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
 
     Args:
         experts: The ``experts`` of a MoELayer: SequentialMLP (``local_experts`` with a weight in
-            each linear), TEGroupedMLP (``weight0``, ``weight1``, ... in each linear), either with a
-            ``bias`` beside each weight or none, or the GroupedMLP of Megatron-Core 0.16
-            (``weight1`` and ``weight2`` for all experts), which Megatron gives no biases.
+            each linear), TEGroupedMLP (``weight0``, ``weight1``, ... in each linear, or one
+            ``weight`` that is Transformer Engine's GroupedTensor), either with a ``bias`` beside
+            each weight or none, or the GroupedMLP of Megatron-Core 0.16 (``weight1`` and
+            ``weight2`` for all experts), which Megatron gives no biases.
         hidden: The model's width.
 
     Returns:
@@ -36,6 +38,8 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
             fc2_bias=_biases([(fc2, "bias") for _, fc2 in pairs], name),
         )
     if hasattr(experts, "linear_fc1") and hasattr(experts, "linear_fc2"):
+        if getattr(experts.linear_fc1, "single_grouped_weight", False):
+            return _grouped_weights(experts, name)
         return ExpertWeights(
             fc1=_numbered_weights(experts.linear_fc1, name),
             fc2=_numbered_weights(experts.linear_fc2, name),
@@ -52,6 +56,42 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
     )
 
 
+def _grouped_weights(experts: Any, owner: str) -> WrappedWeights:
+    """The weights of ``--moe-single-grouped-weight``, with biases of ``-bias`` or none."""
+    linears = (experts.linear_fc1, experts.linear_fc2)
+    for linear in linears:
+        if _biases([(linear, f"bias{i}") for i in range(_num_gemms(linear))], owner):
+            raise ConfigError(
+                f"{owner}: {type(linear).__name__} has one weight for all experts and a bias for "
+                "each; wanted --moe-single-grouped-bias with --moe-single-grouped-weight"
+            )
+    fc1, fc2 = ((_grouped(linear, "weight", owner),) for linear in linears)
+    fc1_bias, fc2_bias = (
+        (_grouped(linear, "bias", owner),) if _has_bias(linear, "bias") else ()
+        for linear in linears
+    )
+    return WrappedWeights(
+        fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias, data_of=_memory_of
+    )
+
+
+def _grouped(linear: Any, name: str, owner: str) -> torch.Tensor:
+    tensor = getattr(linear, name, None)
+    data = getattr(tensor, "rowwise_data", None)
+    if not isinstance(tensor, torch.Tensor) or data is None or data.dtype != tensor.dtype:
+        raise ConfigError(
+            f"{owner}: the {name} of {type(linear).__name__} is a {type(tensor).__name__}, wanted "
+            "Transformer Engine's GroupedTensor in bfloat16 or float16"
+        )
+    return tensor
+
+
+def _memory_of(grouped: torch.Tensor) -> torch.Tensor:
+    """A GroupedTensor's memory, which Megatron's DDP moves to a buffer."""
+    data: torch.Tensor = grouped.rowwise_data  # type: ignore[attr-defined]
+    return data.view(grouped.shape)
+
+
 def _num_gemms(linear: Any) -> int:
     count = getattr(linear, "num_gemms", None)
     if count is None:
@@ -66,8 +106,9 @@ def _numbered_weights(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
 def _numbered_biases(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
     if _has_bias(linear, "bias"):
         raise ConfigError(
-            f"{owner}: {type(linear).__name__} holds the biases of all experts as one parameter; "
-            "wanted one for each expert"
+            f"{owner}: {type(linear).__name__} holds the biases of all experts as one parameter, "
+            "and a weight for each; wanted --moe-single-grouped-weight with "
+            "--moe-single-grouped-bias"
         )
     return _biases([(linear, f"bias{i}") for i in range(_num_gemms(linear))], owner)
 

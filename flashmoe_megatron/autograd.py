@@ -76,10 +76,13 @@ def moe_apply(
 
     Raises:
         ShapeError: A tensor is not what the layer was built for.
+        ConfigError: ``SplitWeights`` are given to a backend whose fc1 has its rows in blocks.
         RoutingError: The routing is not usable.
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
     """
     with Together(backend):
+        if isinstance(weights, SplitWeights):
+            weights.check(backend.config)
         parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
         if not parameters or not any(t.requires_grad for t in (x, probs, *parameters)):
             return backend.forward(

@@ -25,8 +25,8 @@ class ExpertWeights:
     The tensors of a kind hold all local experts in order.
 
     Attributes:
-        fc1: ``[fc1_rows, hidden]`` or ``[num_experts, fc1_rows, hidden]`` tensors, gate rows first
-            if gated.
+        fc1: ``[fc1_rows, hidden]`` or ``[num_experts, fc1_rows, hidden]`` tensors, if gated with
+            the gate rows where :attr:`MoEConfig.glu_interleave` says.
         fc2: ``[hidden, intermediate]`` or ``[num_experts, hidden, intermediate]`` tensors.
         transposed: The matrices are ``[hidden, fc1_rows]`` and ``[intermediate, hidden]`` instead
             (the legacy GroupedMLP of Megatron-Core 0.16).

@@ -27,6 +27,10 @@ DEFAULT_TIMEOUT = 120.0
 DEFAULT_RESERVED_SMS = 4
 """SMs that the persistent kernel leaves to other kernels, NCCL's above all."""
 MAX_ROW_BOUND = 1e6
+MAX_GLU_TERM = 1e30
+"""Bounds what clamps and shifts a gated expert, which the kernel takes in float32."""
+GLU_CHUNK = 8
+"""Fewest rows of a block of fc1's that the kernel reads as such; single rows are the exception."""
 
 
 def is_count(value: object, *, least: int, most: float = math.inf) -> bool:
@@ -50,6 +54,12 @@ def is_number(value: object, *, least: float, most: float) -> bool:
     return is_real and least <= value <= most  # type: ignore[operator]
 
 
+def is_block_of(size: int, intermediate: int) -> bool:
+    """Whether gate and up rows of an fc1 can alternate in blocks of so many rows."""
+    is_size = size == 1 or (size >= GLU_CHUNK and size & (size - 1) == 0)
+    return is_size and intermediate % size == 0
+
+
 Keep = Literal["all", "preactivations", "inputs"]
 """What a forward keeps for its backward; the option ``keep`` says what each word means."""
 KEEPS: tuple[Keep, ...] = ("all", "preactivations", "inputs")
@@ -65,6 +75,11 @@ class Activation(str, Enum):
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
     SQUARED_RELU = "squared_relu"
+    QUICK_GELU = "quick_gelu"  # x * sigmoid(1.702 x)
+
+
+BOUNDED_ACTIVATIONS = (Activation.SILU, Activation.QUICK_GELU)
+"""Those whose gated experts may have a clamp and an offset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +92,7 @@ class MoEConfig:
         num_experts: Experts of the whole group.
         topk: Most experts that one token may select.
         activation: Applied to fc1's output, or to its gate half; may be given by its value.
-        gated: Whether fc1 is ``[2F, H]`` with the gate rows first and the FFN computes
+        gated: Whether fc1 is ``[2F, H]``, of gate and up rows, and the FFN computes
             ``act(gate) * up`` (SwiGLU with ``Activation.SILU``).
         num_ranks: Ranks of the expert-parallel group; each owns ``num_experts / num_ranks``
             consecutive experts.
@@ -85,6 +100,14 @@ class MoEConfig:
             kernel takes 1,024 for each CTA, one on each SM that is not reserved.
         skip_zero_probs: Leave out routes whose probability is exactly 0. Megatron's padding to
             capacity fills experts with such routes; they change neither results nor gradients.
+        clamp_value: Clamps what a gated SiLU or quick GELU reads: ``gate`` from above, ``up`` from
+            both sides, before the activation and the offset; positive. ``None``: nothing is
+            clamped.
+        linear_offset: Added to ``up`` of such an expert: GPT-OSS computes
+            ``act(gate) * (up + 1)``.
+        glu_interleave: Rows of the blocks in which gate and up rows of fc1 alternate, gate first:
+            1 (GPT-OSS), or a power of two from 8 on; divides F. With 0 all gate rows come first.
+            Biases and all gradients have the order of the rows.
     """
 
     hidden: int
@@ -96,6 +119,9 @@ class MoEConfig:
     num_ranks: int
     max_tokens: int
     skip_zero_probs: bool = False
+    clamp_value: float | None = None
+    linear_offset: float = 0.0
+    glu_interleave: int = 0
 
     def __post_init__(self) -> None:
         """Refuses what no backend of this package can honour."""
@@ -135,6 +161,38 @@ class MoEConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: wanted True or False")
+        self._check_glu()
+
+    def _check_glu(self) -> None:
+        """Refuses what a gated expert cannot have, and an expert without a gate still less."""
+        clamp, offset, block = self.clamp_value, self.linear_offset, self.glu_interleave
+        if clamp is not None and not is_number(clamp, least=1 / MAX_GLU_TERM, most=MAX_GLU_TERM):
+            raise ConfigError(
+                f"clamp_value={clamp!r}: wanted None or a positive number, "
+                f"{1 / MAX_GLU_TERM:g} to {MAX_GLU_TERM:g}"
+            )
+        if not is_number(offset, least=-MAX_GLU_TERM, most=MAX_GLU_TERM):
+            raise ConfigError(
+                f"linear_offset={offset!r}: wanted a number, at most {MAX_GLU_TERM:g} from 0"
+            )
+        names = ", ".join(activation.value for activation in BOUNDED_ACTIVATIONS)
+        for name, value in (("clamp_value", clamp), ("linear_offset", offset)):
+            if value and not (self.gated and self.activation in BOUNDED_ACTIVATIONS):
+                raise ConfigError(
+                    f"{name}={value!r} with activation={self.activation.value}, "
+                    f"gated={self.gated}: wanted gated=True and one of {names}, or no {name}"
+                )
+        if not is_count(block, least=0):
+            raise ConfigError(f"{got('glu_interleave', block)}: must be an int, and not negative")
+        if block and not self.gated:
+            raise ConfigError(
+                f"glu_interleave={block} with gated=False: there are no up rows; wanted 0"
+            )
+        if block and not is_block_of(block, self.intermediate):
+            raise ConfigError(
+                f"glu_interleave={block}: wanted 0, 1, or a power of two from {GLU_CHUNK} on that "
+                f"divides intermediate={self.intermediate}"
+            )
 
     @property
     def num_local_experts(self) -> int:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from flashmoe_megatron.backend import MATRIX, ExpertWeights
-from flashmoe_megatron.errors import ShapeError
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,18 @@ class SplitWeights:
     down: tuple[torch.Tensor, ...]
     fc1_bias: tuple[torch.Tensor, ...] = ()
     fc2_bias: tuple[torch.Tensor, ...] = ()
+
+    def check(self, config: MoEConfig) -> None:
+        """Refuses a layer that would read the joined rows in another order.
+
+        Raises:
+            ConfigError: The layer has gate and up rows in blocks.
+        """
+        if config.glu_interleave:
+            raise ConfigError(
+                f"glu_interleave={config.glu_interleave} with gate and up projections that are "
+                "parameters of their own, which are joined gate rows first: wanted 0"
+            )
 
     def join(self) -> ExpertWeights:
         """Copies each gate and its up projection into one tensor.

@@ -19,10 +19,18 @@ static_assert(kMaxRanks == FLASHMOE_MAX_RANKS and kMaxTopk == FLASHMOE_MAX_TOPK 
               kMaxLocalExperts == FLASHMOE_MAX_LOCAL_EXPERTS);
 
 inline Shape shape_of(const FlashMoEProblem* p) {
-    return {p->rank,          p->num_ranks,           p->hidden,
-            p->intermediate,  p->num_experts,         p->topk,
-            p->max_tokens,    p->heap_tokens,         p->heap_topk,
-            p->is_gated != 0, p->skip_zero_probs != 0};
+    return {p->rank,
+            p->num_ranks,
+            p->hidden,
+            p->intermediate,
+            p->num_experts,
+            p->topk,
+            p->max_tokens,
+            p->heap_tokens,
+            p->heap_topk,
+            p->is_gated != 0,
+            p->skip_zero_probs != 0,
+            GluRows::of(p->intermediate, p->glu_interleave)};
 }
 
 constexpr int kMaxPlacementBytes = kPlanSmemBytes - int(sizeof(RowCopySmem));
@@ -47,6 +55,34 @@ int check_struct(const Struct* given, const char* name) {
     if (given != nullptr and given->struct_size == sizeof(Struct)) return FLASHMOE_OK;
     return fail(FLASHMOE_BAD_ARGUMENT, "%s: struct_size is %u, wanted %zu", name,
                 given ? given->struct_size : 0, sizeof(Struct));
+}
+
+// What a gated expert may have beyond its activation.
+inline int check_glu(const FlashMoEProblem* p) {
+    const int block = p->glu_interleave;
+    const bool is_block = block == 1 or (block >= 8 and (block & (block - 1)) == 0);
+    if (block != 0 and (not is_block or p->intermediate % block or not p->is_gated)) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "glu_interleave %d of intermediate %d, is_gated %d: wanted 0, or of gated "
+                    "experts 1 or a power of two from 8 on that divides intermediate",
+                    block, p->intermediate, p->is_gated);
+    }
+    if (not std::isfinite(p->clamp_value) or p->clamp_value < 0 or
+        not std::isfinite(p->linear_offset)) {
+        return fail(
+            FLASHMOE_BAD_ARGUMENT,
+            "clamp_value %g, linear_offset %g: wanted finite numbers, and no negative clamp",
+            p->clamp_value, p->linear_offset);
+    }
+    const bool has_terms = p->activation == FLASHMOE_SILU or p->activation == FLASHMOE_QUICK_GELU;
+    if ((p->clamp_value != 0 or p->linear_offset != 0) and not(has_terms and p->is_gated)) {
+        return fail(
+            FLASHMOE_BAD_ARGUMENT,
+            "clamp_value %g, linear_offset %g with activation %d, is_gated %d: wanted both 0, "
+            "or gated SiLU (0) or quick GELU (5)",
+            p->clamp_value, p->linear_offset, p->activation, p->is_gated);
+    }
+    return FLASHMOE_OK;
 }
 
 inline int check_problem(const FlashMoEProblem* p) {
@@ -79,9 +115,10 @@ inline int check_problem(const FlashMoEProblem* p) {
         return fail(FLASHMOE_BAD_ARGUMENT, "dtype %d: wanted bfloat16 (1) or float16 (2)",
                     p->dtype);
     }
-    if (p->activation < 0 or p->activation > FLASHMOE_SQUARED_RELU) {
+    if (p->activation < 0 or p->activation > FLASHMOE_QUICK_GELU) {
         return fail(FLASHMOE_BAD_ARGUMENT, "activation %d is unknown", p->activation);
     }
+    FLASHMOE_TRY(check_glu(p));
     if (p->num_ctas < kClusterSize or p->num_ctas > kMaxCtas or p->num_ctas % kClusterSize) {
         return fail(FLASHMOE_BAD_ARGUMENT, "num_ctas %d: wanted a multiple of %d, at most %d",
                     p->num_ctas, kClusterSize, kMaxCtas);

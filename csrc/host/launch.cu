@@ -2,6 +2,7 @@
 // kernels go to the stream. Nothing here waits.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <tuple>
 #include <utility>
 
@@ -207,6 +208,17 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     args->lag = stages_between < kFinishersStages ? 2 : 1;
 }
 
+// SiLU keeps a branch of its own, where it has no other terms.
+void set_activation(const FlashMoEProblem* p, LayerArgs* args) {
+    constexpr float kQuickGelu = 1.702f;
+    const bool is_silu = p->activation == FLASHMOE_SILU;
+    const bool is_swish = is_silu and (p->clamp_value != 0 or p->linear_offset != 0);
+    args->activation = is_swish ? Activation::kSwish : Activation(p->activation);
+    args->swish = {is_silu ? 1.0f : kQuickGelu,
+                   p->clamp_value != 0 ? p->clamp_value : std::numeric_limits<float>::infinity(),
+                   p->linear_offset};
+}
+
 // The buffers of a pass and the order of its tiles.
 int set_buffers(const FlashMoEProblem* p,
                 const FlashMoELaunch* launch,
@@ -225,7 +237,7 @@ int set_buffers(const FlashMoEProblem* p,
     args->out = static_cast<char*>(launch->out);
     args->grad_probs = launch->grad_probs;
     args->grad_probs_dtype = Dtype(launch->grad_probs_dtype);
-    args->activation = Activation(p->activation);
+    set_activation(p, args);
     args->layer = launch->layer;
     set_order(p, is_backward, args);
     if (launch->biases != nullptr) {

@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 11
+#define FLASHMOE_ABI_VERSION 12
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -63,6 +63,7 @@ typedef enum {
     FLASHMOE_GELU_TANH = 2,
     FLASHMOE_RELU = 3,
     FLASHMOE_SQUARED_RELU = 4,
+    FLASHMOE_QUICK_GELU = 5, /* z sigmoid(1.702 z) */
 } FlashMoEActivation;
 
 typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1, FLASHMOE_FLOAT16 = 2 } FlashMoEDtype;
@@ -79,12 +80,18 @@ typedef struct {
     int32_t max_tokens;      /* most tokens of one rank; 1024 for each CTA */
     int32_t dtype;           /* of tokens and weights: FLASHMOE_BFLOAT16 or FLASHMOE_FLOAT16 */
     int32_t activation;      /* FlashMoEActivation */
-    int32_t is_gated;        /* fc1 is [2F, H], gate rows first */
+    int32_t is_gated;        /* fc1 is [2F, H], and the FFN computes act(gate) * up */
+    int32_t glu_interleave;  /* rows of fc1's blocks, gate and up in turn: 1, or a power of two from
+                                8 on, that divides F; 0: all gate rows first. Biases, gradients and
+                                pre-activations have fc1's order */
     int32_t is_transposed;   /* weights are [in, out]: fc1 [H, 2F or F], fc2 [F, H] */
     int32_t skip_zero_probs; /* a selected expert of probability 0 gets no row */
     int32_t num_ctas;        /* grid of every launch; must fit the GPU at one CTA per SM */
     int32_t heap_tokens; /* most tokens of any layer that shares the heap; at least max_tokens */
     int32_t heap_topk;   /* most experts of one token of any such layer; at least topk */
+    /* Gated SiLU and quick GELU are act(min(gate, clamp)) * (up clamped on both sides + offset). */
+    float clamp_value;   /* above 0; 0: no clamp */
+    float linear_offset; /* 0: none */
     uint64_t timeout_ns;
 } FlashMoEProblem;
 

@@ -21,7 +21,7 @@ from flashmoe_megatron.errors import (
     told_error,
 )
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -35,6 +35,7 @@ ACTIVATIONS = {
     Activation.GELU_TANH: 2,
     Activation.RELU: 3,
     Activation.SQUARED_RELU: 4,
+    Activation.QUICK_GELU: 5,
 }
 
 
@@ -60,11 +61,14 @@ class FlashMoEProblem(_Sized):
         ("dtype", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("is_gated", ctypes.c_int32),
+        ("glu_interleave", ctypes.c_int32),
         ("is_transposed", ctypes.c_int32),
         ("skip_zero_probs", ctypes.c_int32),
         ("num_ctas", ctypes.c_int32),
         ("heap_tokens", ctypes.c_int32),
         ("heap_topk", ctypes.c_int32),
+        ("clamp_value", ctypes.c_float),
+        ("linear_offset", ctypes.c_float),
         ("timeout_ns", ctypes.c_uint64),
     ]
 
@@ -112,11 +116,14 @@ def problem_of(
         dtype=dtype,
         activation=ACTIVATIONS[config.activation],
         is_gated=config.gated,
+        glu_interleave=config.glu_interleave,
         is_transposed=transposed,
         skip_zero_probs=config.skip_zero_probs,
         num_ctas=num_ctas,
         heap_tokens=heap.tokens,
         heap_topk=heap.topk,
+        clamp_value=config.clamp_value or 0.0,
+        linear_offset=config.linear_offset,
         timeout_ns=int(timeout * 1e9),
     )
 

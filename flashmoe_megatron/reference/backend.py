@@ -192,7 +192,7 @@ class ReferenceBackend(OfGroup):
             torch.mm(rows[segment], fc1.t(), out=preact[segment])
             if weights.fc1_bias:
                 preact[segment] += weights.fc1_bias[local_expert]
-            activated = activate(preact[segment].to(wide), config.activation, gated=config.gated)
+            activated = activate(preact[segment].to(wide), config)
             weight = row_probs[segment].to(wide)
             weighted = (activated * weight[:, None]).to(x.dtype)
             torch.mm(weighted, fc2.t(), out=expert_out[segment])
@@ -257,8 +257,7 @@ class ReferenceBackend(OfGroup):
             activated, grad_pre = activate_backward(
                 saved.preact[segment].to(wide),
                 grad_weighted * weight[:, None],
-                config.activation,
-                gated=config.gated,
+                config,
             )
             grad_prob = (grad_weighted * activated).sum(1)
             weighted = (activated * weight[:, None]).to(dtype)

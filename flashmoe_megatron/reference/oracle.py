@@ -18,6 +18,7 @@ _FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: lambda z: F.gelu(z, approximate="tanh"),
     Activation.RELU: F.relu,
     Activation.SQUARED_RELU: lambda z: F.relu(z).square(),
+    Activation.QUICK_GELU: lambda z: z * torch.sigmoid(1.702 * z),
 }
 
 
@@ -30,6 +31,9 @@ def moe_reference(
     *,
     activation: Activation,
     gated: bool,
+    clamp_value: float | None = None,
+    linear_offset: float = 0.0,
+    glu_interleave: int = 0,
     fc1_bias: Sequence[torch.Tensor] = (),
     fc2_bias: Sequence[torch.Tensor] = (),
     dtype: torch.dtype = torch.float64,
@@ -40,10 +44,13 @@ def moe_reference(
         x: ``[num_tokens, hidden]``, the tokens of all ranks or of one.
         probs: ``[num_tokens, num_experts]``, multiplied with the activation before fc2.
         routing_map: ``[num_tokens, num_experts]`` bool.
-        fc1: ``[2F, H]`` (gate rows first) or ``[F, H]`` of every expert of the group.
+        fc1: ``[2F, H]`` or ``[F, H]`` of every expert of the group.
         fc2: ``[H, F]`` of every expert of the group.
         activation: Applied to fc1's output, or to its gate half.
         gated: Whether fc1 has a gate.
+        clamp_value: Bounds the gate from above, and what it is multiplied with on both sides.
+        linear_offset: Added to what the gate is multiplied with.
+        glu_interleave: Rows of fc1's blocks of gate and up rows; 0 for one block of each.
         fc1_bias: ``[2F]`` or ``[F]`` of every expert, added before the activation; may be empty.
         fc2_bias: ``[H]`` of every expert, added times the token's probability; may be empty.
         dtype: Everything is computed in it, without intermediate rounding.
@@ -59,8 +66,12 @@ def moe_reference(
         if len(fc1_bias):
             projected = projected + fc1_bias[expert].to(dtype)
         if gated:
-            gate, up = projected.chunk(2, dim=1)
-            activated = function(gate) * up
+            block = glu_interleave or projected.shape[1] // 2
+            blocks = torch.unflatten(projected, 1, (-1, 2, block))
+            gate, up = blocks[:, :, 0].flatten(1), blocks[:, :, 1].flatten(1)
+            if clamp_value is not None:
+                gate, up = gate.clamp(max=clamp_value), up.clamp(-clamp_value, clamp_value)
+            activated = function(gate) * (up + linear_offset)
         else:
             activated = function(projected)
         prob = probs[tokens, expert].to(dtype).unsqueeze(1)

@@ -1,11 +1,14 @@
 """The compiled library, on a machine that may have neither a GPU nor a driver."""
 
 import ctypes
+import dataclasses
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,6 +151,47 @@ def test_binding_has_the_fields_of_the_header_in_their_order():
 
 def test_binding_has_the_functions_of_the_header():
     assert declared_signatures() == bindings.SIGNATURES
+
+
+GLU = [
+    {"activation": activation, "gated": gated, **terms}
+    for activation in config.Activation
+    for gated in (True, False)
+    for terms in (
+        {},
+        *({"clamp_value": value} for value in (7.0, -7.0, math.inf, math.nan)),
+        *({"linear_offset": value} for value in (1.0, -1.0, math.inf, math.nan)),
+        *({"glu_interleave": block} for block in (-8, 1, 2, 8, 32, 48, 64, 128, 192)),
+    )
+]
+
+
+def test_it_takes_the_gated_experts_that_a_configuration_may_have():
+    sizes = {"hidden": 64, "intermediate": 192, "num_experts": 8, "topk": 2, "num_ranks": 1}
+    good = config.MoEConfig(**sizes, activation="silu", gated=True, max_tokens=64)
+    options = {"rank": 0, "dtype": bindings.BFLOAT16, "transposed": False, "num_ctas": 128}
+    options |= {"heap": bindings.HeapBounds.of(good), "timeout": 1.0}
+    accepted = []
+    for form in GLU:
+        problem = bindings.problem_of(good, **options)
+        problem.activation = bindings.ACTIVATIONS[form["activation"]]
+        problem.is_gated = form["gated"]
+        for name in form.keys() - {"activation", "gated"}:
+            setattr(problem, name, form[name])
+        refused_as_config = is_refused(lambda form=form: dataclasses.replace(good, **form))
+        sizes_of = bindings.FlashMoESizes()
+        refused = is_refused(lambda p=problem, s=sizes_of: bindings.call("sizes", p, s))
+        assert refused == refused_as_config, form
+        accepted.append(not refused)
+    assert len(set(accepted)) == 2
+
+
+def is_refused(make: Callable[[], object]) -> bool:
+    try:
+        make()
+    except bindings.ConfigError:
+        return True
+    return False
 
 
 def test_binding_refuses_another_version(library, tmp_path):

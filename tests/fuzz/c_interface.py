@@ -12,6 +12,7 @@ refuse a wild pointer.
 import ctypes
 import functools
 import math
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.fuzz.guarded import GuardedBytes
 
 STATUSES = range(bindings.TOO_MANY_ROWS + 1)
 MOST_CTAS = 256
-GOOD_PROBLEM: dict[str, int] = {
+GOOD_PROBLEM: dict[str, float] = {
     "rank": 1,
     "num_ranks": 2,
     "hidden": 128,
@@ -38,6 +39,9 @@ GOOD_PROBLEM: dict[str, int] = {
     "heap_topk": 2,
     "timeout_ns": 10**9,
     "dtype": 1,
+    "glu_interleave": 32,
+    "clamp_value": 7.0,
+    "linear_offset": 1.0,
 }
 
 
@@ -129,14 +133,16 @@ def _struct(choices: Choices, room: GuardedBytes, kind: type[Any], fields: dict[
     return room.place((claimed + content[4:])[: max(4, min(size, room.num_bytes))])
 
 
-def _problem(choices: Choices) -> tuple[Any, dict[str, int] | None]:
+def _problem(choices: Choices) -> tuple[Any, dict[str, Any] | None]:
     """The problem's address, and its fields if its size is right."""
-    fields = dict(GOOD_PROBLEM)
+    fields: dict[str, Any] = dict(GOOD_PROBLEM)
     for _ in range(choices.integer(1) % 4):
         name = choices.pick(list(fields))
         bits = 64 if name == "timeout_ns" else 32
         value = choices.number()
         fields[name] = value % 2**64 if bits == 64 else _int32(value)
+        if isinstance(GOOD_PROBLEM[name], float):
+            fields[name] = struct.unpack("f", struct.pack("I", value % 2**32))[0]
     address = _struct(choices, arena().problem, bindings.FlashMoEProblem, fields)
     if address is None:
         return None, None

@@ -143,6 +143,9 @@ def _shape(choices: Choices) -> None:
         "num_ranks": 2,
         "max_tokens": 64,
         "skip_zero_probs": False,
+        "clamp_value": 7.0,
+        "linear_offset": 1.0,
+        "glu_interleave": 32,
     }
     config = MoEConfig(**_changed(choices, good))
     hash(config)

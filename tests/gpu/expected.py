@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.reference.oracle import Difference, assert_close, moe_reference
-from tests.unit.cases import Inputs
+from tests.unit.cases import Inputs, form_of
 
 SLACK = 1.1
 FLOOR = 1e-4
@@ -25,6 +25,7 @@ _FUNCTIONS = {
     Activation.GELU_TANH: lambda z: F.gelu(z, approximate="tanh"),
     Activation.RELU: F.relu,
     Activation.SQUARED_RELU: lambda z: F.relu(z).square(),
+    Activation.QUICK_GELU: lambda z: z * torch.sigmoid(1.702 * z),
 }
 
 
@@ -116,9 +117,7 @@ def _exact(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Resu
     probs = torch.cat(inputs.probs).double().requires_grad_()
     fc1 = [weight.double().requires_grad_() for weight in inputs.fc1]
     fc2 = [weight.double().requires_grad_() for weight in inputs.fc2]
-    out = moe_reference(
-        x, probs, routing_map, fc1, fc2, activation=config.activation, gated=config.gated
-    )
+    out = moe_reference(x, probs, routing_map, fc1, fc2, **form_of(config))
     grads = torch.autograd.grad(
         out, (x, probs, *fc1, *fc2), torch.cat(inputs.grad_out).double(), materialize_grads=True
     )
@@ -130,6 +129,20 @@ def _exact(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Resu
         torch.stack(grads[2 : 2 + num_experts]),
         torch.stack(grads[2 + num_experts :]),
     )
+
+
+def _activated(config: MoEConfig, projected: torch.Tensor) -> torch.Tensor:
+    function = _FUNCTIONS[config.activation]
+    if not config.gated:
+        return function(projected)
+    block = config.glu_interleave or config.intermediate
+    gate, up = projected.unflatten(1, (-1, 2, block)).transpose(1, 2).flatten(2).unbind(1)
+    if config.clamp_value is not None:
+        gate, up = (
+            gate.clamp(max=config.clamp_value),
+            up.clamp(-config.clamp_value, config.clamp_value),
+        )
+    return function(gate) * (up + config.linear_offset)
 
 
 def _unfused(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Results:
@@ -152,12 +165,7 @@ def _unfused(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Re
         rows, grad_rows = x[tokens], grad_out[tokens]
         prob = probs[tokens, expert].unsqueeze(1)
         projected = rounded(rows @ fc1.t()).requires_grad_()
-        function = _FUNCTIONS[config.activation]
-        if config.gated:
-            gate, up = projected.chunk(2, dim=1)
-            value = function(gate) * up
-        else:
-            value = function(projected)
+        value = _activated(config, projected)
         scaled = rounded(value.detach() * prob)
         shares[0, rank].index_add_(0, tokens, rounded(scaled @ fc2.t()))
 

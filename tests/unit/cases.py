@@ -20,8 +20,23 @@ CONFIG = MoEConfig(
 )
 
 
+GPT_OSS = {
+    "activation": Activation.QUICK_GELU,
+    "clamp_value": 0.7,
+    "linear_offset": 1.0,
+    "glu_interleave": 1,
+}
+"""GPT-OSS's expert, with a clamp that acts on values around 1; the model's is at 7."""
+
+
 def make_config(**changes: Any) -> MoEConfig:
     return replace(CONFIG, **changes)
+
+
+def form_of(config: MoEConfig) -> dict[str, Any]:
+    """What an expert computes, as the oracle takes it."""
+    names = ("activation", "gated", "clamp_value", "linear_offset", "glu_interleave")
+    return {name: getattr(config, name) for name in names}
 
 
 @dataclass

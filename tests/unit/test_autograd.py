@@ -73,11 +73,25 @@ class Layer:
         )
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("activation", Activation)
-def test_gradients_are_the_slopes_of_the_function(activation: Activation, gated: bool):
+FORMS: dict[str, dict[str, Any]] = {
+    **{
+        f"{activation.value}-{'gated' if gated else 'plain'}": {
+            "activation": activation,
+            "gated": gated,
+        }
+        for activation in Activation
+        for gated in (True, False)
+    },
+    "gpt-oss": cases.GPT_OSS,
+    "clamped swiglu": {"clamp_value": 0.7, "glu_interleave": 32},
+    "offset": {"linear_offset": -0.5},
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_gradients_are_the_slopes_of_the_function(form: dict[str, Any]):
     """Central differences in float64, along a random direction of every input."""
-    layer = Layer(torch.float64, num_tokens=5, activation=activation, gated=gated)
+    layer = Layer(torch.float64, num_tokens=5, **form)
     g = cases.generator(11)
 
     @torch.no_grad()

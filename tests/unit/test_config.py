@@ -1,5 +1,6 @@
 """What a layer's shape admits."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoe_megatron.config import (
+    BOUNDED_ACTIVATIONS,
     DIM_GRANULE,
     MAX_RANKS,
     MAX_TOPK,
@@ -18,19 +20,33 @@ from flashmoe_megatron.config import (
 from flashmoe_megatron.errors import ConfigError
 
 
+def glu_settings(intermediate: int) -> st.SearchStrategy[dict[str, Any]]:
+    blocks = [0, *(block for block in (1, 8, 16, 32, 64, 128) if not intermediate % block)]
+    return st.fixed_dictionaries(
+        {
+            "activation": st.sampled_from(BOUNDED_ACTIVATIONS),
+            "clamp_value": st.none() | st.floats(1e-3, 100),
+            "linear_offset": st.floats(-10, 10),
+            "glu_interleave": st.sampled_from(blocks),
+        }
+    )
+
+
 @st.composite
 def valid_settings(draw: st.DrawFn) -> dict[str, Any]:
     num_ranks = draw(st.integers(1, MAX_RANKS))
     num_experts = num_ranks * draw(st.integers(1, 32))
+    intermediate, gated = DIM_GRANULE * draw(st.integers(1, 256)), draw(st.booleans())
     return {
         "hidden": DIM_GRANULE * draw(st.integers(1, 128)),
-        "intermediate": DIM_GRANULE * draw(st.integers(1, 256)),
+        "intermediate": intermediate,
         "num_experts": num_experts,
         "topk": draw(st.integers(1, min(MAX_TOPK, num_experts))),
         "activation": draw(st.sampled_from(Activation)),
-        "gated": draw(st.booleans()),
+        "gated": gated,
         "num_ranks": num_ranks,
         "max_tokens": draw(st.integers(1, 2**20)),
+        **(draw(st.just({}) | glu_settings(intermediate)) if gated else {}),
     }
 
 
@@ -79,6 +95,35 @@ def test_an_integer_of_numpy_is_refused_as_no_int(name: str):
     words = rf"^{name}=.*{int(value)}\)? of type numpy.int64: .*must be an int, "
     with pytest.raises(ConfigError, match=words):
         MoEConfig(**{**settings, name: value})
+
+
+NO_TERMS = "wanted gated=True and one of silu, quick_gelu"
+BAD_GLU = {
+    "zero clamp": ({"clamp_value": 0.0}, "clamp_value=0.0: wanted None or a positive number"),
+    "negative clamp": ({"clamp_value": -7}, "clamp_value=-7: wanted None or a positive number"),
+    "nan clamp": ({"clamp_value": math.nan}, "clamp_value=nan: wanted None or a positive number"),
+    "tiny clamp": ({"clamp_value": 1e-60}, "clamp_value=1e-60: wanted None or a positive number"),
+    "clamp that is none": ({"clamp_value": True}, "clamp_value=True: wanted None or a positive"),
+    "infinite offset": ({"linear_offset": math.inf}, "linear_offset=inf: wanted a number"),
+    "clamp without gate": ({"clamp_value": 7.0, "gated": False}, f"clamp_value=7.0.*{NO_TERMS}"),
+    "clamped gelu": ({"clamp_value": 7.0, "activation": "gelu"}, f"clamp_value=7.0.*{NO_TERMS}"),
+    "offset without gate": ({"linear_offset": 1.0, "gated": False}, f"linear_offset.*{NO_TERMS}"),
+    "offset relu": ({"linear_offset": 1.0, "activation": "relu"}, f"linear_offset.*{NO_TERMS}"),
+    "blocks without gate": ({"glu_interleave": 32, "gated": False}, "there are no up rows"),
+    "no divisor": ({"glu_interleave": 128}, "divides intermediate=192"),
+    "no power of two": ({"glu_interleave": 48}, "glu_interleave=48: wanted 0, 1, or a power"),
+    "small block": ({"glu_interleave": 4}, "glu_interleave=4: wanted 0, 1, or a power of two"),
+    "negative block": ({"glu_interleave": -1}, "glu_interleave=-1: must be an int"),
+    "no int": ({"glu_interleave": 32.0}, "glu_interleave=32.0: must be an int"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_GLU.values(), ids=BAD_GLU)
+def test_what_a_gated_expert_cannot_have_is_refused(changes: dict[str, Any], words: str):
+    settings = {"hidden": 64, "intermediate": 192, "num_experts": 8, "topk": 2, "num_ranks": 1}
+    settings |= {"activation": "silu", "gated": True, "max_tokens": 64, **changes}
+    with pytest.raises(ConfigError, match=words):
+        MoEConfig(**settings)
 
 
 @given(valid_settings())

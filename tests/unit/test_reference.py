@@ -22,6 +22,7 @@ SCALARS = {
     * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
     Activation.RELU: lambda z: max(z, 0.0),
     Activation.SQUARED_RELU: lambda z: max(z, 0.0) ** 2,
+    Activation.QUICK_GELU: lambda z: z / (1 + math.exp(-1.702 * z)),
 }
 
 
@@ -44,6 +45,40 @@ def test_one_token_by_hand(activation: Activation, gated: bool):
     )
     activated = function(gate * x) * (up * x if gated else 1)
     assert out.item() == pytest.approx(down * activated * prob, rel=1e-12)
+
+
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.QUICK_GELU])
+@pytest.mark.parametrize(("gate", "up"), [(0.4, -0.3), (9.0, 0.2), (-9.0, 8.0), (0.5, -8.0)])
+def test_one_clamped_token_by_hand(activation: Activation, gate: float, up: float):
+    """The gate is clamped from above alone, and the offset comes after the other's clamp."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    out = moe_reference(
+        one,
+        one,
+        one.bool(),
+        [torch.tensor([[gate], [up]], dtype=torch.float64)],
+        [one],
+        activation=activation,
+        gated=True,
+        clamp_value=7.0,
+        linear_offset=1.0,
+    )
+    activated = SCALARS[activation](min(gate, 7.0)) * (max(min(up, 7.0), -7.0) + 1.0)
+    assert out.item() == pytest.approx(activated, rel=1e-12)
+
+
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_interleaved_rows_are_the_same_rows_in_another_order(interleave: int):
+    g = torch.Generator().manual_seed(2)
+    x, fc1, fc2 = (torch.randn(shape, generator=g) for shape in ((3, 5), (8, 5), (5, 4)))
+    order = {1: [0, 4, 1, 5, 2, 6, 3, 7], 2: [0, 1, 4, 5, 2, 3, 6, 7]}[interleave]
+    ones = torch.ones(3, 1)
+    form = {"activation": Activation.SILU, "gated": True}
+    want = moe_reference(x, ones, ones.bool(), [fc1], [fc2], **form)
+    got = moe_reference(
+        x, ones, ones.bool(), [fc1[order]], [fc2], **form, glu_interleave=interleave
+    )
+    assert torch.equal(got, want)
 
 
 def test_experts_add_up_and_unselected_tokens_get_zero():

@@ -62,9 +62,7 @@ def oracle(config: MoEConfig, inputs: cases.Inputs) -> list[dict[str, torch.Tens
     fc1 = [weight.double().requires_grad_() for weight in inputs.fc1]
     fc2 = [weight.double().requires_grad_() for weight in inputs.fc2]
     routing_map = torch.cat(inputs.routing_map)
-    out = moe_reference(
-        x, probs, routing_map, fc1, fc2, activation=config.activation, gated=config.gated
-    )
+    out = moe_reference(x, probs, routing_map, fc1, fc2, **cases.form_of(config))
     leaves = (x, probs, *fc1, *fc2)
     grads = torch.autograd.grad(
         out, leaves, torch.cat(inputs.grad_out).double(), materialize_grads=True
@@ -157,6 +155,18 @@ def test_activation(ranks: RankPool, dtype: torch.dtype, activation: Activation,
     )
     inputs = cases.make_inputs(config, cases.uniform, [40, 23], dtype=dtype)
     check(ranks, config, inputs)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("interleave", [0, 1, 32])
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.QUICK_GELU])
+def test_clamped_and_interleaved(
+    ranks: RankPool, activation: Activation, interleave: int, transposed: bool
+):
+    form = {**cases.GPT_OSS, "activation": activation, "glu_interleave": interleave}
+    config = cases.make_config(num_ranks=2, hidden=128, intermediate=192, **form)
+    inputs = cases.make_inputs(config, cases.uniform, [40, 23], dtype=torch.float32)
+    check(ranks, config, inputs, transposed=transposed)
 
 
 @pytest.mark.parametrize("topk", range(1, 9))

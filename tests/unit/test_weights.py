@@ -73,8 +73,7 @@ def oracle(config: MoEConfig, inputs: cases.Inputs, biases: dict) -> list[dict]:
         torch.cat(inputs.routing_map),
         leaves["fc1"],
         leaves["fc2"],
-        activation=config.activation,
-        gated=config.gated,
+        **cases.form_of(config),
         fc1_bias=leaves.get("fc1_bias", ()),
         fc2_bias=leaves.get("fc2_bias", ()),
     )
@@ -126,6 +125,12 @@ def test_biases_of_experts_without_tokens_and_of_none_padded(ranks: RankPool, ro
     check(ranks, config, inputs, make_biases(config, BIASES["both"], torch.float32))
 
 
+def test_biases_of_gpt_oss(ranks: RankPool):
+    config = cases.make_config(num_ranks=2, **cases.GPT_OSS)
+    inputs = cases.make_inputs(config, cases.uniform, [37, 20], dtype=torch.float32)
+    check(ranks, config, inputs, make_biases(config, BIASES["both"], torch.float32))
+
+
 def test_biases_in_bfloat16(ranks: RankPool):
     config = cases.make_config(num_ranks=2)
     inputs = cases.make_inputs(config, cases.uniform, [37, 20], dtype=torch.bfloat16)
@@ -146,6 +151,20 @@ def test_one_token_by_hand():
         fc2_bias=[torch.tensor([10.0])],
     )
     assert out.item() == 0.5 * (4 * (3 * 2 - 1) + 10)
+
+
+def test_split_weights_have_no_rows_in_blocks():
+    config = cases.make_config(glu_interleave=32)
+    inputs = cases.make_inputs(config, cases.uniform, [24], dtype=torch.float32)
+    gate, up = zip(*(weight.chunk(2) for weight in inputs.fc1), strict=True)
+    with pytest.raises(ConfigError, match="glu_interleave=32 with gate and up .*: wanted 0"):
+        moe_apply(
+            ReferenceBackend(config),
+            inputs.x[0],
+            inputs.probs[0],
+            inputs.routing_map[0],
+            SplitWeights(gate, up, tuple(inputs.fc2)),
+        )
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "per expert"])

@@ -122,9 +122,9 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
 template <class Pass>
 __device__ __forceinline__ int begin_of_b(const Shape& shape, int gemm, int n, int box) {
     if (Pass::kGatedForward and gemm == 0) {
-        // Half gate, half up: the accumulator then holds both in one thread.
+        // The gate and up rows of 128 columns: half gate, half up, or both in blocks.
         static_assert(BLOCK_N == 2 * kBoxRows);
-        return n * kBoxRows + box * shape.intermediate;
+        return shape.glu.gate(n * kBoxRows) + box * shape.glu.half;
     }
     return n * BLOCK_N + box * kBoxRows;
 }

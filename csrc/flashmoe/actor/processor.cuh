@@ -19,19 +19,17 @@ __device__ __forceinline__ void add_bias(const LayerArgs& args,
     const int row = tile.m * BLOCK_M + warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
     float scale[2] = {1.0f, 1.0f};
     if (tile.gemm == 1) scale[0] = args.plan.row_prob[row], scale[1] = args.plan.row_prob[row + 8];
-    const int num_columns = tile.gemm == 0 ? args.shape.intermediate : args.shape.hidden;
+    const int num_columns = tile.gemm == 0 ? args.shape.fc1_rows() : args.shape.hidden;
+    const int begin_of_half[2] = {begin_of_b<Pass>(args.shape, tile.gemm, tile.n, 0),
+                                  begin_of_b<Pass>(args.shape, tile.gemm, tile.n, 1)};
 #pragma unroll
     for (int j = 0; j < BLOCK_N / 8; ++j) {
-        // Gate and up are two halves of one tile.
-        const bool is_split = Pass::kGatedForward and tile.gemm == 0;
         const int in_tile = j * 8 + thread % 4 * 2;
-        const int column =
-            is_split ? tile.n * kBoxRows + in_tile % kBoxRows : tile.n * BLOCK_N + in_tile;
-        const int offset = is_split and j >= kBoxRows / 8 ? num_columns : 0;
+        const int column = begin_of_half[j / (kBoxRows / 8)] + in_tile % kBoxRows;
         float2 value{};
         if (column < num_columns) {
-            value = unpack<T>(
-                *reinterpret_cast<const uint32_t*>(static_cast<const T*>(bias) + offset + column));
+            value =
+                unpack<T>(*reinterpret_cast<const uint32_t*>(static_cast<const T*>(bias) + column));
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

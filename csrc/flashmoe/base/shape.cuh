@@ -35,6 +35,25 @@ __host__ __device__ constexpr int power_of_two(int n) {
 // Lanes that poll one token's signals: one for each rank, rounded up to a power of two.
 __host__ __device__ constexpr int chunk_lanes(int num_ranks) { return power_of_two(num_ranks); }
 
+// Where gate and up rows of fc1 lie, and with them the columns of its outputs and their gradients:
+// all gate rows come first, or both alternate in blocks. A column, of the intermediate ones, has
+// one of each. Everything else takes fc1's rows in the order in which they lie.
+struct GluRows {
+    int blocks;      // the bits of a column that count whole blocks; 0 if all gate rows come first
+    int to_up;       // from a column's gate row to its up row
+    int tile_to_up;  // the same within a tile of GEMM0
+    int half;        // from the first to the second half of such a tile's rows
+    bool is_paired;  // gate and up rows alternate one by one, within what are blocks of eight here
+
+    // `block` is a power of two and divides `intermediate`; 0 if all gate rows come first.
+    static constexpr GluRows of(int intermediate, int block) {
+        if (block == 0) return {0, intermediate, kBoxRows, intermediate, false};
+        const int least = block < 8 ? 8 : block, box = kBoxRows;
+        return {-least, least, least < box ? least : box, least > box ? least : box, block == 1};
+    }
+    __host__ __device__ constexpr int gate(int column) const { return column + (column & blocks); }
+};
+
 struct Shape {
     int rank;
     int num_ranks;
@@ -47,6 +66,7 @@ struct Shape {
     int heap_topk;    // all layers that share it
     bool is_gated;
     bool skip_zero_probs;
+    GluRows glu;
 
     __host__ __device__ int num_local_experts() const { return num_experts / num_ranks; }
     __host__ __device__ int first_expert() const { return rank * num_local_experts(); }

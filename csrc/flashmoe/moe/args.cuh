@@ -51,6 +51,7 @@ struct LayerArgs {
     int group_units;  // row units that the schedule advances by
     int lag;          // steps of it by which GEMM1 is behind GEMM0
     Activation activation;
+    SwishTerms swish;              // read where that is kSwish
     const void* const* biases[2];  // device: fc1's and fc2's by local expert, or null; forward
 
     const CUtensorMap* weight_maps;  // device: fc1 of every local expert, then fc2

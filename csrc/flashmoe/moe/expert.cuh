@@ -75,7 +75,28 @@ __device__ __forceinline__ void with_activation(Activation activation, Visit vis
             return visit(std::integral_constant<Activation, Activation::kRelu>{});
         case Activation::kSquaredRelu:
             return visit(std::integral_constant<Activation, Activation::kSquaredRelu>{});
+        case Activation::kSwish:
+            return visit(std::integral_constant<Activation, Activation::kSwish>{});
     }
+}
+
+// Two chunks in which gate and up values of eight columns alternate: makes one of all gate values
+// of the first, one of all up values of the second.
+__device__ __forceinline__ void unpair(uint4& first, uint4& second) {
+    const uint4 f = first, s = second;
+    first = {__byte_perm(f.x, f.y, 0x5410), __byte_perm(f.z, f.w, 0x5410),
+             __byte_perm(s.x, s.y, 0x5410), __byte_perm(s.z, s.w, 0x5410)};
+    second = {__byte_perm(f.x, f.y, 0x7632), __byte_perm(f.z, f.w, 0x7632),
+              __byte_perm(s.x, s.y, 0x7632), __byte_perm(s.z, s.w, 0x7632)};
+}
+
+// The way back.
+__device__ __forceinline__ void pair(uint4& gate, uint4& up) {
+    const uint4 g = gate, u = up;
+    gate = {__byte_perm(g.x, u.x, 0x5410), __byte_perm(g.x, u.x, 0x7632),
+            __byte_perm(g.y, u.y, 0x5410), __byte_perm(g.y, u.y, 0x7632)};
+    up = {__byte_perm(g.z, u.z, 0x5410), __byte_perm(g.z, u.z, 0x7632),
+          __byte_perm(g.w, u.w, 0x5410), __byte_perm(g.w, u.w, 0x7632)};
 }
 
 // act(gate) * up * prob, or act(z) * prob. z has been rounded to 16 bits, as every unfused path
@@ -98,6 +119,8 @@ class ActivateRows {
         const int intermediate = args_.shape.intermediate, fc1_rows = args_.shape.fc1_rows();
         const int column = (tile_n_ * kChunks + chunk) * 8;
         const bool is_inside = column < intermediate;
+        const GluRows& glu = args_.shape.glu;
+        const int gate_chunk = glu.gate(chunk * 8) / 8, up_chunk = gate_chunk + glu.tile_to_up / 8;
 #pragma unroll 1
         for (int first = lane / kChunks; first < kWarpRows; first += kBatch * kRowsAtOnce) {
             uint4 gate[kBatch], up[kBatch];
@@ -105,19 +128,24 @@ class ActivateRows {
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 const int row = first + i * kRowsAtOnce;
-                gate[i] = rows.outputs.chunk(row, chunk);
-                if constexpr (kGated) up[i] = rows.outputs.chunk(row, chunk + kChunks);
+                gate[i] = rows.outputs.chunk(row, kGated ? gate_chunk : chunk);
+                if constexpr (kGated) up[i] = rows.outputs.chunk(row, up_chunk);
                 prob[i] = rows.facts.prob(rows.warp, row);
             }
             const int64_t first_row = rows.first + first;
             if (is_inside and args_.preact != nullptr) {
-                const Chunks gates(args_.preact, first_row, fc1_rows, column);
-                const Chunks ups(args_.preact, first_row, fc1_rows, intermediate + column);
+                const int at = kGated ? glu.gate(column) : column;
+                const Chunks gates(args_.preact, first_row, fc1_rows, at);
+                const Chunks ups(args_.preact, first_row, fc1_rows, at + glu.to_up);
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
                     gates[i * kRowsAtOnce] = gate[i];
                     if constexpr (kGated) ups[i * kRowsAtOnce] = up[i];
                 }
+            }
+            if (kGated and glu.is_paired) {
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) unpair(gate[i], up[i]);
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
@@ -126,8 +154,11 @@ class ActivateRows {
                 if constexpr (kGated) unpack8<T>(up[i], u);
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
-                    z[c] = activate<kAct>(z[c]).value * prob[i];
-                    if constexpr (kGated) z[c] *= u[c];
+                    if constexpr (kGated) {
+                        z[c] = activate_glu<kAct>(z[c], u[c], args_.swish).value * prob[i];
+                    } else {
+                        z[c] = activate<kAct>(z[c], args_.swish).value * prob[i];
+                    }
                 }
                 gate[i] = pack8<T>(z);
             }
@@ -168,10 +199,12 @@ struct Preacts {
     uint4 up[kGated ? kRows : 1] = {};
 
     __device__ __forceinline__ void load(const LayerArgs& args, int64_t first, int column) {
-        const int intermediate = args.shape.intermediate, fc1_rows = args.shape.fc1_rows();
-        if (column >= intermediate) return;
-        const Chunks gates(args.preact, first, fc1_rows, column);
-        const Chunks ups(args.preact, first, fc1_rows, intermediate + column);
+        const int fc1_rows = args.shape.fc1_rows();
+        if (column >= args.shape.intermediate) return;
+        const GluRows& glu = args.shape.glu;
+        const int at = kGated ? glu.gate(column) : column;
+        const Chunks gates(args.preact, first, fc1_rows, at);
+        const Chunks ups(args.preact, first, fc1_rows, at + glu.to_up);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             gate[i] = gates[i];
@@ -214,8 +247,10 @@ class DifferentiateRows {
             if (first_of_next < end_) next.load(args_, first_of_next, column_);
             const int64_t first_row = rows.first + first;
             const Chunks acts(args_.act, first_row, intermediate, column_);
-            const Chunks gates(args_.dpre, first_row, fc1_rows, column_);
-            const Chunks ups(args_.dpre, first_row, fc1_rows, intermediate + column_);
+            const GluRows& glu = args_.shape.glu;
+            const int at = kGated ? glu.gate(column_) : column_;
+            const Chunks gates(args_.dpre, first_row, fc1_rows, at);
+            const Chunks ups(args_.dpre, first_row, fc1_rows, at + glu.to_up);
             float dprobs[kBatch] = {};
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
@@ -224,21 +259,36 @@ class DifferentiateRows {
                 if (not is_inside) continue;
                 float g[8], z[8], u[8], act[8];
                 unpack8<T>(rows.outputs.chunk(row, lane), g);
+                if constexpr (kGated) {
+                    if (glu.is_paired) unpair(preacts_.gate[i], preacts_.up[i]);
+                    unpack8<T>(preacts_.up[i], u);
+                }
                 unpack8<T>(preacts_.gate[i], z);
-                if constexpr (kGated) unpack8<T>(preacts_.up[i], u);
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
-                    const Activated f = activate<kAct>(z[c]);
-                    const float value = kGated ? f.value * u[c] : f.value;
                     const float scaled = prob * g[c];
+                    float value;
+                    if constexpr (kGated) {
+                        const GluValue f = activate_glu<kAct>(z[c], u[c], args_.swish);
+                        value = f.value;
+                        z[c] = scaled * f.gate_slope;
+                        u[c] = scaled * f.up_slope;
+                    } else {
+                        const Activated f = activate<kAct>(z[c], args_.swish);
+                        value = f.value;
+                        z[c] = scaled * f.slope;
+                    }
                     dprobs[i] += g[c] * value;
                     act[c] = value * prob;
-                    z[c] = scaled * f.slope * (kGated ? u[c] : 1.0f);
-                    u[c] = scaled * f.value;
                 }
                 acts[i] = pack8<T>(act);
-                gates[i] = pack8<T>(z);
-                if constexpr (kGated) ups[i] = pack8<T>(u);
+                uint4 dgate = pack8<T>(z);
+                if constexpr (kGated) {
+                    uint4 dup = pack8<T>(u);
+                    if (glu.is_paired) pair(dgate, dup);
+                    ups[i] = dup;
+                }
+                gates[i] = dgate;
             }
             const float dprob = sum_four(dprobs);
             if (lane < kBatch) {

@@ -5,7 +5,16 @@
 
 namespace flashmoe {
 
-enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kSquaredRelu };
+// kSwish is SiLU and quick GELU where their terms are known at run time only.
+enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kSquaredRelu, kSwish };
+
+// The terms of z sigmoid(beta z), and of what it gates: the gate is clamped from above, and what it
+// is multiplied with from both sides, before the offset is added to that.
+struct SwishTerms {
+    float beta;
+    float clamp;
+    float offset;
+};
 
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -16,8 +25,11 @@ struct Activated {
 };
 
 template <Activation kAct>
-__device__ __forceinline__ Activated activate(float z) {
-    if constexpr (kAct == Activation::kSilu) {
+__device__ __forceinline__ Activated activate(float z, [[maybe_unused]] const SwishTerms& terms) {
+    if constexpr (kAct == Activation::kSwish) {
+        const float bz = terms.beta * z, sigmoid = ptx::rcp(1.0f + ptx::exp2(-kLog2e * bz));
+        return {z * sigmoid, sigmoid + bz * sigmoid * (1.0f - sigmoid)};
+    } else if constexpr (kAct == Activation::kSilu) {
         const float sigmoid = ptx::rcp(1.0f + ptx::exp2(-kLog2e * z)), value = z * sigmoid;
         return {value, sigmoid + value * (1.0f - sigmoid)};
     } else if constexpr (kAct == Activation::kGelu) {
@@ -50,6 +62,28 @@ __device__ __forceinline__ Activated activate(float z) {
     } else {
         const float r = fmaxf(z, 0.0f);
         return {r * r, 2.0f * r};
+    }
+}
+
+// act(gate) * up: its value, and its slopes by what comes before the clamps. Comparisons are such
+// that NaN stays NaN, and that a value at the clamp has the slope of what is below.
+struct GluValue {
+    float value;
+    float gate_slope;
+    float up_slope;
+};
+
+template <Activation kAct>
+__device__ __forceinline__ GluValue activate_glu(float gate, float up, const SwishTerms& terms) {
+    if constexpr (kAct == Activation::kSwish) {
+        const bool is_gate_over = gate > terms.clamp, is_up_over = fabsf(up) > terms.clamp;
+        const float factor = (is_up_over ? copysignf(terms.clamp, up) : up) + terms.offset;
+        const Activated f = activate<kAct>(is_gate_over ? terms.clamp : gate, terms);
+        return {f.value * factor, is_gate_over ? 0.0f : f.slope * factor,
+                is_up_over ? 0.0f : f.value};
+    } else {
+        const Activated f = activate<kAct>(gate, terms);
+        return {f.value * up, f.slope * up, f.value};
     }
 }
 

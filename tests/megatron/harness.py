@@ -24,7 +24,7 @@ VOCABULARY = 128
 SEQ_LENGTH = 16
 HEAD_SIZE = 16
 MICRO_BATCH = 2
-NEWER = {"moe_expert_rank_capacity_factor"}
+NEWER = {"moe_expert_rank_capacity_factor", "moe_mlp_glu_interleave_size"}
 """Fields that the oldest TransformerConfig does not have; they are put there when it is made."""
 
 
@@ -205,6 +205,10 @@ def transformer_config(layout: Layout, dispatcher: str, **overrides: Any) -> Any
         "init_method_std": 0.1,
     }
     settings.update(overrides)
+    if settings["activation_func"] == "quick_gelu":  # which is Megatron's own
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        settings["activation_func"] = quick_gelu
     known = {each.name for each in dataclasses.fields(TransformerConfig)}
     newer = {name: settings.pop(name) for name in NEWER - known if name in settings}
     config = TransformerConfig(**settings)

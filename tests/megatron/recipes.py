@@ -88,6 +88,7 @@ def published() -> tuple[Recipe, ...]:
         "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 1.0,
         "add_bias_linear": True,
+        "moe_grouped_gemm": True,
     }
     return (
         Recipe(

@@ -23,6 +23,13 @@ TOKENS_PER_SEQUENCE, SEQUENCES = 16, 2
 
 REL_L2 = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 
+GPT_OSS = {
+    "activation_func": "quick_gelu",
+    "activation_func_clamp_value": 0.3,  # values are smaller here than the model's, whose is at 7
+    "glu_linear_offset": 1.0,
+    "add_bias_linear": True,
+}
+
 CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "swiglu": (EP2_DP2, {}),
     "one_expert_per_rank": (EP4, {"num_moe_experts": 4}),
@@ -31,6 +38,9 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "gelu": (EP4, {"activation_func": F.gelu, "gated_linear_unit": False}),
     "relu": (EP4, {"activation_func": F.relu, "gated_linear_unit": False}),
     "geglu": (EP4, {"activation_func": F.gelu}),
+    "quick_geglu": (EP4, {"activation_func": "quick_gelu"}),
+    "clamped_swiglu": (EP4, {"activation_func_clamp_value": 0.3}),
+    "gpt_oss": (EP2_DP2, GPT_OSS),
     "router_in_fp64": (EP4, {"moe_router_dtype": "fp64"}),
     "bf16": (EP4, {"bf16": True, "params_dtype": torch.bfloat16}),
     "fp16": (EP4, {"fp16": True, "params_dtype": torch.float16}),
@@ -151,6 +161,33 @@ def test_megatrons_bound_of_rows_holds(two_ranks: RankPool) -> None:
         assert re.search("rank 0 was to receive .* blocks of 128 rows, but its buffers hold", said)
 
 
+def test_gpt_oss_in_grouped_experts_matches_alltoall(two_ranks: RankPool) -> None:
+    settings = {**GPT_OSS, "add_bias_linear": False}
+    for stock, fused in two_ranks.run(both_layers, Layout(expert=2), settings, "te_grouped"):
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 32])
+def test_rows_of_fc1_in_blocks_match_alltoall(block: int, two_ranks: RankPool) -> None:
+    """Gradients come back in the order of the weights."""
+    for stock, fused in two_ranks.run(blocks_and_halves, block):
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+def test_rows_of_fc1_in_blocks_match_megatrons_own(two_ranks: RankPool) -> None:
+    if not two_ranks.run(knows_blocks)[0]:
+        pytest.skip("this Megatron-Core does not know --moe-mlp-glu-interleave-size")
+    settings = {**GPT_OSS, "moe_mlp_glu_interleave_size": 32}
+    for stock, fused in two_ranks.run(both_layers, Layout(expert=2), settings, "te_grouped"):
+        assert fused.keys() == stock.keys()
+        for tensor in fused:
+            assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
 def test_biases_of_grouped_experts_match_alltoall(four_ranks: RankPool) -> None:
     """TEGroupedMLP adds fc1's bias in its linear layer and fc2's, times the probabilities, itself.
 
@@ -232,7 +269,7 @@ def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
 def test_a_configuration_that_was_changed_since_is_refused(two_ranks: RankPool) -> None:
     """Megatron's own argument handling changes configurations after they were checked."""
     for said in two_ranks.run(changed_configuration):
-        assert re.search(r"--glu-linear-offset .*leave it at 0", said)
+        assert re.search(r"--activation-func-clamp-value .*a positive number", said)
 
 
 def test_experts_of_which_some_have_biases_are_refused(two_ranks: RankPool) -> None:
@@ -301,6 +338,35 @@ def both_layers(
         vars(config).update(later or {})
         results.append(run_layer(make_layer(config, experts)))
     return results[0], results[1]
+
+
+def knows_blocks(group: dist.ProcessGroup) -> bool:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return "moe_mlp_glu_interleave_size" in TransformerConfig.__dataclass_fields__
+
+
+def blocks_and_halves(group: dist.ProcessGroup, block: int) -> tuple[dict[str, torch.Tensor], ...]:
+    """Alltoall with all gate rows first, and flashmoe with the same rows in blocks."""
+    prepare(Layout(expert=2))
+    experts = grouped_experts("te_grouped")
+    stock = make_layer(transformer_config(Layout(expert=2), "alltoall", **GPT_OSS), experts)
+    fused = make_layer(
+        transformer_config(
+            Layout(expert=2), "flashmoe", **GPT_OSS, moe_mlp_glu_interleave_size=block
+        ),
+        experts,
+    )
+    rows = stock.experts.linear_fc1.weight0.shape[0]
+    order = torch.arange(rows).view(2, -1, block).transpose(0, 1).flatten()
+    with torch.no_grad():
+        for parameter in fused.experts.linear_fc1.parameters():
+            parameter.copy_(parameter[order].clone())
+    want = run_layer(stock)
+    for name in want:
+        if "linear_fc1" in name:
+            want[name] = want[name][order]
+    return want, run_layer(fused)
 
 
 def replayed_routing(group: dist.ProcessGroup) -> list[tuple[dict[str, torch.Tensor], ...]]:
@@ -526,7 +592,7 @@ def changed_configuration(group: dist.ProcessGroup) -> str:
     """What a layer says to a configuration that was accepted and changed afterwards."""
     prepare(Layout(expert=2))
     config = transformer_config(Layout(expert=2), "flashmoe")
-    config.glu_linear_offset = 1.0
+    config.activation_func_clamp_value = 0.0
     return refusal_of(make_layer, config)
 
 

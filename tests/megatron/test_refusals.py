@@ -1,5 +1,6 @@
 """Settings that flashmoe cannot honour are refused when the configuration is made."""
 
+import math
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -59,13 +60,33 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cuda_graph_impl": "transformer_engine"}, "CUDA graph", "attn"),
     ({"enable_cuda_graph": True}, "CUDA graph", "attn"),
     ({"activation_func": torch.tanh}, "activation", "--swiglu.* or use the alltoall dispatcher"),
-    (
-        {"activation_func_clamp_value": 7.0},
-        "--activation-func-clamp-value",
-        "clamped here, or use the alltoall dispatcher",
+    *(
+        (
+            {"activation_func_clamp_value": value, **others},
+            "--activation-func-clamp-value",
+            "a positive number beside --swiglu or --quick-geglu, or leave it out",
+        )
+        for value, others in (
+            (0.0, {}),  # a clamp at 0 is a clamp
+            (-7.0, {}),
+            (math.inf, {}),
+            (7.0, {"activation_func": F.gelu}),
+            (7.0, {"gated_linear_unit": False}),
+        )
     ),
     ({"activation_func_fp8_input_store": True}, "fp8-input-store", "leave it out"),
-    ({"glu_linear_offset": 1.0}, "--glu-linear-offset", "at 0 or use the alltoall dispatcher"),
+    *(
+        (
+            {"glu_linear_offset": 1.0, **others},
+            "--glu-linear-offset",
+            "leave it at 0, pass --swiglu",
+        )
+        for others in ({"activation_func": F.gelu}, {"gated_linear_unit": False})
+    ),
+    *(
+        ({"use_te_activation_func": True, **terms}, "--use-te-activation-func", "leave it out")
+        for terms in ({"activation_func_clamp_value": 7.0}, {"glu_linear_offset": 1.0})
+    ),
     ({"transformer_impl": "inference_optimized"}, "inference_optimized", "local"),
     ({"expert_model_parallel_size": 16, "num_moe_experts": 16}, "--expert-model-parallel", "8"),
     ({"moe_router_topk": 17, "num_moe_experts": 32}, "--moe-router-topk", "16"),
@@ -82,7 +103,16 @@ REFUSED_IF_KNOWN: list[tuple[dict[str, Any], str]] = [
     ({"moe_paged_stash": True}, "--moe-paged-stash"),
     ({"moe_expert_rank_capacity_factor": 0.9}, "rank-capacity-factor .*pass at least 1"),
     ({"moe_expert_rank_capacity_factor": 2e6}, "rank-capacity-factor .*at most"),
-    ({"moe_mlp_glu_interleave_size": 32}, "--moe-mlp-glu-interleave-size"),
+    *(
+        ({"moe_mlp_glu_interleave_size": size, **others}, "--moe-mlp-glu-interleave-size .*pass 1")
+        for size, others in (
+            (128, {}),  # there are 64 rows
+            (4, {}),
+            (48, {"moe_ffn_hidden_size": 192}),
+            (-32, {}),
+            (32, {"gated_linear_unit": False}),
+        )
+    ),
     ({"moe_dispatch_fwd_dtype": "mxfp8"}, "bf16"),
     ({"moe_combine_bwd_dtype": "mxfp8"}, "bf16"),
     ({"quant_recipe": object()}, "--te-precision-config-file"),
@@ -140,6 +170,10 @@ ACCEPTED: list[dict[str, Any]] = [
     {"fp16": True},
     {"moe_expert_rank_capacity_factor": 1.5},
     {"moe_latent_size": 64, "hidden_size": 80},  # the kernel sees the latent width alone
+    {"activation_func_clamp_value": 7.0, "glu_linear_offset": -0.5},
+    {"moe_mlp_glu_interleave_size": 1},
+    {"moe_mlp_glu_interleave_size": 32},
+    {"use_te_activation_func": True, "activation_func": F.gelu},
 ]
 
 
@@ -304,11 +338,26 @@ def test_zeros_and_empty_words_are_off(name: str, off: object) -> None:
     refuse(config, CONFIG_REFUSALS + SCRIPT_REFUSALS)
 
 
-def test_a_clamp_at_zero_is_a_clamp() -> None:
-    config = transformer_config(Layout(), "flashmoe")
-    config.activation_func_clamp_value = 0.0
-    with pytest.raises(ConfigError, match="--activation-func-clamp-value"):
-        refuse(config, CONFIG_REFUSALS)
+def test_quick_geglu_is_ours() -> None:
+    """Megatron-Core has the function twice, and its own checks know one of them."""
+    from megatron.core import activations
+    from megatron.core.fusions import fused_bias_geglu
+
+    terms = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+    for function in (activations.quick_gelu, fused_bias_geglu.quick_gelu):
+        config = transformer_config(Layout(), "flashmoe", activation_func=function, **terms)
+        found = shape.moe_config(config, torch.nn.Module(), num_ranks=1, max_tokens=64)
+        assert found.activation is Activation.QUICK_GELU
+        assert (found.clamp_value, found.linear_offset) == (7.0, 1.0)
+
+
+def test_grouped_experts_alone_have_rows_in_blocks() -> None:
+    config = transformer_config(Layout(), "flashmoe", moe_mlp_glu_interleave_size=32)
+    sequential = torch.nn.Module()
+    sequential.local_experts = torch.nn.ModuleList()
+    for experts, block in ((torch.nn.Module(), 32), (sequential, 0)):
+        found = shape.moe_config(config, experts, num_ranks=1, max_tokens=64)
+        assert found.glu_interleave == block
 
 
 class HeldActivation(torch.nn.Module):

@@ -91,6 +91,16 @@ CASES = {
     "biases": Case(EP2_DP2, config={"add_bias_linear": True}, ddp=OVERLAP),
     "biases_main_grad": Case(EP2_DP2, config={"add_bias_linear": True}, fuse_main_grad=True),
     "biases_tp2_ep2": Case(Layout(expert=2, tensor=2), config={"add_bias_linear": True}),
+    "gpt_oss": Case(
+        EP2_DP2,
+        config={
+            "activation_func": "quick_gelu",
+            "activation_func_clamp_value": 0.3,
+            "glu_linear_offset": 1.0,
+            "add_bias_linear": True,
+        },
+        fuse_main_grad=True,
+    ),
     "pp2_ep2": Case(Layout(expert=2, pipeline=2), ddp=OVERLAP),
     "pp2_vpp2_ep2": Case(Layout(expert=2, pipeline=2, virtual=2), micro_batches=4),
     "overlapped_pp2_vpp2_ep2": Case(

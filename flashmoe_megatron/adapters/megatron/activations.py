@@ -6,13 +6,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashmoe_megatron.config import Activation
+from flashmoe_megatron.config import BOUNDED_ACTIVATIONS, Activation
 from flashmoe_megatron.errors import ConfigError
 
 
 def activation_of(function: Any) -> Activation | None:
     """The activation that a Python function computes, ``None`` if it is not one of ours."""
-    from megatron.core.activations import fast_gelu, squared_relu
+    from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+    from megatron.core.fusions import fused_bias_geglu
 
     if isinstance(function, functools.partial):
         # One partial means an activation of ours: GELU with its tanh form chosen.
@@ -24,10 +25,20 @@ def activation_of(function: Any) -> Activation | None:
         (F.relu, Activation.RELU),
         (fast_gelu, Activation.GELU_TANH),
         (squared_relu, Activation.SQUARED_RELU),
+        (quick_gelu, Activation.QUICK_GELU),
+        (fused_bias_geglu.quick_gelu, Activation.QUICK_GELU),  # which Megatron's own checks know
     ):
         if function is known:
             return activation
     return None
+
+
+def takes_glu_terms(config: Any) -> bool:
+    """Whether a configuration's experts have a gate that may have a clamp and an offset."""
+    is_gated = bool(getattr(config, "gated_linear_unit", False))
+    return is_gated and activation_of(getattr(config, "activation_func", None)) in (
+        BOUNDED_ACTIVATIONS
+    )
 
 
 _TE_ACTIVATIONS = {

@@ -13,6 +13,9 @@ ROW_BOUND = "moe_expert_rank_capacity_factor"
 OVERLAP = "overlap_moe_expert_parallel_comm"
 """Megatron's schedule that runs one micro-batch's forward beside another's backward."""
 
+INTERLEAVE = "moe_mlp_glu_interleave_size"
+"""Grouped experts have gate and up rows of fc1 in blocks of so many."""
+
 SHARED_OVERLAP = "moe_shared_expert_overlap"
 """The shared expert is computed on a stream of its own, beside the routed ones."""
 
@@ -25,16 +28,6 @@ def is_set(name: str) -> Asks:
     return lambda config: bool(getattr(config, name, None))
 
 
-def is_number(name: str) -> Asks:
-    """Whether a setting is a number, of which 0 is as good as any; ``False`` says off."""
-
-    def is_number(config: Any) -> bool:
-        value = getattr(config, name, None)
-        return value is not None and value is not False
-
-    return is_number
-
-
 def is_other_than(name: str, wanted: str) -> Asks:
     """Whether a setting is on and is not the wanted choice."""
     return lambda config: (getattr(config, name, None) or wanted) != wanted
@@ -44,6 +37,12 @@ def number(config: Any, name: str, default: int) -> int:
     """A whole number, or the default where none is given."""
     value = getattr(config, name, None)
     return default if value is None else int(value)
+
+
+def clamp_value(config: Any) -> float | None:
+    """What bounds the activation's inputs, a number of which 0 is one; ``False`` says off."""
+    value = getattr(config, "activation_func_clamp_value", None)
+    return None if value is None or value is False else float(value)
 
 
 def expert_width(config: Any) -> int:

@@ -9,20 +9,29 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_megatron.adapters.megatron.activations import activation_of
+from flashmoe_megatron.adapters.megatron.activations import activation_of, takes_glu_terms
 from flashmoe_megatron.adapters.megatron.asked import (
+    INTERLEAVE,
     ROW_BOUND,
+    clamp_value,
     expert_ffn_size,
     expert_tensor_size,
     graphs_experts,
-    is_number,
     is_other_than,
     is_set,
     number,
     offloads,
 )
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
-from flashmoe_megatron.config import DIM_GRANULE, MAX_RANKS, MAX_ROW_BOUND, MAX_TOPK
+from flashmoe_megatron.config import (
+    DIM_GRANULE,
+    GLU_CHUNK,
+    MAX_GLU_TERM,
+    MAX_RANKS,
+    MAX_ROW_BOUND,
+    MAX_TOPK,
+    is_block_of,
+)
 from flashmoe_megatron.errors import ConfigError
 
 
@@ -70,6 +79,13 @@ def refuse(config: Any, refusals: Iterable[Refusal]) -> None:
     """
     for refusal in refusals_of(config, refusals):
         raise ConfigError(refusal.message(config))
+
+
+def _is_block(config: Any) -> bool:
+    """Whether fc1's rows can alternate in blocks of the size that is asked for."""
+    size = number(config, INTERLEAVE, 0)
+    is_gated = is_set("gated_linear_unit")(config)
+    return is_gated and is_block_of(size, expert_ffn_size(config))
 
 
 CONFIG_REFUSALS: tuple[Refusal, ...] = (
@@ -162,13 +178,15 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "activation_func",
         "the activation function",
         lambda config: activation_of(getattr(config, "activation_func", None)) is None,
-        "use SwiGLU (--swiglu), GELU, --squared-relu, ReLU or SiLU, or use the alltoall dispatcher",
+        "use SwiGLU (--swiglu), --quick-geglu, GELU, --squared-relu, ReLU or SiLU, or use the "
+        "alltoall dispatcher",
     ),
     Refusal(
         "activation_func_clamp_value",
         "--activation-func-clamp-value",
-        is_number("activation_func_clamp_value"),
-        "leave it out, activations are not clamped here, or use the alltoall dispatcher",
+        lambda config: clamp_value(config) is not None
+        and not (takes_glu_terms(config) and 0 < (clamp_value(config) or 0) <= MAX_GLU_TERM),
+        "pass a positive number beside --swiglu or --quick-geglu, or leave it out",
     ),
     Refusal(
         "activation_func_fp8_input_store",
@@ -179,14 +197,22 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "glu_linear_offset",
         "--glu-linear-offset",
-        is_set("glu_linear_offset"),
-        "leave it at 0 or use the alltoall dispatcher",
+        lambda config: is_set("glu_linear_offset")(config) and not takes_glu_terms(config),
+        "leave it at 0, pass --swiglu or --quick-geglu, or use the alltoall dispatcher",
     ),
     Refusal(
-        "moe_mlp_glu_interleave_size",
+        "use_te_activation_func",
+        "--use-te-activation-func beside a clamp or an offset",
+        lambda config: is_set("use_te_activation_func")(config)
+        and (clamp_value(config) is not None or is_set("glu_linear_offset")(config)),
+        "leave it out, Transformer Engine's operations have neither",
+    ),
+    Refusal(
+        INTERLEAVE,
         "--moe-mlp-glu-interleave-size",
-        is_set("moe_mlp_glu_interleave_size"),
-        "leave it out, fc1 holds all gate rows before all others",
+        lambda config: is_set(INTERLEAVE)(config) and not _is_block(config),
+        f"pass 1, or a power of two from {GLU_CHUNK} on that divides the FFN width of gated "
+        "experts, or leave it out for an fc1 with all gate rows first",
     ),
     *(
         Refusal(

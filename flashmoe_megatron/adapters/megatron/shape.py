@@ -7,10 +7,13 @@ import torch
 
 from flashmoe_megatron.adapters.megatron.activations import activation_of_experts
 from flashmoe_megatron.adapters.megatron.asked import (
+    INTERLEAVE,
     ROW_BOUND,
+    clamp_value,
     expert_ffn_size,
     expert_width,
     graphs_iteration,
+    number,
     recomputes_layers,
 )
 from flashmoe_megatron.adapters.megatron.settings import Settings, flag_of, megatron_args
@@ -42,10 +45,20 @@ def moe_config(
         topk=config.moe_router_topk,
         activation=activation_of_experts(config, experts),
         gated=bool(config.gated_linear_unit),
+        clamp_value=clamp_value(config),
+        linear_offset=float(getattr(config, "glu_linear_offset", None) or 0),
+        glu_interleave=_interleave(config, experts),
         num_ranks=num_ranks,
         max_tokens=max_tokens,
         skip_zero_probs=_pads_to_capacity(config),
     )
+
+
+def _interleave(config: Any, experts: torch.nn.Module) -> int:
+    """Rows of the blocks in fc1, which Megatron's sequential experts do not have."""
+    if hasattr(experts, "local_experts"):
+        return 0
+    return number(config, INTERLEAVE, 0)
 
 
 def _pads_to_capacity(config: Any) -> bool:

@@ -153,6 +153,18 @@ MUTATIONS = (
         "tests/unit/test_group_memory.py"
         "::test_a_heap_that_does_not_fit_is_refused_before_it_is_allocated",
     ),
+    Mutation(
+        "a clamped gate keeps its gradient",
+        "grad_gate * (gate <= config.clamp_value)",
+        "grad_gate * (gate < math.inf)",
+        "tests/unit/test_autograd.py::test_gradients_are_the_slopes_of_the_function[gpt-oss]",
+    ),
+    Mutation(
+        "sequential experts are read in blocks of rows",
+        'if hasattr(experts, "local_experts"):\n        return 0',
+        "if experts is None:\n        return 0",
+        "tests/megatron/test_refusals.py::test_grouped_experts_alone_have_rows_in_blocks",
+    ),
 )
 
 

@@ -74,8 +74,18 @@ def set_attribute(name: str, value: object) -> Callable[[Any], None]:
     return lambda engine: setattr(first_layer(engine), name, value)
 
 
-def clamped(engine: Any) -> None:
-    first_layer(engine).experts.activation = "swiglu_oai"
+def unknown_form(engine: Any) -> None:
+    first_layer(engine).experts.activation = "swiglu_plus"
+
+
+def other_alpha(engine: Any) -> None:
+    experts = first_layer(engine).experts
+    experts.activation, experts.activation_alpha = "swiglu_oai", 1.5
+
+
+def clamp_at_zero(engine: Any) -> None:
+    experts = first_layer(engine).experts
+    experts.activation, experts.activation_limit = "swiglu_clamped", 0.0
 
 
 def late(engine: Any) -> None:
@@ -150,9 +160,11 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     ),
     "autoep activation": (
         AUTOEP,
-        clamped,
-        "its experts compute 'swiglu_oai', wanted one of swiglu",
+        unknown_form,
+        "its experts compute 'swiglu_plus', wanted one of swiglu, .*, swiglu_oai",
     ),
+    "autoep alpha": (AUTOEP, other_alpha, "its experts' activation_alpha is 1.5, wanted 1.702"),
+    "autoep clamp": (AUTOEP, clamp_at_zero, "clamp_value=0.0: wanted None or a positive number"),
     "autoep as it is": (AUTOEP, nothing, ""),
     "autoep late": (AUTOEP, set_attribute("ep_group", None), "added after deepspeed.initialize"),
 }

@@ -28,6 +28,7 @@ class Case:
         model: Arguments of the model.
         zero: ZeRO stage.
         ep_size: AutoEP's expert-parallel size.
+        expert_parallel: Further keys of AutoEP's section.
         config: Further keys of the DeepSpeed configuration, nested ones replaced as a whole.
         tokens: Each rank's number of tokens in one micro-batch, repeated over ranks.
         used: Share of the tokens that are in use, per rank; ``None`` gives no mask.
@@ -40,6 +41,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     zero: int = 0
     ep_size: int = 2
+    expert_parallel: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] = (24,)
     used: tuple[float, ...] | None = None
@@ -99,6 +101,7 @@ def ds_config(case: Case, *, fused: bool) -> dict[str, Any]:
             "autoep_size": case.ep_size,
             "preset_model": case.model.get("preset", "mixtral"),
             "use_grouped_mm": False,
+            **case.expert_parallel,
         }
     if fused:
         config["flashmoe"] = {"enabled": True, **case.flashmoe}

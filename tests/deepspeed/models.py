@@ -62,6 +62,10 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
@@ -81,6 +85,7 @@ EXPERTS: dict[str, Callable[[], nn.Module]] = {
     "swiglu": Gated,
     "swiglu_bias": lambda: Gated(bias=True),
     "geglu": lambda: Gated(F.gelu),
+    "quick_geglu": lambda: Gated(quick_gelu),
     "swiglu_in_one": GatedInOne,
     "swiglu_up_first": lambda: GatedInOne(up_first=True, bias=True),
 }
@@ -165,8 +170,9 @@ def tell_experts_apart(model: nn.Module) -> None:
 class StackedExperts(nn.Module):
     """Experts as transformers stores them; AutoEP takes them from here."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, limit: float | None) -> None:
         super().__init__()
+        self.limit = limit
         self.gate_up_proj = nn.Parameter(torch.randn(num_experts, 2 * WIDTH, HIDDEN) / 8)
         self.down_proj = nn.Parameter(torch.randn(num_experts, HIDDEN, WIDTH) / 11)
 
@@ -192,6 +198,7 @@ class AutoEPModel(nn.Module):
         num_layers: Blocks.
         num_experts: Experts of each block.
         topk: Experts of a token.
+        limit: What clamps the experts' activation, which the configuration then names.
         checkpointing: Recompute MoE blocks in backward.
         reentrant: In the older way of torch.
     """
@@ -202,6 +209,7 @@ class AutoEPModel(nn.Module):
         num_layers: int = 2,
         num_experts: int = 4,
         topk: int = 2,
+        limit: float | None = None,
         checkpointing: bool = False,
         reentrant: bool = False,
     ) -> None:
@@ -226,7 +234,7 @@ class AutoEPModel(nn.Module):
             layer.dense = nn.Linear(HIDDEN, HIDDEN)
             layer.mlp = nn.Module()
             layer.mlp.gate = nn.Linear(HIDDEN, num_experts, bias=False)
-            layer.mlp.experts = StackedExperts(num_experts)
+            layer.mlp.experts = StackedExperts(num_experts, limit)
             if preset == "deepseek_v3":
                 layer.mlp.shared_experts = SharedExpert()
                 layer.mlp.gate.register_buffer(

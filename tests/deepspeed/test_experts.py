@@ -24,6 +24,7 @@ WANTED = {
     "swiglu": (Activation.SILU, True, False),
     "swiglu_bias": (Activation.SILU, True, True),
     "geglu": (Activation.GELU, True, False),
+    "quick_geglu": (Activation.QUICK_GELU, True, False),
     "swiglu_in_one": (Activation.SILU, True, False),
     "swiglu_up_first": (Activation.SILU, True, True),
 }

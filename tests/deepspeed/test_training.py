@@ -118,6 +118,20 @@ def test_experts(expert: str, two_ranks: RankPool) -> None:
     check(two_ranks, Case(**native(expert=expert, k=2), zero=2, steps=2))
 
 
+@pytest.mark.parametrize("form", ["swiglu_clamped", "swiglu_oai"])
+def test_clamped_experts_of_autoep(form: str, two_ranks: RankPool) -> None:
+    """The clamp is where it acts on a part of the values."""
+    if not two_ranks.run(knows_forms)[0]:
+        pytest.skip("this DeepSpeed's AutoEP knows SwiGLU alone")
+    check(two_ranks, Case(**autoep(limit=0.5), expert_parallel={"expert_activation": form}, zero=2))
+
+
+def knows_forms(group: dist.ProcessGroup) -> bool:
+    from deepspeed.moe import ep_experts
+
+    return hasattr(ep_experts, "EXPERT_ACTIVATIONS")
+
+
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks(name: str, four_ranks: RankPool) -> None:
     check(four_ranks, FOUR_RANKS[name])

@@ -1,5 +1,7 @@
 """DeepSpeed's AutoEP layer on flashmoe. Imported after DeepSpeed."""
 
+from typing import Any
+
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
@@ -11,8 +13,15 @@ from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import SplitWeights
 
-_ACTIVATIONS = {"swiglu": Activation.SILU, "geglu_tanh": Activation.GELU_TANH}
-"""Gated forms that are also ours, by DeepSpeed's names; its other forms clamp."""
+_ACTIVATIONS = {
+    "swiglu": Activation.SILU,
+    "geglu_tanh": Activation.GELU_TANH,
+    "swiglu_clamped": Activation.SILU,
+    "swiglu_oai": Activation.QUICK_GELU,
+}
+"""Gated forms that are also ours, by DeepSpeed's names."""
+
+_QUICK_GELU_ALPHA = 1.702
 
 
 class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
@@ -104,11 +113,7 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
         raise ConfigError(
             f"expert_parallel.comm_backend is {layer.comm_backend!r}, wanted 'comm' or 'flashmoe'"
         )
-    activation = getattr(experts, "activation", "swiglu")
-    if activation not in _ACTIVATIONS:
-        raise ConfigError(
-            f"its experts compute {activation!r}, wanted one of {', '.join(_ACTIVATIONS)}"
-        )
+    form = _form_of(experts)
     classes = check_forwards(experts)
     # Sharded parameters are empty between uses and carry their shape beside them.
     _, intermediate, hidden = getattr(experts.w1, "ds_shape", experts.w1.shape)
@@ -117,12 +122,32 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
         intermediate=intermediate,
         num_experts=layer.num_experts,
         topk=layer.top_k,
-        activation=_ACTIVATIONS[activation],
         gated=True,
+        **form,
         num_ranks=layer.ep_size,
         max_tokens=1,
     )
     return LayerInfo(shape, layer.ep_group, experts.w1.dtype, classes)
+
+
+def _form_of(experts: GroupedExperts) -> dict[str, Any]:
+    """The activation of a layer's experts and its terms, as MoEConfig has them."""
+    activation = getattr(experts, "activation", "swiglu")
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(
+            f"its experts compute {activation!r}, wanted one of {', '.join(_ACTIVATIONS)}"
+        )
+    form: dict[str, Any] = {"activation": _ACTIVATIONS[activation]}
+    if activation in ("swiglu_clamped", "swiglu_oai"):
+        form["clamp_value"] = experts.activation_limit
+    if activation == "swiglu_oai":
+        form["linear_offset"] = 1.0
+        if experts.activation_alpha != _QUICK_GELU_ALPHA:
+            raise ConfigError(
+                f"its experts' activation_alpha is {experts.activation_alpha}, wanted "
+                f"{_QUICK_GELU_ALPHA}"
+            )
+    return form
 
 
 def fuse(layer: AutoEPMoELayer, info: LayerInfo, served: Served) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters import megatron as adapter
+from flashmoe_megatron.adapters.megatron.offload import unused_modules
 from tests.distributed import RankPool
 from tests.megatron.harness import Case, Layout, Outcome, prepare, train, transformer_config
 from tests.megatron.test_training import assert_same
@@ -104,8 +105,6 @@ def _on_processors() -> Iterator[list[torch.Tensor]]:
     ("keep", "unused"), [("all", []), ("preactivations", BOTH[:1]), ("inputs", BOTH)]
 )
 def test_what_is_not_kept_is_not_offloaded(keep: Any, unused: list[str]) -> None:
-    from flashmoe_megatron.adapters.megatron.offload import unused_modules
-
     adapter.install()
     config = transformer_config(Layout(), "flashmoe")
     vars(config).update(offloaded(*BOTH, "core_attn"))

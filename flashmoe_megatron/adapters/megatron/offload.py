@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 
 from flashmoe_megatron.adapters.megatron.asked import offloads
 from flashmoe_megatron.adapters.megatron.settings import flag_of
@@ -38,9 +37,12 @@ def run_offloaded(config: Any, x: torch.Tensor, launch: Launch) -> torch.Tensor:
     modules = [module for module in _SAVED_AS if offloads(module)(config)]
     if not modules:
         return launch(x, None)
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
+
     interface = megatron_offload.FineGrainedActivationOffloadingInterface
+    manager = megatron_offload.PipelineOffloadManager.get_instance()
     group = interface(True, x, modules[0])
-    with group as tokens, _only_chosen() as chosen:
+    with group as tokens, _only_chosen(manager) as chosen:
 
         def choose(saved: Any) -> None:
             names = (_SAVED_AS[module] for module in modules)
@@ -74,9 +76,8 @@ def unused_modules(config: Any, keep: Keep) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _only_chosen() -> Iterator[list[torch.Tensor]]:
+def _only_chosen(manager: Any) -> Iterator[list[torch.Tensor]]:
     """Gives Megatron's hooks, which are there already, only some of the tensors that are saved."""
-    manager = megatron_offload.PipelineOffloadManager.get_instance()
     chosen: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> Any:

@@ -17,6 +17,7 @@ _PATCHES = (
     ("core.transformer.transformer_config", "layer", "patch_config"),
     ("core.transformer.moe.moe_layer", "layer", "patch_layer"),
     ("core.transformer.moe.experts", "fp8", "patch_experts"),
+    ("core.transformer.moe.megakernel.factory", "megakernel", "patch_factory"),
     ("core.transformer.moe.moe_utils", "fixes", "define_te_general_gemm"),
     ("core.distributed.param_and_grad_buffer", "grad_reduce", "patch_buckets"),
     ("core.full_cuda_graph", "graphs", "patch_full_graph"),

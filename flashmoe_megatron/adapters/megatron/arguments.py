@@ -5,6 +5,7 @@ import difflib
 from types import ModuleType
 from typing import Any
 
+from flashmoe_megatron.adapters.megatron.asked import MEGAKERNEL
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, FLAG_PREFIX, Settings
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
@@ -21,7 +22,7 @@ def patch_arguments(arguments: ModuleType) -> None:
 
 
 def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the dispatcher type and the flashmoe group to a parser.
+    """Adds the dispatcher type, our megakernel and the flashmoe group to a parser.
 
     Args:
         parser: Has ``--moe-token-dispatcher-type``.
@@ -32,7 +33,15 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Raises:
         ConfigError: The parser has no such flag, so this is no Megatron that can be extended.
     """
-    _dispatcher_action(parser).choices = _with_flashmoe(_dispatcher_action(parser).choices)
+    dispatcher = _action(parser, "moe_token_dispatcher_type")
+    if dispatcher is None:
+        raise ConfigError(
+            "Megatron's parser has no --moe-token-dispatcher-type; wanted Megatron-Core 0.16.1 or "
+            "newer"
+        )
+    # Releases up to 0.19 have no megakernels.
+    for action in filter(None, (dispatcher, _action(parser, MEGAKERNEL))):
+        action.choices = _with_flashmoe(action.choices)
     add_flag_group(parser)
     return parser
 
@@ -72,13 +81,8 @@ def name_nearest_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-def _dispatcher_action(parser: argparse.ArgumentParser) -> Any:
-    for action in parser._actions:
-        if action.dest == "moe_token_dispatcher_type":
-            return action
-    raise ConfigError(
-        "Megatron's parser has no --moe-token-dispatcher-type; wanted Megatron-Core 0.16.1 or newer"
-    )
+def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
+    return next((action for action in parser._actions if action.dest == name), None)
 
 
 def _with_flashmoe(choices: Any) -> Any:

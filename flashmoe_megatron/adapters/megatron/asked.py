@@ -7,6 +7,8 @@ given as off.
 from collections.abc import Callable
 from typing import Any
 
+from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
+
 ROW_BOUND = "moe_expert_rank_capacity_factor"
 """Megatron's own name of the row bound: it has the same measure, the mean number of rows."""
 
@@ -19,6 +21,9 @@ INTERLEAVE = "moe_mlp_glu_interleave_size"
 SHARED_OVERLAP = "moe_shared_expert_overlap"
 """The shared expert is computed on a stream of its own, beside the routed ones."""
 
+MEGAKERNEL = "moe_megakernel_backend"
+"""The name of a backend behind Megatron's megakernel interface."""
+
 Asks = Callable[[Any], bool]
 """Whether a configuration asks for something."""
 
@@ -26,6 +31,11 @@ Asks = Callable[[Any], bool]
 def is_set(name: str) -> Asks:
     """Whether a setting is on: ``None``, ``False``, 0 and an empty string are ways to say off."""
     return lambda config: bool(getattr(config, name, None))
+
+
+def is_megakernel(config: Any) -> bool:
+    """Whether a model's MoE layers are to run on ours behind Megatron's megakernel interface."""
+    return bool(getattr(config, MEGAKERNEL, None) == DISPATCHER_TYPE)
 
 
 def is_other_than(name: str, wanted: str) -> Asks:

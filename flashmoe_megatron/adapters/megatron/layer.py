@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.asked import OVERLAP, ROW_BOUND, SHARED_OVERLAP
+from flashmoe_megatron.adapters.megatron.asked import (
+    MEGAKERNEL,
+    OVERLAP,
+    ROW_BOUND,
+    SHARED_OVERLAP,
+    is_megakernel,
+)
 from flashmoe_megatron.adapters.megatron.fp8 import bfloat16_experts
 from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
 from flashmoe_megatron.adapters.megatron.schedule import check_schedule, reduce_gradients
@@ -47,12 +53,15 @@ def patch_layer(moe_layer: ModuleType) -> None:
 
 def _checked_post_init(original: Function) -> Function:
     def post_init(self: Any) -> None:
-        if self.moe_token_dispatcher_type == DISPATCHER_TYPE and self.num_moe_experts:
+        is_ours = self.moe_token_dispatcher_type == DISPATCHER_TYPE or is_megakernel(self)
+        if is_ours and self.num_moe_experts:
             from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 
             refuse(self, CONFIG_REFUSALS)
             shown: dict[str, Any] = {ROW_BOUND: None}
-            if getattr(self, OVERLAP, False) or getattr(self, SHARED_OVERLAP, False):
+            if is_megakernel(self):
+                shown[MEGAKERNEL] = None  # its checks are of one backend's limits
+            elif getattr(self, OVERLAP, False) or getattr(self, SHARED_OVERLAP, False):
                 shown["moe_token_dispatcher_type"] = STOCK_DISPATCHER_TYPE
             with _showing(self, shown):
                 original(self)
@@ -85,7 +94,8 @@ def _flashmoe_init(original: Function) -> Function:
         arguments = signature.bind(self, *args, **kwargs).arguments
         config = arguments["config"]
         if config.moe_token_dispatcher_type != DISPATCHER_TYPE:
-            original(self, *args, **kwargs)
+            with bfloat16_experts() if is_megakernel(config) else contextlib.nullcontext():
+                original(self, *args, **kwargs)
             tell_dispatcher(getattr(self, "ep_group", None), config.moe_token_dispatcher_type)
             return
         from megatron.core.transformer.moe.moe_utils import get_default_pg_collection

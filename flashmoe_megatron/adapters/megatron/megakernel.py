@@ -1,21 +1,24 @@
-"""The routed and shared experts behind the megakernel interface of Megatron-LM's pull request 6572.
+"""The routed and shared experts behind Megatron's own megakernel interface.
 
 There a MoE layer hands its routing result to a ``MegakernelBackend``, a module with
-``forward(hidden_states, probs, routing_map)`` that replaces dispatch, experts and combine. The
-factory of that package needs one branch that makes :class:`FlashMoEMegakernel` with its own
-arguments.
+``forward(hidden_states, probs, routing_map)`` that replaces dispatch, experts and combine. Three
+functions of that package's factory know the backends by the name that a configuration has; each
+gets a branch for ours.
 """
 
+import contextlib
 import itertools
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from flashmoe_megatron.adapters.megatron.asked import OVERLAP
+from flashmoe_megatron.adapters.megatron.asked import OVERLAP, is_megakernel
 from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
+from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
 
 try:
@@ -92,6 +95,34 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
         for shared in self._shared:
             output = output + shared(hidden_states)
         return output
+
+
+def patch_factory(module: ModuleType) -> None:
+    """Adds our backend to NVIDIA's factory.
+
+    Args:
+        module: ``megatron.core.transformer.moe.megakernel.factory``.
+    """
+    patch(module, "build_megakernel_backend", _build)
+    patch(module, "prepare_megakernel_shared_expert_config", _as_it_is)
+    patch(module, "megakernel_shared_expert_init_context", _no_context)
+
+
+def _build(original: Function) -> Function:
+    def build(*, config: Any, **arguments: Any) -> Any:
+        make = FlashMoEMegakernel if is_megakernel(config) else original
+        return make(config=config, **arguments)
+
+    return build
+
+
+def _as_it_is(original: Function) -> Function:
+    return lambda config: config if is_megakernel(config) else original(config)
+
+
+def _no_context(original: Function) -> Function:
+    """Shared experts are built as without a megakernel: Megatron's own forward computes them."""
+    return lambda config: (contextlib.nullcontext() if is_megakernel(config) else original(config))
 
 
 _built = itertools.count()

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together, WeightGrad
+from flashmoe_megatron.checks import check_choices_dtype
+from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.router import Router, refuse_second_derivative
 from flashmoe_megatron.weights import SplitGrads, SplitWeights, WrappedWeights
 
@@ -23,10 +25,12 @@ outputs as ``preact``, if it keeps them."""
 def moe_apply(
     backend: Backend,
     x: torch.Tensor,
-    probs: torch.Tensor,
-    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor | None,
     weights: ExpertWeights | SplitWeights,
     *,
+    topk_idx: torch.Tensor | None = None,
+    topk_weight: torch.Tensor | None = None,
     accumulate_into_main_grad: bool = False,
     ordered_grads: bool = False,
     layer: int = 0,
@@ -47,12 +51,18 @@ def moe_apply(
     Args:
         backend: Computes the layer.
         x: ``[num_tokens, hidden]``, contiguous and 16-byte aligned.
-        probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``.
-        routing_map: ``[num_tokens, num_experts]`` bool.
+        probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``, contiguous; ``None`` if the
+            routing is given by indices.
+        routing_map: ``[num_tokens, num_experts]`` bool, contiguous; ``None`` with ``probs``.
         weights: The local experts, parameters or views of parameters, of one expert or of a stack,
             whose gradient is one stack. As :class:`~flashmoe_megatron.weights.SplitWeights`, gate
             and up projections that are parameters of their own; as
             :class:`~flashmoe_megatron.weights.WrappedWeights`, stacks of another class.
+        topk_idx: In place of ``routing_map``: ``[num_tokens, choices]`` int32 or int64, contiguous,
+            the experts of each token in any order, at most ``topk`` and each at most once; -1 is
+            none. Results have the same bits as with the map of the same choices.
+        topk_weight: In place of ``probs``: ``[num_tokens, choices]`` float32 or ``x.dtype``,
+            contiguous; its gradient has its order.
         accumulate_into_main_grad: Add the gradient of each weight that has a ``main_grad`` to it,
             set the weight's ``grad_added_to_main_grad`` and return a dummy to autograd, so that
             hooks on the parameter fire (Megatron's fused gradient accumulation). The dummy is
@@ -75,14 +85,17 @@ def moe_apply(
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
 
     Raises:
+        ConfigError: Both forms of routing are given, or none as a whole; or ``SplitWeights`` are
+            given to a backend whose fc1 has its rows in blocks.
         ShapeError: A tensor is not what the layer was built for.
-        ConfigError: ``SplitWeights`` are given to a backend whose fc1 has its rows in blocks.
-        RoutingError: The routing is not usable.
+        RoutingError: The routing is not usable: a token selects too many experts or one twice, an
+            index is out of range, or a weight is NaN.
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
     """
     with Together(backend):
         if isinstance(weights, SplitWeights):
             weights.check(backend.config)
+        probs, routing_map = _one_routing(probs, routing_map, topk_idx, topk_weight)
         parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
         if not parameters or not any(t.requires_grad for t in (x, probs, *parameters)):
             return backend.forward(
@@ -106,6 +119,34 @@ def moe_apply(
         )
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def _one_routing(
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor | None,
+    topk_idx: torch.Tensor | None,
+    topk_weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The form of routing that is given, as a backend takes it.
+
+    Raises:
+        ConfigError: Both are, or none as a whole.
+        ShapeError: A backend would take the map for indices.
+    """
+    if probs is not None and routing_map is not None and topk_idx is topk_weight is None:
+        if routing_map.dtype != torch.bool:
+            raise ShapeError(f"routing_map is {routing_map.dtype}, wanted {torch.bool}")
+        return probs, routing_map
+    if topk_idx is not None and topk_weight is not None and probs is routing_map is None:
+        check_choices_dtype(topk_idx)
+        return topk_weight, topk_idx
+    names = ("probs", "routing_map", "topk_idx", "topk_weight")
+    given = zip(names, (probs, routing_map, topk_idx, topk_weight), strict=True)
+    listed = ", ".join(name for name, tensor in given if tensor is not None) or "none"
+    raise ConfigError(
+        f"the routing is given by {listed}: wanted probs and routing_map, or topk_idx and "
+        "topk_weight"
+    )
 
 
 def in_backward() -> bool:

@@ -171,8 +171,10 @@ class Backend(Protocol):
         Args:
             x: ``[num_tokens, hidden]``, contiguous.
             probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``; scales the activation of
-                each selected expert before fc2.
-            routing_map: ``[num_tokens, num_experts]`` bool; which experts each token selects.
+                each selected expert before fc2. With indices, ``[num_tokens, choices]``.
+            routing_map: ``[num_tokens, num_experts]`` bool; which experts each token selects. Or
+                their indices, ``[num_tokens, choices]`` int32 or int64, with at most ``topk``
+                choices; -1 selects none.
             weights: The local experts.
             training: Whether a backward will follow; what it needs is returned as ``saved``.
             layer: A number, at least 0, that comes back in the records of this forward and of its
@@ -219,8 +221,8 @@ class Backend(Protocol):
         of biases are asked for exactly where ``weights`` has biases.
 
         Returns:
-            Gradients of ``x`` (``[num_tokens, hidden]``) and of ``probs``
-            (``[num_tokens, num_experts]``, zero where not selected), in their inputs' dtypes.
+            Gradients of ``x`` (``[num_tokens, hidden]``) and of ``probs`` (in its shape, zero where
+            not selected), in their inputs' dtypes.
 
         Raises:
             ShapeError: ``grad_out`` is not a gradient of that forward's output.

@@ -11,6 +11,7 @@ from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ShapeError
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int32, torch.int64)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 """What tokens and weights may be on the kernel."""
 
@@ -30,7 +31,8 @@ def check_tokens(
         config: The layer's shape.
         x: ``[num_tokens, hidden]``, contiguous, and 16-byte aligned.
         probs: ``[num_tokens, num_experts]`` float32 or ``dtype``, contiguous.
-        routing_map: ``[num_tokens, num_experts]`` bool, contiguous.
+        routing_map: ``[num_tokens, num_experts]`` bool, contiguous; or indices, and ``probs`` are
+            their weights: ``[num_tokens, choices]`` int32 or int64 with at most ``topk`` choices.
         dtype: The experts' weights'.
         device: The backend's.
 
@@ -38,7 +40,10 @@ def check_tokens(
         ShapeError: One of them differs; the message names the tensor, the got and the wanted.
     """
     check_readable("x", x)
+    is_map = routing_map.dtype == torch.bool
     wanted = (len(x), config.num_experts) if x.dim() else ()
+    if not is_map and routing_map.dim() == 2 and routing_map.shape[1] <= config.topk:
+        wanted = (*wanted[:1], routing_map.shape[1])
     if (  # runs before every launch, while the GPU may be idle
         x.dim() == 2
         and x.shape[1] == config.hidden
@@ -47,7 +52,7 @@ def check_tokens(
         and probs.shape == wanted
         and routing_map.shape == wanted
         and (probs.dtype == torch.float32 or probs.dtype == dtype)
-        and routing_map.dtype == torch.bool
+        and (is_map or routing_map.dtype in INDEX_DTYPES)
         and x.device == probs.device == routing_map.device == device
         and x.is_contiguous()
         and probs.is_contiguous()
@@ -80,6 +85,8 @@ def _refuse_tokens(
             f"max_tokens={config.max_tokens} per rank"
         )
     _check_placement("x", x, device)
+    if routing_map.dtype in INDEX_DTYPES:
+        return check_choices(config, x, routing_map, probs)
     wanted = (num_tokens, config.num_experts)
     for name, tensor, dtypes in (
         ("probs", probs, (torch.float32, dtype)),
@@ -90,6 +97,79 @@ def _refuse_tokens(
         if tensor.dtype not in dtypes:
             raise ShapeError(f"{name} is {tensor.dtype}, wanted {_names(dtypes)}")
         _check_placement(name, tensor, device)
+    return None
+
+
+def check_choices_dtype(topk_idx: torch.Tensor) -> None:
+    """Refuses indices that a backend would take for something else.
+
+    Raises:
+        ShapeError: They are not integers of 32 or 64 bits.
+    """
+    if topk_idx.dtype not in INDEX_DTYPES:
+        raise ShapeError(f"topk_idx is {topk_idx.dtype}, wanted {_names(INDEX_DTYPES)}")
+
+
+def check_choices(
+    config: MoEConfig, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor
+) -> None:
+    """Checks routing by indices, but for its values.
+
+    Args:
+        config: The layer's shape.
+        x: ``[num_tokens, hidden]``, already checked.
+        topk_idx: ``[num_tokens, choices]`` int32 or int64, contiguous.
+        topk_weight: ``[num_tokens, choices]`` float32 or ``x.dtype``, contiguous.
+
+    Raises:
+        ShapeError: One of them differs.
+    """
+    wanted = f"[{x.shape[0]}, topk] with topk <= {config.topk}"
+    for name, tensor, dtypes in (
+        ("topk_idx", topk_idx, INDEX_DTYPES),
+        ("topk_weight", topk_weight, (torch.float32, x.dtype)),
+    ):
+        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape[1] > config.topk:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, wanted {wanted}")
+        if tensor.dtype not in dtypes:
+            raise ShapeError(f"{name} is {tensor.dtype}, wanted {_names(dtypes)}")
+        _check_placement(name, tensor, x.device)
+    if topk_idx.shape != topk_weight.shape:
+        raise ShapeError(
+            f"topk_weight has shape {tuple(topk_weight.shape)}, wanted {tuple(topk_idx.shape)}, "
+            "as topk_idx"
+        )
+
+
+def choices_problem(
+    config: MoEConfig, topk_idx: torch.Tensor, topk_weight: torch.Tensor
+) -> str | None:
+    """Says what makes routing by indices unusable, if anything. The host waits for its values.
+
+    Args:
+        config: The layer's shape.
+        topk_idx: ``[num_tokens, choices]``.
+        topk_weight: ``[num_tokens, choices]``.
+    """
+    outside = ((topk_idx < -1) | (topk_idx >= config.num_experts)).nonzero()
+    if len(outside):
+        token, choice = outside[0].tolist()
+        return (
+            f"topk_idx[{token}, {choice}] is {int(topk_idx[token, choice])}, wanted an expert id "
+            f"of 0 to {config.num_experts - 1}, or -1 to skip"
+        )
+    ascending = topk_idx.sort(1).values
+    again = ((ascending.diff(dim=1) == 0) & (ascending[:, 1:] >= 0)).nonzero()
+    if len(again):
+        token, place = again[0].tolist()
+        expert = int(ascending[token, place])
+        times = int((topk_idx[token] == expert).sum())
+        return f"topk_idx[{token}] names expert {expert} {times} times, wanted distinct experts"
+    nan = (topk_weight.isnan() & (topk_idx >= 0)).nonzero()
+    if len(nan):
+        token, choice = nan[0].tolist()
+        return f"topk_weight[{token}, {choice}] is NaN, wanted a number"
+    return None
 
 
 def _autocast_hint(x: torch.Tensor) -> str:

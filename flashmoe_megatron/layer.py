@@ -13,7 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together
-from flashmoe_megatron.checks import TOKEN_DTYPES, check_readable, check_router_weight
+from flashmoe_megatron.checks import (
+    TOKEN_DTYPES,
+    check_choices,
+    check_readable,
+    check_router_weight,
+    choices_problem,
+)
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part
@@ -63,11 +69,22 @@ def moe_forward(
         check_readable("x", x)
         if x.dtype not in TOKEN_DTYPES:  # before its routing weights, which may have its dtype
             raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
-        probs, routing_map = _routing_from_topk(
-            backend.config, x, topk_idx, topk_weight, check_routing=check_routing
-        )
+        topk_idx, topk_weight = topk_idx.contiguous(), topk_weight.contiguous()
+        check_choices(backend.config, x, topk_idx, topk_weight)
+        if check_routing:
+            problem = choices_problem(backend.config, topk_idx, topk_weight)
+            if problem is not None:
+                raise RoutingError(problem)
         return moe_apply(
-            backend, x, probs, routing_map, weights, ordered_grads=ordered_grads, layer=layer
+            backend,
+            x,
+            None,
+            None,
+            weights,
+            topk_idx=topk_idx,
+            topk_weight=topk_weight,
+            ordered_grads=ordered_grads,
+            layer=layer,
         )
 
 
@@ -451,61 +468,3 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 def _draw(parameter: torch.Tensor, fan_in: int) -> None:
     bound = 1 / math.sqrt(fan_in)
     nn.init.uniform_(parameter, -bound, bound)
-
-
-def _routing_from_topk(
-    config: MoEConfig,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weight: torch.Tensor,
-    *,
-    check_routing: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Spreads a token's choices over the experts: ``probs`` and ``routing_map``."""
-    wanted = f"[{x.shape[0]}, topk] with topk <= {config.topk}"
-    for name, tensor, dtypes in (
-        ("topk_idx", topk_idx, (torch.int32, torch.int64)),
-        ("topk_weight", topk_weight, (torch.float32, x.dtype)),
-    ):
-        if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape[1] > config.topk:
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, wanted {wanted}")
-        if tensor.dtype not in dtypes:
-            raise ShapeError(f"{name} is {tensor.dtype}, wanted {dtypes[0]} or {dtypes[1]}")
-        if tensor.device != x.device:
-            raise ShapeError(f"{name} is on {tensor.device}, wanted {x.device}, as x")
-        check_readable(name, tensor)
-    if topk_idx.shape != topk_weight.shape:
-        raise ShapeError(
-            f"topk_weight has shape {tuple(topk_weight.shape)}, wanted {tuple(topk_idx.shape)}, "
-            "as topk_idx"
-        )
-    if check_routing:
-        _check_choices(config, topk_idx, topk_weight)
-    chosen = topk_idx >= 0
-    # A skipped choice adds zero to expert 0, which changes neither its weight nor its gradient.
-    target = topk_idx.clamp(min=0).long()
-    shape = (x.shape[0], config.num_experts)
-    weight = torch.where(chosen, topk_weight, torch.zeros_like(topk_weight))
-    probs = weight.new_zeros(shape).scatter_add(1, target, weight)
-    times_chosen = target.new_zeros(shape).scatter_add(1, target, chosen.long())
-    if check_routing and (times_chosen > 1).any():
-        token, expert = (times_chosen > 1).nonzero()[0].tolist()
-        raise RoutingError(
-            f"topk_idx[{token}] names expert {expert} {int(times_chosen[token, expert])} times, "
-            "wanted distinct experts"
-        )
-    return probs, times_chosen > 0
-
-
-def _check_choices(config: MoEConfig, topk_idx: torch.Tensor, topk_weight: torch.Tensor) -> None:
-    outside = (topk_idx < -1) | (topk_idx >= config.num_experts)
-    if outside.any():
-        token, choice = outside.nonzero()[0].tolist()
-        raise RoutingError(
-            f"topk_idx[{token}, {choice}] is {int(topk_idx[token, choice])}, wanted an expert id "
-            f"of 0 to {config.num_experts - 1}, or -1 to skip"
-        )
-    nan = topk_weight.isnan() & (topk_idx >= 0)
-    if nan.any():
-        token, choice = nan.nonzero()[0].tolist()
-        raise RoutingError(f"topk_weight[{token}, {choice}] is NaN, wanted a number")

@@ -228,6 +228,22 @@ inline int check_router(const FlashMoEInput* input) {
     return FLASHMOE_OK;
 }
 
+inline int check_indices(const FlashMoEProblem* p, const FlashMoEInput* input) {
+    if (input->router_weight != nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "topk_idx beside a router: wanted one of them");
+    }
+    if (input->index_bytes != 4 and input->index_bytes != 8) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "index_bytes %d: wanted 4 or 8, or 0 with routing_map",
+                    input->index_bytes);
+    }
+    if (input->num_choices < 0 or input->num_choices > p->topk) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "num_choices %d: wanted 0 to topk = %d",
+                    input->num_choices, p->topk);
+    }
+    const bool is_read = input->num_tokens > 0 and input->num_choices > 0;
+    return check_pointer(input->topk_idx, is_read, "topk_idx", input->index_bytes);
+}
+
 inline int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
     FLASHMOE_TRY(check_struct(input, "input"));
     FLASHMOE_TRY(check_tokens(p, input->num_tokens));
@@ -238,8 +254,11 @@ inline int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
                     input->num_tokens);
     }
     FLASHMOE_TRY(check_pointer(input->x, has_tokens, "x"));
-    FLASHMOE_TRY(check_pointer(input->probs, has_tokens, "probs", size_of(input->probs_dtype)));
-    FLASHMOE_TRY(check_pointer(input->routing_map, has_tokens, "routing_map", 1));
+    const bool has_map = input->index_bytes == 0;
+    const bool has_probs = has_tokens and (has_map or input->num_choices > 0);
+    FLASHMOE_TRY(check_pointer(input->probs, has_probs, "probs", size_of(input->probs_dtype)));
+    FLASHMOE_TRY(check_pointer(input->routing_map, has_tokens and has_map, "routing_map", 1));
+    if (not has_map) FLASHMOE_TRY(check_indices(p, input));
     return input->router_weight == nullptr ? int(FLASHMOE_OK) : check_router(input);
 }
 
@@ -271,7 +290,13 @@ inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bo
     FLASHMOE_TRY(check_pointer(launch->out, has_tokens, "out"));
     if (not is_backward) return FLASHMOE_OK;
     FLASHMOE_TRY(check_dtype(p, launch->grad_probs_dtype, "grad_probs_dtype"));
-    return check_pointer(launch->grad_probs, has_tokens, "grad_probs");
+    if (launch->grad_columns != p->num_experts and
+        (launch->grad_columns < 0 or launch->grad_columns > p->topk)) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "grad_columns %d: wanted num_experts = %d or, with indices, 0 to topk = %d",
+                    launch->grad_columns, p->num_experts, p->topk);
+    }
+    return check_pointer(launch->grad_probs, has_tokens and launch->grad_columns > 0, "grad_probs");
 }
 
 }  // namespace flashmoe

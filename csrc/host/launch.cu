@@ -166,9 +166,16 @@ void set_routing(const FlashMoEProblem* p,
                  LayerArgs* args) {
     args->probs = input->probs;
     args->probs_dtype = Dtype(input->probs_dtype);
-    // Null means that the plan exists; without tokens a framework's pointer may be null, too.
-    const void* map = input->num_tokens > 0 ? input->routing_map : args->workspace.raised;
+    // Null means that the plan exists; without tokens a framework's pointer may be null, too, and
+    // with indices there is no map.
+    const bool has_map = input->num_tokens > 0 and input->index_bytes == 0;
+    const void* map = has_map ? input->routing_map : args->workspace.raised;
     args->routing_map = static_cast<const uint8_t*>(map);
+    if (input->index_bytes != 0) {
+        // No choices may be null, too.
+        const void* indices = input->num_choices > 0 ? input->topk_idx : args->workspace.raised;
+        args->choices = {indices, input->num_choices, input->index_bytes == 8};
+    }
     args->row_block_bound = row_block_bound;
     args->router = {static_cast<const char*>(input->router_weight),
                     static_cast<float*>(input->logits),
@@ -236,6 +243,7 @@ int set_buffers(const FlashMoEProblem* p,
     args->dprob_partial = scratch.dprob_partial;
     args->out = static_cast<char*>(launch->out);
     args->grad_probs = launch->grad_probs;
+    args->grad_columns = launch->grad_columns;
     args->grad_probs_dtype = Dtype(launch->grad_probs_dtype);
     set_activation(p, args);
     args->layer = launch->layer;

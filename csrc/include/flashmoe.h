@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 12
+#define FLASHMOE_ABI_VERSION 13
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -159,16 +159,21 @@ typedef enum {
     FLASHMOE_SIGMOID = 2,
 } FlashMoEScore;
 
-/* What a rank brings to a forward. With a router probs and routing_map are written, by the launch
- * that plans: every token chooses its topk experts. */
+/* What a rank brings to a forward. Its routing is a map or, with index_bytes, indices, whose order
+ * changes nothing. With a router probs and routing_map are written, by the launch that plans: every
+ * token chooses its topk experts. */
 typedef struct {
     uint32_t struct_size;
     int32_t num_tokens;
-    int32_t probs_dtype;       /* FlashMoEDtype; with a router FLASHMOE_FLOAT32 */
-    int32_t score;             /* FlashMoEScore, of the router */
-    const void* x;             /* [num_tokens, hidden] of the problem's dtype */
-    void* probs;               /* [num_tokens, num_experts] of probs_dtype */
-    void* routing_map;         /* [num_tokens, num_experts] bytes, 0 or 1 */
+    int32_t probs_dtype;  /* FlashMoEDtype; with a router FLASHMOE_FLOAT32 */
+    int32_t score;        /* FlashMoEScore, of the router */
+    int32_t index_bytes;  /* of each index: 4 or 8; 0: routing_map is read, or the router runs */
+    int32_t num_choices;  /* indices of each token, at most topk */
+    const void* x;        /* [num_tokens, hidden] of the problem's dtype */
+    void* probs;          /* [num_tokens, num_experts] of probs_dtype; with indices
+                             [num_tokens, num_choices] */
+    void* routing_map;    /* [num_tokens, num_experts] bytes, 0 or 1; unused with indices */
+    const void* topk_idx; /* [num_tokens, num_choices] experts, distinct for a token; -1: none */
     const void* router_weight; /* [num_experts, hidden] of the problem's dtype; NULL: no router */
     void* logits;              /* [num_tokens, num_experts] float32, written by the router */
     float scaling_factor;      /* of the router's probabilities */
@@ -183,6 +188,7 @@ typedef struct {
     int32_t num_tokens;       /* of this rank; those of the plan, if there is one */
     int32_t grad_probs_dtype; /* FlashMoEDtype; backward only */
     int32_t layer;            /* comes back in the launch's record */
+    int32_t grad_columns;     /* of grad_probs: num_experts, or num_choices; backward only */
     const void* plan;
     const void* weight_maps; /* device copy */
     const void* biases;      /* device, 16-byte aligned biases: num_local_experts pointers to fc1's
@@ -194,7 +200,7 @@ typedef struct {
     void* scratch;    /* num_row_blocks * scratch_block_bytes[is backward]: free after the
                          launch */
     void* out;        /* [num_tokens, hidden]: layer output, or gradient of x */
-    void* grad_probs; /* [num_tokens, num_experts]; backward only */
+    void* grad_probs; /* [num_tokens, grad_columns], as probs; backward only */
 } FlashMoELaunch;
 
 /* Collective. The first half of a forward whose host wants to know the number of rows before it

@@ -53,6 +53,8 @@ class SavedForward:
     preact: torch.Tensor
     num_row_blocks: int
     num_tokens: int
+    num_columns: int
+    """The probabilities have so many, and so has their gradient."""
     probs_dtype: torch.dtype
     layer: int
 
@@ -227,8 +229,8 @@ class KernelBackend(OfGroup):
 
         Args:
             x: ``[num_tokens, hidden]``, contiguous, in the dtype of the weights.
-            probs: ``[num_tokens, num_experts]`` float32 or ``x.dtype``.
-            routing_map: ``[num_tokens, num_experts]`` bool.
+            probs: What :meth:`~flashmoe_megatron.backend.Backend.forward` takes.
+            routing_map: Likewise.
             num_row_blocks: Blocks of 128 rows that each buffer of received rows holds. Nothing is
                 launched yet, and :meth:`finish` launches the whole layer without waiting; if some
                 rank receives more, the output of every rank is NaN and the next call, or
@@ -309,6 +311,7 @@ class KernelBackend(OfGroup):
             preact=preact,
             num_row_blocks=blocks,
             num_tokens=pending.x.shape[0],
+            num_columns=pending.probs.shape[1],
             probs_dtype=pending.probs.dtype,
             layer=layer,
         )
@@ -355,7 +358,7 @@ class KernelBackend(OfGroup):
         scratch = self._empty(blocks * self._sizes.scratch_block_bytes[True])
         grad_x = torch.empty_like(grad_out)
         grad_probs = torch.empty(
-            saved.num_tokens, self.config.num_experts, dtype=saved.probs_dtype, device=self.device
+            saved.num_tokens, saved.num_columns, dtype=saved.probs_dtype, device=self.device
         )
         ops.backward(
             grad_out,

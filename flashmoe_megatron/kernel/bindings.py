@@ -21,7 +21,7 @@ from flashmoe_megatron.errors import (
     told_error,
 )
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -225,9 +225,12 @@ class FlashMoEInput(_Sized):
         ("num_tokens", ctypes.c_int32),
         ("probs_dtype", ctypes.c_int32),
         ("score", ctypes.c_int32),
+        ("index_bytes", ctypes.c_int32),
+        ("num_choices", ctypes.c_int32),
         ("x", ctypes.c_void_p),
         ("probs", ctypes.c_void_p),
         ("routing_map", ctypes.c_void_p),
+        ("topk_idx", ctypes.c_void_p),
         ("router_weight", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("scaling_factor", ctypes.c_float),
@@ -244,6 +247,7 @@ class FlashMoELaunch(_Sized):
         ("num_tokens", ctypes.c_int32),
         ("grad_probs_dtype", ctypes.c_int32),
         ("layer", ctypes.c_int32),
+        ("grad_columns", ctypes.c_int32),
         ("plan", ctypes.c_void_p),
         ("weight_maps", ctypes.c_void_p),
         ("biases", ctypes.c_void_p),
@@ -417,6 +421,14 @@ def fault_error(fault: FlashMoEFault) -> FlashMoEError:
     if fault.code == REFUSED:
         return told_error(fault.rank, fault.reason.decode(errors="replace"))
     if fault.code == BAD_ROUTING:
+        if fault.peer >= 0:
+            expert = ctypes.c_int32(fault.seen).value
+            got = f"topk_idx[{fault.index}, {fault.peer}] of rank {fault.rank} is {expert}"
+            if 0 <= expert < fault.expected:
+                return RoutingError(f"{got}, which the token names before, wanted distinct experts")
+            return RoutingError(
+                f"{got}, wanted an expert id of 0 to {fault.expected - 1}, or -1 to skip"
+            )
         if fault.expected == 0:
             return RoutingError(
                 f"token {fault.index} of rank {fault.rank}: its probability for expert "

@@ -16,8 +16,8 @@ from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.router import Router
 
 _LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-call]
-# Either probs and routing_map are given, or a router's weight and what the router writes: logits,
-# probs and routing_map.
+# Either probs and routing_map are given (a map of bools, or indices and their weights), or a
+# router's weight and what the router writes: logits, probs and routing_map.
 _INPUT = (
     "Tensor x, Tensor? probs, Tensor? routing_map, Tensor? router_weight, Tensor(g!)[]"
     " router_outputs, int score, float scaling_factor"
@@ -83,14 +83,18 @@ def _input(
         logits, probs, routing_map = router_outputs
     assert probs is not None
     assert routing_map is not None
+    is_map, routing = routing_map.dtype == torch.bool, routing_map.data_ptr()
     return ctypes.byref(
         bindings.FlashMoEInput(
             x.shape[0],
             _DTYPES[probs.dtype],
             score,
+            0 if is_map else routing_map.element_size(),
+            0 if is_map else routing_map.shape[1],
             x.data_ptr(),
             probs.data_ptr(),
-            routing_map.data_ptr(),
+            routing if is_map else None,
+            None if is_map else routing,
             None if router_weight is None else router_weight.data_ptr(),
             None if logits is None else logits.data_ptr(),
             scaling_factor,
@@ -122,6 +126,7 @@ def _forward(
         out.shape[0],
         0,
         layer,
+        0,
         plan.data_ptr(),
         weight_maps.data_ptr(),
         None if biases is None else biases.data_ptr(),
@@ -175,6 +180,7 @@ def _backward(
         grad_out.shape[0],
         _DTYPES[grad_probs.dtype],
         layer,
+        grad_probs.shape[1],
         plan.data_ptr(),
         weight_maps.data_ptr(),
         None if biases is None else biases.data_ptr(),

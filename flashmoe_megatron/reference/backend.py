@@ -48,6 +48,7 @@ class _Saved:
     Attributes:
         plan: The routes.
         num_tokens: Tokens of this rank.
+        num_columns: Columns of the probabilities, and so of their gradient.
         rows: ``[buffer rows, hidden]``, the dispatched tokens, if they are kept.
         x: The tokens, if their rows are not.
         row_probs: ``[buffer rows]``, their routing weights.
@@ -57,6 +58,7 @@ class _Saved:
 
     plan: RowPlan
     num_tokens: int
+    num_columns: int
     rows: torch.Tensor | None
     x: torch.Tensor | None
     row_probs: torch.Tensor
@@ -180,7 +182,7 @@ class ReferenceBackend(OfGroup):
         self.num_calls += 1
         plan = self._rows.plan(probs, routing_map)
         watch.lap("plan")
-        row_probs = self._rows.dispatch(probs[plan.token_idx, plan.expert_idx], plan)
+        row_probs = self._rows.dispatch(probs[plan.token_idx, plan.column_idx], plan)
         rows = self._rows.dispatch(x[plan.token_idx], plan)
         watch.lap("dispatch")
 
@@ -206,7 +208,7 @@ class ReferenceBackend(OfGroup):
         if not training:
             return out, None
         kept, tokens = (rows, None) if self.keep != "preactivations" else (None, x)
-        return out, _Saved(plan, len(x), kept, tokens, row_probs, preact, layer)
+        return out, _Saved(plan, len(x), probs.shape[1], kept, tokens, row_probs, preact, layer)
 
     def raise_pending_fault(self) -> None:
         """Does nothing, for every call raises its own faults; see the protocol."""
@@ -279,9 +281,9 @@ class ReferenceBackend(OfGroup):
         watch.lap("experts")
         num_tokens = saved.num_tokens
         grad_x = self._rows.combine(grad_x_rows, plan, num_tokens=num_tokens)
-        grad_probs = saved.row_probs.new_zeros(num_tokens, config.num_experts)
+        grad_probs = saved.row_probs.new_zeros(num_tokens, saved.num_columns)
         returned = self._rows.send_back(grad_row_probs, plan).to(grad_probs.dtype)
-        grad_probs[plan.token_idx, plan.expert_idx] = returned
+        grad_probs[plan.token_idx, plan.column_idx] = returned
         watch.lap("combine")
         self._record(watch, plan, saved.layer, "backward", num_tokens=num_tokens)
         return grad_x, grad_probs

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.checks import choices_problem
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -37,7 +38,8 @@ class RowPlan:
 
     Attributes:
         token_idx: ``[num_routes]`` int64, the token of each route of this rank.
-        expert_idx: ``[num_routes]`` int64, its global expert.
+        column_idx: ``[num_routes]`` int64, where its probability is among the token's: at its
+            global expert or, with indices, at its choice.
         route_of_token: ``[num_tokens, most routes of a token]`` int64, each token's routes by
             ascending expert, then -1.
         send_counts: Routes to each rank.
@@ -48,7 +50,7 @@ class RowPlan:
     """
 
     token_idx: torch.Tensor
-    expert_idx: torch.Tensor
+    column_idx: torch.Tensor
     route_of_token: torch.Tensor
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
@@ -109,13 +111,22 @@ class RowExchange:
         """
         config = self._config
         device = probs.device
-        selected = routing_map & (probs != 0) if config.skip_zero_probs else routing_map
-        problem = self._routing_problem(probs, selected)
+        is_map = routing_map.dtype == torch.bool
+        selected = routing_map if is_map else routing_map >= 0
+        if config.skip_zero_probs:
+            selected = selected & (probs != 0)
+        if is_map:
+            problem = self._routing_problem(probs, selected)
+        else:
+            problem = choices_problem(config, routing_map, probs)
         if problem is not None:
             reason = reason_of(RoutingError(problem))
             self.refuse(reason, device)
             raise told_error(self.rank, reason)
-        send = selected.sum(0)
+        # By token, then column: of a map its columns are the experts.
+        token_idx, column_idx = selected.nonzero(as_tuple=True)
+        expert_idx = column_idx if is_map else routing_map[token_idx, column_idx].long()
+        send = torch.bincount(expert_idx, minlength=config.num_experts)
         recv = self._exchange_counts(send).view(config.num_ranks, config.num_local_experts)
         if bool((recv < 0).any()):
             raise self._hear_refusal(None)
@@ -124,9 +135,15 @@ class RowExchange:
         if self._most_blocks is not None:
             blocks = sum(align_capacity(rows) for rows in rows_per_expert) // TILE_M
             self._check_bound(blocks, self._most_blocks, send)
-        expert_idx, token_idx = selected.t().nonzero(as_tuple=True)
-        rank_in_token = (selected.cumsum(1) - 1)[token_idx, expert_idx]
-        most_routes = int(selected.sum(1).max()) if selected.shape[0] else 0
+        by_expert = expert_idx.sort(stable=True).indices
+        token_idx, column_idx = token_idx[by_expert], column_idx[by_expert]
+        # Routes of one token are in the order of experts, too, so a stable sort counts them.
+        by_token = token_idx.sort(stable=True).indices
+        routes_of = torch.bincount(token_idx, minlength=selected.shape[0])
+        first_of = (routes_of.cumsum(0) - routes_of)[token_idx[by_token]]
+        rank_in_token = torch.empty_like(by_token)
+        rank_in_token[by_token] = torch.arange(len(by_token), device=device) - first_of
+        most_routes = int(routes_of.max()) if selected.shape[0] else 0
         route_of_token = torch.full((selected.shape[0], most_routes), -1, device=device)
         route_of_token[token_idx, rank_in_token] = torch.arange(len(token_idx), device=device)
 
@@ -145,7 +162,7 @@ class RowExchange:
         self.traffic.pad_rows_local += buffer_rows - sum(rows_per_expert)
         return RowPlan(
             token_idx=token_idx,
-            expert_idx=expert_idx,
+            column_idx=column_idx,
             route_of_token=route_of_token,
             send_counts=tuple(send.view(config.num_ranks, -1).sum(1).tolist()),
             recv_counts=tuple(recv.sum(1).tolist()),

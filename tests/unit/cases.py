@@ -134,3 +134,28 @@ def make_inputs(
         inputs.fc1.append(fc1.to(dtype))
         inputs.fc2.append((fc2 / config.intermediate**0.5).to(dtype))
     return inputs
+
+
+def as_choices(
+    config: MoEConfig,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.int64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same routing by indices: a token's experts in any order, with gaps of -1 and NaN."""
+    g = generator(11)
+    order = torch.rand(routing_map.shape, generator=g).to(probs.device)
+    topk_idx = (order + routing_map).topk(config.topk, dim=1).indices
+    shuffle = torch.rand(topk_idx.shape, generator=g).argsort(1).to(probs.device)
+    topk_idx = topk_idx.gather(1, shuffle)
+    is_route = routing_map.gather(1, topk_idx)
+    topk_weight = probs.gather(1, topk_idx).masked_fill(~is_route, float("nan"))
+    return topk_idx.masked_fill(~is_route, -1).to(dtype), topk_weight
+
+
+def spread(config: MoEConfig, topk_idx: torch.Tensor, of_choices: torch.Tensor) -> torch.Tensor:
+    """What choices have, by expert: ``[num_tokens, num_experts]``, 0 where there is no choice."""
+    columns = topk_idx.long() + 1  # the first one takes what is no choice
+    wide = of_choices.new_zeros(len(topk_idx), config.num_experts + 1)
+    return wide.scatter(1, columns, of_choices)[:, 1:]

@@ -103,10 +103,8 @@ def taken(
     """``RESULTS`` of the samples, from one layer's."""
     tokens, experts = samples(problem)
     grad_x, grad_choice, *grad_weights = grads
-    grad_probs = grad_choice[tokens]
-    if grad_choice.shape != problem.probs.shape:
-        empty = grad_probs.new_zeros(len(grad_probs), problem.config.num_experts)
-        grad_probs = empty.scatter(1, problem.topk_idx[tokens], grad_probs)
+    empty = grad_choice.new_zeros(len(grad_choice[tokens]), problem.config.num_experts)
+    grad_probs = empty.scatter(1, problem.topk_idx[tokens], grad_choice[tokens])
     return [out[tokens], grad_x[tokens], grad_probs] + [
         stack[experts] for stack in layer.stacks(grad_weights)
     ]

@@ -34,8 +34,8 @@ class Layer(NamedTuple):
 
     Attributes:
         forward: Computes ``[tokens, hidden]``.
-        leaves: What gets gradients: tokens, routing weights (``[tokens, topk]``, or
-            ``[tokens, num_experts]``), and then the weights as the library holds them.
+        leaves: What gets gradients: tokens, routing weights ``[tokens, topk]``, and then the
+            weights as the library holds them.
         stacks: Makes ``[num_experts, fc1_rows, hidden]`` and ``[num_experts, hidden,
             intermediate]`` of the gradients of the weights.
         tells_kept: Whether what a forward keeps is allocated by torch, and can be counted.
@@ -60,9 +60,11 @@ def _flashmoe(problem: Problem, **options: Any) -> Layer:
     kind = "kernel" if stopwatch.HAS_GPU else "reference"
     options |= {"kind": kind, "row_bound": ROW_BOUND, "reserved_sms": 0}
     backend = select_backend(problem.config, None, problem.x.device, **options)
-    inputs = (problem.x, problem.probs, problem.routing_map, problem.weights)
-    leaves = (problem.x, problem.probs, *problem.parameters)
-    return Layer(partial(moe_apply, backend, *inputs), leaves)
+    routing = {"topk_idx": problem.topk_idx, "topk_weight": problem.topk_weight}
+    leaves = (problem.x, problem.topk_weight, *problem.parameters)
+    return Layer(
+        partial(moe_apply, backend, problem.x, None, None, problem.weights, **routing), leaves
+    )
 
 
 def _torch(problem: Problem) -> Layer:

@@ -30,6 +30,18 @@ struct Router {
 // The bound of a rank whose host sizes its buffers by what the plan counts.
 constexpr uint32_t kCounted = ~0u;
 
+// Routing by indices. If it is given as a map, `indices` is null.
+struct Choices {
+    const void* indices;  // [token][choice]: global expert, or -1
+    int per_token;        // at most topk
+    bool are_long;        // int64 instead of int32
+
+    __device__ __forceinline__ int64_t at(int64_t i) const {
+        return are_long ? static_cast<const int64_t*>(indices)[i]
+                        : int64_t(static_cast<const int32_t*>(indices)[i]);
+    }
+};
+
 struct LayerArgs {
     Shape shape;
     Heap heap;
@@ -39,9 +51,10 @@ struct LayerArgs {
     // What this rank brings.
     int num_tokens;
     const char* x;               // [token][hidden]; in the backward dY
-    const void* probs;           // [token][expert], and
+    const void* probs;           // [token][expert] or, with indices, [token][choice], and
     const uint8_t* routing_map;  // [token][expert]; null if the plan exists already
     Dtype probs_dtype;
+    Choices choices;
     Router router;
     uint32_t row_block_bound;  // blocks that the row buffers hold, or kCounted
     const Fault* refusal;      // pinned: why the host refuses this call, or null
@@ -62,7 +75,8 @@ struct LayerArgs {
     char* preact;                    // [row][fc1_rows]: fc1's outputs, or null
     float* dprob_partial;            // [row][GEMM0 tile]; backward
     char* out;                       // [token][hidden]
-    void* grad_probs;                // [token][expert]; backward
+    void* grad_probs;                // as probs; backward
+    int grad_columns;                // of a token: all experts or, with indices, its choices
     Dtype grad_probs_dtype;
 
     int layer;        // a number that the caller knows the layer by

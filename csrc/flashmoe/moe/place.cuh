@@ -363,7 +363,7 @@ __device__ __forceinline__ void leave_no_rows(const LayerArgs& args) {
     const int step = int(gridDim.x) * Planners::size(),
               num_experts = args.shape.num_local_experts();
 #pragma unroll 1
-    for (int i = first; i < args.num_tokens * plan.topk; i += step) plan.own_experts[i] = -1;
+    for (int i = first; i < args.num_tokens * plan.topk; i += step) plan.own_columns[i] = -1;
 #pragma unroll 1
     for (int i = first; i < args.num_tokens; i += step) plan.own_ranks[i] = 0;
 #pragma unroll 1

@@ -54,7 +54,7 @@ struct PlanHeader {
 };
 
 struct PlanLayout {
-    uint64_t header, expert_rows, expert_block, units, row_meta, row_prob, token_rows, own_experts,
+    uint64_t header, expert_rows, expert_block, units, row_meta, row_prob, token_rows, own_columns,
         own_ranks, bytes;
 };
 
@@ -74,7 +74,7 @@ __host__ __device__ inline PlanLayout plan_layout(const Shape& s) {
     at.row_meta = take(blocks * BLOCK_M * sizeof(RowMeta));
     at.row_prob = take(blocks * BLOCK_M * sizeof(float));
     at.token_rows = take(uint64_t(s.num_ranks) * s.max_tokens * s.topk * sizeof(int32_t));
-    at.own_experts = take(uint64_t(s.max_tokens) * s.topk * sizeof(int32_t));
+    at.own_columns = take(uint64_t(s.max_tokens) * s.topk * sizeof(int32_t));
     at.own_ranks = take(uint64_t(s.max_tokens) * sizeof(uint32_t));
     at.bytes = end;
     return at;
@@ -88,7 +88,7 @@ struct Plan {
     RowMeta* row_meta;      // [row]
     float* row_prob;        // [row], 0 for pad rows
     int32_t* token_rows;    // [src rank][token][topk]: row, or -1 where not ours
-    int32_t* own_experts;   // [own token][topk]: global expert, or -1
+    int32_t* own_columns;   // [own token][topk]: where a route's probability is, or -1
     uint32_t* own_ranks;    // [own token]: mask of the ranks that compute for it
     int max_tokens;
     int topk;
@@ -103,7 +103,7 @@ struct Plan {
                 reinterpret_cast<RowMeta*>(place(layout.row_meta)),
                 reinterpret_cast<float*>(place(layout.row_prob)),
                 reinterpret_cast<int32_t*>(place(layout.token_rows)),
-                reinterpret_cast<int32_t*>(place(layout.own_experts)),
+                reinterpret_cast<int32_t*>(place(layout.own_columns)),
                 reinterpret_cast<uint32_t*>(place(layout.own_ranks)),
                 s.max_tokens,
                 s.topk};

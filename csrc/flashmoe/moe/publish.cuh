@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "flashmoe/comm/grid.cuh"
+#include "flashmoe/moe/choices.cuh"
 #include "flashmoe/moe/router.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
@@ -60,11 +61,7 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
     const bool is_here = lane / width < count;
     const int token = first_token + lane / width;
     const auto send = [&](int k, Route route) {
-#pragma unroll 1
-        for (int rank = 0; rank < s.num_ranks; ++rank) {
-            args.heap.routes(rank, epoch, s.rank, token)[k] = route;
-        }
-        args.plan.own_experts[int64_t(token) * s.topk + k] = route.expert;
+        send_route(args, epoch, token, k, route, route.expert);
     };
     int num_routes = 0;  // found for the token so far
 #pragma unroll 1
@@ -114,7 +111,9 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
         args.watchdog.repeat(args.refusal);
     }
     const bool has_router = args.router.weight != nullptr;
-    const int at_a_time = 32 / lanes_per_token(s), share = has_router ? kRouterTokens : at_a_time;
+    const bool has_indices = args.choices.indices != nullptr;
+    const int at_a_time = 32 / (has_indices ? lanes_per_choice(args.choices) : lanes_per_token(s));
+    const int share = has_router ? kRouterTokens : at_a_time;
     const int warp = int(threadIdx.x) / 32, num_warps = Planners::size() / 32;
     // The first token of a CTA's nth share. Shares go round the CTAs, so that few tokens are spread
     // over all of them.
@@ -139,7 +138,12 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
         if (has_router) choose_experts(args, first);
 #pragma unroll 1
         for (int token = first; token < end; token += at_a_time) {
-            publish_tokens(args, epoch, token, min(at_a_time, end - token));
+            const int count = min(at_a_time, end - token);
+            if (has_indices) {
+                publish_choices(args, epoch, token, count);
+            } else {
+                publish_tokens(args, epoch, token, count);
+            }
         }
     }
     if (blockIdx.x == 0 and threadIdx.x < s.num_ranks) {

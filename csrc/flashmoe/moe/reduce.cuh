@@ -6,17 +6,17 @@
 namespace flashmoe {
 
 __device__ __forceinline__ void scatter_dprobs(const LayerArgs& args, int token) {
-    const int lane = threadIdx.x % 32, num_experts = args.shape.num_experts;
+    const int lane = threadIdx.x % 32, num_columns = args.grad_columns;
     const int topk = args.plan.topk;
-    const int64_t row = int64_t(token) * num_experts;
-    for (int expert = lane; expert < num_experts; expert += 32) {
-        store_float(args.grad_probs, args.grad_probs_dtype, row + expert, 0.0f);
+    const int64_t row = int64_t(token) * num_columns;
+    for (int column = lane; column < num_columns; column += 32) {
+        store_float(args.grad_probs, args.grad_probs_dtype, row + column, 0.0f);
     }
     __syncwarp();
     if (lane >= topk) return;
-    const int expert = args.plan.own_experts[int64_t(token) * topk + lane];
-    if (expert >= 0) {
-        store_float(args.grad_probs, args.grad_probs_dtype, row + expert,
+    const int column = args.plan.own_columns[int64_t(token) * topk + lane];
+    if (column >= 0) {
+        store_float(args.grad_probs, args.grad_probs_dtype, row + column,
                     args.heap.dprobs(args.shape.rank, token)[lane]);
     }
 }

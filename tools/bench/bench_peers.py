@@ -147,6 +147,7 @@ def measure(shape: Shape, names: list[str], options: argparse.Namespace) -> dict
         try:
             layers[name] = PEERS[name](problem)
             found[name] = examined(problem, layers[name], want)
+            without_grad(layers[name].forward)()  # may be compiled anew
         except ImportError as error:
             names.remove(name)
             log(f"{name} is left out: {error}")
@@ -213,7 +214,12 @@ def main(arguments: list[str]) -> int:
     while left and time.monotonic() - started < 60 * options.minutes:
         name = left.pop(0)
         shape = options.shapes[name]
-        found = measure(shape, names, options)
+        try:
+            found = measure(shape, names, options)
+        except RuntimeError as error:  # memory for all layers at once, above all
+            log(f"{name} cannot be measured: {error}")
+            good = False
+            continue
         record.write(measurement="peers", shape=name, sizes=asdict(shape), layers=found)
         log(f"{name}, {time.monotonic() - started:.0f} s: medians, ms; worst error; bits repeat")
         for peer, what in found.items():

@@ -78,17 +78,9 @@ def expert_results(
     grad_out: torch.Tensor,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, ...]:
-    """One expert's part of a layer, by the oracle.
+    """One expert's part of the output, by the oracle in ``dtype``, and gradients of ``inputs``.
 
-    Args:
-        config: The layer.
-        inputs: Tokens, their probabilities ``[num_tokens, 1]``, and the expert's two weights.
-        chosen: ``[num_tokens, 1]`` bool.
-        grad_out: The output's gradient.
-        dtype: All of it is computed in this precision.
-
-    Returns:
-        The part of the output, and the gradients of ``inputs``.
+    These are tokens, their probabilities ``[num_tokens, 1]``, and the expert's two weights.
     """
     leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in inputs]
     x, prob, fc1, fc2 = leaves

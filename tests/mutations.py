@@ -165,6 +165,12 @@ MUTATIONS = (
         "if experts is None:\n        return 0",
         "tests/megatron/test_refusals.py::test_grouped_experts_alone_have_rows_in_blocks",
     ),
+    Mutation(
+        "columns of probabilities are not sorted with their routes",
+        "token_idx, column_idx = token_idx[by_expert], column_idx[by_expert]",
+        "token_idx = token_idx[by_expert]",
+        "tests/unit/test_choices.py::test_both_forms_are_equal_bit_by_bit",
+    ),
 )
 
 

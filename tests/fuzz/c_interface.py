@@ -187,6 +187,9 @@ def _input(choices: Choices) -> Any:
             "probs": _pointer(choices),
             "routing_map": _pointer(choices),
             "refusal": b"no" * choices.integer(1) if choices.integer(1) % 8 == 7 else None,
+            "index_bytes": choices.pick((0, 4, 8, 5)),
+            "num_choices": _count(choices),
+            "topk_idx": _pointer(choices),
         },
     )
 
@@ -206,6 +209,7 @@ def _launch(choices: Choices) -> Any:
             "num_tokens": _count(choices),
             "grad_probs_dtype": _int32(choices.number()) if choices.flag() else 1,
             **{name: _pointer(choices) for name in pointers},
+            "grad_columns": _count(choices),
         },
     )
 

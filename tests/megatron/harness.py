@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from tests.megatron.graphed import graph_layers
 from tests.megatron.grouped import grouped_experts
+from tests.megatron.muon import muon_optimizer
 
 VOCABULARY = 128
 SEQ_LENGTH = 16
@@ -45,7 +46,8 @@ class Case:
     ``config``, ``ddp`` and ``optimizer`` override fields of Megatron's configurations, ``later``
     those of its TransformerConfig once Megatron has checked it. The last rank writes the layers'
     metrics to ``metrics_to``. ``experts`` is a kind of grouped ones, ``graphs`` the number of CUDA
-    graphs of each layer. ``settings`` are flashmoe's.
+    graphs of each layer, ``lengths`` says how long sequences are, ``muon`` takes Muon in place of
+    Adam. ``settings`` are flashmoe's.
     """
 
     layout: Layout
@@ -53,6 +55,8 @@ class Case:
     later: dict[str, Any] = field(default_factory=dict)
     experts: str | None = None
     graphs: int = 0
+    lengths: Literal["equal", "any", "packed"] = "equal"
+    muon: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
     iterations: int = 3
     micro_batches: int = 2
@@ -246,7 +250,8 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     if ddp_config.overlap_grad_reduce:
         syncs = [chunk.no_sync for chunk in model]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
-    optimizer = get_megatron_optimizer(
+    make_optimizer = muon_optimizer if case.muon else get_megatron_optimizer
+    optimizer = make_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=5e-3,
@@ -408,8 +413,13 @@ def _batches(case: Case, iteration: int) -> Iterator[torch.Tensor]:
     rank = parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(1000 * iteration + rank)
     for _ in range(case.micro_batches):
+        num_sequences, length = MICRO_BATCH, SEQ_LENGTH
+        if case.lengths != "equal":  # neither on ranks nor in micro-batches
+            length = int(torch.randint(3, SEQ_LENGTH + 1, (), generator=generator))
+        if case.lengths == "packed":  # Megatron's batches of documents have one row
+            num_sequences, length = 1, MICRO_BATCH * length
         # Skewed, so that experts get different numbers of tokens and some none.
-        uniform = torch.rand(MICRO_BATCH, SEQ_LENGTH + 1, generator=generator)
+        uniform = torch.rand(num_sequences, length + 1, generator=generator)
         yield (uniform.pow(3) * VOCABULARY).long()
 
 
@@ -417,11 +427,23 @@ def _forward_step(
     batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
     tokens = next(batches)
-    position = torch.arange(SEQ_LENGTH).expand(MICRO_BATCH, -1)
-    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+    num_sequences, length = tokens[:, 1:].shape
+    position = torch.arange(length).expand(num_sequences, -1)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    if num_sequences == 1:
+        position, mask = _within_documents(position, mask)
     labels = tokens[:, 1:].contiguous()
     forward = model.build_schedule_plan if return_schedule_plan else model
     return forward(tokens[:, :-1].contiguous(), position, mask, labels=labels), _loss
+
+
+def _within_documents(
+    position: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and mask of two documents of one row, which see nothing of each other."""
+    document = (position[0] >= position.shape[1] // 2).long()
+    begins = document * (position.shape[1] // 2)
+    return position - begins, mask | (document[:, None] != document[None, :])
 
 
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -109,6 +109,11 @@ CASES = {
         later={"bf16": False},
         micro_batches=4,
     ),
+    "lengths_of_any_size": Case(EP2_DP2, lengths="any", ddp=OVERLAP),
+    "lengths_of_any_size_pp2_ep2": Case(
+        Layout(expert=2, pipeline=2), config={"variable_seq_lengths": True}, lengths="any"
+    ),
+    "packed_documents": Case(EP2_DP2, lengths="packed"),
     "tp2_ep2": Case(Layout(expert=2, tensor=2)),
     "tp2_ep4_both_overlaps": Case(Layout(expert=4, tensor=2), ddp=OVERLAP),
 }
@@ -234,6 +239,20 @@ def test_models_match_alltoall(name: str, two_ranks: RankPool) -> None:
     case = Case(Layout(expert=2), config=ON_TWO_RANKS[name], ddp=OVERLAP)
     for stock, fused in two_ranks.run(train_both, case):
         assert stock.fused_calls == 0
+        assert fused.fused_calls > 0
+        assert_same(fused, stock)
+
+
+@pytest.mark.parametrize("experts", [None, "te_grouped"])
+def test_muon_matches_alltoall(experts: str | None, two_ranks: RankPool) -> None:
+    """Its steps are matrices' directions, which are as far apart as the gradients at most."""
+    case = Case(
+        Layout(expert=2),
+        muon=True,
+        experts=experts,
+        ddp={"use_distributed_optimizer": False, "overlap_grad_reduce": True},
+    )
+    for stock, fused in two_ranks.run(train_both, case):
         assert fused.fused_calls > 0
         assert_same(fused, stock)
 

@@ -4,14 +4,15 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together, WeightGrad
 from flashmoe_megatron.checks import check_choices_dtype
+from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, ShapeError
-from flashmoe_megatron.router import Router, refuse_second_derivative
+from flashmoe_megatron.router import Router, refuse_forward_mode, refuse_second_derivative
 from flashmoe_megatron.weights import SplitGrads, SplitWeights, WrappedWeights
 
 AfterBackward = Callable[[Sequence[torch.Tensor]], None]
@@ -22,6 +23,7 @@ OnSaved = Callable[[Any], None]
 outputs as ``preact``, if it keeps them."""
 
 
+@eager
 def moe_apply(
     backend: Backend,
     x: torch.Tensor,
@@ -156,6 +158,10 @@ def in_backward() -> bool:
 
 class _RoutedExperts(torch.autograd.Function):
     """The node. Weights are inputs, so that autograd sees them; the tokens are not saved here."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_forward_mode("layer")
 
     @staticmethod
     def forward(

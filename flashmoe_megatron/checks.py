@@ -4,6 +4,8 @@ Only what the host knows without waiting for a GPU is read: shapes, dtypes, devi
 addresses. The values of the routing are the backends' business.
 """
 
+from typing import Any
+
 import torch
 
 from flashmoe_megatron.backend import ExpertWeights, unstacked
@@ -193,12 +195,30 @@ def check_readable(name: str, tensor: torch.Tensor) -> None:
         tensor: Any.
 
     Raises:
-        ShapeError: It is sparse, or on the device "meta".
+        ShapeError: It is no tensor, one of a kind that only torch's operators can read, sparse, or
+            on the device "meta".
     """
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        _check_kind(name, tensor)
     if tensor.layout != torch.strided:
         raise ShapeError(f"{name} is {tensor.layout}, wanted torch.strided; call .to_dense()")
     if tensor.is_meta:
         raise ShapeError(f"{name} is on meta and has no values, wanted a processor or a GPU")
+
+
+def _check_kind(name: str, tensor: object) -> None:
+    kind: Any = type(tensor)
+    if not isinstance(tensor, torch.Tensor):
+        raise ShapeError(f"{name} is a {kind.__name__}, wanted a torch.Tensor")
+    if kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
+        return  # an array of values with other methods
+    ways = {
+        "DTensor": "; call .to_local() for this rank's part, or .full_tensor() for all of it",
+        "AsyncCollectiveTensor": "; call .wait()",
+        "FakeTensor": ", which has values",
+    }
+    way = ways.get(kind.__name__, "")
+    raise ShapeError(f"{name} is a {kind.__name__}, wanted a plain torch.Tensor{way}")
 
 
 def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.device) -> None:

@@ -51,7 +51,7 @@ class ExpertGroup(OfGroup):
             return nn.Parameter(local)
         if self._mesh is None:
             assert self.group is not None
-            kind = "cpu" if local.is_meta else local.device.type
+            kind = _device_type(self.group) if local.is_meta else local.device.type
             self._mesh = DeviceMesh.from_group(self.group, kind)
         return nn.Parameter(DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False))
 
@@ -87,6 +87,12 @@ class ExpertGroup(OfGroup):
             parameter.placements,
             src_data_rank=None,
         )
+
+
+def _device_type(group: dist.ProcessGroup) -> str:
+    """Where the tensors of a group will be that are on "meta" now."""
+    has_gpus = torch.cuda.is_available() and torch.device("cuda") in group._device_types
+    return "cuda" if has_gpus else "cpu"
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together
@@ -21,6 +22,7 @@ from flashmoe_megatron.checks import (
     choices_problem,
 )
 from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part
 from flashmoe_megatron.options import BackendKind
@@ -30,6 +32,7 @@ from flashmoe_megatron.telemetry.record import launch_number
 from flashmoe_megatron.weights import SplitWeights
 
 
+@eager
 def moe_forward(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -105,9 +108,7 @@ class RouterOutput(NamedTuple):
     routing_map: torch.Tensor
 
 
-# A compiler would not know that the layer fills the router's tensors in. torch.compiler.disable
-# would import the compiler together with this module.
-@_disable_dynamo
+@eager
 def moe_router_forward(
     x: torch.Tensor,
     router_weight: torch.Tensor,
@@ -178,7 +179,6 @@ class FlashMoELayer(nn.Module):
 
     Attributes:
         config: The layer's shape.
-        backend: What computes it; may be given to further layers of the same shape.
         expert_group: The ranks that the experts are spread over.
         fc1: The experts' ``[num_experts, fc1_rows, hidden]`` parameter. On several ranks this and
             the following are DTensors of which each rank has the part of its own experts.
@@ -197,7 +197,7 @@ class FlashMoELayer(nn.Module):
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         backend: BackendKind | Backend = "auto",
         router: bool = False,
         fuse_router: bool = False,
@@ -211,9 +211,11 @@ class FlashMoELayer(nn.Module):
             config: The layer's shape.
             group: The expert-parallel group, ``None`` for one rank; as a mesh of one dimension
                 where FSDP is to shard the experts over another dimension of the same mesh.
-            device: Where the layer lives; by default the current GPU, or the CPU without one.
+            device: Where the layer lives; by default torch's default device if one is set, else the
+                current GPU, or the CPU without one. On "meta" the parameters have no values, and
+                the backend is chosen at the first call, after ``to_empty``.
             dtype: The dtype of tokens and parameters: bfloat16 or float16; on the reference also
-                float32 or float64.
+                float32 or float64. By default torch's default dtype, but bfloat16 for float32.
             backend: Which to choose, or another layer's, of an equal ``config``.
             router: Own a router, an ``nn.Linear`` that :meth:`route` applies with torch's operators
                 in front of the launch, so that :meth:`forward` can be called with tokens alone.
@@ -230,29 +232,35 @@ class FlashMoELayer(nn.Module):
             DeviceError: The device cannot be used, or cannot run the kernel that was asked for.
         """
         super().__init__()
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+            dtype = torch.bfloat16 if dtype == torch.float32 else dtype
         if dtype not in TOKEN_DTYPES:
             raise ConfigError(f"dtype {dtype}: wanted one of {_names(TOKEN_DTYPES)}")
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = _default_device()
         if fuse_router and not router:
             raise ConfigError("fuse_router=True without a router: wanted router=True")
         self.expert_group = ExpertGroup(group)
+        self._backend: Backend | None = None
+        self._choice: tuple[BackendKind, dict[str, Any]] | None = None
+        self.config = config
         if isinstance(backend, str):
-            backend = select_backend(
-                config, self.expert_group.group, device, kind=backend, **options
-            )
+            self._choice = backend, options
+            if torch.device(device).type != "meta":
+                self._backend = self._select(device)
         elif options:
             raise ConfigError(
                 f"{', '.join(options)} beside a backend that is given: wanted its own"
             )
         elif backend.config != config:
             raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")
+        else:
+            self._backend = backend
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA
             raise DeviceError(f"the device '{device}' cannot be used: {error}") from error
-        self.config = config
-        self.backend = backend
         self.check_routing = check_routing
         self.fuse_router = fuse_router
 
@@ -272,6 +280,32 @@ class FlashMoELayer(nn.Module):
             else None
         )
         self.reset_parameters()
+
+    @property
+    def backend(self) -> Backend:
+        """What computes the layer; may be given to further layers of the same shape.
+
+        It is chosen when the layer is made, and again at the first use after the layer has moved to
+        another device, which is collective over the group.
+
+        Raises:
+            ConfigError: The layer is on "meta".
+            DeviceError: The kernel was asked for and cannot run where the layer is.
+        """
+        if self._backend is None:
+            device = local_part(self.fc1).device
+            if device.type == "meta":
+                raise ConfigError(
+                    "the layer is on meta and has no values: wanted layer.to_empty(device=...), "
+                    "and then reset_parameters() or a checkpoint"
+                )
+            self._backend = self._select(device)
+        return self._backend
+
+    def _select(self, device: torch.device | str) -> Backend:
+        assert self._choice is not None
+        kind, options = self._choice
+        return select_backend(self.config, self.expert_group.group, device, kind=kind, **options)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -297,6 +331,7 @@ class FlashMoELayer(nn.Module):
                     target = local_part(parameters)[local_expert if is_local else 0]
                     _draw(target if is_local else torch.empty_like(target), fan_in)
 
+    @eager
     def forward(
         self,
         x: torch.Tensor,
@@ -313,7 +348,8 @@ class FlashMoELayer(nn.Module):
             topk_weight: As in :func:`moe_forward`.
 
         Returns:
-            Like ``x``.
+            Like ``x``. Under ``torch.autocast`` the layer computes in autocast's dtype, as torch's
+            own layers do: tokens and parameters are cast, and the output has that dtype.
 
         Raises:
             ConfigError: Only one of the two choices is given, or none without a router; or the
@@ -343,30 +379,51 @@ class FlashMoELayer(nn.Module):
         tokens = x.view(-1, self.config.hidden)
         if (topk_idx is None) != (topk_weight is None):
             raise ConfigError("topk_idx and topk_weight: give both or none")
+        device = x.device.type
+        if not torch.is_autocast_enabled(device):
+            return _shaped(self._apply_to(tokens, topk_idx, topk_weight), x)
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return _shaped(self._apply_to(tokens, topk_idx, topk_weight, dtype), x)
+
+    def _apply_to(
+        self,
+        tokens: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weight: torch.Tensor | None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Routes if no choice is given, and applies the experts, in another dtype if one is given."""
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+        def local(parameter: nn.Parameter | None) -> tuple[torch.Tensor, ...]:
+            return () if parameter is None else (cast(local_part(parameter)),)
+
         weights = ExpertWeights(
-            fc1=(local_part(self.fc1),),
-            fc2=(local_part(self.fc2),),
-            fc1_bias=() if self.fc1_bias is None else (local_part(self.fc1_bias),),
-            fc2_bias=() if self.fc2_bias is None else (local_part(self.fc2_bias),),
+            fc1=local(self.fc1),
+            fc2=local(self.fc2),
+            fc1_bias=local(self.fc1_bias),
+            fc2_bias=local(self.fc2_bias),
         )
         number = launch_number(0, is_training=self.training)
         if topk_idx is None or topk_weight is None:
             if self.router is not None and self.fuse_router:
-                routed = moe_router_forward(
-                    tokens, self.router.weight, weights, backend=self.backend, layer=number
-                )
-                return _shaped(routed.out, x)
+                router = cast(self.router.weight)
+                return moe_router_forward(
+                    cast(tokens), router, weights, backend=self.backend, layer=number
+                ).out
             topk_idx, topk_weight = self.route(tokens)
-        out = moe_forward(
-            tokens,
+        return moe_forward(
+            cast(tokens),
             topk_idx,
-            topk_weight,
+            topk_weight if dtype is None else topk_weight.float(),
             weights,
             backend=self.backend,
             check_routing=self.check_routing,
             layer=number,
         )
-        return _shaped(out, x)
 
     def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The names and parameters of the experts, without the router's."""
@@ -410,7 +467,10 @@ class FlashMoELayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FlashMoELayer":
+        before = local_part(self.fc1).device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._choice is not None and local_part(self.fc1).device != before:
+            self._backend = None
         self._write_rank()  # to_empty, which comes here, leaves any number
         return self
 
@@ -421,12 +481,13 @@ class FlashMoELayer(nn.Module):
     def extra_repr(self) -> str:
         """The layer's shape, ranks, backend and dtype, for ``repr(layer)``."""
         config = self.config
+        backend = type(self._backend).__name__ if self._backend is not None else None
         return (
             f"hidden={config.hidden}, intermediate={config.intermediate}, "
             f"num_experts={config.num_experts}, topk={config.topk}, "
             f"activation={config.activation.value}, gated={config.gated}, "
             f"rank {self.expert_group.rank} of {config.num_ranks}, "
-            f"backend={type(self.backend).__name__}, dtype={self.fc1.dtype}"
+            f"backend={backend}, dtype={self.fc1.dtype}"
         )
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -446,6 +507,7 @@ class FlashMoELayer(nn.Module):
                 "the layer has no router: give topk_idx and topk_weight, or build it with "
                 "router=True"
             )
+        check_readable("router weight", self.router.weight)
         with torch.autocast(tokens.device.type, enabled=False):
             logits = nn.functional.linear(tokens.float(), self.router.weight.float())
         top = logits.topk(self.config.topk, dim=1)
@@ -459,6 +521,15 @@ def _shaped(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     shaped = torch.ops.aten._unsafe_view.default(out, x.shape)
     assert isinstance(shaped, torch.Tensor)
     return shaped
+
+
+def _default_device() -> torch.device:
+    """What ``torch.device(...)`` as a context or ``torch.set_default_device`` say, else a GPU."""
+    # torch.get_default_device does not tell whether "cpu" was chosen.
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(isinstance(mode, DeviceContext) for mode in modes):
+        return torch.get_default_device()
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

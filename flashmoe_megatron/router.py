@@ -7,7 +7,7 @@ that of probabilities which the layer and a user's auxiliary losses have used al
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
@@ -133,6 +133,18 @@ def refuse_second_derivative(what: str) -> None:
         )
 
 
+def refuse_forward_mode(what: str) -> NoReturn:
+    """For a node whose derivatives autograd is asked for in forward mode.
+
+    Raises:
+        FlashMoEError: Always.
+    """
+    raise FlashMoEError(
+        f"the derivative of the MoE {what} was asked for in forward mode "
+        "(torch.autograd.forward_ad): use .backward() or torch.autograd.grad"
+    )
+
+
 def open_router(
     moe: MoEConfig, x: torch.Tensor, weight: torch.Tensor, config: RouterConfig
 ) -> tuple[torch.Tensor, torch.Tensor, Router]:
@@ -159,6 +171,10 @@ def open_router(
 
 class _Opened(torch.autograd.Function):
     """Stands for the router in autograd; its outputs are written after it has run."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_forward_mode("layer's router")
 
     @staticmethod
     def forward(

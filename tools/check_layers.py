@@ -31,7 +31,7 @@ PYTHON = [
     ["telemetry", "router"],
     ["options"],
     ["backend"],
-    ["checks", "expert_group", "weights"],
+    ["checks", "eager", "expert_group", "weights"],
     ["kernel", "reference"],
     ["select", "autograd"],
     ["layer"],

@@ -52,9 +52,9 @@ BAD: dict[str, tuple[Callable[[Call], Call], type[Exception], str]] = {
         "x has shape (12, 32), wanted [..., 64]",
     ),
     "no tensor": (
-        lambda call: {**call, "x": [1.0]},  # type: ignore[dict-item]
+        lambda call: {**call, "topk_idx": [1.0]},  # type: ignore[dict-item]
         errors.FlashMoEError,
-        "AttributeError: 'list' object has no attribute 'layout'",
+        "AttributeError: 'list' object has no attribute 'dim'",
     ),
 }
 

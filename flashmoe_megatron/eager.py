@@ -1,0 +1,86 @@
+"""Keeps compilers out of a layer, and refuses what would have to see into it.
+
+A layer is a launch of a kernel, or exchanges between ranks that depend on the routing's values.
+torch.compile leaves it as it is. Transforms of torch.func, vmap, export and fake tensors cannot do
+with it what they are for, and would fail somewhere inside.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NoReturn, ParamSpec, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+
+from flashmoe_megatron.errors import FlashMoEError
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+_Mode = torch._C._TorchDispatchModeKey
+_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def eager(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Makes a function that compilers leave out: a graph ends before it, another begins behind it.
+
+    Neither is compiled again for another number of tokens on the function's account.
+
+    Raises:
+        FlashMoEError: In the function, if a transform, a tracer or a mode without values is on.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if _is_seen_into():
+            _refuse()
+        return function(*args, **kwargs)
+
+    # It imports the compiler, which a program that compiles nothing does not need.
+    uncompiled = _disable_dynamo(checked)
+
+    @functools.wraps(function)
+    def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if torch.compiler.is_compiling():
+            return uncompiled(*args, **kwargs)
+        return checked(*args, **kwargs)
+
+    return run
+
+
+def _is_seen_into() -> bool:
+    mode_of = torch._C._get_dispatch_mode
+    return (
+        _transform() is not None
+        or mode_of(_Mode.FAKE) is not None
+        or mode_of(_Mode.PROXY) is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _refuse() -> NoReturn:
+    transform = _transform()
+    if (
+        torch.compiler.is_exporting()
+        or torch._C._get_dispatch_mode(_Mode.PROXY) is not None
+        or torch._C._get_tracing_state() is not None
+    ):
+        raise FlashMoEError(
+            "an MoE layer cannot be exported or traced, since its launches depend on other ranks: "
+            "export the parts of the model before it and behind it"
+        )
+    if transform is None:
+        raise FlashMoEError(
+            "an MoE layer cannot run on fake tensors, whose tokens have no values to be routed by: "
+            "call it outside of FakeTensorMode, and ask flashmoe_megatron.plan_buffer_rows for "
+            "sizes"
+        )
+    name = transform.key().name.lower()
+    if name == "vmap":
+        raise FlashMoEError(
+            "an MoE layer cannot run under torch.vmap: call it once, with the mapped dimension "
+            "among those of x [..., hidden]"
+        )
+    raise FlashMoEError(
+        f"an MoE layer cannot run under torch.func's transforms ({name}): use .backward() or "
+        "torch.autograd.grad, which give its gradients"
+    )

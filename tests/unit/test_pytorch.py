@@ -1,0 +1,306 @@
+"""The layer among the other features of PyTorch: what works gives the same, the rest is refused."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from flashmoe_megatron.errors import ConfigError, FlashMoEError
+from flashmoe_megatron.expert_group import local_part
+from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from tests.distributed import RankPool
+from tests.unit import cases
+
+HIDDEN = 64
+
+
+def make_layer(group: dist.ProcessGroup | None = None, **options: Any) -> FlashMoELayer:
+    num_ranks = 1 if group is None else dist.get_world_size(group)
+    torch.manual_seed(3)
+    options = {"device": "cpu", "dtype": torch.float32, "router": True, **options}
+    return FlashMoELayer(cases.make_config(num_ranks=num_ranks), group=group, **options)
+
+
+def tokens(count: int = 9, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, generator=cases.generator(seed))
+
+
+class Model(nn.Module):
+    def __init__(self, layer: FlashMoELayer) -> None:
+        super().__init__()
+        self.first, self.moe, self.last = nn.Linear(HIDDEN, HIDDEN), layer, nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.moe(self.first(x)))
+
+
+def grads_of(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """What a step gives: output, gradient of the tokens, and those of the parameters."""
+    model.zero_grad()
+    x = tokens().requires_grad_()
+    out = run(x)
+    out.square().sum().backward()
+    assert x.grad is not None
+    return [out.detach(), x.grad, *(local_part(one.grad).clone() for one in model.parameters())]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("options", [{}, {"fuse_router": True}], ids=str)
+def test_compiled_models_break_once_and_not_for_a_batch_size(options: dict[str, Any]):
+    model = Model(make_layer(**options))
+    explained = torch._dynamo.explain(model)(tokens())
+    assert (explained.graph_break_count, explained.graph_count) == (1, 2)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, dynamic=True)
+    for count in (9, 16, 7, 33):
+        assert torch.equal(compiled(tokens(count)), model(tokens(count)))
+    assert counter.frame_count == 2
+    assert_same(grads_of(model, compiled), grads_of(model, model))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_layer_is_the_layer():
+    layer = make_layer()
+    compiled = torch.compile(layer, backend="eager")
+    assert_same(grads_of(layer, compiled), grads_of(layer, layer))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("fuse_router", [False, True])
+def test_activation_checkpointing(use_reentrant: bool, fuse_router: bool):
+    layer = make_layer(fuse_router=fuse_router)
+    run = functools.partial(checkpoint, layer, use_reentrant=use_reentrant)
+    assert_same(grads_of(layer, run), grads_of(layer, layer))
+
+
+def checkpoint_on_ranks(group: dist.ProcessGroup) -> None:
+    model = make_layer(group)
+    run = functools.partial(checkpoint, model, use_reentrant=False)
+    assert_same(grads_of(model, run), grads_of(model, model))
+
+
+def test_activation_checkpointing_on_ranks(ranks: RankPool):
+    ranks.run(checkpoint_on_ranks, num_ranks=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"fuse_router": True}, {"bias": True}], ids=str)
+def test_autocast_computes_in_its_dtype(dtype: torch.dtype, options: dict[str, Any]):
+    layer = make_layer(dtype=dtype, **options)
+    plain = copy.deepcopy(layer).bfloat16()
+    if "fuse_router" not in options:  # routes in float32, by the weights that there are
+        plain.router = copy.deepcopy(layer.router)
+    x = tokens().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, plain(tokens().bfloat16()))
+    out.sum().backward()
+    assert x.grad is not None
+    assert all(one.grad is not None and one.grad.dtype == dtype for one in layer.parameters())
+
+
+def test_autocast_with_a_choice_that_is_given():
+    layer = make_layer(router=False)
+    ids = torch.tensor([[0, 3]]).repeat(9, 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(tokens(), ids, torch.rand(9, 2).bfloat16())
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("make", ["argument", "context", "default"])
+def test_a_layer_that_is_made_on_meta(make: str):
+    if make == "argument":
+        layer = make_layer(device="meta")
+    elif make == "context":
+        with torch.device("meta"):
+            layer = make_layer(device=None)
+    else:
+        torch.set_default_device("meta")
+        try:
+            layer = make_layer(device=None)
+        finally:
+            torch.set_default_device(None)
+    assert all(one.is_meta for one in layer.parameters())
+    assert "backend=None" in repr(layer)
+    with pytest.raises(ConfigError, match=r"on meta and has no values: wanted layer.to_empty"):
+        layer(tokens())
+    layer.to_empty(device="cpu")
+    layer.load_state_dict(make_layer().state_dict())
+    assert torch.equal(layer(tokens()), make_layer()(tokens()))
+    assert isinstance(layer.backend, ReferenceBackend)
+
+
+def test_a_backend_follows_the_layer_and_a_given_one_does_not():
+    layer = make_layer()
+    backend = layer.backend
+    assert layer.double().backend is backend
+    assert layer.to("meta")._backend is None
+    twin = make_layer(backend=backend)
+    assert twin.to("meta").backend is backend
+
+
+def meta_on_ranks(group: dist.ProcessGroup) -> None:
+    layer = make_layer(group, device="meta")
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert isinstance(layer.fc1, DTensor)
+    torch.manual_seed(7)
+    layer.reset_parameters()
+    other = make_layer(group)
+    torch.manual_seed(7)
+    other.reset_parameters()
+    assert_same(grads_of(layer, layer), grads_of(other, other))
+
+
+def test_a_layer_of_ranks_that_is_made_on_meta(ranks: RankPool):
+    ranks.run(meta_on_ranks, num_ranks=2)
+
+
+def test_a_layer_runs_within_a_device_context():
+    layer = make_layer()
+    want = layer(tokens())
+    x = tokens()
+    with torch.device("meta"):
+        assert torch.equal(layer(x), want)
+
+
+def test_the_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer = make_layer(dtype=None)
+        assert {one.dtype for one in layer.parameters()} == {torch.float64}
+        layer(tokens().double()).sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert make_layer(dtype=None).fc1.dtype == torch.bfloat16
+
+
+def copies_on_ranks(group: dist.ProcessGroup | None) -> None:
+    layer = make_layer(group)
+    want = grads_of(layer, layer)
+    twin = copy.deepcopy(layer)
+    assert twin.backend is layer.backend
+    assert_same(grads_of(twin, twin), want)
+    parameters = {name: one.detach() * 2 for name, one in layer.named_parameters()}
+    with torch.no_grad():
+        for one in twin.parameters():
+            local_part(one).mul_(2)
+    out = torch.func.functional_call(layer, parameters, (tokens(),))
+    assert torch.equal(out, twin(tokens()))
+    assert_same(grads_of(layer, layer), want)
+
+
+def test_deep_copies_and_functional_call(ranks: RankPool):
+    copies_on_ranks(None)
+    ranks.run(copies_on_ranks, num_ranks=2)
+
+
+def call_with_parameters(layer: FlashMoELayer, parameters: Any) -> torch.Tensor:
+    return torch.func.functional_call(layer, parameters, (tokens(),)).sum()
+
+
+def on_fake_tensors(layer: FlashMoELayer) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer(torch.empty(9, HIDDEN))
+
+
+def in_forward_mode(layer: FlashMoELayer) -> None:
+    with forward_ad.dual_level():
+        layer(forward_ad.make_dual(tokens(), tokens()))
+
+
+EXPORT = "cannot be exported or traced, .* export the parts of the model before it and behind it"
+REFUSED: dict[str, tuple[Callable[[FlashMoELayer], object], str]] = {
+    "vmap": (
+        lambda layer: torch.vmap(layer)(torch.randn(2, 9, HIDDEN)),
+        r"under torch.vmap: call it once, .* among those of x \[..., hidden\]",
+    ),
+    "grad": (
+        lambda layer: torch.func.grad(functools.partial(call_with_parameters, layer))(
+            dict(layer.named_parameters())
+        ),
+        r"torch.func's transforms \(grad\): use .backward\(\) or torch.autograd.grad",
+    ),
+    "vjp": (lambda layer: torch.func.vjp(layer, tokens()), r"torch.func's transforms \(grad\)"),
+    "jvp": (
+        lambda layer: torch.func.jvp(layer, (tokens(),), (tokens(),)),
+        r"torch.func's transforms \(jvp\)",
+    ),
+    "forward mode": (in_forward_mode, r"in forward mode .*: use .backward\(\)"),
+    "fake tensors": (on_fake_tensors, "on fake tensors, .* call it outside of FakeTensorMode"),
+    "a fake tensor": (
+        lambda layer: layer(FakeTensorMode().from_tensor(tokens())),
+        "x is a FakeTensor, wanted a plain torch.Tensor, which has values",
+    ),
+    "export": (lambda layer: torch.export.export(layer, (tokens(),)), EXPORT),
+    "make_fx": (lambda layer: make_fx(layer)(tokens()), EXPORT),
+    "jit": (lambda layer: torch.jit.trace(layer, (tokens(),)), EXPORT),
+    "fx": (torch.fx.symbolic_trace, "x is a Proxy, wanted a torch.Tensor"),
+    "no tensor": (lambda layer: layer([1.0]), "x is a list, wanted a torch.Tensor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("fuse_router", [False, True])
+def test_what_is_refused(name: str, fuse_router: bool):
+    run, message = REFUSED[name]
+    layer = make_layer(fuse_router=fuse_router)
+    want = layer(tokens())
+    with pytest.raises(FlashMoEError, match=message):
+        run(layer)
+    assert torch.equal(layer(tokens()), want)
+
+
+def distributed_tokens(group: dist.ProcessGroup) -> list[str]:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    spread = functools.partial(DTensor.from_local, device_mesh=mesh, placements=[Replicate()])
+    layer, found = make_layer(group), []
+    other = copy.deepcopy(layer)
+    other.router.weight = nn.Parameter(spread(layer.router.weight.detach()))
+    for one, x in ((layer, spread(tokens())), (other, tokens())):
+        try:
+            one(x)
+        except FlashMoEError as error:
+            found.append(str(error))
+    layer(tokens())
+    return found
+
+
+def test_distributed_tensors_are_refused(ranks: RankPool):
+    for found in ranks.run(distributed_tokens, num_ranks=2):
+        for message, what in zip(found, ("x", "router weight"), strict=True):
+            assert f"{what} is a DTensor, wanted a plain torch.Tensor; call .to_local()" in message
+
+
+def test_a_subclass_without_operators_of_its_own_is_an_array_of_values():
+    class Marked(torch.Tensor):
+        pass
+
+    layer = make_layer()
+    assert torch.equal(layer(tokens().as_subclass(Marked)), layer(tokens()))

@@ -393,7 +393,7 @@ class FlashMoELayer(nn.Module):
         topk_weight: torch.Tensor | None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Routes if no choice is given, and applies the experts, in another dtype if one is given."""
+        """Routes if no choice is given, and applies the experts, in another dtype if given one."""
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)

@@ -54,7 +54,7 @@ BAD: dict[str, tuple[Callable[[Call], Call], type[Exception], str]] = {
     "no tensor": (
         lambda call: {**call, "topk_idx": [1.0]},  # type: ignore[dict-item]
         errors.FlashMoEError,
-        "AttributeError: 'list' object has no attribute 'dim'",
+        "AttributeError: 'list' object has no attribute 'contiguous'",
     ),
 }
 

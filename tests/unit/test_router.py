@@ -234,7 +234,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_autocast_leaves_the_router_in_float32() -> None:
-    layer = make_layer()
+    layer = make_layer(fuse_router=False)
     x = torch.randn(50, cases.CONFIG.hidden)
     ids, weights = layer.route(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -272,7 +272,8 @@ class KernelBackend(OfGroup):
         blocks, router = pending.num_row_blocks, pending.router
         is_planned = blocks is None
         if blocks is None:
-            problem = self._prepare()
+            # A fault that the plan has left by now is its outcome, which every rank has.
+            problem = self._describe()
             outcome = self._await_plan(problem, pending.group)
             if outcome.status != bindings.OK:
                 fault = self.memory.take_fault()  # it says more than the status does

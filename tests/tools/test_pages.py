@@ -15,26 +15,16 @@ from tests.distributed import PATIENCE_S
 pytestmark = pytest.mark.timeout(PATIENCE_S + 20)
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flashmoe_megatron"
-BEFORE_README = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group()
-x = torch.randn(3, 1024, dtype=torch.bfloat16, requires_grad=True)
-"""
-BEHIND_README = "out.float().square().mean().backward()\n"
-# One file for each rank: what two ranks print to one pipe may come out mixed.
-BEHIND_BOTH = """
-from pathlib import Path
-Path(f"{__file__}.{dist.get_rank()}").write_text(str(x.grad.isfinite().all().item()))
-"""
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def check_on_two_ranks(program: Path) -> None:
+def test_the_program_of_the_readme(tmp_path: Path) -> None:
+    (source,) = (text for text in blocks(ROOT / "README.md", "python") if "MoEConfig" in text)
+    program = tmp_path / "program.py"
+    program.write_text(source.replace("2048", "64"))  # fewer tokens, less time
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -46,22 +36,11 @@ def check_on_two_ranks(program: Path) -> None:
         timeout=PATIENCE_S,
     )
     assert ran.returncode == 0, ran.stderr
-    are_finite = [Path(f"{program}.{rank}").read_text() for rank in range(2)]
-    assert are_finite == ["True", "True"]
-
-
-def test_the_layer_of_the_package_page(tmp_path: Path) -> None:
-    source = blocks(PACKAGE / "README.md", "python")[0]
-    program = tmp_path / "program.py"
-    program.write_text(source.replace("2048", "64") + BEHIND_BOTH)  # fewer tokens, less time
-    check_on_two_ranks(program)
-
-
-def test_the_layer_of_the_readme(tmp_path: Path) -> None:
-    (source,) = (text for text in blocks(ROOT / "README.md", "python") if "MoEConfig" in text)
-    program = tmp_path / "program.py"
-    program.write_text(BEFORE_README + source + BEHIND_README + BEHIND_BOTH)
-    check_on_two_ranks(program)
+    for rank in range(2):
+        said = rf"rank {rank} of 2: out \(64, 1024\), gradient norm of the router (\S+e-\d+)"
+        (norm,) = re.findall(said, ran.stdout)
+        assert float(norm) > 0
+    assert "destroy_process_group" not in ran.stderr
 
 
 def test_the_configuration_of_the_deepspeed_page() -> None:

@@ -304,3 +304,21 @@ def test_a_subclass_without_operators_of_its_own_is_an_array_of_values():
 
     layer = make_layer()
     assert torch.equal(layer(tokens().as_subclass(Marked)), layer(tokens()))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_nothing_makes_one_graph_of_a_layer():
+    model = Model(make_layer())
+    with pytest.raises(RuntimeError, match="FlashMoELayer.forward"):
+        torch.compile(model, backend="eager", fullgraph=True)(tokens())
+    with pytest.raises(RuntimeError, match="FlashMoELayer.forward"):
+        torch.export.export(model, (tokens(),), strict=True)
+
+
+def test_gradients_accumulate():
+    layer = make_layer()
+    once = grads_of(layer, layer)[2:]
+    layer.zero_grad()
+    for _ in range(2):
+        layer(tokens()).square().sum().backward()
+    assert_same([one.grad for one in layer.parameters()], [2 * grad for grad in once])

@@ -2,11 +2,21 @@
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from flashmoe_megatron.kernel.backend import KernelBackend, _on_own_device
+from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError, RoutingError, ShapeError
+from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel.backend import (
+    KernelBackend,
+    PendingForward,
+    _on_own_device,
+    _PlanOutcome,
+)
+from tests.unit.cases import make_config
 
 
 class OnGpu(KernelBackend):
@@ -40,9 +50,104 @@ def test_calls_run_on_the_gpu_of_the_backend(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "name",
     [
-        *("forward", "begin", "finish", "backward"),
+        *("forward", "refuse", "begin", "finish", "backward"),
         "early_fc2_grads",
     ],
 )
 def test_all_calls_that_launch_do(name: str) -> None:
     assert hasattr(getattr(KernelBackend, name), "__wrapped__")
+
+
+class Planned(KernelBackend):
+    """A rank of two whose plan ends as it is told, with a fault in its mailbox."""
+
+    def __init__(self, outcome: _PlanOutcome, fault: FlashMoEError | None) -> None:
+        self.config = make_config(num_ranks=2)
+        self.device = torch.device("cuda", 0)
+        self.num_calls = 0
+        self.faults = [fault]
+        self.memory: Any = SimpleNamespace(
+            open=lambda: bindings.FlashMoEGroup(),
+            take_fault=lambda: self.faults.pop() if self.faults else None,
+            is_void=False,
+            has_fault=True,
+        )
+        self.outcome = outcome
+        self._sizes = bindings.FlashMoESizes(plan_bytes=64)
+        self._bounds = {False: None, True: None}
+
+    def _prepare(self) -> bindings.FlashMoEProblem:
+        return bindings.FlashMoEProblem()
+
+    _describe = _prepare
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def _await_plan(self, *_: object) -> _PlanOutcome:  # type: ignore[override]
+        return self.outcome
+
+    def _use_weights(self, _: object) -> Any:
+        return None
+
+    def _begin(self, *_: object) -> PendingForward:
+        return PendingForward(None, None, None, None, None, None, None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of the library's calls, none of which is made."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(bindings, "call", lambda *arguments: calls.append(arguments))
+    return calls
+
+
+@pytest.mark.parametrize("is_heard_late", [False, True])
+def test_a_refusal_stays_where_others_hear_of_it_late(
+    launched: list[Any], is_heard_late: bool
+) -> None:
+    """A rank raises a refusal once more in its next call exactly if the others raise it there."""
+    backend = Planned(_PlanOutcome(bindings.REFUSED, 0, is_heard_late), ShapeError("x"))
+    backend.refuse("ShapeError: x")
+    assert len(backend.faults) == int(is_heard_late)
+    assert backend.num_calls == 1
+    ((name, *_, given, _),) = launched
+    assert (name, given.refusal, given.num_tokens) == ("plan", b"ShapeError: x", 0)
+
+
+def test_a_refusal_that_peers_do_not_hear(launched: list[Any]) -> None:
+    late = PeerTimeoutError("rank 1 waited too long")
+    with pytest.raises(PeerTimeoutError, match="waited too long"):
+        Planned(_PlanOutcome(bindings.PEER_TIMEOUT, 0, False), late).refuse("ShapeError: x")
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "is_void"),
+    [
+        (RoutingError("NaN"), bindings.BAD_ROUTING, False),
+        (ShapeError("rank 1: x"), bindings.REFUSED, False),
+        (None, bindings.CUDA_ERROR, True),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("launched")
+def test_a_plan_that_fails_on_every_rank_leaves_the_memory(
+    monkeypatch: pytest.MonkeyPatch, fault: FlashMoEError | None, status: int, is_void: bool
+) -> None:
+    """Where no fault tells that all ranks have stopped, all make new memory."""
+    monkeypatch.setattr(bindings, "error", lambda _: FlashMoEError("the plan failed"))
+    backend = Planned(_PlanOutcome(status, 0, False), fault)
+    with pytest.raises(FlashMoEError) as error:
+        backend.forward(None, None, None, None, training=True)  # type: ignore[arg-type]
+    assert fault in (None, error.value)
+    assert backend.memory.is_void == is_void
+
+
+def test_the_error_of_a_refusal_names_its_rank() -> None:
+    fault = bindings.FlashMoEFault(
+        code=bindings.REFUSED, rank=3, reason=b"ShapeError: x is long \xc3"
+    )
+    error = bindings.fault_error(fault)
+    assert (type(error), str(error)) == (ShapeError, "rank 3: x is long \ufffd")

@@ -16,8 +16,10 @@ from flashmoe_megatron.errors import FlashMoEError
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
-_Mode = torch._C._TorchDispatchModeKey
 _transform = torch._C._functorch.peek_interpreter_stack
+_tracing_state = torch._C._get_tracing_state
+_mode = torch._C._get_dispatch_mode
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
 def eager(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
@@ -42,28 +44,25 @@ def eager(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         if torch.compiler.is_compiling():
             return uncompiled(*args, **kwargs)
-        return checked(*args, **kwargs)
+        if _is_seen_into():  # not by `checked`: this runs before every launch
+            _refuse()
+        return function(*args, **kwargs)
 
     return run
 
 
 def _is_seen_into() -> bool:
-    mode_of = torch._C._get_dispatch_mode
     return (
         _transform() is not None
-        or mode_of(_Mode.FAKE) is not None
-        or mode_of(_Mode.PROXY) is not None
-        or torch._C._get_tracing_state() is not None
+        or _mode(_FAKE) is not None
+        or _mode(_PROXY) is not None
+        or _tracing_state() is not None
     )
 
 
 def _refuse() -> NoReturn:
     transform = _transform()
-    if (
-        torch.compiler.is_exporting()
-        or torch._C._get_dispatch_mode(_Mode.PROXY) is not None
-        or torch._C._get_tracing_state() is not None
-    ):
+    if torch.compiler.is_exporting() or _mode(_PROXY) is not None or _tracing_state() is not None:
         raise FlashMoEError(
             "an MoE layer cannot be exported or traced, since its launches depend on other ranks: "
             "export the parts of the model before it and behind it"

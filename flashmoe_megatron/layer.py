@@ -27,7 +27,7 @@ from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, Sha
 from flashmoe_megatron.expert_group import ExpertGroup, local_part
 from flashmoe_megatron.options import BackendKind
 from flashmoe_megatron.router import RouterConfig, open_router
-from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.select import check_choice, named_device, select_backend
 from flashmoe_megatron.telemetry.record import launch_number
 from flashmoe_megatron.weights import SplitWeights
 
@@ -72,6 +72,8 @@ def moe_forward(
         check_readable("x", x)
         if x.dtype not in TOKEN_DTYPES:  # before its routing weights, which may have its dtype
             raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
+        for name, choices in (("topk_idx", topk_idx), ("topk_weight", topk_weight)):
+            check_readable(name, choices)
         topk_idx, topk_weight = topk_idx.contiguous(), topk_weight.contiguous()
         check_choices(backend.config, x, topk_idx, topk_weight)
         if check_routing:
@@ -246,8 +248,9 @@ class FlashMoELayer(nn.Module):
         self._choice: tuple[BackendKind, dict[str, Any]] | None = None
         self.config = config
         if isinstance(backend, str):
+            check_choice(backend, options)
             self._choice = backend, options
-            if torch.device(device).type != "meta":
+            if named_device(device).type != "meta":
                 self._backend = self._select(device)
         elif options:
             raise ConfigError(

@@ -56,7 +56,7 @@ def select_backend(
             GPU.
     """
     chosen_options = make_options(BackendOptions, options)
-    device = _named(device)
+    device = named_device(device)
     chosen = resolve_kind(kind, device)
     agreed = {**dataclasses.asdict(config), "backend": chosen}
     agreed |= {name: getattr(chosen_options, name) for name in _AGREED[chosen]}
@@ -74,6 +74,17 @@ def select_backend(
     return KernelBackend(config, group, device, options=chosen_options)
 
 
+def check_choice(kind: str, options: dict[str, Any]) -> None:
+    """Refuses what no device could make of a choice that is made now and heeded later.
+
+    Raises:
+        ConfigError: ``kind`` or an option is unknown.
+    """
+    if kind not in get_args(BackendKind):
+        raise ConfigError(f"backend {kind!r}: wanted one of {', '.join(get_args(BackendKind))}")
+    make_options(BackendOptions, options)
+
+
 def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "reference"]:
     """What :func:`select_backend` chooses on a device. Not collective.
 
@@ -81,8 +92,7 @@ def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "
         ConfigError: ``kind`` is unknown.
         DeviceError: ``kind`` is "kernel" and the device is not a Hopper GPU.
     """
-    if kind not in get_args(BackendKind):
-        raise ConfigError(f"backend {kind!r}: wanted one of {', '.join(get_args(BackendKind))}")
+    check_choice(kind, {})
     is_hopper, found = _describe(device)
     if kind == "kernel" and not is_hopper:
         raise DeviceError(
@@ -144,8 +154,12 @@ def _gather(value: _Value, group: dist.ProcessGroup | None) -> list[_Value]:
     return everyone
 
 
-def _named(device: torch.device | str) -> torch.device:
-    """The device of a name; not yet whether it is here."""
+def named_device(device: torch.device | str) -> torch.device:
+    """The device of a name, which need not be here.
+
+    Raises:
+        DeviceError: No device has such a name.
+    """
     try:
         return torch.device(device)
     except RuntimeError as error:

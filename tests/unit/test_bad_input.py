@@ -294,7 +294,7 @@ BAD_CHOICES = {
     "ids are elsewhere": (
         choice(idx=torch.zeros(NUM_TOKENS, 2, dtype=torch.int64, device="meta")),
         ShapeError,
-        "topk_idx is on meta, wanted cpu",
+        "topk_idx is on meta and has no values, wanted a processor",
     ),
 }
 

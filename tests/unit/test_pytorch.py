@@ -156,6 +156,12 @@ def test_a_layer_that_is_made_on_meta(make: str):
     assert isinstance(layer.backend, ReferenceBackend)
 
 
+def test_on_meta_a_choice_is_checked_at_once():
+    for options, message in (({"backend": "best"}, "wanted one of auto"), ({"keeps": 1}, "keeps")):
+        with pytest.raises(ConfigError, match=message):
+            make_layer(device="meta", **options)
+
+
 def test_a_backend_follows_the_layer_and_a_given_one_does_not():
     layer = make_layer()
     backend = layer.backend

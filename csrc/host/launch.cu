@@ -226,6 +226,14 @@ void set_activation(const FlashMoEProblem* p, LayerArgs* args) {
                    p->linear_offset};
 }
 
+// Whether a forward reads rows where tokens have them: a rank that is alone can, if no backward
+// will want a copy of them. A stage takes longer to gather than by TMA, so a row must not be read
+// by many tiles.
+bool gathers(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
+    constexpr int kMostTiles = 4;
+    return p->num_ranks == 1 and launch->preact == nullptr and forward_tiles(p) <= kMostTiles;
+}
+
 // The buffers of a pass and the order of its tiles.
 int set_buffers(const FlashMoEProblem* p,
                 const FlashMoELaunch* launch,
@@ -404,6 +412,7 @@ int flashmoe_forward(const FlashMoEProblem* problem,
     if (not is_planned) {
         set_routing(problem, input, uint32_t(launch_args->num_row_blocks), &args);
     }
+    args.gathers = gathers(problem, launch_args);
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
     const KernelEntry entry = entry_of(problem, false);
     return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,

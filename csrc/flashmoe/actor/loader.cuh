@@ -1,6 +1,6 @@
-// The loader: one thread that streams operands by TMA. The leading CTA's loader also takes the
-// cluster's tickets and announces them. It is the paper's subscriber, too: nobody else waits for
-// rows to arrive.
+// The loader: one thread that streams operands by TMA, and a warp with it where rows are gathered.
+// The leading CTA's loader also takes the cluster's tickets and announces them. It is the paper's
+// subscriber, too: nobody else waits for rows to arrive.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -10,6 +10,7 @@
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/moe/weight_grads.cuh"
 #include "flashmoe/protocol/queue.h"
+#include "flashmoe/tile/gather.cuh"
 #include "flashmoe/tile/handover.cuh"
 #include "flashmoe/tile/mainloop.cuh"
 #include "flashmoe/tile/pipeline.cuh"
@@ -51,14 +52,14 @@ __device__ __forceinline__ void load_boxes(const void* map,
 // Takes pairs of tiles and streams this CTA's tile of each. `claim` takes a ticket, and `pair_of`
 // gives the leading CTA the ticket's pair. `stream` loads a tile and calls back twice, with some
 // stages between: at the first call the next ticket is claimed, at the second its pair is
-// announced, so that it is known before this tile's last stage is free. Scope: one thread of each
-// CTA.
+// announced, so that it is known before this tile's last stage is free. One thread calls back, the
+// one that elect.sync chooses. Scope: one warp of each CTA.
 template <class Claim, class PairOf, class Stream>
 __device__ __forceinline__ void load_tiles(
     const Watchdog& watchdog, TileMailbox& mailbox, Claim claim, PairOf pair_of, Stream stream) {
     RingCursor<kTileSlots> slot;
     const int cta = int(ptx::cluster_rank());
-    TileInfo next;
+    auto next = TileInfo::unknown();  // but for the one thread that takes and announces
     int ticket = 0;
     auto take = [&] {
         if (cta == 0) ticket = claim();
@@ -68,22 +69,44 @@ __device__ __forceinline__ void load_tiles(
         while ((next = pair_of(ticket)).gemm == TileInfo::kSkip) ticket = claim();
         announce_tile(watchdog, mailbox, slot, next);
     };
-    take();
-    announce();
+    if (cute::elect_one_sync()) {
+        take();
+        announce();
+    }
     for (;;) {
-        if (cta != 0) {
+        if (cta != 0 and cute::elect_one_sync()) {
             wait_barrier<Waiter::kThread>(watchdog, Wait::kLoaderTile, mailbox.full[slot.index()],
                                           slot.parity());
             next = read_tile(mailbox, slot);
             slot.advance();
         }
-        if (next.gemm == TileInfo::kNoTile) return;
-        stream(next.of(cta), take, announce);
+        const TileInfo pair = next.of_warp();
+        if (pair.gemm == TileInfo::kNoTile) return;
+        stream(pair.of(cta), take, announce);
+        __syncwarp();
     }
 }
 
-// Streams one tile's stages. Only the first stage's B goes ahead of `await_a`: the other stages are
-// free only once the previous tile's last products are done, and A would have to wait for that.
+// Loads the stages of a tile, and takes and announces the next one in time. `load` is called for
+// each stage.
+template <int kNumStages, class Load, class Take, class Announce>
+__device__ __forceinline__ void load_stages(int num_k_blocks,
+                                            Load load,
+                                            Take take,
+                                            Announce announce) {
+    constexpr int kTakenAhead = 4;  // stages that an atomic's way to the L2 and back takes at most
+    const int near = max(0, num_k_blocks - kNumStages), far = max(0, near - kTakenAhead);
+    int k = 0;
+    for (; k < far; ++k) load(k);
+    take();
+    for (; k < near; ++k) load(k);
+    announce();
+    for (; k < num_k_blocks; ++k) load(k);
+}
+
+// Streams one tile's stages by TMA. Only the first stage's B goes ahead of `await_a`: the other
+// stages are free only once the previous tile's last products are done, and A would have to wait
+// for that. Scope: one thread.
 template <class Ring, class LoadA, class LoadB, class AwaitA, class Take, class Announce>
 __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
                                             const Ring& ring,
@@ -94,11 +117,9 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
                                             AwaitA await_a,
                                             Take take,
                                             Announce announce) {
-    constexpr int kTakenAhead = 4;  // stages that an atomic's way to the L2 and back takes at most
-    const int near = max(0, num_k_blocks - Ring::kNumStages), far = max(0, near - kTakenAhead);
-    int k = 0;
-    auto load_until = [&](int end) {
-        for (; k < end; ++k) {
+    load_stages<Ring::kNumStages>(
+        num_k_blocks,
+        [&](int k) {
             Barrier& full = ring.full[cursor.index()];
             Barrier& empty = ring.empty[cursor.index()];
             auto& stage = ring.stage[cursor.index()];
@@ -109,13 +130,48 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
             if (k == 0) await_a();
             load_a(stage, full, k);
             cursor.advance();
-        }
+        },
+        take, announce);
+}
+
+// Streams one tile's stages, of which `load_b` has TMA load B while `gather` copies A. Scope: one
+// warp.
+template <class Ring, class LoadB, class Gather, class Take, class Announce>
+__device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
+                                                     const Ring& ring,
+                                                     RingCursor<Ring::kNumStages>& cursor,
+                                                     int num_k_blocks,
+                                                     LoadB load_b,
+                                                     Gather gather,
+                                                     Take take,
+                                                     Announce announce) {
+    const auto by_one = [](auto& act) {
+        return [&act] {
+            if (cute::elect_one_sync()) act();
+            __syncwarp();
+        };
     };
-    load_until(far);
-    take();
-    load_until(near);
-    announce();
-    load_until(num_k_blocks);
+    load_stages<Ring::kNumStages>(
+        num_k_blocks,
+        [&](int k) {
+            Barrier& full = ring.full[cursor.index()];
+            Barrier& empty = ring.empty[cursor.index()];
+            auto& stage = ring.stage[cursor.index()];
+            wait_barrier<Waiter::kWarp>(watchdog, Wait::kLoaderStage, empty, cursor.parity() ^ 1);
+            if (cute::elect_one_sync()) {
+                full.expect_transaction(sizeof(stage.b));
+                ptx::delay_point();
+                load_b(stage, full, k);
+            }
+            __syncwarp();
+            gather(stage, k);
+            ptx::arrive_after_copies(&full);
+            // Each lane has added its arrival, so the stage is not full before all have come.
+            __syncwarp();
+            if (cute::elect_one_sync()) full.arrive();
+            cursor.advance();
+        },
+        by_one(take), by_one(announce));
 }
 
 // The first weight row (K-major) or column (MN-major) of each box of B.
@@ -164,7 +220,7 @@ __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
         });
 }
 
-// The layer's tiles. Scope: one thread of each CTA.
+// The layer's tiles. Scope: one warp of each CTA.
 template <class Pass, class Ring>
 __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                            const Ring& ring,
@@ -189,9 +245,15 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
         [&](const TileInfo& tile, auto take, auto announce) {
             if constexpr (Pass::kIsBackward) {
                 if (is_weight_grad(tile)) {
-                    if (not is_differentiated) await_differentiated(args);
+                    if (not is_differentiated and cute::elect_one_sync()) {
+                        await_differentiated(args);
+                    }
                     is_differentiated = true;
-                    stream_weight_grad(args, ring, cursor, tile, take, announce);
+                    __syncwarp();
+                    if (auto own = cursor; cute::elect_one_sync()) {
+                        stream_weight_grad(args, ring, own, tile, take, announce);
+                    }
+                    cursor.advance(weight_grad_k_blocks(args.plan, tile));
                     return;
                 }
             }
@@ -199,33 +261,50 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
             const int cta = int(ptx::cluster_rank());
             const CUtensorMap* weights =
                 args.weight_maps + matrix * args.shape.num_local_experts() + tile.expert;
-            stream_tile(
-                args.watchdog, ring, cursor, args.num_k_blocks[tile.gemm],
-                [&](auto& stage, Barrier& full, int k) {
-                    load_boxes<Major::K>(&args.load_map[tile.gemm], full, stage.a, k, 0,
-                                         tile.pair == Pair::kAlongN, cta,
-                                         [&](int) { return tile.m * BLOCK_M; });
-                },
-                [&](auto& stage, Barrier& full, int k) {
-                    load_boxes<Pass::kMajorB>(weights, full, stage.b, k, 0,
-                                              tile.pair == Pair::kAlongM, cta, [&](int box) {
-                                                  return begin_of_b<Pass>(args.shape, tile.gemm,
-                                                                          tile.n, box);
-                                              });
-                },
-                [&] {
-                    const Workspace& workspace = args.workspace;
-                    const uint32_t* counter =
-                        tile.gemm == 0 ? workspace.rows_ready + tile.m
-                                       : workspace.tile_ready + workspace.tile_counter(0, tile.m);
-                    const uint32_t target =
-                        tile.gemm == 0 ? BLOCK_M : uint32_t(kNumProcessors * args.num_n_tiles[0]);
-                    const Wait wait = tile.gemm == 0 ? Wait::kLoaderRows : Wait::kLoaderAct;
-                    protocol::await_for_tma<Atomics>(counter, target, [&](auto load, auto done) {
-                        wait_for(args.watchdog, {wait, -1, tile.m, target}, load, done);
-                    });
-                },
-                take, announce);
+            const auto load_b = [&](auto& stage, Barrier& full, int k) {
+                load_boxes<Pass::kMajorB>(
+                    weights, full, stage.b, k, 0, tile.pair == Pair::kAlongM, cta,
+                    [&](int box) { return begin_of_b<Pass>(args.shape, tile.gemm, tile.n, box); });
+            };
+            if constexpr (not Pass::kIsBackward) {
+                if (args.gathers and tile.gemm == 0) {
+                    const GatheredTokens tokens(args.plan, tile.m * BLOCK_M);
+                    stream_gathered_tile(
+                        args.watchdog, ring, cursor, args.num_k_blocks[0], load_b,
+                        [&](auto& stage, int k) {
+                            gather_box(tokens, args.x, args.shape.row_bytes(), k * BLOCK_K,
+                                       stage.a[0]);
+                        },
+                        take, announce);
+                    return;
+                }
+            }
+            if (auto own = cursor; cute::elect_one_sync())
+                stream_tile(
+                    args.watchdog, ring, own, args.num_k_blocks[tile.gemm],
+                    [&](auto& stage, Barrier& full, int k) {
+                        load_boxes<Major::K>(&args.load_map[tile.gemm], full, stage.a, k, 0,
+                                             tile.pair == Pair::kAlongN, cta,
+                                             [&](int) { return tile.m * BLOCK_M; });
+                    },
+                    load_b,
+                    [&] {
+                        const Workspace& workspace = args.workspace;
+                        const uint32_t* counter =
+                            tile.gemm == 0
+                                ? workspace.rows_ready + tile.m
+                                : workspace.tile_ready + workspace.tile_counter(0, tile.m);
+                        const uint32_t target =
+                            tile.gemm == 0 ? BLOCK_M
+                                           : uint32_t(kNumProcessors * args.num_n_tiles[0]);
+                        const Wait wait = tile.gemm == 0 ? Wait::kLoaderRows : Wait::kLoaderAct;
+                        protocol::await_for_tma<Atomics>(
+                            counter, target, [&](auto load, auto done) {
+                                wait_for(args.watchdog, {wait, -1, tile.m, target}, load, done);
+                            });
+                    },
+                    take, announce);
+            cursor.advance(args.num_k_blocks[tile.gemm]);
         });
 }
 

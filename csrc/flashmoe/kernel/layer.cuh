@@ -158,8 +158,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
                 const StageRing<kStages> kept{ptx::keep_address(ring.stage),
                                               ptx::keep_address(ring.full),
                                               ptx::keep_address(ring.empty)};
-                if (cute::elect_one_sync()) load_layer<Pass>(args, kept, words.mailbox);
-                __syncwarp();
+                load_layer<Pass>(args, kept, words.mailbox);
             } else if (warp == 1) {
                 dispatch(args, buffers.pieces, words.pieces, num_first_places(args));
                 combine_meanwhile<Pass>(args, words.combine);

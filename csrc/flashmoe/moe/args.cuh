@@ -58,6 +58,7 @@ struct LayerArgs {
     Router router;
     uint32_t row_block_bound;  // blocks that the row buffers hold, or kCounted
     const Fault* refusal;      // pinned: why the host refuses this call, or null
+    bool gathers;              // rows are read where their tokens are; nothing is dispatched
 
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];

@@ -68,6 +68,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
 // The number of places that the first tiles read. This rank's own rows among them are not
 // dispatched: all warps copy them, since none has anything else to do until they are there.
 __device__ __forceinline__ int num_first_places(const LayerArgs& args) {
+    if (args.gathers) return 0;
     return min(args.plan.header->num_units, args.group_units) * kClusterSize * BLOCK_M;
 }
 
@@ -136,7 +137,7 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     const int row_bytes = args.shape.row_bytes();
     uint32_t parity = 0;
     int pad_rows_pulled = 0, pad_rows_made = 0;
-    for (;;) {
+    while (not args.gathers) {
         const int place = take_tickets(&workspace.tickets->dispatch, kDispatchLanes);
         if (place >= plan.num_places()) break;
         const int first = plan.row_at(place);

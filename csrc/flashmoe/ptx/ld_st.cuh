@@ -78,6 +78,21 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Copies 16 bytes from global to shared memory, or writes zeros there.
+__device__ __forceinline__ void copy_16_async(uint32_t smem_address, const void* from, bool reads) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address), "l"(from),
+                 "r"(reads ? 16 : 0)
+                 : "memory");
+}
+
+// Lets a barrier's phase wait for all such copies of this thread: it counts one arrival more, which
+// comes when they are done.
+__device__ __forceinline__ void arrive_after_copies(void* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(
+                     uint32_t(__cvta_generic_to_shared(barrier)))
+                 : "memory");
+}
+
 // Lets this CTA's copies, behind a barrier, see a TMA descriptor in global memory as it is now,
 // though it was written since the last launch.
 __device__ __forceinline__ void acquire_tensor_map(const void* map) {

@@ -33,6 +33,18 @@ struct alignas(16) TileInfo {
     static __device__ __forceinline__ TileInfo nothing(int16_t why) {
         return {why, 0, Pair::kAlongM, 0, false, 0, 0, 0};
     }
+    // All zeros.
+    static __device__ __forceinline__ TileInfo unknown() {
+        return {0, 0, Pair{}, 0, false, 0, 0, 0};
+    }
+    // What one thread of a warp knows, where the others' are zeros. Scope: one warp.
+    __device__ __forceinline__ TileInfo of_warp() const {
+        static_assert(sizeof(TileInfo) == sizeof(uint4));
+        auto words = reinterpret_cast<const uint4&>(*this);
+        words = {__reduce_or_sync(~0u, words.x), __reduce_or_sync(~0u, words.y),
+                 __reduce_or_sync(~0u, words.z), __reduce_or_sync(~0u, words.w)};
+        return reinterpret_cast<const TileInfo&>(words);
+    }
     // From the pair's first tile to the one of CTA `cta`.
     __device__ __forceinline__ TileInfo of(int cta) const {
         const bool along_m = pair == Pair::kAlongM;
@@ -93,6 +105,9 @@ class RingCursor {
     __device__ __forceinline__ uint32_t parity() const { return position_ < N ? 0 : 1; }
     __device__ __forceinline__ void advance() {
         position_ = position_ + 1 == 2 * N ? 0 : position_ + 1;
+    }
+    __device__ __forceinline__ void advance(int steps) {
+        position_ = (position_ + uint32_t(steps)) % (2 * N);
     }
 
  private:

@@ -1,0 +1,67 @@
+"""Rows that a rank that is alone reads where its tokens have them."""
+
+import pytest
+import torch
+
+from flashmoe_megatron.config import Activation
+from flashmoe_megatron.reference.oracle import assert_close
+from tests.gpu import steps
+from tests.gpu.expected import expected
+from tests.gpu.layers import TOKENS, make_config
+from tests.gpu.virtual import VirtualLayer
+from tests.unit import cases
+
+pytestmark = pytest.mark.gpu
+
+NARROW, WIDE = 192, 1088
+"""FFN widths of up to four tiles of fc1, and of more."""
+
+
+@pytest.mark.parametrize("case", ["uniform", "to_one_rank", "with_empty_experts"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["out-in", "in-out"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gathered_rows_give_the_same_bits(
+    dtype: torch.dtype, transposed: bool, gated: bool, case: str
+):
+    config = make_config(1, gated=gated, activation=Activation.SILU)
+    inputs = steps.make_inputs(config, getattr(cases, case), TOKENS[1], dtype=dtype)
+    weights = steps.weights_of(config, inputs, transposed=transposed)
+    layer = VirtualLayer(config)
+    arguments = (inputs.x, inputs.probs, inputs.routing_map, weights)
+    (want,), _ = layer.forward(*arguments)
+    for _ in range(3):
+        (got,), _ = layer.forward(*arguments, training=False)
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)
+    assert_close("out", got, expected(config, inputs).exact.out, rel_l2=2e-2)
+    layer.check_guards()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 300])
+def test_any_number_of_rows(num_tokens: int):
+    config = make_config(1, num_experts=1, topk=1)
+    inputs = steps.make_inputs(config, cases.uniform, [num_tokens])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config)
+    arguments = (inputs.x, inputs.probs, inputs.routing_map, weights)
+    (want,), _ = layer.forward(*arguments)
+    (got,), _ = layer.forward(*arguments, training=False)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("intermediate", "gathers"), [(NARROW, True), (WIDE, False)])
+def test_only_narrow_experts_gather(intermediate: int, gathers: bool):
+    config = make_config(1, intermediate=intermediate)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config)
+    arguments = (inputs.x, inputs.probs, inputs.routing_map, weights)
+
+    def pads_made(training: bool) -> int:
+        before = layer.backends[0].traffic.pad_rows_local
+        layer.forward(*arguments, training=training)
+        return layer.backends[0].traffic.pad_rows_local - before
+
+    assert pads_made(training=True) > 0
+    assert (pads_made(training=False) == 0) == gathers

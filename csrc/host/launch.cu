@@ -230,7 +230,7 @@ void set_activation(const FlashMoEProblem* p, LayerArgs* args) {
 // will want a copy of them. A stage takes longer to gather than by TMA, so a row must not be read
 // by many tiles.
 bool gathers(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
-    constexpr int kMostTiles = 4;
+    constexpr int kMostTiles = 2;
     return p->num_ranks == 1 and launch->preact == nullptr and forward_tiles(p) <= kMostTiles;
 }
 

@@ -13,8 +13,8 @@ from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
 
-NARROW, WIDE = 192, 1088
-"""FFN widths of up to four tiles of fc1, and of more."""
+NARROW, WIDE = 192, 320
+"""FFN widths of two tiles of fc1, and of more."""
 
 
 @pytest.mark.parametrize("case", ["uniform", "to_one_rank", "with_empty_experts"])

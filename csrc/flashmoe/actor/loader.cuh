@@ -134,8 +134,8 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
         take, announce);
 }
 
-// Streams one tile's stages, of which `load_b` has TMA load B while `gather` copies A. Scope: one
-// warp.
+// Streams one tile's stages, of which `load_b` has TMA load B while `gather` copies A. A stage is
+// given to the processors when the next one is on its way. Scope: one warp.
 template <class Ring, class LoadB, class Gather, class Take, class Announce>
 __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
                                                      const Ring& ring,
@@ -151,6 +151,17 @@ __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
             __syncwarp();
         };
     };
+    // Gives the oldest stage that has not been given, once at most `pending` others are on their
+    // way. Products read shared memory as TMA does, but threads write these copies, hence the
+    // fence.
+    auto given = cursor;
+    const auto give = [&](auto pending) {
+        ptx::await_copies<pending>();
+        ptx::fence_proxy_async_shared();
+        __syncwarp();
+        if (cute::elect_one_sync()) ring.full[given.index()].arrive();
+        given.advance();
+    };
     load_stages<Ring::kNumStages>(
         num_k_blocks,
         [&](int k) {
@@ -165,13 +176,12 @@ __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
             }
             __syncwarp();
             gather(stage, k);
-            ptx::arrive_after_copies(&full);
-            // Each lane has added its arrival, so the stage is not full before all have come.
-            __syncwarp();
-            if (cute::elect_one_sync()) full.arrive();
+            ptx::commit_copies();
+            if (k > 0) give(std::integral_constant<int, 1>{});
             cursor.advance();
         },
         by_one(take), by_one(announce));
+    give(std::integral_constant<int, 0>{});
 }
 
 // The first weight row (K-major) or column (MN-major) of each box of B.

@@ -67,8 +67,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
         const int num_k_blocks = args.num_k_blocks[tile.gemm];
         // Rows that are all pads are zeros: one stage of them gives what all stages would give.
         const int num_multiplied = warpgroup < tile.num_halves ? num_k_blocks : 1;
-        Main::run(accumulator, ring, cursor, num_multiplied, warpgroup,
-                  not Pass::kIsBackward and args.gathers and tile.gemm == 0, waited, args.watchdog);
+        Main::run(accumulator, ring, cursor, num_multiplied, warpgroup, waited, args.watchdog);
         Main::skip(ring, cursor, num_k_blocks - num_multiplied, warpgroup, waited, args.watchdog);
         args.watchdog.trace.add(event_of(Span::kGemm0, tile.gemm), tile.m, begin);
         // A single block's last pair may reach past N: nobody needs its second tile.
@@ -94,7 +93,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
                 continue;
             }
             Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
-                                                   warpgroup, false, waited, args.watchdog);
+                                                   warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(event_of(Span::kWeightGrad), tile.expert, begin);
             handover_wait += wait_barrier<Waiter::kWarp>(args.watchdog, Wait::kProcessorHandover,
                                                          room.empty, handover_cursor.parity());

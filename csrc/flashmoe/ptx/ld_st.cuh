@@ -85,12 +85,15 @@ __device__ __forceinline__ void copy_16_async(uint32_t smem_address, const void*
                  : "memory");
 }
 
-// Lets a barrier's phase wait for all such copies of this thread: it counts one arrival more, which
-// comes when they are done.
-__device__ __forceinline__ void arrive_after_copies(void* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(
-                     uint32_t(__cvta_generic_to_shared(barrier)))
-                 : "memory");
+// Makes a group of this thread's copies since the last one.
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most the last kPending groups of this thread are not there yet.
+template <int kPending>
+__device__ __forceinline__ void await_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Lets this CTA's copies, behind a barrier, see a TMA descriptor in global memory as it is now,

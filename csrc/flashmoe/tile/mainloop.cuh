@@ -49,15 +49,14 @@ struct Mainloop {
     using Accumulator = decltype(cute::partition_fragment_C(
         Mma{}, cute::Shape<cute::Int<64>, cute::Int<BLOCK_N>>{}));
 
-    // Multiplies stages, whose rows may have been gathered, and releases each, to both CTAs that
-    // may fill it, once its products are done. Scope: all 128 threads of one warpgroup.
+    // Multiplies stages and releases each, to both CTAs that may fill it, once its products are
+    // done. Scope: all 128 threads of one warpgroup.
     template <class Ring>
     __device__ __forceinline__ static void run(Accumulator& accumulator,
                                                const Ring& ring,
                                                RingCursor<Ring::kNumStages>& cursor,
                                                int num_k_blocks,
                                                int warpgroup,
-                                               bool is_gathered,
                                                uint32_t& waited,
                                                const Watchdog& watchdog) {
         using namespace cute;
@@ -67,8 +66,6 @@ struct Mainloop {
         auto thread_mma = mma.get_slice(thread);
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
             await_stage(watchdog, ring.full[cursor.index()], cursor.parity(), waited);
-            // Products read shared memory as TMA does, but a gather writes it as threads do.
-            if (is_gathered) ptx::fence_proxy_async_shared();
             auto& stage = ring.stage[cursor.index()];
             auto a = make_tensor(
                 make_smem_ptr(reinterpret_cast<T*>(stage.a) + warpgroup * 64 * BLOCK_K), LayoutA{});

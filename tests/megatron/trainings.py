@@ -67,7 +67,7 @@ GPT_OSS = """
 --activation-func-clamp-value 7.0 --softmax-type learnable --window-size 127,0
 --window-attn-skip-freq 2 --num-experts 32 --moe-ffn-hidden-size 2880 --moe-router-topk 4
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
---micro-batch-size 1 --global-batch-size 4
+--no-bias-dropout-fusion --micro-batch-size 1 --global-batch-size 4
 """
 
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules"

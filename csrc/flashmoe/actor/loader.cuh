@@ -8,9 +8,9 @@
 
 #include "flashmoe/actor/scheduler.cuh"
 #include "flashmoe/moe/args.cuh"
+#include "flashmoe/moe/gather.cuh"
 #include "flashmoe/moe/weight_grads.cuh"
 #include "flashmoe/protocol/queue.h"
-#include "flashmoe/tile/gather.cuh"
 #include "flashmoe/tile/handover.cuh"
 #include "flashmoe/tile/mainloop.cuh"
 #include "flashmoe/tile/pipeline.cuh"

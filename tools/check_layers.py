@@ -13,6 +13,7 @@ from pathlib import Path
 CSRC = [
     ["include"],  # the contract with the outside; everyone may know it
     ["base"],
+    ["placement"],  # plain C++ as well
     ["protocol"],  # plain C++: the tests compile it for the host
     ["ptx"],
     ["comm"],
@@ -27,7 +28,7 @@ CSRC = [
 PYTHON = [
     ["errors", "_version"],
     ["config"],
-    ["planner"],
+    ["planner", "replicas"],
     ["telemetry", "router"],
     ["options"],
     ["backend"],

@@ -1,0 +1,82 @@
+"""Counts of routes that planners are judged by."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from flashmoe_megatron.replicas.placement import Counts, Placement, rows_of_ranks
+
+TOKENS = 4096
+
+
+class Zipf:
+    """Routers whose experts are chosen as often as words are: top-k without replacement.
+
+    Args:
+        num_experts: Experts of the group.
+        topk: Experts of a token.
+        exponent: 0 for uniform choices.
+        seed: Draws follow from it.
+    """
+
+    def __init__(self, num_experts: int, topk: int, exponent: float, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._num_experts = num_experts
+        popularity = np.arange(1, num_experts + 1) ** -exponent
+        noise = self._rng.gumbel(size=(2**15, num_experts))
+        scores = np.log(popularity) + noise
+        self._choices = np.argpartition(-scores, topk - 1, axis=1)[:, :topk]
+
+    def draw(self, num_ranks: int, num_tokens: int = TOKENS) -> Counts:
+        """``[rank][expert]`` routes; which experts are popular is drawn, too."""
+        names = self._rng.permutation(self._num_experts)
+        drawn = self._rng.integers(0, len(self._choices), (num_ranks, num_tokens))
+        return [
+            np.bincount(names[self._choices[tokens]].ravel(), minlength=self._num_experts).tolist()
+            for tokens in drawn
+        ]
+
+
+def imbalance(counts: Counts, placement: Placement) -> tuple[float, float]:
+    """Busiest over mean, of rows and of blocks of 128 rows; of blocks over the fewest there are.
+
+    The fewest blocks are those with each expert in one place.
+    """
+    rows = [sum(of_rank.values()) for of_rank in rows_of_ranks(counts, placement)]
+    blocks = [blocks_of(of_rank.values()) for of_rank in rows_of_ranks(counts, placement)]
+    fewest = blocks_of([sum(routes) for routes in zip(*counts, strict=True)])
+    return max(rows) * len(rows) / sum(rows), max(blocks) * len(rows) / fewest
+
+
+def blocks_of(rows) -> int:
+    return sum(-(-count // 128) for count in rows)
+
+
+def workloads(num_ranks: int, num_experts: int, topk: int) -> Iterator[tuple[str, Counts]]:
+    """The kinds of routing of Megatron-LM's token-imbalance benchmark (pull request 7488).
+
+    Its names and what each isolates are theirs, the numbers are ours: a hot expert gets nine times
+    what another one does.
+    """
+    rng = np.random.default_rng(7)
+    local, num_hot = num_experts // num_ranks, num_experts // num_ranks // 2
+
+    def counts(hot, tokens=None, cold=()) -> Counts:
+        weight = np.ones(num_experts)
+        weight[list(hot)] = 9
+        weight[list(cold)] = 0
+        tokens = tokens or [TOKENS] * num_ranks
+        return [rng.multinomial(each * topk, weight / weight.sum()).tolist() for each in tokens]
+
+    yield "W0_balanced", counts(())
+    yield "W1_hot_expert_set", counts(rng.choice(num_experts, num_hot, replace=False))
+    yield "W2_hot_rank", counts(range(num_hot))
+    yield "W3_spread_hot_experts", counts(range(0, num_experts, num_experts // num_hot))
+    ragged = [TOKENS * (rank + 1) * 2 // (num_ranks + 1) for rank in range(num_ranks)]
+    yield "W4_source_ragged", counts(range(num_hot), ragged)
+    yield "W5_zero_expert_rank", counts((), cold=range(local + local // 2))
+    for step in range(3):
+        first = step * local
+        yield f"W6_rotating_hotspot, step {step}", counts(range(first, first + num_hot))
+    for step in range(3):
+        yield f"W7_burst, step {step}", counts(range(local) if step == 1 else ())

@@ -1,0 +1,67 @@
+"""The placement of CCFuser: rows stay where their tokens are."""
+
+import numpy as np
+import pytest
+
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.replicas.placement import (
+    Placement,
+    home_placement,
+    locality,
+    placement_of,
+    rows_of_ranks,
+)
+from flashmoe_megatron.replicas.popular import popular
+
+
+def zipf_counts(exponent: float, seed: int = 0) -> list[list[int]]:
+    """Four ranks with 64 experts of one popularity, as the paper's models have them."""
+    rng = np.random.default_rng(seed)
+    popularity = rng.permutation(np.arange(1, 65) ** -exponent)
+    return rng.multinomial(16384, popularity / popularity.sum(), size=4).tolist()
+
+
+@pytest.mark.parametrize(("exponent", "spare_slots"), [(1.0, 8), (1.0, 16), (1.5, 2), (1.5, 4)])
+def test_most_routes_become_local(exponent: float, spare_slots: int):
+    for seed in range(20):
+        counts = zipf_counts(exponent, seed)
+        placement = popular(counts, spare_slots)
+        placement.check(4, 64, spare_slots)
+        assert locality(counts, home_placement(4, 64, spare_slots)) == pytest.approx(0.25, abs=0.01)
+        assert locality(counts, placement) >= 0.62
+
+
+def test_heads_are_replicated_and_no_more():
+    # Each rank's head is its first two experts by count, which are more than half together.
+    counts = [[40, 20, 30, 10], [5, 5, 45, 45]]
+    placement = popular(counts, 2)
+    assert placement.hosts == ((2,), ())
+    assert locality(counts, placement) == (40 + 20 + 30 + 45 + 45) / 200
+
+
+def test_cold_experts_go_where_most_of_their_tokens_are():
+    # Rank 0 has more than the mean; its expert 1 is in no head, and rank 2 has most of its tokens.
+    counts = [[90, 1, 0, 0, 0, 0], [60, 2, 20, 20, 0, 0], [0, 6, 0, 0, 40, 40]]
+    placement = popular(counts, 1)
+    assert placement.hosts == ((), (0,), (1,))
+    assert {placement.rank_of(source, 1) for source in range(3)} == {2}
+    # A fast link between the other ranks' tokens and rank 1 changes nothing: it has no slot left.
+    links = [[8, 9, 1], [9, 8, 9], [1, 9, 8]]
+    assert popular(counts, 1, links).hosts[2] == (1,)
+
+
+def test_placements_that_cannot_be_followed_are_refused():
+    good = placement_of([[0, 0, 1, 1], [0, 1, 1, 1]], [(), (1,)], 1)
+    good.check(2, 4, 1)
+    rows = rows_of_ranks([[1, 2, 3, 4], [5, 6, 7, 8]], good)
+    assert rows == [{0: 6, 1: 2}, {5: 6, 3: 10, 4: 12}]
+    for bad, message in (
+        (good._replace(hosts=((), (2,))), r"replicas of the experts \[2\]: wanted at most 1"),
+        (good._replace(hosts=((), (0, 1))), r"\[0, 1\]: wanted at most 1 different"),
+        (good._replace(hosts=((4,), (1,))), r"\[4\]: wanted .* of 0 to 3"),
+        (good._replace(hosts=((), ())), "rank 1's table sends expert 1 to slot 5, which does not"),
+        (good._replace(slot_of=(good.slot_of[0], (0, 99, 3, 4))), "to slot 99"),
+        (Placement(((),), good.slot_of, 3), "replicas for 1 ranks, tables for 2 and 3 slots"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            bad.check(2, 4, 1)

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.megatron import trainings, watched
+from tests.distributed import RankPool
+from tests.megatron import shared_overlap, trainings, watched
+from tests.megatron.harness import Layout, prepare, transformer_config
+from tests.megatron.layers import make_layer
 
 CUDA, CPU = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
@@ -106,3 +110,39 @@ def test_a_run_that_fails_shows_why(
     assert "| gpt-oss-flashmoe | status 1 after 0 iterations |" in out
     assert "SomeError: the reason" in out
     assert json.loads((tmp_path / "out" / "recipes.jsonl").read_text())["status"] == 1
+
+
+SMALL = shared_overlap.Sizes(16, 64, 64, 8, 2, 128)
+
+
+def overlap_times(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """How many times a layer with the flag and one without give, and how often they are called."""
+    prepare(Layout())
+    layers = {}
+    for overlaps in (False, True):
+        fields = shared_overlap.settings(SMALL, "flashmoe", overlaps=overlaps)
+        dispatcher = fields.pop("moe_token_dispatcher_type")
+        config = transformer_config(Layout(), dispatcher, **fields)
+        layers["with" if overlaps else "without"] = make_layer(config)
+    times = shared_overlap.turns_of(layers, (SMALL.num_tokens, 1, SMALL.hidden), 3, calls=2)
+    calls = [layer.flashmoe_routed_experts.num_calls for layer in layers.values()]
+    assert all(
+        layer.experts.local_experts[0].linear_fc1.weight.grad is not None
+        for layer in layers.values()
+    )
+    return [len(each) for each in times.values()], calls
+
+
+def test_a_shared_expert_is_timed_with_the_overlap_and_without(two_ranks: RankPool) -> None:
+    """Three turns behind two that warm up, and a call in front of each turn's two."""
+    assert two_ranks.run(overlap_times) == [([3, 3], [15, 15])] * 2
+
+
+def test_a_row_tells_what_the_overlap_gains(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"without": [4.0, 2.0, 9.0], "with": [3.0, 5.0, 3.0]}
+    assert shared_overlap.row("a layer", "flashmoe", times) == (
+        "| a layer | flashmoe | 4.000 | 3.000 | -25.0 % |"
+    )
+    if not torch.cuda.is_available():
+        assert shared_overlap.main([]) == 2
+        assert "no CUDA GPU" in capsys.readouterr().err

@@ -34,7 +34,7 @@ COMMON = f"""
 --transformer-impl transformer_engine --bf16 --num-layers 4 --seq-length 4096
 --max-position-embeddings 4096 --normalization RMSNorm --position-embedding-type rope
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
---moe-router-dtype fp32 --moe-grouped-gemm --moe-permute-fusion --expert-model-parallel-size 1
+--moe-grouped-gemm --moe-permute-fusion --expert-model-parallel-size 1
 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data
 --tokenizer-type NullTokenizer --vocab-size 32000 --split 1,0,0 --num-workers 2
 --no-create-attention-mask-in-dataloader --train-iters {ITERATIONS} --lr 1e-4 --min-lr 1e-5
@@ -46,7 +46,7 @@ QWEN3 = """
 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention
 --num-query-groups 4 --kv-channels 128 --qk-layernorm --swiglu --disable-bias-linear
 --num-experts 64 --moe-ffn-hidden-size 768 --moe-router-topk 8
---moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32
 --micro-batch-size 2 --global-batch-size 8
 """
 
@@ -57,7 +57,7 @@ MOONLIGHT = """
 --moe-ffn-hidden-size 1408 --moe-router-topk 6 --moe-shared-expert-intermediate-size 2816
 --moe-shared-expert-overlap --moe-router-score-function sigmoid --moe-router-enable-expert-bias
 --moe-router-topk-scaling-factor 2.446 --moe-router-load-balancing-type seq_aux_loss
---moe-aux-loss-coeff 1e-3 --recompute-granularity selective
+--moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32 --recompute-granularity selective
 --micro-batch-size 1 --global-batch-size 4
 """
 
@@ -69,6 +69,8 @@ GPT_OSS = """
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
 --no-bias-dropout-fusion --micro-batch-size 1 --global-batch-size 4
 """
+"""Without ``--moe-router-dtype fp32``: a product in float32 of Transformer Engine's 2.20 reads the
+router's bias, which is bfloat16, as if it were float32, and past its end."""
 
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules"
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"

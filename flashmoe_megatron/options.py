@@ -15,6 +15,7 @@ from flashmoe_megatron.config import (
     DEFAULT_RESERVED_SMS,
     DEFAULT_TIMEOUT,
     KEEPS,
+    MAX_EXPERTS,
     MAX_ROW_BOUND,
     MAX_TIMEOUT,
     MAX_TOKENS,
@@ -25,6 +26,7 @@ from flashmoe_megatron.config import (
     is_number,
 )
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.replicas.policy import POLICIES, Policy, When
 from flashmoe_megatron.telemetry.registry import choose_metrics
 
 BackendKind = Literal["auto", "kernel", "reference"]
@@ -111,7 +113,8 @@ def option(default: Any, rule: Rule, help: str, *, unset: str = "") -> Any:
 class BackendOptions:
     """How a backend runs a layer; the same on every rank.
 
-    The reference heeds ``keep`` and ``row_bound``; the others change nothing for it.
+    The reference heeds ``keep``, ``row_bound`` and what is said of replicas; the others change
+    nothing for it.
 
     Raises:
         ConfigError: A value has no meaning; the message names what was got and what is wanted.
@@ -144,6 +147,26 @@ class BackendOptions:
         "that receives more is an error, and nothing is ever dropped. The layer is then one launch "
         "that the host never waits for, and a CUDA graph can capture it.",
         unset="exact buffers, for which the host waits in every forward of training",
+    )
+    spare_slots: int = option(
+        0,
+        whole_number(least=0, most=MAX_EXPERTS),
+        "Experts of other ranks that a rank may compute beside its own in each launch, as replicas "
+        "of those that get most tokens, at most as many as it has of its own. On the reference "
+        "alone so far.",
+    )
+    placement: When = option(
+        "launch",
+        one_of(get_args(When)),
+        "When spare slots are filled: in each launch, from its routing; lookahead settles on the "
+        "experts before, from what a layer's input says of the routing, which stays the exact one; "
+        "off leaves them empty.",
+    )
+    replica_policy: Policy = option(
+        "balance",
+        one_of(POLICIES),
+        "What replicas are for: balance evens out the ranks' rows, which suits NVLink; popular "
+        "keeps more than half of a rank's routes on the rank, which suits slow links.",
     )
     symmetric_memory: SymmetricMemory = option(
         "cuda", one_of(get_args(SymmetricMemory)), "What GPUs share memory with: cuda or nvshmem."

@@ -15,11 +15,13 @@ from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
 from flashmoe_megatron.planner import describe_choice
 from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.replicas.policy import check_slots
 
 logger = logging.getLogger("flashmoe_megatron")
 
 HOPPER = (9, 0)
-_AGREED = {"kernel": ("keep", "row_bound", "symmetric_memory"), "reference": ("keep", "row_bound")}
+_ALWAYS = ("keep", "row_bound", "spare_slots", "placement", "replica_policy")
+_AGREED = {"kernel": (*_ALWAYS, "symmetric_memory"), "reference": _ALWAYS}
 """Options that all ranks need alike, since launches or exchanges depend on them."""
 
 _Value = TypeVar("_Value")
@@ -50,8 +52,9 @@ def select_backend(
         The backend.
 
     Raises:
-        ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``keep``,
-            ``row_bound`` or ``config``, or the kernel is to share memory between hosts.
+        ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config`` or
+            an option that concerns all of them, the layer cannot have the spare slots, or the
+            kernel is to share memory between hosts.
         DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
             GPU.
     """
@@ -61,6 +64,12 @@ def select_backend(
     agreed = {**dataclasses.asdict(config), "backend": chosen}
     agreed |= {name: getattr(chosen_options, name) for name in _AGREED[chosen]}
     check_ranks_agree(group, agreed)
+    check_slots(
+        config,
+        chosen_options.spare_slots,
+        chosen_options.placement,
+        is_kernel=chosen == "kernel",
+    )
     if chosen == "kernel":
         check_one_host(group)
     if kind == "auto":

@@ -49,6 +49,7 @@ KERNEL = [
 ]
 REFERENCE = [
     ["activations", "rows"],
+    ["replicas"],
     ["backend", "oracle"],
 ]
 PACKAGE = Path("flashmoe_megatron")

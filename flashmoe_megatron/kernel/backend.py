@@ -36,6 +36,7 @@ from flashmoe_megatron.kernel.memory import transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
+from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -140,6 +141,7 @@ class KernelBackend(OfGroup):
     ) -> None:
         self.config = config
         self.options = options or BackendOptions()
+        check_slots(config, self.options.spare_slots, self.options.placement, is_kernel=True)
         self.keep: Keep = choose_keep(self.options.keep, config)
         self.device = torch.device(device)
         if self.device.index is None:

@@ -24,16 +24,20 @@ from flashmoe_megatron.backend import (
     unstacked,
 )
 from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
-from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
+from flashmoe_megatron.config import TILE_M, Keep, MoEConfig, align_capacity
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.activations import activate, activate_backward
-from flashmoe_megatron.reference.rows import RowExchange, RowPlan, accumulation_dtype
+from flashmoe_megatron.reference.replicas import Values, add_replica_grads, with_replicas
+from flashmoe_megatron.reference.rows import Planner, RowExchange, RowPlan, accumulation_dtype
+from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
+from flashmoe_megatron.replicas.policy import check_slots, plan_replicas
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import (
     Direction,
     LaunchRecord,
     Phase,
+    ReplicaRecord,
     read_launch_number,
 )
 
@@ -104,6 +108,7 @@ class ReferenceBackend(OfGroup):
         *,
         device: torch.device | None = None,
         options: BackendOptions | None = None,
+        planner: Planner | None = None,
     ) -> None:
         """Binds the layer to a process group.
 
@@ -113,15 +118,28 @@ class ReferenceBackend(OfGroup):
                 for one rank.
             device: Where tokens will be, by default the CPU; what a rank refuses before its first
                 forward is told from there.
-            options: How the layer runs, of which the reference heeds ``keep`` and ``row_bound``.
+            options: How the layer runs, of which the reference heeds ``keep``, ``row_bound`` and
+                what is said of replicas.
+            planner: Plans replicas in place of the options' policy; the same on every rank.
 
         Raises:
-            ConfigError: The group's size is not ``config.num_ranks``.
+            ConfigError: The group's size is not ``config.num_ranks``, or a rank cannot have the
+                spare slots.
         """
         self.config = config
         options = options or BackendOptions()
         self.keep: Keep = choose_keep(options.keep, config)
-        self._rows = RowExchange(config, group, options.row_bound)
+        spare_slots = options.spare_slots if options.placement != "off" else 0
+        check_slots(config, spare_slots, options.placement, is_kernel=False)
+        if planner is None and spare_slots:
+
+            def planner(counts: Counts, hosts: Hosts | None) -> Placement:
+                return plan_replicas(options.replica_policy, counts, spare_slots, hosts)
+
+        self._rows = RowExchange(
+            config, group, options.row_bound, spare_slots=spare_slots, planner=planner
+        )
+        self._settled: dict[int, Hosts] = {}
         self._device = device or torch.device("cpu")
         self.rank = self._rows.rank
         self.num_calls = 0
@@ -180,7 +198,8 @@ class ReferenceBackend(OfGroup):
                 router.run(x, config.topk)
         self._device = x.device
         self.num_calls += 1
-        plan = self._rows.plan(probs, routing_map)
+        plan = self._rows.plan(probs, routing_map, self._settled.pop(layer, None))
+        weights, moved = self._with_replicas(weights, plan)
         watch.lap("plan")
         row_probs = self._rows.dispatch(probs[plan.token_idx, plan.column_idx], plan)
         rows = self._rows.dispatch(x[plan.token_idx], plan)
@@ -188,8 +207,8 @@ class ReferenceBackend(OfGroup):
 
         preact = x.new_zeros(rows.shape[0], config.fc1_rows)
         expert_out = torch.zeros_like(rows)
-        for local_expert, (start, count) in enumerate(plan.segments):
-            segment = slice(start, start + count)
+        for local_expert, (start, count) in enumerate(plan.segments[: len(weights.fc1)]):
+            segment = _with_pads(start, count)
             fc1, fc2 = _oriented(weights, local_expert)
             torch.mm(rows[segment], fc1.t(), out=preact[segment])
             if weights.fc1_bias:
@@ -204,7 +223,7 @@ class ReferenceBackend(OfGroup):
         watch.lap("experts")
         out = self._rows.combine(expert_out, plan, num_tokens=x.shape[0])
         watch.lap("combine")
-        self._record(watch, plan, layer, "forward", num_tokens=x.shape[0])
+        self._record(watch, plan, layer, "forward", num_tokens=x.shape[0], replica_bytes=moved)
         if not training:
             return out, None
         kept, tokens = (rows, None) if self.keep != "preactivations" else (None, x)
@@ -234,9 +253,14 @@ class ReferenceBackend(OfGroup):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward; collective over the group, see the protocol."""
         config, weights = self.config, weights.per_expert()
-        fc1_grads, fc2_grads = _per_expert(grad_fc1, MATRIX), _per_expert(grad_fc2, MATRIX)
-        fc1_bias_grads = _per_expert(grad_fc1_bias, VECTOR)
-        fc2_bias_grads = _per_expert(grad_fc2_bias, VECTOR)
+        local = config.num_local_experts
+        kinds = [_per_expert(grad_fc1, MATRIX), _per_expert(grad_fc2, MATRIX)]
+        kinds += [_per_expert(grads, VECTOR) for grads in (grad_fc1_bias, grad_fc2_bias) if grads]
+
+        def store(local_expert: int, values: Values) -> None:
+            for grads, value in zip(kinds, values, strict=True):
+                grads[local_expert].store(value)
+
         check_grad_out(config, grad_out, saved.num_tokens)
         plan: RowPlan = saved.plan
         dtype, wide = grad_out.dtype, accumulation_dtype(grad_out.dtype)
@@ -245,11 +269,17 @@ class ReferenceBackend(OfGroup):
         if x_rows is None:
             x_rows = self._rows.dispatch(saved.x[plan.token_idx], plan)
         grad_rows = self._rows.dispatch(grad_out[plan.token_idx], plan)
+        weights, moved = self._with_replicas(weights, plan)
+        own_grads: dict[int, Values] = {}
+        spare_grads: list[Values] = []
+        if plan.placement is not None:
+            replicated = {expert % local for _, _, expert in plan.placement.replicas_of(self.rank)}
+            own_grads = {expert: [] for expert in replicated}
         watch.lap("dispatch")
         grad_x_rows = torch.zeros_like(x_rows)
         grad_row_probs = saved.row_probs.new_zeros(saved.row_probs.shape, dtype=wide)
-        for local_expert, (start, count) in enumerate(plan.segments):
-            segment = slice(start, start + count)
+        for local_expert, (start, count) in enumerate(plan.segments[: len(weights.fc1)]):
+            segment = _with_pads(start, count)
             fc1, fc2 = _oriented(weights, local_expert)
             grad_y = grad_rows[segment].to(wide)
             # The gradient before the routing weight gives that weight's own gradient without a
@@ -264,19 +294,30 @@ class ReferenceBackend(OfGroup):
             grad_prob = (grad_weighted * activated).sum(1)
             weighted = (activated * weight[:, None]).to(dtype)
             grad_pre = grad_pre.to(dtype)
+            bias_grads: Values = []
             if weights.fc1_bias:
-                fc1_bias_grads[local_expert].store(grad_pre.to(wide).sum(0))
+                bias_grads.append(grad_pre.to(wide).sum(0))
             if weights.fc2_bias:
                 grad_prob = grad_prob + grad_y @ weights.fc2_bias[local_expert].to(wide)
-                fc2_bias_grads[local_expert].store(weight @ grad_y)
+                bias_grads.append(weight @ grad_y)
             grad_row_probs[segment] = grad_prob
             torch.mm(grad_pre, fc1, out=grad_x_rows[segment])
             rows = x_rows[segment]
-            for grad, value in (
-                (fc1_grads[local_expert], grad_pre.to(wide).t() @ rows.to(wide)),
-                (fc2_grads[local_expert], grad_y.t() @ weighted.to(wide)),
-            ):
-                grad.store(value.t() if weights.transposed else value)
+            matrix_grads = (grad_pre.to(wide).t() @ rows.to(wide), grad_y.t() @ weighted.to(wide))
+            values = [value.t() if weights.transposed else value for value in matrix_grads]
+            values += bias_grads
+            if local_expert >= local:
+                spare_grads.append(values)
+            elif local_expert in own_grads:
+                own_grads[local_expert] = values
+            else:
+                store(local_expert, values)
+        if plan.placement is not None:
+            moved += add_replica_grads(
+                self._rows, plan.placement, own_grads, spare_grads, like=grad_row_probs
+            )
+            for local_expert, values in own_grads.items():
+                store(local_expert, values)
 
         watch.lap("experts")
         num_tokens = saved.num_tokens
@@ -285,8 +326,16 @@ class ReferenceBackend(OfGroup):
         returned = self._rows.send_back(grad_row_probs, plan).to(grad_probs.dtype)
         grad_probs[plan.token_idx, plan.column_idx] = returned
         watch.lap("combine")
-        self._record(watch, plan, saved.layer, "backward", num_tokens=num_tokens)
+        self._record(
+            watch, plan, saved.layer, "backward", num_tokens=num_tokens, replica_bytes=moved
+        )
         return grad_x, grad_probs
+
+    def _with_replicas(self, weights: ExpertWeights, plan: RowPlan) -> tuple[ExpertWeights, int]:
+        """The weights of all slots that hold an expert, and the bytes that came for them."""
+        if plan.placement is None:
+            return weights, 0
+        return with_replicas(self._rows, weights, plan.placement)
 
     def _record(
         self,
@@ -296,10 +345,12 @@ class ReferenceBackend(OfGroup):
         direction: Direction,
         *,
         num_tokens: int,
+        replica_bytes: int,
     ) -> None:
         self._epoch += 1
         layer, is_evaluation = read_launch_number(number)
-        expert_rows = tuple(count for _, count in plan.segments)
+        rows = tuple(count for _, count in plan.segments)
+        local = self.config.num_local_experts
         laps = watch.laps_ns
         head = laps.get("plan", 0) + laps["dispatch"]
         self._records.append(
@@ -311,9 +362,9 @@ class ReferenceBackend(OfGroup):
                 end_ns=watch.end_ns,
                 num_ctas=1,
                 num_tokens=num_tokens,
-                num_rows=sum(expert_rows),
+                num_rows=sum(rows),
                 num_row_blocks=plan.is_route.shape[0] // TILE_M,
-                expert_rows=expert_rows,
+                expert_rows=rows[:local],
                 rows_pulled=plan.recv_counts,
                 results_pushed=plan.recv_counts,
                 phase_ns={
@@ -326,8 +377,29 @@ class ReferenceBackend(OfGroup):
                     Phase.TAIL: laps["combine"],
                 },
                 is_evaluation=is_evaluation,
+                routes=(plan.send_counts[self.rank], sum(plan.send_counts)),
+                replicas=None
+                if plan.placement is None
+                else ReplicaRecord(
+                    rows=tuple(zip(plan.placement.hosts[self.rank], rows[local:], strict=False)),
+                    num_bytes=replica_bytes,
+                ),
             )
         )
+
+
+_ROWS_ALIKE = 8
+"""Products of whole multiples of so many rows give each row the same bits, however many there are;
+fewer rows, or odd ones, take other instructions."""
+
+
+def _with_pads(start: int, count: int) -> slice:
+    """The rows of a segment with some of the pad rows behind it, which are zeros and stay zeros.
+
+    So a route's bits do not depend on which others are computed with it, as they do not in the
+    kernel.
+    """
+    return slice(start, start + align_capacity(count, _ROWS_ALIKE))
 
 
 def _per_expert(grads: Sequence[WeightGrad], num_dims: int) -> list[WeightGrad]:

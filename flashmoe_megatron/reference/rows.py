@@ -6,7 +6,7 @@ receiver's buffer only, and every sum has a fixed order.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,10 @@ from flashmoe_megatron.errors import (
     told_error,
 )
 from flashmoe_megatron.planner import bounded_row_blocks
+from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
+
+Planner = Callable[[Counts, Hosts | None], Placement]
+"""Plans replicas from all ranks' routes and, if they are settled, the experts in spare slots."""
 
 _REFUSED = -1  # takes the place of every count in the exchange of a rank that refuses its call
 
@@ -33,8 +37,9 @@ _REFUSED = -1  # takes the place of every count in the exchange of a rank that r
 class RowPlan:
     """Where every route of one call goes.
 
-    A route is a pair of a token and an expert that it selected. Routes are ordered by expert, then
-    by token, so that the routes to one rank are consecutive.
+    A route is a pair of a token and an expert that it selected. Routes are ordered by the slot that
+    computes them, then by token, so that the routes to one rank are consecutive; without replicas
+    slots are in the order of experts.
 
     Attributes:
         token_idx: ``[num_routes]`` int64, the token of each route of this rank.
@@ -46,7 +51,9 @@ class RowPlan:
         recv_counts: Rows from each rank.
         slot: ``[num_rows]`` int64, where each received row lies in the receive buffer.
         is_route: ``[buffer rows]`` bool, false for the pad rows.
-        segments: First row and number of rows of each local expert in the receive buffer.
+        segments: First row and number of rows of each local expert in the receive buffer, then of
+            each replica.
+        placement: Where replicas are; ``None`` if there are no spare slots.
     """
 
     token_idx: torch.Tensor
@@ -57,6 +64,7 @@ class RowPlan:
     slot: torch.Tensor
     is_route: torch.Tensor
     segments: tuple[tuple[int, int], ...]
+    placement: Placement | None = None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -77,6 +85,9 @@ class RowExchange:
         config: MoEConfig,
         group: dist.ProcessGroup | None,
         row_bound: float | None = None,
+        *,
+        spare_slots: int = 0,
+        planner: Planner | None = None,
     ) -> None:
         """Binds the layer to a process group.
 
@@ -85,6 +96,8 @@ class RowExchange:
             group: The expert-parallel group, ``None`` for one rank.
             row_bound: Most rows that a rank may receive, as a multiple of the mean; the same on
                 every rank. ``None`` for any number.
+            spare_slots: Slots for replicas on each rank.
+            planner: Fills them; ``None`` for no replicas. The same on every rank.
 
         Raises:
             ConfigError: The group's size is not ``config.num_ranks``.
@@ -95,13 +108,24 @@ class RowExchange:
                 f"num_ranks={config.num_ranks}, but the process group has {num_ranks} ranks"
             )
         self.traffic = TrafficCounters()
-        self._most_blocks = None if row_bound is None else bounded_row_blocks(config, row_bound)
+        self._most_blocks = None
+        if row_bound is not None:  # every spare slot, too, may fill one block in part
+            self._most_blocks = bounded_row_blocks(config, row_bound) + spare_slots
+        self._planner = planner
+        self._spare_slots = spare_slots
         self._config = config
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
 
-    def plan(self, probs: torch.Tensor, routing_map: torch.Tensor) -> RowPlan:
+    def plan(
+        self, probs: torch.Tensor, routing_map: torch.Tensor, hosts: Hosts | None = None
+    ) -> RowPlan:
         """Exchanges the counts of rows between all ranks and lays out the receive buffer.
+
+        Args:
+            probs: What a backend's forward takes.
+            routing_map: Likewise.
+            hosts: The experts in the spare slots, if these are settled.
 
         Raises:
             RoutingError: On every rank, if any rank's routing is unusable.
@@ -127,9 +151,20 @@ class RowExchange:
         token_idx, column_idx = selected.nonzero(as_tuple=True)
         expert_idx = column_idx if is_map else routing_map[token_idx, column_idx].long()
         send = torch.bincount(expert_idx, minlength=config.num_experts)
-        recv = self._exchange_counts(send).view(config.num_ranks, config.num_local_experts)
-        if bool((recv < 0).any()):
+        told = self._tell_counts(send)
+        if bool((told < 0).any()):
             raise self._hear_refusal(None)
+        placement, recv, slot_idx = None, told, expert_idx
+        if self._planner is not None:
+            placement = self._planner(told.tolist(), hosts)
+            placement.check(config.num_ranks, config.num_experts, self._spare_slots)
+            slot_of = torch.tensor(placement.slot_of, device=device)
+            slot_idx = slot_of[self.rank][expert_idx]
+            here = slot_of // placement.slots_per_rank == self.rank
+            recv = told.new_zeros(config.num_ranks, placement.slots_per_rank)
+            recv[here.nonzero()[:, 0], slot_of[here] % placement.slots_per_rank] = told[here]
+            num_slots = config.num_ranks * placement.slots_per_rank
+            send = torch.bincount(slot_idx, minlength=num_slots)
 
         rows_per_expert = recv.sum(0).tolist()
         if self._most_blocks is not None:
@@ -137,12 +172,17 @@ class RowExchange:
             self._check_bound(blocks, self._most_blocks, send)
         by_expert = expert_idx.sort(stable=True).indices
         token_idx, column_idx = token_idx[by_expert], column_idx[by_expert]
+        slot_idx = slot_idx[by_expert]
         # Routes of one token are in the order of experts, too, so a stable sort counts them.
         by_token = token_idx.sort(stable=True).indices
         routes_of = torch.bincount(token_idx, minlength=selected.shape[0])
         first_of = (routes_of.cumsum(0) - routes_of)[token_idx[by_token]]
         rank_in_token = torch.empty_like(by_token)
         rank_in_token[by_token] = torch.arange(len(by_token), device=device) - first_of
+        if placement is not None:
+            by_slot = slot_idx.sort(stable=True).indices
+            token_idx, column_idx = token_idx[by_slot], column_idx[by_slot]
+            rank_in_token = rank_in_token[by_slot]
         most_routes = int(routes_of.max()) if selected.shape[0] else 0
         route_of_token = torch.full((selected.shape[0], most_routes), -1, device=device)
         route_of_token[token_idx, rank_in_token] = torch.arange(len(token_idx), device=device)
@@ -169,7 +209,16 @@ class RowExchange:
             slot=slot,
             is_route=is_route,
             segments=tuple(zip(starts, rows_per_expert, strict=True)),
+            placement=placement,
         )
+
+    def count_routes(self, routing_map: torch.Tensor) -> list[list[int]]:
+        """``[rank][expert]`` routes of all ranks.
+
+        Args:
+            routing_map: ``[num_tokens, num_experts]`` bool.
+        """
+        return self._gather_counts(routing_map.sum(0)).tolist()
 
     def refuse(self, reason: str, device: torch.device) -> None:
         """Takes part in the exchange of counts of a call that this rank refuses.
@@ -182,7 +231,7 @@ class RowExchange:
             PeerTimeoutError: A rank is gone or did not come in time.
         """
         if self._group is not None:
-            self._exchange_counts(torch.full((self._config.num_experts,), _REFUSED, device=device))
+            self._tell_counts(torch.full((self._config.num_experts,), _REFUSED, device=device))
             self._hear_refusal(reason)
 
     def _hear_refusal(self, own: str | None) -> FlashMoEError:
@@ -204,7 +253,7 @@ class RowExchange:
             The receive buffer ``[buffer rows, ...]``, zero at the pad rows.
         """
         self.traffic.pad_rows_sent += routed.shape[0] - len(plan.token_idx)
-        received = self._exchange(routed, plan.send_counts, plan.recv_counts)
+        received = self.exchange(routed, plan.send_counts, plan.recv_counts)
         buffer = received.new_zeros(plan.is_route.shape[0], *received.shape[1:])
         buffer[plan.slot] = received
         return buffer
@@ -212,7 +261,7 @@ class RowExchange:
     def send_back(self, buffer: torch.Tensor, plan: RowPlan) -> torch.Tensor:
         """Sends the buffer's rows back to where they came from, in the order of the plan."""
         self.traffic.pad_rows_sent += int((~plan.is_route[plan.slot]).sum())
-        return self._exchange(buffer[plan.slot], plan.recv_counts, plan.send_counts)
+        return self.exchange(buffer[plan.slot], plan.recv_counts, plan.send_counts)
 
     def combine(self, buffer: torch.Tensor, plan: RowPlan, *, num_tokens: int) -> torch.Tensor:
         """Sends the buffer's rows back and sums each token's, by ascending expert."""
@@ -254,6 +303,26 @@ class RowExchange:
         if of_ranks[fullest] > most:
             raise RowBoundError.of(fullest, int(of_ranks[fullest]), most)
 
+    def _tell_counts(self, send: torch.Tensor) -> torch.Tensor:
+        """Tells the others how many routes this rank has to each expert.
+
+        Returns:
+            ``[num_ranks, num_local_experts]``, the routes of each rank to this one's experts; if
+            replicas are planned, ``[num_ranks, num_experts]``, to all.
+        """
+        if self._planner is not None:
+            return self._gather_counts(send)
+        recv = self._exchange_counts(send)
+        return recv.view(self._config.num_ranks, self._config.num_local_experts)
+
+    def _gather_counts(self, send: torch.Tensor) -> torch.Tensor:
+        if self._group is None:
+            return send[None]
+        everyone = [torch.empty_like(send) for _ in range(self._config.num_ranks)]
+        with self._bounded():
+            dist.all_gather(everyone, send, group=self._group)
+        return torch.stack(everyone)
+
     def _exchange_counts(self, send: torch.Tensor) -> torch.Tensor:
         """Sends each rank its share of the counts, all shares alike; returns the received."""
         if self._group is None:
@@ -262,7 +331,7 @@ class RowExchange:
         self._all_to_all(recv, send)
         return recv
 
-    def _exchange(
+    def exchange(
         self, send: torch.Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> torch.Tensor:
         """Uneven all-to-all of rows; counts what leaves this rank."""

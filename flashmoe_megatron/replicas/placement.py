@@ -12,6 +12,9 @@ from flashmoe_megatron.errors import ConfigError
 Counts = Sequence[Sequence[int]]
 """``[rank][expert]``, how many routes the tokens of each rank have to each expert."""
 
+Hosts = Sequence[Sequence[int]]
+"""The experts in each rank's spare slots."""
+
 
 class Placement(NamedTuple):
     """Which experts the spare slots hold, and which slot computes an expert for each rank's tokens.

@@ -13,7 +13,10 @@ OWN_BANDWIDTH, LINK_BANDWIDTH = 8, 1
 
 
 def popular(
-    counts: Counts, spare_slots: int, bandwidth: Sequence[Sequence[int]] | None = None
+    counts: Counts,
+    spare_slots: int,
+    bandwidth: Sequence[Sequence[int]] | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
 ) -> Placement:
     """Plans replicas so that most routes stay on their token's rank.
 
@@ -27,6 +30,8 @@ def popular(
         spare_slots: Spare slots of each rank.
         bandwidth: ``[from][to]`` whole numbers, how fast rows travel; by default all links are
             equal and a rank's own memory is faster.
+        hosts: The experts in each rank's spare slots, if these are settled: a rank's tokens use
+            its own replicas alone.
 
     Returns:
         The placement.
@@ -34,7 +39,12 @@ def popular(
     ranks, experts = range(len(counts)), range(len(counts[0]))
     local = len(experts) // len(ranks)
     rank_of = [[expert // local for expert in experts] for _ in ranks]
-    hosts: list[list[int]] = [[] for _ in ranks]
+    if hosts is not None:
+        for rank, held in enumerate(hosts):
+            for expert in held:
+                rank_of[rank][expert] = rank
+        return placement_of(rank_of, hosts, spare_slots)
+    chosen: list[list[int]] = [[] for _ in ranks]
     in_heads: set[int] = set()
     for rank, routes in enumerate(counts):
         left = sum(routes)
@@ -43,8 +53,8 @@ def popular(
                 break
             in_heads.add(expert)
             left -= routes[expert]
-            if rank_of[rank][expert] != rank and len(hosts[rank]) < spare_slots:
-                hosts[rank].append(expert)
+            if rank_of[rank][expert] != rank and len(chosen[rank]) < spare_slots:
+                chosen[rank].append(expert)
                 rank_of[rank][expert] = rank
     rows = [0 for _ in ranks]
     for routes, table in zip(counts, rank_of, strict=True):
@@ -61,7 +71,7 @@ def popular(
             rank
             for rank in ranks
             if rank != owner
-            and len(hosts[rank]) < spare_slots
+            and len(chosen[rank]) < spare_slots
             and (rows[rank] + total[expert]) * len(ranks) <= sum(rows)
         ]
         if expert in in_heads or not total[expert] or not is_busy or not takers:
@@ -71,9 +81,9 @@ def popular(
             return sum(counts[rank][expert] * near[rank][taker] for rank in ranks), -taker
 
         taker = max(takers, key=worth)
-        hosts[taker].append(expert)
+        chosen[taker].append(expert)
         rows[owner] -= total[expert]
         rows[taker] += total[expert]
         for table in rank_of:
             table[expert] = taker
-    return placement_of(rank_of, hosts, spare_slots)
+    return placement_of(rank_of, chosen, spare_slots)

@@ -37,6 +37,7 @@ def compute_metrics(
         _of_all(totals),
         _of_links(totals),
         _of_experts(totals, one_by_one="expert_rows" in wanted),
+        _of_placement(totals),
     )
     return {key_of(name, **values): value for name, values, value in found if name in wanted}
 
@@ -131,7 +132,7 @@ def _of_links(totals: Totals) -> Iterator[Named]:
 def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
     """Rows of experts per launch of their own rank: another may have told of more launches."""
     everyone: list[float] = []
-    expert_imbalance = rank_imbalance = 0.0
+    expert_imbalance = rank_imbalance = home_imbalance = 0.0
     for layer, place in totals.layout.layers.items():
         launches = totals.rank_launches[layer]
         local = place.config.num_local_experts
@@ -145,9 +146,14 @@ def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
         counts = list(rows.values())
         everyone += counts
         if all(launches):
-            by_rank = [sum(counts[first : first + local]) for first in range(0, len(counts), local)]
+            by_rank = [
+                rows / count for rows, count in zip(totals.rank_rows[layer], launches, strict=True)
+            ]
+            at_home = [sum(counts[first : first + local]) for first in range(0, len(counts), local)]
             expert_imbalance = max(expert_imbalance, _imbalance(counts))
             rank_imbalance = max(rank_imbalance, _imbalance(by_rank))
+            if any(totals.replica_launches[layer, direction] for direction in DIRECTIONS):
+                home_imbalance = max(home_imbalance, _imbalance(at_home))
     if everyone:
         yield "expert_rows_min", {}, min(everyone)
         yield "expert_rows_mean", {}, sum(everyone) / len(everyone)
@@ -155,6 +161,30 @@ def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
     if expert_imbalance:
         yield "expert_imbalance", {}, expert_imbalance
         yield "rank_imbalance", {}, rank_imbalance
+    if home_imbalance:
+        yield "rank_imbalance_before", {}, home_imbalance
+
+
+def _of_placement(totals: Totals) -> Iterator[Named]:
+    """Where routes go, of forwards, and what replicas have brought there."""
+    stays = goes = 0.0
+    for layer in totals.layout.layers:
+        of_ranks = zip(totals.local_routes[layer], totals.routes[layer], strict=True)
+        for rank, (local, routes) in enumerate(of_ranks):
+            stays += local
+            goes += routes
+            if routes:
+                yield "rank_locality", {"layer": layer, "rank": rank}, local / routes
+    if goes:
+        yield "locality", {}, stays / goes
+    for direction in DIRECTIONS:
+        slots = [(layer, direction) for layer in totals.layout.layers]
+        launches = sum(totals.replica_launches[slot] for slot in slots)
+        if launches:
+            if direction == "forward":
+                yield "replicas", {}, sum(totals.replicas[slot] for slot in slots) / launches
+            brought = sum(totals.replica_bytes[slot] for slot in slots)
+            yield "replica_mib", {"direction": direction}, brought / launches / MIB
 
 
 def _imbalance(counts: list[float]) -> float:

@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -62,6 +62,19 @@ class Phase(enum.Enum):
     """From the last tile of a CTA until the launch ends, also where the CTA has left before."""
 
 
+class ReplicaRecord(NamedTuple):
+    """What one rank computed of other ranks' experts in one launch.
+
+    Attributes:
+        rows: The experts in its spare slots and how many rows each had here.
+        num_bytes: Bytes that replicas have brought to this rank: their weights and, in backward,
+            gradients of its own experts.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class LaunchRecord:
     """One launch on one rank.
@@ -77,7 +90,7 @@ class LaunchRecord:
         num_tokens: This rank's tokens.
         num_rows: Routed rows that this rank's experts received, pads left out.
         num_row_blocks: Blocks of 128 rows that hold them, each expert's aligned.
-        expert_rows: Rows of each local expert.
+        expert_rows: Rows of each local expert on this rank.
         rows_pulled: Rows of ``hidden`` elements fetched from the tokens of each rank of the group,
             for the rows that this rank's experts received. The own entry counts those read from
             this rank's own memory, which cross no link; without it, how often a row was shared
@@ -87,6 +100,9 @@ class LaunchRecord:
         phase_ns: Nanoseconds in each phase, the mean over CTAs; a phase that was not measured is
             absent.
         is_evaluation: Whether the caller marked that number, by :func:`launch_number`.
+        routes: How many routes of this rank's own tokens stay on it, and how many there are;
+            ``None`` where it is not counted.
+        replicas: What spare slots did; ``None`` if there are none.
     """
 
     layer: int
@@ -103,6 +119,8 @@ class LaunchRecord:
     results_pushed: tuple[int, ...]
     phase_ns: Mapping[Phase, float]
     is_evaluation: bool = False
+    routes: tuple[int, int] | None = None
+    replicas: ReplicaRecord | None = None
 
     @property
     def duration_ns(self) -> int:

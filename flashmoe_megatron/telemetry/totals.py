@@ -212,7 +212,13 @@ class Totals:
         launches: Sums for every layer and direction.
         longest_ns: The longest launch of each.
         rank_launches: Launches of each rank of each layer's group, by layer.
-        expert_rows: Rows of every expert of each layer's group, by layer.
+        expert_rows: Rows of every expert of each layer's group, by layer, wherever it is computed.
+        rank_rows: Rows that each rank of each layer's group has computed, by layer.
+        routes: Routes of each rank's tokens in forwards, where they are counted, by layer.
+        local_routes: Those that have stayed on the rank.
+        replicas: Replicas that each rank has computed, by layer and direction.
+        replica_launches: Launches of each that had spare slots.
+        replica_bytes: Bytes that replicas have brought to a rank in them.
         counted_launches: Launches of each rank of an expert-parallel group whose traffic is known.
         bytes_pulled: ``[source][target]``, bytes between such ranks that the target counted.
         bytes_pushed: The same, that the source counted.
@@ -232,6 +238,12 @@ class Totals:
         configs = {layer: place.config for layer, place in layout.layers.items()}
         self.rank_launches = {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
         self.expert_rows = {layer: [0.0] * one.num_experts for layer, one in configs.items()}
+        self.rank_rows = {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
+        self.routes = {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
+        self.local_routes = {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
+        self.replicas = dict.fromkeys(layout.slots, 0.0)
+        self.replica_launches = dict.fromkeys(layout.slots, 0.0)
+        self.replica_bytes = dict.fromkeys(layout.slots, 0.0)
         ranks = range(layout.num_ranks)
         self.counted_launches = [0.0 for _ in ranks]
         self.bytes_pulled = [[0.0 for _ in ranks] for _ in ranks]
@@ -270,6 +282,7 @@ class Totals:
         first = place.rank * config.num_local_experts
         for expert, rows in enumerate(record.expert_rows):
             self.expert_rows[record.layer][first + expert] += rows
+        self._add_placement(record, place.rank)
         if record.rows_pulled:
             self.counted_launches[place.rank] += 1
         for peer in range(len(record.rows_pulled)):
@@ -278,12 +291,41 @@ class Totals:
                 self.bytes_pulled[peer][place.rank] += pulled * place.row_bytes
                 self.bytes_pushed[place.rank][peer] += pushed * place.row_bytes
 
+    def _add_placement(self, record: LaunchRecord, rank: int) -> None:
+        layer, slot = record.layer, (record.layer, record.direction)
+        self.rank_rows[layer][rank] += sum(record.expert_rows)
+        if record.routes is not None and record.direction == "forward":
+            self.local_routes[layer][rank] += record.routes[0]
+            self.routes[layer][rank] += record.routes[1]
+        if record.replicas is not None:
+            self.replica_launches[slot] += 1
+            self.replicas[slot] += len(record.replicas.rows)
+            self.replica_bytes[slot] += record.replicas.num_bytes
+            self.rank_rows[layer][rank] += sum(rows for _, rows in record.replicas.rows)
+            for expert, rows in record.replicas.rows:
+                self.expert_rows[layer][expert] += rows
+
+    @property
+    def _by_rank(self) -> tuple[dict[int, list[float]], ...]:
+        """What is told of every rank or expert of a layer, in the order of the vectors."""
+        return (
+            self.rank_launches,
+            self.expert_rows,
+            self.rank_rows,
+            self.routes,
+            self.local_routes,
+        )
+
+    @property
+    def _by_slot(self) -> tuple[dict[Slot, float], ...]:
+        return (self.replicas, self.replica_launches, self.replica_bytes)
+
     def sums(self) -> list[float]:
         """What is added up over ranks."""
         return [
             *(value for totals in self.launches.values() for value in totals.values()),
-            *(count for ranks in self.rank_launches.values() for count in ranks),
-            *(rows for experts in self.expert_rows.values() for rows in experts),
+            *(one for by_layer in self._by_rank for ones in by_layer.values() for one in ones),
+            *(one for by_slot in self._by_slot for one in by_slot.values()),
             *self.counted_launches,
             *(value for row in (*self.bytes_pulled, *self.bytes_pushed) for value in row),
             *self.tokens.values(),
@@ -308,9 +350,11 @@ class Totals:
 
         for slot in layout.slots:
             totals.launches[slot] = LaunchTotals.from_values(take(_LAUNCH_WIDTH))
-        for by_layer in (totals.rank_launches, totals.expert_rows):
+        for by_layer in totals._by_rank:
             for layer, values in by_layer.items():
                 by_layer[layer] = take(len(values))
+        for by_slot in totals._by_slot:
+            by_slot.update(zip(by_slot, take(len(by_slot)), strict=True))
         totals.counted_launches = take(layout.num_ranks)
         totals.bytes_pulled = [take(layout.num_ranks) for _ in range(layout.num_ranks)]
         totals.bytes_pushed = [take(layout.num_ranks) for _ in range(layout.num_ranks)]

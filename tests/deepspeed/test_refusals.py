@@ -80,3 +80,26 @@ def test_groups_across_hosts_are_refused() -> None:
     problem = refusals.hosts_problem([0, 2], hosts)
     assert problem is not None
     assert "[0, 2] spans the hosts a, b, wanted GPUs of one host" in problem
+
+
+def test_replicas_are_refused_where_weights_come_and_go() -> None:
+    from flashmoe_megatron.adapters.deepspeed.experts import ExpertForm
+    from flashmoe_megatron.config import Activation
+
+    plain = info(form=ExpertForm(64, 64, Activation.GELU, False, ("w1",), "w2"))
+    joined = info(form=ExpertForm(64, 64, Activation.SILU, True, ("w1", "w3"), "w2"))
+    asked = Settings(spare_slots=1)
+    assert refusals.replicas_problem(plain, 2, asked) is None
+    for given, stage, settings, wanted in (
+        (plain, 3, asked, "with ZeRO stage 3, which frees"),
+        (joined, 1, asked, "are joined by a copy"),
+        (info(), 1, asked, "are joined by a copy"),
+        (plain, 1, Settings(spare_slots=1, placement="lookahead"), 'wanted "launch" or "off"'),
+    ):
+        problem = refusals.replicas_problem(given, stage, settings)
+        assert problem is not None
+        assert wanted in problem
+        assert refusals.replicas_problem(given, stage, Settings()) is None
+    problem = refusals.layer_problem(info(), Settings(spare_slots=9), CPU)
+    assert problem is not None
+    assert "spare_slots=9: wanted at most 8" in problem

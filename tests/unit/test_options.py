@@ -85,6 +85,9 @@ def test_what_the_backend_gets_is_every_option_of_it() -> None:
         "keep": "inputs",
         "reserved_sms": 2,
         "row_bound": 3.0,
+        "spare_slots": 1,
+        "placement": "lookahead",
+        "replica_policy": "popular",
         "symmetric_memory": "nvshmem",
         "timeout": 5.0,
     }

@@ -11,7 +11,13 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.telemetry.metrics import compute_metrics
-from flashmoe_megatron.telemetry.record import DIRECTIONS, LaunchRecord, Phase, launch_number
+from flashmoe_megatron.telemetry.record import (
+    DIRECTIONS,
+    LaunchRecord,
+    Phase,
+    ReplicaRecord,
+    launch_number,
+)
 from flashmoe_megatron.telemetry.registry import METRICS, PREFIX, choose_metrics, key_of
 from flashmoe_megatron.telemetry.totals import LaunchTotals, Layout, Totals
 from tests.unit import records
@@ -106,6 +112,30 @@ def test_ranks_that_told_of_different_numbers_of_launches_are_compared_by_launch
     # Pulled by the target from the source, and pushed by the source to the target.
     assert values["flashmoe/mib/rank_0_to_1"] == pytest.approx((90 + 190) * 128 / 2**20)
     assert values["flashmoe/mib/rank_1_to_0"] == pytest.approx((190 + 230) * 128 / 2**20)
+
+
+def test_replicas_even_out_ranks_and_are_counted() -> None:
+    """Rank 0 computes a quarter of expert 6's rows, which is rank 1's, and tells of its routes."""
+    helping = records.record(
+        expert_rows=(20, 40, 80, 20),
+        routes=(200, 512),
+        replicas=ReplicaRecord(rows=((6, 100),), num_bytes=2**20),
+    )
+    helped = records.record(
+        expert_rows=(60, 60, 100, 60),
+        routes=(456, 512),
+        replicas=ReplicaRecord(rows=(), num_bytes=3 * 2**20),
+    )
+    values = compute_metrics(added_up(totals_of(helping), totals_of(helped, rank=1)), ALL)
+    assert values["flashmoe/rank_imbalance"] == pytest.approx(280 / 270)
+    assert values["flashmoe/rank_imbalance_before"] == pytest.approx(380 / 270)
+    assert values["flashmoe/layer_3/expert_rows/6"] == pytest.approx(200)
+    assert values["flashmoe/locality"] == pytest.approx(656 / 1024)
+    assert values["flashmoe/layer_3/locality/rank_1"] == pytest.approx(456 / 512)
+    assert values["flashmoe/replicas"] == 0.5
+    assert values["flashmoe/forward/replica_mib"] == 2
+    alone = metrics_of(records.RECORD)
+    assert not any("replica" in key or "locality" in key or "before" in key for key in alone)
 
 
 def test_a_rank_that_told_of_no_launch_is_compared_with_none() -> None:
@@ -238,7 +268,8 @@ def test_the_kernel_s_record_tells_evaluation(layer: int, is_training: bool) -> 
 
 def test_registry_is_complete() -> None:
     """Every metric can be reported, and nothing is reported that is not registered."""
-    launches = [records.record(direction=direction) for direction in DIRECTIONS]
+    told = {"routes": (1, 2), "replicas": ReplicaRecord(rows=((4, 1),), num_bytes=1)}
+    launches = [records.record(direction=direction, **told) for direction in DIRECTIONS]
     totals = added_up(*(totals_of(*launches, rank=rank) for rank in (0, 1)))
     totals.heap_bytes = totals.routes_chosen = totals.seconds = totals.tokens[3] = 1
     for name in ALL - {"overlap_efficiency"}:

@@ -22,6 +22,7 @@ from flashmoe_megatron.adapters.deepspeed.refusals import (
     engine_problem,
     hosts_problem,
     layer_problem,
+    replicas_problem,
 )
 from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
 from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
@@ -93,7 +94,11 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
             continue
         try:
             info = infos[layer.name] = layer.family.inspect(layer.module)
-            problem = engine_problem(engine) or layer_problem(info, settings, engine.device)
+            problem = (
+                engine_problem(engine)
+                or replicas_problem(info, engine.zero_optimization_stage(), settings)
+                or layer_problem(info, settings, engine.device)
+            )
         except ConfigError as error:
             problem = str(error)
         if "forward" in vars(layer.module):

@@ -9,6 +9,7 @@ from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
 from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.select import resolve_kind
 
 
@@ -46,7 +47,44 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
             f"the kernel needs a Hopper GPU (compute capability 9.0), found {name}; set "
             f'{SECTION}.backend to "reference" to run in plain PyTorch'
         )
+    try:
+        check_slots(
+            info.shape, settings.spare_slots, settings.placement, is_kernel=kind == "kernel"
+        )
+    except FlashMoEError as error:
+        return str(error)
     return kernel_problem(info) if kind == "kernel" else _dtype_problem(info.dtype)
+
+
+def replicas_problem(info: LayerInfo, zero_stage: int, settings: Settings) -> str | None:
+    """Says what keeps a layer's experts from having replicas, if these are asked for.
+
+    Args:
+        info: The layer.
+        zero_stage: The engine's.
+        settings: The user's.
+    """
+    if not settings.spare_slots or settings.placement == "off":
+        return None
+    asked = f"{SECTION}.spare_slots is {settings.spare_slots}"
+    if settings.placement == "lookahead":
+        return (
+            f'{SECTION}.placement is "lookahead", which needs to see a layer\'s input before its '
+            'attention, and DeepSpeed has no layer around both; wanted "launch" or "off"'
+        )
+    if zero_stage == 3:
+        return (
+            f"{asked} with ZeRO stage 3, which frees the experts' weights between calls; wanted "
+            f"stage 2 or less, or {SECTION}.spare_slots 0"
+        )
+    # AutoEP's stacked experts, which have no form here, have gate and up as two parameters.
+    is_joined = info.form is None or len(info.form.fc1) > 1 or info.form.up_first
+    if is_joined:
+        return (
+            f"{asked} and its experts' gate and up projections are joined by a copy in each call, "
+            f"which has no place that replicas could come from; wanted {SECTION}.spare_slots 0"
+        )
+    return None
 
 
 def kernel_problem(info: LayerInfo) -> str | None:

@@ -1,0 +1,66 @@
+"""The policies by name, and what they cannot be asked for."""
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.replicas.balance import balance
+from flashmoe_megatron.replicas.placement import Counts, Placement
+from flashmoe_megatron.replicas.popular import popular
+
+When = Literal["launch", "lookahead", "off"]
+"""When replicas are planned; the option ``placement`` says what each word means."""
+Policy = Literal["balance", "popular"]
+"""What they are planned for; the option ``replica_policy`` says it."""
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+def plan_replicas(
+    policy: Policy,
+    counts: Counts,
+    spare_slots: int,
+    hosts: Sequence[Sequence[int]] | None = None,
+) -> Placement:
+    """Plans where a launch computes each expert; the same on every rank that has the same counts.
+
+    Args:
+        policy: What for.
+        counts: ``[rank][expert]`` routes.
+        spare_slots: Spare slots of each rank.
+        hosts: The experts in each rank's spare slots, if these are settled.
+    """
+    if policy == "balance":
+        return balance(counts, spare_slots, hosts)
+    return popular(counts, spare_slots, hosts=hosts)
+
+
+def check_slots(config: MoEConfig, spare_slots: int, placement: When, *, is_kernel: bool) -> None:
+    """Refuses spare slots that a layer cannot have.
+
+    Args:
+        config: The layer's shape.
+        spare_slots: Spare slots of each rank.
+        placement: When replicas are planned.
+        is_kernel: Whether the kernel computes the layer.
+
+    Raises:
+        ConfigError: There are more slots than a rank has experts, lookahead has no slot to fill, or
+            the kernel is asked for replicas.
+    """
+    local = config.num_local_experts
+    if spare_slots > local:
+        raise ConfigError(
+            f"spare_slots={spare_slots}: wanted at most {local}, since a rank has {local} of the "
+            f"{config.num_experts} experts and as many spare slots balance any routing"
+        )
+    if placement == "lookahead" and not spare_slots:
+        raise ConfigError(
+            "placement='lookahead' with spare_slots=0: there is no slot for a replica; wanted "
+            "spare_slots of 1 or more, or placement='launch'"
+        )
+    if is_kernel and spare_slots and placement != "off":
+        raise ConfigError(
+            f"spare_slots={spare_slots} with the backend 'kernel', which computes every expert on "
+            "its own rank; wanted spare_slots=0, placement='off', or the backend 'reference'"
+        )

@@ -1,0 +1,215 @@
+"""Replicas on the reference backend: the same bits as without, wherever experts are computed."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, placement_of
+from tests.distributed import RankPool
+from tests.unit import cases
+
+SPARE_SLOTS = 2
+TOKENS = [160, 0, 97, 130]
+
+
+class AnyPlacement:
+    """Plans a valid placement that no policy would, another one in each call."""
+
+    def __init__(self, num_ranks: int, num_experts: int) -> None:
+        self._sizes = num_ranks, num_experts
+        self.calls = 0
+
+    def __call__(self, counts: Counts, hosts: Hosts | None = None) -> Placement:
+        self.calls += 1
+        num_ranks, num_experts = self._sizes
+        local, draw = num_experts // num_ranks, random.Random(self.calls)
+        chosen = []
+        for rank in range(num_ranks):
+            others = [expert for expert in range(num_experts) if expert // local != rank]
+            chosen.append(draw.sample(others, draw.randint(0, SPARE_SLOTS)))
+        rank_of = [
+            [
+                draw.choice([e // local, *(r for r in range(num_ranks) if e in chosen[r])])
+                for e in range(num_experts)
+            ]
+            for _ in range(num_ranks)
+        ]
+        return placement_of(rank_of, chosen, SPARE_SLOTS)
+
+
+Found = dict[str, torch.Tensor]
+
+
+def train(
+    backend: ReferenceBackend,
+    inputs: cases.Inputs,
+    rank: int,
+    *,
+    bias: bool,
+    transposed: bool,
+    main_grad: torch.dtype,
+) -> Found:
+    """Two micro-batches whose forwards both precede their backwards, as in a pipeline."""
+    config = backend.config
+    first = rank * config.num_local_experts
+    experts = slice(first, first + config.num_local_experts)
+    g = cases.generator(rank)
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        made = tensor.clone().requires_grad_()
+        made.main_grad = torch.zeros(tensor.shape, dtype=main_grad)  # type: ignore[attr-defined]
+        return made
+
+    def matrices(all_experts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(leaf(each.t().contiguous() if transposed else each) for each in all_experts)
+
+    fc1, fc2 = matrices(inputs.fc1[experts]), matrices(inputs.fc2[experts])
+    biases: dict[str, tuple[torch.Tensor, ...]] = {}
+    if bias:
+        for name, width in (("fc1_bias", config.fc1_rows), ("fc2_bias", config.hidden)):
+            drawn = torch.randn(config.num_local_experts, width, generator=g)
+            biases[name] = tuple(leaf(each.to(fc1[0].dtype)) for each in drawn)
+    weights = ExpertWeights(fc1, fc2, transposed=transposed, **biases)
+    found: Found = {}
+    outs = []
+    for batch in range(2):
+        x = inputs.x[rank].roll(batch, 0).clone().requires_grad_()
+        probs = inputs.probs[rank].roll(batch, 1).contiguous().requires_grad_()
+        routing_map = inputs.routing_map[rank].roll(batch, 1).contiguous()
+        out = moe_apply(
+            backend, x, probs, routing_map, weights, accumulate_into_main_grad=True, layer=batch
+        )
+        outs.append((batch, x, probs, out))
+    for batch, x, probs, out in outs:
+        out.backward(inputs.grad_out[rank])
+        found |= {f"out {batch}": out.detach(), f"grad x {batch}": x.grad}
+        found[f"grad probs {batch}"] = probs.grad
+    for kind in ("fc1", "fc2", "fc1_bias", "fc2_bias"):
+        for index, weight in enumerate(getattr(weights, kind)):
+            found[f"weight grad {kind} {index}"] = weight.main_grad
+    return found
+
+
+def run_rank(
+    group: dist.ProcessGroup, cases_of_rank: list[tuple[MoEConfig, cases.Inputs, dict[str, object]]]
+) -> list[tuple[Found, Found, int, int]]:
+    rank = dist.get_rank(group)
+    results = []
+    for config, inputs, given in cases_of_rank:
+        options = {key: given[key] for key in ("keep", "row_bound") if key in given}
+        form = {key: given[key] for key in ("bias", "transposed", "main_grad")}
+        planner = given.get("planner") or AnyPlacement(config.num_ranks, config.num_experts)
+        if isinstance(planner, str):
+            options |= {"replica_policy": planner}
+            planner = None
+        without = ReferenceBackend(config, group, options=BackendOptions(**options))
+        within = ReferenceBackend(
+            config,
+            group,
+            options=BackendOptions(spare_slots=SPARE_SLOTS, **options),
+            planner=planner,
+        )
+        got, want = train(within, inputs, rank, **form), train(without, inputs, rank, **form)
+        records = within.take_records()
+        replicas = sum(len(record.replicas.rows) for record in records)
+        num_rows = sum(sum(count for _, count in record.replicas.rows) for record in records)
+        assert sum(record.replicas.num_bytes for record in records) or not replicas
+        results.append((got, want, replicas, num_rows))
+    return results
+
+
+def test_results_have_the_same_bits(ranks: RankPool):
+    """Any valid placement, and the policies' own."""
+    drawn = []
+    plain = {"bias": False, "transposed": False, "main_grad": torch.float32}
+    for dtype, given in (
+        (torch.bfloat16, plain),
+        (torch.float32, {**plain, "bias": True, "keep": "preactivations"}),
+        (torch.float64, {**plain, "main_grad": torch.float64, "transposed": True}),
+        (torch.float32, {**plain, "keep": "inputs", "row_bound": 4.0, "transposed": True}),
+        (torch.bfloat16, {**plain, "planner": "balance", "bias": True}),
+        (torch.float32, {**plain, "planner": "popular"}),
+    ):
+        config = cases.make_config(num_experts=16, topk=4, num_ranks=4)
+        drawn.append((config, cases.make_inputs(config, cases.skewed, TOKENS, dtype=dtype), given))
+    everyone = ranks.run(run_rank, drawn)
+    for (_, inputs, given), *results in zip(drawn, *everyone, strict=True):
+        exact = inputs.x[0].dtype != torch.float64
+        for rank, (got, want, _, _) in enumerate(results):
+            for name, tensor in got.items():
+                label = f"{name} of rank {rank}, {given}"
+                if name.startswith("weight grad"):
+                    bound = 1e-6 if given["main_grad"] == torch.float32 else 1e-14
+                    assert_close(label, tensor, want[name], rel_l2=bound)
+                elif exact:
+                    assert torch.equal(tensor, want[name]), label
+                else:
+                    assert_close(label, tensor, want[name], rel_l2=1e-14)
+        assert sum(replicas for _, _, replicas, _ in results), "nothing moved"
+        assert sum(num_rows for *_, num_rows in results), "no replica was used"
+
+
+def refused(group: dist.ProcessGroup) -> list[str]:
+    """What each kind of bad input raises on this rank."""
+    from flashmoe_megatron.errors import FlashMoEError
+    from flashmoe_megatron.select import select_backend
+
+    rank = dist.get_rank(group)
+    config = cases.make_config(num_ranks=2)
+    found = []
+
+    def attempt(**options: object) -> None:
+        try:
+            select_backend(config, group, "cpu", kind="reference", **options)
+        except FlashMoEError as error:
+            found.append(str(error))
+
+    attempt(spare_slots=5)
+    attempt(placement="lookahead")
+    attempt(spare_slots=1 + rank)
+    attempt(spare_slots=1, replica_policy=("balance", "popular")[rank])
+
+    def lost(counts: Counts, hosts: Hosts | None = None) -> Placement:
+        return placement_of([[0] * 4 + [1] * 4] * 2, [(), ()], 1)._replace(hosts=((), (7,)))
+
+    options = BackendOptions(spare_slots=1)
+    backend = ReferenceBackend(config, group, options=options, planner=lost)
+    inputs = cases.make_inputs(config, cases.uniform, [4, 4], dtype=torch.float32)
+    weights = ExpertWeights(tuple(inputs.fc1[:4]), tuple(inputs.fc2[:4]))
+    try:
+        moe_apply(backend, inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights)
+    except FlashMoEError as error:
+        found.append(str(error))
+    return found
+
+
+def test_bad_input_is_refused_on_every_rank(ranks: RankPool):
+    for found in ranks.run(refused, num_ranks=2):
+        wanted = (
+            "spare_slots=5: wanted at most 4",
+            "placement='lookahead' with spare_slots=0",
+            "disagree on spare_slots: 1 on rank 0, 2 on rank 1",
+            "disagree on replica_policy: balance on rank 0, popular on rank 1",
+            "rank 1 is to hold replicas of the experts [7]",
+        )
+        assert len(found) == len(wanted)
+        for text, part in zip(found, wanted, strict=True):
+            assert part in text
+
+
+def test_the_kernel_is_not_asked_for_replicas():
+    from flashmoe_megatron.errors import ConfigError
+    from flashmoe_megatron.replicas.policy import check_slots
+
+    config = cases.make_config(num_ranks=2)
+    with pytest.raises(ConfigError, match="spare_slots=1 with the backend 'kernel'"):
+        check_slots(config, 1, "launch", is_kernel=True)
+    check_slots(config, 1, "off", is_kernel=True)

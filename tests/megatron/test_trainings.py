@@ -20,6 +20,7 @@ CUDA, CPU = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 def event(begin: int, duration: int, device: Any = CUDA, *, is_note: bool = False) -> Any:
     """An activity as torch's profiler has it, times in nanoseconds."""
     return SimpleNamespace(
+        name=lambda: f"at {begin}",
         device_type=lambda: device,
         start_ns=lambda: begin,
         duration_ns=lambda: duration,
@@ -35,7 +36,8 @@ def test_time_in_which_several_work_counts_once() -> None:
 def test_a_training_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches an iteration, and one before the first; the last iterations are recorded."""
     clock, calls = [0.0], []
-    events = [event(0, 6_000_000), event(3_000_000, 6_000_000), event(0, 99, CPU)]
+    events = [event(0, 6_000_000), event(3_000_000, 6_000_000), event(12_000_000, 9)]
+    events.append(event(0, 99, CPU))
     events.append(event(0, 10**9, is_note=True))
     profiler = SimpleNamespace(
         start=lambda: calls.append("start"),
@@ -59,7 +61,13 @@ def test_a_training_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         step()
     assert calls == [["batch"] * 2] * 2 + ["start"] + [["batch"] * 2] * 3 + ["stop"]
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert seen == {"batch_ms": [4.0] * 5, "busy_ms": 3.0, "kernels": 0, "most_gib": 3.0}
+    assert seen == {
+        "batch_ms": [4.0] * 5,
+        "busy_ms": 3.0,
+        "idle_before_ms": {"at 12000000": 1.0},
+        "kernels": 1,
+        "most_gib": 3.0,
+    }
 
 
 def test_a_row_tells_by_how_much_the_host_is_late() -> None:

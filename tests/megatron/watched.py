@@ -4,6 +4,7 @@
 
 Writes, for every iteration, how long the host waited for batches, and how long the GPU was busy in
 the last iterations, in which CUDA's activities are recorded; those before are as they are without.
+For what the GPU waits there is listed by the activity that comes next.
 """
 
 import json
@@ -20,6 +21,8 @@ from flashmoe_megatron.adapters.patch import patch, when_imported
 
 RECORDED = 3
 """The last iterations, whose activities are recorded."""
+LISTED = 12
+"""Names of activities that are listed, those for which the GPU waits longest."""
 
 
 class Watch:
@@ -69,19 +72,35 @@ class Watch:
 
     def write(self, events: Iterable[Any]) -> None:
         """Writes what has been seen, all in milliseconds."""
-        spans = [
-            (each.start_ns(), each.start_ns() + each.duration_ns())
+        on_gpu = [
+            (each.start_ns(), each.start_ns() + each.duration_ns(), each.name())
             for each in events
             if each.device_type() == torch.autograd.DeviceType.CUDA
             and not each.is_user_annotation()
         ]
+        spans = [(begin, end) for begin, end, _ in on_gpu]
+        idle = sorted(idle_before(on_gpu).items(), key=lambda item: -item[1])
         seen = {
             "batch_ms": [round(ms, 3) for ms in self.batch_ms],
             "busy_ms": round(covered(spans) / 1e6 / RECORDED, 3),
+            "idle_before_ms": {
+                name[:100]: round(ns / 1e6 / RECORDED, 3) for name, ns in idle[:LISTED]
+            },
             "kernels": len(spans) // RECORDED,
             "most_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         }
         self.out.write_text(json.dumps(seen))
+
+
+def idle_before(activities: Iterable[tuple[int, int, str]]) -> dict[str, int]:
+    """How long nothing works until an activity begins, summed by the names of those that begin."""
+    idle: dict[str, int] = {}
+    until = None
+    for begin, end, name in sorted(activities):
+        if until is not None and begin > until:
+            idle[name] = idle.get(name, 0) + begin - until
+        until = max(until or end, end)
+    return idle
 
 
 def covered(spans: Iterable[tuple[int, int]]) -> int:

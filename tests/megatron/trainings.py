@@ -73,6 +73,8 @@ GPT_OSS = """
 router's bias, which is bfloat16, as if it were float32, and past its end."""
 
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules"
+AROUND_EXPERTS = "attn moe_router moe_preprocess"
+ONE_WEIGHT = "--use-transformer-engine-op-fuser --moe-single-grouped-weight"
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
 WHOLE = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
 
@@ -104,7 +106,7 @@ class Training:
 def trainings() -> Iterator[Training]:
     """All runs, the most important first."""
     for name, flags in (
-        ("qwen3-graphs", f"{QWEN3} {GRAPHS} attn moe_router moe_preprocess"),
+        ("qwen3-graphs", f"{QWEN3} {GRAPHS} {AROUND_EXPERTS}"),
         ("qwen3", QWEN3),
         ("qwen3-fp8-graphs", f"{QWEN3} {FP8} {GRAPHS} moe_router moe_preprocess"),
         ("moonlight-shared-overlap", MOONLIGHT),
@@ -112,8 +114,10 @@ def trainings() -> Iterator[Training]:
     ):
         yield Training(name, flags)
         yield Training(name, flags, is_ours=False)
-    # Megatron's alltoall waits on the host, so that it has no graph of the whole iteration.
+    # Megatron's alltoall waits on the host, so that it has no graph of the whole iteration, and
+    # computes with one parameter for all experts on Blackwell alone.
     yield Training("qwen3-whole-graph", f"{QWEN3} {WHOLE} --flashmoe-row-bound 2")
+    yield Training("qwen3-one-weight-graphs", f"{QWEN3} {ONE_WEIGHT} {GRAPHS} {AROUND_EXPERTS}")
 
 
 def run(training: Training, script: Path, out: Path, limit_s: float) -> dict[str, Any]:
@@ -128,6 +132,8 @@ def run(training: Training, script: Path, out: Path, limit_s: float) -> dict[str
     log, seen = out / f"{training.title}.log", out / f"{training.title}.json"
     seen.unlink(missing_ok=True)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
+    if ONE_WEIGHT in training.flags:
+        environment["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # or Megatron refuses the flags
     begin = time.perf_counter()
     with log.open("w") as file:
         process = subprocess.Popen(

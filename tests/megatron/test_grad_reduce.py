@@ -91,6 +91,8 @@ def may_be_early_after_each(group: dist.ProcessGroup) -> list[bool]:
     from flashmoe_megatron.adapters.megatron import grad_reduce
 
     class Group:
+        is_last_microbatch = True
+
         def __init__(self) -> None:
             self.ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
 
@@ -125,9 +127,15 @@ def may_be_early_after_each(group: dist.ProcessGroup) -> list[bool]:
         ask(second, mixed)
         grad_reduce.note_backward(backend, [second])
         ask(second, mixed)
+    between = Group()
+    between.is_last_microbatch = False
+    ask(second, between)
+    ask(added, between)
+    between.is_last_microbatch = True
+    ask(second, between)  # what Megatron has added in the micro-batch before is not forgotten
     return answers
 
 
 def test_a_gradient_that_came_since_makes_a_bucket_late(two_ranks: RankPool) -> None:
-    want = [True, False, False, True, False, True, False, *[False] * 6]
+    want = [True, False, False, True, False, True, False, *[False] * 9]
     assert two_ranks.run(may_be_early_after_each) == [want, want]

@@ -66,7 +66,9 @@ def patch_buckets(module: ModuleType) -> None:
 def _register_grad_ready(original: Function) -> Function:
     def register_grad_ready(group: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
         global _early_group
-        _early_group = group if _may_be_early(group, param) else None
+        if not _may_be_early(group, param):
+            return original(group, param, *args, **kwargs)
+        _early_group = group
         try:
             return original(group, param, *args, **kwargs)
         finally:
@@ -95,6 +97,8 @@ def _may_be_early(group: Any, param: torch.Tensor) -> bool:
     """
     if not getattr(param, "grad_added_to_main_grad", False) or _adds_zeros(param):
         setattr(group, _IS_FOREIGN, True)
+    if not group.is_last_microbatch:  # then Megatron starts none, and a hook comes for each weight
+        return False
     if getattr(param, _EARLY, 0) != _last.number:
         setattr(group, _LATE, _last.number)
         return False

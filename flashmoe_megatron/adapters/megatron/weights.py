@@ -1,5 +1,6 @@
 """Reads the weights of Megatron's expert modules, which keep owning them."""
 
+import functools
 from typing import Any
 
 import torch
@@ -99,8 +100,15 @@ def _num_gemms(linear: Any) -> int:
     return int(count)
 
 
+@functools.cache
+def _names(kind: str, count: int) -> tuple[str, ...]:
+    """What Transformer Engine calls the weights or biases of all experts."""
+    return tuple(f"{kind}{index}" for index in range(count))
+
+
 def _numbered_weights(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
-    return tuple(_parameter(linear, f"weight{i}", owner) for i in range(_num_gemms(linear)))
+    names = _names("weight", _num_gemms(linear))
+    return tuple([_parameter(linear, name, owner) for name in names])
 
 
 def _numbered_biases(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
@@ -110,11 +118,17 @@ def _numbered_biases(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
             "and a weight for each; wanted --moe-single-grouped-weight with "
             "--moe-single-grouped-bias"
         )
-    return _biases([(linear, f"bias{i}") for i in range(_num_gemms(linear))], owner)
+    return _biases([(linear, name) for name in _names("bias", _num_gemms(linear))], owner)
+
+
+def _tensor_of(module: Any, name: str) -> Any:
+    """What ``getattr`` gives; that looks last where parameters are, and this runs before launches."""
+    held = module._parameters
+    return held[name] if name in held else getattr(module, name, None)
 
 
 def _parameter(module: Any, name: str, owner: str) -> torch.Tensor:
-    weight = getattr(module, name, None)
+    weight = _tensor_of(module, name)
     if not isinstance(weight, torch.Tensor):
         raise ConfigError(
             f"{owner}: {type(module).__name__} has no {name}; wanted one weight for each expert"
@@ -153,5 +167,5 @@ def _biases(places: list[tuple[Any, str]], owner: str) -> tuple[torch.Tensor, ..
 
 def _has_bias(linear: Any, name: str) -> bool:
     """Whether there is one; Transformer Engine puts an empty tensor where there is none."""
-    bias = getattr(linear, name, None)
+    bias = _tensor_of(linear, name)
     return isinstance(bias, torch.Tensor) and bias.numel() > 0

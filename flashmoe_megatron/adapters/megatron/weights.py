@@ -122,7 +122,7 @@ def _numbered_biases(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
 
 
 def _tensor_of(module: Any, name: str) -> Any:
-    """What ``getattr`` gives; that looks last where parameters are, and this runs before launches."""
+    """What ``getattr`` gives, which looks last where parameters are: this runs before a launch."""
     held = module._parameters
     return held[name] if name in held else getattr(module, name, None)
 

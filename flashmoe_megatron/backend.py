@@ -102,12 +102,16 @@ class TrafficCounters:
         pad_rows_sent: Rows handed to the exchange that stand for no route. Always 0; counted from
             the buffers, not assumed.
         pad_rows_local: Rows that only align experts' segments in this rank's receive buffer.
+        rows_crossed: Token rows sent to other hosts, which ``rows_sent`` leaves out.
+        bytes_crossed: Bytes of those rows and of their routes.
     """
 
     rows_sent: int = 0
     bytes_sent: int = 0
     pad_rows_sent: int = 0
     pad_rows_local: int = 0
+    rows_crossed: int = 0
+    bytes_crossed: int = 0
 
 
 class OfGroup:

@@ -174,6 +174,32 @@ def choices_problem(
     return None
 
 
+def map_problem(config: MoEConfig, probs: torch.Tensor, selected: torch.Tensor) -> str | None:
+    """Says what makes routing by a map unusable, if anything. The host waits for its values.
+
+    Args:
+        config: The layer's shape.
+        probs: ``[num_tokens, num_experts]``.
+        selected: ``[num_tokens, num_experts]`` bool.
+    """
+    nan = (probs.isnan() & selected).nonzero()
+    if len(nan):
+        token, expert = nan[0].tolist()
+        return (
+            f"the probability of token {token} for expert {expert} is NaN ({len(nan)} NaN in "
+            "all), wanted a number"
+        )
+    experts_per_token = selected.sum(1)
+    too_many = (experts_per_token > config.topk).nonzero()
+    if len(too_many):
+        token = int(too_many[0])
+        return (
+            f"token {token} selects {int(experts_per_token[token])} experts "
+            f"({len(too_many)} such tokens in all), wanted at most topk={config.topk}"
+        )
+    return None
+
+
 def _autocast_hint(x: torch.Tensor) -> str:
     """The end of a sentence about the dtype of ``x``, where torch's autocast may have chosen it."""
     kind = x.device.type

@@ -18,6 +18,8 @@ DIM_GRANULE = 64
 
 MAX_TOPK = 16
 MAX_RANKS = 8
+"""Ranks of an expert-parallel group on one host, whose GPUs share memory over NVLink."""
+MAX_HOSTS = 32
 MAX_WIDTH = 2**20
 MAX_EXPERTS = 2**16
 MAX_TOKENS = 2**24
@@ -132,10 +134,10 @@ class MoEConfig:
                     f"{got(name, value)}: must be an int, a positive multiple of {DIM_GRANULE}, at "
                     f"most {MAX_WIDTH}"
                 )
-        if not is_count(self.num_ranks, least=1, most=MAX_RANKS):
+        if not is_count(self.num_ranks, least=1, most=MAX_RANKS * MAX_HOSTS):
             raise ConfigError(
                 f"{got('num_ranks', self.num_ranks)}: the expert-parallel size must be an int, 1 "
-                f"to {MAX_RANKS}, the GPUs of one NVLink domain"
+                f"to {MAX_RANKS * MAX_HOSTS}, at most {MAX_RANKS} GPUs on each of {MAX_HOSTS} hosts"
             )
         if (
             not is_count(self.num_experts, least=1, most=MAX_EXPERTS)

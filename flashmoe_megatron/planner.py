@@ -177,6 +177,34 @@ def plan_buffer_rows(config: MoEConfig, *, capacity: int | None = None) -> Buffe
     )
 
 
+def crossings(config: MoEConfig, num_hosts: int) -> float:
+    """Other hosts that a token crosses to, the mean under uniform random routing.
+
+    Args:
+        config: The layer's shape, for all hosts together.
+        num_hosts: Hosts that its experts are spread over.
+    """
+    elsewhere = math.comb(config.num_experts - config.num_experts // num_hosts, config.topk)
+    return (num_hosts - 1) * (1 - elsewhere / math.comb(config.num_experts, config.topk))
+
+
+SPARE_TOKENS = 1.1
+"""Times the mean, what a launch over hosts has room for at first."""
+
+
+def tokens_within(config: MoEConfig, num_hosts: int) -> int:
+    """Tokens of a rank's launch over hosts: its own and those that come from other hosts.
+
+    Launches are laid out for so many until a routing brings more.
+
+    Args:
+        config: The layer's shape, for all hosts together.
+        num_hosts: Hosts that its experts are spread over.
+    """
+    expected = config.max_tokens * (1 + crossings(config, num_hosts)) * SPARE_TOKENS
+    return min(align_capacity(math.ceil(expected)), config.max_tokens * num_hosts)
+
+
 def bounded_row_blocks(config: MoEConfig, row_bound: float) -> int:
     """Blocks of 128 rows that a rank's buffers hold under a bound.
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import socket
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -12,6 +11,9 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
+from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
+from flashmoe_megatron.hosts.rail import TorchRail
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
 from flashmoe_megatron.planner import describe_choice
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -53,8 +55,8 @@ def select_backend(
 
     Raises:
         ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config`` or
-            an option that concerns all of them, the layer cannot have the spare slots, or the
-            kernel is to share memory between hosts.
+            an option that concerns all of them, or do not lie in blocks of hosts, or the layer
+            cannot have the spare slots.
         DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
             GPU.
     """
@@ -70,17 +72,45 @@ def select_backend(
         chosen_options.placement,
         is_kernel=chosen == "kernel",
     )
-    if chosen == "kernel":
-        check_one_host(group)
+    grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if kind == "auto":
         _announce(chosen, _describe(device)[1])
-    if chosen_options.keep == "auto":
-        _announce_keep(config.num_experts, describe_choice(config))
-    if chosen == "reference":
-        return ReferenceBackend(config, group, device=device, options=chosen_options)
-    from flashmoe_megatron.kernel.backend import KernelBackend
 
-    return KernelBackend(config, group, device, options=chosen_options)
+    def make(
+        config: MoEConfig, within: dist.ProcessGroup | None, options: BackendOptions
+    ) -> Backend:
+        if chosen_options.keep == "auto":
+            _announce_keep(config.num_experts, describe_choice(config))
+        if chosen == "reference":
+            return ReferenceBackend(config, within, device=device, options=options)
+        from flashmoe_megatron.kernel.backend import KernelBackend
+
+        return KernelBackend(config, within, device, options=options)
+
+    if group is None or grid.num_hosts == 1:
+        return make(config, group, chosen_options)
+    if chosen_options.spare_slots:
+        raise ConfigError(
+            f"spare_slots={chosen_options.spare_slots} in an expert-parallel group over "
+            f"{grid.num_hosts} hosts: wanted 0, or experts that one host's ranks share"
+        )
+    groups = host_groups(group, grid, timeout=chosen_options.timeout)
+    return HostsBackend(
+        config,
+        TorchRail(groups),
+        lambda part, options: make(part, groups.within, options),
+        device=device,
+        options=chosen_options,
+    )
+
+
+def find_grid(group: dist.ProcessGroup) -> HostGrid:
+    """Where the ranks of an expert-parallel group lie. Collective over the group.
+
+    Raises:
+        ConfigError: On every rank, if they do not lie in blocks of hosts or are too many.
+    """
+    return arrange(_gather(host_name(), group), dist.get_rank(group))
 
 
 def check_choice(kind: str, options: dict[str, Any]) -> None:
@@ -129,29 +159,6 @@ def check_ranks_agree(group: dist.ProcessGroup | None, settings: dict[str, Any])
         if any(value != values[0] for value in values):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ConfigError(f"the ranks disagree on {name}: {listed}; wanted one value")
-
-
-def check_one_host(group: dist.ProcessGroup | None) -> None:
-    """Refuses ranks on several hosts, whose GPUs cannot map each other's memory. Collective.
-
-    Else the first launch fails inside torch's symmetric memory, which passes file descriptors.
-
-    Args:
-        group: The expert-parallel group, ``None`` for one rank.
-
-    Raises:
-        ConfigError: On every rank, naming the hosts and the group's ranks on each.
-    """
-    hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(_gather(socket.gethostname(), group)):
-        hosts.setdefault(host, []).append(rank)
-    if len(hosts) > 1:
-        listed = ", ".join(f"{host} (its ranks {ranks})" for host, ranks in hosts.items())
-        raise ConfigError(
-            f"an expert-parallel group spans the hosts {listed}; wanted GPUs of one host: choose "
-            "an expert-parallel size (Megatron's --expert-model-parallel-size) that divides the "
-            "GPUs of a host"
-        )
 
 
 def _gather(value: _Value, group: dist.ProcessGroup | None) -> list[_Value]:

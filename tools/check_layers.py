@@ -33,7 +33,7 @@ PYTHON = [
     ["options"],
     ["backend"],
     ["checks", "eager", "expert_group", "weights"],
-    ["kernel", "reference"],
+    ["kernel", "reference", "hosts"],
     ["select", "autograd"],
     ["layer"],
     ["data_parallel"],
@@ -51,6 +51,12 @@ REFERENCE = [
     ["activations", "rows"],
     ["replicas"],
     ["backend", "oracle"],
+]
+HOSTS = [
+    ["grid", "routes"],
+    ["rail"],
+    ["crossing"],
+    ["backend"],
 ]
 PACKAGE = Path("flashmoe_megatron")
 EVERYWHERE = "__init__"  # names the public, so it may know all
@@ -117,6 +123,7 @@ def main() -> int:
         *violations(python_edges(PACKAGE), PYTHON),
         *violations(python_edges(PACKAGE, "kernel"), KERNEL),
         *violations(python_edges(PACKAGE, "reference"), REFERENCE),
+        *violations(python_edges(PACKAGE, "hosts"), HOSTS),
     ]
     print("\n".join(found) or "layers: ok")
     return bool(found)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
-from flashmoe_megatron.checks import choices_problem
+from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -140,7 +140,7 @@ class RowExchange:
         if config.skip_zero_probs:
             selected = selected & (probs != 0)
         if is_map:
-            problem = self._routing_problem(probs, selected)
+            problem = map_problem(config, probs, selected)
         else:
             problem = choices_problem(config, routing_map, probs)
         if problem is not None:
@@ -276,25 +276,6 @@ class RowExchange:
             tokens = (routes >= 0).nonzero().squeeze(1)
             total[tokens] += returned[routes[tokens]].to(total.dtype)
         return total.to(buffer.dtype)
-
-    def _routing_problem(self, probs: torch.Tensor, selected: torch.Tensor) -> str | None:
-        """What makes this rank's routing unusable, if anything."""
-        nan = (probs.isnan() & selected).nonzero()
-        if len(nan):
-            token, expert = nan[0].tolist()
-            return (
-                f"the probability of token {token} for expert {expert} is NaN ({len(nan)} NaN in "
-                "all), wanted a number"
-            )
-        experts_per_token = selected.sum(1)
-        too_many = (experts_per_token > self._config.topk).nonzero()
-        if len(too_many):
-            token = int(too_many[0])
-            return (
-                f"token {token} selects {int(experts_per_token[token])} experts "
-                f"({len(too_many)} such tokens in all), wanted at most topk={self._config.topk}"
-            )
-        return None
 
     def _check_bound(self, blocks: int, most: int, counts: torch.Tensor) -> None:
         """Refuses, on every rank, the blocks of rows that the fullest rank is to receive."""

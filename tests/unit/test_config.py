@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from flashmoe_megatron.config import (
     BOUNDED_ACTIVATIONS,
     DIM_GRANULE,
+    MAX_HOSTS,
     MAX_RANKS,
     MAX_TOPK,
     Activation,
@@ -63,7 +64,7 @@ INVALID = {
     "hidden": st.integers(max_value=0) | st.integers(1, 10**6).filter(lambda n: n % DIM_GRANULE),
     "intermediate": st.integers(max_value=0)
     | st.integers(1, 10**6).filter(lambda n: n % DIM_GRANULE),
-    "num_ranks": st.integers(max_value=0) | st.integers(min_value=MAX_RANKS + 1),
+    "num_ranks": st.integers(max_value=0) | st.integers(min_value=MAX_RANKS * MAX_HOSTS + 1),
     "num_experts": st.integers(max_value=0),
     "topk": st.integers(max_value=0) | st.integers(min_value=MAX_TOPK + 1),
     "max_tokens": st.integers(max_value=0),

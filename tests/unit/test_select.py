@@ -178,6 +178,7 @@ def test_ranks_must_agree_on_what_is_kept(ranks: RankPool):
 
 def select_on_hosts(group: dist.ProcessGroup, hosts: list[str], **options: Any) -> str:
     """Selects the kernel, with a class in its place, on ranks of these hosts."""
+    config = cases.make_config(num_ranks=len(hosts), num_experts=24)
     kernel = ModuleType("flashmoe_megatron.kernel.backend")
     kernel.KernelBackend = lambda *_, **__: SimpleNamespace()
     with (
@@ -188,7 +189,7 @@ def select_on_hosts(group: dist.ProcessGroup, hosts: list[str], **options: Any) 
         mock.patch.dict(sys.modules, {kernel.__name__: kernel}),
     ):
         try:
-            select_backend(cases.make_config(num_ranks=2), group, "cuda", **options)
+            select_backend(config, group, "cuda", **options)
         except ConfigError as error:
             return str(error)
     return "selected"
@@ -202,29 +203,25 @@ def select_with_memory(group: dist.ProcessGroup, hosts: list[str], memories: lis
     ("hosts", "memories", "said"),
     [
         (["a", "a"], ["cuda", "cuda"], r"^selected$"),
-        (
-            ["node-a", "node-b"],
-            ["cuda", "cuda"],
-            r"hosts node-a \(its ranks \[0\]\), node-b \(its ranks \[1\]\); wanted GPUs of one host"
-            r".*--expert-model-parallel-size",
-        ),
-        (["a", "b"], ["nvshmem", "nvshmem"], "hosts a .*wanted GPUs of one host"),
         (["a", "a"], ["cuda", "nvshmem"], r"disagree on symmetric_memory: cuda on rank 0, nvshme"),
     ],
 )
-def test_the_kernel_stays_on_one_host(
+def test_the_kernel_shares_one_kind_of_memory(
     ranks: RankPool, hosts: list[str], memories: list[str], said: str
 ):
     for answer in ranks.run(select_with_memory, hosts, memories, num_ranks=2):
         assert re.search(said, answer)
 
 
-def test_the_reference_may_span_hosts(ranks: RankPool):
-    assert ranks.run(select_reference_on_hosts, num_ranks=2) == ["selected"] * 2
+@pytest.mark.parametrize("kind", ["kernel", "reference"])
+def test_hosts_have_blocks_of_ranks(ranks: RankPool, kind: str):
+    for answer in ranks.run(select_in_turn, kind, num_ranks=3):
+        assert "ranks of a host are not neighbours (its ranks 0 to 0 on a" in answer
+        assert "--expert-model-parallel-size" in answer
 
 
-def select_reference_on_hosts(group: dist.ProcessGroup) -> str:
-    return select_on_hosts(group, ["a", "b"], kind="reference")
+def select_in_turn(group: dist.ProcessGroup, kind: str) -> str:
+    return select_on_hosts(group, ["a", "b", "a"], kind=kind)
 
 
 def test_group_size_must_fit():

@@ -1,0 +1,166 @@
+"""What passes between hosts, over torch.distributed: small words of every rank, and rows.
+
+NCCL carries it on any fabric that it knows, gloo on processors. Messages are few and large: one for
+each other host of a rail, whatever the number of tokens.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import OfGroup
+from flashmoe_megatron.errors import PeerTimeoutError
+from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
+
+
+@dataclass
+class Crossed:
+    """What one rank has sent to other hosts.
+
+    Attributes:
+        rows: Rows of ``hidden`` elements: tokens, shares of outputs, and gradients of both.
+        bytes: Their bytes, and those of routes and of the routes' gradients.
+    """
+
+    rows: int = 0
+    bytes: int = 0
+
+
+class Rail(Protocol):
+    """Exchanges of one rank; all are collective, over the rail or over the whole grid."""
+
+    grid: HostGrid
+    crossed: Crossed
+
+    def gather(self, words: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``[count]`` int64 words, ``[num_ranks, count]`` by rank. Over the grid."""
+        ...
+
+    def tell(self, reason: str | None) -> list[str | None]:
+        """Every rank's reason for refusing a call, by rank. Over the grid."""
+        ...
+
+    def exchange(
+        self,
+        send: torch.Tensor,
+        received: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        *,
+        is_rows: bool,
+    ) -> None:
+        """Sends each host of the rail its part of a tensor.
+
+        Args:
+            send: Contiguous, parted along its first dimension by host.
+            received: Is filled likewise; contiguous.
+            send_counts: Entries of the first dimension for each host.
+            receive_counts: Those from each host.
+            is_rows: Whether the entries are rows of ``hidden`` elements, for the counters.
+        """
+        ...
+
+    def spread(self, send: torch.Tensor, received: torch.Tensor) -> None:
+        """Sends every host of the rail the same rows of ``hidden`` elements.
+
+        Args:
+            send: ``[num_rows, hidden]``, contiguous; as many on every rank.
+            received: ``[num_hosts * num_rows, hidden]``, contiguous; is filled by host.
+        """
+        ...
+
+
+def count_crossed(crossed: Crossed, entries: int, like: torch.Tensor, *, is_rows: bool) -> None:
+    """Adds entries of a tensor's first dimension that leave for other hosts."""
+    crossed.rows += entries * is_rows
+    crossed.bytes += entries * math.prod(like.shape[1:]) * like.element_size()
+
+
+class TorchRail(OfGroup):
+    """A rail over process groups.
+
+    Args:
+        groups: The grid's.
+
+    Attributes:
+        grid: The grid.
+        crossed: What this rank has sent to other hosts.
+    """
+
+    def __init__(self, groups: HostGroups) -> None:
+        self.grid = groups.grid
+        self.crossed = Crossed()
+        self._rail = groups.rail
+        self._within = groups.within
+
+    def gather(self, words: torch.Tensor) -> torch.Tensor:
+        """Along the rail, then within the host; see :class:`Rail`."""
+        grid = self.grid
+        with self._bounded():
+            of_rail = words.new_empty(grid.num_hosts, *words.shape)
+            dist.all_gather(list(of_rail.unbind()), words, group=self._rail)
+            of_places = of_rail.unsqueeze(0)
+            if self._within is not None:
+                of_places = words.new_empty(grid.ranks_per_host, *of_rail.shape)
+                dist.all_gather(list(of_places.unbind()), of_rail, group=self._within)
+        return of_places.transpose(0, 1).reshape(-1, *words.shape)
+
+    def tell(self, reason: str | None) -> list[str | None]:
+        """Along the rail, then within the host; see :class:`Rail`."""
+        grid = self.grid
+        of_rail: list[str | None] = [None] * grid.num_hosts
+        with self._bounded():
+            dist.all_gather_object(of_rail, reason, group=self._rail)
+            of_places = [of_rail]
+            if self._within is not None:
+                of_places = [of_rail] * grid.ranks_per_host
+                dist.all_gather_object(of_places, of_rail, group=self._within)
+        return [of_one[host] for host in range(grid.num_hosts) for of_one in of_places]
+
+    def exchange(
+        self,
+        send: torch.Tensor,
+        received: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        *,
+        is_rows: bool,
+    ) -> None:
+        """See :class:`Rail`."""
+        leaving = sum(send_counts) - send_counts[self.grid.host]
+        count_crossed(self.crossed, leaving, send, is_rows=is_rows)
+        with self._bounded():
+            dist.all_to_all_single(
+                received, send, list(receive_counts), list(send_counts), group=self._rail
+            )
+
+    def spread(self, send: torch.Tensor, received: torch.Tensor) -> None:
+        """See :class:`Rail`."""
+        count_crossed(self.crossed, len(send) * (self.grid.num_hosts - 1), send, is_rows=True)
+        with self._bounded():
+            parts = torch.chunk(received, self.grid.num_hosts)
+            dist.all_gather(list(parts), send, group=self._rail)
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """For every exchange; the bound is that of the process groups.
+
+        Raises:
+            PeerTimeoutError: A rank is gone or did not come in time. The groups cannot be used
+                again.
+        """
+        try:
+            yield
+        except RuntimeError as error:  # what torch.distributed raises for it
+            grid = self.grid
+            raise PeerTimeoutError(
+                f"rank {grid.rank}, on host {grid.host} of {grid.num_hosts}: an exchange between "
+                f"hosts failed, since one of ranks {list(grid.ranks_of_rail)} (the same place on "
+                f"every host) or {list(grid.ranks_within)} (this host) is gone or did not come: "
+                f"{error}"
+            ) from error

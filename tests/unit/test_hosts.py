@@ -1,0 +1,371 @@
+"""Expert parallelism over hosts against the oracle, on four processes that are 2 or 4 hosts."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError, FlashMoEError
+from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid, arrange
+from flashmoe_megatron.layer import moe_router_forward
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.select import select_backend
+from tests.distributed import RankPool
+from tests.unit import cases
+from tests.unit.test_reference_backend import ROUTINGS, TOKENS, TOLERANCE, oracle
+
+CONFIG = cases.make_config(num_ranks=4, num_experts=16, topk=4, max_tokens=40)
+Found = dict[str, torch.Tensor]
+
+
+@contextlib.contextmanager
+def on_host(name: object) -> Iterator[None]:
+    """Makes this process one of a host's."""
+    with mock.patch.dict(os.environ, {HOST_VARIABLE: f"host{name}"}):
+        yield
+
+
+def make_backend(
+    group: dist.ProcessGroup, config: MoEConfig, hosts: int, **options: Any
+) -> HostsBackend:
+    with on_host(dist.get_rank(group) // (config.num_ranks // hosts)):
+        backend = select_backend(config, group, "cpu", **options)
+    assert isinstance(backend, HostsBackend)
+    return backend
+
+
+def leaves_of(config: MoEConfig, inputs: cases.Inputs, rank: int) -> list[torch.Tensor]:
+    """Copies of a rank's tokens, probabilities and experts, which take gradients."""
+    first = rank * config.num_local_experts
+    experts = slice(first, first + config.num_local_experts)
+    own = (inputs.x[rank], inputs.probs[rank], *inputs.fc1[experts], *inputs.fc2[experts])
+    return [tensor.clone().requires_grad_() for tensor in own]
+
+
+def weights_of(config: MoEConfig, leaves: list[torch.Tensor]) -> ExpertWeights:
+    count = config.num_local_experts
+    return ExpertWeights(tuple(leaves[2 : 2 + count]), tuple(leaves[2 + count : 2 + 2 * count]))
+
+
+def found_in(config: MoEConfig, rank: int, out: torch.Tensor, leaves: list[torch.Tensor]) -> Found:
+    """Results by the oracle's names."""
+    names = ["grad x", "grad probs"]
+    first = rank * config.num_local_experts
+    for kind in ("fc1", "fc2"):
+        names += (f"grad {kind} of expert {first + e}" for e in range(config.num_local_experts))
+    grads = {name: leaf.grad for name, leaf in zip(names, leaves, strict=True)}
+    assert all(grad is not None for grad in grads.values())
+    return {"out": out.detach(), **grads}
+
+
+def step(backend: HostsBackend, inputs: cases.Inputs, *, by_choices: bool = False) -> Found:
+    """One forward and backward of this rank."""
+    config, rank = backend.config, backend.rank
+    leaves = leaves_of(config, inputs, rank)
+    x, probs, routing_map = leaves[0], leaves[1], inputs.routing_map[rank]
+    routing: dict[str, torch.Tensor] = {}
+    given: tuple[torch.Tensor | None, torch.Tensor | None] = (probs, routing_map)
+    if by_choices:
+        idx, _ = cases.as_choices(config, probs.detach(), routing_map)
+        weight = probs.gather(1, idx.clamp(min=0)).masked_fill(idx < 0, float("nan"))
+        routing, given = {"topk_idx": idx, "topk_weight": weight}, (None, None)
+    out = moe_apply(backend, x, *given, weights_of(config, leaves), **routing)
+    out.backward(inputs.grad_out[rank])
+    return found_in(config, rank, out, leaves)
+
+
+def assert_same(got: Found, want: Found) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert torch.equal(tensor, want[name]), name
+
+
+def run_forms(
+    group: dist.ProcessGroup, config: MoEConfig, hosts: int, inputs: cases.Inputs
+) -> tuple[list[Found], TrafficCounters]:
+    """One layer in every form: what a forward keeps, routing by choices, fixed sizes."""
+    backend = make_backend(group, config, hosts)
+    found = step(backend, inputs)
+    traffic = backend.traffic
+    assert_same(step(backend, inputs), found)
+    assert_same(step(backend, inputs, by_choices=True), found)
+    for keep in ("preactivations", "inputs"):
+        assert_same(step(make_backend(group, config, hosts, keep=keep), inputs), found)
+    bounded = make_backend(group, config, hosts, row_bound=1e6)
+    fixed = step(bounded, inputs)
+    assert_same(step(bounded, inputs), fixed)
+    return [found, fixed], traffic
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.__name__)
+def test_two_levels_compute_what_one_does(ranks: RankPool, routing: cases.Routing, hosts: int):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        inputs = cases.make_inputs(CONFIG, routing, TOKENS[4], dtype=dtype)
+        found = ranks.run(run_forms, CONFIG, hosts, inputs)
+        for rank, ((forms, _), want) in enumerate(zip(found, oracle(CONFIG, inputs), strict=True)):
+            for got in forms:
+                assert got.keys() == want.keys()
+                for name, value in want.items():
+                    assert_close(
+                        f"{name} of rank {rank}", got[name], value, rel_l2=1.2 * TOLERANCE[dtype]
+                    )
+
+
+CONFIGS = {
+    "more choices than a host has experts": {"topk": 6, "num_experts": 8},
+    "topk 16": {"topk": 16, "num_experts": 64},
+    "topk 1": {"topk": 1},
+    "routes of no weight": {"skip_zero_probs": True},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shapes(ranks: RankPool, name: str):
+    config = replace(CONFIG, **CONFIGS[name])
+    inputs = cases.make_inputs(config, cases.uniform, TOKENS[4], dtype=torch.float32)
+    if config.skip_zero_probs:
+        for probs, routing_map in zip(inputs.probs, inputs.routing_map, strict=True):
+            probs[::2] = 0
+            routing_map &= probs != 0  # for the oracle, which knows of no such routes
+    for hosts in (2, 4):
+        found = ranks.run(run_forms, config, hosts, inputs)
+        for (forms, _), want in zip(found, oracle(config, inputs), strict=True):
+            for got in forms:
+                for key, value in want.items():
+                    assert_close(key, got[key], value, rel_l2=1e-5)
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_a_token_crosses_once_to_each_host(ranks: RankPool, hosts: int):
+    """Out and back, forward and backward; not once for each of its experts there."""
+    inputs = cases.make_inputs(CONFIG, cases.uniform, [40] * 4, dtype=torch.bfloat16)
+    found = ranks.run(run_forms, CONFIG, hosts, inputs)
+    per_host = CONFIG.num_experts // hosts
+    needs = [
+        routing_map.view(40, hosts, per_host).any(2).float() for routing_map in inputs.routing_map
+    ]
+    for rank, (_, traffic) in enumerate(found):
+        place = rank % (4 // hosts)
+        host = rank // (4 // hosts)
+        own = int(needs[rank].sum() - needs[rank][:, host].sum())
+        others = range(place, 4, 4 // hosts)
+        served = int(sum(needs[other][:, host].sum() for other in others if other != rank))
+        assert own < int(inputs.routing_map[rank].sum()) / 1.5  # by route it would be many more
+        assert traffic.rows_crossed == 2 * (own + served)
+        pairs, grads = own * CONFIG.topk * 8, served * CONFIG.topk * 4
+        assert traffic.bytes_crossed == traffic.rows_crossed * CONFIG.hidden * 2 + pairs + grads
+
+
+def run_biased(group: dist.ProcessGroup, inputs: cases.Inputs, hosts: int) -> list[torch.Tensor]:
+    """Transposed experts with biases, over hosts or, with none, on one level."""
+    rank = dist.get_rank(group)
+    backend: Backend = ReferenceBackend(CONFIG, group)
+    if hosts:
+        backend = make_backend(group, CONFIG, hosts)
+    leaves = leaves_of(CONFIG, inputs, rank)
+    plain = weights_of(CONFIG, leaves)
+    g = cases.generator(rank)
+    biases = [
+        [torch.randn(width, generator=g).requires_grad_() for _ in plain.fc1]
+        for width in (CONFIG.fc1_rows, CONFIG.hidden)
+    ]
+    weights = ExpertWeights(
+        tuple(weight.t().contiguous() for weight in plain.fc1),
+        tuple(weight.t().contiguous() for weight in plain.fc2),
+        transposed=True,
+        fc1_bias=tuple(biases[0]),
+        fc2_bias=tuple(biases[1]),
+    )
+    out = moe_apply(backend, *leaves[:2], inputs.routing_map[rank], weights)
+    out.backward(inputs.grad_out[rank])
+    grads = [leaf.grad for leaf in (*leaves, *biases[0], *biases[1])]
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def run_router(group: dist.ProcessGroup, inputs: cases.Inputs, hosts: int) -> list[torch.Tensor]:
+    """A router that the layer runs, over hosts or on one level."""
+    rank = dist.get_rank(group)
+    backend: Backend = ReferenceBackend(CONFIG, group)
+    if hosts:
+        backend = make_backend(group, CONFIG, hosts)
+    leaves = leaves_of(CONFIG, inputs, rank)
+    router = torch.randn(CONFIG.num_experts, CONFIG.hidden, generator=cases.generator(3))
+    router.requires_grad_()
+    found = moe_router_forward(leaves[0], router, weights_of(CONFIG, leaves), backend=backend)
+    (found.out * inputs.grad_out[rank]).sum().backward()
+    grads = [leaf.grad for leaf in (router, leaves[0], *leaves[2:])]
+    return [found.out.detach(), found.probs.detach(), *(g for g in grads if g is not None)]
+
+
+@pytest.mark.parametrize("run", [run_biased, run_router])
+def test_what_one_level_offers(ranks: RankPool, run: Any):
+    inputs = cases.make_inputs(CONFIG, cases.uniform, TOKENS[4], dtype=torch.float32)
+    want = ranks.run(run, inputs, 0)
+    for hosts in (2, 4):
+        for got, wanted in zip(ranks.run(run, inputs, hosts), want, strict=True):
+            for ours, theirs in zip(got, wanted, strict=True):
+                assert_close("result", ours, theirs, rel_l2=1e-5)
+
+
+def several_in_flight(group: dist.ProcessGroup, inputs: cases.Inputs) -> None:
+    """Forwards of two sizes before their backwards, in the order of a pipeline."""
+    backend = make_backend(group, CONFIG, 2)
+    small = replace(
+        inputs,
+        **{
+            name: [part[: len(part) // 2] for part in getattr(inputs, name)]
+            for name in ("x", "probs", "routing_map", "grad_out")
+        },
+    )
+    alone = [step(backend, each) for each in (small, inputs, small)]
+    pending = []
+    for each in (small, inputs, small):
+        leaves = leaves_of(CONFIG, each, backend.rank)
+        routing_map = each.routing_map[backend.rank]
+        out = moe_apply(backend, *leaves[:2], routing_map, weights_of(CONFIG, leaves))
+        pending.append((each, leaves, out))
+    for want, (each, leaves, out) in zip(alone, pending, strict=True):
+        out.backward(each.grad_out[backend.rank])
+        assert_same(found_in(CONFIG, backend.rank, out, leaves), want)
+
+
+def growing(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[int]:
+    """A launch is laid out for what tokens need; a forward before it grows keeps its own."""
+    config = replace(CONFIG, num_experts=64, topk=1, max_tokens=400)
+    backend = make_backend(group, config, 4)
+    first = backend.within.config.max_tokens
+    want = step(backend, inputs)
+    leaves = leaves_of(config, inputs, backend.rank)
+    routing_map = inputs.routing_map[backend.rank]
+    out = moe_apply(backend, *leaves[:2], routing_map, weights_of(config, leaves))
+    bounds = [first, backend.within.config.max_tokens]
+    skewed = cases.make_inputs(config, cases.to_one_rank, [400] * 4, dtype=torch.float32)
+    step(backend, skewed)
+    bounds.append(backend.within.config.max_tokens)
+    out.backward(inputs.grad_out[backend.rank])
+    assert_same(found_in(config, backend.rank, out, leaves), want)
+    return bounds
+
+
+def test_several_in_flight(ranks: RankPool):
+    inputs = cases.make_inputs(CONFIG, cases.skewed, TOKENS[4], dtype=torch.float32)
+    ranks.run(several_in_flight, inputs)
+
+
+def test_sizes_follow_the_counts(ranks: RankPool):
+    config = replace(CONFIG, num_experts=64, topk=1, max_tokens=400)
+    inputs = cases.make_inputs(config, cases.uniform, [100] * 4, dtype=torch.float32)
+    for first, before, after in ranks.run(growing, inputs):
+        # A token goes to 0.75 other hosts on average.
+        assert first == before == 896
+        assert after == 1600
+
+
+NAMES = {
+    ("a", "a", "b", "b"): HostGrid(2, 2, 0),
+    ("b", "a"): HostGrid(2, 1, 0),
+    ("a",) * 8: HostGrid(1, 8, 0),
+    tuple(f"h{rank // 8}" for rank in range(256)): HostGrid(32, 8, 0),
+}
+REFUSED = {
+    (
+        "a",
+        "b",
+        "a",
+        "b",
+    ): r"ranks of a host are not neighbours .*0 to 0 on a, 1 to 1 on b, 2 to 2 on",
+    ("a", "a", "b"): r"different numbers of its ranks .*0 to 1 on a, 2 to 2 on b",
+    ("a",) * 9: "a host has 9 of its ranks",
+    tuple(map(str, range(33))): "there are 33 hosts",
+}
+
+
+def test_grids():
+    for names, grid in NAMES.items():
+        assert arrange(names, 0) == grid
+    for names, said in REFUSED.items():
+        with pytest.raises(ConfigError, match=said + ".*wanted one block of ranks on every host"):
+            arrange(names, 0)
+
+
+def call_with(group: dist.ProcessGroup, hosts: int, inputs: cases.Inputs) -> dict[str, str]:
+    """What every rank hears if rank 2 alone calls with something wrong; then all is well again."""
+    said = {}
+    for row_bound in (None, 1e6):
+        backend = make_backend(group, CONFIG, hosts, row_bound=row_bound)
+        rank = backend.rank
+        want = step(backend, inputs)
+        nan, many, short = (inputs.probs[rank].clone() for _ in range(3))
+        nan[:1][inputs.routing_map[rank][:1]] = torch.nan
+        all_experts = torch.ones_like(inputs.routing_map[rank])
+        wrong: dict[str, tuple[Any, ...]] = {
+            "nan": (inputs.x[rank], nan, inputs.routing_map[rank]),
+            "many": (inputs.x[rank], many, all_experts),
+            "shape": (inputs.x[rank][:, :32], short, inputs.routing_map[rank]),
+        }
+        for name, call in wrong.items():
+            if rank != 2:
+                call = (inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank])
+            leaves = leaves_of(CONFIG, inputs, rank)
+            with pytest.raises(FlashMoEError) as raised:
+                moe_apply(backend, *call, weights_of(CONFIG, leaves))
+            said[f"{name}, {row_bound}"] = f"{raised.type.__name__}: {raised.value}"
+        assert_same(step(backend, inputs), want)
+    return said
+
+
+WRONG = {
+    "nan": "RoutingError: rank 2: the probability of token 0 for expert ",
+    "many": "RoutingError: rank 2: token 0 selects 16 experts (33 such tokens in all), wanted at",
+    "shape": "ShapeError: rank 2: x has shape (33, 32), wanted [num_tokens, 64]",
+}
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_a_refusal_of_one_rank_ends_the_call_on_all_hosts(ranks: RankPool, hosts: int):
+    inputs = cases.make_inputs(CONFIG, cases.uniform, TOKENS[4], dtype=torch.float32)
+    for said in ranks.run(call_with, hosts, inputs):
+        assert len(said) == 6
+        for name, message in said.items():
+            assert message.startswith(WRONG[name.split(",")[0]]), name
+
+
+def fail_within(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[str]:
+    """A host whose experts receive too many rows fails alone; the others hear in the next call."""
+    backend = make_backend(group, CONFIG, 2, row_bound=1.0)
+    rank = backend.rank
+    said = []
+    for _ in range(2):
+        leaves = leaves_of(CONFIG, inputs, rank)
+        try:
+            out = moe_apply(
+                backend, *leaves[:2], inputs.routing_map[rank], weights_of(CONFIG, leaves)
+            )
+            said.append("NaN" if bool(out.isnan().any()) else "finite")
+        except FlashMoEError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_failure_within_a_host_reaches_the_others(ranks: RankPool):
+    config = CONFIG
+    inputs = cases.make_inputs(config, cases.to_one_rank, [40] * 4, dtype=torch.float32)
+    found = ranks.run(fail_within, inputs)
+    within = "within host 1 (ranks 2 to 3 of the expert-parallel group): rank 1 was to receive"
+    assert [said[0][:3] for said in found[:2]] == ["NaN", "NaN"]
+    for first, _ in found[2:]:
+        assert first.startswith(f"RowBoundError: {within}")
+    for rank, (_, second) in enumerate(found):
+        assert second.startswith(f"RowBoundError: rank {max(rank, 2)}: {within}")

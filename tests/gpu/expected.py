@@ -100,8 +100,13 @@ def expected(config: MoEConfig, inputs: Inputs) -> Expected:
     )
 
 
-def assert_as_good(got: Results, want: Expected) -> dict[str, Difference]:
+def assert_as_good(got: Results, want: Expected, *, times: float = 1.0) -> dict[str, Difference]:
     """Fails if any result is further from the oracle's than the unfused path allows.
+
+    Args:
+        got: The results.
+        want: Both paths'.
+        times: What the bounds are multiplied by.
 
     Returns:
         The errors found, by name.
@@ -113,7 +118,7 @@ def assert_as_good(got: Results, want: Expected) -> dict[str, Difference]:
             name,
             tensor,
             exact,
-            rel_l2=_bound(unfused, exact),
+            rel_l2=times * _bound(unfused, exact),
             worst_row=CLAMPED_ROWS * _worst_row(unfused, exact) if want.is_clamped else 0.0,
         )
     return found

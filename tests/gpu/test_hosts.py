@@ -1,0 +1,285 @@
+"""Expert parallelism over hosts on the kernel: virtual hosts on one GPU."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import FlashMoEError, RoutingError
+from flashmoe_megatron.hosts.backend import HostsBackend, SavedOverHosts
+from flashmoe_megatron.hosts.crossing import sum_of_shares
+from flashmoe_megatron.hosts.routes import Choices
+from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.options import BackendOptions
+from tests.gpu import steps
+from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.layers import TOKENS, make_config, zipf
+from tests.gpu.virtual import device
+from tests.gpu.virtual_hosts import MirrorRail, VirtualHosts
+from tests.unit import cases
+
+pytestmark = pytest.mark.gpu
+
+GRIDS = {"2x2": (2, 4), "4x1": (4, 4), "2x4": (2, 8)}
+"""Hosts and ranks."""
+
+ROUTINGS = [
+    cases.uniform,
+    zipf,
+    cases.to_one_expert,
+    cases.to_one_rank,
+    cases.with_empty_experts,
+    cases.with_dropped_tokens,
+    cases.to_nobody,
+]
+SIZES: dict[str, dict[str, Any]] = {"exact": {}, "fixed": {"row_bound": 1000.0}}
+TIMES = 1.2
+"""Bounds of one level are multiplied by it: a host's share is rounded once more."""
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.__name__)
+def test_two_levels_are_as_good_as_one(routing: cases.Routing, sizes: str, grid: str):
+    hosts, num_ranks = GRIDS[grid]
+    config = make_config(num_ranks)
+    inputs = steps.make_inputs(config, routing, TOKENS[num_ranks])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualHosts(config, hosts, **SIZES[sizes])
+    want = expected(config, inputs)
+    first = layer.step(inputs, weights)
+    assert_as_good(first, want, times=TIMES)
+    steps.assert_same_bits(layer.step(inputs, weights), first)
+    layer.allocator.check()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"topk": 16, "num_experts": 64},
+        {"topk": 6, "num_experts": 8},
+        {"gated": False, "activation": "relu"},
+        {"intermediate": 64, "hidden": 512},
+    ],
+    ids=str,
+)
+def test_shapes(changes: dict[str, Any]):
+    config = make_config(4, **changes)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
+    weights = steps.weights_of(config, inputs)
+    want = expected(config, inputs)
+    for keep, (hosts, sizes) in itertools.product(
+        ("all", "preactivations"), ((2, "exact"), (4, "exact"), (2, "fixed"))
+    ):
+        got = VirtualHosts(config, hosts, keep=keep, **SIZES[sizes]).step(inputs, weights)
+        assert_as_good(got, want, times=TIMES)
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_memory_modes_and_choices_have_the_same_bits(hosts: int):
+    config = make_config(4)
+    inputs = steps.make_inputs(config, zipf, TOKENS[4])
+    weights = steps.weights_of(config, inputs)
+    want = VirtualHosts(config, hosts, keep="all").step(inputs, weights)
+    got = VirtualHosts(config, hosts, keep="preactivations").step(inputs, weights)
+    steps.assert_same_bits(got, want)
+    pairs = [
+        cases.as_choices(config, probs, selected)
+        for probs, selected in zip(inputs.probs, inputs.routing_map, strict=True)
+    ]
+    choices = replace(
+        inputs, probs=[weight for _, weight in pairs], routing_map=[idx for idx, _ in pairs]
+    )
+    got = VirtualHosts(config, hosts, keep="all").step(choices, weights)
+    idx = torch.cat(list(choices.routing_map))
+    got = replace(got, grad_probs=cases.spread(config, idx, got.grad_probs))
+    steps.assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_routing_that_cannot_be_used(sizes: str):
+    """Exact sizes: an error of every rank. Fixed ones: of the ranks of the host that has it."""
+    config = make_config(4)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualHosts(config, 2, is_guarded=False, **SIZES[sizes])
+    want = layer.step(inputs, weights)
+    bad = replace(inputs, routing_map=[one.clone() for one in inputs.routing_map])
+    bad.routing_map[2][0] = True
+
+    def call(given: cases.Inputs) -> Callable[[HostsBackend], Any]:
+        def forward(backend: HostsBackend) -> torch.Tensor:
+            x, probs, routing_map = (
+                getattr(given, name)[backend.rank] for name in ("x", "probs", "routing_map")
+            )
+            out, _ = backend.forward(x, probs, routing_map, weights[backend.rank], training=True)
+            torch.cuda.current_stream().synchronize()
+            backend.raise_pending_fault()
+            return out
+
+        return forward
+
+    said = layer.run(call(bad))
+    for rank, one in enumerate(said):
+        if sizes == "exact":
+            assert isinstance(one, RoutingError)
+            assert str(one).startswith("rank 2: token 0 selects 16 experts (1 such tokens in all)")
+        elif rank < 2:
+            # Tokens that need the other host have NaN, whatever their routes.
+            assert isinstance(one, torch.Tensor)
+            assert not one.numel() or bool(one.isnan().any())
+        else:
+            assert isinstance(one, FlashMoEError), one
+    torch.cuda.synchronize()
+    steps.assert_same_bits(layer.step(inputs, weights), want)
+
+
+def test_two_thousand_launches():
+    """Forwards and backwards of changing routings and numbers of tokens, in exact sizes."""
+    config = make_config(4, hidden=128, intermediate=128, num_experts=8, topk=2)
+    layer = VirtualHosts(config, 2, is_guarded=False)
+    sets = [
+        steps.make_inputs(
+            config,
+            ROUTINGS[index % len(ROUTINGS)],
+            [(37 * index + 101 * rank) % 160 for rank in range(4)],
+            seed=index,
+        )
+        for index in range(20)
+    ]
+    sets = [replace(inputs, fc1=sets[0].fc1, fc2=sets[0].fc2) for inputs in sets]
+    weights = steps.weights_of(config, sets[0])
+    first = [layer.step(inputs, weights) for inputs in sets]
+    for inputs, found in zip(sets, first, strict=True):
+        assert_as_good(found, expected(config, inputs), times=TIMES)
+    for launch in range(20, 1000):  # each a forward and a backward
+        if launch % 7 == 0:
+            torch.cuda._sleep(launch % 5 * 1_000_000)
+        got = layer.step(sets[launch % 20], weights)
+        steps.assert_same_bits(got, first[launch % 20])
+
+
+MODELS = {
+    "Qwen3-30B": {"hidden": 2048, "intermediate": 768, "num_experts": 128, "topk": 8},
+    "FlashMoE's": {
+        "hidden": 1024,
+        "intermediate": 4096,
+        "num_experts": 16,
+        "topk": 2,
+        "gated": False,
+    },
+}
+
+
+def graph_ms(call: Callable[[], object], replays: int = 10) -> float:
+    """Milliseconds of a call on the device, from a graph, which the host does not delay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+    times = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    del kept
+    return sorted(times)[len(times) // 2]
+
+
+@pytest.mark.parametrize("tokens", [1024, 8192])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_the_second_level_takes(model: str, tokens: int):
+    """Both levels less the launch within the host are the copies and sums, and 10 % at most.
+
+    The other host mirrors this one, so that nothing is waited for. Sizes are fixed, and each part
+    is captured and replayed.
+    """
+    config = cases.make_config(num_ranks=2, max_tokens=tokens, **MODELS[model])
+    options = BackendOptions(row_bound=4.0, keep="all")
+
+    def make(part: MoEConfig, within: BackendOptions) -> KernelBackend:
+        return KernelBackend(part, None, device(), options=within)
+
+    rail = MirrorRail()
+    backend = HostsBackend(config, rail, make, device=device(), options=options)
+    inputs = steps.make_inputs(replace(config, num_ranks=1), cases.uniform, [tokens], seed=1)
+    weights = steps.weights_of(config, inputs)[0]
+    x, probs, selected = inputs.x[0], inputs.probs[0], inputs.routing_map[0]
+    grads = [
+        [WeightGrad(torch.zeros_like(one, dtype=torch.float32), True) for one in kind]
+        for kind in (weights.fc1, weights.fc2)
+    ]
+
+    def both_levels() -> object:
+        out, saved = backend.forward(x, probs, selected, weights, training=True)
+        return out, backend.backward(inputs.grad_out[0], saved, weights, *grads)
+
+    _, saved = backend.forward(x, probs, selected, weights, training=True)
+    assert isinstance(saved, SavedOverHosts)
+    crossing = saved.crossing
+    rows = crossing.out(rail, x)
+    grad_rows = crossing.out(rail, inputs.grad_out[0])
+    experts, route_weights = crossing.routes(rail)
+
+    def launch_alone() -> object:
+        out, kept = backend.within.forward(rows, route_weights, experts, weights, training=True)
+        return out, backend.within.backward(grad_rows, kept, weights, *grads)
+
+    def copies_alone() -> object:
+        choices = Choices.of(config, probs, selected)
+        ways, _ = backend._cross(choices, probs, selected)
+        kept: list[object] = []
+        for own in (x, inputs.grad_out[0]):
+            kept.append(ways.out(rail, own))
+            kept.append(sum_of_shares(ways.back(rail, rows), len(own)))
+        kept.append(ways.routes(rail))
+        of_choices = ways.grads_of_choices(rail, route_weights, config.topk)
+        kept.append(choices.gradient(of_choices))
+        return kept
+
+    whole, alone, copies = (graph_ms(call) for call in (both_levels, launch_alone, copies_alone))
+    print(  # noqa: T201 - a measurement
+        f"\n{model}, 2 hosts x {tokens} tokens, forward and backward, ms: both levels {whole:.3f}, "
+        f"the launch alone {alone:.3f}, copies and sums alone {copies:.3f}, "
+        f"difference {whole - alone:.3f}, on {torch.cuda.get_device_name()}"
+    )
+    assert whole - alone <= 1.1 * copies + 0.02
+    backend.raise_pending_fault()
+
+
+def test_exact_sizes_read_the_host_twice():
+    """The counts of all ranks, and the launch's plan."""
+    config = cases.make_config(num_ranks=2, max_tokens=512, hidden=256)
+    options = BackendOptions(keep="all")
+
+    def make(part: MoEConfig, within: BackendOptions) -> KernelBackend:
+        return KernelBackend(part, None, device(), options=within)
+
+    backend = HostsBackend(config, MirrorRail(), make, device=device(), options=options)
+    inputs = steps.make_inputs(replace(config, num_ranks=1), cases.uniform, [512])
+    weights: ExpertWeights = steps.weights_of(config, inputs)[0]
+    call = (inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights)
+    backend.forward(*call, training=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as warned:
+            backend.forward(*call, training=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # The library's own wait for its plan is none of torch's.
+    assert len([one for one in warned if "synchronizing" in str(one.message)]) == 1

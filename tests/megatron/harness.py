@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.megatron.graphed import graph_layers
 from tests.megatron.grouped import grouped_experts
 from tests.megatron.muon import muon_optimizer
+from tests.megatron.sequences import forward_step, shared_batches
 
 VOCABULARY = 128
 SEQ_LENGTH = 16
@@ -55,7 +56,7 @@ class Case:
     later: dict[str, Any] = field(default_factory=dict)
     experts: str | None = None
     graphs: int = 0
-    lengths: Literal["equal", "any", "packed"] = "equal"
+    lengths: Literal["equal", "any", "packed", "shared"] = "equal"
     muon: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
     iterations: int = 3
@@ -393,9 +394,12 @@ def _in_half(config: Any, chunk: Any) -> Any:
 def _run(
     step: Any, model: list[Any], case: Case, iteration: int, *, forward_only: bool
 ) -> list[dict[str, Any]]:
-    iterators = [_batches(case, iteration) for _ in model]
+    is_shared = case.lengths == "shared"
+    iterators: list[Any] = [
+        shared_batches(iteration) if is_shared else _batches(case, iteration) for _ in model
+    ]
     result: list[dict[str, Any]] = step(
-        forward_step_func=_forward_step,
+        forward_step_func=forward_step if is_shared else _forward_step,
         data_iterator=iterators if len(model) > 1 else iterators[0],
         model=model if len(model) > 1 else model[0],
         num_microbatches=case.micro_batches,

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.distributed import RankPool
+from tests.megatron import sequences
 from tests.megatron.harness import (
     HEAD_SIZE,
     SEQ_LENGTH,
@@ -284,6 +286,37 @@ def test_experts_go_to_other_ranks_at_a_checkpoint(
     loads = Case(EP4, iterations=0, load_from=folder, loads_optimizer=False)
     for want, got in zip(saved, four_ranks.run(train, loads, after), strict=True):
         assert got.eval_losses == pytest.approx(want.eval_losses, rel=TOLERANCE)
+
+
+def test_a_tool_that_knows_no_dispatcher_converts_a_checkpoint(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Torch's own converter to one file, of Megatron's distributed format."""
+    converted = {}
+    for dispatcher in ("alltoall", "flashmoe"):
+        folder, file = tmp_path / dispatcher, tmp_path / f"{dispatcher}.pt"
+        two_ranks.run(train, Case(Layout(expert=2), iterations=1, save_to=str(folder)), dispatcher)
+        dcp_to_torch_save(folder, file)
+        state = torch.load(file, weights_only=False)
+        converted[dispatcher] = {
+            name: value for name, value in state.items() if isinstance(value, torch.Tensor)
+        }
+    stock, ours = converted["alltoall"], converted["flashmoe"]
+    assert ours.keys() == stock.keys()
+    assert any("experts" in name for name in ours)
+    for name, value in stock.items():
+        assert ours[name].dtype == value.dtype
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-3)
+
+
+def test_sequences_that_are_shared_out_by_length_match_alltoall(two_ranks: RankPool) -> None:
+    """The ranks make different numbers of calls, so that each has all experts."""
+    case = Case(Layout(), config=sequences.SETTINGS, lengths="shared", ddp=OVERLAP)
+    outcomes = two_ranks.run(train_both, case)
+    for stock, fused in outcomes:
+        assert_same(fused, stock)
+    layers, runs = 2, case.iterations + 1
+    assert [fused.fused_calls for _, fused in outcomes] == [2 * layers * runs, 3 * layers * runs]
 
 
 def test_an_upcycled_model_matches_alltoall(two_ranks: RankPool) -> None:

@@ -236,6 +236,16 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         f"pass at most {MAX_RANKS}, the GPUs of one NVLink domain",
     ),
     Refusal(
+        "expert_model_parallel_size",
+        "--expert-model-parallel-size beside --hybrid-context-parallel",
+        lambda config: is_set("hybrid_context_parallel")(config)
+        and number(config, "tensor_model_parallel_size", 1)
+        % number(config, "expert_model_parallel_size", 1)
+        != 0,
+        "pass 1 or a divisor of --tensor-model-parallel-size, whose ranks have the same sequences: "
+        "others have more or fewer, and would wait for each other's experts, with every dispatcher",
+    ),
+    Refusal(
         "moe_router_topk",
         "--moe-router-topk",
         lambda config: number(config, "moe_router_topk", 1) > MAX_TOPK,

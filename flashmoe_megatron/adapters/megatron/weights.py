@@ -128,7 +128,7 @@ def _tensor_of(module: Any, name: str) -> Any:
 
 
 def _parameter(module: Any, name: str, owner: str) -> torch.Tensor:
-    weight = _tensor_of(module, name)
+    weight: torch.Tensor | None = _tensor_of(module, name)
     if not isinstance(weight, torch.Tensor):
         raise ConfigError(
             f"{owner}: {type(module).__name__} has no {name}; wanted one weight for each expert"

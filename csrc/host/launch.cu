@@ -11,6 +11,7 @@
 #include "flashmoe/kernel/gather.cuh"
 #include "flashmoe/kernel/plan_kernel.cuh"
 #include "flashmoe/moe/args.cuh"
+#include "flashmoe/moe/deliver.cuh"
 #include "host/check.h"
 #include "host/mailbox.h"
 #include "host/tables.h"
@@ -98,6 +99,13 @@ int launch(const void* function,
     return check_cuda(cudaLaunchKernelExC(&config, function, arguments), what);
 }
 
+// Where experts are narrow, products wait for rows: enough of them per ticket give each of a
+// dispatch warp's lanes a token. Else few, so that the next tile's rows are the next to come.
+int rows_per_ticket(const FlashMoEProblem* p) {
+    constexpr int kNarrow = 512;
+    return p->intermediate <= kNarrow ? kMostRowsPerTicket : kDispatchLanes;
+}
+
 // The layer, its memory, and what this rank brings to it.
 template <class Args>
 Args layer_args(const FlashMoEProblem* p,
@@ -114,6 +122,7 @@ Args layer_args(const FlashMoEProblem* p,
     if (group->counters) args.records = static_cast<Mailbox*>(group->mailbox)->records;
     args.x = static_cast<const char*>(x);
     args.num_tokens = num_tokens;
+    args.rows_per_ticket = rows_per_ticket(p);
     return args;
 }
 
@@ -213,6 +222,11 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     const int64_t stages_between =
         int64_t(args->group_units) * args->num_n_tiles[1] * args->num_k_blocks[1] / num_clusters;
     args->lag = stages_between < kFinishersStages ? 2 : 1;
+    // What a finisher sums at a time must not keep it much longer than a product of GEMM1 takes.
+    constexpr int64_t kBytesPerStage = 28 * 1024;
+    const int64_t rows_of_token = ceil_div(p->topk, p->num_ranks);
+    args->finishers_combine = kMostUnitRows * rows_of_token * shape_of(p).row_bytes() <=
+                              kBytesPerStage * args->num_k_blocks[1];
 }
 
 // SiLU keeps a branch of its own, where it has no other terms.

@@ -17,6 +17,8 @@ FORWARD = "forward.h"  # what is control flow: the steps of a launch, as the tes
 
 SYSTEM = "A::template fence<Scope::kSystem>();\n"
 GPU = "A::template fence<Scope::kGpu>();\n"
+RELEASE_SYSTEM = "A::template release_fence<Scope::kSystem>();\n"
+RELEASE_GPU = "A::template release_fence<Scope::kGpu>();\n"
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ MUTANTS = [
         True,
         (
             dropped(
-                SIGNALS, SYSTEM + "    A::template store<Scope::kSystem>(signal, epoch);\n}", SYSTEM
+                SIGNALS, RELEASE_SYSTEM + "    A::template store<Scope::kSystem>(signal, epoch);\n}",
+                RELEASE_SYSTEM,
             ),
         ),
     ),
@@ -130,8 +133,8 @@ MUTANTS = [
         (
             (
                 SIGNALS,
-                SYSTEM + "    A::template store<Scope::kSystem>(signal, epoch);\n}",
-                GPU + "    A::template store<Scope::kSystem>(signal, epoch);\n}",
+                RELEASE_SYSTEM + "    A::template store<Scope::kSystem>(signal, epoch);\n}",
+                RELEASE_GPU + "    A::template store<Scope::kSystem>(signal, epoch);\n}",
             ),
         ),
     ),
@@ -225,10 +228,17 @@ MUTANTS = [
         (
             dropped(
                 QUEUE,
-                "    A::bulk_wait_complete();\n    for_each",
+                "    A::bulk_wait_complete();\n    A::template release_fence",
                 "    A::bulk_wait_complete();\n",
             ),
         ),
+    ),
+    Mutant(
+        "no fence between rows that were copied and their counters",
+        "ranks2_layers",
+        "received",
+        True,
+        (dropped(QUEUE, RELEASE_GPU + "    for_each", RELEASE_GPU),),
     ),
     Mutant(
         "results are counted before their copies are complete",

@@ -72,7 +72,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             // A tile takes its processor longer than its finisher, so there is time to combine. But
             // a finisher that combines may be late for the outputs: it does not before GEMM0's,
             // since GEMM1 waits for them, nor before a forward's last tiles, which nothing follows.
-            if (Pass::kIsBackward or not tile.is_late) {
+            if (args.finishers_combine and (Pass::kIsBackward or not tile.is_late)) {
                 const Barrier& full = handover.full[processor][0];
                 while (not agreed<Waiter::kWarp>(full.test_wait(handover_cursor.parity())) and
                        combine_some<typename Pass::Element, Pass::kIsBackward, 4>(

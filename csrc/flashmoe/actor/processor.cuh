@@ -95,6 +95,10 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
                                                    warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(event_of(Span::kWeightGrad), tile.expert, begin);
+            if (leave_rounded(args)) {
+                give_outputs<T>(args.watchdog, room, handover_cursor, handover_wait, accumulator);
+                continue;
+            }
             handover_wait += wait_barrier<Waiter::kWarp>(args.watchdog, Wait::kProcessorHandover,
                                                          room.empty, handover_cursor.parity());
             const int64_t stored = Trace::now();

@@ -42,6 +42,9 @@ struct Atomics {
                                                                 uint32_t value) {
         return atomicCAS(word, expected, value);
     }
+    __device__ __forceinline__ static void count(uint32_t* word, uint32_t value) {
+        atomicAdd(word, value);
+    }
     __device__ __forceinline__ static void add_release(uint32_t* word, uint32_t value) {
         ptx::red_release_gpu(word, value);
     }
@@ -51,6 +54,14 @@ struct Atomics {
             ptx::fence_acq_rel_sys();
         } else {
             __threadfence();
+        }
+    }
+    template <Scope kScope>
+    __device__ __forceinline__ static void release_fence() {
+        if constexpr (kScope == Scope::kSystem) {
+            ptx::fence_release_sys();
+        } else {
+            ptx::fence_release_gpu();
         }
     }
     template <class T>

@@ -62,8 +62,10 @@ struct LayerArgs {
 
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];
-    int group_units;  // row units that the schedule advances by
-    int lag;          // steps of it by which GEMM1 is behind GEMM0
+    int group_units;         // row units that the schedule advances by
+    int lag;                 // steps of it by which GEMM1 is behind GEMM0
+    int rows_per_ticket;     // that a dispatch warp takes at a time
+    bool finishers_combine;  // while GEMM1's outputs are not there yet
     Activation activation;
     SwishTerms swish;              // read where that is kSwish
     const void* const* biases[2];  // device: fc1's and fc2's by local expert, or null; forward

@@ -10,8 +10,9 @@
 
 namespace flashmoe {
 
-constexpr int kDispatchLanes = 8;     // rows in flight of one warp
-constexpr int kDispatchPiece = 2048;  // bytes of a row that a lane has on its way
+constexpr int kDispatchLanes = 8;       // rows in flight of one warp
+constexpr int kDispatchPiece = 2048;    // bytes of a row that a lane has on its way
+constexpr int kMostRowsPerTicket = 32;  // a lane looks at each
 
 using DispatchPieces = uint8_t[kDispatchLanes][kDispatchPiece];  // in shared memory, of one warp
 using DispatchBarriers = Barrier[kDispatchLanes];
@@ -113,6 +114,21 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
     args.watchdog.trace.add(event_of(Span::kDispatch), kFirstRows, begin);
 }
 
+// Shares out the rows of some lanes, a bit each, over the first kDispatchLanes lanes, and takes
+// them out of `left`. The lane whose row this one gets, or below 0.
+__device__ __forceinline__ int share_out(uint32_t& left, int lane) {
+    if (left >> kDispatchLanes == 0) {  // to each its own
+        const bool is_mine = left >> lane & 1;
+        left = 0;
+        return is_mine ? lane : -1;
+    }
+    int from = -1;
+    for (int i = 0; i < kDispatchLanes and left != 0; ++i, left &= left - 1) {
+        if (lane == i) from = __ffs(left) - 1;
+    }
+    return from;
+}
+
 // Dispatches rows in the order in which they are computed. This rank's own rows come first, since
 // no peer is awaited for them; those in the first `num_copied` places have been copied. Scope: one
 // warp.
@@ -138,25 +154,29 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     uint32_t parity = 0;
     int pad_rows_pulled = 0, pad_rows_made = 0;
     while (not args.gathers) {
-        const int place = take_tickets(&workspace.tickets->dispatch, kDispatchLanes);
+        const int place = take_tickets(&workspace.tickets->dispatch, args.rows_per_ticket);
         if (place >= plan.num_places()) break;
         const int first = plan.row_at(place);
         if (first < 0) continue;
 
         RowMeta meta{};
-        if (lane < kDispatchLanes) meta = plan.row_meta[first + lane];
+        if (lane < args.rows_per_ticket) meta = plan.row_meta[first + lane];
         const bool is_own = meta.src_rank == args.shape.rank;
         if (not has_heard and __any_sync(~0u, meta.is_owner() and not is_own)) hear();
-        if (lane < kDispatchLanes and meta.is_owner() and not(is_own and place < num_copied)) {
-            fetch_row(args, meta, pieces[lane], arrived[lane], parity);
-            atomicAdd_block(&counters().rows_pulled[meta.src_rank], 1u);
-            pad_rows_pulled += meta.is_pad();
+        const bool is_fetched = meta.is_owner() and not(is_own and place < num_copied);
+        for (uint32_t left = __ballot_sync(~0u, is_fetched); left != 0;) {
+            const int from = share_out(left, lane);
+            const RowMeta fetched = shuffled(meta, max(from, 0));
+            if (from >= 0) {
+                fetch_row(args, fetched, pieces[lane], arrived[lane], parity);
+                atomicAdd_block(&counters().rows_pulled[fetched.src_rank], 1u);
+                pad_rows_pulled += fetched.is_pad();
+            }
+            __syncwarp();
         }
-        __syncwarp();
 
         // Zeros, because weight gradients sum over pad rows too.
-        for (uint32_t pads = __ballot_sync(~0u, lane < kDispatchLanes and meta.is_pad()); pads;
-             pads &= pads - 1) {
+        for (uint32_t pads = __ballot_sync(~0u, meta.is_pad()); pads; pads &= pads - 1) {
             const int row = first + __ffs(pads) - 1;
             uint4* target = reinterpret_cast<uint4*>(args.rows + int64_t(row) * row_bytes);
             for (int i = lane; i < row_bytes / 16; i += 32) target[i] = uint4{};

@@ -96,6 +96,20 @@ class GradRows {
     int num_in_, column_, row_, num_rows_;
 };
 
+// Whether gradients leave as results do: rounded, and row by row from their finishers. What is
+// added to 16-bit values is rounded once, behind the sum.
+__device__ __forceinline__ bool leave_rounded(const BackwardArgs& args) {
+    return args.weight_grads.dtype != Dtype::kFloat32 and not args.weight_grads.accumulate;
+}
+
+// Sends a warp's rounded rows of a tile. Scope: a warp.
+__device__ __forceinline__ void send_rounded(const GradRows& grad, const WarpOutputs& room) {
+    const int row = int(threadIdx.x % 32), columns = min(grad.columns_from(0), BLOCK_N);
+    if (row >= grad.num_rows() or columns <= 0) return;
+    cute::SM90_BULK_COPY_S2G::copy(OutputsView(room).at(row), grad.at(row, 0, kElementBytes),
+                                   columns * kElementBytes);
+}
+
 // Writes or adds 16-bit values to this lane's four columns of a row, rounded once.
 template <class T>
 __device__ __forceinline__ void put_rounded(char* at, float4 value, bool accumulates) {
@@ -204,8 +218,10 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
         const WarpRoom room(handover, processor, warp);
         wait_barrier<Waiter::kWarp>(args.watchdog, Wait::kFinisherRows, room.full,
                                     handover_cursor.parity());
-        if (args.weight_grads.dtype == Dtype::kFloat32) {
-            const GradRows grad(args, tile, processor * kProcessorWarps + warp);
+        const GradRows grad(args, tile, processor * kProcessorWarps + warp);
+        if (leave_rounded(args)) {
+            send_rounded(grad, room.outputs);
+        } else if (args.weight_grads.dtype == Dtype::kFloat32) {
             send_half(args, grad, room.outputs, 1, num_k_blocks * kBlockNs / 2 / kPieces);
         }
         give_back.follow(room.empty);

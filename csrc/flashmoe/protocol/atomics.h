@@ -6,8 +6,9 @@
 //
 //   load, load_acquire<Scope>, store<Scope>         of U32 and U64; load and store are relaxed
 //   add, fetch_or, compare_and_swap                 relaxed, return what was there
-//   add_release                                     at the scope of this GPU, returns nothing
-//   fence<Scope>                                    acquire and release
+//   count, add_release                              add at the scope of this GPU, return nothing;
+//                                                   count is relaxed
+//   fence<Scope>, release_fence<Scope>              acquire and release; release alone
 //   read, write                                     ordinary accesses, which must not race
 //   fence_proxy_async, bulk_wait_complete           between ordinary accesses and those of TMA
 //   lane, kLanes, sync_warp                         who this thread is within its warp

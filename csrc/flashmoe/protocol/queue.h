@@ -19,11 +19,13 @@ FLASHMOE_PROTOCOL void publish(typename A::U32* counter) {
 }
 
 // Counts what this thread has written with bulk copies: `for_each` calls back with every counter.
-// The copies have to be complete, not merely read out of shared memory.
+// The copies have to be complete, not merely read out of shared memory. One fence releases them to
+// all counters, since each release waits for everything that its warp has on its way.
 template <class A, class ForEach>
 FLASHMOE_PROTOCOL void publish_copies(ForEach for_each) {
     A::bulk_wait_complete();
-    for_each([](typename A::U32* counter) { A::add_release(counter, 1); });
+    A::template release_fence<Scope::kGpu>();
+    for_each([](typename A::U32* counter) { A::count(counter, 1); });
 }
 
 // Ends a warp's bulk copies, so that it can count them among what it has written. Scope: one warp.

@@ -72,7 +72,7 @@ FLASHMOE_PROTOCOL void await_rows(int num_ranks, uint32_t epoch, SignalOf signal
 // the warp has come together.
 template <class A>
 FLASHMOE_PROTOCOL void publish_result(typename A::U32* signal, uint32_t epoch) {
-    A::template fence<Scope::kSystem>();
+    A::template release_fence<Scope::kSystem>();
     A::template store<Scope::kSystem>(signal, epoch);
 }
 

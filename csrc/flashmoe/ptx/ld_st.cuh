@@ -68,6 +68,18 @@ __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
+// Orders what this thread has done and seen before its later stores. Unlike a fence that acquires,
+// it leaves the L1 as it is.
+__device__ __forceinline__ void fence_release_gpu() {
+    delay_point();
+    asm volatile("fence.release.gpu;" ::: "memory");
+}
+
+__device__ __forceinline__ void fence_release_sys() {
+    delay_point();
+    asm volatile("fence.release.sys;" ::: "memory");
+}
+
 // Orders generic accesses of this thread before its later TMA accesses of global memory.
 __device__ __forceinline__ void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");

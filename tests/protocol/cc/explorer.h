@@ -253,6 +253,10 @@ class Engine {
         Thread& thread = *running_;
         join(thread.now, thread.acquire_gpu);
         if (scope == Scope::kSystem) join(thread.now, thread.acquire_system);
+        release_fence(scope);
+    }
+    void release_fence(Scope scope) {
+        Thread& thread = *running_;
         thread.release_gpu = thread.now;
         if (scope == Scope::kSystem) thread.release_system = thread.now;
     }
@@ -925,12 +929,19 @@ struct Atomics {
     static uint32_t compare_and_swap(U32* word, uint32_t expected, uint32_t value) {
         return uint32_t(perform(Op::kSwap, word, value, false, true, Scope::kGpu, expected));
     }
+    static void count(U32* word, uint32_t value) {
+        perform(Op::kAdd, word, value, false, false, Scope::kGpu);
+    }
     static void add_release(U32* word, uint32_t value) {
         perform(Op::kAdd, word, value, true, false, Scope::kGpu);
     }
     template <Scope kScope>
     static void fence() {
         Engine::current()->fence(kScope);
+    }
+    template <Scope kScope>
+    static void release_fence() {
+        Engine::current()->release_fence(kScope);
     }
     static uint64_t read(const Word* word) { return Engine::current()->read(word->id, false); }
     static void write(const Word* word, uint64_t value) {

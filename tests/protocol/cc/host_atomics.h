@@ -137,16 +137,28 @@ struct Atomics {
         }
         return expected;
     }
+    static void count(U32* word, uint32_t value) {
+        Delays::now();
+        if (fences().is_released) {
+            __atomic_fetch_add(word, value, __ATOMIC_RELEASE);
+        } else {
+            __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+        }
+    }
     static void add_release(U32* word, uint32_t value) {
         Delays::now();
         __atomic_fetch_add(word, value, __ATOMIC_RELEASE);
     }
-    template <Scope>
+    template <Scope kScope>
     static void fence() {
         Fences& mine = fences();
         for (const U32* word : mine.read) __atomic_load_n(word, __ATOMIC_ACQUIRE);
         mine.read.clear();
-        mine.is_released = true;
+        release_fence<kScope>();
+    }
+    template <Scope>
+    static void release_fence() {
+        fences().is_released = true;
         Delays::now();
     }
 

@@ -146,6 +146,9 @@ def main(arguments: list[str]) -> int:
             topk=options.topk,
             activation=Activation(options.activation),
             gated=options.gated,
+            clamp_value=options.clamp_value,
+            linear_offset=options.linear_offset,
+            glu_interleave=options.glu_interleave,
             num_ranks=NUM_RANKS,
             max_tokens=options.tokens,
         )
@@ -207,6 +210,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_flags(parser, FrameworkOptions, names=("backend", "keep", "row_bound"))
     parser.add_argument("--gated", action="store_true", help="gated experts, such as SwiGLU")
+    parser.add_argument("--clamp-value", type=float, help="clamps what a gate reads, as GPT-OSS's")
+    parser.add_argument("--linear-offset", type=float, default=0.0, help="1 in GPT-OSS's gate")
+    parser.add_argument("--glu-interleave", type=int, default=0, help="rows of fc1's blocks")
     parser.add_argument("--activation", choices=[one.value for one in Activation], default="silu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--iterations", type=int, default=20)

@@ -16,15 +16,15 @@ from typing import Any, Literal
 
 import torch
 
-from flashmoe_megatron.config import KEEPS, Activation, Keep, MoEConfig
+from flashmoe_megatron.config import KEEPS, Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction
 
 FORMAT = "flashmoe-calibration"
-VERSION = 2
-"""Version 1 did not say how the layer ran: see :class:`Entry`."""
+VERSION = 3
+"""Version 1 did not say how the layer ran, version 2 not what a gate has besides its activation."""
 MOST = 1e15
-"""No number in a file is larger."""
+"""No time in a file is larger."""
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 TOKEN_TOLERANCE = 0.01
 """How far the mean number of tokens of a launch may be from the calibrated one, relative."""
@@ -45,6 +45,9 @@ class Entry:
         topk: Experts of a token.
         activation: Name of the activation.
         gated: Whether the FFN is gated.
+        clamp_value: What clamps a gate's inputs, ``None`` without.
+        linear_offset: What is added to a gate's linear half.
+        glu_interleave: Rows of the blocks in which gate and up rows alternate, 0 without.
         num_tokens: Tokens of each of the 2 ranks in one launch.
         gpu: Name of the GPU, as the driver gives it.
         dtype: The tokens' dtype, "bfloat16", "float16", "float32" or "float64".
@@ -62,6 +65,9 @@ class Entry:
     topk: int
     activation: str
     gated: bool
+    clamp_value: float | None
+    linear_offset: float
+    glu_interleave: int
     num_tokens: int
     gpu: str
     dtype: str
@@ -125,14 +131,18 @@ class Entry:
         """One phrase for messages."""
         gate = "gated " if self.gated else ""
         bound = "with" if self.bounded else "without"
+        terms = "".join(
+            f" {name}={getattr(self, name):g}" for name in _GLU_TERMS if getattr(self, name)
+        )
         return (
             f"H={self.hidden} F={self.intermediate} E={self.num_experts} top-{self.topk} "
-            f"{gate}{self.activation}, {self.num_tokens} tokens, {self.dtype}, {self.direction} "
-            f"{bound} row bound, keep {self.keep}, grads {self.grads}, on {self.gpu}"
+            f"{gate}{self.activation}{terms}, {self.num_tokens} tokens, {self.dtype}, "
+            f"{self.direction} {bound} row bound, keep {self.keep}, grads {self.grads}, on {self.gpu}"
         )
 
 
-_SHAPE = ("hidden", "intermediate", "num_experts", "topk", "activation", "gated")
+_GLU_TERMS = ("clamp_value", "linear_offset", "glu_interleave")
+_SHAPE = ("hidden", "intermediate", "num_experts", "topk", "activation", "gated", *_GLU_TERMS)
 _MEASURED = ("bounded", "keep", "grads", "time_ms")
 """How a layer ran, and the time that it took."""
 
@@ -335,14 +345,16 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number")
 
 
-_FIELDS: dict[str, type] = {
-    **dict.fromkeys(("hidden", "intermediate", "num_experts", "topk", "num_tokens"), int),
-    **dict.fromkeys(("activation", "gpu", "dtype", "direction", "keep", "grads"), str),
-    **dict.fromkeys(("gated", "bounded"), bool),
-    "time_ms": float,
+_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("hidden", "intermediate", "num_experts", "topk", "num_tokens"), (int,)),
+    **dict.fromkeys(("activation", "gpu", "dtype", "direction", "keep", "grads"), (str,)),
+    **dict.fromkeys(("gated", "bounded"), (bool,)),
+    "clamp_value": (float, int, type(None)),
+    "linear_offset": (float, int),
+    "glu_interleave": (int,),
+    "time_ms": (float, int),
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "activation": tuple(activation.value for activation in Activation),
     "dtype": DTYPES,
     "direction": DIRECTIONS,
     "keep": KEEPS,
@@ -354,15 +366,21 @@ def _parse_entry(values: Any, *, where: str) -> Entry:
     if not isinstance(values, dict) or values.keys() != _FIELDS.keys():
         got = sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"{where}: got {got}, wanted an object of {sorted(_FIELDS)}")
-    for name, kind in _FIELDS.items():
+    for name, kinds in _FIELDS.items():
         value = values[name]
-        kinds = (float, int) if kind is float else (kind,)
         if type(value) not in kinds:
-            raise ConfigError(f"{where}: {name} is {value!r}, wanted {kind.__name__}")
-        if kind in (int, float) and not 0 < value <= MOST:
-            raise ConfigError(f"{where}: {name} is {value!r}, wanted above 0, at most {MOST:.0e}")
+            raise ConfigError(f"{where}: {name} is {value!r}, wanted {kinds[0].__name__}")
         if name in _CHOICES and value not in _CHOICES[name]:
             raise ConfigError(f"{where}: {name} is {value!r}, wanted one of {_CHOICES[name]}")
-        if name == "gpu" and not value:
-            raise ConfigError(f"{where}: gpu is empty, wanted the GPU's name")
+    if not 0 < values["time_ms"] <= MOST:
+        raise ConfigError(
+            f"{where}: time_ms is {values['time_ms']!r}, wanted above 0, at most {MOST:.0e}"
+        )
+    if not values["gpu"]:
+        raise ConfigError(f"{where}: gpu is empty, wanted the GPU's name")
+    shape = {name: values[name] for name in _SHAPE}
+    try:
+        MoEConfig(**shape, num_ranks=2, max_tokens=values["num_tokens"])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     return Entry(**values)

@@ -58,6 +58,8 @@ def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
         assert (entry.bounded, entry.keep, entry.grads) == (False, "all", "own")
         assert f"{entry.time_ms:.4f} ms: {entry.describe()}" in done.stdout
     other = ["--topk", "1", "--row-bound", "1.5", "--keep", "inputs", "--grads", "main_grad"]
+    other += ["--activation", "quick_gelu", "--clamp-value", "7", "--linear-offset", "1"]
+    other += ["--glu-interleave", "8"]
     done = calibrate(file, *QUICK, *other)
     assert done.returncode == 0, done.stderr
     second = read_entries(file)
@@ -65,6 +67,8 @@ def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
     assert [entry.topk for entry in second[2:]] == [1, 1]
     for entry in second[2:]:
         assert (entry.bounded, entry.keep, entry.grads) == (True, "inputs", "main_grad")
+        assert (entry.clamp_value, entry.linear_offset, entry.glu_interleave) == (7, 1, 8)
+        assert "quick_gelu clamp_value=7 linear_offset=1 glu_interleave=8, 48" in entry.describe()
 
 
 ITERATIONS = 3

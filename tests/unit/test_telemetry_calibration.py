@@ -131,6 +131,9 @@ def test_a_failed_write_leaves_the_file_as_it_was(
         ({"grads": "main_grad"}, "has grads 'own' and not 'main_grad'"),
         ({"configs": [replace(CONFIG, hidden=128)]}, "has hidden 64 and not 128"),
         ({"configs": [CONFIG, replace(CONFIG, topk=4)]}, "has topk 2 and not 4"),
+        ({"configs": [replace(CONFIG, clamp_value=7.0)]}, "has clamp_value None and not 7.0"),
+        ({"configs": [replace(CONFIG, linear_offset=1.0)]}, "has linear_offset 0.0 and not 1.0"),
+        ({"configs": [replace(CONFIG, glu_interleave=1)]}, "has glu_interleave 0 and not 1"),
     ],
 )
 def test_a_file_of_another_run_is_refused(file: Path, changes: Any, words: str) -> None:
@@ -155,7 +158,7 @@ def test_only_two_ranks_can_be_calibrated() -> None:
 def content(**changes: Any) -> dict[str, Any]:
     return {
         "format": "flashmoe-calibration",
-        "version": 2,
+        "version": 3,
         "entries": [{**asdict(entry()), **changes}],
     }
 
@@ -167,8 +170,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "a list": ([], "got list, wanted an object"),
     "other keys": ({**content(), "note": ""}, "'note', 'version'"),
     "format": ({**content(), "format": "flashmoe"}, "format 'flashmoe'"),
-    "older": ({**content(), "version": 1}, "version 1, wanted .* of version 2; measure again"),
-    "newer": ({**content(), "version": 3}, "version 3"),
+    "older": ({**content(), "version": 2}, "version 2, wanted .* of version 3; measure again"),
+    "newer": ({**content(), "version": 4}, "version 4"),
     "empty": ({**content(), "entries": []}, "no list of entries"),
     "no list": ({**content(), "entries": {}}, "no list of entries"),
     "no object": ({**content(), "entries": [3]}, "entry 0: got int"),
@@ -182,7 +185,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "negative": (content(time_ms=-1.0), "time_ms is -1.0, wanted above 0"),
     "too large": (content(time_ms=10**400), "wanted above 0, at most"),
     "overflow": (json.dumps(content()).replace("0.8", "1e999"), "time_ms is inf, wanted above 0"),
-    "activation": (content(activation="swish"), "activation is 'swish', wanted one of"),
+    "activation": (content(activation="swish"), "entry 0: activation='swish': wanted one of"),
+    "width": (content(hidden=-64), "entry 0: hidden=-64: must be an int, a positive multiple"),
+    "clamp": (content(clamp_value=-7.0), "entry 0: clamp_value=-7.0: wanted None or a positive"),
+    "offset": (content(linear_offset="1"), "linear_offset is '1', wanted float"),
+    "blocks": (content(glu_interleave=3), "entry 0: glu_interleave=3: wanted 0, 1, or a power"),
     "direction": (content(direction="both"), "direction is 'both', wanted one of"),
     "dtype": (content(dtype="torch.bfloat16"), "dtype is 'torch.bfloat16'"),
     "gpu": (content(gpu=""), "gpu is empty"),

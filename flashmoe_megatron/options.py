@@ -79,6 +79,11 @@ def true_or_false() -> Rule:
     return Rule(lambda value: None if isinstance(value, bool) else "wanted true or false")
 
 
+def switch() -> Rule:
+    """A bool that is off by default, which a flag without a value switches on."""
+    return Rule(true_or_false().wanted, {"action": "store_true"})
+
+
 def _metric_names() -> Rule:
     def wanted(value: Any) -> str | None:
         try:

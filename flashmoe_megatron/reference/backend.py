@@ -229,6 +229,18 @@ class ReferenceBackend(OfGroup):
         kept, tokens = (rows, None) if self.keep != "preactivations" else (None, x)
         return out, _Saved(plan, len(x), probs.shape[1], kept, tokens, row_probs, preact, layer)
 
+    def settle(self, routing_map: torch.Tensor, *, layer: int) -> None:
+        """Settles on the experts in spare slots for the next forward of a layer. Collective.
+
+        That forward plans from its own routing which slot computes what. A forward for which
+        nothing is settled plans both.
+
+        Args:
+            routing_map: ``[num_tokens, num_experts]`` bool, what is expected of the routing.
+            layer: The number that the forward will have.
+        """
+        self._settled[layer] = self._rows.foresee(routing_map)
+
     def raise_pending_fault(self) -> None:
         """Does nothing, for every call raises its own faults; see the protocol."""
 

@@ -212,13 +212,14 @@ class RowExchange:
             placement=placement,
         )
 
-    def count_routes(self, routing_map: torch.Tensor) -> list[list[int]]:
-        """``[rank][expert]`` routes of all ranks.
+    def foresee(self, routing_map: torch.Tensor) -> Hosts:
+        """The experts that spare slots would hold under a routing.
 
         Args:
             routing_map: ``[num_tokens, num_experts]`` bool.
         """
-        return self._gather_counts(routing_map.sum(0)).tolist()
+        assert self._planner is not None, "there are spare slots"
+        return self._planner(self._gather_counts(routing_map.sum(0)).tolist(), None).hosts
 
     def refuse(self, reason: str, device: torch.device) -> None:
         """Takes part in the exchange of counts of a call that this rank refuses.

@@ -16,6 +16,8 @@ __all__ = ["Settings", "configure", "current_settings", "install"]
 _PATCHES = (
     ("core.transformer.transformer_config", "layer", "patch_config"),
     ("core.transformer.moe.moe_layer", "layer", "patch_layer"),
+    ("core.transformer.moe.moe_layer", "early_routing", "patch_route"),
+    ("core.transformer.transformer_layer", "early_routing", "patch_transformer_layer"),
     ("core.transformer.moe.experts", "fp8", "patch_experts"),
     ("core.transformer.moe.megakernel.factory", "megakernel", "patch_factory"),
     ("core.transformer.moe.moe_utils", "fixes", "define_te_general_gemm"),

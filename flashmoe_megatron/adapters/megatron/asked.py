@@ -122,6 +122,11 @@ def graphs_experts(config: Any) -> bool:
     return not parts or not parts <= allowed
 
 
+def graphs_any(config: Any) -> bool:
+    """Whether CUDA graphs capture anything."""
+    return _graph_kind(config) != "none"
+
+
 def _graph_kind(config: Any) -> str:
     for name, kind in (
         ("enable_cuda_graph", "local"),

@@ -56,12 +56,17 @@ def stand_in_for_forwards(experts: torch.nn.Module, classes: Classes) -> None:
             _check_class(module, experts)
     for module in find_touched(modules):
         _check_hooks(module, experts)
-        with_kwargs = module._forward_pre_hooks_with_kwargs
-        for key, hook in tuple(module._forward_pre_hooks.items()):
-            if key in with_kwargs:
-                hook(module, (), {})
-            else:
-                hook(module, ())
+        call_pre_hooks(module)
+
+
+def call_pre_hooks(module: torch.nn.Module) -> None:
+    """Calls what waits for a module's parameters, as often as its forward would."""
+    with_kwargs = module._forward_pre_hooks_with_kwargs
+    for key, hook in tuple(module._forward_pre_hooks.items()):
+        if key in with_kwargs:
+            hook(module, (), {})
+        else:
+            hook(module, ())
 
 
 def _check_class(module: torch.nn.Module, experts: torch.nn.Module) -> None:

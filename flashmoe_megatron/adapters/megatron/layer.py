@@ -159,13 +159,13 @@ def _fused_compute(original: Function) -> Function:
         routed, dispatcher = getattr(self, ROUTED), self.token_dispatcher
         dispatcher.start_shared(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output = routed(tokens, probs, dispatcher.routing_map, layer=_number_in_model(self))
+        output = routed(tokens, probs, dispatcher.routing_map, layer=number_in_model(self))
         return dispatcher.add_shared(output.view(hidden_states.shape)), None
 
     return routed_experts_compute
 
 
-def _number_in_model(layer: Any) -> int:
+def number_in_model(layer: Any) -> int:
     """A layer's number from 0, as Megatron's own metrics have it; 0 if nobody has set it.
 
     Layers of multi-token prediction follow the decoder's. From Megatron-Core 0.17 on they are

@@ -16,6 +16,7 @@ from flashmoe_megatron.adapters.experts import (
     shared_backends,
 )
 from flashmoe_megatron.adapters.megatron.asked import expert_width
+from flashmoe_megatron.adapters.megatron.early_routing import check_early_routing
 from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_in_for_forwards
 from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, fp8_is_on
 from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
@@ -42,6 +43,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.telemetry.calibration import Calibration
+from flashmoe_megatron.telemetry.record import launch_number
 
 
 class RoutedExperts(LayerExperts):
@@ -56,6 +58,8 @@ class RoutedExperts(LayerExperts):
 
     Attributes:
         calibration: The settings' file, ``None`` without one or before the backend is made.
+        pre_gates: Whether the layer's routing is found before its attention.
+        looks_ahead: Whether replicas are settled on there.
 
     Raises:
         ConfigError: The configuration, the training script's arguments or the experts' class
@@ -81,6 +85,9 @@ class RoutedExperts(LayerExperts):
         self._classes = check_forwards(experts)
         self.calibration: Calibration | None = None
         self._settings = with_config(config, current_settings())
+        check_early_routing(config, self._settings)
+        self.pre_gates = self._settings.pre_gate
+        self.looks_ahead = self._settings.placement == "lookahead"
         self.open()
         _live.add(self)
 
@@ -136,6 +143,17 @@ class RoutedExperts(LayerExperts):
             return run_offloaded(self._config, rows, launch)
 
         return self.run(x, probs, compute)
+
+    def settle(self, routing_map: torch.Tensor, *, layer: int) -> None:
+        """Settles on the replicas of the next call. Collective over the group.
+
+        Args:
+            routing_map: ``[num_tokens, num_experts]`` bool, what the call's routing may be.
+            layer: The layer's number in the model.
+        """
+        number = launch_number(layer, is_training=self._experts.training)
+        if isinstance(self.backend, ReferenceBackend):  # no other is made with lookahead
+            self.backend.settle(routing_map, layer=number)
 
     @property
     def is_trained(self) -> bool:
@@ -224,9 +242,16 @@ def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: 
     _say_once(describe(backend, config, is_bounded=is_bounded))
     if getattr(config, "fp8", None):
         _say_once(BFLOAT16_EXPERTS)
+    if settings.pre_gate:
+        _say_once(PRE_GATE)
     for line in (*ignored_settings(config, settings), *unused_modules(config, backend.keep)):
         _say_once(line)
 
+
+PRE_GATE = (
+    f"experts are chosen from each layer's input, before attention ({flag_of('pre_gate')}): this "
+    "is another model than without"
+)
 
 _UNBOUNDED = (
     "no bound of tokens, on which the host agrees with the other ranks in every call "

@@ -13,7 +13,9 @@ from flashmoe_megatron.options import (
     BackendOptions,
     FrameworkOptions,
     make_options,
+    option,
     read_flags,
+    switch,
     unset_option,
 )
 
@@ -41,6 +43,14 @@ class Settings(FrameworkOptions):
         "max_tokens",
         "from the script's sequence length, micro batch size and parallel sizes, and from those of "
         "the inference engine that it makes; without a script, the ranks agree in every call",
+    )
+
+    pre_gate: bool = option(
+        False,
+        switch(),
+        "Choose experts from a Transformer layer's input, before its attention, as CCFuser does. "
+        "It changes the model, which has to be trained and used with it; with placement lookahead "
+        "replicas are settled on from the very routing.",
     )
 
     def backend_options(self) -> dict[str, Any]:

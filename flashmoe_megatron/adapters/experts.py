@@ -30,6 +30,7 @@ from flashmoe_megatron.backend import Backend, Together
 from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -202,7 +203,10 @@ class LayerExperts(ABC):
         """Makes the backend. Collective over the group; see :attr:`backend`."""
         self._shape, self._backends = self.locate()
         backend = self._backends.backend_of(self._shape)
-        if not isinstance(backend, ReferenceBackend) and self.dtype not in KERNEL_DTYPES:
+        if (
+            not isinstance(within_host(backend), ReferenceBackend)
+            and self.dtype not in KERNEL_DTYPES
+        ):
             raise ConfigError(
                 f"the experts are {self.dtype} and the kernel computes in bfloat16 or float16; "
                 f"{self.WAYS_OUT_OF_DTYPE}"

@@ -82,6 +82,11 @@ class SavedOverHosts:
         return preact
 
 
+def within_host(backend: Backend) -> Backend:
+    """The backend that computes a layer's experts: over hosts, the one within this one."""
+    return backend.within if isinstance(backend, HostsBackend) else backend
+
+
 class HostsBackend(OfGroup):
     """Routed experts over hosts; implements :class:`~flashmoe_megatron.backend.Backend`.
 

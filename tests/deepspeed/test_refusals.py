@@ -74,12 +74,21 @@ def test_what_the_kernel_does_not_compute_is_refused(monkeypatch: pytest.MonkeyP
     assert problem() == "no library"
 
 
-def test_groups_across_hosts_are_refused() -> None:
-    hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
-    assert refusals.hosts_problem([0, 1], hosts) is None
-    problem = refusals.hosts_problem([0, 2], hosts)
+def test_groups_lie_in_blocks_of_hosts() -> None:
+    hosts = {0: "a", 1: "a", 2: "b", 3: "b", 4: "a"}
+    for ranks in ([0, 1], [0, 2], [0, 1, 2, 3]):
+        assert refusals.hosts_problem(ranks, hosts, Settings()) is None
+    for ranks, said in (
+        ([0, 2, 4], "ranks of a host are not neighbours"),
+        ([0, 1, 2], "different numbers of its ranks"),
+    ):
+        problem = refusals.hosts_problem(ranks, hosts, Settings())
+        assert problem is not None
+        assert said in problem
+    problem = refusals.hosts_problem([0, 2], hosts, Settings(spare_slots=1))
     assert problem is not None
-    assert "[0, 2] spans the hosts a, b, wanted GPUs of one host" in problem
+    assert "spans 2 hosts, and replicas" in problem
+    assert refusals.hosts_problem([0, 1], hosts, Settings(spare_slots=1)) is None
 
 
 def test_replicas_are_refused_where_weights_come_and_go() -> None:

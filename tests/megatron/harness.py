@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from tests.megatron.graphed import graph_layers
 from tests.megatron.grouped import grouped_experts
 from tests.megatron.muon import muon_optimizer
@@ -48,7 +50,7 @@ class Case:
     those of its TransformerConfig once Megatron has checked it. The last rank writes the layers'
     metrics to ``metrics_to``. ``experts`` is a kind of grouped ones, ``graphs`` the number of CUDA
     graphs of each layer, ``lengths`` says how long sequences are, ``muon`` takes Muon in place of
-    Adam. ``settings`` are flashmoe's.
+    Adam. ``settings`` are flashmoe's, to which the ranks are those of so many ``hosts``.
     """
 
     layout: Layout
@@ -68,6 +70,7 @@ class Case:
     first_iteration: int = 0
     metrics_to: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    hosts: int = 1
     initial_loss_scale: float = 2.0**32
 
 
@@ -224,6 +227,8 @@ def transformer_config(layout: Layout, dispatcher: str, **overrides: Any) -> Any
 def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     """Trains a model from one seed; the same numbers come out for every right dispatcher."""
     prepare(case.layout, **case.settings)
+    host = dist.get_rank() * case.hosts // dist.get_world_size()
+    os.environ[HOST_VARIABLE] = f"host{host}"
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,

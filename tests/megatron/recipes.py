@@ -38,7 +38,7 @@ class Recipe:
 
 
 def sizes(hidden: int, ffn: int, experts: int, topk: int) -> dict[str, Any]:
-    """The sizes of a model with SwiGLU, and expert tensor parallelism off, as in all commands."""
+    """The sizes of a model with SwiGLU, with grouped and whole experts, as in all commands."""
     return {
         "hidden_size": hidden,
         "moe_ffn_hidden_size": ffn,
@@ -47,6 +47,7 @@ def sizes(hidden: int, ffn: int, experts: int, topk: int) -> dict[str, Any]:
         "activation_func": F.silu,
         "gated_linear_unit": True,
         "expert_tensor_parallel_size": 1,
+        "moe_grouped_gemm": True,
     }
 
 
@@ -67,7 +68,8 @@ def recompute(*modules: str) -> dict[str, Any]:
 
 QWEN3_30B = sizes(2048, 768, 128, 8)
 QWEN3_235B = sizes(4096, 1536, 128, 8)
-DEEPSEEK_V3 = sizes(7168, 2048, 256, 8)
+LATENT = {"multi_latent_attention": True}
+DEEPSEEK_V3 = {**sizes(7168, 2048, 256, 8), **LATENT}
 FULL_RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -88,7 +90,6 @@ def published() -> tuple[Recipe, ...]:
         "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 1.0,
         "add_bias_linear": True,
-        "moe_grouped_gemm": True,
     }
     return (
         Recipe(
@@ -214,6 +215,7 @@ def published() -> tuple[Recipe, ...]:
             1024,
             {
                 **sizes(7168, 2048, 384, 8),
+                **LATENT,
                 **expert(64, tensor=8),
                 **recompute("mla_up_proj", "mlp"),
             },
@@ -274,6 +276,8 @@ def tables() -> str:
             f"| {recipe.name} | {recipe.num_gpus:,} | {recipe.source} | "
             f"{answer if refusals else '**accepts**'} |"
         )
+    if not met:
+        return "\n".join(commands)
     ways_out = ["| refused | way out |", "| --- | --- |"]
     ways_out += [f"| {_shown(each.flag)} | {each.way_out} |" for each in met.values()]
     return "\n".join([*commands, "", *ways_out])

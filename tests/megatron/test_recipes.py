@@ -36,6 +36,7 @@ def test_configurations_get_these_answers(monkeypatch: pytest.MonkeyPatch) -> No
             name if name in known else FORMER_NAMES[name]: value
             for name, value in recipe.settings.items()
         }
+        settings |= {"bf16": True, "num_attention_heads": 64}
         settings["sequence_parallel"] = settings["tensor_model_parallel_size"] > 1
         refused = refused_flags(recipe)
         answer = pytest.raises(ConfigError) if refused else contextlib.nullcontext()

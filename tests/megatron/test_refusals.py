@@ -88,12 +88,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         for terms in ({"activation_func_clamp_value": 7.0}, {"glu_linear_offset": 1.0})
     ),
     ({"transformer_impl": "inference_optimized"}, "inference_optimized", "local"),
-    ({"expert_model_parallel_size": 16, "num_moe_experts": 16}, "--expert-model-parallel", "8"),
     (
         {"hybrid_context_parallel": True, "expert_model_parallel_size": 2},
         "--expert-model-parallel-size beside --hybrid-context-parallel",
         "1 or a divisor of --tensor-model-parallel-size",
     ),
+    ({"expert_model_parallel_size": 512, "num_moe_experts": 512}, "--expert-model-parallel", "256"),
     ({"moe_router_topk": 17, "num_moe_experts": 32}, "--moe-router-topk", "16"),
     ({"hidden_size": 80}, "--hidden-size", "64"),
     ({"moe_latent_size": 32}, "--moe-latent-size", "multiple of 64"),

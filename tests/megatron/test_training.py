@@ -66,6 +66,20 @@ CASES = {
         Layout(expert=2, tensor=2),
         config={"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
     ),
+    "hosts_2x2": Case(EP4, hosts=2, ddp=OVERLAP),
+    "hosts_4x1_recompute": Case(
+        EP4,
+        hosts=4,
+        config={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        fuse_main_grad=True,
+    ),
+    "hosts_2x1_pp2_biases": Case(
+        Layout(expert=2, pipeline=2),
+        hosts=4,
+        config={"add_bias_linear": True},
+        settings={"keep": "inputs"},
+        micro_batches=4,
+    ),
     "capacity": Case(EP2_DP2, config={"moe_expert_capacity_factor": 0.8}),
     "capacity_padded": Case(
         EP2_DP2,
@@ -317,6 +331,22 @@ def test_sequences_that_are_shared_out_by_length_match_alltoall(two_ranks: RankP
         assert_same(fused, stock)
     layers, runs = 2, case.iterations + 1
     assert [fused.fused_calls for _, fused in outcomes] == [2 * layers * runs, 3 * layers * runs]
+
+
+def test_hosts_match_alltoall_and_resume_on_one(four_ranks: RankPool, tmp_path: Path) -> None:
+    """Two hosts of two ranks train for long; one host of four goes on from their checkpoint."""
+    folder = str(tmp_path / "checkpoint")
+    case = Case(EP4, hosts=2, iterations=50, save_to=folder)
+    stock = four_ranks.run(train, dataclasses.replace(case, save_to=None), "alltoall")
+    found = four_ranks.run(train, case, "flashmoe")
+    for want, got in zip(stock, found, strict=True):
+        assert got.fused_calls > 0
+        assert got.losses == pytest.approx(want.losses, rel=1e-3)
+        assert got.losses[:10] == pytest.approx(want.losses[:10], rel=TOLERANCE)
+    later = Case(EP4, iterations=2, first_iteration=50, load_from=folder)
+    resumed = [four_ranks.run(train, later, dispatcher) for dispatcher in ("alltoall", "flashmoe")]
+    for want, got in zip(*resumed, strict=True):
+        assert_same(got, want)
 
 
 def test_an_upcycled_model_matches_alltoall(two_ranks: RankPool) -> None:

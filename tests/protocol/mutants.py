@@ -120,7 +120,8 @@ MUTANTS = [
         True,
         (
             dropped(
-                SIGNALS, RELEASE_SYSTEM + "    A::template store<Scope::kSystem>(signal, epoch);\n}",
+                SIGNALS,
+                RELEASE_SYSTEM + "    A::template store<Scope::kSystem>(signal, epoch);\n}",
                 RELEASE_SYSTEM,
             ),
         ),

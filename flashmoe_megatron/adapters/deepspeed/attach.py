@@ -5,7 +5,6 @@ parameters, optimizer state and checkpoints are its own.
 """
 
 import logging
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -29,6 +28,7 @@ from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
 from flashmoe_megatron.adapters.experts import GroupBackends, read_calibration
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hosts.grid import host_name
 from flashmoe_megatron.select import resolve_kind
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.registry import choose_metrics
@@ -104,8 +104,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
         if "forward" in vars(layer.module):
             problem = "its forward method was replaced, and the replacement would be lost"
         outcomes[layer.name] = problem or FUSED
-    may_use_kernel = engine.device.type == "cuda" and settings.backend != "reference"
-    report = _agree(outcomes, infos, needs_one_host=may_use_kernel)
+    report = _agree(outcomes, infos, settings)
     _speak_up(report, settings)
     # A pipeline's layers get the model's numbers: the lower of two ranks has the earlier stage.
     numbers = {name: number for number, name in enumerate(report)}
@@ -142,7 +141,7 @@ def _find_layers(model: nn.Module) -> Iterator[_Layer]:
 
 
 def _agree(
-    outcomes: Mapping[str, str], infos: Mapping[str, LayerInfo], *, needs_one_host: bool
+    outcomes: Mapping[str, str], infos: Mapping[str, LayerInfo], settings: Settings
 ) -> dict[str, str]:
     """One outcome for every layer of any rank, the same on every rank. Collective.
 
@@ -150,13 +149,13 @@ def _agree(
     """
     groups = {name: dist.get_process_group_ranks(info.group) for name, info in infos.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (socket.gethostname(), dict(outcomes), groups))
+    dist.all_gather_object(everyone, (host_name(), dict(outcomes), groups))
     hosts = {rank: host for rank, (host, _, _) in enumerate(everyone)}
     by_layer: dict[str, dict[int, str]] = {}
     for rank, (_, its_outcomes, its_groups) in enumerate(everyone):
         for name, outcome in its_outcomes.items():
-            if outcome == FUSED and needs_one_host and name in its_groups:
-                outcome = hosts_problem(its_groups[name], hosts) or FUSED
+            if outcome == FUSED and name in its_groups:
+                outcome = hosts_problem(its_groups[name], hosts, settings) or FUSED
             by_layer.setdefault(name, {})[rank] = outcome
     report = {}
     for name, by_rank in by_layer.items():

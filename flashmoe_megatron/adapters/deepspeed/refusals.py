@@ -8,7 +8,8 @@ import torch
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
 from flashmoe_megatron.checks import KERNEL_DTYPES
-from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError
+from flashmoe_megatron.hosts.grid import arrange
 from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.select import resolve_kind
 
@@ -104,20 +105,24 @@ def kernel_problem(info: LayerInfo) -> str | None:
     return None
 
 
-def hosts_problem(ranks: Sequence[int], hosts: Mapping[int, str]) -> str | None:
-    """Says whether an expert-parallel group is larger than the memory that GPUs share.
+def hosts_problem(ranks: Sequence[int], hosts: Mapping[int, str], settings: Settings) -> str | None:
+    """Says what keeps an expert-parallel group from spanning the hosts that it spans.
 
     Args:
-        ranks: The group's.
+        ranks: The group's, in its order.
         hosts: The host of every rank.
+        settings: The user's.
     """
-    used = sorted({hosts[rank] for rank in ranks})
-    if len(used) < 2:
-        return None
-    return (
-        f"its expert-parallel group {list(ranks)} spans the hosts {', '.join(used)}, wanted GPUs "
-        "of one host; lower the expert-parallel size"
-    )
+    try:
+        grid = arrange([hosts[rank] for rank in ranks], 0)
+    except ConfigError as error:
+        return str(error)
+    if settings.spare_slots and grid.num_hosts > 1:
+        return (
+            f"its expert-parallel group {list(ranks)} spans {grid.num_hosts} hosts, and replicas "
+            f"are of experts that one host's ranks share; set {SECTION}.spare_slots to 0"
+        )
+    return None
 
 
 def _dtype_problem(dtype: torch.dtype) -> str | None:

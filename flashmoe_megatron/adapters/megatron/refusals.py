@@ -27,6 +27,7 @@ from flashmoe_megatron.config import (
     DIM_GRANULE,
     GLU_CHUNK,
     MAX_GLU_TERM,
+    MAX_HOSTS,
     MAX_RANKS,
     MAX_ROW_BOUND,
     MAX_TOPK,
@@ -232,8 +233,8 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "expert_model_parallel_size",
         "--expert-model-parallel-size",
-        lambda config: number(config, "expert_model_parallel_size", 1) > MAX_RANKS,
-        f"pass at most {MAX_RANKS}, the GPUs of one NVLink domain",
+        lambda config: number(config, "expert_model_parallel_size", 1) > MAX_RANKS * MAX_HOSTS,
+        f"pass at most {MAX_RANKS * MAX_HOSTS}, {MAX_RANKS} GPUs on each of {MAX_HOSTS} hosts",
     ),
     Refusal(
         "expert_model_parallel_size",

@@ -40,6 +40,7 @@ from flashmoe_megatron.autograd import OnSaved, moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.telemetry.calibration import Calibration
@@ -271,7 +272,8 @@ def describe(backend: Backend, config: Any, *, is_bounded: bool) -> str:
         The line.
     """
     shape = backend.config
-    kind = "reference" if isinstance(backend, ReferenceBackend) else "kernel"
+    is_reference = isinstance(within_host(backend), ReferenceBackend)
+    kind = "reference" if is_reference else "kernel"
     parts = [
         f"backend {kind}",
         f"{shape.num_experts} experts on {shape.num_ranks} ranks",

@@ -247,7 +247,7 @@ def _check_kind(name: str, tensor: object) -> None:
     raise ShapeError(f"{name} is a {kind.__name__}, wanted a plain torch.Tensor{way}")
 
 
-def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.device) -> None:
+def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.device) -> ExpertWeights:
     """Checks the local experts' weights against the layer's shape and each other.
 
     Args:
@@ -255,6 +255,9 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
         weights: The local experts, ``config.num_local_experts`` of each kind, all of one dtype, in
             tensors of their own or in stacks; biases may be left out.
         device: Where they have to be.
+
+    Returns:
+        The same weights with one tensor for each expert.
 
     Raises:
         ShapeError: A weight is missing or differs; the message names it.
@@ -264,6 +267,7 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
     dtype = weights.fc1[0].dtype if weights.fc1 else TOKEN_DTYPES[0]
     if dtype not in TOKEN_DTYPES:
         raise ShapeError(f"the experts' weights are {dtype}, wanted one of {_names(TOKEN_DTYPES)}")
+    found: dict[str, tuple[torch.Tensor, ...]] = {}
     for name, tensors, wanted in (
         ("fc1", weights.fc1, fc1[::-1] if weights.transposed else fc1),
         ("fc2", weights.fc2, fc2[::-1] if weights.transposed else fc2),
@@ -280,7 +284,7 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
                     f"{name}[{index}] has shape {tuple(tensor.shape)}, wanted {list(wanted)} or "
                     f"a stack [num_experts, {', '.join(map(str, wanted))}]"
                 )
-        experts = unstacked(tensors, num_dims)
+        experts = found[name] = unstacked(tensors, num_dims)
         if len(experts) != config.num_local_experts:
             raise ShapeError(
                 f"{len(experts)} {name} weights, wanted one for each of the "
@@ -293,6 +297,7 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
                 raise ShapeError(
                     f"{label} has strides {weight.stride()}, wanted rows of consecutive elements"
                 )
+    return ExpertWeights(**found, transposed=weights.transposed)
 
 
 def check_router_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -79,8 +79,7 @@ class AddressTables:
             key += tuple(tensor.stride() for tensor in tensors)
         if key in self._of_weights:
             return self._of_weights[key]
-        check_weights(self._config, weights, self._device)
-        weights = weights.per_expert()
+        weights = check_weights(self._config, weights, self._device)
         for weight in (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias):
             check_kernel_tensor("expert weight", weight, self._device, first.dtype)
         if bool(weights.fc1_bias) != bool(weights.fc2_bias):

@@ -188,8 +188,7 @@ class ReferenceBackend(OfGroup):
         config = self.config
         with Together(self):
             check_readable("x", x)
-            check_weights(config, weights, x.device)
-            weights = weights.per_expert()
+            weights = check_weights(config, weights, x.device)
             dtype = weights.fc1[0].dtype
             check_tokens(config, x, probs, routing_map, dtype=dtype, device=x.device)
             wide = accumulation_dtype(x.dtype)

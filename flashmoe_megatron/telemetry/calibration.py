@@ -137,7 +137,8 @@ class Entry:
         return (
             f"H={self.hidden} F={self.intermediate} E={self.num_experts} top-{self.topk} "
             f"{gate}{self.activation}{terms}, {self.num_tokens} tokens, {self.dtype}, "
-            f"{self.direction} {bound} row bound, keep {self.keep}, grads {self.grads}, on {self.gpu}"
+            f"{self.direction} {bound} row bound, keep {self.keep}, grads {self.grads}, "
+            f"on {self.gpu}"
         )
 
 

@@ -38,7 +38,7 @@ PYTHON = [
     ["layer"],
     ["data_parallel"],
     ["adapters"],
-    ["autoload", "calibrate", "deepspeed", "run"],
+    ["autoload", "calibrate", "deepspeed", "run", "torchtitan", "transformers"],
 ]
 KERNEL = [
     ["bindings"],

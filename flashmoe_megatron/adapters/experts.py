@@ -108,16 +108,21 @@ class GroupBackends:
 
         Collective over the group.
         """
-        most = torch.tensor([num_tokens], device=self.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-        if int(most) > self.max_tokens:
-            self.max_tokens = align_capacity(max(int(most), self.max_tokens * 5 // 4))
+        most = num_tokens
+        if self.group is not None and dist.get_world_size(self.group) > 1:
+            agreed = torch.tensor([num_tokens], device=self.device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
+            most = int(agreed)
+        if most > self.max_tokens:
+            self.max_tokens = align_capacity(max(most, self.max_tokens * 5 // 4))
 
 
 _Key = tuple[torch.device, FrameworkOptions, int | None]
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, GroupBackends]] = (
     weakref.WeakKeyDictionary()
 )
+_alone: dict[_Key, GroupBackends] = {}
+"""The backends of a rank that is in no group."""
 
 
 def shared_backends(
@@ -127,7 +132,7 @@ def shared_backends(
     max_tokens: int | None,
 ) -> GroupBackends:
     """The same backends for every layer of this process with the same four arguments."""
-    known = {} if group is None else _shared.setdefault(group, {})
+    known = _alone if group is None else _shared.setdefault(group, {})
     key = (device, settings, max_tokens)
     if key not in known:
         known[key] = GroupBackends(group, device, settings, max_tokens)

@@ -13,18 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flashmoe_megatron.adapters.probe import PROBE_ROWS, PROBE_SCALES, is_close
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.reference.oracle import moe_reference
 from flashmoe_megatron.weights import SplitWeights
-
-PROBE_ROWS = 8
-PROBE_SCALES = (1.0, 32.0, 1000.0)
-"""How large the probe's rows are: functions differ around 1, and clamps act far from there."""
-
-PROBE_TOLERANCE = 1e-5
-"""Relative error; the two forms of GELU differ by 1e-4, and the probe computes in float64."""
 
 
 @dataclass(frozen=True)
@@ -230,18 +224,14 @@ class _Proof:
             fc1_bias=weights.fc1_bias,
             fc2_bias=weights.fc2_bias,
         )
-        if not _is_close(self.out, out):
+        if not is_close(self.out, out):
             return False
         leaves = (self.x, *self.copy.values.values())
         grads = torch.autograd.grad(out, leaves, self.copy.grad_out)
         return all(
-            got is not None and _is_close(got, want)
+            got is not None and is_close(got, want)
             for got, want in zip(self.grads, grads, strict=True)
         )
-
-
-def _is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return bool((got - want).norm() <= PROBE_TOLERANCE * want.norm())
 
 
 class _ForwardBackward(nn.Module):

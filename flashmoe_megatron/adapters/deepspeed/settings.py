@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashmoe_megatron.adapters.options import RANKS_AGREE
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import (
     FrameworkOptions,
@@ -42,12 +43,7 @@ class Settings(FrameworkOptions):
         "Optimizer steps between events for DeepSpeed's monitor, on its axis of samples; 0 sends "
         "none.",
     )
-    max_tokens: int | None = unset_option(
-        FrameworkOptions,
-        "max_tokens",
-        "the ranks agree at each call, by a small all-reduce for each layer, and the memory grows "
-        "with the largest number",
-    )
+    max_tokens: int | None = unset_option(FrameworkOptions, "max_tokens", RANKS_AGREE)
 
     @classmethod
     def refusal(cls, name: str, value: object, wanted: str) -> ConfigError:

@@ -1,0 +1,86 @@
+"""The seat of experts that a framework calls with each token's choices as indices."""
+
+from typing import ClassVar
+
+import torch
+
+from flashmoe_megatron.adapters.experts import GroupBackends, LayerExperts
+from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.layer import moe_forward
+from flashmoe_megatron.weights import SplitWeights
+
+
+class IndexedExperts(LayerExperts):
+    """Applies a layer's routed experts to tokens that the framework has routed.
+
+    Making one is collective over the group, and so is every call. Whoever reads the counts and the
+    records tells ``is_training``.
+
+    Args:
+        shape: The layer's; its ``max_tokens`` does not count.
+        backends: The backends of the layer's group.
+        dtype: The dtype that the experts compute in.
+        layer: The layer's number in the model, for the records.
+        capacity_factor: The router's capacity factor; 1 where nothing is dropped.
+    """
+
+    ORDERED_GRADS: ClassVar[bool] = False
+    """See :func:`~flashmoe_megatron.autograd.moe_apply`."""
+
+    def __init__(
+        self,
+        shape: MoEConfig,
+        backends: GroupBackends,
+        dtype: torch.dtype,
+        *,
+        layer: int = 0,
+        capacity_factor: float = 1.0,
+    ) -> None:
+        super().__init__(backends.group, dtype, layer=layer, capacity_factor=capacity_factor)
+        self._at = shape, backends
+        self.open()  # what cannot run is to fail now, not in the first step
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        expert_idx: torch.Tensor,
+        expert_weight: torch.Tensor,
+        weights: ExpertWeights | SplitWeights,
+    ) -> torch.Tensor:
+        """Applies the experts. Collective over the group.
+
+        Args:
+            x: ``[num_tokens, hidden]``.
+            expert_idx: ``[num_tokens, k]`` int32 or int64, -1 for a choice that does not count.
+            expert_weight: ``[num_tokens, k]``, the routing weights.
+            weights: The local experts.
+
+        Returns:
+            ``[num_tokens, hidden]`` in ``x.dtype``.
+
+        Raises:
+            RoutingError: A weight is NaN, unless tokens are float16: see :meth:`LayerExperts.run`.
+            ShapeError: A tensor is not what the layer was built for, or there are more tokens than
+                the user said.
+        """
+
+        def compute(
+            backend: Backend, rows: torch.Tensor, finite_weight: torch.Tensor, number: int
+        ) -> torch.Tensor:
+            return moe_forward(
+                rows,
+                expert_idx,
+                finite_weight,
+                weights,
+                backend=backend,
+                check_routing=False,
+                ordered_grads=self.ORDERED_GRADS,
+                layer=number,
+            )
+
+        return self.run(x, expert_weight, compute)
+
+    def locate(self) -> tuple[MoEConfig, GroupBackends]:
+        """See :meth:`LayerExperts.locate`."""
+        return self._at

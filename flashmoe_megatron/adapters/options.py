@@ -1,0 +1,20 @@
+"""What a user chooses for experts that a framework's own modules hand over, one by one."""
+
+from dataclasses import dataclass, field
+
+from flashmoe_megatron.options import FrameworkOptions, unset_option
+
+RANKS_AGREE = (
+    "the ranks agree at each call, by a small all-reduce for each layer, and the memory grows with "
+    "the largest number"
+)
+"""What happens where ``max_tokens`` is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleOptions(FrameworkOptions):
+    """Options of all experts of a program, whose framework has no loggers for metrics of layers."""
+
+    max_tokens: int | None = unset_option(FrameworkOptions, "max_tokens", RANKS_AGREE)
+    metrics: str = field(init=False, default="none")
+    calibration: str | None = field(init=False, default=None)

@@ -401,14 +401,8 @@ class FlashMoELayer(nn.Module):
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
-        def local(parameter: nn.Parameter | None) -> tuple[torch.Tensor, ...]:
-            return () if parameter is None else (cast(local_part(parameter)),)
-
         weights = ExpertWeights(
-            fc1=local(self.fc1),
-            fc2=local(self.fc2),
-            fc1_bias=local(self.fc1_bias),
-            fc2_bias=local(self.fc2_bias),
+            **{name: (cast(local_part(one)),) for name, one in self.expert_parameters()}
         )
         number = launch_number(0, is_training=self.training)
         if topk_idx is None or topk_weight is None:
@@ -429,7 +423,7 @@ class FlashMoELayer(nn.Module):
         )
 
     def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The names and parameters of the experts, without the router's."""
+        """The experts' parameters, without the router's, by their names in ``ExpertWeights``."""
         for name in ("fc1", "fc2", "fc1_bias", "fc2_bias"):
             parameter = getattr(self, name)
             if parameter is not None:

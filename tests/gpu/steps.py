@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import RoutingError
 from tests.gpu.expected import Expected, Results, assert_as_good, expected, to_device
-from tests.gpu.virtual import VirtualLayer, device
+from tests.gpu.virtual import VirtualLayer, device, streams
 from tests.unit import cases
 
 
@@ -148,6 +150,28 @@ def check(
         for tensor, copy in zip(tensors, before[name], strict=True):
             assert torch.equal(tensor, copy), f"{name} was written to"
     return want
+
+
+def check_bad_routing(
+    config: MoEConfig, bad: cases.Inputs, inputs: cases.Inputs, message: str
+) -> None:
+    """Expects that one rank's bad routing is every rank's error, and that the next calls are right.
+
+    Args:
+        config: The layer's shape.
+        bad: The inputs of which one rank's routing is bad.
+        inputs: Good ones, with the same weights.
+        message: A pattern of the error.
+    """
+    layer = VirtualLayer(config)
+    weights = weights_of(config, inputs)
+    pending = layer.begin(bad.x, bad.probs, bad.routing_map)
+    for rank, plan in enumerate(pending):
+        with torch.cuda.stream(streams()[rank]), pytest.raises(RoutingError, match=message):
+            layer.backends[rank].finish(plan, weights[rank], training=True)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        assert_as_good(step(layer, inputs, weights), expected(config, inputs))
 
 
 def assert_same_bits(got: Results, want: Results) -> None:

@@ -257,8 +257,6 @@ def test_group_of_another_size():
 def test_unusable_routing_of_one_rank_fails_all_and_nothing_else(kind: str):
     config = make_config(4)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
-    layer = VirtualLayer(config)
-    weights = steps.weights_of(config, inputs)
     probs, routing_map = list(inputs.probs), list(inputs.routing_map)
     if kind == "nan":
         expert = int(routing_map[2][5].nonzero()[0])
@@ -269,16 +267,8 @@ def test_unusable_routing_of_one_rank_fails_all_and_nothing_else(kind: str):
         routing_map[2] = routing_map[2].clone()
         routing_map[2][5] = True
         message = "^token 5 of rank 2 selects 16 experts, wanted at most topk=3"
-    pending = layer.begin(inputs.x, probs, routing_map)
-    for rank, plan in enumerate(pending):
-        with (
-            torch.cuda.stream(streams()[rank]),
-            pytest.raises(errors.RoutingError, match=message),
-        ):
-            layer.backends[rank].finish(plan, weights[rank], training=True)
-    torch.cuda.synchronize()
-    for _ in range(2):
-        assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
+    bad = replace(inputs, probs=probs, routing_map=routing_map)
+    steps.check_bad_routing(config, bad, inputs, message)
 
 
 @pytest.mark.parametrize("is_bounded", [False, True])

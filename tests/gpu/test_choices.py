@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashmoe_megatron import errors
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
-from tests.gpu.expected import Results, assert_as_good, expected
+from tests.gpu.expected import Results
 from tests.gpu.layers import TOKENS, make_config
-from tests.gpu.virtual import VirtualLayer, device, streams
+from tests.gpu.virtual import VirtualLayer, device
 from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
@@ -110,15 +109,4 @@ def test_bad_indices_of_one_rank_fail_all_and_nothing_else(kind: str):
     indices, message = BAD[kind]
     choices.routing_map[2][5] = torch.tensor(indices, device=device())
     choices.probs[2][5] = torch.tensor([0.5, float("nan") if kind == "nan" else 0.5])
-    layer = VirtualLayer(config)
-    weights = steps.weights_of(config, inputs)
-    pending = layer.begin(choices.x, choices.probs, choices.routing_map)
-    for rank, plan in enumerate(pending):
-        with (
-            torch.cuda.stream(streams()[rank]),
-            pytest.raises(errors.RoutingError, match=message),
-        ):
-            layer.backends[rank].finish(plan, weights[rank], training=True)
-    torch.cuda.synchronize()
-    for _ in range(2):
-        assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
+    steps.check_bad_routing(config, choices, inputs, message)

@@ -31,6 +31,7 @@ from tools.simulate.model import (
     with_run,
 )
 from tools.simulate.predict import weak_scaling
+from tools.simulate.replicas import simulate_replicas
 from tools.simulate.routing import busiest_rank, hit_probability, maximal_incast_volume
 
 PAPER = SHAPES["paper-8k"]
@@ -490,3 +491,20 @@ def test_predictions_as_table_and_figures(tmp_path: Path, capsys):
     }
     for name in ("weak_scaling_paper-8k.png", "weak_scaling_paper-8k.svg"):
         assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_replicas_pay_where_routers_are_skewed(capsys: pytest.CaptureFixture[str]):
+    shape = SHAPES["paper-1k"]
+    outcome = simulate_replicas(shape, 4, 1.0, 2, FIGURES, FITTED)
+    assert outcome.imbalance[0] > 1.3 > 1.06 > outcome.imbalance[1] >= 1
+    assert outcome.layer_us[1] < outcome.layer_us[0]
+    assert outcome.slot_bytes == 2 * 2 * 2048 * 2048
+    assert outcome.break_even > 1
+    even = simulate_replicas(shape, 4, 0.0, 2, FIGURES, FITTED)
+    assert even.layer_us[0] < outcome.layer_us[0]
+    assert (
+        command.main(["replicas", "--shapes", "m-gpt-e4", "--ranks", "2", "4", "--zipf", "1"]) == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith("| m-gpt-e4 | 2 | 1 | ")

@@ -1,13 +1,14 @@
 """The command line; see the package."""
 
 import argparse
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from tools import simulate
 from tools.bench.common import ROOT
-from tools.bench.shapes import SHAPES
+from tools.bench.shapes import ALL_SHAPES, SHAPES
 from tools.simulate import figures as figures_file
 from tools.simulate.figures import FigureError, Figures, Fitted
 from tools.simulate.fit import Comparison, compare, fit
@@ -55,6 +56,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     predicting.add_argument("--nic-gbps", type=positive, default=50.0, help="GB/s of one GPU's NIC")
     predicting.add_argument("--shape", choices=list(SHAPES), default="paper-8k")
     predicting.add_argument("--backward", action="store_true", help="the backward's launch")
+    replicas = commands.add_parser("replicas", help="when replicas of hot experts pay")
+    replicas.add_argument("--shapes", choices=list(ALL_SHAPES), nargs="+", default=["qwen3-30b"])
+    replicas.add_argument("--ranks", type=count, nargs="+", default=[4, 8])
+    replicas.add_argument("--zipf", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
+    replicas.add_argument("--slots", type=count, default=2, help="spare slots of each rank")
     return parser.parse_args(arguments)
 
 
@@ -139,6 +145,20 @@ def run_predict(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_replicas(options: argparse.Namespace) -> int:
+    """Prints when replicas pay."""
+    from tools.simulate.replicas import simulate_replicas, table
+
+    figures, fitted = load_fitted()
+    cases = itertools.product(options.shapes, options.ranks, options.zipf)
+    rows = [
+        (*case, simulate_replicas(ALL_SHAPES[case[0]], *case[1:], options.slots, figures, fitted))
+        for case in cases
+    ]
+    print("\n".join(table(rows)))
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
@@ -146,6 +166,8 @@ def main(arguments: list[str]) -> int:
             return run_fit(options)
         if options.command == "predict":
             return run_predict(options)
+        if options.command == "replicas":
+            return run_replicas(options)
         figures, fitted = load_fitted()
         files = options.files or [ROOT / file for file in fitted.files]
         return judge(compare(points_of(files), figures, fitted), options)

@@ -3,6 +3,7 @@
 Pure arithmetic on a layer's shape; needs neither torch nor a GPU.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -189,20 +190,127 @@ def crossings(config: MoEConfig, num_hosts: int) -> float:
 
 
 SPARE_TOKENS = 1.1
-"""Times the mean, what a launch over hosts has room for at first."""
+"""Times the mean, what launches over hosts have room for at first."""
+ROUTE_BYTES = 8
+"""An expert and its weight, as hosts tell each other."""
+HOST_HEAP_BYTES = 1.9e9
+MOST_LAUNCH_TOKENS = 2**16
+"""A launch over hosts takes no more tokens, so that its symmetric heap is no larger than that and
+every grid can take them; where more come, a layer has several launches."""
+
+
+def share_of_host(config: MoEConfig, num_hosts: int, max_tokens: int) -> MoEConfig:
+    """The layer as one host's ranks see it.
+
+    Args:
+        config: Its shape, for all hosts together.
+        num_hosts: Hosts that its experts are spread over.
+        max_tokens: Most tokens of a rank's launch.
+    """
+    experts = config.num_experts // num_hosts
+    return dataclasses.replace(
+        config,
+        num_experts=experts,
+        topk=min(config.topk, experts),
+        num_ranks=config.num_ranks // num_hosts,
+        max_tokens=max_tokens,
+    )
+
+
+def plan_launches(config: MoEConfig, num_hosts: int, num_tokens: int) -> tuple[int, int]:
+    """Launches of a layer over hosts, and the most tokens of one, in whole tiles.
+
+    Args:
+        config: The layer's shape, for all hosts together.
+        num_hosts: Hosts that its experts are spread over.
+        num_tokens: Tokens of the fullest rank, those of other hosts included.
+    """
+    share = share_of_host(config, num_hosts, TILE_M)
+    buffers = 1 + min(share.topk, share.num_ranks)
+    token_bytes = buffers * config.hidden * 2 if share.num_ranks > 1 else 0
+    most = min(MOST_LAUNCH_TOKENS, int(HOST_HEAP_BYTES / max(token_bytes, 1)) // TILE_M * TILE_M)
+    launches = max(1, math.ceil(num_tokens / most))
+    return launches, align_capacity(max(1, math.ceil(num_tokens / launches)))
 
 
 def tokens_within(config: MoEConfig, num_hosts: int) -> int:
-    """Tokens of a rank's launch over hosts: its own and those that come from other hosts.
-
-    Launches are laid out for so many until a routing brings more.
+    """Tokens of a rank over hosts, its own and those that come, that room is made for at first.
 
     Args:
         config: The layer's shape, for all hosts together.
         num_hosts: Hosts that its experts are spread over.
     """
     expected = config.max_tokens * (1 + crossings(config, num_hosts)) * SPARE_TOKENS
-    return min(align_capacity(math.ceil(expected)), config.max_tokens * num_hosts)
+    return min(math.ceil(expected), config.max_tokens * num_hosts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlan:
+    """What a layer over hosts sends between them and takes for it, under uniform random routing.
+
+    Attributes:
+        num_hosts: Hosts that its experts are spread over.
+        ranks_per_host: Ranks on each.
+        rows: Rows that a token of a rank is to other hosts, in each direction; one comes back for
+            each.
+        row_bytes: A row's with its routes.
+        card_bytes: What a rank sends out of its host in one dispatch, or receives in one combine.
+        launches: Launches of a forward.
+        launch_tokens: Most tokens of one, those of other hosts included.
+        heap_bytes: Rows of tokens and results in the symmetric heap.
+    """
+
+    num_hosts: int
+    ranks_per_host: int
+    rows: float
+    row_bytes: int
+    card_bytes: float
+    launches: int
+    launch_tokens: int
+    heap_bytes: int
+
+
+def plan_hosts(
+    config: MoEConfig, num_hosts: int, *, is_fixed: bool = False, element_bytes: int = 2
+) -> HostPlan:
+    """Answers, before training, what crosses between hosts and what launches take for it.
+
+    Args:
+        config: The layer's shape, for all hosts together; every rank has ``config.max_tokens``.
+        num_hosts: Hosts that its experts are spread over.
+        is_fixed: Whether all tokens go to all hosts.
+        element_bytes: Bytes of an element.
+    """
+    rows = num_hosts - 1.0 if is_fixed else crossings(config, num_hosts)
+    every = config.max_tokens * num_hosts
+    tokens = every if is_fixed else tokens_within(config, num_hosts)
+    launches, most = plan_launches(config, num_hosts, tokens)
+    share = share_of_host(config, num_hosts, most)
+    row_bytes = config.hidden * element_bytes + share.topk * ROUTE_BYTES
+    buffers = 1 + min(share.topk, share.num_ranks) if share.num_ranks > 1 else 0
+    return HostPlan(
+        num_hosts=num_hosts,
+        ranks_per_host=share.num_ranks,
+        rows=rows,
+        row_bytes=row_bytes,
+        card_bytes=rows * config.max_tokens * row_bytes,
+        launches=launches,
+        launch_tokens=most,
+        heap_bytes=most * config.hidden * element_bytes * buffers,
+    )
+
+
+def describe_hosts(config: MoEConfig, num_hosts: int, *, is_fixed: bool) -> str:
+    """A sentence that says what :func:`plan_hosts` does."""
+    plan = plan_hosts(config, num_hosts, is_fixed=is_fixed)
+    return (
+        f"{num_hosts} hosts of {plan.ranks_per_host}: a token of a rank crosses to "
+        f"{plan.rows:.2f} other hosts{'' if is_fixed else ' on average'}, as a row of "
+        f"{plan.row_bytes / 1024:.1f} KiB with its routes out and a row back, "
+        f"{plan.card_bytes / 2**20:.0f} MiB over its network card each way; {plan.launches} "
+        f"launch{'es' * (plan.launches > 1)} of at most {plan.launch_tokens} tokens, for which the "
+        f"symmetric heap's rows take {plan.heap_bytes / 2**20:.0f} MiB"
+    )
 
 
 def bounded_row_blocks(config: MoEConfig, row_bound: float) -> int:

@@ -15,7 +15,7 @@ from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.hosts.rail import TorchRail
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
-from flashmoe_megatron.planner import describe_choice
+from flashmoe_megatron.planner import describe_choice, describe_hosts
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.replicas.policy import check_slots
 
@@ -80,7 +80,7 @@ def select_backend(
         config: MoEConfig, within: dist.ProcessGroup | None, options: BackendOptions
     ) -> Backend:
         if chosen_options.keep == "auto":
-            _announce_keep(config.num_experts, describe_choice(config))
+            _announce_once(f"MoE layers of {config.num_experts} experts: {describe_choice(config)}")
         if chosen == "reference":
             return ReferenceBackend(config, within, device=device, options=options)
         from flashmoe_megatron.kernel.backend import KernelBackend
@@ -94,6 +94,11 @@ def select_backend(
             f"spare_slots={chosen_options.spare_slots} in an expert-parallel group over "
             f"{grid.num_hosts} hosts: wanted 0, or experts that one host's ranks share"
         )
+    is_fixed = chosen_options.row_bound is not None
+    _announce_once(
+        f"MoE layers of {config.num_experts} experts over "
+        f"{describe_hosts(config, grid.num_hosts, is_fixed=is_fixed)}"
+    )
     groups = host_groups(group, grid, timeout=chosen_options.timeout)
     return HostsBackend(
         config,
@@ -209,7 +214,7 @@ def _announce(chosen: str, found: str) -> None:
 
 
 @functools.cache
-def _announce_keep(num_experts: int, choice: str) -> None:
-    """Logs what "auto" keeps, once for each kind of layer, on rank 0 alone."""
+def _announce_once(sentence: str) -> None:
+    """Logs what is said of one kind of layer, once and on rank 0 alone."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info("MoE layers of %d experts: %s", num_experts, choice)
+        logger.info("%s", sentence)

@@ -21,7 +21,7 @@ from flashmoe_megatron.backend import (
     WeightGrad,
 )
 from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
-from flashmoe_megatron.config import Keep, MoEConfig, align_capacity
+from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, reason_of, told_error
 from flashmoe_megatron.hosts.crossing import (
     Crossing,
@@ -32,7 +32,7 @@ from flashmoe_megatron.hosts.crossing import (
 from flashmoe_megatron.hosts.rail import Rail
 from flashmoe_megatron.hosts.routes import Choices, routing_problem
 from flashmoe_megatron.options import BackendOptions, number, option
-from flashmoe_megatron.planner import choose_keep, tokens_within
+from flashmoe_megatron.planner import choose_keep, plan_launches, share_of_host, tokens_within
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -61,25 +61,35 @@ class SavedOverHosts:
         crossing: The ways of its tokens.
         choices: Their routing.
         backend: The backend that has run within the host.
-        saved: What that has saved.
+        launches: What each of its launches has saved.
+        num_rows: Rows of each.
     """
 
     crossing: Crossing
     choices: Choices
     backend: Backend
-    saved: Any
+    launches: tuple[Any, ...]
+    num_rows: tuple[int, ...]
 
     @property
-    def rows(self) -> torch.Tensor | None:
-        """Rows of tokens, if the backend within the host keeps them."""
-        rows: torch.Tensor | None = getattr(self.saved, "rows", None)
-        return rows
+    def rows(self) -> list[torch.Tensor | None]:
+        """Rows of tokens of each launch, if the backend within the host keeps them."""
+        return [getattr(saved, "rows", None) for saved in self.launches]
 
     @property
-    def preact(self) -> torch.Tensor | None:
+    def preact(self) -> list[torch.Tensor | None]:
         """The first projection's outputs, likewise."""
-        preact: torch.Tensor | None = getattr(self.saved, "preact", None)
-        return preact
+        return [getattr(saved, "preact", None) for saved in self.launches]
+
+
+def _parted(count: int, parts: int) -> list[int]:
+    """A number of rows in so many parts, as equal as can be; some may be 0."""
+    size = -(-count // parts)
+    return [max(0, min(size, count - part * size)) for part in range(parts)]
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def within_host(backend: Backend) -> Backend:
@@ -148,13 +158,13 @@ class HostsBackend(OfGroup):
         self._is_fixed = options.row_bound is not None
         # A processor's tensors can be looked at for nothing.
         self._host_reads = not self._is_fixed or self._device.type == "cpu"
-        most = grid.num_hosts * config.max_tokens
-        first = most if self._is_fixed else tokens_within(config, grid.num_hosts)
-        self.keep: Keep = choose_keep(options.keep, self._config_within(first))
+        every = grid.num_hosts * config.max_tokens
+        first = every if self._is_fixed else tokens_within(config, grid.num_hosts)
+        share = share_of_host(config, grid.num_hosts, config.max_tokens)
+        self.keep: Keep = choose_keep(options.keep, share)
         bound = options.row_bound
         if bound is not None:
-            within = self._config_within(first)
-            bound *= config.max_tokens * config.topk / (within.max_tokens * within.topk)
+            bound *= config.topk / (grid.num_hosts * share.topk)
         self._options = OptionsWithin(**{**vars(options), "keep": self.keep, "row_bound": bound})
         self._within: list[Backend] = []
         self._last: Backend | None = None
@@ -163,29 +173,20 @@ class HostsBackend(OfGroup):
         self._checked: tuple[int, ...] = ()
         self._backend_for(first)
 
-    def _config_within(self, max_tokens: int) -> MoEConfig:
-        """The layer as this host's ranks see it."""
-        grid = self._rail.grid
-        return dataclasses.replace(
-            self.config,
-            num_experts=self._experts_per_host,
-            topk=min(self.config.topk, self._experts_per_host),
-            num_ranks=grid.ranks_per_host,
-            max_tokens=max_tokens,
-        )
+    def _backend_for(self, num_tokens: int) -> tuple[Backend, int]:
+        """The backend for so many tokens of the fullest rank, and its launches; alike on all ranks.
 
-    def _backend_for(self, num_tokens: int) -> Backend:
-        """The backend within the host for launches of so many tokens; the same on every rank.
-
-        Its bound follows what launches have needed, in steps and never down.
+        The bound of a launch's tokens follows what launches have needed, in steps and never down.
         """
-        if not self._within or num_tokens > self._within[-1].config.max_tokens:
+        config, num_hosts = self.config, self._rail.grid.num_hosts
+        launches, most = plan_launches(config, num_hosts, num_tokens)
+        if not self._within or most > self.within.config.max_tokens:
             if self._within:
-                num_tokens = max(num_tokens, self._within[-1].config.max_tokens * 5 // 4)
-            most = self._rail.grid.num_hosts * self.config.max_tokens
-            config = self._config_within(min(align_capacity(num_tokens), most))
-            self._within.append(self._make_within(config, self._options))
-        return self._within[-1]
+                step = self.within.config.max_tokens * 5 // 4
+                most = max(most, plan_launches(config, num_hosts, step)[1])
+            share = share_of_host(config, num_hosts, most)
+            self._within.append(self._make_within(share, self._options))
+        return self.within, launches
 
     def _distinct(self) -> Iterable[Backend]:
         """Backends within the host that count for themselves: some share one memory."""
@@ -269,21 +270,29 @@ class HostsBackend(OfGroup):
             choices = Choices.of(self.config, probs, routing_map)
         self.num_calls += 1
         crossing, most = self._cross(choices, probs, routing_map)
-        backend = self._last = self._backend_for(most)
+        backend, launches = self._backend_for(most)
         rows = crossing.out(self._rail, x)
         experts, route_weights = crossing.routes(self._rail)
+        num_rows = _parted(len(rows), launches)
+        made, kept = [], []
         try:
-            out, saved = backend.forward(
-                rows, route_weights, experts, weights, training=training, layer=layer
-            )
+            for tokens, weight, idx in zip(
+                *(torch.split(each, num_rows) for each in (rows, route_weights, experts)),
+                strict=True,
+            ):
+                out, saved = backend.forward(
+                    tokens, weight, idx, weights, training=training, layer=layer
+                )
+                made.append(out)
+                kept.append(saved)
         except Exception as error:
             failure = self._on_this_host(error)
             self._give_void(failure, lambda void: list(crossing.back(self._rail, void)), rows)
             raise failure from error
-        total = sum_of_shares(crossing.back(self._rail, out), len(x))
+        total = sum_of_shares(crossing.back(self._rail, _joined(made)), len(x))
         if not training:
             return total, None
-        return total, SavedOverHosts(crossing, choices, backend, saved)
+        return total, SavedOverHosts(crossing, choices, backend, tuple(kept), tuple(num_rows))
 
     @torch.no_grad()
     def backward(
@@ -302,10 +311,16 @@ class HostsBackend(OfGroup):
         check_grad_out(self.config, grad_out, len(choices.experts))
         self._last = backend
         rows = crossing.out(self._rail, grad_out)
+        grads = [list(kind) for kind in (grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias)]
+        of_rows, of_routes = [], []
         try:
-            grad_rows, grad_routes = backend.backward(
-                rows, saved.saved, weights, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
-            )
+            for part, kept in zip(
+                torch.split(rows, list(saved.num_rows)), saved.launches, strict=True
+            ):
+                grad_rows, grad_routes = backend.backward(part, kept, weights, *grads)
+                of_rows.append(grad_rows)
+                of_routes.append(grad_routes)
+                grads = [[WeightGrad(one.buffer, True) for one in kind] for kind in grads]
         except Exception as error:
 
             def give(void: torch.Tensor) -> None:
@@ -317,8 +332,8 @@ class HostsBackend(OfGroup):
             failure = self._on_this_host(error)
             self._give_void(failure, give, rows)
             raise failure from error
-        grad_x = sum_of_shares(crossing.back(self._rail, grad_rows), len(grad_out))
-        of_choices = crossing.grads_of_choices(self._rail, grad_routes, self.config.topk)
+        grad_x = sum_of_shares(crossing.back(self._rail, _joined(of_rows)), len(grad_out))
+        of_choices = crossing.grads_of_choices(self._rail, _joined(of_routes), self.config.topk)
         return grad_x, choices.gradient(of_choices)
 
     def refuse(self, reason: str) -> None:

@@ -1,11 +1,13 @@
 """What the planner says of memory agrees with the library's own account of its layout."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashmoe_megatron import planner
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
@@ -42,6 +44,38 @@ def plan_of(config: MoEConfig) -> MemoryPlan | None:
         if "shared memory" not in str(error):
             raise
         return None
+
+
+MODELS = {
+    "Qwen3-30B": {"hidden": 2048, "intermediate": 768, "num_experts": 128, "max_tokens": 8192},
+    "Qwen3-235B": {"hidden": 4096, "intermediate": 1536, "num_experts": 128, "max_tokens": 8192},
+    "DeepSeek-V3": {"hidden": 7168, "intermediate": 2048, "num_experts": 256, "max_tokens": 4096},
+}
+PAGE = Path(planner.__file__).parent / "hosts" / "README.md"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_memory_over_hosts(model: str) -> None:
+    """The page's table, and the library's own account of the heap."""
+    page = PAGE.read_text()
+    for hosts in (2, 8, 16, 32):
+        shape = {**MODELS[model], "topk": 8, "activation": Activation.SILU, "gated": True}
+        if shape["num_experts"] % (8 * hosts):
+            continue
+        config = MoEConfig(num_ranks=8 * hosts, **shape)
+        plan = planner.plan_hosts(config, hosts)
+        share = planner.share_of_host(config, hosts, plan.launch_tokens)
+        heap = plan_memory(share).symmetric
+        assert plan.heap_bytes <= heap <= plan.heap_bytes + 128 * MIB
+        assert heap < 2e9
+        row = (
+            f"| {model} | {hosts} | {plan.rows:.2f} | {plan.card_bytes / MIB:.0f} | "
+            f"{plan.launches} of {plan.launch_tokens:,} tokens | {heap / MIB:,.0f} |"
+        )
+        assert row in page, row
+        fixed = planner.plan_hosts(config, hosts, is_fixed=True)
+        share = planner.share_of_host(config, hosts, fixed.launch_tokens)
+        assert plan_memory(share).symmetric < 2e9
 
 
 @settings(max_examples=300, deadline=None)

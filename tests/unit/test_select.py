@@ -17,7 +17,7 @@ from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.select import _announce, _announce_keep, select_backend
+from flashmoe_megatron.select import _announce, _announce_once, select_backend
 from tests.distributed import RankPool
 from tests.unit import cases
 
@@ -253,7 +253,7 @@ def test_the_backend_is_told_what_to_keep(gpu, kernel, kind: str):
 
 
 def test_sizes_decide_what_is_kept_and_the_log_says_so(caplog: pytest.LogCaptureFixture):
-    _announce_keep.cache_clear()
+    _announce_once.cache_clear()
     for intermediate, keep in ((cases.CONFIG.intermediate, "all"), (8192, "preactivations")):
         config = dataclasses.replace(cases.CONFIG, intermediate=intermediate)
         with caplog.at_level("INFO", "flashmoe_megatron"):

@@ -45,8 +45,11 @@ def run_offloaded(config: Any, x: torch.Tensor, launch: Launch) -> torch.Tensor:
     with group as tokens, _only_chosen(manager) as chosen:
 
         def choose(saved: Any) -> None:
-            names = (_SAVED_AS[module] for module in modules)
-            chosen.extend(filter(torch.is_tensor, (getattr(saved, name, None) for name in names)))
+            for module in modules:
+                kept = getattr(saved, _SAVED_AS[module], None)
+                # Over hosts there may be several launches.
+                each = kept if isinstance(kept, list) else [kept]
+                chosen.extend(filter(torch.is_tensor, each))
 
         output = launch(tokens, choose)
     # Nothing is released by force: what has been copied has no other owner.

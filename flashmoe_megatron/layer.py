@@ -401,9 +401,8 @@ class FlashMoELayer(nn.Module):
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
-        weights = ExpertWeights(
-            **{name: (cast(local_part(one)),) for name, one in self.expert_parameters()}
-        )
+        stacks = {name: (cast(local_part(one)),) for name, one in self.expert_parameters()}
+        weights = ExpertWeights(**stacks, transposed=False)
         number = launch_number(0, is_training=self.training)
         if topk_idx is None or topk_weight is None:
             if self.router is not None and self.fuse_router:

@@ -36,7 +36,7 @@ PYTHON = [
     ["kernel", "reference", "hosts"],
     ["select", "autograd"],
     ["layer"],
-    ["data_parallel"],
+    ["data_parallel", "gates"],
     ["adapters"],
     ["autoload", "calibrate", "deepspeed", "run", "torchtitan", "transformers"],
 ]

@@ -28,7 +28,9 @@ MAKERS: dict[str, Callable[[], Gate]] = {
     "gshard": lambda: GShardGate(HIDDEN, EXPERTS, random_second=False),
     "sigmoid": lambda: SigmoidGate(HIDDEN, EXPERTS, topk=2),
     "xmoe": lambda: XMoEGate(HIDDEN, EXPERTS, topk=2),
-    "expert choice": lambda: ExpertChoiceGate(HIDDEN, EXPERTS, max_routes=2, allow_future=True),
+    "expert choice": lambda: ExpertChoiceGate(
+        HIDDEN, EXPERTS, capacity_factor=1.2, max_routes=2, allow_future=True
+    ),
     "soft": lambda: SoftMoEGate(HIDDEN, EXPERTS, slots=2, allow_future=True),
 }
 
@@ -167,7 +169,7 @@ def test_expert_choice_is_its_loop() -> None:
     gate, x = make_gate("expert choice"), tokens()
     assert isinstance(gate, ExpertChoiceGate)
     scores = [softmax(row) for row in dots(x, gate.weight.detach())]
-    takes = TOKENS * 2 // EXPERTS
+    takes = int(TOKENS * 1.2 / EXPERTS)
     chosen: list[list[int]] = [[] for _ in range(TOKENS)]
     for expert in range(EXPERTS):
         for token in sorted(range(TOKENS), key=lambda t: -scores[t][expert])[:takes]:

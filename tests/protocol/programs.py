@@ -13,6 +13,7 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCES = Path(__file__).resolve().parent / "cc"
 FLAGS = {
     "explore": ["-O2"],
+    "replicas": ["-O1"],
     "stress": ["-O1", "-g", "-fsanitize=thread", "-pthread"],
 }
 
@@ -41,7 +42,7 @@ def compiler() -> str:
 
 
 def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
-    """Compiles ``program`` ("explore" or "stress") to ``directory``.
+    """Compiles ``program``, a key of ``FLAGS``, to ``directory``.
 
     Raises:
         ValueError: A text that the mutant replaces is not exactly once in its file.

@@ -1,0 +1,61 @@
+// How replicas of experts come to their hosts and their gradients back: an owner pushes weights
+// into a host's slot, and pulls the gradients that the host has left there.
+//
+// A slot is one piece of memory for all layers and owners. It may be written over once everybody
+// who used it in the launch before has left that launch, which a rank's row signal of this launch
+// says: the host's for weights, and every rank's for gradients, since the slot may have had another
+// owner.
+#pragma once
+
+#include "flashmoe/protocol/epoch.h"
+
+namespace flashmoe::protocol {
+
+// Waits until a rank has left the launch before, so that what it read there can be written over by
+// bulk copies: a host's slot, or a gradient that its owner pulled. Scope: the thread that writes.
+template <class A, class Wait>
+FLASHMOE_PROTOCOL void await_left(const typename A::U32* row_signal, uint32_t epoch, Wait wait) {
+    wait([=] { return A::template load_acquire<Scope::kSystem>(row_signal); },
+         [=](uint32_t seen) { return epoch_reached(seen, epoch); });
+    A::fence_proxy_async();
+}
+
+// Tells a host that an expert's weights are in its slot. Scope: the thread whose bulk copies have
+// brought the last of them, behind those of all others.
+template <class A>
+FLASHMOE_PROTOCOL void publish_weights(typename A::U32* weights_ready, uint32_t epoch) {
+    A::bulk_wait_complete();
+    A::template release_fence<Scope::kSystem>();
+    A::template store<Scope::kSystem>(weights_ready, epoch);
+}
+
+// Waits for a replica's weights, to read them by TMA. Equality decides: whoever pushes next waits
+// for this host to leave. Scope: the thread that reads.
+template <class A, class Wait>
+FLASHMOE_PROTOCOL void await_weights(const typename A::U32* weights_ready,
+                                     uint32_t epoch,
+                                     Wait wait) {
+    wait([=] { return A::template load_acquire<Scope::kSystem>(weights_ready); },
+         [=](uint32_t seen) { return seen == epoch; });
+    A::fence_proxy_async();
+}
+
+// Tells an owner that a product's gradient is in the slot of its replica. Scope: the thread whose
+// bulk copies have stored the last of it, behind those of all others.
+template <class A>
+FLASHMOE_PROTOCOL void publish_slot_grad(typename A::U32* grad_ready, uint32_t epoch) {
+    A::bulk_wait_complete();
+    A::template release_fence<Scope::kSystem>();
+    A::template store<Scope::kSystem>(grad_ready, epoch);
+}
+
+// Waits for a replica's gradient, to add it to the owner's. Scope: the thread that adds.
+template <class A, class Wait>
+FLASHMOE_PROTOCOL void await_slot_grad(const typename A::U32* grad_ready,
+                                       uint32_t epoch,
+                                       Wait wait) {
+    wait([=] { return A::template load_acquire<Scope::kSystem>(grad_ready); },
+         [=](uint32_t seen) { return seen == epoch; });
+}
+
+}  // namespace flashmoe::protocol

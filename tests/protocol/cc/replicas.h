@@ -1,0 +1,218 @@
+// The life of replicas over some launches: weights that come to slots, gradients that go back. What
+// else a launch does is in forward.h; of that there is here what orders the two, the row signals.
+//
+// A rank has two agents: dispatch, which pushes and adds, and tiles, which read and store. Weights
+// are numbers that tell their launch and expert, gradients also who computed them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "flashmoe/protocol/grid.h"
+#include "flashmoe/protocol/queue.h"
+#include "flashmoe/protocol/replicas.h"
+#include "flashmoe/protocol/signals.h"
+#include "forward.h"
+
+namespace protocol_test {
+
+constexpr int kProducts = 2;  // fc2, whose gradients come first, and fc1
+
+struct ReplicaSizes {
+    int ranks;
+    int local;  // experts of a rank
+    int slots;  // spare ones of a rank
+};
+
+struct ReplicaLaunch {
+    bool is_backward;
+    std::vector<std::vector<int>> hosts;  // [rank][slot], the expert or -1
+};
+
+inline uint64_t weight_value(uint32_t epoch, int expert) { return mix(epoch, 3u << 20 | expert); }
+inline uint64_t slot_grad_value(uint32_t epoch, int rank, int expert, int product) {
+    return mix(mix(epoch, uint64_t(rank) << 8 | product), 5u << 20 | expert);
+}
+
+template <class A>
+struct ReplicaMemory {
+    // The symmetric heap.
+    typename A::template Array<typename A::U32> row_signals, weights_ready, grads_ready, gave_up;
+    typename A::template Array<typename A::Plain> slot_weights, slot_grads;
+    // This GPU's own.
+    typename A::template Array<typename A::Plain> weights, grads, epoch;
+    typename A::template Array<typename A::U32> stored;
+    typename A::Join launch_join, end_join;
+
+    ReplicaMemory(const ReplicaSizes& s, int rank)
+        : row_signals(s.ranks, "row_signal", rank),
+          weights_ready(s.slots, "weights_ready", rank),
+          grads_ready(kProducts * s.ranks * s.slots, "grads_ready", rank),
+          gave_up(1, "gave_up", rank),
+          slot_weights(s.slots, "slot_weights", rank),
+          slot_grads(kProducts * s.slots, "slot_grads", rank),
+          weights(s.local, "weights", rank),
+          grads(kProducts * s.local, "grads", rank),
+          epoch(1, "epoch", rank),
+          stored(kProducts, "stored", rank),
+          launch_join(2),
+          end_join(2) {}
+};
+
+template <class A>
+struct ReplicaWorld {
+    ReplicaSizes sizes;
+    std::vector<ReplicaLaunch> launches;
+    std::vector<ReplicaMemory<A>*> ranks;
+};
+
+template <class A>
+class ReplicaAgent {
+ public:
+    ReplicaAgent(ReplicaWorld<A>& world, int rank, bool is_dispatch)
+        : s_(world.sizes),
+          world_(world),
+          here_(*world.ranks[rank]),
+          rank_(rank),
+          is_dispatch_(is_dispatch) {}
+
+    void run() {
+        for (size_t i = 0; i < world_.launches.size(); ++i) {
+            A::join(here_.launch_join, true);
+            A::forget(int(i) * 16, int(i) * 3);
+            const ReplicaLaunch& launch = world_.launches[i];
+            const uint32_t epoch = uint32_t(A::read(&here_.epoch[0])) + 1;
+            if (is_dispatch_) {
+                begin(epoch);
+                push_weights(launch, epoch);
+                if (launch.is_backward) add_slot_grads(launch, epoch);
+            } else {
+                read_weights(launch, epoch);
+                if (launch.is_backward) store_grads(launch, epoch);
+            }
+            A::join(here_.end_join, true);
+            if (is_dispatch_) leave(launch, epoch);
+        }
+    }
+
+ private:
+    // A launch of this GPU's before this one has changed the weights, as an optimizer does.
+    void begin(uint32_t epoch) {
+        for (int i = 0; i < s_.local; ++i) {
+            A::write(&here_.weights[i], weight_value(epoch, rank_ * s_.local + i));
+        }
+        A::template fence<protocol::Scope::kSystem>();
+        protocol::publish_rows<A>(
+            s_.ranks, epoch, [&](int rank) { return &world_.ranks[rank]->row_signals[rank_]; });
+    }
+
+    template <class Visit>
+    void for_replicas(const ReplicaLaunch& launch, Visit visit) {
+        for (int host = 0; host < s_.ranks; ++host) {
+            for (int slot = 0; slot < s_.slots; ++slot) {
+                const int expert = launch.hosts[host][slot];
+                if (expert >= 0 and expert / s_.local == rank_) visit(host, slot, expert);
+            }
+        }
+    }
+
+    void push_weights(const ReplicaLaunch& launch, uint32_t epoch) {
+        for_replicas(launch, [&](int host, int slot, int expert) {
+            protocol::await_left<A>(&here_.row_signals[host], epoch, waiting("a push"));
+            ReplicaMemory<A>& there = *world_.ranks[host];
+            A::write_by_bulk(&there.slot_weights[slot], A::read(&here_.weights[expert % s_.local]));
+            protocol::publish_weights<A>(&there.weights_ready[slot], epoch);
+        });
+    }
+
+    void read_weights(const ReplicaLaunch& launch, uint32_t epoch) {
+        for (int slot = 0; slot < s_.slots; ++slot) {
+            const int expert = launch.hosts[rank_][slot];
+            if (expert < 0) continue;
+            protocol::await_weights<A>(&here_.weights_ready[slot], epoch, waiting("a tile"));
+            A::check(A::read_by_tma(&here_.slot_weights[slot]) == weight_value(epoch, expert),
+                     "a replica has other weights than its owner");
+        }
+    }
+
+    typename A::U32* grad_ready(int owner, int product, int host, int slot) {
+        const int place = (product * s_.ranks + host) * s_.slots + slot;
+        return &world_.ranks[owner]->grads_ready[place];
+    }
+
+    void store_grads(const ReplicaLaunch& launch, uint32_t epoch) {
+        for (int src = 0; src < s_.ranks; ++src) {
+            protocol::await_left<A>(&here_.row_signals[src], epoch, waiting("a slot's gradient"));
+        }
+        for (int product = 0; product < kProducts; ++product) {
+            for (int slot = 0; slot < s_.slots; ++slot) {
+                const int expert = launch.hosts[rank_][slot];
+                if (expert < 0) continue;
+                A::write_by_bulk(&here_.slot_grads[product * s_.slots + slot],
+                                 slot_grad_value(epoch, rank_, expert, product));
+                protocol::publish_slot_grad<A>(grad_ready(expert / s_.local, product, rank_, slot),
+                                               epoch);
+            }
+            for (int i = 0; i < s_.local; ++i) {
+                A::write_by_bulk(&here_.grads[product * s_.local + i],
+                                 slot_grad_value(epoch, rank_, rank_ * s_.local + i, product));
+            }
+            protocol::publish_copies<A>([&](auto count) { count(&here_.stored[product]); });
+        }
+    }
+
+    void add_slot_grads(const ReplicaLaunch& launch, uint32_t epoch) {
+        for (int product = 0; product < kProducts; ++product) {
+            protocol::await<A>(&here_.stored[product], 1u, waiting("an addition"));
+            for_replicas(launch, [&](int host, int slot, int expert) {
+                protocol::await_slot_grad<A>(grad_ready(rank_, product, host, slot), epoch,
+                                             waiting("an addition"));
+                auto* grad = &here_.grads[product * s_.local + expert % s_.local];
+                const auto* there = &world_.ranks[host]->slot_grads[product * s_.slots + slot];
+                A::write(grad, mix(A::read(grad), A::read(there)));  // in this order alone
+            });
+            if (product == 0) tell_of_fc2(launch, epoch);
+        }
+    }
+
+    void tell_of_fc2(const ReplicaLaunch& launch, uint32_t epoch) {
+        check_grads(launch, epoch, 0, "fc2's gradients are told of before replicas' are added");
+    }
+
+    void check_grads(const ReplicaLaunch& launch,
+                     uint32_t epoch,
+                     int product,
+                     const char* message) {
+        for (int i = 0; i < s_.local; ++i) {
+            const int own = rank_ * s_.local + i;
+            uint64_t sum = slot_grad_value(epoch, rank_, own, product);
+            for_replicas(launch, [&](int host, int, int expert) {
+                if (expert == own) sum = mix(sum, slot_grad_value(epoch, host, own, product));
+            });
+            A::check(A::read(&here_.grads[product * s_.local + i]) == sum, message);
+        }
+    }
+
+    void leave(const ReplicaLaunch& launch, uint32_t epoch) {
+        for (int product = 0; product < kProducts and launch.is_backward; ++product) {
+            check_grads(launch, epoch, product, "a gradient is not the sum of all replicas'");
+        }
+        protocol::reset<A>(&here_.stored[0], 0, 1, kProducts);
+        A::write(&here_.epoch[0], epoch);
+    }
+
+    auto waiting(const char* what) {
+        return [this, what](auto load, auto done) {
+            uint32_t told_by = 0;
+            A::wait(what, load, done, &here_.gave_up[0], &told_by);
+        };
+    }
+
+    const ReplicaSizes s_;
+    ReplicaWorld<A>& world_;
+    ReplicaMemory<A>& here_;
+    const int rank_;
+    const bool is_dispatch_;
+};
+
+}  // namespace protocol_test

@@ -1,0 +1,237 @@
+"""Weights that come to slots and gradients that go back: every order, and every mutant caught."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.protocol.mutants import BY_TMA, STILL_READ, TWICE, UNWRITTEN, Mutant
+from tests.protocol.programs import build, run, summary
+
+PROTOCOL = "flashmoe/protocol/replicas.h"
+MODEL = "replicas.h"
+
+# States that each has; a search that ends earlier has lost some.
+SCENARIOS = {"forwards": 0, "training": 20, "owners_change": 1_000, "everywhere": 90}
+
+LEFT = "[=](uint32_t seen) { return epoch_reached(seen, epoch); });"
+WEIGHTS = """A::bulk_wait_complete();
+    A::template release_fence<Scope::kSystem>();
+    A::template store<Scope::kSystem>(weights_ready, epoch);"""
+GRAD = WEIGHTS.replace("weights_ready", "grad_ready")
+WAITS_FOR_HOST = 'protocol::await_left<A>(&here_.row_signals[host], epoch, waiting("a push"));\n'
+WAITS_FOR_ALL = """for (int src = 0; src < s_.ranks; ++src) {
+            protocol::await_left<A>(&here_.row_signals[src], epoch, waiting("a slot's gradient"));
+        }
+"""
+WAITS_FOR_OWN = 'protocol::await<A>(&here_.stored[product], 1u, waiting("an addition"));\n'
+TELLS = "            if (product == 0) tell_of_fc2(launch, epoch);\n"
+
+MUTANTS = [
+    Mutant(
+        "weights are read before they are there",
+        "forwards",
+        "other weights than its owner",
+        False,
+        (
+            (
+                MODEL,
+                'protocol::await_weights<A>(&here_.weights_ready[slot], epoch, waiting("a tile"));',
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "weights are told of before their copies are complete",
+        "forwards",
+        BY_TMA,
+        False,
+        ((PROTOCOL, WEIGHTS, WEIGHTS.replace("A::bulk_wait_complete();", "")),),
+    ),
+    Mutant(
+        "weights are released to the owner's GPU only",
+        "forwards",
+        BY_TMA,
+        False,
+        (
+            (
+                PROTOCOL,
+                WEIGHTS,
+                WEIGHTS.replace("release_fence<Scope::kSystem>", "release_fence<Scope::kGpu>"),
+            ),
+        ),
+    ),
+    Mutant(
+        "weights are read without acquiring",
+        "forwards",
+        BY_TMA,
+        False,
+        (
+            (
+                PROTOCOL,
+                "load_acquire<Scope::kSystem>(weights_ready)",
+                "load_acquire<Scope::kGpu>(weights_ready)",
+            ),
+        ),
+    ),
+    Mutant(
+        "weights are read by TMA without a proxy fence",
+        "forwards",
+        BY_TMA,
+        False,
+        (
+            (
+                PROTOCOL,
+                "[=](uint32_t seen) { return seen == epoch; });\n    A::fence_proxy_async();",
+                "[=](uint32_t seen) { return seen == epoch; });",
+            ),
+        ),
+    ),
+    Mutant(
+        "weights of any launch will do",
+        "training",
+        "other weights than its owner",
+        False,
+        (
+            (
+                PROTOCOL,
+                "load_acquire<Scope::kSystem>(weights_ready); },\n"
+                "         [=](uint32_t seen) { return seen == epoch; });",
+                "load_acquire<Scope::kSystem>(weights_ready); },\n"
+                "         [=](uint32_t seen) { return seen != 0; });",
+            ),
+        ),
+    ),
+    Mutant(
+        "weights are pushed before the host left the last launch",
+        "forwards",
+        STILL_READ,
+        False,
+        ((MODEL, WAITS_FOR_HOST, ""),),
+    ),
+    Mutant(
+        "a slot is written over by another owner before its host left",
+        "owners_change",
+        TWICE,
+        False,
+        ((MODEL, WAITS_FOR_HOST, ""),),
+    ),
+    Mutant(
+        "a push has no proxy fence behind its wait",
+        "forwards",
+        STILL_READ,
+        False,
+        ((PROTOCOL, LEFT + "\n    A::fence_proxy_async();", LEFT),),
+    ),
+    Mutant(
+        "a slot's gradient waits for its new owner alone",
+        "owners_change",
+        STILL_READ,
+        False,
+        (
+            (
+                MODEL,
+                WAITS_FOR_ALL,
+                """for (int src = 0; src < s_.ranks; ++src) {
+            const int held = launch.hosts[rank_][0];
+            if (held < 0 or held / s_.local != src) continue;
+            protocol::await_left<A>(&here_.row_signals[src], epoch, waiting("a slot's gradient"));
+        }
+""",
+            ),
+        ),
+    ),
+    Mutant(
+        "a slot's gradient is told of before its copies are complete",
+        "training",
+        UNWRITTEN,
+        False,
+        ((PROTOCOL, GRAD, GRAD.replace("A::bulk_wait_complete();", "")),),
+    ),
+    Mutant(
+        "a slot's gradient is added without acquiring",
+        "training",
+        UNWRITTEN,
+        False,
+        (
+            (
+                PROTOCOL,
+                "load_acquire<Scope::kSystem>(grad_ready)",
+                "load_acquire<Scope::kGpu>(grad_ready)",
+            ),
+        ),
+    ),
+    Mutant(
+        "gradients are added before the owner's own",
+        "training",
+        "told of before replicas' are added",
+        False,
+        ((MODEL, WAITS_FOR_OWN, ""),),
+    ),
+    Mutant(
+        "fc2's gradients are told of before replicas' are added",
+        "training",
+        "told of before replicas' are added",
+        False,
+        (
+            (MODEL, TELLS, ""),
+            (MODEL, WAITS_FOR_OWN, WAITS_FOR_OWN + TELLS),
+        ),
+    ),
+    Mutant(
+        "gradients of replicas are added in another order",
+        "everywhere",
+        "told of before replicas' are added",
+        False,
+        (
+            (
+                MODEL,
+                "for (int host = 0; host < s_.ranks; ++host) {\n            for (int slot",
+                "for (int i = 0; i < s_.ranks; ++i) {\n"
+                "            const int host = adding_ ? s_.ranks - 1 - i : i;\n"
+                "            for (int slot",
+            ),
+            (
+                MODEL,
+                WAITS_FOR_OWN,
+                WAITS_FOR_OWN + "            adding_ = true;\n",
+            ),
+            (
+                MODEL,
+                TELLS,
+                "            adding_ = false;\n" + TELLS,
+            ),
+            (
+                MODEL,
+                "const bool is_dispatch_;\n",
+                "const bool is_dispatch_;\n    bool adding_ = false;\n",
+            ),
+        ),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("replicas", tmp_path_factory.mktemp("protocol") / "replicas")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_order_breaks_a_rule(replicas: Path, scenario: str, tell: Callable[[str], None]) -> None:
+    outcome = run(replicas, scenario, 10_000_000)
+    tell(summary(outcome))
+    assert outcome.code == 0, f"{outcome.record}\n{outcome.text}"
+    assert outcome.record["complete"]
+    assert outcome.record["states"] >= SCENARIOS[scenario]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_explorer_catches(mutant: Mutant, tmp_path: Path, tell: Callable[[str], None]) -> None:
+    program = build("replicas", tmp_path / "mutant", mutant)
+    outcome = run(program, mutant.scenario, mutant.states)
+    said = f"{outcome.record['failure']}"
+    tell(f"{mutant.name}: {mutant.scenario}: {said}")
+    assert outcome.code == 1, "the explorer found nothing wrong"
+    assert mutant.failure in said

@@ -1,0 +1,172 @@
+"""What one process does in the tests of hosts that die, and of many ranks.
+
+Processes fork from one that has imported torch and start at once: sixteen of them are affordable.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.hosts.grid import HOST_VARIABLE
+from flashmoe_megatron.reference.oracle import moe_reference
+from flashmoe_megatron.select import select_backend
+from tests.unit import cases
+
+PATIENCE_S = 120.0
+TIMEOUT_S = 20.0
+OPERATIONS = ("gather", "exchange")
+
+
+def run_hosts(job: Callable[..., Any], num_ranks: int, hosts: int, *args: Any) -> list[Any]:
+    """Calls ``job(rank, hosts, *args)`` on fresh gloo processes.
+
+    Returns:
+        Each rank's result, by rank; ``None`` for one that died.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with tempfile.TemporaryDirectory(prefix="flashmoe-hosts-") as folder:
+        store, pipes, processes = Path(folder) / "store", [], []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            arguments = (job, rank, num_ranks, hosts, str(store), theirs, args)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        while len(found) < num_ranks:
+            open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
+            for pipe in wait(open_pipes, timeout=max(0.0, deadline - time.monotonic())):
+                assert isinstance(pipe, Connection)
+                try:
+                    found[pipes.index(pipe)] = pipe.recv()
+                except EOFError:
+                    found[pipes.index(pipe)] = None
+            if time.monotonic() > deadline:
+                break
+        for process in processes:
+            process.kill()
+            process.join()
+        silent = sorted(set(range(num_ranks)) - set(found))
+        assert not silent, f"ranks {silent} did not answer within {PATIENCE_S} s"
+        return [found[rank] for rank in range(num_ranks)]
+
+
+def _serve(
+    job: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    hosts: int,
+    store: str,
+    pipe: Connection,
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ[HOST_VARIABLE] = f"host{rank * hosts // num_ranks}"
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
+    )
+    pipe.send(job(rank, hosts, *args))
+    os._exit(0)
+
+
+def _inputs(config: MoEConfig, rank: int) -> tuple[tuple[torch.Tensor, ...], ExpertWeights]:
+    """Tokens of a rank and experts of all."""
+    one = cases.make_config(**{**vars(config), "num_ranks": 1})
+    inputs = cases.make_inputs(one, cases.uniform, [config.max_tokens], dtype=torch.float32)
+    g = cases.generator(rank + 1)
+    x = torch.randn(config.max_tokens, config.hidden, generator=g)
+    call = (x, inputs.probs[0], inputs.routing_map[0])
+    return call, ExpertWeights(tuple(inputs.fc1), tuple(inputs.fc2))
+
+
+def _share(config: MoEConfig, rank: int, weights: ExpertWeights) -> ExpertWeights:
+    own = slice(rank * config.num_local_experts, (rank + 1) * config.num_local_experts)
+    return ExpertWeights(weights.fc1[own], weights.fc2[own])
+
+
+def _step(
+    backend: HostsBackend, call: tuple[torch.Tensor, ...], weights: ExpertWeights
+) -> tuple[torch.Tensor, ...]:
+    out, saved = backend.forward(*call, weights, training=True)
+    grads = [
+        [WeightGrad(torch.empty_like(one), False) for one in kind]
+        for kind in (weights.fc1, weights.fc2)
+    ]
+    return out, *backend.backward(out, saved, weights, *grads)
+
+
+def die(rank: int, hosts: int, victim: int, operation: int) -> str:
+    """Trains until an error; the victim dies in front of its so many-th exchange, or in a launch.
+
+    Returns:
+        The error's kind and message, and the seconds that it took.
+    """
+    num_ranks = dist.get_world_size()
+    config = cases.make_config(num_ranks=num_ranks, max_tokens=32)
+    call, weights = _inputs(config, rank)
+    backend = select_backend(config, dist.group.WORLD, "cpu", timeout=TIMEOUT_S)
+    assert isinstance(backend, HostsBackend)
+    own = _share(config, rank, weights)
+    _step(backend, call, own)
+    if rank == victim:
+        left = operation
+
+        def dying(method: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **options: Any) -> Any:
+                nonlocal left
+                if left == 0:
+                    os._exit(1)
+                left -= 1
+                return method(*args, **options)
+
+            return run
+
+        for owner, names in ((backend._rail, OPERATIONS), (backend.within, ("forward",))):
+            for name in names:
+                mock.patch.object(owner, name, dying(getattr(owner, name))).start()
+    begin = time.monotonic()
+    try:
+        for _ in range(3):
+            _step(backend, call, own)
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return f"{type(error).__name__} after {time.monotonic() - begin:.1f} s: {error}"
+    return "no error"
+
+
+def compute(rank: int, hosts: int, tokens: int, steps: int) -> tuple[float, int]:
+    """Layers of FlashMoE's width with so many tokens, forward and backward, again and again.
+
+    Returns:
+        The largest relative error of an output, and the rows that have crossed.
+    """
+    num_ranks = dist.get_world_size()
+    config = cases.make_config(
+        hidden=1024, intermediate=64, num_experts=16, topk=2, num_ranks=num_ranks, max_tokens=tokens
+    )
+    call, weights = _inputs(config, rank)
+    backend = select_backend(config, dist.group.WORLD, "cpu", timeout=PATIENCE_S)
+    assert isinstance(backend, HostsBackend)
+    own = _share(config, rank, weights)
+    first = _step(backend, call, own)
+    for _ in range(steps - 1):
+        for got, wanted in zip(_step(backend, call, own), first, strict=True):
+            assert torch.equal(got, wanted)
+    want = moe_reference(*call, weights.fc1, weights.fc2, **cases.form_of(config))
+    error = float((first[0] - want).norm() / want.norm())
+    return error, backend.traffic.rows_crossed

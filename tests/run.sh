@@ -30,7 +30,7 @@ check clang-format --dry-run -Werror "${sources[@]}"
 check codespell
 check python tools/check_layers.py
 check python tools/check_prose.py
-check pytest tests/unit tests/build tests/megatron tests/deepspeed tests/tools tests/replicas tests/fuzz tests/faults tests/protocol "$@"
+check pytest tests/unit tests/build tests/megatron tests/deepspeed tests/frameworks tests/tools tests/replicas tests/fuzz tests/faults tests/protocol "$@"
 
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "failed: ${failed[*]}"

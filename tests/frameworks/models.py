@@ -101,7 +101,10 @@ def make_model(
 
 def with_trainer(model: Any, steps: int, **arguments: Any) -> list[float]:
     """The losses that transformers' Trainer logs."""
+    from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # else the first precision stays
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
@@ -124,8 +127,10 @@ def with_trainer(model: Any, steps: int, **arguments: Any) -> list[float]:
 def with_accelerate(model: Any, steps: int, **arguments: Any) -> list[float]:
     """The losses of a loop written with accelerate."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from torch.utils.data import DataLoader
 
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(**arguments)
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(Words(), batch_size=2)

@@ -1,0 +1,187 @@
+"""transformers' models train on flashmoe as on their own experts, in three releases."""
+
+import copy
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flashmoe_megatron.config import Activation
+from flashmoe_megatron.errors import ConfigError, ShapeError
+from tests.frameworks.models import KINDS
+
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 240
+FOLDERS = ("5.23.0", "5.24.0")
+"""Releases that tools/setup_env.sh installs in folders of their own."""
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("accelerate", "transformers")
+]
+
+
+def run(release: str | None, out: Path, launcher: list[str], *options: str) -> list[dict[str, Any]]:
+    """The records of a program that trains with a release, or with the installed one."""
+    path = [str(REPOSITORY)]
+    if release is not None:
+        folder = REPOSITORY / "build" / f"transformers-{release}"
+        if not folder.is_dir():
+            pytest.skip(f"{folder} is missing; tools/setup_env.sh makes it")
+        path.insert(0, str(folder))
+    program = ["-m", "tests.frameworks.train_transformers", "--out", str(out), *options]
+    ran = subprocess.run(
+        [sys.executable, *launcher, *program],
+        cwd=REPOSITORY,
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(path),
+        },
+        timeout=TIMEOUT_S,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    if release is not None:
+        assert {record["release"] for record in records} == {release}
+    return records
+
+
+def compare(records: list[dict[str, Any]], loops: tuple[str, ...]) -> None:
+    """Every kind and loop is there, and flashmoe's losses are those of the model's own experts."""
+    pairs = list(zip(records[::2], records[1::2], strict=True))
+    assert [(own["model"], own["loop"]) for own, _ in pairs] == [
+        (kind, loop) for kind in KINDS for loop in loops
+    ]
+    for own, ours in pairs:
+        assert (own["model"], own["loop"]) == (ours["model"], ours["loop"])
+        assert own["experts"] != ours["experts"] == "flashmoe"
+        assert len(set(own["losses"])) >= 3
+        tolerance = 5e-3 if own["loop"] == "autocast" else 2e-6
+        assert ours["losses"] == pytest.approx(own["losses"], rel=tolerance), own
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize("release", [None, *FOLDERS])
+def test_trainer_and_accelerate(release: str | None, tmp_path: Path) -> None:
+    records = run(release, tmp_path / "records.jsonl", [])
+    compare(records, ("trainer", "autocast", "accelerate"))
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_expert_parallel(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    records = run(FOLDERS[-1], tmp_path / "records.jsonl", launcher, "--parallel")
+    compare(records, ("fsdp_size", "tp_size"))
+
+
+class Experts(nn.Module):
+    """Experts as ``use_experts_implementation`` makes them, with any activation."""
+
+    def __init__(self, act_fn: Any, *, has_gate: bool = True, limit: float | None = None) -> None:
+        super().__init__()
+        self.has_gate, self.has_bias = has_gate, False
+        self.is_transposed, self.is_concatenated = False, True
+        self.act_fn, self.limit = act_fn, limit
+        name, rows = ("gate_up_proj", 128) if has_gate else ("up_proj", 64)
+        self.register_parameter(name, nn.Parameter(torch.randn(4, rows, 64) / 8))
+        self.down_proj = nn.Parameter(torch.randn(4, 64, 64) / 8)
+
+    def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.act_fn(gate) * up
+
+
+def read(experts: nn.Module) -> Any:
+    from flashmoe_megatron.adapters.transformers.form import read_shape
+
+    return read_shape(experts, topk=2, num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "activation"),
+    [
+        (nn.functional.silu, Activation.SILU),
+        (nn.functional.gelu, Activation.GELU),
+        (lambda x: nn.functional.gelu(x, approximate="tanh"), Activation.GELU_TANH),
+        (nn.functional.relu, Activation.RELU),
+        (lambda x: x * torch.sigmoid(1.702 * x), Activation.QUICK_GELU),
+        (lambda x: x.relu().square(), Activation.SQUARED_RELU),
+    ],
+)
+def test_activations_are_recognised(function: Any, activation: Activation) -> None:
+    for has_gate in (True, False):
+        shape = read(Experts(function, has_gate=has_gate))
+        assert (shape.activation, shape.gated) == (activation, has_gate)
+        assert (shape.clamp_value, shape.linear_offset) == (None, 0.0)
+
+
+def test_clamps_are_recognised() -> None:
+    shape = read(Experts(nn.functional.silu, limit=7.0))
+    assert (shape.activation, shape.clamp_value) == (Activation.SILU, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (Experts(torch.tanh), "Experts computes none of the known functions"),
+        (Experts(lambda x: nn.functional.silu(1.01 * x)), "none of the known functions"),
+        (Experts(lambda x: nn.functional.silu(x).detach()), "none of the known functions"),
+        (Experts(lambda x: x @ torch.zeros(3, 3)), "cannot be run forward and backward"),
+        (nn.Linear(4, 4), "Linear has no has_gate, has_bias"),
+    ],
+)
+def test_other_experts_are_refused(experts: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read(experts)
+
+
+def test_norms_behind_experts_are_refused() -> None:
+    experts = Experts(nn.functional.silu)
+    experts.has_post_expert_norm = True
+    with pytest.raises(ConfigError, match="Experts normalizes what its experts return"):
+        read(experts)
+
+
+def test_a_module_keeps_no_trace() -> None:
+    from flashmoe_megatron.adapters.transformers import experts as adapter
+
+    adapter.configure(max_tokens=8)
+    try:
+        experts = Experts(nn.functional.silu)
+        names = set(vars(experts))
+        x, weight = torch.randn(8, 64), torch.full((8, 2), 0.5)
+        idx = torch.tensor([[0, 3]] * 8)
+        out = adapter.experts_forward(experts, x, idx, weight)
+        assert set(vars(experts)) == names
+        assert torch.equal(adapter.experts_forward(copy.deepcopy(experts), x, idx, weight), out)
+        elsewhere = adapter.experts_forward(experts, x, idx.masked_fill(idx == 3, 4), weight)
+        alone = adapter.experts_forward(experts, x, idx[:, :1], weight[:, :1])
+        torch.testing.assert_close(elsewhere, alone)
+        with pytest.raises(ShapeError, match=r"configure\(max_tokens=16\)"):
+            adapter.experts_forward(experts, x.repeat(2, 1), idx.repeat(2, 1), weight.repeat(2, 1))
+    finally:
+        adapter.configure()
+
+
+def test_unknown_options_are_refused() -> None:
+    from flashmoe_megatron.adapters.transformers.experts import configure
+
+    with pytest.raises(ConfigError, match="nearest is 'max_tokens'"):
+        configure(max_token=3)
+    with pytest.raises(ConfigError, match="'metrics' is unknown"):
+        configure(metrics="all")

@@ -1,0 +1,96 @@
+"""Trains every kind of model with transformers' own experts and with flashmoe's.
+
+Run: ``python -m tests.frameworks.train_transformers --out FILE``, or with ``--parallel`` under
+torchrun on two processes, which share the experts. Rank 0 writes one JSON object per training.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import flashmoe_megatron.transformers
+from tests.frameworks import models
+
+STEPS = 3
+BOUND = 2 * models.SEQUENCE
+"""The tokens of the Trainer's batches."""
+
+
+def alone() -> Iterator[dict[str, Any]]:
+    """Each kind by Trainer and by accelerate, in float32 and under autocast."""
+    flashmoe_megatron.transformers.configure(max_tokens=BOUND)
+    loops = {
+        "trainer": lambda model: models.with_trainer(model, STEPS, use_cpu=True),
+        "autocast": lambda model: models.with_trainer(model, STEPS, use_cpu=True, bf16=True),
+        "accelerate": lambda model: models.with_accelerate(model, STEPS, cpu=True),
+    }
+    for kind in models.KINDS:
+        for loop, train in loops.items():
+            for experts in ("eager", "flashmoe"):
+                losses = train(models.make_model(kind, experts))
+                yield {"model": kind, "loop": loop, "experts": experts, "losses": losses}
+
+
+def parallel() -> Iterator[dict[str, Any]]:
+    """Each kind with its experts on two ranks, which have other batches or share one."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    words = models.Words()
+    for kind in models.KINDS:
+        path = str(Path(folder[0], kind))
+        if rank == 0:
+            models.make_model(kind, "eager").save_pretrained(path)
+        dist.barrier()
+        for layout in ({"fsdp_size": 2}, {"tp_size": 2}):
+            for experts in ("all_to_all", "flashmoe"):
+                config = DistributedConfig(**layout, ep_size=2, ep_implementation=experts)
+                model = AutoModelForCausalLM.from_pretrained(
+                    path, distributed_config=config, dtype=torch.float32
+                )
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                losses = []
+                for step in range(STEPS):
+                    index = 2 * step + rank * ("fsdp_size" in layout)
+                    batch = words[index]["input_ids"][None]
+                    loss = model(input_ids=batch, labels=batch).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(float(loss.detach()))
+                everyone: list[Any] = [None, None]
+                dist.all_gather_object(everyone, losses)
+                yield {
+                    "model": kind,
+                    "loop": "+".join(layout),
+                    "experts": experts,
+                    "losses": [loss for losses in everyone for loss in losses],
+                }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parallel", action="store_true")
+    args = parser.parse_args()
+    for record in parallel() if args.parallel else alone():
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            with args.out.open("a") as file:
+                file.write(json.dumps({**record, "release": transformers.__version__}) + "\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

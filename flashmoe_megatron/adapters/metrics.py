@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from flashmoe_megatron.adapters.experts import LayerExperts
 from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.totals import Totals
 
@@ -23,6 +24,17 @@ def add_heap(totals: Totals, backends: Iterable[Backend]) -> None:
     """Adds the size of the largest symmetric heap; the reference has none."""
     sizes = [getattr(backend, "heap_bytes", 0) for backend in backends]
     totals.heap_bytes = float(max(sizes, default=0))
+
+
+def add_crossings(totals: Totals, backends: Iterable[Backend]) -> None:
+    """Adds what has crossed between hosts since the last call."""
+    for backend in backends:
+        if isinstance(backend, HostsBackend):
+            crossed = backend.take_crossed()
+            totals.crossing_calls += crossed.calls
+            totals.crossed_rows += crossed.rows
+            totals.crossed_bytes += crossed.bytes
+            totals.crossing_ns += crossed.ns
 
 
 def add_tokens(totals: Totals, layers: Sequence[LayerExperts], counted: dict[int, int]) -> None:

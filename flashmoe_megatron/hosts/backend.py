@@ -29,7 +29,7 @@ from flashmoe_megatron.hosts.crossing import (
     FixedCrossing,
     sum_of_shares,
 )
-from flashmoe_megatron.hosts.rail import Rail
+from flashmoe_megatron.hosts.rail import Crossed, Rail
 from flashmoe_megatron.hosts.routes import Choices, routing_problem
 from flashmoe_megatron.options import BackendOptions, number, option
 from flashmoe_megatron.planner import choose_keep, plan_launches, share_of_host, tokens_within
@@ -167,6 +167,7 @@ class HostsBackend(OfGroup):
             bound *= config.topk / (grid.num_hosts * share.topk)
         self._options = OptionsWithin(**{**vars(options), "keep": self.keep, "row_bound": bound})
         self._within: list[Backend] = []
+        self._taken = Crossed()
         self._last: Backend | None = None
         self._untold: Exception | None = None
         self._dtype = torch.bfloat16
@@ -215,6 +216,13 @@ class HostsBackend(OfGroup):
             rows_crossed=crossed.rows,
             bytes_crossed=crossed.bytes,
         )
+
+    def take_crossed(self) -> Crossed:
+        """What has crossed since the last call; waits for nothing."""
+        self._rail.watch.collect()
+        crossed = self._rail.crossed.since(self._taken)
+        self._taken = dataclasses.replace(self._rail.crossed)
+        return crossed
 
     def take_records(self) -> list[LaunchRecord]:
         """The records of launches within the host, with its ranks at their places in the group.
@@ -269,6 +277,7 @@ class HostsBackend(OfGroup):
             self._raise_untold()
             choices = Choices.of(self.config, probs, routing_map)
         self.num_calls += 1
+        self._rail.crossed.calls += 1
         crossing, most = self._cross(choices, probs, routing_map)
         backend, launches = self._backend_for(most)
         rows = crossing.out(self._rail, x)
@@ -310,6 +319,7 @@ class HostsBackend(OfGroup):
         crossing, choices, backend = saved.crossing, saved.choices, saved.backend
         check_grad_out(self.config, grad_out, len(choices.experts))
         self._last = backend
+        self._rail.crossed.calls += 1
         rows = crossing.out(self._rail, grad_out)
         grads = [list(kind) for kind in (grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias)]
         of_rows, of_routes = [], []

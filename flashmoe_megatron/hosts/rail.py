@@ -5,7 +5,10 @@ each other host of a rail, whatever the number of tokens.
 """
 
 import contextlib
+import dataclasses
 import math
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +20,9 @@ from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.errors import PeerTimeoutError
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
 
+MOST_PENDING = 1024
+"""Exchanges whose events wait to be read."""
+
 
 @dataclass
 class Crossed:
@@ -25,10 +31,55 @@ class Crossed:
     Attributes:
         rows: Rows of ``hidden`` elements: tokens, shares of outputs, and gradients of both.
         bytes: Their bytes, and those of routes and of the routes' gradients.
+        calls: Forwards and backwards that have done so.
+        ns: Nanoseconds of the exchanges, as far as they have ended, with the wait for other hosts.
     """
 
     rows: int = 0
     bytes: int = 0
+    calls: int = 0
+    ns: float = 0.0
+
+    def since(self, before: "Crossed") -> "Crossed":
+        """What has come since."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(before), strict=True)
+        return Crossed(*(now - then for now, then in pairs))
+
+
+class Stopwatch:
+    """Times exchanges: by the clock, or on a GPU's stream by events, for which nobody waits."""
+
+    def __init__(self, crossed: Crossed) -> None:
+        self._crossed = crossed
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextlib.contextmanager
+    def timed(self, device: torch.device) -> Iterator[None]:
+        """Adds the time of what is done within it."""
+        if device.type != "cuda":
+            begin_ns = time.monotonic_ns()
+            yield
+            self._crossed.ns += time.monotonic_ns() - begin_ns
+        elif torch.cuda.is_current_stream_capturing():
+            yield
+        else:
+            begin, end = _timing_event(), _timing_event()
+            begin.record()
+            yield
+            end.record()
+            self._pending.append((begin, end))
+            if len(self._pending) > MOST_PENDING:
+                self.collect()
+
+    def collect(self) -> None:
+        """Adds what has ended; waits for nothing."""
+        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
+            begin, end = self._pending.popleft()
+            self._crossed.ns += begin.elapsed_time(end) * 1e6
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class Rail(Protocol):
@@ -36,6 +87,7 @@ class Rail(Protocol):
 
     grid: HostGrid
     crossed: Crossed
+    watch: Stopwatch
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
         """Every rank's ``[count]`` int64 words, ``[num_ranks, count]`` by rank. Over the grid."""
@@ -90,18 +142,20 @@ class TorchRail(OfGroup):
     Attributes:
         grid: The grid.
         crossed: What this rank has sent to other hosts.
+        watch: Times that.
     """
 
     def __init__(self, groups: HostGroups) -> None:
         self.grid = groups.grid
         self.crossed = Crossed()
+        self.watch = Stopwatch(self.crossed)
         self._rail = groups.rail
         self._within = groups.within
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
         """Along the rail, then within the host; see :class:`Rail`."""
         grid = self.grid
-        with self._bounded():
+        with self._bounded(), self.watch.timed(words.device):
             of_rail = words.new_empty(grid.num_hosts, *words.shape)
             dist.all_gather(list(of_rail.unbind()), words, group=self._rail)
             of_places = of_rail.unsqueeze(0)
@@ -134,7 +188,7 @@ class TorchRail(OfGroup):
         """See :class:`Rail`."""
         leaving = sum(send_counts) - send_counts[self.grid.host]
         count_crossed(self.crossed, leaving, send, is_rows=is_rows)
-        with self._bounded():
+        with self._bounded(), self.watch.timed(send.device):
             dist.all_to_all_single(
                 received, send, list(receive_counts), list(send_counts), group=self._rail
             )
@@ -142,7 +196,7 @@ class TorchRail(OfGroup):
     def spread(self, send: torch.Tensor, received: torch.Tensor) -> None:
         """See :class:`Rail`."""
         count_crossed(self.crossed, len(send) * (self.grid.num_hosts - 1), send, is_rows=True)
-        with self._bounded():
+        with self._bounded(), self.watch.timed(send.device):
             parts = torch.chunk(received, self.grid.num_hosts)
             dist.all_gather(list(parts), send, group=self._rail)
 

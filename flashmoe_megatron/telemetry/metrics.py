@@ -112,6 +112,10 @@ def _of_all(totals: Totals) -> Iterator[Named]:
         yield "row_fill", {}, whole.num_rows / whole.tile_rows
     if totals.heap_bytes:
         yield "heap_mib", {}, totals.heap_bytes / MIB
+    if totals.crossing_calls:
+        yield "crossed_rows", {}, totals.crossed_rows / totals.crossing_calls
+        yield "crossed_mib", {}, totals.crossed_bytes / totals.crossing_calls / MIB
+        yield "crossing_ms", {}, totals.crossing_ns / totals.crossing_calls / 1e6
     if totals.routes_chosen:
         yield "dropped_routes", {}, 1 - totals.routes_kept / totals.routes_chosen
     tokens = [count for count in totals.tokens.values() if count]

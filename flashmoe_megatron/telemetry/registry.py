@@ -386,6 +386,35 @@ METRICS: dict[str, Metric] = {
             "DeepSpeed's gates",
         ),
         Metric(
+            "crossed_rows",
+            "crossed_rows",
+            "rows per rank and call",
+            "lower",
+            "mean",
+            "rows that a layer over several hosts sent to other hosts in a forward or a backward: "
+            "tokens and shares, and the gradients of both",
+            "counted where they are sent",
+        ),
+        Metric(
+            "crossed_mib",
+            "crossed_mib",
+            "MiB per rank and call",
+            "lower",
+            "mean",
+            "bytes of crossed_rows, and of the routes that go with them",
+            "counted where they are sent",
+        ),
+        Metric(
+            "crossing_ms",
+            "crossing_ms",
+            "ms per call",
+            "lower",
+            "mean",
+            "time of the exchanges between hosts in a forward or a backward, with the wait for "
+            "other hosts: on the GPU's stream, or on the host where tokens are on processors",
+            _OURS,
+        ),
+        Metric(
             "heap_mib",
             "heap_mib",
             "MiB",

@@ -227,6 +227,10 @@ class Totals:
         routes_chosen: Routes that routers chose, where the framework tells.
         routes_kept: Those that were not dropped.
         seconds: The host's time that all this took; the longest of any rank.
+        crossing_calls: Forwards and backwards of layers over hosts, where the framework tells.
+        crossed_rows: Rows that they sent to other hosts.
+        crossed_bytes: Bytes that they did.
+        crossing_ns: Their time in exchanges between hosts.
         heap_bytes: High-water mark of the symmetric heap; the highest of any rank.
     """
 
@@ -251,6 +255,10 @@ class Totals:
         self.tokens = dict.fromkeys(layout.layers, 0.0)
         self.routes_chosen = 0.0
         self.routes_kept = 0.0
+        self.crossing_calls = 0.0
+        self.crossed_rows = 0.0
+        self.crossed_bytes = 0.0
+        self.crossing_ns = 0.0
         self.seconds = 0.0
         self.heap_bytes = 0.0
 
@@ -331,6 +339,10 @@ class Totals:
             *self.tokens.values(),
             self.routes_chosen,
             self.routes_kept,
+            self.crossing_calls,
+            self.crossed_rows,
+            self.crossed_bytes,
+            self.crossing_ns,
         ]
 
     def maxima(self) -> list[float]:
@@ -360,6 +372,8 @@ class Totals:
         totals.bytes_pushed = [take(layout.num_ranks) for _ in range(layout.num_ranks)]
         totals.tokens = dict(zip(layout.layers, take(len(layout.layers)), strict=True))
         totals.routes_chosen, totals.routes_kept = take(2)
+        totals.crossing_calls, totals.crossed_rows = take(2)
+        totals.crossed_bytes, totals.crossing_ns = take(2)
         *longest, totals.seconds, totals.heap_bytes = maxima
         totals.longest_ns = dict(zip(layout.slots, longest, strict=True))
         return totals

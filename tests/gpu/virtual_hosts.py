@@ -15,7 +15,7 @@ from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid
-from flashmoe_megatron.hosts.rail import Crossed, count_crossed
+from flashmoe_megatron.hosts.rail import Crossed, Stopwatch, count_crossed
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
@@ -61,6 +61,7 @@ class LocalRail:
     def __init__(self, grid: HostGrid, board: Switchboard) -> None:
         self.grid = grid
         self.crossed = Crossed()
+        self.watch = Stopwatch(self.crossed)
         self._board = board
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
@@ -251,6 +252,7 @@ class MirrorRail:
     def __init__(self) -> None:
         self.grid = HostGrid(2, 1, 0)
         self.crossed = Crossed()
+        self.watch = Stopwatch(self.crossed)
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
         status, tokens, _, leaving = words.unbind()

@@ -99,6 +99,10 @@ def run_forms(
     backend = make_backend(group, config, hosts)
     found = step(backend, inputs)
     traffic = backend.traffic
+    crossed = backend.take_crossed()
+    assert (crossed.calls, crossed.rows) == (2, traffic.rows_crossed)
+    assert crossed.ns > 0
+    assert backend.take_crossed().calls == 0
     assert_same(step(backend, inputs), found)
     assert_same(step(backend, inputs, by_choices=True), found)
     for keep in ("preactivations", "inputs"):

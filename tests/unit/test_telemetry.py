@@ -239,6 +239,14 @@ def test_tokens_that_a_backward_fetches_again_are_not_shared_less() -> None:
 def test_what_records_do_not_have() -> None:
     totals = totals_of(records.RECORD)
     totals.heap_bytes, totals.routes_chosen, totals.routes_kept = 3 * 2**20, 200, 150
+    totals.crossing_calls, totals.crossed_rows, totals.crossing_ns = 4, 40, 8e6
+    totals.crossed_bytes = 2**21
+    of_hosts = compute_metrics(totals, ["crossed_rows", "crossed_mib", "crossing_ms"])
+    assert of_hosts == {
+        "flashmoe/crossed_rows": 10.0,
+        "flashmoe/crossed_mib": 0.5,
+        "flashmoe/crossing_ms": 2.0,
+    }
     values = compute_metrics(totals, ["heap_mib", "dropped_routes"])
     assert values == {"flashmoe/heap_mib": 3.0, "flashmoe/dropped_routes": 0.25}
 
@@ -272,6 +280,7 @@ def test_registry_is_complete() -> None:
     launches = [records.record(direction=direction, **told) for direction in DIRECTIONS]
     totals = added_up(*(totals_of(*launches, rank=rank) for rank in (0, 1)))
     totals.heap_bytes = totals.routes_chosen = totals.seconds = totals.tokens[3] = 1
+    totals.crossing_calls = 1
     for name in ALL - {"overlap_efficiency"}:
         assert compute_metrics(totals, [name]), name
         assert METRICS[name].unit

@@ -13,6 +13,7 @@ from flashmoe_megatron.adapters.deepspeed.settings import Settings
 from flashmoe_megatron.adapters.experts import GroupBackends
 from flashmoe_megatron.adapters.metrics import (
     FILE_NAME,
+    add_crossings,
     add_heap,
     add_tokens,
     take_records,
@@ -102,6 +103,7 @@ class EngineMetrics:
 
     def _annotate(self, totals: Totals) -> None:
         add_heap(totals, self._all_backends())
+        add_crossings(totals, self._all_backends())
         totals.routes_chosen, totals.routes_kept = self._routes.read()
         add_tokens(totals, self._experts, self._tokens)
 

@@ -23,6 +23,7 @@ from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, live_exper
 from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, megatron_args
 from flashmoe_megatron.adapters.metrics import (
     FILE_NAME,
+    add_crossings,
     add_heap,
     add_tokens,
     take_records,
@@ -140,6 +141,7 @@ class _Source:
     def annotate(self, totals: Totals) -> None:
         """Adds the heap's size, and the tokens since the last call."""
         add_heap(totals, self._backends())
+        add_crossings(totals, self._backends())
         add_tokens(totals, list(self._layers), self._tokens)
 
     def _backends(self) -> list[Backend]:

@@ -133,7 +133,10 @@ def run(training: Training, script: Path, out: Path, limit_s: float) -> dict[str
     seen.unlink(missing_ok=True)
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
     if ONE_WEIGHT in training.flags:
-        environment["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # or Megatron refuses the flags
+        # Without the first Megatron refuses the flags, and without the second the parameters are
+        # those of each expert.
+        environment["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"
+        environment["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"
     begin = time.perf_counter()
     with log.open("w") as file:
         process = subprocess.Popen(

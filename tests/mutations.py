@@ -50,8 +50,8 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "keep is left out of what ranks agree on",
-        '"reference": ("keep", "row_bound")}',
-        '"reference": ("row_bound",)}',
+        '_ALWAYS = ("keep", ',
+        "_ALWAYS = (",
         "tests/unit/test_select.py::test_ranks_must_agree_on_what_is_kept",
     ),
     Mutation(

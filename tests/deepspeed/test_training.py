@@ -78,6 +78,11 @@ TWO_RANKS = {
     "rank_without_tokens": Case(**native(k=2, drop_tokens=False), tokens=(24, 0), zero=2),
     "used_tokens": Case(**native(k=1), used=(0.5, 0.0), zero=1),
     "max_tokens": Case(**native(), flashmoe={"max_tokens": 24}),
+    "replicas": Case(
+        **native(k=2, drop_tokens=False),
+        **stage(2, overlap_comm=True),
+        flashmoe={"spare_slots": 1, "replica_policy": "popular"},
+    ),
     "keep_inputs": Case(**native(), flashmoe={"keep": "inputs"}),
     "more_tokens_than_a_tile": Case(**native(k=2, drop_tokens=False), tokens=(150, 300), steps=2),
     "autoep_zero1": Case(**autoep(), zero=1),

@@ -213,3 +213,32 @@ def test_the_kernel_is_not_asked_for_replicas():
     with pytest.raises(ConfigError, match="spare_slots=1 with the backend 'kernel'"):
         check_slots(config, 1, "launch", is_kernel=True)
     check_slots(config, 1, "off", is_kernel=True)
+
+
+def layers(group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:
+    """A layer's output, and its parameters' gradients, without spare slots and with some."""
+    from flashmoe_megatron.expert_group import local_part
+    from flashmoe_megatron.layer import FlashMoELayer
+
+    found = []
+    for options in ({}, {"spare_slots": 2, "replica_policy": "popular"}):
+        torch.manual_seed(3)
+        config = cases.make_config(num_ranks=2)
+        layer = FlashMoELayer(
+            config, group=group, device="cpu", dtype=torch.float32, router=True, **options
+        )
+        x = torch.randn(40, 64, generator=cases.generator(dist.get_rank(group)))
+        out = layer(x)
+        out.square().sum().backward()
+        grads = [local_part(one.grad).clone() for one in layer.parameters()]
+        found.append((out.detach(), *grads))
+        records = layer.backend.take_records()
+        assert any(record.replicas and record.replicas.rows for record in records) == bool(options)
+    return found
+
+
+def test_a_layer_of_pytorch_takes_spare_slots(ranks: RankPool):
+    for without, within in ranks.run(layers, num_ranks=2):
+        assert torch.equal(within[0], without[0])
+        for got, want in zip(within, without, strict=True):
+            assert_close("a gradient", got, want, rel_l2=1e-6)

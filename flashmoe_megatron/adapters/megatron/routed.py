@@ -243,6 +243,8 @@ def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: 
     _say_once(describe(backend, config, is_bounded=is_bounded))
     if getattr(config, "fp8", None):
         _say_once(BFLOAT16_EXPERTS)
+    if settings.spare_slots and settings.placement != "off":
+        _say_once(_describe_replicas(backend.config, settings))
     if settings.pre_gate:
         _say_once(PRE_GATE)
     for line in (*ignored_settings(config, settings), *unused_modules(config, backend.keep)):
@@ -288,6 +290,15 @@ def describe(backend: Backend, config: Any, *, is_bounded: bool) -> str:
         else "no symmetric heap"
     )
     return ", ".join(parts)
+
+
+def _describe_replicas(shape: MoEConfig, settings: Settings) -> str:
+    when = "in each launch" if settings.placement == "launch" else "ahead of attention"
+    numbers = shape.hidden * (shape.fc1_rows + shape.intermediate)
+    return (
+        f"replicas of at most {settings.spare_slots} experts of other ranks on each rank, of "
+        f"{numbers / 1e6:.3g} million numbers each, planned {when} by {settings.replica_policy}"
+    )
 
 
 def _describe_capacity(shape: MoEConfig, factor: float | None) -> str:

@@ -77,6 +77,12 @@ print(*OLDEST, sep=".")')
         pip install --quiet --no-deps --no-compile \
             --target "build/transformers-$release" "transformers==$release"
     done
+    # torchtitan, with the dependencies that its models import; 5 MB.
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        rm -rf build/torchtitan-0.3.0
+        pip install --quiet --no-deps --no-compile --target build/torchtitan-0.3.0 \
+            torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0
+    fi
     echo "$wanted" >"$stamp"
 fi
 

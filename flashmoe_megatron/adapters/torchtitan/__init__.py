@@ -1,0 +1,1 @@
+"""Routed experts of torchtitan on flashmoe; the door is :mod:`flashmoe_megatron.torchtitan`."""

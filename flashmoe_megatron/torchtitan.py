@@ -1,0 +1,29 @@
+"""torchtitan's MoE models on flashmoe, by an override that torchtitan finds under its path."""
+
+from typing import Any
+
+from torchtitan.config import override
+from torchtitan.models.common.moe import RoutedExperts
+
+from flashmoe_megatron.adapters.torchtitan.override import replace_routed_experts
+
+
+@override(  # type: ignore[misc]
+    target=RoutedExperts.Config, description="Routed experts in one launch of flashmoe."
+)
+def routed_experts(config: Any, **options: Any) -> Any:
+    """What ``--override.imports flashmoe_megatron.torchtitan.routed_experts`` names.
+
+    Args:
+        config: A layer's, a ``RoutedExperts.Config``.
+        **options: Fields of :class:`~flashmoe_megatron.adapters.options.ModuleOptions`, as JSON
+            behind the name and "=".
+
+    Raises:
+        ConfigError: See
+            :func:`~flashmoe_megatron.adapters.torchtitan.override.replace_routed_experts`.
+    """
+    return replace_routed_experts(config, **options)
+
+
+__all__ = ["routed_experts"]

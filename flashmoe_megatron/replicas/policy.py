@@ -51,8 +51,8 @@ def check_slots(config: MoEConfig, spare_slots: int, placement: When, *, is_kern
     local = config.num_local_experts
     if spare_slots > local:
         raise ConfigError(
-            f"spare_slots={spare_slots}: wanted at most {local}, since a rank has {local} of the "
-            f"{config.num_experts} experts and as many spare slots balance any routing"
+            f"spare_slots={spare_slots}: wanted at most {local}, as many as a rank has of the "
+            f"{config.num_experts} experts"
         )
     if placement == "lookahead" and not spare_slots:
         raise ConfigError(

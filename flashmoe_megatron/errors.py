@@ -44,6 +44,10 @@ class PeerTimeoutError(FlashMoEError, TimeoutError):
     """A peer did not answer in time; the message names the rank, the peer and what was awaited."""
 
 
+class LinkError(FlashMoEError, ConnectionError):
+    """A link between ranks cannot be made, or broke; the message names the link and the peer."""
+
+
 def reason_of(error: Exception) -> str:
     """What the other ranks are told of an error that ends their call, too."""
     return f"{type(error).__name__}: {error}"

@@ -32,7 +32,7 @@ PYTHON = [
     ["telemetry", "router"],
     ["options"],
     ["backend"],
-    ["checks", "eager", "expert_group", "weights"],
+    ["checks", "eager", "expert_group", "multipath", "weights"],
     ["kernel", "reference", "hosts"],
     ["select", "autograd"],
     ["layer"],
@@ -57,6 +57,15 @@ HOSTS = [
     ["rail"],
     ["crossing"],
     ["backend"],
+]
+MULTIPATH = [
+    ["balancer", "driver", "shared", "sums"],
+    ["control", "links", "tickets"],
+    ["board", "group_link", "ledger", "simulated"],
+    ["sockets", "watch"],
+    ["ring"],
+    ["choose"],
+    ["multipath"],
 ]
 PACKAGE = Path("flashmoe_megatron")
 EVERYWHERE = "__init__"  # names the public, so it may know all
@@ -124,6 +133,7 @@ def main() -> int:
         *violations(python_edges(PACKAGE, "kernel"), KERNEL),
         *violations(python_edges(PACKAGE, "reference"), REFERENCE),
         *violations(python_edges(PACKAGE, "hosts"), HOSTS),
+        *violations(python_edges(PACKAGE, "multipath"), MULTIPATH),
     ]
     print("\n".join(found) or "layers: ok")
     return bool(found)

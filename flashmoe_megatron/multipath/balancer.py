@@ -1,0 +1,298 @@
+"""Decides how much of a transfer each link carries. Plain Python, without torch or a GPU.
+
+Stage one, before a size is used: the links' latencies and rates give the first shares; then bytes
+move from the slowest link to the fastest, in steps that are halved whenever their order flips.
+Stage two, while a program runs: the times of a window of transfers move the shares on.
+
+Two traps are avoided by rule. A link that carries nothing is never the fastest, and a link whose
+latency alone is longer than what the others take carries nothing.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from flashmoe_megatron.errors import ConfigError
+
+GRAIN = 4096
+"""Shares are cut at multiples of this many bytes."""
+
+CHUNKS = tuple(2**20 * size for size in (1, 2, 4, 8))
+"""Chunk sizes that are tried, in bytes."""
+
+MAX_TRIALS = 64
+"""Most trials of stage one for a size."""
+
+WINDOW = 8
+"""Transfers of one size between two looks at their times."""
+
+_FIRST_STEP = 0.05
+_LEAST_SHARE = 0.002
+"""A smaller share is no share, and no smaller step is tried."""
+_BALANCED = 0.02
+"""Stage one ends where the slowest and the fastest link differ by less."""
+_THRESHOLD, _RETURN_THRESHOLD = 0.10, 0.03
+"""How far apart links have to be before stage two moves bytes: off the fastest link, and back."""
+_GAIN, _RETURN_GAIN = 0.5, 1.0
+"""How much of what would level them is moved at once."""
+_RETRY_WINDOWS = 50
+"""Windows until a link that stage two has switched off is tried again."""
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """What is known of a link.
+
+    Attributes:
+        latency: Seconds that a transfer takes before its first byte counts.
+        rate: Bytes per second from then on.
+        chunk: Bytes that it moves at once.
+    """
+
+    latency: float
+    rate: float
+    chunk: int = CHUNKS[-1]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One transfer of stage one.
+
+    Attributes:
+        shares: What each link carried, in sum 1.
+        seconds: How long each link took; 0 for one that carried nothing.
+    """
+
+    shares: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+
+@dataclass
+class _Class:
+    """What is known of the transfers of one size class."""
+
+    models: list[LinkModel]
+    shares: tuple[float, ...]
+    trials: int = 0
+    window: list[Sequence[float]] = field(default_factory=list)
+    off_since: dict[int, int] = field(default_factory=dict)
+    num_windows: int = 0
+
+
+Measure = Callable[[Sequence[int], Sequence[int]], Sequence[float]]
+"""Moves so many bytes over each link at once, in chunks of so many; returns each link's seconds."""
+
+
+def size_class(nbytes: int) -> int:
+    """The size class of a transfer: sizes up to a power of two share what was learned."""
+    return max(nbytes - 1, 1).bit_length()
+
+
+def shares_of(models: Sequence[LinkModel], nbytes: int) -> tuple[float, ...]:
+    """Shares with which all links end together, if each is as its model says.
+
+    Args:
+        models: The links.
+        nbytes: Bytes of the transfer.
+
+    Returns:
+        A share for each link, 0 for those that are better left out.
+    """
+    chosen = range(len(models))
+    while True:
+        # All of these end at once if together they move everything after their latencies.
+        rate = sum(models[i].rate for i in chosen)
+        end = (nbytes + sum(models[i].latency * models[i].rate for i in chosen)) / rate
+        left = [i for i in chosen if models[i].latency < end]
+        if len(left) == len(chosen):
+            break
+        chosen = left  # type: ignore[assignment]
+    carried = {i: (end - models[i].latency) * models[i].rate / nbytes for i in chosen}
+    return tuple(carried.get(i, 0.0) for i in range(len(models)))
+
+
+def cut(shares: Sequence[float], nbytes: int) -> list[int]:
+    """How many bytes each link carries: multiples of :data:`GRAIN`, but for the last of all.
+
+    Args:
+        shares: In sum 1.
+        nbytes: Bytes of the transfer.
+    """
+    bounds, total = [0], 0.0
+    for share in shares:
+        total += share
+        bounds.append(min(nbytes, round(total * nbytes / GRAIN) * GRAIN))
+    last = max((i for i, share in enumerate(shares) if share > 0), default=0)
+    bounds[last + 1 :] = [nbytes] * (len(bounds) - last - 1)
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+
+class Balancer:
+    """Shares of links, for every size class.
+
+    Args:
+        names: The links' names; used in messages and results.
+
+    Raises:
+        ConfigError: There is no link, or two have one name.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"links {list(names)}: wanted at least one, each with its own name")
+        self.names = tuple(names)
+        self._classes: dict[int, _Class] = {}
+
+    def is_tuned(self, nbytes: int) -> bool:
+        """Whether stage one has been run for this size's class."""
+        return size_class(nbytes) in self._classes
+
+    def shares(self, nbytes: int) -> tuple[float, ...]:
+        """Each link's share of a transfer of a size whose class is tuned."""
+        return self._classes[size_class(nbytes)].shares
+
+    def models(self, nbytes: int) -> list[LinkModel]:
+        """What is known of the links for a size whose class is tuned."""
+        return self._classes[size_class(nbytes)].models
+
+    def trials(self, nbytes: int) -> int:
+        """How many trials stage one took for this size's class."""
+        return self._classes[size_class(nbytes)].trials
+
+    def tune(self, nbytes: int, measure: Measure) -> tuple[float, ...]:
+        """Stage one for the class of a size.
+
+        Args:
+            nbytes: Bytes that each rank receives.
+            measure: Runs one trial; the same result on every rank.
+
+        Returns:
+            The shares, with which no trial was slower than with any one link alone.
+        """
+        tuning = _Tuning(len(self.names), nbytes, measure)
+        models = [tuning.model_of(link) for link in range(len(self.names))]
+        best = tuning.refined(models)
+        self._classes[size_class(nbytes)] = _Class(models, best.shares, tuning.trials)
+        return best.shares
+
+    def observe(self, nbytes: int, seconds: Sequence[float]) -> bool:
+        """Stage two: takes note of a transfer's times; a full window may move shares.
+
+        Args:
+            nbytes: As in :meth:`tune`.
+            seconds: Each link's; what a link without a share has is not looked at. The same on
+                every rank.
+
+        Returns:
+            Whether shares have moved.
+        """
+        known = self._classes[size_class(nbytes)]
+        known.window.append(tuple(seconds))
+        if len(known.window) < WINDOW:
+            return False
+        window, known.window = known.window, []
+        known.num_windows += 1
+        before = known.shares
+        known.shares = _rebalanced(known, window)
+        return known.shares != before
+
+
+class _Tuning:
+    """The trials of stage one for one size."""
+
+    def __init__(self, num_links: int, nbytes: int, measure: Measure) -> None:
+        self.trials = 0
+        self._num_links, self._nbytes, self._measure = num_links, nbytes, measure
+        self._chunks = [CHUNKS[-1]] * num_links
+        self._alone: list[Trial] = []
+
+    def model_of(self, link: int) -> LinkModel:
+        """Tries a link alone: each chunk size, then an eighth of the bytes."""
+        # Several links share the trials; those of the share search have to remain.
+        room = (MAX_TRIALS * 5 // 8) // self._num_links - 1
+        tried = {}
+        for chunk in CHUNKS[-max(1, min(room, len(CHUNKS))) :]:
+            self._chunks[link] = chunk
+            tried[chunk] = self._alone_for(link, self._nbytes)
+        chunk = min(tried, key=lambda size: (tried[size], -size))
+        self._chunks[link] = chunk
+        whole, part = tried[chunk], self._alone_for(link, self._nbytes // 8)
+        shares = tuple(float(i == link) for i in range(self._num_links))
+        self._alone.append(Trial(shares, tuple(whole * share for share in shares)))
+        moved = self._nbytes - self._nbytes // 8
+        rate = moved / max(whole - part, whole * moved / self._nbytes * 0.1, 1e-9)
+        return LinkModel(max(0.0, whole - self._nbytes / rate), rate, chunk)
+
+    def refined(self, models: Sequence[LinkModel]) -> Trial:
+        """Moves bytes from the slowest to the fastest link, from the models' shares on."""
+        best = min(self._alone, key=lambda trial: max(trial.seconds))
+        shares, step, order = shares_of(models, self._nbytes), _FIRST_STEP, None
+        while step >= _LEAST_SHARE and self.trials < MAX_TRIALS:
+            trial = self._try(shares)
+            best = min(best, trial, key=lambda one: max(one.seconds))
+            live = [i for i, share in enumerate(shares) if share > 0]
+            slow = max(live, key=lambda i: trial.seconds[i])
+            fast = min(live, key=lambda i: trial.seconds[i])
+            gap = trial.seconds[slow] - trial.seconds[fast]
+            if gap <= _BALANCED * trial.seconds[slow]:
+                break
+            if order == (fast, slow):
+                step /= 2
+            order = (slow, fast)
+            shares = _moved(shares, slow, fast, step)
+        return best
+
+    def _alone_for(self, link: int, nbytes: int) -> float:
+        self.trials += 1
+        carried = [nbytes if i == link else 0 for i in range(self._num_links)]
+        return self._measure(carried, self._chunks)[link]
+
+    def _try(self, shares: tuple[float, ...]) -> Trial:
+        self.trials += 1
+        carried = cut(shares, self._nbytes)
+        seconds = self._measure(carried, self._chunks)
+        pairs = zip(carried, seconds, strict=True)
+        return Trial(shares, tuple(time if moved else 0.0 for moved, time in pairs))
+
+
+def _moved(shares: Sequence[float], source: int, target: int, amount: float) -> tuple[float, ...]:
+    """Shares after a move, by which a link may be left with nothing."""
+    if shares[source] - amount < _LEAST_SHARE:
+        amount = shares[source]
+    moved = list(shares)
+    moved[source] -= amount
+    moved[target] += amount
+    return tuple(moved)
+
+
+def _rebalanced(known: _Class, window: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Stage two's shares after a window."""
+    shares = known.shares
+    live = [i for i, share in enumerate(shares) if share > 0]
+    main = max(live, key=lambda i: shares[i])
+    for link, since in list(known.off_since.items()):
+        if known.num_windows - since >= _RETRY_WINDOWS:
+            del known.off_since[link]
+            return _moved(shares, main, link, 5 * _LEAST_SHARE)
+    slow = _most_often([max(live, key=lambda i: times[i]) for times in window])
+    fast = _most_often([min(live, key=lambda i: times[i]) for times in window])
+    mean = [fmean(times[i] for times in window) for i in range(len(shares))]
+    returns = slow != main
+    target = main if returns else fast
+    gap = mean[slow] - mean[target]
+    if slow == target or gap <= (_RETURN_THRESHOLD if returns else _THRESHOLD) * mean[slow]:
+        return shares
+    # Moving m levels the two where each byte costs what it has cost in this window.
+    cost = sum(
+        max(mean[i] - known.models[i].latency, 0.1 * mean[i]) / shares[i] for i in (slow, target)
+    )
+    moved = _moved(shares, slow, target, (_RETURN_GAIN if returns else _GAIN) * gap / cost)
+    if moved[slow] == 0.0:
+        known.off_since[slow] = known.num_windows
+    return moved
+
+
+def _most_often(links: Sequence[int]) -> int:
+    return Counter(links).most_common(1)[0][0]

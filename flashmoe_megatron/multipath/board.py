@@ -1,0 +1,81 @@
+"""The counters of rings and the notices of ranks, in host memory that all of them share.
+
+Every rank owns one segment, which the others map. It begins with what others write there:
+
+- for each peer a word FULL, the chunks that the peer has sent, and a word FREE, the chunks of it
+  that this rank has taken out of the ring again; both count modulo 2**32;
+- the last exchanges that the rank has begun, so that a peer sees that it has begun another one;
+- why the rank's links have failed, once they have.
+
+What follows is the link's own.
+"""
+
+import struct
+
+from flashmoe_megatron.errors import LinkError, ShapeError
+from flashmoe_megatron.multipath.links import Exchange
+from flashmoe_megatron.multipath.shared import SharedMemory
+
+HEADER_BYTES = 65536
+MAX_RANKS = 64
+_PEER_BYTES, _FREE = 256, 128  # a counter has a cache line, and its neighbour, for itself
+_LOG, _LOG_ENTRIES = MAX_RANKS * _PEER_BYTES, 64
+_ENTRY = struct.Struct("<48sQ")
+_NOTICE = _LOG + _LOG_ENTRIES * _ENTRY.size
+_LENGTH = struct.Struct("<I")
+_LONGEST = 1000
+
+
+def full_word(peer: int) -> int:
+    """Offset of the word FULL of a peer."""
+    return peer * _PEER_BYTES
+
+
+def free_word(peer: int) -> int:
+    """Offset of the word FREE of a peer."""
+    return peer * _PEER_BYTES + _FREE
+
+
+def log(memory: SharedMemory, exchange: Exchange) -> None:
+    """Writes down that this rank begins an exchange."""
+    at = _LOG + exchange.number % _LOG_ENTRIES * _ENTRY.size
+    what = exchange.what.encode()
+    # The number comes last: whoever reads it finds the text.
+    memory.write(at, what.ljust(48, b"\0"))
+    memory.write(at + 48, struct.pack("<Q", exchange.number))
+
+
+def check(memory: SharedMemory, rank: int, peer: int, exchange: Exchange) -> None:
+    """Compares an exchange with what a peer has begun, if it has begun it.
+
+    Raises:
+        ShapeError: It exchanges something else.
+    """
+    at = _LOG + exchange.number % _LOG_ENTRIES * _ENTRY.size
+    what, number = _ENTRY.unpack(memory.read(at, _ENTRY.size))
+    theirs = what.rstrip(b"\0").decode()
+    if number == exchange.number and theirs != exchange.what:
+        raise ShapeError(
+            f"rank {peer} takes part in {theirs}, rank {rank} in {exchange.what}: wanted the same "
+            "on every rank"
+        )
+
+
+def post(memory: SharedMemory, reason: str) -> None:
+    """Tells a rank that the links have failed; the first reason stays."""
+    if notice(memory) is None:
+        text = reason.encode()[:_LONGEST]
+        memory.write(_NOTICE + _LENGTH.size, text)
+        memory.write(_NOTICE, _LENGTH.pack(len(text)))
+
+
+def notice(memory: SharedMemory) -> str | None:
+    """Why the links have failed, if they have."""
+    (length,) = _LENGTH.unpack(memory.read(_NOTICE, _LENGTH.size))
+    return memory.read(_NOTICE + _LENGTH.size, length).decode(errors="replace") if length else None
+
+
+def require_ranks(num_ranks: int) -> None:
+    """Refuses groups for which there are no counters."""
+    if num_ranks > MAX_RANKS:
+        raise LinkError(f"{num_ranks} ranks: wanted at most {MAX_RANKS}, which share one host")

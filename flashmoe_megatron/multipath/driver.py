@@ -1,0 +1,125 @@
+"""The few functions of CUDA's driver that links need and torch does not offer."""
+
+import ctypes
+import functools
+from typing import Any
+
+from flashmoe_megatron.errors import DeviceError
+
+_ADDRESS, _SIZE, _WORD = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32
+_GREATER_OR_EQUAL = 0  # compares the difference as a signed number, so counters may wrap
+_PORTABLE_AND_MAPPED = 3
+_LAZY_PEER_ACCESS = 1
+HANDLE_BYTES = 64
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuMemcpyAsync": (_ADDRESS, _ADDRESS, _SIZE, ctypes.c_void_p),
+    "cuStreamWaitValue32_v2": (ctypes.c_void_p, _ADDRESS, _WORD, ctypes.c_uint),
+    "cuStreamWriteValue32_v2": (ctypes.c_void_p, _ADDRESS, _WORD, ctypes.c_uint),
+    "cuMemHostRegister_v2": (ctypes.c_void_p, _SIZE, ctypes.c_uint),
+    "cuMemHostUnregister": (ctypes.c_void_p,),
+    "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_ADDRESS), ctypes.c_void_p, ctypes.c_uint),
+    "cuMemAlloc_v2": (ctypes.POINTER(_ADDRESS), _SIZE),
+    "cuMemFree_v2": (_ADDRESS,),
+    "cuIpcGetMemHandle": (ctypes.POINTER(_IpcHandle), _ADDRESS),
+    "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_ADDRESS), _IpcHandle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (_ADDRESS,),
+    "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
+    "cuDeviceGetPCIBusId": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
+    "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+}
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    try:
+        function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError) as error:
+        raise DeviceError(f"CUDA's driver has no {name}: {error}") from error
+    function.argtypes, function.restype = _SIGNATURES[name], ctypes.c_int
+    return function
+
+
+def _call(name: str, *args: Any) -> None:
+    status = _function(name)(*args)
+    if status:
+        text = ctypes.c_char_p()
+        _function("cuGetErrorName")(status, ctypes.byref(text))
+        raise DeviceError(f"{name}: {(text.value or b'error').decode()} ({status})")
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Copies bytes between any two places, in a stream."""
+    _call("cuMemcpyAsync", target, source, nbytes, stream)
+
+
+def wait_value(stream: int, address: int, value: int) -> None:
+    """Makes a stream wait until a word in memory is at least a value, modulo 2**32."""
+    _call("cuStreamWaitValue32_v2", stream, address, value & 0xFFFFFFFF, _GREATER_OR_EQUAL)
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """Makes a stream write a word when everything before it is done and visible."""
+    _call("cuStreamWriteValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
+
+
+def register(address: int, nbytes: int) -> int:
+    """Pins host memory; returns where GPUs see it."""
+    _call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
+    seen = _ADDRESS()
+    _call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), address, 0)
+    return int(seen.value)
+
+
+def unregister(address: int) -> None:
+    """Ends that."""
+    _call("cuMemHostUnregister", address)
+
+
+def allocate(nbytes: int) -> int:
+    """Memory of the current GPU that other processes can map."""
+    address = _ADDRESS()
+    _call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+    return int(address.value)
+
+
+def free(address: int) -> None:
+    """Frees what :func:`allocate` gave."""
+    _call("cuMemFree_v2", address)
+
+
+def share(address: int) -> bytes:
+    """What another process needs to map memory of :func:`allocate`."""
+    handle = _IpcHandle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+    return bytes(handle.data)
+
+
+def map_shared(handle: bytes) -> int:
+    """Maps another process's memory; its GPU has to be this one or a peer of it."""
+    address = _ADDRESS()
+    _call(
+        "cuIpcOpenMemHandle_v2",
+        ctypes.byref(address),
+        _IpcHandle.from_buffer_copy(handle),
+        _LAZY_PEER_ACCESS,
+    )
+    return int(address.value)
+
+
+def unmap(address: int) -> None:
+    """Ends that."""
+    _call("cuIpcCloseMemHandle", address)
+
+
+def pci_bus_id(index: int) -> str:
+    """The place of a GPU on the bus, for example "0000:1b:00.0"."""
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(32)
+    _call("cuDeviceGet", ctypes.byref(device), index)
+    _call("cuDeviceGetPCIBusId", name, len(name), device.value)
+    return name.value.decode()

@@ -1,0 +1,133 @@
+"""torch.distributed as a link: NCCL's, or gloo's, sends and receives on a part of the bytes."""
+
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.errors import LinkError
+from flashmoe_megatron.multipath.control import Control
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link
+
+
+class GroupLink(Link):
+    """The group's own communicator.
+
+    Args:
+        control: The ranks.
+        backend: "nccl" moves tensors on GPUs, "gloo" those in the host's memory.
+
+    Raises:
+        LinkError: The group has another backend for such tensors.
+    """
+
+    def __init__(self, control: Control, backend: Literal["nccl", "gloo"]) -> None:
+        self.name = backend
+        self.device_type = "cuda" if backend == "nccl" else "cpu"
+        self.group = control.group
+        try:
+            found = self.group._get_backend(torch.device(self.device_type)).name()
+        except RuntimeError as error:
+            found = f"none ({error})"
+        if found != backend:
+            raise LinkError(f"link {backend}: the group's backend is {found}, wanted {backend}")
+        self.stream: torch.cuda.Stream | None = None
+        if backend == "nccl":
+            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def begin(self, exchange: Exchange, index: int, tickets: Any) -> Flight:
+        """See the base class."""
+        kind = _HostFlight if self.stream is None else _DeviceFlight
+        return kind(self, exchange, index)
+
+    def close(self) -> None:
+        """The communicator is the group's, and stays."""
+
+
+class _GroupFlight(Flight):
+    """What a communicator carries of an exchange."""
+
+    def __init__(self, link: GroupLink, exchange: Exchange, index: int) -> None:
+        self._link, self._works = link, list[Any]()
+        part = exchange.parts[index]
+        self._operations, self._received = [], 0
+        for piece in exchange.pieces:
+            send, receive = (
+                tensor[part.begin : part.end] for tensor in (piece.send, piece.receive)
+            )
+            self._received += receive.numel()
+            for function, tensor in ((dist.isend, send), (dist.irecv, receive)):
+                if tensor.numel():
+                    operation = dist.P2POp(
+                        function, tensor, group=link.group, group_peer=piece.peer
+                    )
+                    self._operations.append(operation)
+
+    def num_bytes(self) -> int:
+        """What this rank received by it."""
+        return self._received
+
+    def _start(self) -> None:
+        if self._operations:
+            self._works = dist.batch_isend_irecv(self._operations)
+
+    def _finish(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise LinkError(f"link {self._link.name}: {error}") from error
+
+
+class _HostFlight(_GroupFlight):
+    """The same with tensors in the host's memory."""
+
+    _began_at = _ended_at = 0.0
+
+    def steps(self) -> Iterator[None]:
+        """Starts it; gloo cuts messages itself."""
+        self._began_at = time.monotonic()
+        self._start()
+        yield
+
+    def join(self) -> None:
+        """Waits for it."""
+        self._finish()
+        self._ended_at = time.monotonic()
+
+    def seconds(self) -> float:
+        """Until the caller saw its end."""
+        return self._ended_at - self._began_at
+
+
+class _DeviceFlight(_GroupFlight):
+    """The same on a GPU, in a stream of the link's."""
+
+    def steps(self) -> Iterator[None]:
+        """Issues it behind the current stream; NCCL cuts messages itself."""
+        stream = self._link.stream
+        assert stream is not None
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._start_event = _timed_event()
+            self._start()
+            self._finish()
+            self._end_event = _timed_event()
+        yield
+
+    def join(self) -> None:
+        """Makes the current stream wait for it."""
+        torch.cuda.current_stream().wait_event(self._end_event)
+
+    def seconds(self) -> float:
+        """By the GPU's clock."""
+        self._end_event.synchronize()
+        return float(self._start_event.elapsed_time(self._end_event)) * 1e-3
+
+
+def _timed_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

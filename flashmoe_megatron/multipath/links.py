@@ -1,0 +1,120 @@
+"""The interface of links, and what they carry."""
+
+import abc
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+
+class Piece(NamedTuple):
+    """What a rank sends to one peer and receives from it in an exchange.
+
+    Attributes:
+        peer: The peer's rank in the group.
+        send: Bytes to send, flat uint8.
+        receive: Where the peer's bytes go, flat uint8; a different number is possible.
+    """
+
+    peer: int
+    send: torch.Tensor
+    receive: torch.Tensor
+
+
+class Part(NamedTuple):
+    """The bytes of every piece that one link carries; a shorter piece may have none of them.
+
+    Attributes:
+        begin: The first.
+        end: The byte behind the last.
+        chunk: How many are moved at once.
+    """
+
+    begin: int
+    end: int
+    chunk: int
+
+
+class Exchange(NamedTuple):
+    """One exchange of pieces with all peers, the same parts on every rank.
+
+    Attributes:
+        number: Counts the exchanges of the group, the same on every rank.
+        what: The operation, as peers compare it: its name and the bytes of the whole.
+        pieces: One for every peer.
+        parts: One for every link.
+        rates: Bytes per second of each link, as far as it is known.
+    """
+
+    number: int
+    what: str
+    pieces: Sequence[Piece]
+    parts: Sequence[Part]
+    rates: Sequence[float]
+
+    @property
+    def length(self) -> int:
+        """The bytes of the longest piece of any rank."""
+        return max((part.end for part in self.parts), default=0)
+
+
+class Flight(abc.ABC):
+    """One link's share of an exchange, under way."""
+
+    @abc.abstractmethod
+    def steps(self) -> Iterator[None]:
+        """Issues it, chunk by chunk; the links of an exchange take turns."""
+
+    @abc.abstractmethod
+    def join(self) -> None:
+        """Waits for it: the current stream of a GPU does, else the caller.
+
+        Raises:
+            PeerTimeoutError: Nothing came from a peer within the time limit; names it.
+            LinkError: The link broke.
+            ShapeError: A peer exchanges something else.
+        """
+
+    @abc.abstractmethod
+    def seconds(self) -> float:
+        """How long it took. Waits until that is known."""
+
+    @abc.abstractmethod
+    def num_bytes(self) -> int:
+        """How many bytes this rank received by it."""
+
+
+class Link(abc.ABC):
+    """A way from every rank of a group to every other.
+
+    Attributes:
+        name: Names it in messages, metrics and options.
+        device_type: The device of tensors that it moves, "cpu" or "cuda".
+        takes_rest: Whether it may take chunks of a transfer's rest when it is free; the shares of
+            the others are fixed when a transfer starts.
+    """
+
+    name: str
+    device_type: Literal["cpu", "cuda"]
+    takes_rest: bool = False
+
+    @abc.abstractmethod
+    def begin(self, exchange: Exchange, index: int, tickets: Any) -> Flight:
+        """Prepares this link's share of an exchange.
+
+        Args:
+            exchange: What is exchanged.
+            index: This link's place among the parts.
+            tickets: For links that take the rest: each piece's
+                :class:`~flashmoe_megatron.multipath.tickets.Tickets`.
+        """
+
+    def raise_if_broken(self) -> None:  # noqa: B027 - most links say it when they are used
+        """Raises what has ended the link for good, if anything has."""
+
+    def guard(self, output: torch.Tensor) -> None:  # noqa: B027 - a link's errors may be enough
+        """Marks an output as wrong, in the current stream, if the link has failed by then."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Frees what the link holds."""

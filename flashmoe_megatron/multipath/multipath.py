@@ -1,0 +1,513 @@
+"""Collectives whose bytes go over all links of a machine at once."""
+
+import concurrent.futures
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.config import DEFAULT_TIMEOUT
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, LinkError, ShapeError
+from flashmoe_megatron.multipath.balancer import CHUNKS, WINDOW, Balancer, cut, size_class
+from flashmoe_megatron.multipath.choose import MakeLink, make_links
+from flashmoe_megatron.multipath.control import Answers, Control, greatest
+from flashmoe_megatron.multipath.ledger import Ledger
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link, Part, Piece
+from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
+
+MIN_BYTES = 64 * 2**20
+"""Smaller tensors go by torch.distributed alone, since several links do not pay."""
+
+_TRIAL_BYTES = 32 * 2**20
+"""What links of one kind of wires move to each peer to find the faster one."""
+
+Reduction = Literal["sum", "average"]
+
+
+@dataclass
+class LinkTotals:
+    """What a link has carried.
+
+    Attributes:
+        nbytes: Bytes that this rank received by it.
+        seconds: How long it was at work, as the slowest rank saw it.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class Work:
+    """A collective under way. Tensors that it reads or writes must stay as they are until then."""
+
+    def __init__(self, wait: Callable[[], None], tensors: Sequence[torch.Tensor]) -> None:
+        self._wait, self._tensors = wait, tensors
+
+    def wait(self) -> None:
+        """Waits for the end: on GPUs the current stream does, on CPUs the caller.
+
+        Raises:
+            PeerTimeoutError: A peer did not take part within the time limit.
+            LinkError: A link broke.
+            ShapeError: A peer has called something else.
+        """
+        self._wait()
+        self._tensors = ()
+
+
+class Multipath:
+    """Gathers and reduces over all links between the ranks of a group.
+
+    Making one is collective, and so is every call; ranks make the same calls in the same order. The
+    first call of a size class tries shares for at most a second or two.
+
+    Args:
+        group: The ranks, at least 2; ``None`` for all. What is small goes over this group.
+        device: Where tensors are; by default the current GPU, if there is one.
+        links: "auto", or links by name or as functions that make them; see
+            :func:`~flashmoe_megatron.multipath.choose.make_links`.
+        min_bytes: Tensors below this size go by torch.distributed.
+        timeout: Seconds without progress that end a call with an error.
+
+    Attributes:
+        balancer: Has the shares.
+        links: The links, in the order of the balancer's.
+
+    Raises:
+        ConfigError: The group or a link's name is of no use.
+        FlashMoEError: A link cannot be made.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
+        links: str | Sequence[str | MakeLink] = "auto",
+        min_bytes: int = MIN_BYTES,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        if device is None:
+            has_gpu = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
+        self.device = device or torch.device("cpu")
+        self.min_bytes = min_bytes
+        self._control = Control(group, timeout)
+        self._group = self._control.group
+        self.rank, self.num_ranks = self._control.rank, self._control.num_ranks
+        self.links: list[Link] = make_links(self._control, self.device, links)
+        if not self.links:
+            raise ConfigError(f"no link can be made between the {self.num_ranks} ranks")
+        self._number = 0
+        self._broken: FlashMoEError | None = None
+        self._times: dict[int, _Times] = defaultdict(lambda: _Times(self._control))
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        else:
+            self._worker = concurrent.futures.ThreadPoolExecutor(1, "flashmoe-multipath")
+        if links == "auto":
+            self._leave_out_slower("peer", "nccl")
+        self.balancer = Balancer([link.name for link in self.links])
+        self._totals = {link.name: LinkTotals() for link in self.links}
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
+    ) -> Work | None:
+        """Gathers every rank's input, in rank order.
+
+        Args:
+            output: ``[num_ranks * n]`` elements in any shape, contiguous.
+            input: ``[n]`` elements, contiguous; may be this rank's part of the output.
+            async_op: Returns at once, with what to wait for.
+
+        Raises:
+            ShapeError: The tensors do not fit each other or this object's device.
+        """
+        self._check(output=output, input=input)
+        if output.numel() != self.num_ranks * input.numel():
+            raise _uneven("all_gather", "output", output, self.num_ranks, input)
+        if self._is_small(output):
+            return _finished(
+                dist.all_gather_into_tensor(output, input, self._group, async_op=True), async_op
+            )
+        outputs = output.view(-1).chunk(self.num_ranks)
+        source = input.view(-1)
+
+        def run() -> None:
+            pieces = self._pieces([source] * self.num_ranks, outputs)
+            self.exchange(f"all_gather of {_nbytes(output)} bytes", pieces)
+            if outputs[self.rank].data_ptr() != source.data_ptr():
+                outputs[self.rank].copy_(source)
+            self._guard(output)
+
+        return self._start(run, (output, input), async_op)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Reduction = "sum",
+        async_op: bool = False,
+    ) -> Work | None:
+        """Gives each rank the sum of its part of every rank's input.
+
+        Args:
+            output: ``[n]`` elements, contiguous; may be this rank's part of the input.
+            input: ``[num_ranks * n]`` elements in any shape, contiguous.
+            op: "sum" or "average"; added in float32, in rank order.
+            async_op: Returns at once, with what to wait for.
+
+        Raises:
+            ShapeError: The tensors do not fit each other or this object's device, or have no sum.
+        """
+        self._check(output=output, input=input)
+        check_summable(input.dtype, op == "average")
+        if input.numel() != self.num_ranks * output.numel():
+            raise _uneven("reduce_scatter", "input", input, self.num_ranks, output)
+        if self._is_small(input):
+            work = dist.reduce_scatter_tensor(
+                output, input, _reduce_op(op), self._group, async_op=True
+            )
+            return _finished(work, async_op)
+        parts = input.view(-1).chunk(self.num_ranks)
+        target = output.view(-1)
+
+        def run() -> None:
+            what = f"reduce_scatter of {_nbytes(input)} bytes"
+            self._reduce(what, parts, target, op == "average")
+            self._guard(output)
+
+        return self._start(run, (output, input), async_op)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Reduction = "sum", async_op: bool = False
+    ) -> Work | None:
+        """Replaces a tensor by the sum of every rank's.
+
+        Args:
+            tensor: Any number of elements, contiguous.
+            op: "sum" or "average"; added in float32, in rank order.
+            async_op: Returns at once, with what to wait for.
+
+        Raises:
+            ShapeError: The tensor is not on this object's device, or has no sum.
+        """
+        self._check(tensor=tensor)
+        check_summable(tensor.dtype, op == "average")
+        if self._is_small(tensor):
+            work = dist.all_reduce(tensor, _reduce_op(op), self._group, async_op=True)
+            return _finished(work, async_op)
+        flat = tensor.view(-1)
+        length = -(-flat.numel() // self.num_ranks)
+        parts = [flat[rank * length : (rank + 1) * length] for rank in range(self.num_ranks)]
+        own = parts[self.rank]
+
+        def run() -> None:
+            what = f"all_reduce of {_nbytes(tensor)} bytes"
+            self._reduce(what, parts, own, op == "average")
+            self.exchange(what, self._pieces([own] * self.num_ranks, parts))
+            self._guard(tensor)
+
+        return self._start(run, (tensor,), async_op)
+
+    def take_totals(self) -> dict[str, LinkTotals]:
+        """What each link has carried since the last call, as far as its times are known."""
+        taken = self._totals
+        self._totals = {name: LinkTotals() for name in taken}
+        return taken
+
+    def close(self) -> None:
+        """Waits for what is under way and ends the links. Collective."""
+        if self.device.type == "cpu":
+            self._worker.shutdown()
+        if self._broken is None:
+            # A rank that is still receiving must not find its peers gone.
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._control.gather(None)
+        for link in self.links:
+            link.close()
+
+    def __enter__(self) -> "Multipath":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def _check(self, **tensors: torch.Tensor) -> None:
+        """Refuses tensors that cannot take part, before anything is moved."""
+        self._raise_if_broken()
+        dtypes = {tensor.dtype for tensor in tensors.values()}
+        for name, tensor in tensors.items():
+            if tensor.device != self.device:
+                raise ShapeError(f"{name} is on {tensor.device}: wanted {self.device}")
+            if not tensor.is_contiguous():
+                raise ShapeError(f"{name} has strides {tensor.stride()}: wanted it contiguous")
+        if len(dtypes) > 1:
+            raise ShapeError(f"tensors of {dtypes}: wanted one dtype")
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise LinkError(f"multipath is of no use since {self._broken}") from self._broken
+
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        return _nbytes(tensor) < max(self.min_bytes, 1)
+
+    def _start(
+        self, run: Callable[[], None], tensors: Sequence[torch.Tensor], async_op: bool
+    ) -> Work | None:
+        """Runs a collective: on GPUs behind the current stream, on CPUs in a thread."""
+        if self.device.type == "cpu":
+            future = self._worker.submit(self._noting_errors, run)
+            work = Work(lambda: future.result(), tensors)
+        else:
+            with torch.cuda.device(self.device):
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    self._noting_errors(run)
+                    end = self._stream.record_event()
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
+            work = Work(lambda: self._wait_for(end), tensors)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _wait_for(self, end: torch.cuda.Event) -> None:
+        for link in self.links:
+            link.raise_if_broken()
+        torch.cuda.current_stream(self.device).wait_event(end)
+
+    def _noting_errors(self, run: Callable[[], None]) -> None:
+        self._raise_if_broken()
+        try:
+            run()
+        except FlashMoEError as error:
+            self._broken = error
+            raise
+
+    def _guard(self, output: torch.Tensor) -> None:
+        for link in self.links:
+            link.guard(output.view(-1))
+
+    def _pieces(
+        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
+    ) -> list[Piece]:
+        """What goes to and comes from each peer, the next rank first."""
+        order = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
+        return [Piece(peer, _bytes_of(sends[peer]), _bytes_of(receives[peer])) for peer in order]
+
+    def _reduce(
+        self, what: str, parts: Sequence[torch.Tensor], output: torch.Tensor, average: bool
+    ) -> None:
+        """Sends each rank its part and sums what comes of this rank's."""
+        own = parts[self.rank]
+        received = torch.empty((self.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
+        contributions = [own if rank == self.rank else received[rank] for rank in range(len(parts))]
+        self.exchange(what, self._pieces(parts, contributions))
+        sum_in_order(contributions, output, average)
+
+    def exchange(self, what: str, pieces: Sequence[Piece]) -> None:
+        """Moves pieces over all links, by the shares of their size, behind the current stream.
+
+        Args:
+            what: Names it in messages, and is compared between ranks; at most 48 letters.
+            pieces: One for every peer. The longest of each rank is as long as those of the others,
+                so that all ranks cut at the same places.
+        """
+        length = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
+        inbound = length * (self.num_ranks - 1)
+        if not self.balancer.is_tuned(inbound):
+            self.tune(inbound, what=what)
+        models = self.balancer.models(inbound)
+        carried = cut(self.balancer.shares(inbound), length)
+        rates = [model.rate for model in models]
+        flights = self.fly(what, pieces, carried, [model.chunk for model in models], rates)
+        self._note(inbound, flights)
+
+    def fly(
+        self,
+        what: str,
+        pieces: Sequence[Piece],
+        carried: Sequence[int],
+        chunks: Sequence[int],
+        rates: Sequence[float],
+    ) -> list[Flight | None]:
+        """Moves so many bytes of every piece over each link; the current stream waits for it.
+
+        Args:
+            what: As in :meth:`exchange`.
+            pieces: As there.
+            carried: Bytes of every piece for each link.
+            chunks: Bytes that each link moves at once.
+            rates: Bytes per second of each link, by which it takes chunks of the rest; with 0 there
+                is no rest.
+
+        Returns:
+            What each link did, ``None`` for those that had nothing to do.
+        """
+        self._number += 1
+        bounds = [sum(carried[:index]) for index in range(len(carried) + 1)]
+        parts = [
+            Part(begin, end, chunk)
+            for begin, end, chunk in zip(bounds, bounds[1:], chunks, strict=False)
+        ]
+        exchange = Exchange(self._number, what, pieces, parts, rates)
+        used = [index for index, nbytes in enumerate(carried) if nbytes]
+        is_free = [self.links[index].takes_rest and rates[index] > 0 for index in used]
+        takes_rest = len(used) > 1 and all(is_free)
+        free = [index for index in used if self.links[index].takes_rest]
+        ledger = Ledger(self.rank, exchange, free, takes_rest, self._control.timeout)
+        flights: list[Flight | None] = [None] * len(carried)
+        for index in used:
+            flights[index] = self.links[index].begin(exchange, index, ledger)
+        _take_turns(
+            [flight.steps() for flight in flights if flight],
+            [-(-carried[index] // chunks[index]) for index in used],
+        )
+        # Links with threads note their own ends, so it does no harm to wait for them last.
+        for index in sorted(used, key=lambda index: self.links[index].takes_rest):
+            flight = flights[index]
+            assert flight is not None
+            flight.join()
+        return flights
+
+    def tune(
+        self, inbound: int, pieces: Sequence[Piece] | None = None, what: str = "a trial"
+    ) -> None:
+        """Finds the shares of a size class by moving bytes. Collective.
+
+        Args:
+            inbound: Bytes that each rank receives of all others.
+            pieces: What is moved for it; by default bytes that nobody needs, between all ranks.
+            what: As in :meth:`exchange`.
+        """
+        if pieces is None:
+            shape = (self.num_ranks + 1, -(-inbound // (self.num_ranks - 1)))
+            empty = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            pieces = self._pieces([empty[-1]] * self.num_ranks, list(empty[:-1]))
+
+        def measure(carried: Sequence[int], chunks: Sequence[int]) -> Sequence[float]:
+            # The balancer counts what a rank receives of all peers, a link what it moves to each.
+            scaled = [nbytes // (self.num_ranks - 1) for nbytes in carried]
+            # Without rates there is no rest: a trial shows what each link does alone.
+            rates = [0.0] * len(scaled)
+            flights = self.fly(what, pieces, scaled, chunks, rates)
+            seconds = [flight.seconds() if flight else 0.0 for flight in flights]
+            return greatest(self._control.gather(seconds))
+
+        self.balancer.tune(inbound, measure)
+
+    def _leave_out_slower(self, *names: str) -> None:
+        """Keeps the fastest of links that use the same wires. Collective."""
+        rivals = [index for index, link in enumerate(self.links) if link.name in names]
+        if len(rivals) < 2:
+            return
+        shape = (self.num_ranks + 1, _TRIAL_BYTES)
+        empty = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        pieces = self._pieces([empty[-1]] * self.num_ranks, list(empty[:-1]))
+        took = {}
+        for index in rivals * 2:  # the first time also pays for what is made then
+            carried = [_TRIAL_BYTES * (one == index) for one in range(len(self.links))]
+            width = len(carried)
+            flights = self.fly("a trial", pieces, carried, [CHUNKS[-1]] * width, [0.0] * width)
+            flight = flights[index]
+            assert flight is not None
+            took[index] = greatest(self._control.gather([flight.seconds()]))[0]
+        fastest = min(rivals, key=lambda index: took[index])
+        for index in rivals:
+            if index != fastest:
+                self.links[index].close()
+        self.links = [
+            link for index, link in enumerate(self.links) if index == fastest or index not in rivals
+        ]
+
+    def _note(self, inbound: int, flights: list[Flight | None]) -> None:
+        """Hands times to the balancer, a window at a time and after all ranks have agreed."""
+        for seconds, moved in self._times[size_class(inbound)].add(flights):
+            self.balancer.observe(inbound, seconds)
+            for name, one, nbytes in zip(self._totals, seconds, moved, strict=True):
+                self._totals[name].seconds += one
+                self._totals[name].nbytes += nbytes
+
+
+class _Times:
+    """The times of the transfers of a size class, until all ranks have agreed on them.
+
+    A window's times are asked for when the next one is full, so that nobody waits for a transfer,
+    and used when the one after that is, so that nobody waits for a rank.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._window: list[list[Flight | None]] = []
+        self._full: list[list[Flight | None]] = []
+        self._asked: tuple[Answers[list[float]], list[list[int]]] | None = None
+
+    def add(self, flights: list[Flight | None]) -> Iterator[tuple[Sequence[float], Sequence[int]]]:
+        """Takes a transfer's flights; gives times and bytes of earlier ones, when it is time."""
+        self._window.append(flights)
+        if len(self._window) < WINDOW:
+            return
+        if self._asked is not None:
+            asked, moved = self._asked
+            values = greatest(asked.wait())
+            width = len(flights)
+            for index, nbytes in enumerate(moved):
+                yield values[index * width : (index + 1) * width], nbytes
+            self._asked = None
+        if self._full:
+            values = [one.seconds() if one else 0.0 for row in self._full for one in row]
+            moved = [[one.num_bytes() if one else 0 for one in row] for row in self._full]
+            self._asked = (self._control.ask(values), moved)
+        self._full, self._window = self._window, []
+
+
+def _take_turns(steps: Sequence[Iterator[None]], lengths: Sequence[int]) -> None:
+    """Advances the one that is least advanced, until all have ended.
+
+    With one hardware queue, chunks of several links then run beside each other.
+    """
+    done = [0] * len(steps)
+    left = list(range(len(steps)))
+    while left:
+        index = min(left, key=lambda index: done[index] / max(lengths[index], 1))
+        done[index] += 1
+        if next(steps[index], _END) is _END:
+            left.remove(index)
+
+
+_END: Any = object()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _reduce_op(op: Reduction) -> Any:
+    return dist.ReduceOp.AVG if op == "average" else dist.ReduceOp.SUM
+
+
+def _finished(work: Any, async_op: bool) -> Work | None:
+    """The work of torch.distributed as one of ours, or ``None`` once it is done."""
+    if async_op:
+        return Work(work.wait, ())
+    work.wait()
+    return None
+
+
+def _uneven(
+    what: str, name: str, whole: torch.Tensor, num_ranks: int, part: torch.Tensor
+) -> ShapeError:
+    return ShapeError(
+        f"{what}: {name} has {whole.numel()} elements, wanted {num_ranks} times the "
+        f"{part.numel()} of the other tensor"
+    )

@@ -1,0 +1,332 @@
+"""Links between GPUs of one host by copy engines alone: through the host's memory, or directly.
+
+Between every two ranks there is a ring of slots for each direction. A sender's stream waits until a
+slot is free, copies a chunk there and counts it; the receiver's stream waits for that count, copies
+the chunk to its place and counts it too. Streams wait and count by memory operations, so that no
+thread of the host takes part and no multiprocessor is taken.
+
+Every rank issues, chunk after chunk, first what it sends to each peer and then what it receives
+from each. So a stream waits only for what every rank has issued earlier, and transfers go on even
+if the streams of a GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flashmoe_megatron.errors import FlashMoEError, reason_of
+from flashmoe_megatron.multipath import board, driver
+from flashmoe_megatron.multipath.control import Control
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link
+from flashmoe_megatron.multipath.shared import SharedMemory, node_of_gpu
+from flashmoe_megatron.multipath.watch import Watch
+
+SLOT_BYTES = 8 * 2**20
+NUM_SLOTS = 4
+RING_BYTES = NUM_SLOTS * SLOT_BYTES
+_FAR = 2**30
+"""How far ahead a counter is set that nobody will count on any more."""
+
+
+class _Ring:
+    """One direction between two ranks, as one of the two sees it.
+
+    Args:
+        slots: Where the GPU finds them.
+        awaited: Where it finds the word that the peer counts in.
+        counted: Where it finds the word that this rank counts in.
+        word: The word at ``awaited``, for the host.
+        slack: How many chunks the peer may be behind without this rank's having to wait.
+
+    Attributes:
+        count: Chunks that this rank has issued.
+    """
+
+    def __init__(self, slots: int, awaited: int, counted: int, word: Any, slack: int) -> None:
+        self.slots, self.awaited, self.counted = slots, awaited, counted
+        self.word, self.slack, self.count = word, slack, 0
+
+    def is_behind(self) -> bool:
+        """Whether the peer has not counted what this rank's streams wait for."""
+        missing = (self.count - int(self.word.value)) & 0xFFFFFFFF
+        return self.slack < missing < 2**31
+
+    def slot(self) -> int:
+        """Where the next chunk lies."""
+        return self.slots + self.count % NUM_SLOTS * SLOT_BYTES
+
+
+class RingLink(Link):
+    """What the host relay and peer copies have in common.
+
+    Args:
+        control: The ranks.
+        device: This rank's GPU.
+        own_bytes: Bytes of this rank's segment behind its header.
+
+    Raises:
+        HeapError: The host, or the GPU, has no room for the rings.
+        LinkError: Ranks do not share a host.
+        DeviceError: The driver refuses.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self, control: Control, device: torch.device, own_bytes: int = 0) -> None:
+        board.require_ranks(control.num_ranks)
+        self.rank, self.timeout = control.rank, control.timeout
+        self.peers = [
+            (control.rank + step) % control.num_ranks for step in range(1, control.num_ranks)
+        ]
+        self.device = device
+        self.broken: FlashMoEError | None = None
+        self._stack = contextlib.ExitStack()
+        try:
+            with torch.cuda.device(device):
+                self._open(control, own_bytes)
+        except BaseException:
+            self._stack.close()
+            raise
+        self.watch = Watch(self)
+
+    def _open(self, control: Control, own_bytes: int) -> None:
+        self.send_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.receive_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.send_stream.synchronize()  # makes the GPU's context this thread's
+
+        def create() -> tuple[int, int, int]:
+            node = node_of_gpu(driver.pci_bus_id(self.device.index))
+            self.own = SharedMemory.create(board.HEADER_BYTES + own_bytes, node)
+            self._stack.callback(self.own.close)
+            self.own.hold()
+            return self.own.place
+
+        places = control.agree(create)
+        self.memories: dict[int, SharedMemory] = {self.rank: self.own}
+
+        def connect() -> None:
+            for peer in self.peers:
+                self.memories[peer] = SharedMemory.open(places[peer])
+                self._stack.callback(self.memories[peer].close)
+
+        control.agree(connect)
+        headers: dict[int, int] = {}
+
+        def register() -> None:
+            for peer, memory in self.memories.items():
+                headers[peer] = self.registered(memory, 0, board.HEADER_BYTES)
+
+        control.agree(register)
+        self.own_header = headers[self.rank]
+        inbound, outbound = self._slots(control)
+        self.inbound, self.outbound = {}, {}
+        for peer in self.peers:
+            full, free = board.full_word(peer), board.free_word(peer)
+            own = headers[self.rank]
+            self.inbound[peer] = _Ring(
+                inbound[peer], own + full, own + free, self.own.word(full), 0
+            )
+            full, free = board.full_word(self.rank), board.free_word(self.rank)
+            theirs, memory = headers[peer], self.memories[peer]
+            self.outbound[peer] = _Ring(
+                outbound[peer], theirs + free, theirs + full, memory.word(free), NUM_SLOTS
+            )
+
+    def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
+        """Where the slots of each peer's rings are: from the peer, and to the peer. Collective."""
+        raise NotImplementedError
+
+    def registered(self, memory: SharedMemory, offset: int, nbytes: int) -> int:
+        """Pins a part of a segment until the link is closed; returns where GPUs see it."""
+        address = memory.address + offset
+        seen = driver.register(address, nbytes)
+        self._stack.callback(driver.unregister, address)
+        return seen
+
+    def begin(self, exchange: Exchange, index: int, tickets: Any) -> "RingFlight":
+        """See the base class."""
+        self.raise_if_broken()
+        board.log(self.own, exchange)
+        try:
+            for peer in self.peers:
+                board.check(self.memories[peer], self.rank, peer, exchange)
+        except FlashMoEError as error:
+            self.fail(error)
+            raise
+        return RingFlight(self, exchange, index)
+
+    def admit(self, nbytes: int) -> None:
+        """Called before a chunk is issued; a slower link can hold its stream back here."""
+
+    def raise_if_broken(self) -> None:
+        """Raises what has ended the link, if anything has."""
+        if self.broken is not None:
+            raise self.broken
+
+    def fail(self, error: FlashMoEError) -> None:
+        """Ends the link with an error, on every rank."""
+        self.broken = self.broken or error
+        for memory in self.memories.values():
+            board.post(memory, f"{self.rank} {reason_of(error)}")
+
+    def release(self) -> None:
+        """Lets streams go on whose peer will never count again; what they move has no meaning."""
+        for ring in [*self.inbound.values(), *self.outbound.values()]:
+            ring.word.value = (ring.count + _FAR) & 0xFFFFFFFF
+
+    def guard(self, output: torch.Tensor) -> None:
+        """Makes the first element of an output NaN if the link fails until the stream gets here.
+
+        Args:
+            output: Flat; of a floating-point type, else nothing is done.
+        """
+        if output.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            verdict = torch.empty(1, device=output.device)
+            stream = torch.cuda.current_stream().cuda_stream
+            driver.copy(verdict.data_ptr(), self.watch.verdict, 4, stream)
+            output[:1].mul_(verdict)
+
+    def close(self) -> None:
+        """Waits for the link's streams and frees its memory."""
+        self.watch.close()
+        self.send_stream.synchronize()
+        self.receive_stream.synchronize()
+        self._stack.close()
+
+
+class HostRelay(RingLink):
+    """Through pinned memory of the host, on the node of the receiver's GPU. Collective."""
+
+    name = "host"
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        super().__init__(control, device, control.num_ranks * RING_BYTES)
+
+    def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
+        inbound: dict[int, int] = {}
+        outbound: dict[int, int] = {}
+
+        def register() -> None:
+            for peer in self.peers:
+                theirs = self.memories[peer]
+                inbound[peer] = self.registered(self.own, _offset(peer), RING_BYTES)
+                outbound[peer] = self.registered(theirs, _offset(self.rank), RING_BYTES)
+
+        control.agree(register)
+        return inbound, outbound
+
+
+class PeerCopies(RingLink):
+    """From GPU to GPU, into a ring in the receiver's memory that the sender has mapped. Collective.
+
+    The chunks are staged in the ring, since the tensors of a program are not mapped elsewhere; a
+    copy within a GPU is many times faster than one between two.
+    """
+
+    name = "peer"
+
+    def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
+        def share() -> bytes:
+            self._rings = driver.allocate(control.num_ranks * RING_BYTES)
+            self._stack.callback(driver.free, self._rings)
+            return driver.share(self._rings)
+
+        handles = control.agree(share)
+        outbound: dict[int, int] = {}
+
+        def connect() -> None:
+            for peer in self.peers:
+                mapped = driver.map_shared(handles[peer])
+                self._stack.callback(driver.unmap, mapped)
+                outbound[peer] = mapped + self.rank * RING_BYTES
+
+        control.agree(connect)
+        return {peer: self._rings + peer * RING_BYTES for peer in self.peers}, outbound
+
+
+class RingFlight(Flight):
+    """What a ring link carries of an exchange.
+
+    Attributes:
+        what: The operation, for messages.
+        started: Recorded when the link may begin.
+        ended: Recorded when the last chunk has been sent, and received.
+    """
+
+    def __init__(self, link: RingLink, exchange: Exchange, index: int) -> None:
+        self.what = exchange.what
+        self._link, self._pieces, self._part = link, exchange.pieces, exchange.parts[index]
+
+    def steps(self) -> Iterator[None]:
+        """Issues a chunk to and from every peer at a time."""
+        link, part = self._link, self._part
+        current = torch.cuda.current_stream()
+        for stream in (link.send_stream, link.receive_stream):
+            stream.wait_stream(current)
+        self.started = _event(link.send_stream)
+        chunk = min(part.chunk, SLOT_BYTES)
+        for number in range(math.ceil((part.end - part.begin) / chunk)):
+            begin = part.begin + number * chunk
+            end = min(begin + chunk, part.end)
+            for piece in self._pieces:
+                self._send(link.outbound[piece.peer], piece.send, begin, end)
+            for piece in self._pieces:
+                self._receive(link.inbound[piece.peer], piece.receive, begin, end)
+            yield
+        self.ended = (_event(link.send_stream), _event(link.receive_stream))
+        link.watch.add(self)
+
+    def _send(self, ring: _Ring, tensor: torch.Tensor, begin: int, end: int) -> None:
+        nbytes = min(end, tensor.numel()) - begin
+        if nbytes <= 0:
+            return
+        stream = self._link.send_stream.cuda_stream
+        self._link.admit(nbytes)
+        if ring.count >= NUM_SLOTS:
+            driver.wait_value(stream, ring.awaited, ring.count + 1 - NUM_SLOTS)
+        driver.copy(ring.slot(), tensor.data_ptr() + begin, nbytes, stream)
+        ring.count += 1
+        driver.write_value(stream, ring.counted, ring.count)
+
+    def _receive(self, ring: _Ring, tensor: torch.Tensor, begin: int, end: int) -> None:
+        nbytes = min(end, tensor.numel()) - begin
+        if nbytes <= 0:
+            return
+        stream = self._link.receive_stream.cuda_stream
+        driver.wait_value(stream, ring.awaited, ring.count + 1)
+        driver.copy(tensor.data_ptr() + begin, ring.slot(), nbytes, stream)
+        ring.count += 1
+        driver.write_value(stream, ring.counted, ring.count)
+
+    def join(self) -> None:
+        """Makes the current stream wait for it."""
+        self._link.raise_if_broken()
+        for event in self.ended:
+            torch.cuda.current_stream().wait_event(event)
+
+    def seconds(self) -> float:
+        """By the GPU's clock, from when this rank could begin."""
+        for event in self.ended:
+            event.synchronize()
+        took = [self.started.elapsed_time(event) for event in self.ended]
+        return float(max(took)) * 1e-3
+
+    def num_bytes(self) -> int:
+        """What this rank received by it."""
+        part = self._part
+        lengths = [min(part.end, piece.receive.numel()) - part.begin for piece in self._pieces]
+        return sum(length for length in lengths if length > 0)
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def _offset(peer: int) -> int:
+    """Where the slots for what a peer sends lie in a segment."""
+    return board.HEADER_BYTES + peer * RING_BYTES

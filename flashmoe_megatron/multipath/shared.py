@@ -1,0 +1,140 @@
+"""Host memory that processes share and that has no name, so that no death can leave it behind."""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+from flashmoe_megatron.errors import HeapError, LinkError
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_PREFERRED = 1
+
+
+class SharedMemory:
+    """A segment of one process, or another process's.
+
+    Attributes:
+        nbytes: Its size.
+        address: Where it is mapped.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, node: int = -1) -> None:
+        self.nbytes = nbytes
+        self._descriptor = descriptor
+        self._map = mmap.mmap(descriptor, nbytes)
+        self._base = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._base)
+        if node >= 0:
+            _prefer_node(self.address, nbytes, node)
+
+    @classmethod
+    def create(cls, nbytes: int, node: int = -1) -> "SharedMemory":
+        """Makes a segment of zeros.
+
+        Args:
+            nbytes: Its size.
+            node: The NUMA node on which its pages should lie; -1 for any.
+
+        Raises:
+            HeapError: The machine has no room for it.
+        """
+        descriptor = os.memfd_create("flashmoe-multipath", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            made = cls(descriptor, nbytes, node)
+            # Pages that are missing later would end the process by a signal.
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            name = errno.errorcode.get(error.errno or 0, "an error")
+            raise HeapError(
+                f"the host has no {nbytes} bytes of shared memory for links: {name}, {error}"
+            ) from error
+        return made
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What :meth:`open` needs in another process."""
+        return os.getpid(), self._descriptor, self.nbytes
+
+    @classmethod
+    def open(cls, place: tuple[int, int, int]) -> "SharedMemory":
+        """Maps another process's segment.
+
+        Raises:
+            LinkError: The process is gone, or its memory is out of reach.
+        """
+        process, number, nbytes = place
+        try:
+            descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise LinkError(
+                f"the shared memory of process {process} cannot be opened: {error}; wanted ranks "
+                "of one host, user and process namespace"
+            ) from error
+        return cls(descriptor, nbytes)
+
+    def word(self, offset: int) -> ctypes.c_uint32:
+        """A word of it, as it is now and later."""
+        return ctypes.c_uint32.from_address(self.address + offset)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Some bytes of it."""
+        return self._map[offset : offset + nbytes]
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Changes some bytes of it."""
+        self._map[offset : offset + len(data)] = data
+
+    def hold(self) -> None:
+        """Marks this process as alive until it ends, however it ends: the kernel drops the lock."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+
+    def is_held(self) -> bool:
+        """Whether the process that has called :meth:`hold` is still there. For other processes."""
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except OSError:
+            return True
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
+        return False
+
+    def close(self) -> None:
+        """Unmaps it; the memory is gone once every process has."""
+        del self._base
+        self._map.close()
+        os.close(self._descriptor)
+
+
+def node_of_gpu(pci_bus_id: str) -> int:
+    """The NUMA node of a GPU, -1 if the machine does not say.
+
+    Args:
+        pci_bus_id: For example "0000:1b:00.0".
+    """
+    try:
+        return int(Path(f"/sys/bus/pci/devices/{pci_bus_id.lower()}/numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def _prefer_node(address: int, nbytes: int, node: int) -> None:
+    """Asks for pages on a node; where that is not allowed they lie where they may."""
+    number = _MBIND.get(os.uname().machine)
+    if number is None:
+        return
+    mask = (ctypes.c_ulong * (node // 64 + 1))()
+    mask[node // 64] = 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(nbytes),
+        ctypes.c_int(_PREFERRED),
+        mask,
+        ctypes.c_ulong(len(mask) * 64 + 1),
+        ctypes.c_uint(0),
+    )

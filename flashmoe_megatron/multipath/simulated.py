@@ -1,0 +1,84 @@
+"""A link that has a clock instead of wires, to try the balancer on."""
+
+import heapq
+import math
+import random
+from collections.abc import Sequence
+
+from flashmoe_megatron.multipath.tickets import Tickets
+
+
+class SimulatedLink:
+    """A link of a known rate and latency.
+
+    Args:
+        name: The link's.
+        gbps: GB/s into each rank.
+        latency_us: Microseconds before the first byte.
+        per_chunk_us: Microseconds that every chunk costs beside its bytes.
+        hops: How many copies follow each other on the way; a relay through the host has two, and
+            its second begins when the first has moved a chunk.
+        noise: Standard deviation of its times, as a part of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        gbps: float,
+        latency_us: float,
+        *,
+        per_chunk_us: float = 0.0,
+        hops: int = 1,
+        noise: float = 0.0,
+    ) -> None:
+        self.name, self.gbps, self.latency_us = name, gbps, latency_us
+        self.per_chunk_us, self.hops, self.noise = per_chunk_us, hops, noise
+        self._random = random.Random(name)
+
+    def seconds(self, nbytes: int, chunk: int) -> float:
+        """How long a transfer takes; 0 for nothing."""
+        if nbytes <= 0:
+            return 0.0
+        fill = (self.hops - 1) * min(chunk, nbytes)
+        moving = (nbytes + fill) / (self.gbps * 1e9)
+        chunks = math.ceil(nbytes / chunk) * self.per_chunk_us
+        return (moving + (self.latency_us + chunks) * 1e-6) * self._wobble()
+
+    def chunk_seconds(self, nbytes: int) -> float:
+        """How long one more chunk takes."""
+        return (nbytes / (self.gbps * 1e9) + self.per_chunk_us * 1e-6) * self._wobble()
+
+    def _wobble(self) -> float:
+        return max(0.0, 1 + self.noise * self._random.gauss(0, 1)) if self.noise else 1.0
+
+
+def measure(
+    links: Sequence[SimulatedLink], carried: Sequence[int], chunks: Sequence[int]
+) -> list[float]:
+    """Each link's seconds if each moves its bytes, all at once."""
+    return [
+        link.seconds(nbytes, chunk)
+        for link, nbytes, chunk in zip(links, carried, chunks, strict=True)
+    ]
+
+
+def play(links: Sequence[SimulatedLink], tickets: Tickets) -> tuple[list[float], list[int]]:
+    """Runs a transfer chunk by chunk, every link taking its next ticket when it is free.
+
+    Returns:
+        Each link's seconds until it had moved its last chunk, and the bytes that it moved.
+    """
+    ends, moved = [0.0] * len(links), [0] * len(links)
+    free = [(0.0, index) for index in range(len(links))]
+    while free:
+        now, index = heapq.heappop(free)
+        chunk = tickets.take(index)
+        if chunk is None:
+            continue
+        begin, end = chunk
+        if not moved[index]:
+            now += links[index].latency_us * 1e-6
+        ends[index] = now + links[index].chunk_seconds(end - begin)
+        moved[index] += end - begin
+        heapq.heappush(free, (ends[index], index))
+    return ends, moved

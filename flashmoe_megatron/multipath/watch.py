@@ -1,0 +1,91 @@
+"""Ends transfers between GPUs that will never end by themselves, and says why."""
+
+import queue
+import struct
+import threading
+import time
+from typing import Any
+
+from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError, told_error
+from flashmoe_megatron.multipath import board
+
+_PERIOD_S = 0.02
+_VERDICT = board.HEADER_BYTES - 64
+"""Offset in a rank's segment of the factor 1, or NaN once the link has failed."""
+
+
+class Watch:
+    """A thread that looks after the transfers of a link; it sleeps nearly all of the time.
+
+    A stream that waits for a word waits for ever if nobody writes it. Where a peer has died, has
+    failed, or has not counted for the time limit, the thread notes the error, tells every rank, and
+    writes the words itself.
+
+    Args:
+        link: The :class:`~flashmoe_megatron.multipath.ring.RingLink`.
+
+    Attributes:
+        verdict: Where the GPU finds the factor for outputs: 1, or NaN once the link has failed.
+    """
+
+    def __init__(self, link: Any) -> None:
+        self._link = link
+        link.own.write(_VERDICT, struct.pack("<f", 1.0))
+        self.verdict = link.own_header + _VERDICT
+        self._flights: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"{link.name}-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, flight: Any) -> None:
+        """Looks after one more transfer, whose events have been recorded."""
+        self._flights.put(flight)
+
+    def close(self) -> None:
+        """Ends the thread, once the transfers have ended."""
+        self._flights.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (flight := self._flights.get()) is not None:
+            moved_at, counts = time.monotonic(), self._counts()
+            while not all(event.query() for event in flight.ended):
+                time.sleep(_PERIOD_S)
+                now = self._counts()
+                # Until the stream gets there it waits for this rank's own work, not for a peer.
+                if now != counts or not flight.started.query():
+                    moved_at, counts = time.monotonic(), now
+                error = self._link.broken or self._problem(flight, time.monotonic() - moved_at)
+                if error is not None:
+                    self._end(error)
+
+    def _end(self, error: FlashMoEError) -> None:
+        self._link.own.write(_VERDICT, struct.pack("<f", float("nan")))
+        self._link.fail(error)
+        self._link.release()
+
+    def _counts(self) -> list[int]:
+        link = self._link
+        rings = [*link.inbound.values(), *link.outbound.values()]
+        return [ring.word.value for ring in rings]
+
+    def _problem(self, flight: Any, still: float) -> FlashMoEError | None:
+        link = self._link
+        told = board.notice(link.own)
+        if told is not None:
+            rank, _, reason = told.partition(" ")
+            return told_error(int(rank), reason)
+        where = f"link {link.name}, {flight.what}: rank {link.rank}"
+        late = [
+            peer
+            for peer in link.peers
+            if link.inbound[peer].is_behind() or link.outbound[peer].is_behind()
+        ]
+        for peer in late:
+            if not link.memories[peer].is_held():
+                return LinkError(f"{where} lost rank {peer}, whose process has ended")
+        if still > link.timeout:
+            whom = f"ranks {late}" if late else "its own GPU"
+            return PeerTimeoutError(
+                f"{where} has waited {still:.1f} s for {whom}, longer than {link.timeout:g} s"
+            )
+        return None

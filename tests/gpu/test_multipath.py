@@ -1,0 +1,199 @@
+"""The host relay and peer copies between two processes that share one GPU."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron import FlashMoELayer, MoEConfig
+from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError, ShapeError
+from flashmoe_megatron.multipath.multipath import Multipath
+from tests.distributed import RankError, RankPool
+
+pytestmark = pytest.mark.gpu
+
+LENGTH = 3_000_001
+
+
+@pytest.fixture
+def pair() -> Iterator[RankPool]:
+    with contextlib.closing(RankPool(2)) as pool:
+        yield pool
+
+
+def made(group: dist.ProcessGroup, **options: object) -> Multipath:
+    torch.cuda.set_device(0)
+    given: dict = {"links": ("peer", "host"), "min_bytes": 1, "timeout": 20.0, **options}
+    return Multipath(group, **given)
+
+
+def contribution(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-100, 100, (length,), generator=generator).to(dtype).div(7).to(dtype)
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    wide = torch.float32 if parts[0].dtype.is_floating_point else parts[0].dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(parts[0].dtype)
+
+
+def all_operations(group: dist.ProcessGroup, dtypes: list[torch.dtype]) -> None:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    with made(group) as multipath:
+        for dtype in dtypes:
+            parts = [contribution(one, ranks * LENGTH, dtype).cuda() for one in range(ranks)]
+            want = in_order(parts)
+            for _ in range(3):
+                gathered = torch.zeros(ranks * ranks * LENGTH, dtype=dtype, device="cuda")
+                multipath.all_gather(gathered, parts[rank])
+                assert torch.equal(gathered, torch.cat(parts))
+                shard = torch.zeros(LENGTH, dtype=dtype, device="cuda")
+                multipath.reduce_scatter(shard, parts[rank].clone())
+                assert torch.equal(shard, want[rank * LENGTH : (rank + 1) * LENGTH])
+                whole = parts[rank].clone()[:-1]
+                work = multipath.all_reduce(whole, async_op=True)
+                assert work is not None
+                work.wait()
+                assert torch.equal(whole, want[:-1])
+        for index in range(60):  # windows of the second stage, whose times come two later
+            whole = parts[rank].clone()
+            multipath.all_reduce(whole)
+            assert torch.equal(whole, want), index
+        totals = multipath.take_totals()
+        assert sum(total.nbytes for total in totals.values()) > 0
+
+
+def test_operations_are_right(pair: RankPool) -> None:
+    pair.run(all_operations, [torch.bfloat16, torch.float32, torch.int32, torch.uint8])
+
+
+def beside_launches(group: dist.ProcessGroup) -> None:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    config = MoEConfig(
+        hidden=1024,
+        intermediate=512,
+        num_experts=16,
+        topk=2,
+        activation="silu",
+        gated=True,
+        num_ranks=1,
+        max_tokens=2048,
+    )
+    layer = FlashMoELayer(config, router=True)
+    x = torch.randn(2048, 1024, dtype=torch.bfloat16, device="cuda")
+    want_y = layer(x)
+    parts = [contribution(one, 16 * LENGTH, torch.float32).cuda() for one in range(ranks)]
+    want = in_order(parts)
+    with made(group) as multipath:
+        multipath.all_reduce(parts[rank].clone())
+        for _ in range(10):
+            whole = parts[rank].clone()
+            layer(x)
+            work = multipath.all_reduce(whole, async_op=True)
+            y = layer(x)
+            assert work is not None
+            work.wait()
+            assert torch.equal(whole, want)
+            assert torch.equal(y, want_y)
+
+
+@pytest.mark.parametrize("queues", ["1", "8"])
+def test_one_hardware_queue_beside_launches(
+    queues: str, monkeypatch: pytest.MonkeyPatch, pair: RankPool
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    pair.run(beside_launches)
+
+
+def outcome_of(multipath: Multipath, path: Path) -> None:
+    """Goes on until a call fails, and writes down how."""
+    part = torch.ones(32 * 2**20, device="cuda")
+    whole = torch.zeros(2 * part.numel(), device="cuda")
+    began = time.monotonic()
+    try:
+        while time.monotonic() < began + 60:
+            multipath.all_gather(whole, part)
+            torch.cuda.synchronize()
+            began_last = time.monotonic()
+    except FlashMoEError as error:
+        took = time.monotonic() - began_last
+        path.write_text(f"{took}\n{type(error).__name__}: {error}\n{float(whole[0])}")
+        return
+    path.write_text("0\nno error\n0")
+
+
+def with_a_peer_that(group: dist.ProcessGroup, fault: str, path: Path) -> None:
+    rank = dist.get_rank(group)
+    multipath = made(group, links=("host",) if fault == "dies" else ("peer", "host"), timeout=3.0)
+    part = torch.ones(32 * 2**20, device="cuda")
+    multipath.all_gather(torch.zeros(2 * part.numel(), device="cuda"), part)
+    torch.cuda.synchronize()
+    if rank == 0:
+        outcome_of(multipath, path)
+    elif fault == "dies":
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        outcome_of(multipath, path.with_suffix(".peer"))
+    else:  # stays away
+        time.sleep(8)
+
+
+def test_a_peer_that_dies_is_named_soon(pair: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "outcome"
+    with pytest.raises(RankError):
+        pair.run(with_a_peer_that, "dies", path)
+    took, error, _ = path.read_text().split("\n")
+    assert "rank 1" in error
+    assert error.startswith((LinkError.__name__, PeerTimeoutError.__name__))
+    assert float(took) < 10
+
+
+def test_a_peer_that_stays_away_is_named_in_time(pair: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "outcome"
+    pair.run(with_a_peer_that, "stays away", path)
+    took, error, first = path.read_text().split("\n")
+    assert "ranks [1]" in error
+    assert error.startswith((LinkError.__name__, PeerTimeoutError.__name__))
+    assert float(took) < 10
+    assert first == "nan"  # nobody can take what was moved for a result
+
+
+def uneven(group: dist.ProcessGroup) -> str:
+    rank = dist.get_rank(group)
+    multipath = made(group, timeout=5.0)
+    multipath.all_reduce(torch.ones(LENGTH, device="cuda"))
+    try:
+        for _ in range(3):
+            multipath.all_reduce(torch.ones(LENGTH + rank, device="cuda"))
+            torch.cuda.synchronize()
+            time.sleep(0.5)
+    except FlashMoEError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_uneven_sizes_are_named_on_every_rank(pair: RankPool) -> None:
+    sizes = {f"{4 * (LENGTH + rank)} bytes" for rank in range(2)}
+    for said in pair.run(uneven):
+        assert ShapeError.__name__ in said
+        assert all(size in said for size in sizes)
+
+
+def on_the_host(group: dist.ProcessGroup) -> str:
+    with made(group) as multipath:
+        with pytest.raises(ShapeError, match=r"tensor is on cpu: wanted cuda:0"):
+            multipath.all_reduce(torch.ones(4))
+        return "refused"
+
+
+def test_tensors_of_the_host_are_refused(pair: RankPool) -> None:
+    assert pair.run(on_the_host) == ["refused"] * 2

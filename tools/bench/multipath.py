@@ -1,0 +1,360 @@
+"""What several links at once bring: a published table, sockets on a CPU, and the links of GPUs.
+
+::
+
+    python -m tools.bench.multipath table
+    python -m tools.bench.multipath sockets --ranks 4
+    python -m tools.bench.multipath gpus [--ranks 2] [--same-gpu] [--pace 200]
+
+``table`` needs no GPU. ``sockets`` moves bytes between processes over two connections that are
+paced 4 to 1. ``gpus`` starts one process a GPU, or two on the first one, and measures every link,
+all together over shares, and what the host relay costs the host; ``--pace`` makes peer copies as
+slow as another machine's NVLink, in GB/s. Every line that is printed is a JSON object.
+"""
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.multipath import driver
+from flashmoe_megatron.multipath.balancer import Balancer, cut
+from flashmoe_megatron.multipath.control import Control
+from flashmoe_megatron.multipath.links import Piece
+from flashmoe_megatron.multipath.multipath import Multipath
+from flashmoe_megatron.multipath.ring import SLOT_BYTES, HostRelay, PeerCopies
+from flashmoe_megatron.multipath.shared import SharedMemory
+from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
+from flashmoe_megatron.multipath.sockets import Pace, SocketLink
+
+PUBLISHED = (
+    ("all_reduce", 2, 139, 175),
+    ("all_reduce", 4, 98, 118),
+    ("all_reduce", 8, 107, 109),
+    ("all_gather", 2, 132, 161),
+    ("all_gather", 4, 49, 62),
+    ("all_gather", 8, 21, 26),
+)
+"""FlexLink's table on H800: operation, GPUs, GB/s of NCCL and of FlexLink (input over time)."""
+
+PCIE_GBPS, RDMA_GBPS, LATENCY_US = 22.0, 13.0, 20.0
+"""The constants of all rows beside NCCL's own rate: GB/s into each GPU, and each link's latency."""
+
+INPUT_BYTES = 256 * 10**6
+SIZES = tuple(2**20 * size for size in (1, 4, 16, 64, 128, 256, 512))
+REPEATS = 10
+
+
+def table(step_us: float = 0.0) -> list[dict[str, Any]]:
+    """The balancer on simulated links, beside the published rows.
+
+    Args:
+        step_us: Latency of a relay in each step of a ring, of which a gather over n GPUs has n - 1
+            and a reduction twice as many.
+    """
+    rows = []
+    for operation, ranks, nccl, published in PUBLISHED:
+        steps = (ranks - 1) * (2 if operation == "all_reduce" else 1)
+        inbound = steps if operation == "all_gather" else steps / ranks
+        relay_us = LATENCY_US + steps * step_us
+        links = [
+            SimulatedLink("nvlink", nccl * inbound, LATENCY_US),
+            SimulatedLink("pcie", PCIE_GBPS, relay_us),
+            SimulatedLink("rdma", RDMA_GBPS, relay_us),
+        ]
+        balancer, nbytes = Balancer([link.name for link in links]), round(INPUT_BYTES * inbound)
+        shares = balancer.tune(nbytes, functools.partial(measure, links))
+        chunks = [model.chunk for model in balancer.models(nbytes)]
+        gbps = INPUT_BYTES / max(measure(links, cut(shares, nbytes), chunks)) / 1e9
+        rows.append(
+            {
+                "operation": operation,
+                "gpus": ranks,
+                "nccl": nccl,
+                "published": published,
+                "simulated": round(gbps, 1),
+                "off": round(gbps / published - 1, 3),
+                "shares": [round(share, 3) for share in shares],
+                "trials": balancer.trials(nbytes),
+            }
+        )
+    return rows
+
+
+def sockets(rank: int, ranks: int, args: argparse.Namespace) -> None:
+    """Wall clock of the operations over two paced connections, beside the fast one alone."""
+    rate = args.mbps * 1e6
+    links = {
+        "fast": lambda control: SocketLink(control, "fast", pace=Pace(rate)),
+        "slow": lambda control: SocketLink(control, "slow", pace=Pace(rate / 4)),
+    }
+    took: dict[tuple[str, int], float] = {}
+    part = torch.ones(args.mib * 2**18 // ranks, dtype=torch.int32)
+    whole = torch.ones(part.numel() * ranks, dtype=torch.int32)
+    calls: dict[str, Callable[[Multipath], Any]] = {
+        "all_gather": lambda multipath: multipath.all_gather(whole, part),
+        "reduce_scatter": lambda multipath: multipath.reduce_scatter(part, whole),
+        "all_reduce": lambda multipath: multipath.all_reduce(whole),
+    }
+    for names in (["fast"], ["fast", "slow"]):
+        with Multipath(links=[links[name] for name in names], min_bytes=1) as multipath:
+            for name, call in calls.items():
+                call(multipath)  # tries shares
+                took[name, len(names)] = _wall(functools.partial(call, multipath), 5)
+    for name in calls:
+        alone, both = took[name, 1], took[name, 2]
+        _say(rank, bench="sockets", ranks=ranks, operation=name, alone_s=alone, ratio=both / alone)
+
+
+class PacedCopies(PeerCopies):
+    """Peer copies that a process beside us lets go on at a rate, by the clock."""
+
+    def __init__(self, control: Control, device: torch.device, gbps: float) -> None:
+        super().__init__(control, device)
+        self._memory = SharedMemory.create(4096 + 8 * 1024)
+        self._words = driver.register(self._memory.address, self._memory.nbytes)
+        self._count = 0
+        context = multiprocessing.get_context("spawn")
+        place = self._memory.place
+        self._process = context.Process(target=_keep_pace, args=(place, gbps), daemon=True)
+        self._process.start()
+        while self._memory.word(128).value != 1:
+            time.sleep(0.01)
+
+    def admit(self, nbytes: int) -> None:
+        """Asks for the chunk, in the stream, and waits for leave."""
+        self._memory.word(4096 + self._count % 1024 * 4).value = nbytes
+        self._count += 1
+        stream = self.send_stream.cuda_stream
+        driver.write_value(stream, self._words, self._count)
+        driver.wait_value(stream, self._words + 64, self._count)
+
+    def close(self) -> None:
+        """Ends the process, too."""
+        super().close()
+        self._process.terminate()
+        driver.unregister(self._memory.address)
+
+
+def _keep_pace(place: tuple[int, int, int], gbps: float) -> None:
+    """Gives leave for chunk after chunk, each when the one before would have ended."""
+    memory = SharedMemory.open(place)
+    asked, given, ready = memory.word(0), memory.word(64), memory.word(128)
+    ready.value, count, free_at, clock = 1, 0, 0.0, time.perf_counter
+    while True:
+        if asked.value == count:
+            continue
+        now = clock()
+        # A copy takes a part of its own time; the next may begin that much earlier.
+        free_at = max(free_at, now - 50e-6)
+        while clock() < free_at:
+            pass
+        free_at += memory.word(4096 + count % 1024 * 4).value / (gbps * 1e9)
+        count += 1
+        given.value = count
+
+
+def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
+    """Every link, all together, and the host relay's cost."""
+    device = torch.device("cuda", 0 if args.same_gpu else rank)
+    torch.cuda.set_device(device)
+
+    def peer(control: Control) -> PeerCopies:
+        return PacedCopies(control, device, args.pace) if args.pace else PeerCopies(control, device)
+
+    def host(control: Control) -> HostRelay:
+        return HostRelay(control, device)
+
+    about = {"bench": "gpus", "gpu": torch.cuda.get_device_name(), "ranks": ranks}
+    about |= {"same_gpu": args.same_gpu, "pace": args.pace}
+    with Multipath(links=[peer, host], min_bytes=1, timeout=60, device=device) as both:
+        if "right" in args.only:
+            _say(rank, **about, right=_right(both, args.random_sizes))
+        if "links" in args.only:
+            for index, link in enumerate(both.links):
+                for two_way in (False, True):
+                    for size in SIZES:
+                        shares = [float(i == index) for i in range(len(both.links))]
+                        gbps, cpu = _rate(both, size, two_way, shares, args.cpu_s)
+                        way = "two ways, each" if two_way else "one way"
+                        mib = size // 2**20
+                        _say(rank, **about, link=link.name, way=way, mib=mib, gbps=gbps, core=cpu)
+        if "shares" in args.only:
+            for size in (64 * 2**20, 256 * 2**20):
+                _sweep(rank, about, both, size)
+
+
+def _sweep(rank: int, about: dict[str, Any], both: Multipath, size: int) -> None:
+    """Rates over the host relay's share, one way, and what the balancer chooses."""
+    rates = {}
+    for percent in range(0, 41, 2):
+        shares = [1 - percent / 100, percent / 100]
+        rates[percent], _ = _rate(both, size, False, shares)
+    best = max(rates, key=lambda percent: rates[percent])
+    pieces = _one_way(both, size)
+    both.tune(size * (both.num_ranks - 1), pieces)
+    chosen = both.balancer.shares(size * (both.num_ranks - 1))
+    tuned, _ = _rate(both, size, False, None)
+    _say(
+        rank,
+        **about,
+        mib=size // 2**20,
+        by_host_percent=rates,
+        best_percent=best,
+        chosen_percent=round(100 * chosen[1], 1),
+        trials=both.balancer.trials(size * (both.num_ranks - 1)),
+        gbps=tuned,
+        gain=tuned / rates[0] - 1,
+    )
+
+
+def _one_way(both: Multipath, size: int) -> list[Piece]:
+    """What every even rank sends to the next one; with two ranks, one direction."""
+    empty = torch.empty(0, dtype=torch.uint8, device=both.device)
+    sends = both.rank % 2 == 0
+    full = torch.zeros(size, dtype=torch.uint8, device=both.device)
+    partner = both.rank + 1 if sends else both.rank - 1
+    order = [(both.rank + step) % both.num_ranks for step in range(1, both.num_ranks)]
+    one, other = (full, empty) if sends else (empty, full)
+    return [
+        Piece(peer, one, other) if peer == partner else Piece(peer, empty, empty) for peer in order
+    ]
+
+
+def _two_ways(both: Multipath, size: int) -> list[Piece]:
+    full = torch.zeros((2, size), dtype=torch.uint8, device=both.device)
+    order = [(both.rank + step) % both.num_ranks for step in range(1, both.num_ranks)]
+    return [Piece(peer, full[0], full[1]) for peer in order]
+
+
+def _rate(
+    both: Multipath, size: int, two_way: bool, shares: Sequence[float] | None, seconds: float = 0.0
+) -> tuple[float, float]:
+    """GB/s into a rank, and the part of a core that this process has used meanwhile."""
+    pieces = (_two_ways if two_way else _one_way)(both, size)
+    inbound = size * (both.num_ranks - 1)
+    if shares is None:
+        chosen = cut(both.balancer.shares(inbound), size)
+        chunks = [model.chunk for model in both.balancer.models(inbound)]
+    else:
+        chosen, chunks = cut(shares, size), [min(SLOT_BYTES, max(2**20, size // 16))] * len(shares)
+
+    def move() -> None:
+        both.fly("a measurement", pieces, chosen, chunks, [0.0] * len(chunks))
+
+    for _ in range(2):
+        move()
+    repeats = max(REPEATS, int(seconds * 40e9 / size))
+    _meet(both)
+    began, cpu = time.perf_counter(), time.process_time()
+    for index in range(repeats):
+        move()
+        if index % 4 == 3:  # the driver spins where more is issued than it holds
+            end = torch.cuda.Event(blocking=True)
+            end.record()
+            end.synchronize()
+    end = torch.cuda.Event(blocking=True)
+    end.record()
+    end.synchronize()
+    took, used = time.perf_counter() - began, time.process_time() - cpu
+    _meet(both)
+    received = size * ((both.num_ranks - 1) if two_way else 1)
+    values: list[Any] = [None] * both.num_ranks
+    dist.all_gather_object(values, (received * repeats / took / 1e9, used / took))
+    return round(min(rate for rate, _ in values), 2), round(max(core for _, core in values), 4)
+
+
+def _meet(both: Multipath) -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _right(both: Multipath, count: int) -> dict[str, Any]:
+    """Gathers random numbers of random lengths over both links, and looks at every byte."""
+    lengths = torch.Generator().manual_seed(1)
+    wrong = 0
+    for index in range(count):
+        scale = float(torch.rand((), generator=lengths)) * 26
+        size = max(1, int(2**scale * (1 + float(torch.rand((), generator=lengths)))))
+        inputs = []
+        for rank in range(both.num_ranks):
+            torch.cuda.manual_seed(index * both.num_ranks + rank)
+            inputs.append(torch.randint(256, (size,), dtype=torch.uint8, device=both.device))
+        output = torch.zeros(both.num_ranks * size, dtype=torch.uint8, device=both.device)
+        both.all_gather(output, inputs[both.rank])
+        wrong += not torch.equal(output, torch.cat(inputs))
+    totals = both.take_totals()
+    return {
+        "sizes": count,
+        "wrong": wrong,
+        "bytes": {name: total.nbytes for name, total in totals.items()},
+    }
+
+
+def _wall(call: Callable[[], Any], repeats: int) -> float:
+    took = []
+    for _ in range(repeats):
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - began)
+    slowest = torch.tensor([statistics.median(took)])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return round(float(slowest), 4)
+
+
+def _say(rank: int, **values: Any) -> None:
+    if rank == 0:
+        print(json.dumps(values), flush=True)
+
+
+def _rank(rank: int, ranks: int, store: str, run: Callable[..., None], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    run(rank, ranks, args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=["table", "sockets", "gpus"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--step-us", type=float, default=0.0, help="table: latency of a ring's step"
+    )
+    parser.add_argument("--mbps", type=float, default=100, help="sockets: the fast link's MB/s")
+    parser.add_argument("--mib", type=int, default=64, help="sockets: the size of the whole")
+    parser.add_argument("--same-gpu", action="store_true", help="gpus: all processes on the first")
+    parser.add_argument("--pace", type=float, default=0.0, help="gpus: GB/s of peer copies")
+    parser.add_argument("--random-sizes", type=int, default=1000)
+    parser.add_argument(
+        "--cpu-s", type=float, default=1.0, help="gpus: seconds for the host's part"
+    )
+    parser.add_argument("--only", nargs="+", default=["right", "links", "shares"])
+    args = parser.parse_args()
+    if args.what == "table":
+        for row in table(args.step_us):
+            print(json.dumps(row))
+        return 0
+    run = {"sockets": sockets, "gpus": gpus}[args.what]
+    store = os.path.join(tempfile.mkdtemp(prefix="flashmoe-multipath-"), "store")
+    # Pacers are children of the ranks, which daemons cannot have.
+    torch.multiprocessing.spawn(_rank, (args.ranks, store, run, args), args.ranks, daemon=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

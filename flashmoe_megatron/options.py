@@ -118,8 +118,8 @@ def option(default: Any, rule: Rule, help: str, *, unset: str = "") -> Any:
 class BackendOptions:
     """How a backend runs a layer; the same on every rank.
 
-    The reference heeds ``keep``, ``row_bound`` and what is said of replicas; the others change
-    nothing for it.
+    The reference heeds ``keep``, ``row_bound``, ``host_overlap`` and what is said of replicas; the
+    others change nothing for it.
 
     Raises:
         ConfigError: A value has no meaning; the message names what was got and what is wanted.
@@ -185,6 +185,13 @@ class BackendOptions:
             metavar="SECONDS",
         ),
         "Seconds that the kernel waits for a peer before it raises an error.",
+    )
+    host_overlap: int = option(
+        0,
+        whole_number(least=0, most=2),
+        "Launches for the tokens of other hosts, where an expert-parallel group spans several: a "
+        "rank then launches its own tokens first, while those travel, and shares travel back under "
+        "the next launch. 0 exchanges all before and behind the launch.",
     )
     counters: bool = option(
         True,

@@ -22,7 +22,9 @@ from flashmoe_megatron.replicas.policy import check_slots
 logger = logging.getLogger("flashmoe_megatron")
 
 HOPPER = (9, 0)
-_ALWAYS = ("keep", "row_bound", "spare_slots", "placement", "replica_policy")
+OVERLAP_CTAS = 2
+"""Most CTAs of an exchange between hosts that runs beside a launch."""
+_ALWAYS = ("keep", "row_bound", "host_overlap", "spare_slots", "placement", "replica_policy")
 _AGREED = {"kernel": (*_ALWAYS, "symmetric_memory"), "reference": _ALWAYS}
 """Options that all ranks need alike, since launches or exchanges depend on them."""
 
@@ -89,17 +91,18 @@ def select_backend(
 
     if group is None or grid.num_hosts == 1:
         return make(config, group, chosen_options)
-    if chosen_options.spare_slots:
-        raise ConfigError(
-            f"spare_slots={chosen_options.spare_slots} in an expert-parallel group over "
-            f"{grid.num_hosts} hosts: wanted 0, or experts that one host's ranks share"
-        )
+    check_over_hosts(chosen_options, grid.num_hosts, is_kernel=chosen == "kernel")
     is_fixed = chosen_options.row_bound is not None
     _announce_once(
         f"MoE layers of {config.num_experts} experts over "
         f"{describe_hosts(config, grid.num_hosts, is_fixed=is_fixed)}"
     )
-    groups = host_groups(group, grid, timeout=chosen_options.timeout)
+    groups = host_groups(
+        group,
+        grid,
+        timeout=chosen_options.timeout,
+        max_ctas=OVERLAP_CTAS if chosen_options.host_overlap else None,
+    )
     return HostsBackend(
         config,
         TorchRail(groups),
@@ -107,6 +110,36 @@ def select_backend(
         device=device,
         options=chosen_options,
     )
+
+
+def check_over_hosts(options: BackendOptions, num_hosts: int, *, is_kernel: bool) -> None:
+    """Refuses options that a group over several hosts cannot have.
+
+    An exchange under a launch takes multiprocessors, as a launch does. If they did not all fit, a
+    launch could wait for a peer whose multiprocessors an exchange holds that waits, by another
+    host, for the launch: so exchanges get few, and launches leave them free.
+
+    Raises:
+        ConfigError: There are spare slots; or launches overlap exchanges, although sizes are fixed
+            or too few multiprocessors are left to the exchanges.
+    """
+    overlap = options.host_overlap
+    if options.spare_slots:
+        raise ConfigError(
+            f"spare_slots={options.spare_slots} in an expert-parallel group over {num_hosts} "
+            "hosts: wanted 0, or experts that one host's ranks share"
+        )
+    if overlap and options.row_bound is not None:
+        raise ConfigError(
+            f"host_overlap={overlap} with row_bound={options.row_bound}, with which all tokens "
+            "cross at once: wanted 0, or no row_bound"
+        )
+    if overlap and is_kernel and options.reserved_sms < 2 * OVERLAP_CTAS:
+        raise ConfigError(
+            f"host_overlap={overlap} with reserved_sms={options.reserved_sms}: wanted at least "
+            f"{2 * OVERLAP_CTAS}, since exchanges of {OVERLAP_CTAS} CTAs each way run beside a "
+            "launch, and one that found no room would stop both"
+        )
 
 
 def find_grid(group: dist.ProcessGroup) -> HostGrid:

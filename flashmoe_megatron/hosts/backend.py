@@ -27,6 +27,8 @@ from flashmoe_megatron.hosts.crossing import (
     Crossing,
     ExactCrossing,
     FixedCrossing,
+    Share,
+    parted,
     sum_of_shares,
 )
 from flashmoe_megatron.hosts.rail import Crossed, Rail
@@ -58,18 +60,18 @@ class SavedOverHosts:
     """What a forward keeps for its backward.
 
     Attributes:
-        crossing: The ways of its tokens.
+        legs: The ways of its tokens.
         choices: Their routing.
         backend: The backend that has run within the host.
         launches: What each of its launches has saved.
-        num_rows: Rows of each.
+        num_rows: Rows of each, by leg.
     """
 
-    crossing: Crossing
+    legs: Sequence[Crossing]
     choices: Choices
     backend: Backend
-    launches: tuple[Any, ...]
-    num_rows: tuple[int, ...]
+    launches: list[Any]
+    num_rows: list[list[int]]
 
     @property
     def rows(self) -> list[torch.Tensor | None]:
@@ -80,12 +82,6 @@ class SavedOverHosts:
     def preact(self) -> list[torch.Tensor | None]:
         """The first projection's outputs, likewise."""
         return [getattr(saved, "preact", None) for saved in self.launches]
-
-
-def _parted(count: int, parts: int) -> list[int]:
-    """A number of rows in so many parts, as equal as can be; some may be 0."""
-    size = -(-count // parts)
-    return [max(0, min(size, count - part * size)) for part in range(parts)]
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -166,28 +162,31 @@ class HostsBackend(OfGroup):
         if bound is not None:
             bound *= config.topk / (grid.num_hosts * share.topk)
         self._options = OptionsWithin(**{**vars(options), "keep": self.keep, "row_bound": bound})
+        self._remote_legs = options.host_overlap
         self._within: list[Backend] = []
         self._taken = Crossed()
         self._last: Backend | None = None
         self._untold: Exception | None = None
         self._dtype = torch.bfloat16
         self._checked: tuple[int, ...] = ()
-        self._backend_for(first)
+        self._backend_for([first])
 
-    def _backend_for(self, num_tokens: int) -> tuple[Backend, int]:
-        """The backend for so many tokens of the fullest rank, and its launches; alike on all ranks.
+    def _backend_for(self, needs: Sequence[int]) -> tuple[Backend, list[int]]:
+        """The backend for legs of so many tokens of the fullest rank, and the launches of each.
 
-        The bound of a launch's tokens follows what launches have needed, in steps and never down.
+        Alike on all ranks. The bound of a launch's tokens follows what launches have needed, in
+        steps and never down.
         """
         config, num_hosts = self.config, self._rail.grid.num_hosts
-        launches, most = plan_launches(config, num_hosts, num_tokens)
+        plans = [plan_launches(config, num_hosts, need) for need in needs]
+        most = max(tokens for _, tokens in plans)
         if not self._within or most > self.within.config.max_tokens:
             if self._within:
                 step = self.within.config.max_tokens * 5 // 4
                 most = max(most, plan_launches(config, num_hosts, step)[1])
             share = share_of_host(config, num_hosts, most)
             self._within.append(self._make_within(share, self._options))
-        return self.within, launches
+        return self.within, [launches for launches, _ in plans]
 
     def _distinct(self) -> Iterable[Backend]:
         """Backends within the host that count for themselves: some share one memory."""
@@ -278,15 +277,18 @@ class HostsBackend(OfGroup):
             choices = Choices.of(self.config, probs, routing_map)
         self.num_calls += 1
         self._rail.crossed.calls += 1
-        crossing, most = self._cross(choices, probs, routing_map)
-        backend, launches = self._backend_for(most)
-        rows = crossing.out(self._rail, x)
-        experts, route_weights = crossing.routes(self._rail)
-        num_rows = _parted(len(rows), launches)
-        made, kept = [], []
-        try:
+        legs, needs = self._cross(choices, probs, routing_map)
+        backend, launches = self._backend_for(needs)
+        routes = [leg.routes(self._rail) for leg in legs]
+        kept: list[Any] = []
+        num_rows: list[list[int]] = []
+
+        def launch(number: int, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+            experts, route_weights = routes[number]()
+            num_rows.append(parted(len(rows), launches[number]))
+            made = []
             for tokens, weight, idx in zip(
-                *(torch.split(each, num_rows) for each in (rows, route_weights, experts)),
+                *(torch.split(each, num_rows[-1]) for each in (rows, route_weights, experts)),
                 strict=True,
             ):
                 out, saved = backend.forward(
@@ -294,14 +296,12 @@ class HostsBackend(OfGroup):
                 )
                 made.append(out)
                 kept.append(saved)
-        except Exception as error:
-            failure = self._on_this_host(error)
-            self._give_void(failure, lambda void: list(crossing.back(self._rail, void)), rows)
-            raise failure from error
-        total = sum_of_shares(crossing.back(self._rail, _joined(made)), len(x))
+            return _joined(made), None
+
+        total, _ = self._there_and_back(legs, x, launch)
         if not training:
             return total, None
-        return total, SavedOverHosts(crossing, choices, backend, tuple(kept), tuple(num_rows))
+        return total, SavedOverHosts(legs, choices, backend, kept, num_rows)
 
     @torch.no_grad()
     def backward(
@@ -316,35 +316,79 @@ class HostsBackend(OfGroup):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward; collective over the group, see the protocol."""
         assert isinstance(saved, SavedOverHosts)
-        crossing, choices, backend = saved.crossing, saved.choices, saved.backend
+        choices, backend = saved.choices, saved.backend
         check_grad_out(self.config, grad_out, len(choices.experts))
         self._last = backend
         self._rail.crossed.calls += 1
-        rows = crossing.out(self._rail, grad_out)
         grads = [list(kind) for kind in (grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias)]
-        of_rows, of_routes = [], []
-        try:
-            for part, kept in zip(
-                torch.split(rows, list(saved.num_rows)), saved.launches, strict=True
-            ):
-                grad_rows, grad_routes = backend.backward(part, kept, weights, *grads)
+        kept = iter(saved.launches)
+
+        def launch(number: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            of_rows, of_routes = [], []
+            for part in torch.split(rows, saved.num_rows[number]):
+                grad_rows, grad_routes = backend.backward(part, next(kept), weights, *grads)
                 of_rows.append(grad_rows)
                 of_routes.append(grad_routes)
-                grads = [[WeightGrad(one.buffer, True) for one in kind] for kind in grads]
-        except Exception as error:
+                for kind in grads:
+                    kind[:] = [WeightGrad(one.buffer, True) for one in kind]
+            return _joined(of_rows), _joined(of_routes)
 
-            def give(void: torch.Tensor) -> None:
-                list(crossing.back(self._rail, void))
-                width = min(self.config.topk, self._experts_per_host)
-                routes = void[:, :width].to(choices.weights.dtype).contiguous()
-                crossing.grads_of_choices(self._rail, routes, self.config.topk)
-
-            failure = self._on_this_host(error)
-            self._give_void(failure, give, rows)
-            raise failure from error
-        grad_x = sum_of_shares(crossing.back(self._rail, _joined(of_rows)), len(grad_out))
-        of_choices = crossing.grads_of_choices(self._rail, _joined(of_routes), self.config.topk)
+        dtype = choices.weights.dtype
+        grad_x, of_choices = self._there_and_back(saved.legs, grad_out, launch, dtype)
+        assert of_choices is not None
         return grad_x, choices.gradient(of_choices)
+
+    def _there_and_back(
+        self,
+        legs: Sequence[Crossing],
+        own: torch.Tensor,
+        launch: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
+        dtype_of_routes: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Sends rows out, launches, and adds up what comes back. Collective over the group.
+
+        A launch that fails leaves the other hosts waiting for shares: they get NaN, and every rank
+        hears of the failure in the next call.
+
+        Args:
+            legs: The ways; each one's launches begin when its rows are there.
+            own: ``[num_tokens, hidden]``.
+            launch: Makes rows and, in backward, routes' gradients of a leg's number and rows.
+            dtype_of_routes: Theirs, if any come back.
+
+        Returns:
+            Sums of the rows, and the gradients of choices.
+        """
+        rail, topk = self._rail, self.config.topk
+        arriving = [leg.out(rail, own) for leg in legs]
+        shares: list[Callable[[], list[Share]]] = []
+        of_choices: list[Callable[[], torch.Tensor]] = []
+        failure: Exception | None = None
+        with contextlib.ExitStack() as stack:
+            for number, (leg, arrived) in enumerate(zip(legs, arriving, strict=True)):
+                rows = arrived()
+                made, of_routes = rows, None
+                if failure is None:
+                    try:
+                        made, of_routes = launch(number, rows)
+                    except Exception as error:  # noqa: BLE001 - raised below
+                        failure = self._untold = self._on_this_host(error)
+                        # The other hosts may have gone, too.
+                        stack.enter_context(contextlib.suppress(FlashMoEError))
+                if failure is not None:
+                    made = torch.full_like(rows, torch.nan)
+                    width = min(topk, self._experts_per_host)
+                    of_routes = made[:, :width].to(dtype_of_routes or made.dtype).contiguous()
+                shares.append(leg.back(rail, made))
+                if dtype_of_routes is not None and of_routes is not None:
+                    of_choices.append(leg.grads_of_choices(rail, of_routes, topk))
+            there = [share for later in shares for share in later()]
+            grads = [later() for later in of_choices]
+        if failure is not None:
+            raise failure
+        total = sum_of_shares(there, len(own))
+        # A choice is on one leg: the others' are zero.
+        return total, sum(grads[1:], start=grads[0]) if grads else None
 
     def refuse(self, reason: str) -> None:
         """Takes part in the other ranks' forward; see the protocol.
@@ -358,14 +402,18 @@ class HostsBackend(OfGroup):
             self._hear(reason)
             return
         none = torch.empty(0, self.config.topk, device=self._device)
-        crossing = self._fixed(Choices(none.int(), none, none.bool().any(1), 0, True, none.dtype))
+        legs = [self._fixed(Choices(none.int(), none, none.bool().any(1), 0, True, none.dtype))]
+        _, launches = self._backend_for(self._fixed_needs())
+        routes = [leg.routes(self._rail) for leg in legs]
+
+        def launch(number: int, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+            routes[number]()
+            for _ in range(launches[number]):
+                self.within.refuse(reason)
+            return torch.full_like(rows, torch.nan), None
+
         no_tokens = none.new_empty(0, self.config.hidden, dtype=self._dtype)
-        rows = crossing.out(self._rail, no_tokens)
-        crossing.routes(self._rail)
-        try:
-            self.within.refuse(reason)
-        finally:
-            list(crossing.back(self._rail, torch.full_like(rows, torch.nan)))
+        self._there_and_back(legs, no_tokens, launch)
 
     def raise_pending_fault(self) -> None:
         """Raises what a launch within this host has found wrong; see the protocol."""
@@ -378,8 +426,8 @@ class HostsBackend(OfGroup):
 
     def _cross(
         self, choices: Choices, probs: torch.Tensor, routing_map: torch.Tensor
-    ) -> tuple[Crossing, int]:
-        """How the tokens cross, and the most tokens of any rank's launch. Collective.
+    ) -> tuple[list[ExactCrossing] | list[FixedCrossing], list[int]]:
+        """How the tokens cross, and the most tokens of any rank on each leg. Collective.
 
         Raises:
             FlashMoEError: A rank refuses the call: the same on every rank.
@@ -399,23 +447,33 @@ class HostsBackend(OfGroup):
                 problem = routing_problem(self.config, probs, routing_map)
                 raise self._hear(None if problem is None else reason_of(RoutingError(problem)))
         if self._is_fixed:
-            return self._fixed(choices), grid.num_hosts * self.config.max_tokens
-        counts = [words[1:] for words in everyone]
-        arriving = [
-            sum(counts[other][1 + rank // grid.ranks_per_host] for other in self._rail_of(rank))
-            for rank in range(self.config.num_ranks)
-        ]
-        most = max(own[0] + more for own, more in zip(counts, arriving, strict=True))
-        received = [counts[other][1 + grid.host] for other in grid.ranks_of_rail]
-        crossing = ExactCrossing.of(
+            return [self._fixed(choices)], self._fixed_needs()
+        own = [words[1] for words in everyone]
+        leaving = [words[2:] for words in everyone]
+        legs = ExactCrossing.legs(
             choices,
             leaves,
-            counts[grid.rank][1:],
-            received,
+            leaving[grid.rank],
+            [leaving[other][grid.host] for other in grid.ranks_of_rail],
             host=grid.host,
             experts_per_host=self._experts_per_host,
+            remote_legs=self._remote_legs,
         )
-        return crossing, most
+        arriving = [
+            [leaving[other][rank // grid.ranks_per_host] for other in self._rail_of(rank)]
+            for rank in range(self.config.num_ranks)
+        ]
+        if not self._remote_legs:
+            return legs, [max(one + sum(more) for one, more in zip(own, arriving, strict=True))]
+        parts = [[parted(count, self._remote_legs) for count in counts] for counts in arriving]
+        needs = [
+            max(sum(part[leg] for part in counts) for counts in parts)
+            for leg in range(self._remote_legs)
+        ]
+        return legs, [max(own), *needs]
+
+    def _fixed_needs(self) -> list[int]:
+        return [self._rail.grid.num_hosts * self.config.max_tokens]
 
     def _rail_of(self, rank: int) -> range:
         step = self._rail.grid.ranks_per_host
@@ -448,22 +506,6 @@ class HostsBackend(OfGroup):
         reasons = enumerate(self._rail.tell(own))
         rank, reason = next(pair for pair in reasons if pair[1] is not None)
         return told_error(rank, str(reason))
-
-    def _give_void(
-        self, error: Exception, give: Callable[[torch.Tensor], object], rows: torch.Tensor
-    ) -> None:
-        """Ends a call that failed within this host, of which the other hosts wait for shares.
-
-        They get NaN, and every rank hears of the failure in the next call.
-
-        Args:
-            error: What has failed.
-            give: Gives rows back.
-            rows: As many.
-        """
-        self._untold = error
-        with contextlib.suppress(FlashMoEError):  # the other hosts have gone, too
-            give(torch.full_like(rows, torch.nan))
 
     def _raise_untold(self) -> None:
         """Raises what the other hosts have not been told of, which tells them."""

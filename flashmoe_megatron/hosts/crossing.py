@@ -4,8 +4,9 @@ With exact sizes a token crosses once to each other host that has an expert of i
 fixed sizes every token crosses to every host, so that no size depends on a routing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,30 +14,47 @@ import torch.nn.functional as F
 from flashmoe_megatron.hosts.rail import Rail
 from flashmoe_megatron.hosts.routes import Choices, LocalRoutes
 
-Share = tuple[torch.Tensor | None, torch.Tensor]
-"""Tokens, ``None`` for all in order, and what a host has made of each."""
+_Result = TypeVar("_Result")
+Share = tuple[int, torch.Tensor | None, torch.Tensor]
+"""A host, this rank's tokens (``None`` for all in order), and what the host has made of each."""
+Later = Callable[[], _Result]
+"""Waits for what an exchange that is under way brings."""
+
+
+def parted(count: int, parts: int) -> list[int]:
+    """A number of rows in so many parts, as equal as can be; some may be 0."""
+    size = -(-count // parts)
+    return [max(0, min(size, count - part * size)) for part in range(parts)]
 
 
 @dataclass(frozen=True)
 class ExactCrossing:
-    """Rows of the own tokens, then those that came from other hosts, in the order of hosts.
+    """Rows of one or several launches: own tokens, those that come from other hosts, or both.
+
+    Own tokens come first, then the others in the order of hosts.
 
     Attributes:
+        host: This rank's.
+        num_tokens: This rank's.
         tokens: ``[num_sent]`` int64, this rank's tokens that leave, by host and then ascending.
         sent: Rows to each host; none to the own one.
         received: Rows from each host.
-        own_routes: The own tokens' routes on this host.
+        own_routes: The own tokens' routes on this host; ``None`` if they are in other launches.
         sent_routes: The routes of the tokens that leave.
+        is_local: Whether no rank's rows cross, whatever the routing: nothing is exchanged.
     """
 
+    host: int
+    num_tokens: int
     tokens: torch.Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    own_routes: LocalRoutes
+    own_routes: LocalRoutes | None
     sent_routes: LocalRoutes
+    is_local: bool
 
     @classmethod
-    def of(
+    def legs(
         cls,
         choices: Choices,
         leaves: torch.Tensor,
@@ -45,7 +63,8 @@ class ExactCrossing:
         *,
         host: int,
         experts_per_host: int,
-    ) -> "ExactCrossing":
+        remote_legs: int,
+    ) -> "list[ExactCrossing]":
         """Lists what crosses; waits for no device.
 
         Args:
@@ -55,6 +74,8 @@ class ExactCrossing:
             received: Rows that come from each host.
             host: This rank's.
             experts_per_host: Experts of each host.
+            remote_legs: 0 for all rows at once; else the own tokens come alone, and those of other
+                hosts in so many parts.
         """
         num_tokens, num_hosts = leaves.shape
         by_host = leaves.t().flatten()
@@ -63,66 +84,131 @@ class ExactCrossing:
         place = torch.where(by_host, by_host.cumsum(0) - 1, total)
         numbers = torch.arange(num_tokens * num_hosts, device=leaves.device)
         listed = numbers.new_zeros(total + 1).scatter_(0, place, numbers)[:total]
-        tokens, targets = listed % max(num_tokens, 1), listed // max(num_tokens, 1)
         experts, weights = choices.experts, choices.weights
-        return cls(
-            tokens,
-            tuple(sent),
-            tuple(received),
-            LocalRoutes.of(experts, weights, host, experts_per_host),
-            LocalRoutes.of(experts[tokens], weights[tokens], targets[:, None], experts_per_host),
-        )
 
-    def routes(self, rail: Rail) -> tuple[torch.Tensor, torch.Tensor]:
+        def leg(
+            numbers: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, has_own: bool
+        ) -> ExactCrossing:
+            tokens, targets = numbers % max(num_tokens, 1), numbers // max(num_tokens, 1)
+            own = LocalRoutes.of(experts, weights, host, experts_per_host) if has_own else None
+            leaving = experts[tokens], weights[tokens], targets[:, None]
+            sent_routes = LocalRoutes.of(*leaving, experts_per_host)
+            is_local = has_own and remote_legs > 0
+            return cls(
+                host, num_tokens, tokens, tuple(sent), tuple(received), own, sent_routes, is_local
+            )
+
+        if not remote_legs:
+            return [leg(listed, sent, received, has_own=True)]
+        none = [0] * num_hosts
+        of_hosts = torch.split(listed, list(sent))
+        pieces = [torch.split(each, parted(len(each), remote_legs)) for each in of_hosts]
+        arriving = [parted(count, remote_legs) for count in received]
+        remote = [
+            leg(
+                torch.cat([piece[part] for piece in pieces]),
+                [len(piece[part]) for piece in pieces],
+                [counts[part] for counts in arriving],
+                has_own=False,
+            )
+            for part in range(remote_legs)
+        ]
+        return [leg(listed[:0], none, none, has_own=True), *remote]
+
+    @property
+    def num_own(self) -> int:
+        """Own tokens among the rows."""
+        return 0 if self.own_routes is None else self.num_tokens
+
+    def routes(self, rail: Rail) -> Later[tuple[torch.Tensor, torch.Tensor]]:
         """Experts and weights of all rows, ``[num_rows, width]``. Collective over the rail."""
         send = self.sent_routes.packed()
-        received = send.new_empty(sum(self.received), *send.shape[1:])
-        rail.exchange(send, received, self.sent, self.received, is_rows=False)
-        packed = torch.cat([self.own_routes.packed(), received])
-        return LocalRoutes.unpacked(packed, self.own_routes.weights.dtype)
+        packed = send.new_empty(self.num_own + sum(self.received), *send.shape[1:])
+        if self.own_routes is not None:
+            packed[: self.num_own] = self.own_routes.packed()
+        wait = self._go(rail, send, packed[self.num_own :], is_rows=False)
+        dtype = self.sent_routes.weights.dtype
 
-    def out(self, rail: Rail, own: torch.Tensor) -> torch.Tensor:
-        """All rows of this rank's launch. Collective over the rail.
+        def later() -> tuple[torch.Tensor, torch.Tensor]:
+            wait()
+            return LocalRoutes.unpacked(packed, dtype)
+
+        return later
+
+    def out(self, rail: Rail, own: torch.Tensor) -> Later[torch.Tensor]:
+        """All rows of these launches. Collective over the rail.
 
         Args:
             rail: Carries them.
             own: ``[num_tokens, hidden]``.
         """
-        rows = own.new_empty(len(own) + sum(self.received), own.shape[1])
-        rows[: len(own)] = own
-        rail.exchange(own[self.tokens], rows[len(own) :], self.sent, self.received, is_rows=True)
-        return rows
+        rows = own.new_empty(self.num_own + sum(self.received), own.shape[1])
+        rows[: self.num_own] = own[: self.num_own]
+        wait = self._go(rail, own[self.tokens], rows[self.num_own :], is_rows=True)
 
-    def back(self, rail: Rail, rows: torch.Tensor) -> Iterator[Share]:
-        """What every host has made of this rank's tokens, by host. Collective over the rail."""
-        own, returned = self._return(rail, rows, is_rows=True)
-        parts = zip(
-            *(torch.split(each, list(self.sent)) for each in (self.tokens, returned)), strict=True
-        )
-        for host, (tokens, share) in enumerate(parts):
-            yield (None, own) if host == rail.grid.host else (tokens, share)
+        def later() -> torch.Tensor:
+            wait()
+            return rows
 
-    def grads_of_choices(self, rail: Rail, grads: torch.Tensor, topk: int) -> torch.Tensor:
-        """The gradients of all choices, ``[num_tokens, topk]``. Collective over the rail.
+        return later
+
+    def back(self, rail: Rail, rows: torch.Tensor) -> Later[list[Share]]:
+        """What hosts have made of this rank's tokens. Collective over the rail."""
+        own, returned, wait = self._return(rail, rows, is_rows=True)
+
+        def later() -> list[Share]:
+            wait()
+            parts = (torch.split(each, list(self.sent)) for each in (self.tokens, returned))
+            shares: list[Share] = [
+                (host, tokens, share)
+                for host, (tokens, share) in enumerate(zip(*parts, strict=True))
+                if host != self.host
+            ]
+            return shares if self.own_routes is None else [*shares, (self.host, None, own)]
+
+        return later
+
+    def grads_of_choices(self, rail: Rail, grads: torch.Tensor, topk: int) -> Later[torch.Tensor]:
+        """The gradients of choices, ``[num_tokens, topk]``. Collective over the rail.
 
         Args:
             rail: Carries them.
             grads: ``[num_rows, width]``, of all rows' routes.
             topk: Choices of a token.
         """
-        own, returned = self._return(rail, grads, is_rows=False)
-        total = self.own_routes.of_choices(own, topk)
-        # A choice lies on one host: every other addition is of zero.
-        return total.index_add_(0, self.tokens, self.sent_routes.of_choices(returned, topk))
+        own, returned, wait = self._return(rail, grads, is_rows=False)
+
+        def later() -> torch.Tensor:
+            wait()
+            if self.own_routes is None:
+                total = grads.new_zeros(self.num_tokens, topk)
+            else:
+                total = self.own_routes.of_choices(own, topk)
+            # A choice lies on one host: every other addition is of zero.
+            return total.index_add_(0, self.tokens, self.sent_routes.of_choices(returned, topk))
+
+        return later
+
+    def _go(
+        self, rail: Rail, send: torch.Tensor, received: torch.Tensor, *, is_rows: bool
+    ) -> Later[None]:
+        if self.is_local:
+            return _nothing
+        return rail.exchange(send, received, self.sent, self.received, is_rows=is_rows)
 
     def _return(
         self, rail: Rail, rows: torch.Tensor, *, is_rows: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        others = sum(self.received)
-        own, made = torch.split(rows, [len(rows) - others, others])
+    ) -> tuple[torch.Tensor, torch.Tensor, Later[None]]:
+        own, made = torch.split(rows, [self.num_own, sum(self.received)])
         returned = rows.new_empty(sum(self.sent), *rows.shape[1:])
-        rail.exchange(made, returned, self.received, self.sent, is_rows=is_rows)
-        return own, returned
+        if self.is_local:
+            return own, returned, _nothing
+        wait = rail.exchange(made, returned, self.received, self.sent, is_rows=is_rows)
+        return own, returned, wait
+
+
+def _nothing() -> None:
+    """What is here needs no wait."""
 
 
 @dataclass(frozen=True)
@@ -161,53 +247,65 @@ class FixedCrossing:
         own.copy_(torch.where(choices.is_bad, experts_per_host, own))
         return cls(len(experts), most, routes)
 
-    def routes(self, rail: Rail) -> tuple[torch.Tensor, torch.Tensor]:
+    def routes(self, rail: Rail) -> Later[tuple[torch.Tensor, torch.Tensor]]:
         """Experts and weights of all rows, ``[num_rows, width]``. Collective over the rail."""
         packed = self._return(rail, self.sent_routes.packed().flatten(0, 1), is_rows=False)
-        return LocalRoutes.unpacked(packed, self.sent_routes.weights.dtype)
+        return lambda: LocalRoutes.unpacked(packed(), self.sent_routes.weights.dtype)
 
-    def out(self, rail: Rail, own: torch.Tensor) -> torch.Tensor:
-        """All rows of this rank's launch; see :meth:`ExactCrossing.out`."""
+    def out(self, rail: Rail, own: torch.Tensor) -> Later[torch.Tensor]:
+        """All rows of this rank's launches; see :meth:`ExactCrossing.out`."""
         rows = own.new_empty(rail.grid.num_hosts * self.most, own.shape[1])
         rail.spread(F.pad(own, (0, 0, 0, self.most - len(own))), rows)
-        return rows
+        return lambda: rows
 
-    def back(self, rail: Rail, rows: torch.Tensor) -> Iterator[Share]:
-        """What every host has made of this rank's tokens, by host. Collective over the rail."""
-        for share in torch.split(self._return(rail, rows, is_rows=True), self.most):
-            yield None, share[: self.num_tokens]
+    def back(self, rail: Rail, rows: torch.Tensor) -> Later[list[Share]]:
+        """What every host has made of this rank's tokens. Collective over the rail."""
+        returned = self._return(rail, rows, is_rows=True)
+        return lambda: [
+            (host, None, share[: self.num_tokens])
+            for host, share in enumerate(torch.split(returned(), self.most))
+        ]
 
-    def grads_of_choices(self, rail: Rail, grads: torch.Tensor, topk: int) -> torch.Tensor:
+    def grads_of_choices(self, rail: Rail, grads: torch.Tensor, topk: int) -> Later[torch.Tensor]:
         """The gradients of all choices; see :meth:`ExactCrossing.grads_of_choices`."""
         returned = self._return(rail, grads, is_rows=False)
-        returned = returned.view(rail.grid.num_hosts, self.most, grads.shape[1])
-        # A choice lies on one host: the others' are zero.
-        return self.sent_routes.of_choices(returned, topk).sum(0)[: self.num_tokens]
 
-    def _return(self, rail: Rail, rows: torch.Tensor, *, is_rows: bool) -> torch.Tensor:
+        def later() -> torch.Tensor:
+            by_host = returned().view(rail.grid.num_hosts, self.most, grads.shape[1])
+            # A choice lies on one host: the others' are zero.
+            return self.sent_routes.of_choices(by_host, topk).sum(0)[: self.num_tokens]
+
+        return later
+
+    def _return(self, rail: Rail, rows: torch.Tensor, *, is_rows: bool) -> Later[torch.Tensor]:
         counts = [self.most] * rail.grid.num_hosts
         returned = torch.empty_like(rows)
-        rail.exchange(rows.contiguous(), returned, counts, counts, is_rows=is_rows)
-        return returned
+        wait = rail.exchange(rows.contiguous(), returned, counts, counts, is_rows=is_rows)
+
+        def later() -> torch.Tensor:
+            wait()
+            return returned
+
+        return later
 
 
 Crossing = ExactCrossing | FixedCrossing
 
 
-def sum_of_shares(shares: Iterator[Share], num_tokens: int) -> torch.Tensor:
+def sum_of_shares(shares: Iterable[Share], num_tokens: int) -> torch.Tensor:
     """Adds the hosts' shares of every token in the order of hosts, rounded once.
 
     Args:
-        shares: By host; at least one is of all tokens.
+        shares: At least one; those of one host are of distinct tokens.
         num_tokens: This rank's.
     """
-    waiting = list(shares)
-    first = waiting[0][1]
-    wide = torch.float64 if first.dtype == torch.float64 else torch.float32
-    total = torch.zeros(num_tokens, first.shape[1], dtype=wide, device=first.device)
-    for tokens, share in waiting:
+    ordered = sorted(shares, key=lambda share: share[0])
+    like = ordered[0][2]
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    total = torch.zeros(num_tokens, like.shape[1], dtype=wide, device=like.device)
+    for _, tokens, share in ordered:
         if tokens is None:
             total += share
         else:
-            total.index_add_(0, tokens, share.to(wide))  # tokens of one host are distinct
-    return total.to(first.dtype)
+            total.index_add_(0, tokens, share.to(wide))
+    return total.to(like.dtype)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ class Crossed:
         rows: Rows of ``hidden`` elements: tokens, shares of outputs, and gradients of both.
         bytes: Their bytes, and those of routes and of the routes' gradients.
         calls: Forwards and backwards that have done so.
-        ns: Nanoseconds of the exchanges, as far as they have ended, with the wait for other hosts.
+        ns: Nanoseconds that were waited for exchanges and other hosts, as far as these have ended.
     """
 
     rows: int = 0
@@ -105,8 +105,8 @@ class Rail(Protocol):
         receive_counts: Sequence[int],
         *,
         is_rows: bool,
-    ) -> None:
-        """Sends each host of the rail its part of a tensor.
+    ) -> Callable[[], None]:
+        """Begins to send each host of the rail its part of a tensor.
 
         Args:
             send: Contiguous, parted along its first dimension by host.
@@ -114,6 +114,9 @@ class Rail(Protocol):
             send_counts: Entries of the first dimension for each host.
             receive_counts: Those from each host.
             is_rows: Whether the entries are rows of ``hidden`` elements, for the counters.
+
+        Returns:
+            What has to be called before ``received`` is read; a GPU's host does not wait in it.
         """
         ...
 
@@ -184,14 +187,26 @@ class TorchRail(OfGroup):
         receive_counts: Sequence[int],
         *,
         is_rows: bool,
-    ) -> None:
+    ) -> Callable[[], None]:
         """See :class:`Rail`."""
         leaving = sum(send_counts) - send_counts[self.grid.host]
         count_crossed(self.crossed, leaving, send, is_rows=is_rows)
-        with self._bounded(), self.watch.timed(send.device):
-            dist.all_to_all_single(
-                received, send, list(receive_counts), list(send_counts), group=self._rail
+        with self._bounded():
+            work = dist.all_to_all_single(
+                received,
+                send,
+                list(receive_counts),
+                list(send_counts),
+                group=self._rail,
+                async_op=True,
             )
+        assert work is not None
+
+        def wait() -> None:
+            with self._bounded(), self.watch.timed(received.device):
+                work.wait()
+
+        return wait
 
     def spread(self, send: torch.Tensor, received: torch.Tensor) -> None:
         """See :class:`Rail`."""

@@ -43,6 +43,8 @@ FORMS = {
     "exact sizes": {"keep": "all"},
     "exact sizes, keep preactivations": {"keep": "preactivations"},
     "fixed sizes": {"keep": "all", "row_bound": 100.0},
+    "overlap 1": {"keep": "all", "host_overlap": 1},
+    "overlap 2": {"keep": "all", "host_overlap": 2},
 }
 ROUTINGS = [cases.uniform, zipf, cases.to_one_expert, cases.with_dropped_tokens, cases.to_nobody]
 
@@ -96,7 +98,7 @@ def check_small(rank: int) -> None:
     step(backend, inputs, weights)
 
 
-def check_paper(rank: int, tokens: int, iterations: int) -> None:
+def check_paper(rank: int, tokens: int, iterations: int, overlap: int) -> None:
     """FlashMoE's shape with so many tokens a rank."""
     config = cases.make_config(
         hidden=1024,
@@ -110,7 +112,7 @@ def check_paper(rank: int, tokens: int, iterations: int) -> None:
     )
     inputs = steps.make_inputs(config, cases.uniform, [tokens, tokens], seed=tokens)
     weights = steps.weights_of(config, inputs)[rank]
-    backend = make(config, keep="all")
+    backend = make(config, keep="all", host_overlap=overlap)
     first = step(backend, inputs, weights)
 
     alone = replace(config, num_ranks=1, max_tokens=2 * tokens)
@@ -142,9 +144,9 @@ def check_paper(rank: int, tokens: int, iterations: int) -> None:
     if rank == 0:
         mib = (after.bytes_crossed - before.bytes_crossed) / iterations / 2**20
         print(
-            f"FlashMoE's shape, {tokens} tokens a rank: {iterations} iterations, every bit as the "
-            f"first, which is one launch's within 6e-3; {rows:.0f} rows and {mib:.1f} MiB crossed "
-            f"a rank and iteration, {seconds * 1e3:.1f} ms each (bits compared in it)",
+            f"FlashMoE's shape, {tokens} tokens a rank, overlap {overlap}: {iterations} "
+            "iterations, every bit as the first, which is one launch's within 6e-3; "
+            f"{rows:.0f} rows and {mib:.1f} MiB crossed a rank and iteration, {seconds * 1e3:.1f} ms each (bits compared in it)",
             flush=True,
         )
 
@@ -158,7 +160,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {version}")
     check_small(rank)
     for tokens in args.tokens:
-        check_paper(rank, tokens, args.iterations)
+        check_paper(rank, tokens, args.iterations, args.overlap)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -169,6 +171,7 @@ def main() -> int:
     parser.add_argument(
         "--tokens", type=int, nargs="*", default=[1024, 2048, 4096, 8192, 16384, 32768]
     )
+    parser.add_argument("--overlap", type=int, default=0, choices=(0, 1, 2))
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:

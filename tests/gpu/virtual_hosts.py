@@ -80,7 +80,7 @@ class LocalRail:
         receive_counts: Sequence[int],
         *,
         is_rows: bool,
-    ) -> None:
+    ) -> Callable[[], None]:
         leaving = sum(send_counts) - send_counts[self.grid.host]
         count_crossed(self.crossed, leaving, send, is_rows=is_rows)
         parts = torch.split(send, list(send_counts))
@@ -91,6 +91,7 @@ class LocalRail:
                 target.copy_(given[peer][self.grid.host])
 
         self._take(parts, take)
+        return lambda: None
 
     def spread(self, send: torch.Tensor, received: torch.Tensor) -> None:
         count_crossed(self.crossed, len(send) * (self.grid.num_hosts - 1), send, is_rows=True)
@@ -270,10 +271,11 @@ class MirrorRail:
         receive_counts: Sequence[int],
         *,
         is_rows: bool,
-    ) -> None:
+    ) -> Callable[[], None]:
         assert list(send_counts) == list(receive_counts)
         count_crossed(self.crossed, send_counts[1], send, is_rows=is_rows)
         received.copy_(send)
+        return lambda: None
 
     def spread(self, send: torch.Tensor, received: torch.Tensor) -> None:
         count_crossed(self.crossed, len(send), send, is_rows=True)

@@ -70,6 +70,7 @@ CASES = {
     "hosts_4x1_recompute": Case(
         EP4,
         hosts=4,
+        settings={"host_overlap": 2},
         config={"recompute_granularity": "selective", "recompute_modules": ["moe"]},
         fuse_main_grad=True,
     ),

@@ -19,9 +19,10 @@ from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid, arrange
 from flashmoe_megatron.layer import moe_router_forward
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
-from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.select import check_over_hosts, select_backend
 from tests.distributed import RankPool
 from tests.unit import cases
 from tests.unit.test_reference_backend import ROUTINGS, TOKENS, TOLERANCE, oracle
@@ -95,7 +96,7 @@ def assert_same(got: Found, want: Found) -> None:
 def run_forms(
     group: dist.ProcessGroup, config: MoEConfig, hosts: int, inputs: cases.Inputs
 ) -> tuple[list[Found], TrafficCounters]:
-    """One layer in every form: what a forward keeps, routing by choices, fixed sizes."""
+    """One layer in every form: what a forward keeps, choices, fixed sizes, overlap."""
     backend = make_backend(group, config, hosts)
     found = step(backend, inputs)
     traffic = backend.traffic
@@ -107,10 +108,16 @@ def run_forms(
     assert_same(step(backend, inputs, by_choices=True), found)
     for keep in ("preactivations", "inputs"):
         assert_same(step(make_backend(group, config, hosts, keep=keep), inputs), found)
-    bounded = make_backend(group, config, hosts, row_bound=1e6)
-    fixed = step(bounded, inputs)
-    assert_same(step(bounded, inputs), fixed)
-    return [found, fixed], traffic
+    forms = [found]
+    for options in ({"row_bound": 1e6}, {"host_overlap": 1}, {"host_overlap": 2}):
+        other = make_backend(group, config, hosts, **options)
+        forms.append(step(other, inputs))
+        assert_same(step(other, inputs), forms[-1])
+        if "host_overlap" in options:
+            assert other.traffic.bytes_crossed == 2 * traffic.bytes_crossed
+            for name in ("out", "grad x", "grad probs"):
+                assert_close(name, forms[-1][name], found[name], rel_l2=2e-2)
+    return forms, traffic
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
@@ -315,6 +322,18 @@ REFUSED = {
     ("a",) * 9: "a host has 9 of its ranks",
     tuple(map(str, range(33))): "there are 33 hosts",
 }
+
+
+def test_what_hosts_cannot_have():
+    for options, said in (
+        ({"spare_slots": 1}, "spare_slots=1 in an expert-parallel group over 2 hosts: wanted 0"),
+        ({"host_overlap": 1, "row_bound": 2.0}, "host_overlap=1 with row_bound=2.0, .* wanted 0"),
+        ({"host_overlap": 2, "reserved_sms": 2}, "reserved_sms=2: wanted at least 4"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_over_hosts(BackendOptions(**options), 2, is_kernel=True)
+    check_over_hosts(BackendOptions(host_overlap=2, reserved_sms=0), 2, is_kernel=False)
+    check_over_hosts(BackendOptions(host_overlap=2), 2, is_kernel=True)
 
 
 def test_grids():

@@ -146,7 +146,8 @@ def check_paper(rank: int, tokens: int, iterations: int, overlap: int) -> None:
         print(
             f"FlashMoE's shape, {tokens} tokens a rank, overlap {overlap}: {iterations} "
             "iterations, every bit as the first, which is one launch's within 6e-3; "
-            f"{rows:.0f} rows and {mib:.1f} MiB crossed a rank and iteration, {seconds * 1e3:.1f} ms each (bits compared in it)",
+            f"{rows:.0f} rows and {mib:.1f} MiB crossed a rank and iteration, "
+            f"{seconds * 1e3:.1f} ms each (bits compared in it)",
             flush=True,
         )
 

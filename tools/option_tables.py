@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flashmoe_megatron.adapters.deepspeed import settings as deepspeed
 from flashmoe_megatron.adapters.megatron import settings as megatron
+from flashmoe_megatron.adapters.options import ModuleOptions
 from flashmoe_megatron.options import option_table
 
 ADAPTERS = Path(__file__).parents[1] / "flashmoe_megatron" / "adapters"
@@ -20,6 +21,9 @@ TABLES = {
     ),
     ADAPTERS / "deepspeed" / "README.md": lambda: option_table(
         deepspeed.Settings, "key", str, json.dumps
+    ),
+    ADAPTERS / "transformers" / "README.md": lambda: option_table(
+        ModuleOptions, "option", str, repr
     ),
 }
 BEGIN, END = "<!-- options: begin -->\n", "<!-- options: end -->\n"

@@ -124,6 +124,7 @@ CASES = {
         Layout(expert=2, pipeline=2, virtual=2),
         config=OVERLAPPED,
         later={"bf16": False},
+        iterations=2,  # behind three, a token of the evaluation has a tie, but for rounding
         micro_batches=4,
     ),
     "lengths_of_any_size": Case(EP2_DP2, lengths="any", ddp=OVERLAP),

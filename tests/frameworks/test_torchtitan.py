@@ -66,6 +66,15 @@ def test_debug_models(num_ranks: int, tmp_path: Path) -> None:
         assert ours["losses"] != own["losses"]  # the same bits would be the same experts
 
 
+def test_a_layer(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    options = ("--out", str(out), "--device", "cpu", "--steps", "2")
+    ran = run("-m", "tests.frameworks.titan_layer", *options)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    weights = {f"inner_experts.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+    assert set(json.loads(out.read_text())["errors"]) == {"out", "x", "scores", *weights}
+
+
 REFUSALS = """
 import dataclasses
 from torchtitan.config import OverrideConfig, apply_overrides

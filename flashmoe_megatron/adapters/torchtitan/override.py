@@ -1,5 +1,6 @@
 """Routed experts in place of torchtitan's. Imported with torchtitan."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,6 @@ import torch
 from torchtitan.config import derive
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from flashmoe_megatron.adapters.experts import shared_backends
 from flashmoe_megatron.adapters.indexed import IndexedExperts
@@ -19,6 +19,9 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.options import make_options
 from flashmoe_megatron.weights import SplitWeights
+
+_GPT_OSS = "torchtitan.models.gpt_oss.moe"
+"""Not imported here: it brings all of that model along, and a model of it has imported it."""
 
 DTYPE = torch.bfloat16
 """What torchtitan's experts compute in, whatever their parameters are."""
@@ -136,7 +139,9 @@ def replace_routed_experts(config: Any, **options: Any) -> Any:
             are of a kind that computes something else.
     """
     experts = type(config.inner_experts)
-    if experts not in (GroupedExperts.Config, GptOssGroupedExperts.Config):
+    gpt_oss = sys.modules.get(_GPT_OSS)
+    is_gpt_oss = gpt_oss is not None and experts is gpt_oss.GptOssGroupedExperts.Config
+    if experts is not GroupedExperts.Config and not is_gpt_oss:
         raise ConfigError(
             f"the experts are made by {experts.__qualname__}, wanted GroupedExperts.Config or "
             "GptOssGroupedExperts.Config: leave converters of experts out"

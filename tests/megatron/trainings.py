@@ -69,9 +69,10 @@ GPT_OSS = """
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
 --no-bias-dropout-fusion --seq-length 2048 --micro-batch-size 1 --global-batch-size 4
 """
-"""Sequences are halved, since Transformer Engine's 2.20 keeps probabilities of this attention, 2 GiB a
-time with 4,096 tokens, and did not fit. There is no ``--moe-router-dtype fp32``: a product in float32
-of that version reads the router's bias, which is bfloat16, as if it were float32, and past its end."""
+"""Sequences are halved, since Transformer Engine's 2.20 keeps probabilities of this attention,
+2 GiB a time with 4,096 tokens, and did not fit. There is no ``--moe-router-dtype fp32``: a product
+in float32 of that version reads the router's bias, which is bfloat16, as if it were float32, and
+past its end."""
 
 GRAPHS = "--cuda-graph-impl transformer_engine --cuda-graph-modules"
 AROUND_EXPERTS = "attn moe_router moe_preprocess"

@@ -1,5 +1,11 @@
 """Large transfers over all links of a machine at once; README.md says where they pay."""
 
-from flashmoe_megatron.multipath.multipath import MIN_BYTES, LinkTotals, Multipath, Work
+from flashmoe_megatron.multipath.multipath import (
+    MIN_BYTES,
+    LinkTotals,
+    Multipath,
+    Reduction,
+    Work,
+)
 
-__all__ = ["MIN_BYTES", "LinkTotals", "Multipath", "Work"]
+__all__ = ["MIN_BYTES", "LinkTotals", "Multipath", "Reduction", "Work"]

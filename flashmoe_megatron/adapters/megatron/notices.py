@@ -64,6 +64,22 @@ def find_notices(args: Any) -> Iterator[str]:
             "experts, wanted --num-experts"
         )
         return
+    if flags.get("multipath") == "auto":
+        if not getattr(args, "use_distributed_optimizer", False):
+            yield (
+                f"{flag_of('multipath')} is without effect: each rank has all parameters, wanted "
+                "--use-distributed-optimizer"
+            )
+        elif (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
+            yield (
+                f"{flag_of('multipath')} is without effect: there are several instances of the "
+                "distributed optimizer, wanted --num-distributed-optimizer-instances 1"
+            )
+        elif getattr(args, "ddp_reduce_scatter_with_fp32_accumulation", False):
+            yield (
+                f"{flag_of('multipath')} is without effect: Megatron reduces in float32 itself, "
+                "wanted no --ddp-reduce-scatter-with-fp32-accumulation"
+            )
     if not has_logger(args):
         idle = [
             name for name in given if name in ("metrics", "calibration") and flags[name] != "none"

@@ -5,7 +5,7 @@ Needs nothing of Megatron; reads its parsed arguments where a training script ha
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from flashmoe_megatron.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from flashmoe_megatron.errors import ConfigError
@@ -13,6 +13,7 @@ from flashmoe_megatron.options import (
     BackendOptions,
     FrameworkOptions,
     make_options,
+    one_of,
     option,
     read_flags,
     switch,
@@ -53,6 +54,14 @@ class Settings(FrameworkOptions):
         "replicas are settled on from the very routing.",
     )
 
+    multipath: Literal["auto", "off"] = option(
+        "off",
+        one_of(("auto", "off")),
+        "Whether the distributed optimizer gathers parameters and reduces gradients of buckets of "
+        "at least 64 MiB over all links between GPUs at once, by copy engines; gradients are "
+        "summed in float32.",
+    )
+
     def backend_options(self) -> dict[str, Any]:
         """See the base class; the timeout is the script's where none was given."""
         given = super().backend_options()
@@ -83,6 +92,14 @@ def flag_of(name: str) -> str:
 
 
 _chosen: Settings | None = None
+
+
+def current_value(name: str) -> Any:
+    """One of the current settings, without the cost of reading and checking all of them."""
+    if _chosen is not None:
+        return getattr(_chosen, name)
+    default = Settings.__dataclass_fields__[name].default
+    return getattr(megatron_args(), f"{FLAG_PREFIX}_{name}", default)
 
 
 def configure(**options: Any) -> Settings:

@@ -1,0 +1,149 @@
+"""Lets Megatron's large parameter gathers and gradient reductions go over all links at once.
+
+Megatron starts both in the methods of a bucket group, by two functions of that module. While such a
+method runs, functions stand in their place that take buckets of at least 64 MiB.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.megatron.notices import is_served
+from flashmoe_megatron.adapters.megatron.settings import (
+    current_settings,
+    current_value,
+    megatron_args,
+)
+from flashmoe_megatron.adapters.patch import Function
+from flashmoe_megatron.multipath import MIN_BYTES, LinkTotals, Multipath, Reduction
+
+_made: dict[dist.ProcessGroup, Multipath] = {}
+_least_bytes = MIN_BYTES
+
+
+def over_links(module: ModuleType, handle: str) -> Callable[[Function], Function]:
+    """Makes a bucket group's method move large buckets over all links.
+
+    Args:
+        module: ``megatron.core.distributed.param_and_grad_buffer``.
+        handle: The attribute of a bucket group with what Megatron waits for.
+    """
+
+    def make(original: Function) -> Function:
+        def start(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if not _is_on(group.ddp_config):
+                return original(group, *args, **kwargs)
+            with _in_place(module) as calls:
+                result = original(group, *args, **kwargs)
+            works = [work for call in calls if (work := call()) is not None]
+            if works:
+                setattr(group, handle, _Handles([getattr(group, handle), *works]))
+            return result
+
+        return start
+
+    return make
+
+
+def take_link_totals() -> dict[str, LinkTotals]:
+    """What each link has carried for all groups of this process since the last call."""
+    sums: dict[str, LinkTotals] = {}
+    for multipath in _made.values():
+        for name, one in multipath.take_totals().items():
+            whole = sums.setdefault(name, LinkTotals())
+            whole.nbytes += one.nbytes
+            whole.seconds += one.seconds
+    return sums
+
+
+class _Handles:
+    """What a bucket group waits for: Megatron's own handle, and the buckets that went by us."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = [handle for handle in handles if handle is not None]
+
+    def wait(self) -> None:
+        """Waits for all of them."""
+        for handle in self._handles:
+            handle.wait()
+
+
+def _is_on(config: Any) -> bool:
+    """Whether buckets go over all links, as the settings and Megatron's own configuration say.
+
+    Several instances of the distributed optimizer reduce on a stream of their own, and Megatron's
+    sums in float32 have a handle of their own.
+    """
+    if current_value("multipath") != "auto":
+        return False
+    args = megatron_args()
+    return (args is None or is_served(args)) and not (
+        getattr(config, "num_distributed_optimizer_instances", 1) > 1
+        or getattr(config, "reduce_scatter_with_fp32_accumulation", False)
+    )
+
+
+@contextlib.contextmanager
+def _in_place(module: ModuleType) -> Iterator[list[Callable[[], Any]]]:
+    """Stands in for Megatron's two functions.
+
+    Gives the calls that are to be made behind them: Megatron calls its functions while the group
+    collects collectives, when no other one of the group can begin.
+    """
+    gather, reduce = module.dist_all_gather_func, module.dist_reduce_scatter_func
+    calls: list[Callable[[], Any]] = []
+
+    def all_gather(
+        output: torch.Tensor, input: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if not _is_large(output, group):
+            return gather(output, input, group=group, async_op=async_op)
+        calls.append(lambda: _multipath(group, output).all_gather(output, input, async_op))
+        return None
+
+    def reduce_scatter(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        kind = _kind_of(op)
+        if kind is None or not _is_large(input, group):
+            return reduce(output, input, op=op, group=group, async_op=async_op)
+        calls.append(lambda: _multipath(group, input).reduce_scatter(output, input, kind, async_op))
+        return None
+
+    module.dist_all_gather_func = all_gather  # type: ignore[attr-defined]
+    module.dist_reduce_scatter_func = reduce_scatter  # type: ignore[attr-defined]
+    try:
+        yield calls
+    finally:
+        module.dist_all_gather_func = gather  # type: ignore[attr-defined]
+        module.dist_reduce_scatter_func = reduce  # type: ignore[attr-defined]
+
+
+def _kind_of(op: Any) -> Reduction | None:
+    """The reduction, ``None`` for one that only Megatron's own collective knows."""
+    if op == dist.ReduceOp.SUM:
+        return "sum"
+    return "average" if op == dist.ReduceOp.AVG else None
+
+
+def _is_large(tensor: torch.Tensor, group: Any) -> bool:
+    nbytes = tensor.numel() * tensor.element_size()
+    return nbytes >= _least_bytes and dist.get_world_size(group) > 1
+
+
+def _multipath(group: Any, tensor: torch.Tensor) -> Multipath:
+    """The links of a group. Collective when it is first asked for."""
+    if group not in _made:
+        timeout = current_settings().backend_options()["timeout"]
+        _made[group] = Multipath(
+            group, device=tensor.device, min_bytes=_least_bytes, timeout=timeout
+        )
+    return _made[group]

@@ -1,0 +1,67 @@
+"""Megatron's gathers of parameters and reductions of gradients over several links."""
+
+import argparse
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.megatron import multipath
+from flashmoe_megatron.adapters.megatron.notices import find_notices
+from flashmoe_megatron.errors import ConfigError
+from tests.distributed import RankPool
+from tests.megatron.harness import Case, Layout, train
+
+EP2_DP2 = Layout(expert=2)
+DDP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int]:
+    """Trains with all buckets over gloo and sockets.
+
+    Returns:
+        The losses, and how many exchanges went over the links.
+    """
+    multipath._least_bytes = 1
+    try:
+        losses = train(group, case, "flashmoe").losses
+        return losses, sum(one._number for one in multipath._made.values())
+    finally:
+        multipath._least_bytes = multipath.MIN_BYTES
+        for one in multipath._made.values():
+            one.close()
+        multipath._made.clear()
+
+
+@pytest.mark.parametrize("ddp", [DDP, {}], ids=["overlapped", "in turn"])
+def test_losses_are_those_of_one_link(ddp: dict, four_ranks: RankPool) -> None:
+    plain = four_ranks.run(train, Case(EP2_DP2, ddp=ddp), "flashmoe")
+    case = Case(EP2_DP2, ddp=ddp, settings={"multipath": "auto"})
+    for (losses, number), want in zip(four_ranks.run(over_links, case), plain, strict=True):
+        torch.testing.assert_close(losses, want.losses, rtol=1e-4, atol=1e-4)
+        assert number > 0
+
+
+def test_small_buckets_go_as_before(four_ranks: RankPool) -> None:
+    case = Case(EP2_DP2, ddp=DDP, settings={"multipath": "auto"})
+    plain = four_ranks.run(train, Case(EP2_DP2, ddp=DDP), "flashmoe")
+    for one, want in zip(four_ranks.run(train, case, "flashmoe"), plain, strict=True):
+        assert one.losses == want.losses
+
+
+def test_what_has_no_effect_or_meaning_is_said() -> None:
+    args = argparse.Namespace(
+        moe_token_dispatcher_type="flashmoe",
+        num_experts=8,
+        flashmoe_multipath="auto",
+        use_distributed_optimizer=False,
+    )
+    (notice,) = find_notices(args)
+    assert notice.startswith("--flashmoe-multipath is without effect")
+    assert notice.endswith("wanted --use-distributed-optimizer")
+    args.use_distributed_optimizer = True
+    assert not list(find_notices(args))
+    from flashmoe_megatron.adapters.megatron import Settings
+
+    with pytest.raises(ConfigError, match="--flashmoe-multipath 'on': wanted one of auto, off"):
+        Settings(multipath="on")

@@ -70,17 +70,18 @@ print(*OLDEST, sep=".")')
     rm -rf "build/deepspeed-$oldest"
     DS_BUILD_OPS=0 pip install --quiet --no-deps --no-build-isolation \
         --target "build/deepspeed-$oldest" "deepspeed==$oldest"
-    # Further releases of transformers are installed in the same way, without its dependencies; they
-    # fetch 13 MB each and are compiled at their first import alone.
-    for release in 5.23.0 5.24.0; do
-        rm -rf "build/transformers-$release"
-        pip install --quiet --no-deps --no-compile \
-            --target "build/transformers-$release" "transformers==$release"
-    done
-    # torchtitan, with the dependencies that its models import; 5 MB.
+    # Further releases of transformers and torchtitan are installed in the same way, with those of
+    # their dependencies alone that models import and that are not here; they fetch 30 MB, and are
+    # compiled when they are first imported. They need Python 3.11.
+    beside() {
+        rm -rf "build/$1"
+        pip install --quiet --no-deps --no-compile --target "build/$1" "${@:2}"
+    }
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        rm -rf build/torchtitan-0.3.0
-        pip install --quiet --no-deps --no-compile --target build/torchtitan-0.3.0 \
+        for release in 5.23.0 5.24.0; do
+            beside "transformers-$release" "transformers==$release"
+        done
+        beside torchtitan-0.3.0 \
             torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0
     fi
     echo "$wanted" >"$stamp"

@@ -1,6 +1,7 @@
 # The scripts beside this one call it: it sets everything up and runs a Python program of this folder,
 # the first argument, on two ranks. With one GPU there is one rank; without a GPU both ranks run on
-# processors.
+# processors. On several hosts, FLASHMOE_RENDEZVOUS names the first one and a free port of it, as
+# host:port, and FLASHMOE_HOSTS says how many there are.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
@@ -11,4 +12,8 @@ ranks=$("$python" -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores >= 2 * ranks ? cores / ranks : 1))}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # an environment may lack the package
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" "examples/$1" "${@:2}"
+where=(--standalone)
+if [ -n "${FLASHMOE_RENDEZVOUS:-}" ]; then
+    where=(--nnodes "${FLASHMOE_HOSTS:-2}" --rdzv_backend c10d --rdzv_endpoint "$FLASHMOE_RENDEZVOUS")
+fi
+exec "$python" -m torch.distributed.run "${where[@]}" --nproc_per_node "$ranks" "examples/$1" "${@:2}"

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser, name_nearest_flag
 from flashmoe_megatron.adapters.megatron.notices import find_notices, patch_start
@@ -94,3 +95,29 @@ def test_a_misspelt_flag_gets_the_nearest(
     if ignores_unknown:
         _, unknown = parser.parse_known_args(["--another", "--flashmoe-keep", "all"])
         assert unknown == ["--another"]
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "is_told"),
+    [
+        ("", {}, True),
+        ("", {"NCCL_MAX_CTAS": "16"}, True),
+        ("", {"NCCL_MAX_CTAS": "4"}, False),
+        ("--flashmoe-reserved-sms 16", {"NCCL_MAX_CTAS": "16"}, False),
+        ("", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, False),
+        ("--flashmoe-backend reference", {}, False),
+    ],
+)
+def test_a_reduction_that_may_not_fit_beside_a_launch(
+    line: str, environment: dict[str, str], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("NCCL_MAX_CTAS", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    args = parse(f"{FLASHMOE} {line}", expert_model_parallel_size=2, overlap_grad_reduce=True)
+    told = [notice for notice in find_notices(args) if "NCCL_MAX_CTAS" in notice]
+    assert bool(told) == is_told
+    args.overlap_grad_reduce = False
+    assert not any("NCCL_MAX_CTAS" in notice for notice in find_notices(args))

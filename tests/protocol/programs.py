@@ -12,6 +12,7 @@ from tests.protocol.mutants import Mutant
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCES = Path(__file__).resolve().parent / "cc"
 FLAGS = {
+    "circle": ["-O2"],
     "explore": ["-O2"],
     "replicas": ["-O1"],
     "stress": ["-O1", "-g", "-fsanitize=thread", "-pthread"],

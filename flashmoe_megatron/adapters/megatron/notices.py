@@ -1,9 +1,12 @@
 """Says once, at the start of Megatron's script, what was asked for and does nothing."""
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
@@ -12,6 +15,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
     flag_of,
 )
 from flashmoe_megatron.adapters.patch import Function, patch
+from flashmoe_megatron.config import DEFAULT_RESERVED_SMS
 from flashmoe_megatron.options import read_flags
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -80,6 +84,7 @@ def find_notices(args: Any) -> Iterator[str]:
                 f"{flag_of('multipath')} is without effect: Megatron reduces in float32 itself, "
                 "wanted no --ddp-reduce-scatter-with-fp32-accumulation"
             )
+    yield from _circle(args, flags)
     if not has_logger(args):
         idle = [
             name for name in given if name in ("metrics", "calibration") and flags[name] != "none"
@@ -94,6 +99,32 @@ def find_notices(args: Any) -> Iterator[str]:
             "wandb gets flashmoe's metrics and none of Megatron's own, which Megatron logs there "
             "only beside TensorBoard: pass --tensorboard-dir besides --wandb-project"
         )
+
+
+def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
+    """Says that a launch and a reduction of gradients beside it could wait for each other.
+
+    Each needs all of its GPUs at once. On one the launch may leave too few multiprocessors for the
+    reduction, on another the reduction too few for the launch.
+    """
+    reserved = flags.get("reserved_sms", DEFAULT_RESERVED_SMS)
+    most = os.environ.get("NCCL_MAX_CTAS", "")
+    if (
+        flags.get("backend") == "reference"
+        or not torch.cuda.is_available()
+        or getattr(args, "expert_model_parallel_size", 1) < 2
+        or not getattr(args, "overlap_grad_reduce", False)
+        or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        or getattr(args, "nccl_communicator_config_path", None)
+        or (most.isdigit() and int(most) <= reserved)
+    ):
+        return
+    yield (
+        f"--overlap-grad-reduce beside launches that leave {reserved} multiprocessors: a reduction "
+        "of more CTAs and a launch may each wait for room that the other holds on another GPU, "
+        f"until {flag_of('timeout')} ends it; set NCCL_MAX_CTAS={reserved} or less, max_ctas for "
+        "dp and dp_cp in --nccl-communicator-config-path, or CUDA_DEVICE_MAX_CONNECTIONS=1"
+    )
 
 
 def _listed(names: list[str]) -> str:

@@ -160,7 +160,7 @@ class HostGroups(OfGroup):
 
         if grid.ranks_per_host > 1:
             self.within = make(f"host {grid.host}", grid.ranks_within)
-        options = _nccl_options(backend, max_ctas)
+        options = _nccl_options(backend, max_ctas, limit)
         self.rail = make(f"rail {grid.place}", grid.ranks_of_rail, options)
 
 
@@ -181,12 +181,13 @@ def host_groups(
     return known[key]
 
 
-def _nccl_options(backend: str, max_ctas: int | None) -> Any:
+def _nccl_options(backend: str, max_ctas: int | None, limit: datetime.timedelta) -> Any:
     """Options of an NCCL group that takes few multiprocessors; ``None`` where nothing is asked."""
     if max_ctas is None or "nccl" not in backend:
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = max_ctas
+    options._timeout = limit
     return options
 
 

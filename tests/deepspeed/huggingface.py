@@ -19,14 +19,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
 
 from examples.leave import leave
 from flashmoe_megatron.deepspeed import attach, install, uninstall
+from tests.frameworks.models import SEQUENCE, VOCABULARY, Words
 
 STEPS = 4
-VOCABULARY = 96
-SEQUENCE = 24
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -37,19 +35,6 @@ SIZES = {
     "max_position_embeddings": SEQUENCE,
     "output_router_logits": True,  # the auxiliary loss is then part of the model's
 }
-
-
-class Words(Dataset):
-    """Sequences drawn by their index, the labels being the tokens."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(
-            VOCABULARY, (SEQUENCE,), generator=torch.Generator().manual_seed(index)
-        )
-        return {"input_ids": tokens, "labels": tokens}
 
 
 def make_model(kind: str) -> torch.nn.Module:

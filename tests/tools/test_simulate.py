@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.bench.shapes import SHAPES, Shape
+from tools.simulate.hosts import forward_ms
 from tools.simulate import __main__ as command
 from tools.simulate import figures as figures_file
 from tools.simulate import predict
@@ -508,3 +509,11 @@ def test_replicas_pay_where_routers_are_skewed(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert lines[2].startswith("| m-gpt-e4 | 2 | 1 | ")
+
+
+def test_a_forward_over_hosts() -> None:
+    """By hand: one leg waits for all rows; a card that is slower than the products is the bound."""
+    assert forward_ms(1.0, 3.0, hosts=2, overlap=0) == 7.0
+    assert forward_ms(1.0, 3.0, hosts=2, overlap=1) == pytest.approx(3.0 + 0.5 + 3.0)
+    assert forward_ms(1.0, 3.0, hosts=2, overlap=2) == pytest.approx(3.0 + 3.0)
+    assert forward_ms(4.0, 1.0, hosts=2, overlap=2) == pytest.approx(4.0 + 0.5)

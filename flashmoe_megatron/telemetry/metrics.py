@@ -36,6 +36,7 @@ def compute_metrics(
         _of_overlap(totals, calibration),
         _of_all(totals),
         _of_links(totals),
+        _of_multipath(totals),
         _of_experts(totals, one_by_one="expert_rows" in wanted),
         _of_placement(totals),
     )
@@ -121,6 +122,16 @@ def _of_all(totals: Totals) -> Iterator[Named]:
     tokens = [count for count in totals.tokens.values() if count]
     if totals.seconds and tokens:
         yield "tokens_per_second", {}, sum(tokens) / len(tokens) / totals.seconds
+
+
+def _of_multipath(totals: Totals) -> Iterator[Named]:
+    whole = sum(totals.link_bytes.values())
+    for link, nbytes in totals.link_bytes.items():
+        if nbytes:
+            yield "link_mib", {"link": link}, nbytes / MIB
+            yield "link_share", {"link": link}, nbytes / whole
+            if totals.link_seconds[link]:
+                yield "link_gbps", {"link": link}, nbytes / totals.link_seconds[link] / 1e9
 
 
 def _of_links(totals: Totals) -> Iterator[Named]:

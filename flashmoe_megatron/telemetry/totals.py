@@ -13,6 +13,8 @@ from flashmoe_megatron.planner import expert_capacity
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction, LaunchRecord, Phase
 
 PHASES = tuple(Phase)
+LINKS = ("peer", "nccl", "host", "gloo", "sockets")
+"""The links of a multipath, whose figures ranks exchange in this order."""
 _PROCESSORS = (Phase.HEAD, Phase.STAGE_WAIT, Phase.GEMM, Phase.EPILOGUE, Phase.TAIL)
 _COMMUNICATION = (Phase.DISPATCH, Phase.DELIVER, Phase.REDUCE)
 
@@ -231,6 +233,8 @@ class Totals:
         crossed_rows: Rows that they sent to other hosts.
         crossed_bytes: Bytes that they did.
         crossing_ns: Their time in exchanges between hosts.
+        link_bytes: Bytes that ranks received by each link of a multipath, by its name.
+        link_seconds: How long each of those links was at work.
         heap_bytes: High-water mark of the symmetric heap; the highest of any rank.
     """
 
@@ -259,6 +263,8 @@ class Totals:
         self.crossed_rows = 0.0
         self.crossed_bytes = 0.0
         self.crossing_ns = 0.0
+        self.link_bytes = dict.fromkeys(LINKS, 0.0)
+        self.link_seconds = dict.fromkeys(LINKS, 0.0)
         self.seconds = 0.0
         self.heap_bytes = 0.0
 
@@ -343,6 +349,8 @@ class Totals:
             self.crossed_rows,
             self.crossed_bytes,
             self.crossing_ns,
+            *self.link_bytes.values(),
+            *self.link_seconds.values(),
         ]
 
     def maxima(self) -> list[float]:
@@ -374,6 +382,8 @@ class Totals:
         totals.routes_chosen, totals.routes_kept = take(2)
         totals.crossing_calls, totals.crossed_rows = take(2)
         totals.crossed_bytes, totals.crossing_ns = take(2)
+        totals.link_bytes = dict(zip(LINKS, take(len(LINKS)), strict=True))
+        totals.link_seconds = dict(zip(LINKS, take(len(LINKS)), strict=True))
         *longest, totals.seconds, totals.heap_bytes = maxima
         totals.longest_ns = dict(zip(layout.slots, longest, strict=True))
         return totals

@@ -23,12 +23,14 @@ from flashmoe_megatron.errors import (
     PeerTimeoutError,
     ShapeError,
 )
+from flashmoe_megatron.multipath import choose
 from flashmoe_megatron.multipath.balancer import CHUNKS, MAX_TRIALS, WINDOW, Balancer, cut
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure, play
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
 from flashmoe_megatron.multipath.tickets import Tickets
+from flashmoe_megatron.telemetry.totals import LINKS
 from tests.distributed import RankError, RankPool, run_ranks
 from tools.bench.multipath import table
 
@@ -395,3 +397,7 @@ def test_a_peer_that(fault: str, said: tuple[type, str], tmp_path: Path) -> None
     text = path.with_suffix(".0").read_text()
     assert text.startswith(f"{said[0].__name__}: ")
     assert said[1] in text
+
+
+def test_links_are_those_that_metrics_know() -> None:
+    assert sorted(LINKS) == sorted({*choose._ON_GPUS, *choose._ON_CPUS})

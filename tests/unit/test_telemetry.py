@@ -247,6 +247,19 @@ def test_what_records_do_not_have() -> None:
         "flashmoe/crossed_mib": 0.5,
         "flashmoe/crossing_ms": 2.0,
     }
+    totals.link_bytes |= {"peer": 3e9, "host": 1e9}
+    totals.link_seconds |= {"peer": 0.01, "host": 0.02}
+    of_links = compute_metrics(totals, ["link_mib", "link_share", "link_gbps"])
+    assert of_links == pytest.approx(
+        {
+            "flashmoe/link/peer/mib": 3e9 / 2**20,
+            "flashmoe/link/peer/share": 0.75,
+            "flashmoe/link/peer/gbps": 300.0,
+            "flashmoe/link/host/mib": 1e9 / 2**20,
+            "flashmoe/link/host/share": 0.25,
+            "flashmoe/link/host/gbps": 50.0,
+        }
+    )
     values = compute_metrics(totals, ["heap_mib", "dropped_routes"])
     assert values == {"flashmoe/heap_mib": 3.0, "flashmoe/dropped_routes": 0.25}
 
@@ -280,7 +293,7 @@ def test_registry_is_complete() -> None:
     launches = [records.record(direction=direction, **told) for direction in DIRECTIONS]
     totals = added_up(*(totals_of(*launches, rank=rank) for rank in (0, 1)))
     totals.heap_bytes = totals.routes_chosen = totals.seconds = totals.tokens[3] = 1
-    totals.crossing_calls = 1
+    totals.crossing_calls = totals.link_bytes["host"] = totals.link_seconds["host"] = 1
     for name in ALL - {"overlap_efficiency"}:
         assert compute_metrics(totals, [name]), name
         assert METRICS[name].unit

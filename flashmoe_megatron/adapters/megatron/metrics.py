@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron.layer import ROUTED
+from flashmoe_megatron.adapters.megatron.multipath import take_link_totals
 from flashmoe_megatron.adapters.megatron.notices import has_logger, is_served
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, live_experts
 from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, megatron_args
@@ -139,10 +140,13 @@ class _Source:
         return take_records(self._backends())
 
     def annotate(self, totals: Totals) -> None:
-        """Adds the heap's size, and the tokens since the last call."""
+        """Adds the heap's size, and the tokens and bytes since the last call."""
         add_heap(totals, self._backends())
         add_crossings(totals, self._backends())
         add_tokens(totals, list(self._layers), self._tokens)
+        for name, one in take_link_totals().items():
+            totals.link_bytes[name] += one.nbytes
+            totals.link_seconds[name] += one.seconds
 
     def _backends(self) -> list[Backend]:
         return list({id(routed.backend): routed.backend for routed in self._layers}.values())

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.bench.shapes import SHAPES, Shape
-from tools.simulate.hosts import forward_ms
 from tools.simulate import __main__ as command
 from tools.simulate import figures as figures_file
 from tools.simulate import predict
 from tools.simulate.figures import FigureError, Figures, Fitted
 from tools.simulate.fit import Comparison, compare, fit, table
+from tools.simulate.hosts import forward_ms
 from tools.simulate.measured import Measurement, PointError, read_points
 from tools.simulate.model import (
     BLOCK_M,

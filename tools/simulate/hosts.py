@@ -6,8 +6,6 @@ The products run at the rate that the planner takes for a GPU; what passes withi
 counted. A model of ours, with which nothing that was measured on several hosts has been compared.
 """
 
-# ruff: noqa: T201 - a program: it prints
-
 import argparse
 
 from flashmoe_megatron.config import Activation, MoEConfig

@@ -1,5 +1,6 @@
 """The section of the configuration, the releases, and what importing the door does."""
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from flashmoe_megatron.adapters.deepspeed.settings import Settings, read_settings, resolve_alias
 from flashmoe_megatron.adapters.deepspeed.versions import version_problem
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.options import BackendOptions
 from tests.distributed import PATIENCE_S
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -82,14 +84,7 @@ def test_good_sections() -> None:
     assert read_settings({"flashmoe": {"enabled": True}, "bf16": {}}) == Settings(enabled=True)
     section = {"enabled": True, "timeout": 30, "max_tokens": 64, "fallback": "warn"}
     settings = read_settings({"flashmoe": section})
-    assert settings.backend_options() == {
-        "symmetric_memory": "cuda",
-        "timeout": 30,
-        "reserved_sms": 4,
-        "row_bound": None,
-        "keep": "auto",
-        "counters": True,
-    }
+    assert settings.backend_options() == dataclasses.asdict(BackendOptions(timeout=30))
     assert not Settings(enabled=True, metrics="none").backend_options()["counters"]
 
 

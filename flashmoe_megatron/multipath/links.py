@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from flashmoe_megatron.errors import FlashMoEError
+
 
 class Piece(NamedTuple):
     """What a rank sends to one peer and receives from it in an exchange.
@@ -111,6 +113,9 @@ class Link(abc.ABC):
 
     def raise_if_broken(self) -> None:  # noqa: B027 - most links say it when they are used
         """Raises what has ended the link for good, if anything has."""
+
+    def fail(self, error: FlashMoEError) -> None:  # noqa: B027 - peers of most links see it
+        """Ends the link on every rank, since this one has failed."""
 
     def guard(self, output: torch.Tensor) -> None:  # noqa: B027 - a link's errors may be enough
         """Marks an output as wrong, in the current stream, if the link has failed by then."""

@@ -93,6 +93,8 @@ class Multipath:
         if device is None:
             has_gpu = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
+        if device is not None and device.type == "cuda" and device.index is None:
+            device = torch.empty(0, device=device).device
         self.device = device or torch.device("cpu")
         self.min_bytes = min_bytes
         self._control = Control(group, timeout)
@@ -288,6 +290,8 @@ class Multipath:
             run()
         except FlashMoEError as error:
             self._broken = error
+            for link in self.links:
+                link.fail(error)
             raise
 
     def _guard(self, output: torch.Tensor) -> None:

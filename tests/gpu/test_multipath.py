@@ -119,7 +119,7 @@ def outcome_of(multipath: Multipath, path: Path) -> None:
     """Goes on until a call fails, and writes down how."""
     part = torch.ones(32 * 2**20, device="cuda")
     whole = torch.zeros(2 * part.numel(), device="cuda")
-    began = time.monotonic()
+    began = began_last = time.monotonic()
     try:
         while time.monotonic() < began + 60:
             multipath.all_gather(whole, part)

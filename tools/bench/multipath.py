@@ -335,8 +335,8 @@ def main() -> int:
     parser.add_argument(
         "--step-us", type=float, default=0.0, help="table: latency of a ring's step"
     )
-    parser.add_argument("--mbps", type=float, default=100, help="sockets: the fast link's MB/s")
-    parser.add_argument("--mib", type=int, default=64, help="sockets: the size of the whole")
+    parser.add_argument("--mbps", type=float, default=20, help="sockets: the fast link's MB/s")
+    parser.add_argument("--mib", type=int, default=16, help="sockets: the size of the whole")
     parser.add_argument("--same-gpu", action="store_true", help="gpus: all processes on the first")
     parser.add_argument("--pace", type=float, default=0.0, help="gpus: GB/s of peer copies")
     parser.add_argument("--random-sizes", type=int, default=1000)

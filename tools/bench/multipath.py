@@ -4,7 +4,8 @@
 
     python -m tools.bench.multipath table
     python -m tools.bench.multipath sockets --ranks 4
-    python -m tools.bench.multipath gpus [--ranks 2] [--same-gpu] [--pace 200]
+    python -m tools.bench.multipath gpus [--ranks 2] [--same-gpu] [--pace 200] > LINES
+    python -m tools.bench.multipath plot LINES PICTURE
 
 ``table`` needs no GPU. ``sockets`` moves bytes between processes over two connections that are
 paced 4 to 1. ``gpus`` starts one process a GPU, or two on the first one, and measures every link,
@@ -188,6 +189,11 @@ def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
                         way = "two ways, each" if two_way else "one way"
                         mib = size // 2**20
                         _say(rank, **about, link=link.name, way=way, mib=mib, gbps=gbps, core=cpu)
+            for size in SIZES:
+                both.tune(size * (ranks - 1), _one_way(both, size))
+                gbps, _ = _rate(both, size, False, None)
+                mib = size // 2**20
+                _say(rank, **about, link="together", way="one way", mib=mib, gbps=gbps)
         if "shares" in args.only:
             for size in (64 * 2**20, 256 * 2**20):
                 _sweep(rank, about, both, size)
@@ -312,6 +318,28 @@ def _wall(call: Callable[[], Any], repeats: int) -> float:
     return round(float(slowest), 4)
 
 
+def plot(lines: str, picture: str) -> None:
+    """Draws rates over sizes, for every link and together, from the lines of ``gpus``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rates: dict[str, dict[int, float]] = {}
+    with open(lines) as file:
+        for one in map(json.loads, file):
+            if one.get("way") == "one way":
+                rates.setdefault(one["link"], {})[one["mib"]] = one["gbps"]
+    if not rates:
+        raise SystemExit(f"{lines} has no rates: wanted the lines of gpus --only links")
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    for link, by_size in rates.items():
+        axes.plot(list(by_size), list(by_size.values()), marker="o", label=link)
+    axes.set(xscale="log", xlabel="MiB to a rank", ylabel="GB/s into a rank, one way")
+    axes.legend()
+    figure.savefig(picture, bbox_inches="tight")
+
+
 def _say(rank: int, **values: Any) -> None:
     if rank == 0:
         print(json.dumps(values), flush=True)
@@ -330,7 +358,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["table", "sockets", "gpus"])
+    parser.add_argument("what", choices=["table", "sockets", "gpus", "plot"])
+    parser.add_argument("files", nargs="*", help="plot: the lines of gpus, and the picture")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--step-us", type=float, default=0.0, help="table: latency of a ring's step"
@@ -348,6 +377,9 @@ def main() -> int:
     if args.what == "table":
         for row in table(args.step_us):
             print(json.dumps(row))
+        return 0
+    if args.what == "plot":
+        plot(*args.files)
         return 0
     run = {"sockets": sockets, "gpus": gpus}[args.what]
     store = os.path.join(tempfile.mkdtemp(prefix="flashmoe-multipath-"), "store")

@@ -440,7 +440,7 @@ class HostsBackend(OfGroup):
         everyone: list[list[int]] = []
         if self._host_reads:
             words = self._words(is_refused=choices.is_bad.any())
-            words[1] = len(leaves)
+            words[1].fill_(len(leaves))
             words[2:] = leaves.sum(0)
             everyone = self._gather(words)
             if any(words[0] for words in everyone):
@@ -493,7 +493,8 @@ class HostsBackend(OfGroup):
         """What a rank tells all: whether it refuses the call, its tokens, how many go where."""
         count = 2 + self._rail.grid.num_hosts
         words = torch.zeros(count, dtype=torch.int64, device=self._device)
-        words[0] = is_refused
+        # Assigning a number to one element copies it from the host, which waits for the GPU.
+        words[0].fill_(is_refused)
         return words
 
     def _gather(self, words: torch.Tensor) -> list[list[int]]:

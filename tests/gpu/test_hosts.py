@@ -287,4 +287,5 @@ def test_exact_sizes_read_the_host_twice():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # The library's own wait for its plan is none of torch's.
-    assert len([one for one in warned if "synchronizing" in str(one.message)]) == 1
+    said = [one for one in warned if "synchronizing" in str(one.message)]
+    assert len(said) == 1, [f"{one.filename}:{one.lineno}" for one in said]

@@ -29,7 +29,9 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.replicas.policy import POLICIES, Policy, When
 from flashmoe_megatron.telemetry.registry import choose_metrics
 
-BackendKind = Literal["auto", "kernel", "reference"]
+BackendKind = Literal["auto", "kernel", "scheduled", "reference"]
+ExchangeKind = Literal["auto", "direct", "1dh", "2dh"]
+MAX_DEGREE = 64
 SymmetricMemory = Literal["cuda", "nvshmem"]
 
 
@@ -102,6 +104,24 @@ def _path() -> Rule:
     return Rule(wanted, {"metavar": "FILE"})
 
 
+def read_degrees(value: object) -> tuple[int, int] | None:
+    """Parts in forward and backward, of "N" or "N,M"; ``None`` if it is neither."""
+    words = value.split(",") if isinstance(value, str) else []
+    if not 1 <= len(words) <= 2 or not all(word.isdecimal() for word in words):
+        return None
+    numbers = [int(word) for word in words]
+    return (numbers[0], numbers[-1]) if all(1 <= n <= MAX_DEGREE for n in numbers) else None
+
+
+def _degrees() -> Rule:
+    def wanted(value: Any) -> str | None:
+        if value == "auto" or read_degrees(value) is not None:
+            return None
+        return f"wanted auto, N or N,M, of numbers from 1 to {MAX_DEGREE}"
+
+    return Rule(wanted, {"metavar": "DEGREE"})
+
+
 def option(default: Any, rule: Rule, help: str, *, unset: str = "") -> Any:
     """A field that is an option.
 
@@ -119,7 +139,8 @@ class BackendOptions:
     """How a backend runs a layer; the same on every rank.
 
     The reference heeds ``keep``, ``row_bound``, ``host_overlap`` and what is said of replicas; the
-    others change nothing for it.
+    scheduled backend heeds ``keep``, ``row_bound``, ``counters``, and its own ``degree`` and
+    ``exchange``. The others change nothing for them.
 
     Raises:
         ConfigError: A value has no meaning; the message names what was got and what is wanted.
@@ -173,6 +194,19 @@ class BackendOptions:
         "What replicas are for: balance evens out the ranks' rows, which suits NVLink; popular "
         "keeps more than half of a rank's routes on the rank, which suits slow links.",
     )
+    degree: str = option(
+        "auto",
+        _degrees(),
+        "Parts that the scheduled backend cuts every expert's rows into, so that some travel while "
+        "others are computed: a number, or two for forward and backward. auto is one.",
+    )
+    exchange: ExchangeKind = option(
+        "auto",
+        one_of(get_args(ExchangeKind)),
+        "How the scheduled backend's rows travel between hosts: direct, each rank to each; 1dh, "
+        "through the first rank of a host; 2dh, within hosts and then between ranks of one place. "
+        "auto takes 2dh where several hosts have several ranks each.",
+    )
     symmetric_memory: SymmetricMemory = option(
         "cuda", one_of(get_args(SymmetricMemory)), "What GPUs share memory with: cuda or nvshmem."
     )
@@ -220,8 +254,9 @@ class FrameworkOptions(BackendOptions):
     backend: BackendKind = option(
         "auto",
         one_of(get_args(BackendKind)),
-        "The kernel needs a Hopper GPU, the reference is plain torch; auto takes the kernel where "
-        "a Hopper GPU is present.",
+        "The kernel needs a Hopper GPU; scheduled runs on any GPU, in parts that overlap; the "
+        "reference is plain torch, slow on a GPU. auto takes the kernel where a Hopper GPU is "
+        "present, else the reference.",
     )
     max_tokens: int | None = option(
         None,

@@ -14,10 +14,11 @@ from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.hosts.rail import TorchRail
-from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
+from flashmoe_megatron.options import BackendKind, BackendOptions, make_options, read_degrees
 from flashmoe_megatron.planner import describe_choice, describe_hosts
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.replicas.policy import check_slots
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -25,8 +26,17 @@ HOPPER = (9, 0)
 OVERLAP_CTAS = 2
 """Most CTAs of an exchange between hosts that runs beside a launch."""
 _ALWAYS = ("keep", "row_bound", "host_overlap", "spare_slots", "placement", "replica_policy")
-_AGREED = {"kernel": (*_ALWAYS, "symmetric_memory"), "reference": _ALWAYS}
+_AGREED = {
+    "kernel": (*_ALWAYS, "symmetric_memory"),
+    "reference": _ALWAYS,
+    "scheduled": (*_ALWAYS, "degree", "exchange"),
+}
 """Options that all ranks need alike, since launches or exchanges depend on them."""
+
+SLOW = (
+    "the reference on a GPU waits for its host at every step and is slow: it is there to compare "
+    "with; choose the backend 'scheduled' to train"
+)
 
 _Value = TypeVar("_Value")
 
@@ -48,8 +58,8 @@ def select_backend(
         config: The layer's shape.
         group: The expert-parallel group, ``None`` for one rank.
         device: Where the layer's tensors live.
-        kind: "kernel", "reference", or "auto": the kernel on a Hopper GPU (compute capability
-            9.0), else the reference. The choice of "auto" is logged once per process.
+        kind: "kernel", "scheduled", "reference", or "auto": the kernel on a Hopper GPU (compute
+            capability 9.0), else the reference. The choice of "auto" is logged once per process.
         **options: Fields of :class:`~flashmoe_megatron.options.BackendOptions`.
 
     Returns:
@@ -77,6 +87,17 @@ def select_backend(
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if kind == "auto":
         _announce(chosen, _describe(device)[1])
+    if chosen == "reference" and device.type == "cuda":
+        _announce_once(SLOW, logging.WARNING)
+    if chosen == "scheduled":
+        return ScheduledBackend(
+            config,
+            group,
+            device=device,
+            options=chosen_options,
+            grid=grid,
+            degrees=read_degrees(chosen_options.degree) or (1, 1),
+        )
 
     def make(
         config: MoEConfig, within: dist.ProcessGroup | None, options: BackendOptions
@@ -162,7 +183,9 @@ def check_choice(kind: str, options: dict[str, Any]) -> None:
     make_options(BackendOptions, options)
 
 
-def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "reference"]:
+def resolve_kind(
+    kind: BackendKind, device: torch.device
+) -> Literal["kernel", "scheduled", "reference"]:
     """What :func:`select_backend` chooses on a device. Not collective.
 
     Raises:
@@ -174,7 +197,7 @@ def resolve_kind(kind: BackendKind, device: torch.device) -> Literal["kernel", "
     if kind == "kernel" and not is_hopper:
         raise DeviceError(
             f"the kernel needs a Hopper GPU (compute capability 9.0), found {found}; "
-            "choose the backend 'reference' or 'auto'"
+            "choose the backend 'scheduled', 'reference' or 'auto'"
         )
     if kind == "auto":
         return "kernel" if is_hopper else "reference"
@@ -247,7 +270,7 @@ def _announce(chosen: str, found: str) -> None:
 
 
 @functools.cache
-def _announce_once(sentence: str) -> None:
+def _announce_once(sentence: str, level: int = logging.INFO) -> None:
     """Logs what is said of one kind of layer, once and on rank 0 alone."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        logger.info("%s", sentence)
+        logger.log(level, "%s", sentence)

@@ -29,11 +29,12 @@ PYTHON = [
     ["errors", "_version"],
     ["config"],
     ["planner", "replicas"],
-    ["telemetry", "router"],
+    ["telemetry", "router", "schedule"],
     ["options"],
     ["backend"],
     ["checks", "eager", "expert_group", "multipath", "weights"],
     ["kernel", "reference", "hosts"],
+    ["scheduled"],
     ["select", "autograd"],
     ["layer"],
     ["data_parallel", "gates"],
@@ -66,6 +67,11 @@ MULTIPATH = [
     ["ring"],
     ["choose"],
     ["multipath"],
+]
+SCHEDULED = [
+    ["lanes", "plan", "products"],
+    ["exchange"],
+    ["backend"],
 ]
 PACKAGE = Path("flashmoe_megatron")
 EVERYWHERE = "__init__"  # names the public, so it may know all
@@ -134,6 +140,7 @@ def main() -> int:
         *violations(python_edges(PACKAGE, "reference"), REFERENCE),
         *violations(python_edges(PACKAGE, "hosts"), HOSTS),
         *violations(python_edges(PACKAGE, "multipath"), MULTIPATH),
+        *violations(python_edges(PACKAGE, "scheduled"), SCHEDULED),
     ]
     print("\n".join(found) or "layers: ok")
     return bool(found)

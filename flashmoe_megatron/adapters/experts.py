@@ -34,6 +34,7 @@ from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.calibration import (
     Calibration,
@@ -209,7 +210,7 @@ class LayerExperts(ABC):
         self._shape, self._backends = self.locate()
         backend = self._backends.backend_of(self._shape)
         if (
-            not isinstance(within_host(backend), ReferenceBackend)
+            not isinstance(within_host(backend), ReferenceBackend | ScheduledBackend)
             and self.dtype not in KERNEL_DTYPES
         ):
             raise ConfigError(

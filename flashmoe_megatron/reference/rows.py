@@ -151,9 +151,9 @@ class RowExchange:
         token_idx, column_idx = selected.nonzero(as_tuple=True)
         expert_idx = column_idx if is_map else routing_map[token_idx, column_idx].long()
         send = torch.bincount(expert_idx, minlength=config.num_experts)
-        told = self._tell_counts(send)
+        told = self.tell_counts(send)
         if bool((told < 0).any()):
-            raise self._hear_refusal(None)
+            raise self.hear_refusal(None)
         placement, recv, slot_idx = None, told, expert_idx
         if self._planner is not None:
             placement = self._planner(told.tolist(), hosts)
@@ -169,7 +169,7 @@ class RowExchange:
         rows_per_expert = recv.sum(0).tolist()
         if self._most_blocks is not None:
             blocks = sum(align_capacity(rows) for rows in rows_per_expert) // TILE_M
-            self._check_bound(blocks, self._most_blocks, send)
+            self.check_bound(blocks, self._most_blocks, send)
         by_expert = expert_idx.sort(stable=True).indices
         token_idx, column_idx = token_idx[by_expert], column_idx[by_expert]
         slot_idx = slot_idx[by_expert]
@@ -232,13 +232,13 @@ class RowExchange:
             PeerTimeoutError: A rank is gone or did not come in time.
         """
         if self._group is not None:
-            self._tell_counts(torch.full((self._config.num_experts,), _REFUSED, device=device))
-            self._hear_refusal(reason)
+            self.tell_counts(torch.full((self._config.num_experts,), _REFUSED, device=device))
+            self.hear_refusal(reason)
 
-    def _hear_refusal(self, own: str | None) -> FlashMoEError:
+    def hear_refusal(self, own: str | None) -> FlashMoEError:
         """What the first rank that refuses this call has refused."""
         reasons: list[str | None] = [own] * self._config.num_ranks
-        with self._bounded():
+        with self.bounded():
             dist.all_gather_object(reasons, own, group=self._group)
         rank, reason = next(pair for pair in enumerate(reasons) if pair[1] is not None)
         return told_error(rank, str(reason))
@@ -278,14 +278,14 @@ class RowExchange:
             total[tokens] += returned[routes[tokens]].to(total.dtype)
         return total.to(buffer.dtype)
 
-    def _check_bound(self, blocks: int, most: int, counts: torch.Tensor) -> None:
+    def check_bound(self, blocks: int, most: int, counts: torch.Tensor) -> None:
         """Refuses, on every rank, the blocks of rows that the fullest rank is to receive."""
         of_ranks = self._exchange_counts(counts.new_full((self._config.num_ranks,), blocks))
         fullest = int(of_ranks.argmax())
         if of_ranks[fullest] > most:
             raise RowBoundError.of(fullest, int(of_ranks[fullest]), most)
 
-    def _tell_counts(self, send: torch.Tensor) -> torch.Tensor:
+    def tell_counts(self, send: torch.Tensor) -> torch.Tensor:
         """Tells the others how many routes this rank has to each expert.
 
         Returns:
@@ -301,7 +301,7 @@ class RowExchange:
         if self._group is None:
             return send[None]
         everyone = [torch.empty_like(send) for _ in range(self._config.num_ranks)]
-        with self._bounded():
+        with self.bounded():
             dist.all_gather(everyone, send, group=self._group)
         return torch.stack(everyone)
 
@@ -334,11 +334,11 @@ class RowExchange:
         recv_counts: list[int] | None = None,
         send_counts: list[int] | None = None,
     ) -> None:
-        with self._bounded():
+        with self.bounded():
             dist.all_to_all_single(recv, send, recv_counts, send_counts, group=self._group)
 
     @contextlib.contextmanager
-    def _bounded(self) -> Iterator[None]:
+    def bounded(self) -> Iterator[None]:
         """For every exchange of the group; its bound is the timeout of the process group.
 
         Raises:

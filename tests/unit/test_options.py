@@ -88,6 +88,8 @@ def test_what_the_backend_gets_is_every_option_of_it() -> None:
         "spare_slots": 1,
         "placement": "lookahead",
         "replica_policy": "popular",
+        "degree": "2,4",
+        "exchange": "1dh",
         "symmetric_memory": "nvshmem",
         "timeout": 5.0,
         "host_overlap": 1,

@@ -85,6 +85,13 @@ def test_auto_takes_the_reference_on_another_gpu(gpu, caplog: pytest.LogCaptureF
     assert "NVIDIA A100-SXM4-80GB (compute capability 8.0)" in messages(caplog)[0]
 
 
+def test_the_reference_on_a_gpu_says_that_it_is_slow(gpu, caplog: pytest.LogCaptureFixture):
+    gpu("NVIDIA A100-SXM4-80GB", (8, 0))
+    _announce_once.cache_clear()
+    select_backend(cases.CONFIG, None, "cuda", kind="reference")
+    assert "the reference on a GPU waits for its host at every step" in messages(caplog)[-1]
+
+
 def test_auto_says_that_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -130,7 +137,8 @@ def test_the_kernel_is_refused_on_another_gpu_by_name(gpu):
 
 
 def test_unknown_kind():
-    with pytest.raises(ConfigError, match="backend 'cuda': wanted one of auto, kernel, reference"):
+    wanted = "wanted one of auto, kernel, scheduled, reference"
+    with pytest.raises(ConfigError, match=f"backend 'cuda': {wanted}"):
         select_backend(cases.CONFIG, None, "cpu", kind="cuda")
 
 

@@ -37,8 +37,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.backend import MATRIX, Backend, ExpertWeights, unstacked
 from flashmoe_megatron.layer import moe_router_forward
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.record import Direction
 from tools.bench import common, stopwatch
@@ -54,17 +55,29 @@ LAUNCHES_IN_ROW = 3  # only the last one is taken: it follows the others without
 
 
 class FusedLayer:
-    """The kernel as a model calls it."""
+    """A backend's layer as a model calls it; of the kernel, with a parameter for each weight."""
 
     def __init__(self, problem: Problem, backend: Backend, *, use_main_grad: bool) -> None:
         self.problem = problem
+        self.weights = problem.weights
+        if isinstance(backend, ScheduledBackend):  # its products take all experts at once
+            fc1, fc2 = (
+                (torch.stack([one.detach() for one in each]).requires_grad_(),)
+                for each in (problem.weights.fc1, problem.weights.fc2)
+            )
+            self.weights = ExpertWeights(fc1, fc2)
         self.backend = backend
         self.use_main_grad = use_main_grad
         if use_main_grad:
-            for parameter in problem.parameters:
+            for parameter in self.parameters:
                 parameter.main_grad = torch.zeros_like(  # type: ignore[attr-defined]
                     parameter, dtype=torch.float32
                 )
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """All local weights, fc1's first."""
+        return (*self.weights.fc1, *self.weights.fc2)
 
     def __call__(self) -> torch.Tensor:
         """One forward."""
@@ -74,14 +87,14 @@ class FusedLayer:
             problem.x,
             problem.probs,
             problem.routing_map,
-            problem.weights,
+            self.weights,
             accumulate_into_main_grad=self.use_main_grad,
         )
 
     def forward_and_backward(self) -> torch.Tensor:
         """One of each; forgets ordinary gradients of an earlier call."""
         problem = self.problem
-        for tensor in (problem.x, problem.probs, *problem.parameters):
+        for tensor in (problem.x, problem.probs, *self.parameters):
             tensor.grad = None
         out = self()
         torch.autograd.backward(out, problem.grad_out)
@@ -98,8 +111,10 @@ class FusedLayer:
             out,
             problem.x.grad,
             problem.probs.grad,
-            [getattr(weight, name) for weight in problem.weights.fc1],
-            [getattr(weight, name) for weight in problem.weights.fc2],
+            *(
+                list(unstacked([getattr(weight, name) for weight in each], MATRIX))
+                for each in (self.weights.fc1, self.weights.fc2)
+            ),
         )
 
 
@@ -273,7 +288,7 @@ def measure(
     fused = kernel_layer(
         problem,
         use_main_grad=use_main_grad,
-        kind="kernel" if stopwatch.HAS_GPU else "reference",
+        kind=options.backend if stopwatch.HAS_GPU else "reference",
         symmetric_memory=options.symmetric,
         row_bound=options.row_bound,
     )
@@ -368,6 +383,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--forward-only", action="store_true", help="the gate still does both")
     parser.add_argument("--no-baselines", action="store_true")
+    parser.add_argument(
+        "--backend",
+        choices=("kernel", "scheduled", "reference"),
+        default="kernel",
+        help="what is measured as fused, on a GPU",
+    )
     parser.add_argument("--grads", choices=("bf16", "main_grad"), default="bf16")
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of a skewed routing")
     parser.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")

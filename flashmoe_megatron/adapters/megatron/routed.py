@@ -43,6 +43,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.record import launch_number
 
@@ -274,8 +275,8 @@ def describe(backend: Backend, config: Any, *, is_bounded: bool) -> str:
         The line.
     """
     shape = backend.config
-    is_reference = isinstance(within_host(backend), ReferenceBackend)
-    kind = "reference" if is_reference else "kernel"
+    names = {ReferenceBackend: "reference", ScheduledBackend: "scheduled"}
+    kind = names.get(type(within_host(backend)), "kernel")
     parts = [
         f"backend {kind}",
         f"{shape.num_experts} experts on {shape.num_ranks} ranks",

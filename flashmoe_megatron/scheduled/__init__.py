@@ -1,0 +1,1 @@
+"""The scheduled backend: parts of the layer travel while others are computed."""

@@ -1,0 +1,664 @@
+"""The scheduled backend: separate kernels of torch and NCCL, cut into parts that overlap.
+
+Every expert's rows are cut into as many parts as the degree says. While one part is computed, the
+next ones arrive and results of the last ones leave. Gradients of weights are computed over all rows
+at once, behind the last part, while gradients of tokens leave.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import (
+    VECTOR,
+    ExpertWeights,
+    OfGroup,
+    Together,
+    TrafficCounters,
+    WeightGrad,
+)
+from flashmoe_megatron.checks import (
+    check_grad_out,
+    check_readable,
+    check_tokens,
+    check_weights,
+    choices_problem,
+    map_problem,
+)
+from flashmoe_megatron.config import TILE_M, Keep, MoEConfig, align_capacity
+from flashmoe_megatron.errors import ConfigError, RoutingError, reason_of, told_error
+from flashmoe_megatron.hosts.grid import HostGrid, host_groups
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
+from flashmoe_megatron.reference.rows import RowExchange, accumulation_dtype
+from flashmoe_megatron.router import Router
+from flashmoe_megatron.scheduled import lanes
+from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, TwoSteps
+from flashmoe_megatron.scheduled.plan import Part, Routes, make_part, part_size
+from flashmoe_megatron.scheduled.products import (
+    between,
+    bias_grad,
+    product,
+    stack_of,
+    store,
+    weight_grad,
+    weighted_activation,
+    weighted_activation_backward,
+)
+from flashmoe_megatron.telemetry.record import (
+    Direction,
+    LaunchRecord,
+    Phase,
+    read_launch_number,
+)
+
+MOST_RECORDS = 4096
+"""Records kept for whoever takes them."""
+
+REFUSED = -1
+"""Takes the place of every count of a rank whose routing is unusable."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What backward needs; rows are in the order of experts, whatever the degree was.
+
+    Attributes:
+        routes: The routes.
+        all_counts: ``[source][expert]`` of the group, if the exchange needs them.
+        num_tokens: Tokens of this rank.
+        num_columns: Columns of the probabilities.
+        rows: ``[rows, hidden]``, if they are kept.
+        x: The tokens, if their rows are not.
+        row_probs: ``[rows]``, their routing weights.
+        preact: ``[rows, fc1_rows]``, the first projection's outputs.
+        layer: The number that the caller gave the layer.
+    """
+
+    routes: Routes
+    all_counts: tuple[tuple[int, ...], ...] | None
+    num_tokens: int
+    num_columns: int
+    rows: torch.Tensor | None
+    x: torch.Tensor | None
+    row_probs: torch.Tensor
+    preact: torch.Tensor
+    layer: int
+
+
+@dataclass(frozen=True)
+class _Travel:
+    """Rows under way.
+
+    Attributes:
+        sent: What travels, which lives until the way has been waited for.
+        received: Where it arrives.
+        done: When it has.
+    """
+
+    sent: torch.Tensor
+    received: torch.Tensor
+    done: lanes.Mark
+
+
+class _Laps:
+    """Moments of one call, on the device or, on a processor, on the host."""
+
+    def __init__(self, device: torch.device, *, counts: bool) -> None:
+        self._device, self._counts = device, counts
+        self._is_cuda = device.type == "cuda"
+        self.moments: list[tuple[str, Any]] = []
+        self.begin_ns = time.monotonic_ns()
+        self.lap("begin")
+
+    def lap(self, name: str) -> None:
+        """Gives this moment a name."""
+        if not self._counts:
+            return
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self.moments.append((name, event))
+        else:
+            self.moments.append((name, time.monotonic_ns()))
+
+    def are_over(self) -> bool:
+        """Whether the device has passed the last one."""
+        return not self._is_cuda or bool(self.moments[-1][1].query())
+
+    def nanoseconds(self) -> dict[str, int]:
+        """Time from one moment to the next, by the later one's name."""
+        pairs = zip(self.moments, self.moments[1:], strict=False)
+        if self._is_cuda:
+            return {name: int(a.elapsed_time(b) * 1e6) for (_, a), (name, b) in pairs}
+        return {name: b - a for (_, a), (name, b) in pairs}
+
+
+class ScheduledBackend(OfGroup):
+    """Routed experts in parts; implements :class:`~flashmoe_megatron.backend.Backend`.
+
+    Rows travel unpadded and nothing is dropped. The host waits once in a forward, for the counts of
+    rows, and never in a backward. Products are in ``x.dtype``; activations, routing weights and
+    sums over routes are in float32 (float64 if ``x`` is). Calls of one degree repeat their bits.
+
+    Attributes:
+        config: The layer's shape.
+        degrees: Parts in forward and in backward.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
+        options: BackendOptions | None = None,
+        grid: HostGrid | None = None,
+        degrees: tuple[int, int] = (1, 1),
+    ) -> None:
+        """Binds the layer to a process group. Collective over it.
+
+        Args:
+            config: The layer's shape.
+            group: The expert-parallel group, ``None`` for one rank.
+            device: Where tokens will be, by default the CPU.
+            options: How the layer runs.
+            grid: How the ranks lie on hosts; ``None`` where they share one.
+            degrees: Parts in forward and in backward.
+
+        Raises:
+            ConfigError: The group's size is not ``config.num_ranks``, spare slots are asked for, or
+                the exchange needs several hosts of several ranks.
+        """
+        options = options or BackendOptions()
+        if options.spare_slots:
+            raise ConfigError(
+                f"spare_slots={options.spare_slots} on the backend 'scheduled': wanted 0, or "
+                "another backend"
+            )
+        self.config = config
+        self.degrees = degrees
+        self.keep: Keep = choose_keep(options.keep, config)
+        self._talk = RowExchange(config, group)
+        self._most_blocks = None
+        if options.row_bound is not None:
+            self._most_blocks = bounded_row_blocks(config, options.row_bound)
+        self._group = group
+        self._device = device or torch.device("cpu")
+        self._counts = options.counters
+        self.rank = self._talk.rank
+        self.num_calls = 0
+        self._epoch = 0
+        self._exchange = _make_exchange(
+            options, group, grid, self.rank, self._talk.traffic, self._device
+        )
+        self._unread: deque[tuple[_Laps, Callable[[dict[str, int]], LaunchRecord]]] = deque(
+            maxlen=MOST_RECORDS
+        )
+
+    @property
+    def traffic(self) -> TrafficCounters:
+        """What this rank has sent so far; it pads nothing."""
+        return self._talk.traffic
+
+    def take_records(self) -> list[LaunchRecord]:
+        """Takes what is known of the calls that have ended; see the protocol.
+
+        Phases follow each other on the current stream: the plan, the parts with what they had to
+        wait for, and the end.
+        """
+        records = []
+        while self._unread and self._unread[0][0].are_over():
+            laps, make = self._unread.popleft()
+            records.append(make(laps.nanoseconds()))
+        return records
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        weights: ExpertWeights,
+        *,
+        training: bool,
+        layer: int = 0,
+        router: Router | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        """Applies the routed experts; collective over the group, see the protocol.
+
+        Raises:
+            ShapeError: A tensor is not what the layer was built for; as all that one rank refuses,
+                on every rank.
+            RowBoundError: On every rank, if any rank is to receive more rows than ``row_bound``
+                allows.
+            RoutingError: On every rank, if any rank's routing is unusable.
+            PeerTimeoutError: A rank is gone or did not call in time, here and in backward.
+        """
+        config = self.config
+        with Together(self):
+            check_readable("x", x)
+            check_weights(config, weights, x.device)
+            check_tokens(config, x, probs, routing_map, dtype=weights.fc1[0].dtype, device=x.device)
+            laps = _Laps(x.device, counts=self._counts)
+            if router is not None:
+                router.run(x, config.topk)
+        self._device = x.device
+        self.num_calls += 1
+        routes, all_counts = self._plan(probs, routing_map)
+        laps.lap("plan")
+        degree = self._degree(0)
+        parts = [make_part(routes, part, degree) for part in range(degree)]
+        counts = [self._counts_of(routes, all_counts, part, degree) for part in range(degree)]
+        total = [self._counts_of(routes, all_counts, 0, 1)]
+        whole = parts[0] if degree == 1 else make_part(routes, 0, 1)
+        of_probs = self._travel(probs[routes.token_idx, routes.column_idx], total[0])
+        ways = [
+            self._travel(x[_picked(routes.token_idx, part.send_idx)], count)
+            for part, count in zip(parts, counts, strict=True)
+        ]
+        row_probs = self._arrived(of_probs, whole)
+
+        fc1, fc2 = _oriented(weights)
+        biases1, biases2 = _biases(weights)
+        activation = between(weighted_activation, config, x.device.type)
+        keeps_rows = training and self.keep != "preactivations"
+        is_whole = degree == 1
+        rows = preact = None
+        if training and not is_whole:
+            preact = x.new_empty(routes.num_rows, config.fc1_rows)
+            rows = x.new_empty(routes.num_rows, config.hidden) if keeps_rows else None
+        back: list[_Travel] = []
+        for part, count, way in zip(parts, counts, ways, strict=True):
+            mine = self._arrived(way, part)
+            pre = product(mine, fc1, part.ends, part.counts)
+            if biases1 is not None:
+                pre += biases1[_experts(part)]
+            weight = _picked(row_probs, part.rows)
+            out_rows = product(activation(pre, weight), fc2, part.ends, part.counts)
+            if biases2 is not None:
+                wide = accumulation_dtype(x.dtype)
+                out_rows += (weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)).to(
+                    x.dtype
+                )
+            back.append(self._travel(_picked(out_rows, part.by_rank), _transposed(count)))
+            if training and is_whole:
+                preact, rows = pre, (mine if keeps_rows else None)
+            elif preact is not None:
+                preact[part.rows] = pre
+                if rows is not None:
+                    rows[part.rows] = mine
+        laps.lap("experts")
+        out = self._sum(self._returned(back, parts, routes), routes, x.dtype)
+        laps.lap("combine")
+        self._record(laps, routes, layer, "forward", num_tokens=len(x))
+        if not training:
+            return out, None
+        assert preact is not None
+        tokens = None if keeps_rows else x
+        num_columns = probs.shape[1]
+        return out, _Saved(
+            routes, all_counts, len(x), num_columns, rows, tokens, row_probs, preact, layer
+        )
+
+    def raise_pending_fault(self) -> None:
+        """Does nothing, for every call raises its own faults; see the protocol."""
+
+    def refuse(self, reason: str) -> None:
+        """Ends the other ranks' forward at once; see the protocol."""
+        self.num_calls += 1
+        if self._exchange.needs_all_counts:
+            self._gather(torch.full((self.config.num_experts,), REFUSED, device=self._device))
+            self._talk.hear_refusal(reason)
+        else:
+            self._talk.refuse(reason, self._device)
+
+    def early_fc2_grads(self) -> None:
+        """None are complete before the others; see the protocol."""
+
+    @torch.no_grad()
+    def backward(
+        self,
+        grad_out: torch.Tensor,
+        saved: Any,
+        weights: ExpertWeights,
+        grad_fc1: Sequence[WeightGrad],
+        grad_fc2: Sequence[WeightGrad],
+        grad_fc1_bias: Sequence[WeightGrad] = (),
+        grad_fc2_bias: Sequence[WeightGrad] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes all gradients of one forward; collective over the group, see the protocol."""
+        config = self.config
+        check_grad_out(config, grad_out, saved.num_tokens)
+        laps = _Laps(grad_out.device, counts=self._counts)
+        routes: Routes = saved.routes
+        degree = self._degree(1)
+        parts = [make_part(routes, part, degree) for part in range(degree)]
+        counts = [self._counts_of(routes, saved.all_counts, part, degree) for part in range(degree)]
+        is_whole = degree == 1
+        whole = parts[0] if is_whole else make_part(routes, 0, 1)
+        total = self._counts_of(routes, saved.all_counts, 0, 1)
+        laps.lap("plan")
+        ways = [
+            self._travel(grad_out[_picked(routes.token_idx, part.send_idx)], count)
+            for part, count in zip(parts, counts, strict=True)
+        ]
+        of_rows = None  # behind the gradients, since only weights' gradients need them
+        if saved.rows is None:
+            of_rows = self._travel(saved.x[routes.token_idx], total)
+        fc1, fc2 = _oriented(weights)
+        _, biases2 = _biases(weights)
+        activation = between(weighted_activation_backward, config, grad_out.device.type)
+        wide = accumulation_dtype(grad_out.dtype)
+        grad_row_probs = saved.row_probs.new_empty(routes.num_rows, dtype=wide)
+        grad_y = grad_pre = weighted = None
+        if not is_whole:
+            grad_y = grad_out.new_empty(routes.num_rows, config.hidden)
+            grad_pre = grad_out.new_empty(routes.num_rows, config.fc1_rows)
+            weighted = grad_out.new_empty(routes.num_rows, config.intermediate)
+        back: list[_Travel] = []
+        for part, count, way in zip(parts, counts, ways, strict=True):
+            mine = self._arrived(way, part)
+            grad_weighted = product(mine, fc2.transpose(1, 2), part.ends, part.counts)
+            pre_part, prob_part, weighted_part = activation(
+                _picked(saved.preact, part.rows), _picked(saved.row_probs, part.rows), grad_weighted
+            )
+            if biases2 is not None:
+                prob_part = prob_part + (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
+            grad_rows = product(pre_part, fc1.transpose(1, 2), part.ends, part.counts)
+            back.append(self._travel(_picked(grad_rows, part.by_rank), _transposed(count)))
+            if is_whole:
+                grad_y, grad_pre, weighted, grad_row_probs = (
+                    mine,
+                    pre_part,
+                    weighted_part,
+                    prob_part,
+                )
+            else:
+                grad_row_probs[part.rows] = prob_part
+                for every, one in (
+                    (grad_y, mine),
+                    (grad_pre, pre_part),
+                    (weighted, weighted_part),
+                ):
+                    assert every is not None
+                    every[part.rows] = one
+        of_probs = self._travel(_picked(grad_row_probs, whole.by_rank), _transposed(total))
+        laps.lap("experts")
+
+        assert grad_y is not None
+        assert grad_pre is not None
+        assert weighted is not None
+        rows = saved.rows if of_rows is None else self._arrived(of_rows, whole)
+        pairs = ((rows, grad_pre, grad_fc1), (weighted, grad_y, grad_fc2))
+        for inputs, grads, targets in pairs:
+            left, right = (inputs, grads) if weights.transposed else (grads, inputs)
+            store(targets, weight_grad(left, right, whole.ends, whole.counts))
+        if grad_fc1_bias:
+            store(grad_fc1_bias, bias_grad(grad_pre, whole.counts), VECTOR)
+        if grad_fc2_bias:
+            weighted_y = grad_y.to(wide) * saved.row_probs.to(wide)[:, None]
+            store(grad_fc2_bias, bias_grad(weighted_y, whole.counts), VECTOR)
+        laps.lap("weights")
+        grad_x = self._sum(self._returned(back, parts, routes), routes, grad_out.dtype)
+        grad_probs = saved.row_probs.new_zeros(saved.num_tokens, saved.num_columns)
+        lanes.wait(self._device, of_probs.done)
+        grad_probs[routes.token_idx, routes.column_idx] = of_probs.received.to(grad_probs.dtype)
+        laps.lap("combine")
+        self._record(laps, routes, saved.layer, "backward", num_tokens=saved.num_tokens)
+        return grad_x, grad_probs
+
+    def _degree(self, direction: int) -> int:
+        return self.degrees[direction]
+
+    def _plan(
+        self, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[Routes, tuple[tuple[int, ...], ...] | None]:
+        """Orders the routes and tells all ranks their numbers; the host waits once."""
+        config = self.config
+        num_experts, device = config.num_experts, probs.device
+        is_map = routing_map.dtype == torch.bool
+        selected = routing_map if is_map else routing_map >= 0
+        if config.skip_zero_probs:
+            selected = selected & (probs != 0)
+        bad = (probs.isnan() & selected).any()
+        if is_map:
+            bad = bad | (selected.sum(1) > config.topk).any()
+            columns = selected.cumsum(1) - 1
+            columns = columns.masked_fill_(~selected | (columns >= config.topk), config.topk)
+            experts = torch.arange(num_experts, device=device).expand(selected.shape)
+            choices = torch.full((len(probs), config.topk + 1), num_experts, device=device)
+            choices = choices.scatter_(1, columns, experts)[:, : config.topk]
+            places_of = choices
+        else:
+            choices = routing_map.long().masked_fill(~selected, num_experts)
+            ascending, places_of = choices.sort(dim=1, stable=True)
+            again = (ascending.diff(dim=1) == 0) & (ascending[:, 1:] < num_experts)
+            outside = (routing_map < -1) | (routing_map >= num_experts)
+            bad = bad | again.any() | outside.any()
+            choices = ascending.clamp(max=num_experts)
+        flat = choices.reshape(-1)
+        order = flat.sort(stable=True).indices
+        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+        told = torch.where(bad, torch.full_like(counts, REFUSED), counts)
+        everyone = None
+        if self._exchange.needs_all_counts:
+            everyone = self._gather(told)
+            first = self.rank * config.num_local_experts
+            received = everyone[:, first : first + config.num_local_experts]
+        else:
+            received = self._talk.tell_counts(told)
+        heard = received if everyone is None else everyone
+        both = torch.cat((told, heard.reshape(-1)))
+        host = both.tolist()  # the host waits here
+        own = host[:num_experts]
+        if own[0] == REFUSED:
+            if is_map:
+                problem = map_problem(config, probs, selected)
+            else:
+                problem = choices_problem(config, routing_map, probs)
+            reason = reason_of(RoutingError(str(problem)))
+            self._talk.hear_refusal(reason)
+            raise told_error(self.rank, reason)
+        others = host[num_experts:]
+        if min(others) == REFUSED:
+            raise self._talk.hear_refusal(None)
+        all_counts = None
+        local = config.num_local_experts
+        if everyone is not None:
+            all_counts = _rows_of(others, num_experts)
+            first = self.rank * local
+            host_received = tuple(row[first : first + local] for row in all_counts)
+        else:
+            host_received = _rows_of(others, local)
+        num_routes = sum(own)
+        order = order[:num_routes]
+        choices_of_token = choices.shape[1]
+        token_idx = order // choices_of_token if choices_of_token else order
+        column_idx = places_of.reshape(-1)[order]
+        place = torch.full((flat.numel(),), num_routes, device=device)
+        place[order] = torch.arange(num_routes, device=device)
+        if self._most_blocks is not None:
+            blocks = sum(align_capacity(sum(column)) for column in zip(*host_received, strict=True))
+            self._talk.check_bound(blocks // TILE_M, self._most_blocks, counts)
+        return (
+            Routes(
+                token_idx=token_idx,
+                column_idx=column_idx,
+                place=place.view(choices.shape),
+                sent=counts[None],
+                received=received,
+                host_sent=_rows_of(own, local),
+                host_received=host_received,
+            ),
+            all_counts,
+        )
+
+    def _gather(self, counts: torch.Tensor) -> torch.Tensor:
+        everyone = [torch.empty_like(counts) for _ in range(self.config.num_ranks)]
+        with self._talk.bounded():
+            dist.all_gather(everyone, counts, group=self._group)
+        return torch.stack(everyone)
+
+    def _counts_of(
+        self,
+        routes: Routes,
+        all_counts: tuple[tuple[int, ...], ...] | None,
+        part: int,
+        degree: int,
+    ) -> Counts:
+        """``[source][target]`` rows of one part; without all ranks' counts, where this rank is."""
+        local = self.config.num_local_experts
+
+        def rows(counts: Sequence[int]) -> int:
+            return sum(part_size(count, part, degree) for count in counts)
+
+        ranks = range(self.config.num_ranks)
+        if all_counts is not None:
+            return [
+                [rows(of_rank[target * local : (target + 1) * local]) for target in ranks]
+                for of_rank in all_counts
+            ]
+        known = [[0] * len(ranks) for _ in ranks]
+        for other in ranks:
+            known[other][self.rank] = rows(routes.host_received[other])
+            known[self.rank][other] = rows(routes.host_sent[other])
+        return known
+
+    def _travel(self, send: torch.Tensor, counts: Counts) -> _Travel:
+        """Begins to send rows that are complete on the current stream."""
+        received = self._exchange.received(send, counts)
+        ready = lanes.mark(self._device) if self._group is not None else None
+        return _Travel(send, received, self._exchange.run(received, send, counts, ready))
+
+    def _arrived(self, way: _Travel, part: Part) -> torch.Tensor:
+        """The received rows in the order of experts."""
+        lanes.wait(self._device, way.done)
+        return _picked(way.received, part.by_expert)
+
+    def _returned(
+        self, back: Sequence[_Travel], parts: Sequence[Part], routes: Routes
+    ) -> torch.Tensor:
+        """All routes' rows in their order."""
+        for way in back:
+            lanes.wait(self._device, way.done)
+        if len(back) == 1:
+            return back[0].received
+        returned = back[0].received.new_empty(len(routes.token_idx), self.config.hidden)
+        for way, part in zip(back, parts, strict=True):
+            returned[part.send_idx] = way.received
+        return returned
+
+    def _sum(self, returned: torch.Tensor, routes: Routes, dtype: torch.dtype) -> torch.Tensor:
+        """Each token's rows, summed in the dtype of sums by ascending expert."""
+        num_tokens, choices = routes.place.shape
+        if len(returned) < num_tokens * choices:
+            returned = torch.cat((returned, returned.new_zeros(1, returned.shape[1])))
+        rows = returned[routes.place.reshape(-1)].view(num_tokens, choices, self.config.hidden)
+        return rows.sum(1, dtype=accumulation_dtype(dtype)).to(dtype)
+
+    def _record(
+        self, laps: _Laps, routes: Routes, number: int, direction: Direction, *, num_tokens: int
+    ) -> None:
+        if not self._counts:
+            return
+        self._epoch += 1
+        epoch = self._epoch
+        layer, is_evaluation = read_launch_number(number)
+        rows = tuple(routes.rows_of_experts())
+        pulled = tuple(sum(row) for row in routes.host_received)
+        sent = [sum(row) for row in routes.host_sent]
+
+        def make(ns: dict[str, int]) -> LaunchRecord:
+            return LaunchRecord(
+                layer=layer,
+                direction=direction,
+                epoch=epoch,
+                begin_ns=laps.begin_ns,
+                end_ns=laps.begin_ns + sum(ns.values()),
+                num_ctas=1,
+                num_tokens=num_tokens,
+                num_rows=sum(rows),
+                num_row_blocks=sum(align_capacity(count) for count in rows) // TILE_M,
+                expert_rows=rows,
+                rows_pulled=pulled,
+                results_pushed=pulled,
+                phase_ns={
+                    Phase.HEAD: ns["plan"],
+                    Phase.STAGE_WAIT: 0,
+                    Phase.GEMM: ns["experts"] + ns.get("weights", 0),
+                    Phase.TAIL: ns["combine"],
+                },
+                is_evaluation=is_evaluation,
+                routes=(sent[self.rank], sum(sent)),
+            )
+
+        self._unread.append((laps, make))
+
+
+def _make_exchange(
+    options: BackendOptions,
+    group: dist.ProcessGroup | None,
+    grid: HostGrid | None,
+    rank: int,
+    traffic: TrafficCounters,
+    device: torch.device,
+) -> Exchange:
+    """What carries the rows.
+
+    Raises:
+        ConfigError: The exchange that is asked for needs several hosts of several ranks.
+    """
+    has_levels = grid is not None and grid.num_hosts > 1 and grid.ranks_per_host > 1
+    kind = options.exchange
+    if kind == "auto":
+        kind = "2dh" if has_levels else "direct"
+    if kind == "direct":
+        return Exchange(group, rank, traffic, device)
+    if group is None or grid is None or not has_levels:
+        raise ConfigError(
+            f"exchange={kind!r} in an expert-parallel group of {grid or 'one rank'} (hosts x ranks "
+            "of each): wanted several hosts with several ranks each, or 'direct'"
+        )
+    groups = host_groups(group, grid, timeout=options.timeout)
+    return {"1dh": ByLeader, "2dh": TwoSteps}[kind](group, grid, groups, traffic, device)
+
+
+def _picked(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return rows if index is None else rows[index]
+
+
+def _experts(part: Part) -> torch.Tensor:
+    """The local expert of each row."""
+    counts = torch.tensor(part.counts, device=part.ends.device)
+    experts = torch.arange(len(part.counts), device=part.ends.device)
+    return experts.repeat_interleave(counts, output_size=sum(part.counts))
+
+
+def _oriented(weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[experts, hidden, fc1_rows]`` and ``[experts, intermediate, hidden]``."""
+    fc1, fc2 = stack_of(weights.fc1), stack_of(weights.fc2)
+    return (fc1, fc2) if weights.transposed else (fc1.transpose(1, 2), fc2.transpose(1, 2))
+
+
+def _biases(weights: ExpertWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    first, second = (
+        stack_of(biases, VECTOR) if biases else None
+        for biases in (weights.fc1_bias, weights.fc2_bias)
+    )
+    return first, second
+
+
+def _transposed(counts: Counts) -> Counts:
+    """The way back."""
+    return [list(column) for column in zip(*counts, strict=True)]
+
+
+def _rows_of(values: Sequence[int], width: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(values[i : i + width]) for i in range(0, len(values), width))

@@ -1,0 +1,215 @@
+"""How rows travel: directly, or in two steps through the ranks of a host.
+
+All ways bring the same rows in the same order, that of the ranks that have sent them. Counts of
+rows are ``[source][target]`` of the whole group.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.errors import PeerTimeoutError
+from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
+from flashmoe_megatron.scheduled.lanes import Lane, Mark
+
+Counts = Sequence[Sequence[int]]
+
+
+class Exchange:
+    """Uneven all-to-all of rows over one group; every call is collective over it.
+
+    Attributes:
+        traffic: What was sent so far.
+        needs_all_counts: Whether a call needs the counts of all ranks, not its own alone.
+    """
+
+    needs_all_counts = False
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        traffic: TrafficCounters,
+        device: torch.device,
+    ) -> None:
+        """Binds it to a group, ``None`` for one rank."""
+        self.rank = rank
+        self.traffic = traffic
+        self._group = group
+        self._between = Lane(device)
+
+    def received(self, send: torch.Tensor, counts: Counts) -> torch.Tensor:
+        """Memory for what a call will bring, of the stream that is current."""
+        if self._group is None:
+            return send
+        return send.new_empty(sum(row[self.rank] for row in counts), *send.shape[1:])
+
+    def run(self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark) -> Mark:
+        """Sends each rank its rows, beside what the current stream does.
+
+        Args:
+            received: From :meth:`received`; is filled by rank. It and ``send`` are kept by the
+                caller until the current stream has waited for the returned mark.
+            send: Contiguous rows, by rank.
+            counts: Rows from every rank to every rank; where :attr:`needs_all_counts` is false,
+                only the own row and column are read.
+            ready: When ``send`` is complete.
+
+        Returns:
+            When ``received`` is complete.
+
+        Raises:
+            PeerTimeoutError: A rank is gone or did not come in time. The process group cannot be
+                used again.
+        """
+        self._count(send, counts)
+        if self._group is None:
+            return ready
+        try:
+            self._send(received, send, counts, ready)
+        except RuntimeError as error:  # what torch.distributed raises for it
+            raise PeerTimeoutError(
+                f"rank {self.rank}: an exchange with the other {len(counts) - 1} ranks failed, "
+                f"since one of them is gone or did not come: {error}"
+            ) from error
+        return self._between.mark()
+
+    def _send(
+        self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark
+    ) -> None:
+        from_ranks = [row[self.rank] for row in counts]
+        with self._between.after(ready):
+            dist.all_to_all_single(
+                received, send, from_ranks, list(counts[self.rank]), group=self._group
+            )
+
+    def _count(self, send: torch.Tensor, counts: Counts) -> None:
+        leaving = send.shape[0] - counts[self.rank][self.rank]
+        if send.dim() > 1:
+            self.traffic.rows_sent += leaving
+        self.traffic.bytes_sent += leaving * math.prod(send.shape[1:]) * send.element_size()
+
+
+class TwoSteps(Exchange):
+    """Two-dimensional: to the rank of the same place within the host, then between hosts.
+
+    A rank sends one message to each other rank of its host and one to each other host.
+    """
+
+    needs_all_counts = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        grid: HostGrid,
+        groups: HostGroups,
+        traffic: TrafficCounters,
+        device: torch.device,
+    ) -> None:
+        """Binds it to a group whose hosts are known."""
+        super().__init__(group, grid.rank, traffic, device)
+        self._grid, self._groups = grid, groups
+        self._within = Lane(device)
+
+    def _send(
+        self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark
+    ) -> None:
+        grid = self._grid
+        hosts, places = range(grid.num_hosts), range(grid.ranks_per_host)
+        mine = [grid.host * grid.ranks_per_host + place for place in places]
+
+        def rank_of(host: int, place: int) -> int:
+            return host * grid.ranks_per_host + place
+
+        # Within the host by place of the target, then its host.
+        order = [rank_of(host, place) for place in places for host in hosts]
+        to_places = [
+            sum(counts[self.rank][rank_of(host, place)] for host in hosts) for place in places
+        ]
+        sizes = [counts[source][rank_of(host, grid.place)] for source in mine for host in hosts]
+        per_source = [sum(sizes[i * len(hosts) : (i + 1) * len(hosts)]) for i in places]
+        with self._within.after(ready):
+            packed = _pieces(send, counts[self.rank], order)
+            halfway = send.new_empty(sum(sizes), *send.shape[1:])
+            dist.all_to_all_single(
+                halfway, packed, per_source, to_places, group=self._groups.within
+            )
+        self._between.reads(halfway)
+        # Between hosts by host of the target, then place of the source, which is its rank's order.
+        by_host = [source * len(hosts) + host for host in hosts for source in places]
+        to_hosts = [
+            sum(counts[source][rank_of(host, grid.place)] for source in mine) for host in hosts
+        ]
+        from_hosts = [
+            sum(counts[rank_of(host, place)][self.rank] for place in places) for host in hosts
+        ]
+        with self._between.after(self._within.mark()):
+            packed = _pieces(halfway, sizes, by_host)
+            dist.all_to_all_single(received, packed, from_hosts, to_hosts, group=self._groups.rail)
+
+
+class ByLeader(TwoSteps):
+    """One-dimensional hierarchical: the first rank of a host carries what all of them exchange."""
+
+    def _send(
+        self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark
+    ) -> None:
+        with self._between.after(ready):
+            held = self._gather(send, counts)
+            if self._grid.place == 0:
+                held = self._swap(held, counts)
+            self._scatter(received, held, counts)
+
+    @property
+    def _mine(self) -> list[int]:
+        return list(self._grid.ranks_within)
+
+    def _gather(self, send: torch.Tensor, counts: Counts) -> torch.Tensor:
+        """What the leader holds then is by source, then target."""
+        leads, mine = self._grid.place == 0, self._mine
+        from_places = [sum(counts[source]) if leads else 0 for source in mine]
+        held = send.new_empty(sum(from_places), *send.shape[1:])
+        to_places = [len(send)] + [0] * (len(mine) - 1)
+        dist.all_to_all_single(held, send, from_places, to_places, group=self._groups.within)
+        return held
+
+    def _swap(self, held: torch.Tensor, counts: Counts) -> torch.Tensor:
+        """Leaders exchange; what one holds then is by target, then source."""
+        grid, mine = self._grid, self._mine
+        width, everyone = grid.ranks_per_host, range(len(counts))
+        hosts, places = range(grid.num_hosts), range(width)
+        by_host = [
+            source * len(everyone) + host * width + place
+            for host, source, place in itertools.product(hosts, places, places)
+        ]
+        gathered = [counts[source][target] for source in mine for target in everyone]
+        packed = _pieces(held, gathered, by_host)
+        arriving = [counts[source][target] for source in everyone for target in mine]
+        block = width * width  # pieces from one host
+        from_hosts = [sum(arriving[host * block : (host + 1) * block]) for host in hosts]
+        to_hosts = [
+            sum(counts[source][host * width + place] for source in mine for place in places)
+            for host in hosts
+        ]
+        swapped = held.new_empty(sum(arriving), *held.shape[1:])
+        dist.all_to_all_single(swapped, packed, from_hosts, to_hosts, group=self._groups.rail)
+        by_target = [source * width + place for place in places for source in everyone]
+        return _pieces(swapped, arriving, by_target)
+
+    def _scatter(self, received: torch.Tensor, held: torch.Tensor, counts: Counts) -> None:
+        mine = self._mine
+        to_places = [0] * len(mine)
+        if self._grid.place == 0:
+            to_places = [sum(row[target] for row in counts) for target in mine]
+        from_places = [len(received)] + [0] * (len(mine) - 1)
+        dist.all_to_all_single(received, held, from_places, to_places, group=self._groups.within)
+
+
+def _pieces(rows: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """Pieces of rows in another order."""
+    pieces = torch.split(rows, list(sizes))
+    return torch.cat([pieces[i] for i in order])

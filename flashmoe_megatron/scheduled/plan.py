@@ -1,0 +1,125 @@
+"""Where every route of one call goes, and which part of them travels when.
+
+All indices are made on the device from counts of rows, of which the host has a copy, so that the
+host waits once for a call.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of this rank's tokens in the order of experts, and what this rank receives.
+
+    Received rows have one order at every degree, that of experts, then ranks, then tokens.
+
+    Attributes:
+        token_idx: ``[num_routes]`` int64, the token of each route, by expert and then token.
+        column_idx: ``[num_routes]`` int64, where its probability is among the token's.
+        place: ``[num_tokens, choices]`` int64, each token's routes by ascending expert;
+            ``num_routes`` where there is none.
+        sent: ``[1, num_experts]`` int64, this rank's routes to each expert.
+        received: ``[num_ranks, num_local_experts]`` int64, each rank's to this one's.
+        host_sent: The values of ``sent``, ``[num_ranks][num_local_experts]``.
+        host_received: The values of ``received``.
+    """
+
+    token_idx: torch.Tensor
+    column_idx: torch.Tensor
+    place: torch.Tensor
+    sent: torch.Tensor
+    received: torch.Tensor
+    host_sent: tuple[tuple[int, ...], ...]
+    host_received: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank receives."""
+        return sum(map(sum, self.host_received))
+
+    def rows_of_experts(self) -> list[int]:
+        """Rows of each local expert."""
+        return [sum(of_expert) for of_expert in zip(*self.host_received, strict=True)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of every expert's rows. An index that is ``None`` would change nothing.
+
+    Attributes:
+        send_idx: ``[sent rows]`` int64, the routes that travel, by expert.
+        send_counts: Rows to each rank.
+        recv_counts: Rows from each rank.
+        by_expert: ``[received rows]`` int64, brings rows as they arrive into the order of experts.
+        by_rank: ``[received rows]`` int64, brings them back.
+        rows: ``[received rows]`` int64, where they are among all received rows.
+        ends: ``[num_local_experts]`` int32, where each expert's rows end.
+        counts: Rows of each local expert.
+    """
+
+    send_idx: torch.Tensor | None
+    send_counts: list[int]
+    recv_counts: list[int]
+    by_expert: torch.Tensor | None
+    by_rank: torch.Tensor | None
+    rows: torch.Tensor | None
+    ends: torch.Tensor
+    counts: list[int]
+
+
+def part_size(count: int, part: int, degree: int) -> int:
+    """How many of ``count`` rows the ``part``-th of ``degree`` parts has."""
+    return count * (part + 1) // degree - count * part // degree
+
+
+def make_part(routes: Routes, part: int, degree: int) -> Part:
+    """Cuts the ``part``-th of ``degree`` parts out of every expert's rows, pad-free.
+
+    A rank's rows for an expert are cut by themselves, so that both ends know all sizes.
+    """
+
+    def cut(host: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+        return [[part_size(count, part, degree) for count in row] for row in host]
+
+    def device_cut(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = counts * part // degree
+        return begin, counts * (part + 1) // degree - begin
+
+    sent, received = cut(routes.host_sent), cut(routes.host_received)
+    counts = [sum(of_expert) for of_expert in zip(*received, strict=True)]
+    num_sent, num_received = sum(map(sum, sent)), sum(counts)
+    begin, size = device_cut(routes.received)  # [rank, expert]
+    send_idx = rows = by_expert = by_rank = None
+    if degree > 1:
+        send_begin, send_size = device_cut(routes.sent)
+        send_idx = _runs(_starts(routes.sent) + send_begin, send_size, num_sent)
+        of_expert = routes.received.t()
+        rows = _runs(_starts(of_expert) + begin.t(), size.t(), num_received)
+    if len(received) > 1:
+        by_expert = _runs(_starts(size).t(), size.t(), num_received)
+        by_rank = _runs(_starts(size.t()).t(), size, num_received)
+    return Part(
+        send_idx=send_idx,
+        send_counts=[sum(row) for row in sent],
+        recv_counts=[sum(row) for row in received],
+        by_expert=by_expert,
+        by_rank=by_rank,
+        rows=rows,
+        ends=size.sum(0).cumsum(0).int(),
+        counts=counts,
+    )
+
+
+def _starts(sizes: torch.Tensor) -> torch.Tensor:
+    """Where each of several runs begins that follow each other, in the shape of their sizes."""
+    flat = sizes.reshape(-1)
+    return (flat.cumsum(0) - flat).view(sizes.shape)
+
+
+def _runs(starts: torch.Tensor, sizes: torch.Tensor, total: int) -> torch.Tensor:
+    """``[total]`` the numbers of several runs, one run after the other."""
+    starts, sizes = starts.reshape(-1), sizes.reshape(-1)
+    shift = (starts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes, output_size=total)
+    return shift + torch.arange(total, device=sizes.device)

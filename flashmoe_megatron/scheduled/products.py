@@ -1,0 +1,175 @@
+"""Products of rows in order of experts with the experts' matrices, and what is between them.
+
+On a GPU products in bfloat16 are torch's grouped GEMM and the element-wise part is one kernel of
+torch's compiler. Elsewhere, and in other dtypes, products are made expert by expert.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flashmoe_megatron.backend import MATRIX, WeightGrad, unstacked
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.reference.activations import activate, activate_backward
+from flashmoe_megatron.reference.rows import accumulation_dtype
+
+
+def stack_of(tensors: Sequence[torch.Tensor], num_dims: int = MATRIX) -> torch.Tensor:
+    """All experts' tensors as one, without a copy where they are one or lie at even distances."""
+    if len(tensors) == 1 and tensors[0].dim() > num_dims:
+        return tensors[0]
+    parts = unstacked(tensors, num_dims)
+    first = parts[0]
+    if len(parts) == 1:
+        return first[None]
+    step = parts[1].storage_offset() - first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    is_even = step >= first.numel() and all(
+        part.untyped_storage().data_ptr() == storage
+        and part.stride() == first.stride()
+        and part.storage_offset() == first.storage_offset() + i * step
+        for i, part in enumerate(parts)
+    )
+    if is_even:
+        return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
+    return torch.stack(parts)
+
+
+def is_grouped(rows: torch.Tensor) -> bool:
+    """Whether torch's grouped GEMM makes the products of such rows."""
+    return (
+        rows.device.type == "cuda"
+        and rows.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+    )
+
+
+def product(
+    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor:
+    """Each row times its expert's matrix.
+
+    Args:
+        rows: ``[num_rows, width]``, by expert.
+        weights: ``[num_experts, width, out]``, any strides.
+        ends: ``[num_experts]`` int32, where each expert's rows end.
+        counts: Rows of each expert.
+
+    Returns:
+        ``[num_rows, out]``.
+    """
+    if is_grouped(rows) and len(rows):
+        grouped: torch.Tensor = torch._grouped_mm(rows, weights, offs=ends)
+        return grouped
+    out = rows.new_empty(len(rows), weights.shape[2])
+    for one, part, weight in zip(_split(out, counts), _split(rows, counts), weights, strict=True):
+        torch.mm(part, weight, out=one)
+    return out
+
+
+def weight_grad(
+    left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor:
+    """``left.T @ right`` of each expert's rows, zero for experts without any.
+
+    Returns:
+        ``[num_experts, width of left, width of right]``: in the rows' dtype from grouped GEMMs,
+        else in the dtype of sums.
+    """
+    if is_grouped(left) and len(left):
+        grouped: torch.Tensor = torch._grouped_mm(left.t(), right, offs=ends)
+        for expert, count in enumerate(counts):
+            if not count:  # a product over no rows is left as it was
+                grouped[expert].zero_()
+        return grouped
+    wide = accumulation_dtype(left.dtype)
+    out = left.new_empty(len(counts), left.shape[1], right.shape[1], dtype=wide)
+    for one, a, b in zip(out, _split(left, counts), _split(right, counts), strict=True):
+        torch.mm(a.t().to(wide), b.to(wide), out=one)
+    return out
+
+
+def bias_grad(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """``[num_experts, width]`` sums of each expert's rows."""
+    wide = accumulation_dtype(rows.dtype)
+    return torch.stack([part.to(wide).sum(0) for part in _split(rows, counts)])
+
+
+def store(targets: Sequence[WeightGrad], values: torch.Tensor, num_dims: int = MATRIX) -> None:
+    """Adds or writes all experts' gradients to where they go.
+
+    A buffer that is to be overwritten, and is all of its memory, takes that of the values.
+
+    Args:
+        targets: One expert's or a stack's each.
+        values: ``[num_experts, ...]``.
+        num_dims: The dimensions of one expert's.
+    """
+    left = values
+    for target in targets:
+        buffer = target.buffer
+        if buffer.dim() == num_dims:
+            target.store(left[0])
+            left = left[1:]
+            continue
+        value, left = left[: len(buffer)], left[len(buffer) :]
+        is_whole = (
+            buffer._base is None
+            and buffer.untyped_storage().nbytes() == buffer.nbytes
+            and len(value) == len(values)
+            and value.dtype == buffer.dtype
+            and value.stride() == buffer.stride()
+        )
+        if is_whole and not target.accumulate:
+            buffer.set_(value)  # type: ignore[call-overload]
+        else:
+            target.store(value)
+
+
+def _split(rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    return torch.split(rows, list(counts))
+
+
+Between = Callable[..., Any]
+
+
+def weighted_activation(
+    config: MoEConfig, preact: torch.Tensor, row_probs: torch.Tensor
+) -> torch.Tensor:
+    """The activation times the routing weights, ``[rows, intermediate]`` in the rows' dtype."""
+    wide = accumulation_dtype(preact.dtype)
+    return (activate(preact.to(wide), config) * row_probs.to(wide)[:, None]).to(preact.dtype)
+
+
+def weighted_activation_backward(
+    config: MoEConfig,
+    preact: torch.Tensor,
+    row_probs: torch.Tensor,
+    grad_weighted: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Differentiates :func:`weighted_activation`, and gives its result again.
+
+    Returns:
+        The gradient of ``preact``; that of ``row_probs``, ``[rows]`` in the dtype of sums; and
+        :func:`weighted_activation`'s result.
+    """
+    wide = accumulation_dtype(preact.dtype)
+    weight, grad = row_probs.to(wide)[:, None], grad_weighted.to(wide)
+    activated, grad_preact = activate_backward(preact.to(wide), grad * weight, config)
+    weighted = (activated * weight).to(preact.dtype)
+    return grad_preact.to(preact.dtype), (grad * activated).sum(1), weighted
+
+
+@functools.cache
+def between(function: Between, config: MoEConfig, device_type: str) -> Between:
+    """One of the two functions above for a layer, as one kernel on a GPU.
+
+    It is compiled at its first call, for any number of rows.
+    """
+
+    def bound(*tensors: torch.Tensor) -> Any:
+        return function(config, *tensors)
+
+    return torch.compile(bound, dynamic=True) if device_type == "cuda" else bound

@@ -1,0 +1,69 @@
+"""The scheduled backend on a GPU: grouped products, compiled activations, streams beside NCCL."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from tests.gpu.layers import make_config
+from tests.unit import cases
+from tests.unit.test_scheduled import compare, run
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    """NCCL's group of one rank, whose exchanges are as asynchronous as any."""
+    store = Path(tmp_path_factory.mktemp("group")) / "store"
+    dist.init_process_group("nccl", store=dist.FileStore(str(store), 1), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def on(device: torch.device | str, inputs: cases.Inputs, dtype: torch.dtype) -> cases.Inputs:
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device) if tensor.dtype == torch.bool else tensor.to(device, dtype)
+
+    return cases.Inputs(
+        *([moved(tensor) for tensor in getattr(inputs, one.name)] for one in fields(inputs))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("degrees", [(1, 1), (4, 3)], ids=str)
+def test_it_is_the_oracle_and_repeats_its_bits(
+    group: dist.ProcessGroup, dtype: torch.dtype, degrees: tuple[int, int]
+) -> None:
+    for changes in ({}, {"activation": "gelu", "gated": False}, cases.GPT_OSS):
+        config = make_config(1, **changes)
+        for routing in (cases.skewed, cases.with_empty_experts, cases.to_nobody):
+            inputs = on("cpu", cases.make_inputs(config, routing, [300], dtype=dtype), dtype)
+            want = run(ReferenceBackend(config), on("cpu", inputs, torch.float64))
+            given = on(DEVICE, inputs, dtype)
+            for keep in ("all", "preactivations"):
+                options = BackendOptions(keep=keep)
+                for of_ranks in (group, None):
+                    backend = ScheduledBackend(
+                        config, of_ranks, device=DEVICE, options=options, degrees=degrees
+                    )
+                    found = run(backend, given)
+                    moved = {name: value.cpu() for name, value in found.items()}
+                    # float32 products have float32's own tolerance; the rest the layer's.
+                    bound = torch.float32 if dtype == torch.float32 else torch.bfloat16
+                    compare(moved, want, bound)
+                    for name, value in run(backend, given).items():
+                        assert torch.equal(value, found[name]), name
+                    torch.cuda.synchronize()
+                    records = backend.take_records()
+                    assert [one.direction for one in records] == ["forward", "backward"] * 2
+                    assert all(one.duration_ns > 0 for one in records)

@@ -1,0 +1,213 @@
+"""The scheduled backend beside the reference: any degree, keep and number of ranks, 2 x 2 hosts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError
+from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.select import select_backend
+from tests.distributed import RankPool
+from tests.unit import cases
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 6e-3}
+ROUTINGS = (
+    cases.uniform,
+    cases.skewed,
+    cases.to_one_rank,
+    cases.with_empty_experts,
+    cases.with_dropped_tokens,
+    cases.to_nobody,
+)
+
+
+def run(
+    backend: Backend,
+    inputs: cases.Inputs,
+    *,
+    rank: int = 0,
+    as_indices: bool = False,
+    transposed: bool = False,
+    is_stacked: bool = True,
+) -> dict[str, torch.Tensor]:
+    """Forward and backward of one rank's share through the autograd function."""
+    config = backend.config
+    first = rank * config.num_local_experts
+    mine = slice(first, first + config.num_local_experts)
+    parameters = []
+    for all_experts in (inputs.fc1, inputs.fc2):
+        one_by_one = [w.t().contiguous() if transposed else w.clone() for w in all_experts[mine]]
+        kind = [torch.stack(one_by_one)] if is_stacked else one_by_one
+        parameters.append([weight.requires_grad_() for weight in kind])
+    x = inputs.x[rank].clone().requires_grad_()
+    probs, routing_map = inputs.probs[rank].clone(), inputs.routing_map[rank]
+    weights = ExpertWeights(tuple(parameters[0]), tuple(parameters[1]), transposed=transposed)
+    if as_indices:
+        topk_idx, weight = cases.as_choices(config, probs, routing_map)
+        weight.requires_grad_()
+        out = moe_apply(backend, x, None, None, weights, topk_idx=topk_idx, topk_weight=weight)
+    else:
+        weight = probs.requires_grad_()
+        out = moe_apply(backend, x, weight, routing_map, weights)
+    out.backward(inputs.grad_out[rank])
+    assert weight.grad is not None
+    grad_probs = cases.spread(config, topk_idx, weight.grad) if as_indices else weight.grad
+    found = {"out": out.detach(), "grad x": x.grad, "grad probs": grad_probs}
+    for name, leaves in zip(("fc1", "fc2"), parameters, strict=True):
+        grads = torch.cat([leaf.grad.view(-1, *leaf.shape[-2:]) for leaf in leaves])
+        found[f"grad {name}"] = grads.transpose(1, 2) if transposed else grads
+    return found
+
+
+def compare(found: dict[str, Any], want: dict[str, Any], dtype: torch.dtype) -> None:
+    for name, value in want.items():
+        assert_close(name, found[name], value, rel_l2=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.__name__)
+@pytest.mark.parametrize("degrees", [(1, 1), (2, 3), (5, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_one_rank_is_the_reference(
+    routing: cases.Routing, degrees: tuple[int, int], dtype: torch.dtype
+) -> None:
+    config = cases.make_config()
+    inputs = cases.make_inputs(config, routing, [37], dtype=dtype)
+    want = run(ReferenceBackend(config), inputs)
+    for keep in ("all", "preactivations", "inputs"):
+        backend = ScheduledBackend(config, options=BackendOptions(keep=keep), degrees=degrees)
+        for form in ({}, {"as_indices": True}, {"is_stacked": False}, {"transposed": True}):
+            compare(run(backend, inputs, **form), want, dtype)
+    again = run(backend, inputs)
+    assert all(torch.equal(again[name], value) for name, value in run(backend, inputs).items())
+
+
+def test_biases_and_other_experts_are_the_reference() -> None:
+    config = cases.make_config(**cases.GPT_OSS)
+    inputs = cases.make_inputs(config, cases.skewed, [29], dtype=torch.float64)
+    g = cases.generator(2)
+    shapes = ((config.fc1_rows,), (config.hidden,))
+    values = [torch.randn(8, *shape, generator=g).double() for shape in shapes]
+    results = []
+    for backend in (ReferenceBackend(config), ScheduledBackend(config, degrees=(3, 2))):
+        leaves = [value.clone().requires_grad_() for value in values]
+        weights = ExpertWeights(
+            (torch.stack(inputs.fc1),),
+            (torch.stack(inputs.fc2),),
+            fc1_bias=(leaves[0],),
+            fc2_bias=(leaves[1],),
+        )
+        probs = inputs.probs[0].clone().requires_grad_()
+        out = moe_apply(backend, inputs.x[0], probs, inputs.routing_map[0], weights)
+        out.backward(inputs.grad_out[0])
+        results.append([out.detach(), probs.grad, *(leaf.grad for leaf in leaves)])
+    for found, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, want)
+
+
+def run_ranks(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs) -> dict[str, Any]:
+    """Everything that several ranks are to show, in one job."""
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    options = BackendOptions(keep="preactivations")
+    reference = ReferenceBackend(config, group, options=options)
+    want = run(reference, inputs, rank=rank)
+    bits = {}
+    for degrees in ((1, 1), (3, 2)):
+        for keep in ("all", "preactivations"):
+            options = BackendOptions(keep=keep)
+            backend = ScheduledBackend(config, group, options=options, degrees=degrees)
+            found = run(backend, inputs, rank=rank, as_indices=keep == "all")
+            compare(found, want, inputs.x[0].dtype)
+            bits[degrees] = found
+    (record,) = [one for one in backend.take_records() if one.direction == "forward"]
+    assert record.num_rows == sum(record.expert_rows)
+    assert backend.traffic.rows_sent == reference.traffic.rows_sent
+    if num_ranks == 4:
+        grid = HostGrid(2, 2, rank)
+        for exchange in ("1dh", "2dh", "auto"):
+            options = BackendOptions(keep="all", exchange=exchange)
+            for degrees, direct in bits.items():
+                backend = ScheduledBackend(
+                    config, group, options=options, grid=grid, degrees=degrees
+                )
+                found = run(backend, inputs, rank=rank)
+                for name, value in direct.items():
+                    assert torch.equal(found[name], value), f"{exchange} {degrees}: {name}"
+            with pytest.raises(RoutingError, match="rank 2: token 0 selects 8 experts"):
+                broken(backend, inputs, rank)
+        found = run(backend, inputs, rank=rank)  # the next call works
+    backend = ScheduledBackend(config, group, degrees=(2, 2))
+    with pytest.raises(RoutingError, match=f"rank {num_ranks // 2}: token 0 selects 8 experts"):
+        broken(backend, inputs, rank)
+    compare(run(backend, inputs, rank=rank), want, inputs.x[0].dtype)
+    tight = BackendOptions(row_bound=1.0)
+    with pytest.raises(RowBoundError, match="was to receive"):
+        run(ScheduledBackend(config, group, options=tight), crowded(config, inputs), rank=rank)
+    return want
+
+
+def broken(backend: Backend, inputs: cases.Inputs, rank: int) -> None:
+    """One rank's token selects too many experts."""
+    routing_map = inputs.routing_map[rank].clone()
+    if rank == backend.config.num_ranks // 2:
+        routing_map[0] = True
+    run(backend, replace(inputs, routing_map=[routing_map] * backend.config.num_ranks), rank=rank)
+
+
+def crowded(config: MoEConfig, inputs: cases.Inputs) -> cases.Inputs:
+    """All tokens of all ranks select the last two experts, 600 times as many as there are."""
+    maps, probs, xs, grads = [], [], [], []
+    for _ in inputs.x:
+        routing_map = torch.zeros(600, config.num_experts, dtype=torch.bool)
+        routing_map[:, -2:] = True
+        maps.append(routing_map)
+        probs.append(routing_map.float())
+        xs.append(torch.zeros(600, config.hidden, dtype=inputs.x[0].dtype))
+        grads.append(xs[-1])
+    return replace(inputs, x=xs, probs=probs, routing_map=maps, grad_out=grads)
+
+
+def test_ranks_are_the_reference_and_hosts_change_no_bit() -> None:
+    pool = RankPool(4)
+    try:
+        for num_ranks, tokens in ((2, [37, 20]), (4, [9, 0, 33, 16])):
+            for routing in (cases.skewed, cases.to_one_rank):
+                config = cases.make_config(num_ranks=num_ranks, max_tokens=600)
+                inputs = cases.make_inputs(config, routing, tokens, dtype=torch.float32)
+                inputs.x[num_ranks // 2] = inputs.x[num_ranks // 2].clone()
+                pool.run(run_ranks, config, inputs, num_ranks=num_ranks)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"exchange": "2dh"}, "exchange='2dh' in an expert-parallel group of 1 x 1"),
+        ({"exchange": "tree"}, "exchange='tree': wanted one of auto, direct, 1dh, 2dh"),
+        ({"degree": "0"}, "degree='0': wanted auto, N or N,M, of numbers from 1 to 64"),
+        ({"degree": "2,3,4"}, "degree='2,3,4': wanted auto"),
+        ({"degree": 2}, "degree=2: wanted auto"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        select_backend(cases.CONFIG, None, "cpu", kind="scheduled", **options)
+
+
+def test_it_is_chosen_by_name() -> None:
+    backend = select_backend(cases.CONFIG, None, "cpu", kind="scheduled", degree="2,3")
+    assert isinstance(backend, ScheduledBackend)
+    assert backend.degrees == (2, 3)
+    alone = select_backend(cases.CONFIG, None, "cpu", kind="scheduled")
+    assert isinstance(alone, ScheduledBackend)
+    assert alone.degrees == (1, 1), "a rank that is alone has nothing to overlap"

@@ -99,7 +99,10 @@ def test_parser_without_the_dispatcher_flag_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"backend": "cuda"}, "--flashmoe-backend 'cuda': wanted one of auto, kernel, scheduled, reference"),
+        (
+            {"backend": "cuda"},
+            "--flashmoe-backend 'cuda': wanted one of auto, kernel, scheduled, reference",
+        ),
         ({"symmetric_memory": "nvls"}, "--flashmoe-symmetric-memory 'nvls'"),
         ({"timeout": 0.0}, "--flashmoe-timeout 0.0: wanted seconds above 0"),
         ({"reserved_sms": -1}, "--flashmoe-reserved-sms -1"),

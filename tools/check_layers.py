@@ -29,7 +29,7 @@ PYTHON = [
     ["errors", "_version"],
     ["config"],
     ["planner", "replicas"],
-    ["telemetry", "router", "schedule"],
+    ["telemetry", "router"],
     ["options"],
     ["backend"],
     ["checks", "eager", "expert_group", "multipath", "weights"],

@@ -162,12 +162,26 @@ def _first_loss_scale() -> torch.Tensor | None:
     return MoEAuxLossAutoScaler.main_loss_backward_scale
 
 
+def destroy_groups(kept: frozenset[dist.ProcessGroup]) -> None:
+    """Ends all process groups but some. A layout has some thirty, whose threads poll with gloo."""
+    for group in set(dist.distributed_c10d._world.pg_map) - kept:
+        dist.destroy_process_group(group)
+
+
+@functools.cache
+def _groups_before() -> frozenset[dist.ProcessGroup]:
+    """The groups that there were before the first layout."""
+    return frozenset(dist.distributed_c10d._world.pg_map)
+
+
 @functools.lru_cache(maxsize=1)
 def _divide(layout: Layout) -> None:
     from megatron.core import parallel_state
 
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
+        destroy_groups(_groups_before())
+    _groups_before()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

@@ -73,6 +73,7 @@ def put_in_place(dispatcher: str, recorder: Recorder) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from flashmoe_megatron.adapters.megatron.layer import ROUTED
+    from tests.megatron.harness import destroy_groups
 
     post_init, forward = TransformerConfig.__post_init__, MoELayer.forward
     divide, undo = (
@@ -94,10 +95,7 @@ def put_in_place(dispatcher: str, recorder: Recorder) -> None:
     @functools.wraps(undo)
     def destroy_groups_too(*args: Any, **kwargs: Any) -> None:
         undo(*args, **kwargs)
-        # Each case makes some thirty groups, and each group of gloo has threads of its own.
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+        destroy_groups(frozenset([dist.group.WORLD]))
 
     @functools.wraps(forward)
     def counted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -358,13 +358,20 @@ def call_with(group: dist.ProcessGroup, hosts: int, inputs: cases.Inputs) -> dic
             "nan": (inputs.x[rank], nan, inputs.routing_map[rank]),
             "many": (inputs.x[rank], many, all_experts),
             "shape": (inputs.x[rank][:, :32], short, inputs.routing_map[rank]),
+            "again": (inputs.x[rank], short[:, :2].contiguous(), 0 * all_experts[:, :2].int()),
+            "outside": (inputs.x[rank], short[:, :1].contiguous(), 16 * all_experts[:, :1].int()),
         }
         for name, call in wrong.items():
             if rank != 2:
                 call = (inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank])
             leaves = leaves_of(CONFIG, inputs, rank)
+            x, *routing = call
+            names = ("probs", "routing_map")
+            if routing[1].dtype == torch.int32:
+                names = ("topk_weight", "topk_idx")
+            given = {"probs": None, "routing_map": None} | dict(zip(names, routing, strict=True))
             with pytest.raises(FlashMoEError) as raised:
-                moe_apply(backend, *call, weights_of(CONFIG, leaves))
+                moe_apply(backend, x, weights=weights_of(CONFIG, leaves), **given)
             said[f"{name}, {row_bound}"] = f"{raised.type.__name__}: {raised.value}"
         assert_same(step(backend, inputs), want)
     return said
@@ -374,6 +381,8 @@ WRONG = {
     "nan": "RoutingError: rank 2: the probability of token 0 for expert ",
     "many": "RoutingError: rank 2: token 0 selects 16 experts (33 such tokens in all), wanted at",
     "shape": "ShapeError: rank 2: x has shape (33, 32), wanted [num_tokens, 64]",
+    "again": "RoutingError: rank 2: topk_idx[0] names expert 0 2 times, wanted distinct experts",
+    "outside": "RoutingError: rank 2: topk_idx[0, 0] is 16, wanted an expert id of 0 to 15",
 }
 
 
@@ -381,7 +390,7 @@ WRONG = {
 def test_a_refusal_of_one_rank_ends_the_call_on_all_hosts(ranks: RankPool, hosts: int):
     inputs = cases.make_inputs(CONFIG, cases.uniform, TOKENS[4], dtype=torch.float32)
     for said in ranks.run(call_with, hosts, inputs):
-        assert len(said) == 6
+        assert len(said) == 2 * len(WRONG)
         for name, message in said.items():
             assert message.startswith(WRONG[name.split(",")[0]]), name
 

@@ -1,7 +1,7 @@
 """What the ranks of a transfer tell each other beside it: addresses, times, and what went wrong."""
 
 import itertools
-import pickle
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +26,9 @@ _made: Counter[str] = Counter()
 
 class Control:
     """Values of all ranks of a group, by the store through which torch.distributed has met.
+
+    They travel as JSON, so that a store that others can write to runs nothing; a tuple arrives as a
+    list.
 
     A group of gloo's would have to be made by all ranks of the job, not by those of this group.
 
@@ -58,7 +61,7 @@ class Control:
     def ask(self, value: Value) -> "Answers[Value]":
         """Tells the others a value and begins to wait for theirs. Collective."""
         number = next(self._numbers)
-        self._store.set(self._key(number, self.rank), pickle.dumps(value))  # type: ignore[arg-type]
+        self._store.set(self._key(number, self.rank), json.dumps(value))
         return Answers(self, number)
 
     def gather(self, value: Value) -> list[Value]:
@@ -101,7 +104,7 @@ class Control:
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-2)
-            values.append(pickle.loads(self._store.get(key)))
+            values.append(json.loads(self._store.get(key)))
         read = f"{self._prefix}/{number}/read"
         if self._store.add(read, 1) == self.num_ranks:  # nobody will ask for them any more
             for key in (read, *(self._key(number, rank) for rank in range(self.num_ranks))):

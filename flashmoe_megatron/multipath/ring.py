@@ -229,17 +229,17 @@ class PeerCopies(RingLink):
     name = "peer"
 
     def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
-        def share() -> bytes:
+        def share() -> str:
             self._rings = driver.allocate(control.num_ranks * RING_BYTES)
             self._stack.callback(driver.free, self._rings)
-            return driver.share(self._rings)
+            return driver.share(self._rings).hex()
 
         handles = control.agree(share)
         outbound: dict[int, int] = {}
 
         def connect() -> None:
             for peer in self.peers:
-                mapped = driver.map_shared(handles[peer])
+                mapped = driver.map_shared(bytes.fromhex(handles[peer]))
                 self._stack.callback(driver.unmap, mapped)
                 outbound[peer] = mapped + self.rank * RING_BYTES
 

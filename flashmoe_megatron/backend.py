@@ -97,8 +97,8 @@ class TrafficCounters:
 
     Attributes:
         rows_sent: Token rows sent to other ranks: dispatched and returned, forward and backward.
-        bytes_sent: Bytes of those rows; on the reference also of the routing weights and their
-            gradients, which the kernel does not count.
+        bytes_sent: Bytes of those rows; on the reference also of the routing weights, of
+            replicas and of the gradients of both, which the kernel does not count.
         pad_rows_sent: Rows handed to the exchange that stand for no route. Always 0; counted from
             the buffers, not assumed.
         pad_rows_local: Rows that only align experts' segments in this rank's receive buffer.

@@ -25,7 +25,8 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part
-from flashmoe_megatron.options import BackendKind
+from flashmoe_megatron.options import BackendKind, BackendOptions
+from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
 from flashmoe_megatron.select import check_choice, named_device, select_backend
 from flashmoe_megatron.telemetry.record import launch_number
@@ -229,8 +230,8 @@ class FlashMoELayer(nn.Module):
                 another layer's backend.
 
         Raises:
-            ConfigError: The group does not fit ``config``, ranks disagree on it, or nothing can
-                be computed in ``dtype``.
+            ConfigError: The group does not fit ``config``, ranks disagree on it, nothing can be
+                computed in ``dtype``, or ``placement`` is lookahead.
             DeviceError: The device cannot be used, or cannot run the kernel that was asked for.
         """
         super().__init__()
@@ -249,6 +250,8 @@ class FlashMoELayer(nn.Module):
         self.config = config
         if isinstance(backend, str):
             check_choice(backend, options)
+            if options.get("placement") == "lookahead":
+                raise BackendOptions.refusal("placement", "lookahead", ONLY_IN_MEGATRON)
             self._choice = backend, options
             if named_device(device).type != "meta":
                 self._backend = self._select(device)

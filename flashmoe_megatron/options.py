@@ -241,6 +241,11 @@ class BackendOptions:
             if wanted is not None:
                 raise self.refusal(one.name, value, wanted)
 
+    @property
+    def filled_slots(self) -> int:
+        """Spare slots that get replicas: none if ``placement`` is off."""
+        return 0 if self.placement == "off" else self.spare_slots
+
     @classmethod
     def refusal(cls, name: str, value: object, wanted: str) -> ConfigError:
         """The error that a value is, which says where the value was given."""

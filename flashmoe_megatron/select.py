@@ -145,7 +145,7 @@ def check_over_hosts(options: BackendOptions, num_hosts: int, *, is_kernel: bool
             or too few multiprocessors are left to the exchanges.
     """
     overlap = options.host_overlap
-    if options.spare_slots:
+    if options.filled_slots:
         raise ConfigError(
             f"spare_slots={options.spare_slots} in an expert-parallel group over {num_hosts} "
             "hosts: wanted 0, or experts that one host's ranks share"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from flashmoe_megatron.options import FrameworkOptions, unset_option
+from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 
 RANKS_AGREE = (
     "the ranks agree at each call, by a small all-reduce for each layer, and the memory grows with "
@@ -18,3 +19,9 @@ class ModuleOptions(FrameworkOptions):
     max_tokens: int | None = unset_option(FrameworkOptions, "max_tokens", RANKS_AGREE)
     metrics: str = field(init=False, default="none")
     calibration: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Refuses values without a meaning, and lookahead, since these modules see no attention."""
+        super().__post_init__()
+        if self.placement == "lookahead":
+            raise self.refusal("placement", self.placement, ONLY_IN_MEGATRON)

@@ -129,7 +129,7 @@ class ReferenceBackend(OfGroup):
         self.config = config
         options = options or BackendOptions()
         self.keep: Keep = choose_keep(options.keep, config)
-        spare_slots = options.spare_slots if options.placement != "off" else 0
+        spare_slots = options.filled_slots
         check_slots(config, spare_slots, options.placement, is_kernel=False)
         if planner is None and spare_slots:
 
@@ -245,6 +245,7 @@ class ReferenceBackend(OfGroup):
 
     def refuse(self, reason: str) -> None:
         """Ends the other ranks' forward at once; see the protocol."""
+        self._settled.clear()  # the others' forward has taken what was settled for it
         self.num_calls += 1
         self._rows.refuse(reason, self._device)
 

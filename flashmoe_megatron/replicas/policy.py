@@ -15,6 +15,11 @@ Policy = Literal["balance", "popular"]
 """What they are planned for; the option ``replica_policy`` says it."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
+ONLY_IN_MEGATRON = (
+    "wanted launch or off, since only in Megatron is a layer's input seen before its attention"
+)
+"""What is said of lookahead elsewhere."""
+
 
 def plan_replicas(
     policy: Policy,
@@ -36,7 +41,7 @@ def plan_replicas(
 
 
 def check_slots(config: MoEConfig, spare_slots: int, placement: When, *, is_kernel: bool) -> None:
-    """Refuses spare slots that a layer cannot have.
+    """Refuses spare slots that a layer cannot have; those that stay empty do no harm.
 
     Args:
         config: The layer's shape.
@@ -48,6 +53,8 @@ def check_slots(config: MoEConfig, spare_slots: int, placement: When, *, is_kern
         ConfigError: There are more slots than a rank has experts, lookahead has no slot to fill, or
             the kernel is asked for replicas.
     """
+    if placement == "off":
+        return
     local = config.num_local_experts
     if spare_slots > local:
         raise ConfigError(
@@ -59,7 +66,7 @@ def check_slots(config: MoEConfig, spare_slots: int, placement: When, *, is_kern
             "placement='lookahead' with spare_slots=0: there is no slot for a replica; wanted "
             "spare_slots of 1 or more, or placement='launch'"
         )
-    if is_kernel and spare_slots and placement != "off":
+    if is_kernel and spare_slots:
         raise ConfigError(
             f"spare_slots={spare_slots} with the backend 'kernel', which computes every expert on "
             "its own rank; wanted spare_slots=0, placement='off', or the backend 'reference'"

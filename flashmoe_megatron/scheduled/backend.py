@@ -176,7 +176,7 @@ class ScheduledBackend(OfGroup):
                 the exchange needs several hosts of several ranks.
         """
         options = options or BackendOptions()
-        if options.spare_slots:
+        if options.filled_slots:
             raise ConfigError(
                 f"spare_slots={options.spare_slots} on the backend 'scheduled': wanted 0, or "
                 "another backend"

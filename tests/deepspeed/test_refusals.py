@@ -89,6 +89,7 @@ def test_groups_lie_in_blocks_of_hosts() -> None:
     assert problem is not None
     assert "spans 2 hosts, and replicas" in problem
     assert refusals.hosts_problem([0, 1], hosts, Settings(spare_slots=1)) is None
+    assert refusals.hosts_problem([0, 2], hosts, Settings(spare_slots=1, placement="off")) is None
 
 
 def test_replicas_are_refused_where_weights_come_and_go() -> None:

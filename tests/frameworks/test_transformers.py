@@ -183,5 +183,7 @@ def test_unknown_options_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="nearest is 'max_tokens'"):
         configure(max_token=3)
+    with pytest.raises(ConfigError, match="placement='lookahead': wanted launch or off"):
+        configure(spare_slots=1, placement="lookahead")
     with pytest.raises(ConfigError, match="'metrics' is unknown"):
         configure(metrics="all")

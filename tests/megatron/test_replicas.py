@@ -127,6 +127,22 @@ def early_routing(group: dist.ProcessGroup) -> tuple[list[bool], list[str]]:
     return found, refused
 
 
+def test_no_graph_holds_a_lookahead() -> None:
+    """Whatever part of a layer it captures: the host settles on replicas before attention."""
+    from types import SimpleNamespace
+
+    from flashmoe_megatron.adapters.megatron.early_routing import check_early_routing
+    from flashmoe_megatron.adapters.megatron.settings import Settings
+    from flashmoe_megatron.errors import ConfigError
+
+    graphed = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"])
+    ahead = Settings(spare_slots=1, placement="lookahead")
+    with pytest.raises(ConfigError, match="--flashmoe-placement lookahead with CUDA graphs: "):
+        check_early_routing(graphed, ahead)
+    check_early_routing(SimpleNamespace(), ahead)
+    check_early_routing(graphed, Settings(spare_slots=1))
+
+
 def test_pre_run_gating_routes_by_the_layers_input(two_ranks: RankPool) -> None:
     for found, refused in two_ranks.run(early_routing):
         assert found == [True] * 3  # two layers, and gradients in both routers

@@ -1,5 +1,6 @@
 """Replicas on the reference backend: the same bits as without, wherever experts are computed."""
 
+import functools
 import random
 
 import pytest
@@ -56,6 +57,7 @@ def train(
     bias: bool,
     transposed: bool,
     main_grad: torch.dtype,
+    choices: bool,
 ) -> Found:
     """Two micro-batches whose forwards both precede their backwards, as in a pipeline."""
     config = backend.config
@@ -84,9 +86,16 @@ def train(
         x = inputs.x[rank].roll(batch, 0).clone().requires_grad_()
         probs = inputs.probs[rank].roll(batch, 1).contiguous().requires_grad_()
         routing_map = inputs.routing_map[rank].roll(batch, 1).contiguous()
-        out = moe_apply(
-            backend, x, probs, routing_map, weights, accumulate_into_main_grad=True, layer=batch
-        )
+        if choices:
+            topk_idx, topk_weight = cases.as_choices(config, probs.detach(), routing_map)
+            probs = topk_weight.requires_grad_()
+            routing = {"topk_idx": topk_idx, "topk_weight": probs}
+            call = functools.partial(moe_apply, backend, x, None, None, weights, **routing)
+        else:
+            call = functools.partial(moe_apply, backend, x, probs, routing_map, weights)
+        out = call(accumulate_into_main_grad=True, layer=batch)
+        with torch.no_grad():
+            found[f"evaluation {batch}"] = call(layer=batch)
         outs.append((batch, x, probs, out))
     for batch, x, probs, out in outs:
         out.backward(inputs.grad_out[rank])
@@ -105,7 +114,7 @@ def run_rank(
     results = []
     for config, inputs, given in cases_of_rank:
         options = {key: given[key] for key in ("keep", "row_bound") if key in given}
-        form = {key: given[key] for key in ("bias", "transposed", "main_grad")}
+        form = {key: given[key] for key in ("bias", "transposed", "main_grad", "choices")}
         planner = given.get("planner") or AnyPlacement(config.num_ranks, config.num_experts)
         if isinstance(planner, str):
             options |= {"replica_policy": planner}
@@ -129,13 +138,13 @@ def run_rank(
 def test_results_have_the_same_bits(ranks: RankPool):
     """Any valid placement, and the policies' own."""
     drawn = []
-    plain = {"bias": False, "transposed": False, "main_grad": torch.float32}
+    plain = {"bias": False, "transposed": False, "main_grad": torch.float32, "choices": False}
     for dtype, given in (
         (torch.bfloat16, plain),
         (torch.float32, {**plain, "bias": True, "keep": "preactivations"}),
         (torch.float64, {**plain, "main_grad": torch.float64, "transposed": True}),
         (torch.float32, {**plain, "keep": "inputs", "row_bound": 4.0, "transposed": True}),
-        (torch.bfloat16, {**plain, "planner": "balance", "bias": True}),
+        (torch.bfloat16, {**plain, "planner": "balance", "bias": True, "choices": True}),
         (torch.float32, {**plain, "planner": "popular"}),
     ):
         config = cases.make_config(num_experts=16, topk=4, num_ranks=4)
@@ -212,7 +221,62 @@ def test_the_kernel_is_not_asked_for_replicas():
     config = cases.make_config(num_ranks=2)
     with pytest.raises(ConfigError, match="spare_slots=1 with the backend 'kernel'"):
         check_slots(config, 1, "launch", is_kernel=True)
-    check_slots(config, 1, "off", is_kernel=True)
+
+
+def test_slots_that_stay_empty_are_no_replicas():
+    from flashmoe_megatron.replicas.policy import check_slots
+    from flashmoe_megatron.scheduled.backend import ScheduledBackend
+
+    off = BackendOptions(spare_slots=9, placement="off")
+    assert (off.filled_slots, BackendOptions(spare_slots=9).filled_slots) == (0, 9)
+    check_slots(cases.make_config(num_ranks=2), 9, "off", is_kernel=True)
+    ScheduledBackend(cases.CONFIG, options=off)
+    backend = ReferenceBackend(cases.CONFIG, options=off)
+    inputs = cases.make_inputs(cases.CONFIG, cases.uniform, [4], dtype=torch.float32)
+    weights = ExpertWeights(tuple(inputs.fc1), tuple(inputs.fc2))
+    moe_apply(backend, inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights)
+    assert [record.replicas for record in backend.take_records()] == [None]
+
+
+def test_a_layer_of_pytorch_has_no_lookahead():
+    from flashmoe_megatron.errors import ConfigError
+    from flashmoe_megatron.layer import FlashMoELayer
+
+    with pytest.raises(ConfigError, match="placement='lookahead': wanted launch or off, since"):
+        FlashMoELayer(cases.CONFIG, device="cpu", spare_slots=2, placement="lookahead")
+
+
+def settled_twice(group: dist.ProcessGroup) -> list[Hosts | None]:
+    """What the planner is told of each forward: behind settling, and behind a refused forward."""
+    from flashmoe_megatron.errors import FlashMoEError
+
+    rank = dist.get_rank(group)
+    config = cases.make_config(num_ranks=2)
+    told: list[Hosts | None] = []
+
+    def plan(counts: Counts, hosts: Hosts | None = None) -> Placement:
+        told.append(hosts)
+        return placement_of([[0] * 4 + [1] * 4] * 2, [(), ()], 1)
+
+    backend = ReferenceBackend(config, group, options=BackendOptions(spare_slots=1), planner=plan)
+    inputs = cases.make_inputs(config, cases.uniform, [4, 4], dtype=torch.float32)
+    mine = slice(4 * rank, 4 * rank + 4)
+    weights = ExpertWeights(tuple(inputs.fc1[mine]), tuple(inputs.fc2[mine]))
+    probs, routing_map = inputs.probs[rank], inputs.routing_map[rank]
+    backend.settle(routing_map, layer=3)
+    moe_apply(backend, inputs.x[rank], probs, routing_map, weights, layer=3)
+    backend.settle(routing_map, layer=3)
+    x = inputs.x[rank][:, : 64 - rank]  # rank 1's is too narrow
+    with pytest.raises(FlashMoEError, match="rank 1"):
+        moe_apply(backend, x, probs, routing_map, weights, layer=3)
+    moe_apply(backend, inputs.x[rank], probs, routing_map, weights, layer=3)
+    return told
+
+
+def test_a_refused_forward_leaves_nothing_settled(ranks: RankPool):
+    for told in ranks.run(settled_twice, num_ranks=2):
+        # Settling, its forward, settling again; the refused forward plans nothing.
+        assert told == [None, ((), ()), None, None]
 
 
 def layers(group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:

@@ -334,6 +334,7 @@ def test_what_hosts_cannot_have():
             check_over_hosts(BackendOptions(**options), 2, is_kernel=True)
     check_over_hosts(BackendOptions(host_overlap=2, reserved_sms=0), 2, is_kernel=False)
     check_over_hosts(BackendOptions(host_overlap=2), 2, is_kernel=True)
+    check_over_hosts(BackendOptions(spare_slots=1, placement="off"), 2, is_kernel=True)
 
 
 def test_grids():

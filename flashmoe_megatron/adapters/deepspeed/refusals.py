@@ -65,7 +65,7 @@ def replicas_problem(info: LayerInfo, zero_stage: int, settings: Settings) -> st
         zero_stage: The engine's.
         settings: The user's.
     """
-    if not settings.spare_slots or settings.placement == "off":
+    if not settings.filled_slots:
         return None
     asked = f"{SECTION}.spare_slots is {settings.spare_slots}"
     if settings.placement == "lookahead":
@@ -117,7 +117,7 @@ def hosts_problem(ranks: Sequence[int], hosts: Mapping[int, str], settings: Sett
         grid = arrange([hosts[rank] for rank in ranks], 0)
     except ConfigError as error:
         return str(error)
-    if settings.spare_slots and grid.num_hosts > 1:
+    if settings.filled_slots and grid.num_hosts > 1:
         return (
             f"its expert-parallel group {list(ranks)} spans {grid.num_hosts} hosts, and replicas "
             f"are of experts that one host's ranks share; set {SECTION}.spare_slots to 0"

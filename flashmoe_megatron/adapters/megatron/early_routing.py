@@ -39,16 +39,22 @@ def patch_route(moe_layer: ModuleType) -> None:
 
 
 def check_early_routing(config: Any, settings: Settings) -> None:
-    """Refuses pre-run gating where a layer's router does not run once for each forward.
+    """Refuses early routing where it cannot run once before each layer's attention.
 
     Args:
         config: Megatron's TransformerConfig.
         settings: The user's.
 
     Raises:
-        ConfigError: The router would run again in a recomputation, in another micro-batch's turn
-            or in a CUDA graph.
+        ConfigError: The host would settle on replicas within a CUDA graph; or, with pre-run gating,
+            the router would run again in a recomputation, in another micro-batch's turn or in a
+            CUDA graph.
     """
+    if settings.placement == "lookahead" and graphs_any(config):
+        raise ConfigError(
+            f"{flag_of('placement')} lookahead with CUDA graphs: ahead of attention the host waits "
+            f"for all ranks' routes, which no graph can hold; pass {flag_of('placement')} launch"
+        )
     if not settings.pre_gate:
         return
     again: tuple[tuple[Asks, str], ...] = (

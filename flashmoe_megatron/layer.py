@@ -28,7 +28,7 @@ from flashmoe_megatron.expert_group import ExpertGroup, local_part
 from flashmoe_megatron.options import BackendKind, BackendOptions
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
-from flashmoe_megatron.select import check_choice, named_device, select_backend
+from flashmoe_megatron.select import check_choice, named_device, resolve_kind, select_backend
 from flashmoe_megatron.telemetry.record import launch_number
 from flashmoe_megatron.weights import SplitWeights
 
@@ -217,8 +217,9 @@ class FlashMoELayer(nn.Module):
             device: Where the layer lives; by default torch's default device if one is set, else the
                 current GPU, or the CPU without one. On "meta" the parameters have no values, and
                 the backend is chosen at the first call, after ``to_empty``.
-            dtype: The dtype of tokens and parameters: bfloat16 or float16; on the reference also
-                float32 or float64. By default torch's default dtype, but bfloat16 for float32.
+            dtype: The dtype of tokens and parameters: bfloat16 or float16; on other backends than
+                the kernel also float32 or float64. By default torch's default dtype, but bfloat16
+                for float32.
             backend: Which to choose, or another layer's, of an equal ``config``.
             router: Own a router, an ``nn.Linear`` that :meth:`route` applies with torch's operators
                 in front of the launch, so that :meth:`forward` can be called with tokens alone.
@@ -245,7 +246,8 @@ class FlashMoELayer(nn.Module):
         if fuse_router and not router:
             raise ConfigError("fuse_router=True without a router: wanted router=True")
         self.expert_group = ExpertGroup(group)
-        self._backend: Backend | None = None
+        self._backends: dict[torch.dtype, Backend] = {}
+        self._given: Backend | None = None
         self._choice: tuple[BackendKind, dict[str, Any]] | None = None
         self.config = config
         if isinstance(backend, str):
@@ -254,7 +256,7 @@ class FlashMoELayer(nn.Module):
                 raise BackendOptions.refusal("placement", "lookahead", ONLY_IN_MEGATRON)
             self._choice = backend, options
             if named_device(device).type != "meta":
-                self._backend = self._select(device)
+                self._backends[dtype] = self._select(device, dtype)
         elif options:
             raise ConfigError(
                 f"{', '.join(options)} beside a backend that is given: wanted its own"
@@ -262,7 +264,7 @@ class FlashMoELayer(nn.Module):
         elif backend.config != config:
             raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")
         else:
-            self._backend = backend
+            self._given = backend
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA
@@ -292,26 +294,36 @@ class FlashMoELayer(nn.Module):
         """What computes the layer; may be given to further layers of the same shape.
 
         It is chosen when the layer is made, and again at the first use after the layer has moved to
-        another device, which is collective over the group.
+        another device, or in another dtype, as under ``torch.autocast``; that is collective over
+        the group. Where the choice for two dtypes is the same, they share the backend.
 
         Raises:
             ConfigError: The layer is on "meta".
             DeviceError: The kernel was asked for and cannot run where the layer is.
         """
-        if self._backend is None:
-            device = local_part(self.fc1).device
-            if device.type == "meta":
-                raise ConfigError(
-                    "the layer is on meta and has no values: wanted layer.to_empty(device=...), "
-                    "and then reset_parameters() or a checkpoint"
-                )
-            self._backend = self._select(device)
-        return self._backend
+        if self._given is not None:
+            return self._given
+        device = self.fc1.device
+        if device.type == "meta":
+            raise ConfigError(
+                "the layer is on meta and has no values: wanted layer.to_empty(device=...), "
+                "and then reset_parameters() or a checkpoint"
+            )
+        is_autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if is_autocast else self.fc1.dtype
+        if dtype not in self._backends:
+            self._backends[dtype] = self._select(local_part(self.fc1).device, dtype)
+        return self._backends[dtype]
 
-    def _select(self, device: torch.device | str) -> Backend:
+    def _select(self, device: torch.device | str, dtype: torch.dtype) -> Backend:
         assert self._choice is not None
         kind, options = self._choice
-        return select_backend(self.config, self.expert_group.group, device, kind=kind, **options)
+        for other, backend in self._backends.items():
+            here = named_device(device)
+            if resolve_kind(kind, here, other) == resolve_kind(kind, here, dtype):
+                return backend
+        group = self.expert_group.group
+        return select_backend(self.config, group, device, kind=kind, dtype=dtype, **options)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -363,11 +375,13 @@ class FlashMoELayer(nn.Module):
             ShapeError: A tensor is not what the layer was built for.
             RoutingError: As in :func:`moe_forward`.
         """
-        with Together(self.backend):
-            return self._forward(x, topk_idx, topk_weight)
+        backend = self.backend  # autocast, on which it may depend, is off where experts are applied
+        with Together(backend):
+            return self._forward(backend, x, topk_idx, topk_weight)
 
     def _forward(
         self,
+        backend: Backend,
         x: torch.Tensor,
         topk_idx: torch.Tensor | None,
         topk_weight: torch.Tensor | None,
@@ -387,13 +401,14 @@ class FlashMoELayer(nn.Module):
             raise ConfigError("topk_idx and topk_weight: give both or none")
         device = x.device.type
         if not torch.is_autocast_enabled(device):
-            return _shaped(self._apply_to(tokens, topk_idx, topk_weight), x)
+            return _shaped(self._apply_to(backend, tokens, topk_idx, topk_weight), x)
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return _shaped(self._apply_to(tokens, topk_idx, topk_weight, dtype), x)
+            return _shaped(self._apply_to(backend, tokens, topk_idx, topk_weight, dtype), x)
 
     def _apply_to(
         self,
+        backend: Backend,
         tokens: torch.Tensor,
         topk_idx: torch.Tensor | None,
         topk_weight: torch.Tensor | None,
@@ -411,7 +426,7 @@ class FlashMoELayer(nn.Module):
             if self.router is not None and self.fuse_router:
                 router = cast(self.router.weight)
                 return moe_router_forward(
-                    cast(tokens), router, weights, backend=self.backend, layer=number
+                    cast(tokens), router, weights, backend=backend, layer=number
                 ).out
             topk_idx, topk_weight = self.route(tokens)
         return moe_forward(
@@ -419,7 +434,7 @@ class FlashMoELayer(nn.Module):
             topk_idx,
             topk_weight if dtype is None else topk_weight.float(),
             weights,
-            backend=self.backend,
+            backend=backend,
             check_routing=self.check_routing,
             layer=number,
         )
@@ -469,7 +484,7 @@ class FlashMoELayer(nn.Module):
         before = local_part(self.fc1).device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._choice is not None and local_part(self.fc1).device != before:
-            self._backend = None
+            self._backends.clear()
         self._write_rank()  # to_empty, which comes here, leaves any number
         return self
 
@@ -480,7 +495,8 @@ class FlashMoELayer(nn.Module):
     def extra_repr(self) -> str:
         """The layer's shape, ranks, backend and dtype, for ``repr(layer)``."""
         config = self.config
-        backend = type(self._backend).__name__ if self._backend is not None else None
+        made = self._given or self._backends.get(self.fc1.dtype)
+        backend = type(made).__name__ if made is not None else None
         return (
             f"hidden={config.hidden}, intermediate={config.intermediate}, "
             f"num_experts={config.num_experts}, topk={config.topk}, "

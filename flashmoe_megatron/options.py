@@ -260,8 +260,8 @@ class FrameworkOptions(BackendOptions):
         "auto",
         one_of(get_args(BackendKind)),
         "The kernel needs a Hopper GPU; scheduled runs on any GPU, in parts that overlap; the "
-        "reference is plain torch, slow on a GPU. auto takes the kernel where a Hopper GPU is "
-        "present, else the reference.",
+        "reference is plain torch, slow on a GPU. auto takes the kernel for bfloat16 and float16 "
+        "on a Hopper GPU, scheduled for all else on GPUs, and the reference on processors.",
     )
     max_tokens: int | None = option(
         None,

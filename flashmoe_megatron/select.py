@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.hosts.backend import HostsBackend
@@ -35,7 +36,7 @@ _AGREED = {
 
 SLOW = (
     "the reference on a GPU waits for its host at every step and is slow: it is there to compare "
-    "with; choose the backend 'scheduled' to train"
+    "with; choose the backend 'auto' or 'scheduled' to train"
 )
 
 _Value = TypeVar("_Value")
@@ -47,6 +48,7 @@ def select_backend(
     device: torch.device | str,
     *,
     kind: BackendKind = "auto",
+    dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Backend:
     """Makes the backend of one layer, or of all layers of one shape.
@@ -59,7 +61,9 @@ def select_backend(
         group: The expert-parallel group, ``None`` for one rank.
         device: Where the layer's tensors live.
         kind: "kernel", "scheduled", "reference", or "auto": the kernel on a Hopper GPU (compute
-            capability 9.0), else the reference. The choice of "auto" is logged once per process.
+            capability 9.0), the scheduled backend on other GPUs and for dtypes that the kernel does
+            not serve, else the reference. The choice of "auto" is logged once per process.
+        dtype: The dtype of tokens and weights, ``None`` for one that every backend serves.
         **options: Fields of :class:`~flashmoe_megatron.options.BackendOptions`.
 
     Returns:
@@ -74,7 +78,7 @@ def select_backend(
     """
     chosen_options = make_options(BackendOptions, options)
     device = named_device(device)
-    chosen = resolve_kind(kind, device)
+    chosen = resolve_kind(kind, device, dtype)
     agreed = {**dataclasses.asdict(config), "backend": chosen}
     agreed |= {name: getattr(chosen_options, name) for name in _AGREED[chosen]}
     check_ranks_agree(group, agreed)
@@ -86,7 +90,7 @@ def select_backend(
     )
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if kind == "auto":
-        _announce(chosen, _describe(device)[1])
+        _announce(chosen, _describe(device)[1], dtype)
     if chosen == "reference" and device.type == "cuda":
         _announce_once(SLOW, logging.WARNING)
     if chosen == "scheduled":
@@ -184,9 +188,9 @@ def check_choice(kind: str, options: dict[str, Any]) -> None:
 
 
 def resolve_kind(
-    kind: BackendKind, device: torch.device
+    kind: BackendKind, device: torch.device, dtype: torch.dtype | None = None
 ) -> Literal["kernel", "scheduled", "reference"]:
-    """What :func:`select_backend` chooses on a device. Not collective.
+    """What :func:`select_backend` chooses on a device and for a dtype. Not collective.
 
     Raises:
         ConfigError: ``kind`` is unknown.
@@ -200,7 +204,9 @@ def resolve_kind(
             "choose the backend 'scheduled', 'reference' or 'auto'"
         )
     if kind == "auto":
-        return "kernel" if is_hopper else "reference"
+        if is_hopper and (dtype is None or dtype in KERNEL_DTYPES):
+            return "kernel"
+        return "scheduled" if device.type == "cuda" and torch.cuda.is_available() else "reference"
     return kind
 
 
@@ -255,12 +261,19 @@ def _describe(device: torch.device) -> tuple[bool, str]:
 
 
 @functools.cache
-def _announce(chosen: str, found: str) -> None:
+def _announce(chosen: str, found: str, dtype: torch.dtype | None) -> None:
     """Logs the choice once per process, on rank 0 alone."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     if chosen == "kernel":
         logger.info("MoE backend: the fused kernel, on %s", found)
+    elif chosen == "scheduled":
+        logger.info(
+            "MoE backend: scheduled, because the kernel needs a Hopper GPU and bfloat16 or "
+            "float16; found %s%s",
+            found,
+            f" and {dtype}" if dtype else "",
+        )
     else:
         logger.warning(
             "MoE backend: the reference in plain torch, because the kernel needs a Hopper GPU; "

@@ -79,30 +79,33 @@ class GroupBackends:
         self.max_tokens = max_tokens or TILE_M
         self.is_bounded = max_tokens is not None
         self._settings = settings
-        self._by_shape: dict[MoEConfig, Backend] = {}
+        self._backends: dict[tuple[MoEConfig, torch.dtype], Backend] = {}
 
-    def backend_of(self, shape: MoEConfig) -> Backend:
+    def backend_of(self, shape: MoEConfig, dtype: torch.dtype) -> Backend:
         """The backend for the group's ``max_tokens``; one is made if there is none yet.
 
         Making one is collective over the group.
 
         Args:
             shape: The layer's; its ``max_tokens`` does not count.
+            dtype: Its weights', on which the choice "auto" depends.
         """
         config = dataclasses.replace(shape, max_tokens=self.max_tokens)
-        if config not in self._by_shape:
-            self._by_shape[config] = select_backend(
+        key = config, dtype
+        if key not in self._backends:
+            self._backends[key] = select_backend(
                 config,
                 self.group,
                 self.device,
                 kind=self._settings.backend,
+                dtype=dtype,
                 **self._settings.backend_options(),
             )
-        return self._by_shape[config]
+        return self._backends[key]
 
     def backends(self) -> Iterable[Backend]:
         """All that have been made, those for fewer tokens included."""
-        return self._by_shape.values()
+        return self._backends.values()
 
     def agree_on_tokens(self, num_tokens: int) -> None:
         """Raises the bound, on every rank, to what the fullest has; in steps, never down.
@@ -172,7 +175,7 @@ class LayerExperts(ABC):
         capacity_factor: float = 1.0,
     ) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.dtype = dtype
+        self.dtype = self._weights_dtype = dtype
         self.layer = layer
         self.capacity_factor = capacity_factor
         self.num_calls = 0
@@ -208,7 +211,7 @@ class LayerExperts(ABC):
     def open(self) -> Backend:
         """Makes the backend. Collective over the group; see :attr:`backend`."""
         self._shape, self._backends = self.locate()
-        backend = self._backends.backend_of(self._shape)
+        backend = self._backends.backend_of(self._shape, self._weights_dtype)
         if (
             not isinstance(within_host(backend), ReferenceBackend | ScheduledBackend)
             and self.dtype not in KERNEL_DTYPES
@@ -252,7 +255,7 @@ class LayerExperts(ABC):
         if not backends.is_bounded:
             backends.agree_on_tokens(num_tokens)
             if backends.max_tokens != backend.config.max_tokens:
-                self._backend = backend = backends.backend_of(self._shape)
+                self._backend = backend = backends.backend_of(self._shape, self._weights_dtype)
         elif num_tokens > backends.max_tokens:
             with Together(backend):
                 raise ShapeError(

@@ -37,20 +37,24 @@ def test_the_kernel_is_refused_without_a_hopper_gpu() -> None:
     assert "found the device 'cpu'" in problem
 
 
-def test_other_gpus_have_to_ask_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "resolve_kind", lambda kind, device: "reference")
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_what_the_kernel_does_not_serve_is_scheduled(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    problem = refusals.layer_problem(info(), Settings(), GPU)
-    assert problem is not None
-    assert "found Some GPU" in problem
-    assert 'flashmoe.backend to "reference"' in problem
-    assert refusals.layer_problem(info(), Settings(backend="reference"), GPU) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert refusals.layer_problem(info(dtype=torch.float32), Settings(), GPU) is None
+    if capability != (9, 0):
+        assert refusals.layer_problem(info(biases=(True, False)), Settings(), GPU) is None
+    problem = refusals.layer_problem(info(dtype=torch.float32), Settings(backend="kernel"), GPU)
+    assert "float32 and the kernel" in str(problem) or "found Some GPU" in str(problem)
 
 
 def test_what_the_kernel_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashmoe_megatron.kernel import bindings
 
-    monkeypatch.setattr(refusals, "resolve_kind", lambda kind, device: "kernel")
+    monkeypatch.setattr(refusals, "resolve_kind", lambda kind, device, dtype: "kernel")
     monkeypatch.setattr(bindings, "load", lambda: None)
 
     def problem(**changes) -> str | None:

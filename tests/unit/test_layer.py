@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import layer as layer_module
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
@@ -213,3 +214,32 @@ def test_weights_take_their_two_matrices_alone_by_position():
     assert ExpertWeights(one, one, transposed=True).transposed
     with pytest.raises(TypeError, match="positional arguments"):
         ExpertWeights(one, one, True)
+
+
+def test_the_choice_is_that_of_the_dtype_in_which_a_layer_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def resolve(kind: str, device: torch.device, dtype: torch.dtype) -> str:
+        return "reference" if dtype in (torch.bfloat16, torch.float16) else "scheduled"
+
+    def select(config: Any, group: Any, device: Any, *, kind: str, dtype: torch.dtype) -> Any:
+        chosen = resolve(kind, device, dtype)
+        return layer_module_select(config, group, device, kind=chosen, dtype=dtype)
+
+    layer_module_select = layer_module.select_backend
+    monkeypatch.setattr(layer_module, "resolve_kind", resolve)
+    monkeypatch.setattr(layer_module, "select_backend", select)
+    layer = FlashMoELayer(cases.CONFIG, router=True, dtype=torch.float32)
+    wide = layer.backend
+    assert type(wide).__name__ == "ScheduledBackend"
+    x = torch.randn(5, cases.CONFIG.hidden)
+    layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = layer.backend
+        assert layer(x).dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert layer.backend is narrow, "what serves one dtype serves the other"
+    assert (wide.num_calls, narrow.num_calls) == (1, 1)
+    assert layer.backend is wide
+    layer.bfloat16()
+    assert layer.backend is narrow

@@ -17,7 +17,8 @@ from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.select import _announce, _announce_once, select_backend
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.select import _announce, _announce_once, resolve_kind, select_backend
 from tests.distributed import RankPool
 from tests.unit import cases
 
@@ -79,10 +80,35 @@ def test_auto_takes_the_reference_on_a_cpu_and_says_so_once(caplog: pytest.LogCa
     assert "needs a Hopper GPU; found the device 'cpu'" in message
 
 
-def test_auto_takes_the_reference_on_another_gpu(gpu, caplog: pytest.LogCaptureFixture):
-    gpu("NVIDIA A100-SXM4-80GB", (8, 0))
-    assert isinstance(select_backend(cases.CONFIG, None, "cuda"), ReferenceBackend)
-    assert "NVIDIA A100-SXM4-80GB (compute capability 8.0)" in messages(caplog)[0]
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "found"),
+    [
+        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "A100-SXM4-80GB (compute capability 8.0)"),
+        ("NVIDIA H200", (9, 0), torch.float32, "(compute capability 9.0) and torch.float32"),
+    ],
+)
+def test_auto_takes_the_scheduled_backend_where_the_kernel_does_not_serve(
+    gpu, monkeypatch, caplog, name, capability, dtype, found
+):
+    gpu(name, capability)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    with caplog.at_level(logging.INFO, logger="flashmoe_megatron"):
+        backend = select_backend(cases.CONFIG, None, "cuda", dtype=dtype, keep="all")
+    assert isinstance(backend, ScheduledBackend)
+    (message,) = messages(caplog)
+    assert message.startswith("MoE backend: scheduled")
+    assert found in message
+
+
+def test_auto_chooses_by_the_dtype_that_a_layer_computes_in(gpu, kernel):
+    gpu("NVIDIA H200", (9, 0))
+    device = torch.device("cuda")
+    for dtype in (None, torch.bfloat16, torch.float16):
+        assert resolve_kind("auto", device, dtype) == "kernel"
+    for dtype in (torch.float32, torch.float64):
+        assert resolve_kind("auto", device, dtype) == "scheduled"
+        assert resolve_kind("auto", torch.device("cpu"), dtype) == "reference"
+        assert resolve_kind("kernel", device, dtype) == "kernel", "which then refuses the dtype"
 
 
 def test_the_reference_on_a_gpu_says_that_it_is_slow(gpu, caplog: pytest.LogCaptureFixture):

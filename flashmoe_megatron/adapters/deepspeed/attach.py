@@ -128,8 +128,10 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     setattr(engine, _STATE, state)
     fused = sum(outcome == FUSED for outcome in report.values())
     if fused:
-        kind = resolve_kind(settings.backend, engine.device)
-        log_dist(f"flashmoe: fused {fused} of {len(report)} MoE layers, backend {kind}", ranks=[0])
+        dtypes = {info.dtype for info in infos.values()}
+        kinds = {resolve_kind(settings.backend, engine.device, dtype) for dtype in dtypes}
+        named = " and ".join(sorted(kinds))
+        log_dist(f"flashmoe: fused {fused} of {len(report)} MoE layers, backend {named}", ranks=[0])
     return report
 
 

@@ -35,19 +35,13 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
         A sentence with the way out, ``None`` if the layer can be served.
     """
     try:
-        kind = resolve_kind(settings.backend, device)
+        kind = resolve_kind(settings.backend, device, info.dtype)
         if kind == "kernel":
             from flashmoe_megatron.kernel import bindings
 
             bindings.load()
     except FlashMoEError as error:
         return str(error)
-    if kind == "reference" and settings.backend == "auto" and device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        return (
-            f"the kernel needs a Hopper GPU (compute capability 9.0), found {name}; set "
-            f'{SECTION}.backend to "reference" to run in plain PyTorch'
-        )
     try:
         check_slots(
             info.shape, settings.spare_slots, settings.placement, is_kernel=kind == "kernel"
@@ -89,18 +83,18 @@ def replicas_problem(info: LayerInfo, zero_stage: int, settings: Settings) -> st
 
 
 def kernel_problem(info: LayerInfo) -> str | None:
-    """Says what keeps the kernel from serving a layer that the reference may serve."""
+    """Says what keeps the kernel from serving a layer that other backends may serve."""
     if info.dtype not in KERNEL_DTYPES:
         return (
             f"its experts are {info.dtype} and the kernel computes in bfloat16 or float16; enable "
-            "bf16 or fp16 in the DeepSpeed configuration"
+            f'bf16 or fp16 in the DeepSpeed configuration, or set {SECTION}.backend to "auto"'
         )
     if info.biases[0] != info.biases[1]:
         has, lacks = ("first", "second") if info.biases[0] else ("second", "first")
         return (
             f"its experts have a bias in the {has} projection and none in the {lacks}, and the "
             "kernel computes biases of both; give both one or none, or set "
-            f'{SECTION}.backend to "reference"'
+            f'{SECTION}.backend to "scheduled"'
         )
     return None
 

@@ -13,8 +13,7 @@ class RoutedExperts(IndexedExperts):
     """Applies a layer's routed experts to tokens that DeepSpeed has routed."""
 
     WAYS_OUT_OF_DTYPE = (
-        "enable bf16 or fp16 in the DeepSpeed configuration, or set "
-        f'{SECTION}.backend to "reference"'
+        f'enable bf16 or fp16 in the DeepSpeed configuration, or set {SECTION}.backend to "auto"'
     )
     ORDERED_GRADS = True  # ZeRO pairs the ranks' gradients by order
 

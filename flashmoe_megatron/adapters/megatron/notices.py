@@ -110,7 +110,7 @@ def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
     reserved = flags.get("reserved_sms", DEFAULT_RESERVED_SMS)
     most = os.environ.get("NCCL_MAX_CTAS", "")
     if (
-        flags.get("backend") == "reference"
+        flags.get("backend") in ("scheduled", "reference")
         or not torch.cuda.is_available()
         or getattr(args, "expert_model_parallel_size", 1) < 2
         or not getattr(args, "overlap_grad_reduce", False)

@@ -69,7 +69,7 @@ class RoutedExperts(LayerExperts):
         DeviceError: The kernel was asked for and cannot run here.
     """
 
-    WAYS_OUT_OF_DTYPE = f"pass --bf16 or --fp16, or {flag_of('backend')} reference"
+    WAYS_OUT_OF_DTYPE = f"pass --bf16 or --fp16, or {flag_of('backend')} auto"
 
     def __init__(
         self, config: Any, experts: torch.nn.Module, group: dist.ProcessGroup | None

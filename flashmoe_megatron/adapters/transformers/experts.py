@@ -40,7 +40,7 @@ class RoutedExperts(IndexedExperts):
 
     WAYS_OUT_OF_DTYPE = (
         "load the model with dtype=torch.bfloat16, train it under autocast (bf16=True of the "
-        'Trainer), or call flashmoe_megatron.transformers.configure(backend="reference") first'
+        'Trainer), or call flashmoe_megatron.transformers.configure(backend="auto") first'
     )
 
     def allow_more(self, num_tokens: int) -> str:
@@ -51,10 +51,10 @@ class RoutedExperts(IndexedExperts):
         )
 
 
-_Seats = dict[tuple[torch.device, int], RoutedExperts]
+_Seats = dict[tuple[torch.device, int, torch.dtype], RoutedExperts]
 _seats: weakref.WeakKeyDictionary[nn.Module, _Seats] = weakref.WeakKeyDictionary()
-"""By module, device and choices of a token; beside the modules and not in them, so that copies and
-checkpoints know nothing of it."""
+"""By module, device, choices of a token and dtype; beside the modules and not in them, so that
+copies and checkpoints know nothing of it."""
 
 
 @eager
@@ -89,7 +89,7 @@ def apply_experts(
     is_autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if is_autocast else experts.down_proj.dtype
     seats = _seats.setdefault(experts, {})
-    key = device, top_k_index.shape[-1]
+    key = device, top_k_index.shape[-1], dtype
     if key not in seats:
         seats[key] = _seat(experts, key[1], dtype, device, group)
     seat = seats[key]

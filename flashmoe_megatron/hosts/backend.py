@@ -6,6 +6,7 @@ as further tokens of this rank, and what the host's experts make of them goes ba
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,14 @@ from flashmoe_megatron.backend import (
 )
 from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
 from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, reason_of, told_error
+from flashmoe_megatron.errors import (
+    ConfigError,
+    FlashMoEError,
+    RoutingError,
+    ShapeError,
+    reason_of,
+    told_error,
+)
 from flashmoe_megatron.hosts.crossing import (
     Crossing,
     ExactCrossing,
@@ -65,6 +73,7 @@ class SavedOverHosts:
         backend: The backend that has run within the host.
         launches: What each of its launches has saved.
         num_rows: Rows of each, by leg.
+        dtype: The tokens'.
     """
 
     legs: Sequence[Crossing]
@@ -72,6 +81,7 @@ class SavedOverHosts:
     backend: Backend
     launches: list[Any]
     num_rows: list[list[int]]
+    dtype: torch.dtype
 
     @property
     def rows(self) -> list[torch.Tensor | None]:
@@ -168,7 +178,8 @@ class HostsBackend(OfGroup):
         self._last: Backend | None = None
         self._untold: Exception | None = None
         self._dtype = torch.bfloat16
-        self._checked: tuple[int, ...] = ()
+        self._checked: list[weakref.ref[torch.Tensor]] = []
+        self._checked_form: tuple[object, ...] = ()
         self._backend_for([first])
 
     def _backend_for(self, needs: Sequence[int]) -> tuple[Backend, list[int]]:
@@ -301,7 +312,7 @@ class HostsBackend(OfGroup):
         total, _ = self._there_and_back(legs, x, launch)
         if not training:
             return total, None
-        return total, SavedOverHosts(legs, choices, backend, kept, num_rows)
+        return total, SavedOverHosts(legs, choices, backend, kept, num_rows, x.dtype)
 
     @torch.no_grad()
     def backward(
@@ -314,10 +325,20 @@ class HostsBackend(OfGroup):
         grad_fc1_bias: Sequence[WeightGrad] = (),
         grad_fc2_bias: Sequence[WeightGrad] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes all gradients of one forward; collective over the group, see the protocol."""
+        """Computes all gradients of one forward; collective over the group, see the protocol.
+
+        A rank whose ``grad_out`` cannot be used takes part with NaN, so that no host waits for it;
+        it raises the reason at once, the others at the next call.
+        """
         assert isinstance(saved, SavedOverHosts)
         choices, backend = saved.choices, saved.backend
-        check_grad_out(self.config, grad_out, len(choices.experts))
+        refused: FlashMoEError | None = None
+        try:
+            self._check_grad_out(grad_out, saved)
+        except FlashMoEError as error:
+            refused = self._untold = error
+            shape = len(choices.experts), self.config.hidden
+            grad_out = choices.weights.new_full(shape, torch.nan, dtype=saved.dtype)
         self._last = backend
         self._rail.crossed.calls += 1
         grads = [list(kind) for kind in (grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias)]
@@ -335,6 +356,8 @@ class HostsBackend(OfGroup):
 
         dtype = choices.weights.dtype
         grad_x, of_choices = self._there_and_back(saved.legs, grad_out, launch, dtype)
+        if refused is not None:
+            raise refused
         assert of_choices is not None
         return grad_x, choices.gradient(of_choices)
 
@@ -522,10 +545,26 @@ class HostsBackend(OfGroup):
         name = f"host {host} (ranks {ranks.start} to {ranks.stop - 1} of the expert-parallel group)"
         return type(error)(f"within {name}: {error}")
 
+    def _check_grad_out(self, grad_out: torch.Tensor, saved: SavedOverHosts) -> None:
+        """Checks all that other hosts rely on: what crosses is read there as this dtype's rows."""
+        choices = saved.choices
+        check_grad_out(self.config, grad_out, len(choices.experts))
+        wanted = saved.dtype, choices.experts.device
+        if (grad_out.dtype, grad_out.device) != wanted:
+            raise ShapeError(
+                f"grad_out is {grad_out.dtype} on {grad_out.device}, wanted {wanted[0]} on "
+                f"{wanted[1]}, as the forward's output"
+            )
+
     def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:
-        """Checks them here, so that all hosts hear of it; the same tensors are checked once."""
+        """Checks them here, so that all hosts hear of it; once, as long as they are the same."""
         kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
-        identity = tuple(id(tensor) for kind in kinds for tensor in kind)
-        if identity != self._checked:
-            check_weights(self.config, weights, device)
-            self._checked = identity
+        tensors = [tensor for kind in kinds for tensor in kind]
+        form = (device, weights.transposed, *map(len, kinds))
+        if form == self._checked_form and all(
+            ref() is tensor and tensor is not None  # what a dead one refers to
+            for ref, tensor in zip(self._checked, tensors, strict=True)
+        ):
+            return
+        check_weights(self.config, weights, device)
+        self._checked, self._checked_form = [weakref.ref(one) for one in tensors], form

@@ -1,4 +1,4 @@
-"""A kernel that holds multiprocessors until it is told to leave, or until its time is up."""
+"""Kernels that hold multiprocessors: until they are told to leave, or for a time."""
 
 import contextlib
 import time
@@ -16,6 +16,16 @@ extern "C" __global__ void hold(volatile int* stop, volatile int* started, int m
         __nanosleep(1000);
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
     } while (!*stop && now - begin < milliseconds * 1000000ull);
+}
+"""
+WAIT_SOURCE = """
+extern "C" __global__ void wait_for(int microseconds) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    do {
+        __nanosleep(500);
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - begin < microseconds * 1000ull);
 }
 """
 SHARED_BYTES = 40_000  # what is left of an SM does not do for a CTA of the layer
@@ -55,6 +65,21 @@ class Spinner:
         self._words[0] = 1
 
     @property
+    def stream(self) -> torch.cuda.Stream:
+        """What waits for it waits until it ends."""
+        return self._stream
+
+    @property
     def is_running(self) -> bool:
         """Whether it still holds them."""
         return not self._stream.query()
+
+
+class Wait:
+    """Keeps the current stream waiting for a time by the GPU's clock, on one multiprocessor."""
+
+    def __init__(self) -> None:
+        self._kernel = torch.cuda._compile_kernel(WAIT_SOURCE, "wait_for")
+
+    def __call__(self, microseconds: float) -> None:
+        self._kernel(grid=(1, 1, 1), block=(1, 1, 1), args=[round(microseconds)])

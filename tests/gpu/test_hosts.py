@@ -13,14 +13,17 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, RoutingError
 from flashmoe_megatron.hosts.backend import HostsBackend, SavedOverHosts
 from flashmoe_megatron.hosts.crossing import sum_of_shares
+from flashmoe_megatron.hosts.rail import Rail
 from flashmoe_megatron.hosts.routes import Choices
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.reference.oracle import assert_close
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config, zipf
+from tests.gpu.spinner import Spinner
 from tests.gpu.virtual import device
-from tests.gpu.virtual_hosts import MirrorRail, VirtualHosts
+from tests.gpu.virtual_hosts import MirrorRail, ThrottledRail, VirtualHosts
 from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
@@ -205,6 +208,10 @@ def graph_ms(call: Callable[[], object], replays: int = 10) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def make_kernel(part: MoEConfig, within: BackendOptions) -> KernelBackend:
+    return KernelBackend(part, None, device(), options=within)
+
+
 @pytest.mark.parametrize("tokens", [1024, 8192])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_the_second_level_takes(model: str, tokens: int):
@@ -215,66 +222,182 @@ def test_what_the_second_level_takes(model: str, tokens: int):
     """
     config = cases.make_config(num_ranks=2, max_tokens=tokens, **MODELS[model])
     options = BackendOptions(row_bound=4.0, keep="all")
-
-    def make(part: MoEConfig, within: BackendOptions) -> KernelBackend:
-        return KernelBackend(part, None, device(), options=within)
-
     rail = MirrorRail()
-    backend = HostsBackend(config, rail, make, device=device(), options=options)
+    backend = HostsBackend(config, rail, make_kernel, device=device(), options=options)
     inputs = steps.make_inputs(replace(config, num_ranks=1), cases.uniform, [tokens], seed=1)
-    weights = steps.weights_of(config, inputs)[0]
-    x, probs, selected = inputs.x[0], inputs.probs[0], inputs.routing_map[0]
-    grads = [
-        [WeightGrad(torch.zeros_like(one, dtype=torch.float32), True) for one in kind]
-        for kind in (weights.fc1, weights.fc2)
-    ]
+    parts = Parts(backend, rail, inputs, steps.weights_of(config, inputs)[0])
+    whole, alone, copies = (graph_ms(call) for call in (parts.both, parts.alone, parts.copies))
+    judge_second_level(f"{model}, 2 hosts x {tokens} tokens", whole, alone, copies)
+    backend.raise_pending_fault()
 
-    def both_levels() -> object:
-        out, saved = backend.forward(x, probs, selected, weights, training=True)
-        return out, backend.backward(inputs.grad_out[0], saved, weights, *grads)
 
-    _, saved = backend.forward(x, probs, selected, weights, training=True)
-    assert isinstance(saved, SavedOverHosts)
-    (crossing,) = saved.legs
-    rows = crossing.out(rail, x)()
-    grad_rows = crossing.out(rail, inputs.grad_out[0])()
-    experts, route_weights = crossing.routes(rail)()
+class Parts:
+    """A forward and backward of one rank with fixed sizes: all of it, and each part alone."""
 
-    def launch_alone() -> object:
-        out, kept = backend.within.forward(rows, route_weights, experts, weights, training=True)
-        return out, backend.within.backward(grad_rows, kept, weights, *grads)
+    def __init__(
+        self, backend: HostsBackend, rail: Rail, inputs: cases.Inputs, weights: ExpertWeights
+    ) -> None:
+        """Runs a forward, for what the parts begin with. Collective over the grid."""
+        rank = backend.rank if len(inputs.x) > 1 else 0
+        self._backend, self._rail, self._weights = backend, rail, weights
+        self._call = inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank]
+        self._grad_out = inputs.grad_out[rank]
+        self._grads = [
+            [WeightGrad(torch.zeros_like(one, dtype=torch.float32), True) for one in kind]
+            for kind in (weights.fc1, weights.fc2)
+        ]
+        _, saved = backend.forward(*self._call, weights, training=True)
+        assert isinstance(saved, SavedOverHosts)
+        (crossing,) = saved.legs
+        self._rows = crossing.out(rail, self._call[0])()
+        self._grad_rows = crossing.out(rail, self._grad_out)()
+        self._experts, self._route_weights = crossing.routes(rail)()
 
-    def copies_alone() -> object:
+    def both(self) -> object:
+        out, saved = self._backend.forward(*self._call, self._weights, training=True)
+        return out, self._backend.backward(self._grad_out, saved, self._weights, *self._grads)
+
+    def alone(self) -> object:
+        within = self._backend.within
+        routes = self._route_weights, self._experts
+        out, saved = within.forward(self._rows, *routes, self._weights, training=True)
+        return out, within.backward(self._grad_rows, saved, self._weights, *self._grads)
+
+    def copies(self) -> object:
+        x, probs, selected = self._call
+        rail, config = self._rail, self._backend.config
         choices = Choices.of(config, probs, selected)
-        (ways,), _ = backend._cross(choices, probs, selected)
+        (ways,), _ = self._backend._cross(choices, probs, selected)
         kept: list[object] = []
-        for own in (x, inputs.grad_out[0]):
+        for own in (x, self._grad_out):
             kept.append(ways.out(rail, own)())
-            kept.append(sum_of_shares(ways.back(rail, rows)(), len(own)))
+            kept.append(sum_of_shares(ways.back(rail, self._rows)(), len(own)))
         kept.append(ways.routes(rail)())
-        of_choices = ways.grads_of_choices(rail, route_weights, config.topk)()
+        of_choices = ways.grads_of_choices(rail, self._route_weights, config.topk)()
         kept.append(choices.gradient(of_choices))
         return kept
 
-    whole, alone, copies = (graph_ms(call) for call in (both_levels, launch_alone, copies_alone))
+
+def judge_second_level(name: str, whole: float, alone: float, copies: float) -> None:
     print(  # noqa: T201 - a measurement
-        f"\n{model}, 2 hosts x {tokens} tokens, forward and backward, ms: both levels {whole:.3f}, "
-        f"the launch alone {alone:.3f}, copies and sums alone {copies:.3f}, "
-        f"difference {whole - alone:.3f}, on {torch.cuda.get_device_name()}"
+        f"\n{name}, forward and backward, ms: both levels {whole:.3f}, the launch alone "
+        f"{alone:.3f}, copies and sums alone {copies:.3f}, difference {whole - alone:.3f}, on "
+        f"{torch.cuda.get_device_name()}"
     )
     assert whole - alone <= 1.1 * copies + 0.02
-    backend.raise_pending_fault()
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_what_the_second_level_takes_on_virtual_hosts(grid: str):
+    """The same where all ranks of all hosts share the GPU, each with its part of it.
+
+    The GPU is held up until all is enqueued, so that neither the host nor its threads are measured.
+    """
+    hosts, num_ranks = GRIDS[grid]
+    config = cases.make_config(num_ranks=num_ranks, max_tokens=4096, **MODELS["FlashMoE's"])
+    inputs = steps.make_inputs(config, cases.uniform, [4096] * num_ranks, seed=1)
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualHosts(config, hosts, is_guarded=False, row_bound=4.0, keep="all")
+    layer.prepare(weights)
+
+    def make(backend: HostsBackend) -> Parts:
+        return Parts(backend, backend._rail, inputs, weights[backend.rank])
+
+    parts = layer.run(make)
+    assert all(isinstance(one, Parts) for one in parts), parts
+    spinner = Spinner()
+
+    def device_ms(name: str) -> float:
+        times = []
+        layer.run(lambda backend: getattr(parts[backend.rank], name)())
+        for _ in range(7):
+            with spinner.hold(1):
+                torch.cuda.current_stream().wait_stream(spinner.stream)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                kept = layer.run(lambda backend: getattr(parts[backend.rank], name)())
+                end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+            assert not any(isinstance(one, Exception) for one in kept), kept
+        return sorted(times)[3]
+
+    whole, alone, copies = (device_ms(name) for name in ("both", "alone", "copies"))
+    judge_second_level(f"{grid} virtual hosts, 4,096 tokens a rank", whole, alone, copies)
+    for backend in layer.backends:
+        backend.raise_pending_fault()
+
+
+def event_ms(call: Callable[[], object], repeats: int = 9) -> float:
+    """Milliseconds of a call, of which the host is a part where it waits."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def test_exchanges_under_launches():
+    """A card that takes as long for one way as the products do is the limit, with two launches.
+
+    Then both ways take as long as the card needs, and the products hide behind it.
+    """
+    tokens = 8192
+    config = cases.make_config(
+        num_ranks=2, max_tokens=tokens, hidden=4096, intermediate=1536, num_experts=32, topk=8
+    )
+    inputs = steps.make_inputs(replace(config, num_ranks=1), cases.uniform, [tokens], seed=1)
+    weights = steps.weights_of(config, inputs)[0]
+    x = inputs.x[0]
+    rail = ThrottledRail()
+    backends = [
+        HostsBackend(
+            config,
+            rail,
+            make_kernel,
+            device=device(),
+            options=BackendOptions(keep="all", host_overlap=overlap),
+        )
+        for overlap in (0, 1, 2)
+    ]
+
+    def forward(backend: HostsBackend) -> tuple[torch.Tensor, Any]:
+        return backend.forward(x, inputs.probs[0], inputs.routing_map[0], weights, training=True)
+
+    outs = [forward(backend)[0] for backend in backends for _ in range(2)]
+    for out in outs[1:]:
+        assert_close("out", out, outs[0], rel_l2=6e-3)
+    _, saved = forward(backends[0])
+    assert isinstance(saved, SavedOverHosts)
+    (crossing,) = saved.legs
+    rows = crossing.out(rail, x)()
+    experts, route_weights = crossing.routes(rail)()
+    within = backends[0].within
+    products = event_ms(
+        lambda: within.forward(rows, route_weights, experts, weights, training=True)
+    )
+    rail.us_per_byte = products * 1e3 / (sum(crossing.sent) * x[0].numel() * x.element_size())
+    both_ways = event_ms(lambda: (crossing.out(rail, x)(), crossing.back(rail, rows)()))
+    times = [event_ms(lambda backend=backend: forward(backend)) for backend in backends]
+    print(  # noqa: T201 - a measurement
+        f"\nproducts {products:.3f} ms, exchange both ways {both_ways:.3f} ms, forward with "
+        f"overlap 0, 1, 2: {', '.join(f'{one:.3f}' for one in times)} ms, "
+        f"on {torch.cuda.get_device_name()}"
+    )
+    assert 1.9 * products < both_ways
+    assert times[2] <= 1.25 * both_ways < times[0]
 
 
 def test_exact_sizes_read_the_host_twice():
     """The counts of all ranks, and the launch's plan."""
     config = cases.make_config(num_ranks=2, max_tokens=512, hidden=256)
     options = BackendOptions(keep="all")
-
-    def make(part: MoEConfig, within: BackendOptions) -> KernelBackend:
-        return KernelBackend(part, None, device(), options=within)
-
-    backend = HostsBackend(config, MirrorRail(), make, device=device(), options=options)
+    backend = HostsBackend(config, MirrorRail(), make_kernel, device=device(), options=options)
     inputs = steps.make_inputs(replace(config, num_ranks=1), cases.uniform, [512])
     weights: ExpertWeights = steps.weights_of(config, inputs)[0]
     call = (inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights)

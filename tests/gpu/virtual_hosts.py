@@ -20,6 +20,7 @@ from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
 from tests.gpu.expected import Results
+from tests.gpu.spinner import Wait
 from tests.gpu.virtual import (
     CLUSTER_SIZE,
     FREE_SMS,
@@ -281,3 +282,39 @@ class MirrorRail:
         count_crossed(self.crossed, len(send), send, is_rows=True)
         received[: len(send)] = send
         received[len(send) :] = send
+
+
+class ThrottledRail(MirrorRail):
+    """A mirror with a card of its own: exchanges take a time by their bytes.
+
+    They follow one another on a stream of their own, as NCCL's on one communicator do, beside
+    launches.
+
+    Attributes:
+        us_per_byte: What a byte takes that goes to the other host, both ways at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.us_per_byte = 0.0
+        self._wait = Wait()
+        self._stream = torch.cuda.Stream()
+
+    def exchange(
+        self,
+        send: torch.Tensor,
+        received: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        *,
+        is_rows: bool,
+    ) -> Callable[[], None]:
+        before = self.crossed.bytes
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            super().exchange(send, received, send_counts, receive_counts, is_rows=is_rows)
+            self._wait((self.crossed.bytes - before) * self.us_per_byte)
+            done = self._stream.record_event()
+        for tensor in (send, received):
+            tensor.record_stream(self._stream)
+        return lambda: torch.cuda.current_stream().wait_event(done)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,9 @@ import torch.distributed as dist
 
 from flashmoe_megatron import planner
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters
+from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.errors import ConfigError, FlashMoEError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid, arrange
 from flashmoe_megatron.layer import moe_router_forward
@@ -423,3 +424,73 @@ def test_a_failure_within_a_host_reaches_the_others(ranks: RankPool):
         assert first.startswith(f"RowBoundError: {within}")
     for rank, (_, second) in enumerate(found):
         assert second.startswith(f"RowBoundError: rank {max(rank, 2)}: {within}")
+
+
+def refuse_backward(group: dist.ProcessGroup, hosts: int, inputs: cases.Inputs) -> list[str]:
+    """A gradient that rank 2 alone cannot use: what each rank gets, and hears in the next call."""
+    said = []
+    for options in ({}, {"row_bound": 1e6}, {"host_overlap": 2}):
+        backend = make_backend(group, CONFIG, hosts, **options)
+        want = step(backend, inputs)
+        rank = backend.rank
+        for wrong in ("shape", "dtype"):
+            leaves = leaves_of(CONFIG, inputs, rank)
+            weights = weights_of(CONFIG, leaves)
+            call = leaves[0].detach(), leaves[1].detach(), inputs.routing_map[rank]
+            out, saved = backend.forward(*call, weights, training=True)
+            grads = [
+                [WeightGrad(torch.empty_like(one), False) for one in kind]
+                for kind in (weights.fc1, weights.fc2)
+            ]
+            if rank == 2:
+                out = out[:, 1:] if wrong == "shape" else out.double()
+            try:
+                backend.backward(out, saved, weights, *grads)
+                # What rank 2's tokens contribute to everyone's experts.
+                assert all(one.buffer.isnan().any() for kind in grads for one in kind)
+                said.append("NaN")
+            except FlashMoEError as error:
+                said.append(f"{type(error).__name__}: {error}")
+            with pytest.raises(FlashMoEError) as raised:
+                backend.forward(*call, weights, training=True)
+            said.append(f"{raised.type.__name__}: {raised.value}")
+        assert_same(step(backend, inputs), want)
+    return said
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_a_backward_that_one_rank_refuses_ends_on_all_hosts(ranks: RankPool, hosts: int):
+    inputs = cases.make_inputs(CONFIG, cases.uniform, [40] * 4, dtype=torch.float32)
+    of_shape = "ShapeError: {}grad_out has shape (40, 63), wanted [40, 64]"
+    of_dtype = "ShapeError: {}grad_out is torch.float64 on cpu, wanted torch.float32 on cpu"
+    for rank, said in enumerate(ranks.run(refuse_backward, hosts, inputs)):
+        for now, later, wanted in zip(said[::2], said[1::2], [of_shape, of_dtype] * 3, strict=True):
+            assert now.startswith(wanted.format("") if rank == 2 else "NaN")
+            assert later.startswith(wanted.format("rank 2: "))
+
+
+def other_weights(group: dist.ProcessGroup, inputs: cases.Inputs) -> str:
+    """A weight that is where a known one was, until it was freed, is another one."""
+    backend = make_backend(group, CONFIG, 2)
+    rank = backend.rank
+    leaves = [leaf.detach() for leaf in leaves_of(CONFIG, inputs, rank)]
+    call = (*leaves[:2], inputs.routing_map[rank])
+    weights = weights_of(CONFIG, leaves)
+    backend.forward(*call, weights, training=False)
+    where = id(weights.fc1[0])
+    others = weights.fc1[1:]
+    fc2 = weights.fc2
+    del leaves, weights
+    found = []
+    while not found or id(found[-1]) != where:
+        assert len(found) < 10_000, "no tensor came to the same place"
+        found.append(torch.zeros(3, CONFIG.hidden))
+    with pytest.raises(ShapeError) as raised:
+        backend.forward(*call, ExpertWeights((found[-1], *others), fc2), training=False)
+    return str(raised.value)
+
+
+def test_weights_are_known_as_long_as_they_live(ranks: RankPool):
+    inputs = cases.make_inputs(CONFIG, cases.uniform, [40] * 4, dtype=torch.float32)
+    for said in ranks.run(other_weights, inputs):
+        assert re.match(r"rank \d: fc1 of local expert 0 has shape \(3, 64\), wanted", said)

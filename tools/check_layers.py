@@ -69,7 +69,7 @@ MULTIPATH = [
     ["multipath"],
 ]
 SCHEDULED = [
-    ["lanes", "plan", "products"],
+    ["hooks", "lanes", "plan", "products"],
     ["exchange"],
     ["backend"],
 ]

@@ -39,6 +39,7 @@ from flashmoe_megatron.reference.rows import RowExchange, accumulation_dtype
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, TwoSteps
+from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
 from flashmoe_megatron.scheduled.plan import Part, Routes, make_part, part_size
 from flashmoe_megatron.scheduled.products import (
     between,
@@ -149,6 +150,7 @@ class ScheduledBackend(OfGroup):
     Attributes:
         config: The layer's shape.
         degrees: Parts in forward and in backward.
+        hooks: Called before and after the stages of every call.
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class ScheduledBackend(OfGroup):
             )
         self.config = config
         self.degrees = degrees
+        self.hooks = Hooks()
         self.keep: Keep = choose_keep(options.keep, config)
         self._talk = RowExchange(config, group)
         self._most_blocks = None
@@ -245,9 +248,18 @@ class ScheduledBackend(OfGroup):
             check_readable("x", x)
             check_weights(config, weights, x.device)
             check_tokens(config, x, probs, routing_map, dtype=weights.fc1[0].dtype, device=x.device)
+            self.hooks.probe(x, probs)
+            call, hooked = Call("forward", layer), self.hooks.run
             laps = _Laps(x.device, counts=self._counts)
+            given, x = x, hooked("before", "gate", x, call)
             if router is not None:
+                if x is not given:
+                    raise ConfigError(
+                        "a hook before gate replaced the tokens of a router within the launch, "
+                        "which has its gradient from the caller's: wanted fuse_router=False"
+                    )
                 router.run(x, config.topk)
+            probs = hooked("after", "gate", probs, call)
         self._device = x.device
         self.num_calls += 1
         routes, all_counts = self._plan(probs, routing_map)
@@ -259,8 +271,8 @@ class ScheduledBackend(OfGroup):
         whole = parts[0] if degree == 1 else make_part(routes, 0, 1)
         of_probs = self._travel(probs[routes.token_idx, routes.column_idx], total[0])
         ways = [
-            self._travel(x[_picked(routes.token_idx, part.send_idx)], count)
-            for part, count in zip(parts, counts, strict=True)
+            self._dispatch(x[_picked(routes.token_idx, part.send_idx)], count, of_part(call, i))
+            for i, (part, count) in enumerate(zip(parts, counts, strict=True))
         ]
         row_probs = self._arrived(of_probs, whole)
 
@@ -274,8 +286,9 @@ class ScheduledBackend(OfGroup):
             preact = x.new_empty(routes.num_rows, config.fc1_rows)
             rows = x.new_empty(routes.num_rows, config.hidden) if keeps_rows else None
         back: list[_Travel] = []
-        for part, count, way in zip(parts, counts, ways, strict=True):
-            mine = self._arrived(way, part)
+        for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
+            call = of_part(call, i)
+            mine = self._rows_of_experts(way, part, call)
             pre = product(mine, fc1, part.ends, part.counts)
             if biases1 is not None:
                 pre += biases1[_experts(part)]
@@ -286,7 +299,7 @@ class ScheduledBackend(OfGroup):
                 out_rows += (weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)).to(
                     x.dtype
                 )
-            back.append(self._travel(_picked(out_rows, part.by_rank), _transposed(count)))
+            back.append(self._combine(out_rows, part, count, call))
             if training and is_whole:
                 preact, rows = pre, (mine if keeps_rows else None)
             elif preact is not None:
@@ -295,6 +308,7 @@ class ScheduledBackend(OfGroup):
                     rows[part.rows] = mine
         laps.lap("experts")
         out = self._sum(self._returned(back, parts, routes), routes, x.dtype)
+        out = hooked("after", "combine", out, Call("forward", layer))
         laps.lap("combine")
         self._record(laps, routes, layer, "forward", num_tokens=len(x))
         if not training:
@@ -344,13 +358,17 @@ class ScheduledBackend(OfGroup):
         whole = parts[0] if is_whole else make_part(routes, 0, 1)
         total = self._counts_of(routes, saved.all_counts, 0, 1)
         laps.lap("plan")
+        call = Call("backward", saved.layer)
         ways = [
-            self._travel(grad_out[_picked(routes.token_idx, part.send_idx)], count)
-            for part, count in zip(parts, counts, strict=True)
+            self._dispatch(
+                grad_out[_picked(routes.token_idx, part.send_idx)], count, of_part(call, i)
+            )
+            for i, (part, count) in enumerate(zip(parts, counts, strict=True))
         ]
         of_rows = None  # behind the gradients, since only weights' gradients need them
         if saved.rows is None:
-            of_rows = self._travel(saved.x[routes.token_idx], total)
+            again = Call("forward", saved.layer)
+            of_rows = self._dispatch(saved.x[routes.token_idx], total, again)
         fc1, fc2 = _oriented(weights)
         _, biases2 = _biases(weights)
         activation = between(weighted_activation_backward, config, grad_out.device.type)
@@ -362,8 +380,9 @@ class ScheduledBackend(OfGroup):
             grad_pre = grad_out.new_empty(routes.num_rows, config.fc1_rows)
             weighted = grad_out.new_empty(routes.num_rows, config.intermediate)
         back: list[_Travel] = []
-        for part, count, way in zip(parts, counts, ways, strict=True):
-            mine = self._arrived(way, part)
+        for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
+            call = of_part(call, i)
+            mine = self._rows_of_experts(way, part, call)
             grad_weighted = product(mine, fc2.transpose(1, 2), part.ends, part.counts)
             pre_part, prob_part, weighted_part = activation(
                 _picked(saved.preact, part.rows), _picked(saved.row_probs, part.rows), grad_weighted
@@ -371,7 +390,7 @@ class ScheduledBackend(OfGroup):
             if biases2 is not None:
                 prob_part = prob_part + (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
             grad_rows = product(pre_part, fc1.transpose(1, 2), part.ends, part.counts)
-            back.append(self._travel(_picked(grad_rows, part.by_rank), _transposed(count)))
+            back.append(self._combine(grad_rows, part, count, call))
             if is_whole:
                 grad_y, grad_pre, weighted, grad_row_probs = (
                     mine,
@@ -394,7 +413,7 @@ class ScheduledBackend(OfGroup):
         assert grad_y is not None
         assert grad_pre is not None
         assert weighted is not None
-        rows = saved.rows if of_rows is None else self._arrived(of_rows, whole)
+        rows = saved.rows if of_rows is None else self._rows_of_experts(of_rows, whole, again)
         pairs = ((rows, grad_pre, grad_fc1), (weighted, grad_y, grad_fc2))
         for inputs, grads, targets in pairs:
             left, right = (inputs, grads) if weights.transposed else (grads, inputs)
@@ -406,6 +425,7 @@ class ScheduledBackend(OfGroup):
             store(grad_fc2_bias, bias_grad(weighted_y, whole.counts), VECTOR)
         laps.lap("weights")
         grad_x = self._sum(self._returned(back, parts, routes), routes, grad_out.dtype)
+        grad_x = self.hooks.run("after", "combine", grad_x, Call("backward", saved.layer))
         grad_probs = saved.row_probs.new_zeros(saved.num_tokens, saved.num_columns)
         lanes.wait(self._device, of_probs.done)
         grad_probs[routes.token_idx, routes.column_idx] = of_probs.received.to(grad_probs.dtype)
@@ -536,6 +556,21 @@ class ScheduledBackend(OfGroup):
         received = self._exchange.received(send, counts)
         ready = lanes.mark(self._device) if self._group is not None else None
         return _Travel(send, received, self._exchange.run(received, send, counts, ready))
+
+    def _dispatch(self, routed: torch.Tensor, counts: Counts, call: Call) -> _Travel:
+        """Begins to send routes' rows to their experts."""
+        return self._travel(self.hooks.run("before", "dispatch", routed, call), counts)
+
+    def _rows_of_experts(self, way: _Travel, part: Part, call: Call) -> torch.Tensor:
+        """What experts compute with."""
+        rows = self.hooks.run("after", "dispatch", self._arrived(way, part), call)
+        return self.hooks.run("before", "experts", rows, call)
+
+    def _combine(self, rows: torch.Tensor, part: Part, counts: Counts, call: Call) -> _Travel:
+        """Begins to send what experts have computed back, for rows sent by ``counts``."""
+        rows = self.hooks.run("after", "experts", rows, call)
+        rows = self.hooks.run("before", "combine", rows, call)
+        return self._travel(_picked(rows, part.by_rank), _transposed(counts))
 
     def _arrived(self, way: _Travel, part: Part) -> torch.Tensor:
         """The received rows in the order of experts."""

@@ -1,0 +1,175 @@
+"""Hooks of the scheduled backend: what they see, what becomes of what they return, bad ones."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.scheduled.hooks import Call
+from tests.distributed import RankPool
+from tests.unit import cases
+from tests.unit.test_scheduled import run
+
+STAGES = ("gate", "dispatch", "experts", "combine")
+TOKENS = 21
+
+
+def make(config: MoEConfig = cases.CONFIG, group: Any = None, keep: Any = "all") -> Any:
+    options = BackendOptions(keep=keep)
+    return ScheduledBackend(config, group, options=options, degrees=(2, 3))
+
+
+def make_inputs(config: MoEConfig = cases.CONFIG) -> cases.Inputs:
+    tokens = [TOKENS] * config.num_ranks
+    return cases.make_inputs(config, cases.skewed, tokens, dtype=torch.float32)
+
+
+def test_hooks_see_every_stage_in_order_and_change_nothing() -> None:
+    backend, inputs = make(keep="preactivations"), make_inputs()
+    want = run(backend, inputs)
+    seen: list[tuple[str, str, Call, tuple[int, ...]]] = []
+
+    def watch(when: str, stage: str) -> None:
+        def hook(rows: torch.Tensor, call: Call) -> None:
+            if not call.is_probe:
+                seen.append((when, stage, call, tuple(rows.shape)))
+
+        backend.hooks.add(when, stage, hook)
+
+    for when in ("before", "after"):
+        for stage in STAGES:
+            watch(when, stage)
+    found = run(backend, inputs)
+    assert all(torch.equal(found[name], value) for name, value in want.items())
+
+    forward = [one for one in seen if one[2].direction == "forward"]
+    names = [(when, stage) for when, stage, _, _ in forward]
+    # The two dispatches are under way before the first part is computed; the last one fetches rows
+    # again in the backward.
+    computing = [("after", "dispatch"), ("before", "experts"), ("after", "experts")]
+    assert names == [
+        ("before", "gate"),
+        ("after", "gate"),
+        *[("before", "dispatch")] * 2,
+        *[*computing, ("before", "combine")] * 2,
+        ("after", "combine"),
+        ("before", "dispatch"),
+        *computing[:2],
+    ]
+    hidden, routes = cases.CONFIG.hidden, int(inputs.routing_map[0].sum())
+    shapes = {(when, stage, call.part): shape for when, stage, call, shape in forward[:-3]}
+    assert shapes["before", "gate", 0] == shapes["after", "combine", 0] == (TOKENS, hidden)
+    assert shapes["after", "gate", 0] == (TOKENS, cases.CONFIG.num_experts)
+    for when, stage in [("before", "dispatch"), *computing]:
+        assert sum(shapes[when, stage, part][0] for part in (0, 1)) == routes
+    backward = [one for one in seen if one[2].direction == "backward"]
+    assert {one[2].part for one in backward} == {0, 1, 2}
+    assert {one[1] for one in backward} == {"dispatch", "experts", "combine"}
+
+
+@pytest.mark.parametrize(
+    ("when", "stage", "changes"),
+    [
+        ("before", "gate", {"out": "x"}),
+        ("after", "gate", {"out": "probs"}),
+        ("before", "dispatch", {"out": "x"}),
+        ("after", "dispatch", {"out": "x"}),
+        ("before", "experts", {"out": "x"}),
+        ("after", "experts", {"out": "out"}),
+        ("before", "combine", {"out": "out"}),
+        ("after", "combine", {"out": "out"}),
+    ],
+)
+def test_what_a_hook_returns_goes_on(when: str, stage: str, changes: dict[str, str]) -> None:
+    inputs, backend = make_inputs(), make()
+    doubled = make_inputs()
+    (what,) = changes.values()
+    if what in ("x", "probs"):
+        getattr(doubled, what)[0] = 2 * getattr(doubled, what)[0]
+    want = run(make(), doubled)["out"] * (2 if what == "out" else 1)
+    plain = run(make(), inputs)
+
+    def double(rows: torch.Tensor, call: Call) -> torch.Tensor | None:
+        return 2 * rows if call.direction == "forward" else None
+
+    handle = backend.hooks.add(when, stage, double)
+    assert torch.equal(run(backend, inputs)["out"], want)
+    handle.remove()
+    assert all(torch.equal(run(backend, inputs)[name], value) for name, value in plain.items())
+
+
+def test_gradients_pass_hooks_of_the_backward() -> None:
+    inputs, backend = make_inputs(), make()
+    plain = run(backend, inputs)
+    backend.hooks.add(
+        "before", "dispatch", lambda rows, call: 2 * rows if call.direction == "backward" else None
+    )
+    found = run(backend, inputs)
+    for name, value in plain.items():
+        assert torch.equal(found[name], value if name == "out" else 2 * value), name
+
+
+def test_a_hook_that_cannot_be_is_refused() -> None:
+    backend = make()
+    for arguments, words in (
+        (("behind", "gate"), "when='behind' of a hook: wanted one of before, after"),
+        (("before", "router"), "stage='router' of a hook: wanted one of gate, dispatch, experts"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            backend.hooks.add(*arguments, lambda rows, call: None)
+    layer = FlashMoELayer(
+        cases.CONFIG, router=True, fuse_router=True, dtype=torch.float32, backend=backend
+    )
+    backend.hooks.add("before", "gate", lambda rows, call: rows.clone())
+    with pytest.raises(ConfigError, match="tokens of a router within the launch"):
+        layer(torch.randn(3, cases.CONFIG.hidden))
+
+
+def refused(group: dist.ProcessGroup, config: MoEConfig) -> list[str]:
+    """What is said of hooks on one rank that change shapes, what was sent, and the call after."""
+    rank, said = dist.get_rank(group), []
+    backend, inputs = make(config, group), make_inputs(config)
+    bad: dict[str, Any] = {
+        "narrow": lambda rows, call: rows[:, :-1],
+        "short": lambda rows, call: rows[:1],
+        "half": lambda rows, call: rows.bfloat16(),
+        "none": lambda rows, call: [],
+    }
+    for stage in STAGES:
+        for when in ("before", "after"):
+            for hook in bad.values():
+                handle = backend.hooks.add(when, stage, hook if rank == 1 else lambda r, c: None)
+                try:
+                    run(backend, inputs, rank=rank)
+                    said.append("nothing")
+                except ShapeError as error:
+                    said.append(str(error))
+                handle.remove()
+    assert backend.traffic.bytes_sent == 0
+    run(backend, inputs, rank=rank)
+    assert backend.traffic.bytes_sent > 0
+    return said
+
+
+def test_hooks_that_change_shapes_are_refused_on_every_rank_before_rows_are_sent(
+    ranks: RankPool,
+) -> None:
+    for said in ranks.run(refused, cases.make_config(num_ranks=2), num_ranks=2):
+        assert len(said) == 32
+        assert said[4] == (
+            "rank 1: a hook after gate returned rows of shape (3, 7): wanted (3, 8), as it got them"
+        )
+        assert said[9] == (
+            "rank 1: a hook before dispatch returned rows of shape (1, 64): wanted (3, 64), as it "
+            "got them"
+        )
+        for one in said[2::4]:
+            assert "rows of dtype torch.bfloat16: wanted torch.float32" in one
+        for one in said[3::4]:
+            assert one.endswith("returned a list: wanted a tensor or None")

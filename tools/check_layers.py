@@ -71,7 +71,8 @@ MULTIPATH = [
 ]
 SCHEDULED = [
     ["hooks", "lanes", "plan", "products"],
-    ["exchange"],
+    ["exchange", "kernels", "plain"],
+    ["steps"],
     ["backend"],
 ]
 SCHEDULE = [

@@ -40,17 +40,9 @@ from flashmoe_megatron.router import Router
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, TwoSteps
 from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
-from flashmoe_megatron.scheduled.plan import Part, Routes, make_part, part_size
-from flashmoe_megatron.scheduled.products import (
-    between,
-    bias_grad,
-    product,
-    stack_of,
-    store,
-    weight_grad,
-    weighted_activation,
-    weighted_activation_backward,
-)
+from flashmoe_megatron.scheduled.plan import REFUSED, Part, Routes, make_part, part_size
+from flashmoe_megatron.scheduled.products import bias_grad, product, stack_of, store, weight_grad
+from flashmoe_megatron.scheduled.steps import Steps, steps_for
 from flashmoe_megatron.telemetry.record import (
     Direction,
     LaunchRecord,
@@ -60,9 +52,6 @@ from flashmoe_megatron.telemetry.record import (
 
 MOST_RECORDS = 4096
 """Records kept for whoever takes them."""
-
-REFUSED = -1
-"""Takes the place of every count of a rank whose routing is unusable."""
 
 
 @dataclass(frozen=True)
@@ -262,23 +251,25 @@ class ScheduledBackend(OfGroup):
             probs = hooked("after", "gate", probs, call)
         self._device = x.device
         self.num_calls += 1
-        routes, all_counts = self._plan(probs, routing_map)
+        steps = steps_for(x)
+        routes, own_probs, all_counts = self._plan(probs, routing_map, steps)
         laps.lap("plan")
         degree = self._degree(0)
         parts = [make_part(routes, part, degree) for part in range(degree)]
         counts = [self._counts_of(routes, all_counts, part, degree) for part in range(degree)]
         total = [self._counts_of(routes, all_counts, 0, 1)]
         whole = parts[0] if degree == 1 else make_part(routes, 0, 1)
-        of_probs = self._travel(probs[routes.token_idx, routes.column_idx], total[0])
+        of_probs = self._travel(own_probs, total[0])
         ways = [
-            self._dispatch(x[_picked(routes.token_idx, part.send_idx)], count, of_part(call, i))
+            self._dispatch(
+                x.index_select(0, _picked(routes.token_idx, part.send_idx)), count, of_part(call, i)
+            )
             for i, (part, count) in enumerate(zip(parts, counts, strict=True))
         ]
         row_probs = self._arrived(of_probs, whole)
 
         fc1, fc2 = _oriented(weights)
         biases1, biases2 = _biases(weights)
-        activation = between(weighted_activation, config, x.device.type)
         keeps_rows = training and self.keep != "preactivations"
         is_whole = degree == 1
         rows = preact = None
@@ -293,7 +284,8 @@ class ScheduledBackend(OfGroup):
             if biases1 is not None:
                 pre += biases1[_experts(part)]
             weight = _picked(row_probs, part.rows)
-            out_rows = product(activation(pre, weight), fc2, part.ends, part.counts)
+            activated = steps.weighted_activation(config, pre, weight)
+            out_rows = product(activated, fc2, part.ends, part.counts)
             if biases2 is not None:
                 wide = accumulation_dtype(x.dtype)
                 out_rows += (weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)).to(
@@ -307,7 +299,7 @@ class ScheduledBackend(OfGroup):
                 if rows is not None:
                     rows[part.rows] = mine
         laps.lap("experts")
-        out = self._sum(self._returned(back, parts, routes), routes, x.dtype)
+        out = steps.sum_routes(self._returned(back, parts, routes), routes.place)
         out = hooked("after", "combine", out, Call("forward", layer))
         laps.lap("combine")
         self._record(laps, routes, layer, "forward", num_tokens=len(x))
@@ -361,17 +353,19 @@ class ScheduledBackend(OfGroup):
         call = Call("backward", saved.layer)
         ways = [
             self._dispatch(
-                grad_out[_picked(routes.token_idx, part.send_idx)], count, of_part(call, i)
+                grad_out.index_select(0, _picked(routes.token_idx, part.send_idx)),
+                count,
+                of_part(call, i),
             )
             for i, (part, count) in enumerate(zip(parts, counts, strict=True))
         ]
         of_rows = None  # behind the gradients, since only weights' gradients need them
         if saved.rows is None:
             again = Call("forward", saved.layer)
-            of_rows = self._dispatch(saved.x[routes.token_idx], total, again)
+            of_rows = self._dispatch(saved.x.index_select(0, routes.token_idx), total, again)
         fc1, fc2 = _oriented(weights)
         _, biases2 = _biases(weights)
-        activation = between(weighted_activation_backward, config, grad_out.device.type)
+        steps = steps_for(grad_out)
         wide = accumulation_dtype(grad_out.dtype)
         grad_row_probs = saved.row_probs.new_empty(routes.num_rows, dtype=wide)
         grad_y = grad_pre = weighted = None
@@ -384,8 +378,11 @@ class ScheduledBackend(OfGroup):
             call = of_part(call, i)
             mine = self._rows_of_experts(way, part, call)
             grad_weighted = product(mine, fc2.transpose(1, 2), part.ends, part.counts)
-            pre_part, prob_part, weighted_part = activation(
-                _picked(saved.preact, part.rows), _picked(saved.row_probs, part.rows), grad_weighted
+            pre_part, prob_part, weighted_part = steps.weighted_activation_backward(
+                config,
+                _picked(saved.preact, part.rows),
+                _picked(saved.row_probs, part.rows),
+                grad_weighted,
             )
             if biases2 is not None:
                 prob_part = prob_part + (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
@@ -424,11 +421,11 @@ class ScheduledBackend(OfGroup):
             weighted_y = grad_y.to(wide) * saved.row_probs.to(wide)[:, None]
             store(grad_fc2_bias, bias_grad(weighted_y, whole.counts), VECTOR)
         laps.lap("weights")
-        grad_x = self._sum(self._returned(back, parts, routes), routes, grad_out.dtype)
+        grad_x = steps.sum_routes(self._returned(back, parts, routes), routes.place)
         grad_x = self.hooks.run("after", "combine", grad_x, Call("backward", saved.layer))
         grad_probs = saved.row_probs.new_zeros(saved.num_tokens, saved.num_columns)
         lanes.wait(self._device, of_probs.done)
-        grad_probs[routes.token_idx, routes.column_idx] = of_probs.received.to(grad_probs.dtype)
+        grad_probs.view(-1).scatter_(0, routes.flat_idx, of_probs.received.to(grad_probs.dtype))
         laps.lap("combine")
         self._record(laps, routes, saved.layer, "backward", num_tokens=saved.num_tokens)
         return grad_x, grad_probs
@@ -437,88 +434,62 @@ class ScheduledBackend(OfGroup):
         return self.degrees[direction]
 
     def _plan(
-        self, probs: torch.Tensor, routing_map: torch.Tensor
-    ) -> tuple[Routes, tuple[tuple[int, ...], ...] | None]:
-        """Orders the routes and tells all ranks their numbers; the host waits once."""
+        self, probs: torch.Tensor, routing_map: torch.Tensor, steps: Steps
+    ) -> tuple[Routes, torch.Tensor, tuple[tuple[int, ...], ...] | None]:
+        """Orders the routes and tells all ranks their numbers; the host waits once.
+
+        Returns:
+            The routes, the probability of each, and all ranks' counts if the exchange needs them.
+        """
         config = self.config
-        num_experts, device = config.num_experts, probs.device
-        is_map = routing_map.dtype == torch.bool
-        selected = routing_map if is_map else routing_map >= 0
-        if config.skip_zero_probs:
-            selected = selected & (probs != 0)
-        bad = (probs.isnan() & selected).any()
-        if is_map:
-            bad = bad | (selected.sum(1) > config.topk).any()
-            columns = selected.cumsum(1) - 1
-            columns = columns.masked_fill_(~selected | (columns >= config.topk), config.topk)
-            experts = torch.arange(num_experts, device=device).expand(selected.shape)
-            choices = torch.full((len(probs), config.topk + 1), num_experts, device=device)
-            choices = choices.scatter_(1, columns, experts)[:, : config.topk]
-            places_of = choices
-        else:
-            choices = routing_map.long().masked_fill(~selected, num_experts)
-            ascending, places_of = choices.sort(dim=1, stable=True)
-            again = (ascending.diff(dim=1) == 0) & (ascending[:, 1:] < num_experts)
-            outside = (routing_map < -1) | (routing_map >= num_experts)
-            bad = bad | again.any() | outside.any()
-            choices = ascending.clamp(max=num_experts)
-        flat = choices.reshape(-1)
-        order = flat.sort(stable=True).indices
-        counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
-        counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
-        told = torch.where(bad, torch.full_like(counts, REFUSED), counts)
+        num_experts, local = config.num_experts, config.num_local_experts
+        found = steps.sort_routes(config, probs, routing_map)
         everyone = None
         if self._exchange.needs_all_counts:
-            everyone = self._gather(told)
-            first = self.rank * config.num_local_experts
-            received = everyone[:, first : first + config.num_local_experts]
+            everyone = self._gather(found.counts)
+            first = self.rank * local
+            received = everyone[:, first : first + local]
         else:
-            received = self._talk.tell_counts(told)
-        heard = received if everyone is None else everyone
-        both = torch.cat((told, heard.reshape(-1)))
-        host = both.tolist()  # the host waits here
-        own = host[:num_experts]
+            received = self._talk.tell_counts(found.counts)
+        if self._group is None:
+            own = others = found.counts.tolist()  # the host waits here
+        else:
+            heard = received if everyone is None else everyone
+            host = torch.cat((found.counts, heard.reshape(-1))).tolist()  # or here
+            own, others = host[:num_experts], host[num_experts:]
         if own[0] == REFUSED:
-            if is_map:
+            problem: str | None
+            if routing_map.dtype == torch.bool:
+                selected = routing_map & (probs != 0) if config.skip_zero_probs else routing_map
                 problem = map_problem(config, probs, selected)
             else:
                 problem = choices_problem(config, routing_map, probs)
             reason = reason_of(RoutingError(str(problem)))
             self._talk.hear_refusal(reason)
             raise told_error(self.rank, reason)
-        others = host[num_experts:]
         if min(others) == REFUSED:
             raise self._talk.hear_refusal(None)
         all_counts = None
-        local = config.num_local_experts
         if everyone is not None:
             all_counts = _rows_of(others, num_experts)
-            first = self.rank * local
             host_received = tuple(row[first : first + local] for row in all_counts)
         else:
             host_received = _rows_of(others, local)
-        num_routes = sum(own)
-        order = order[:num_routes]
-        choices_of_token = choices.shape[1]
-        token_idx = order // choices_of_token if choices_of_token else order
-        column_idx = places_of.reshape(-1)[order]
-        place = torch.full((flat.numel(),), num_routes, device=device)
-        place[order] = torch.arange(num_routes, device=device)
         if self._most_blocks is not None:
             blocks = sum(align_capacity(sum(column)) for column in zip(*host_received, strict=True))
-            self._talk.check_bound(blocks // TILE_M, self._most_blocks, counts)
-        return (
-            Routes(
-                token_idx=token_idx,
-                column_idx=column_idx,
-                place=place.view(choices.shape),
-                sent=counts[None],
-                received=received,
-                host_sent=_rows_of(own, local),
-                host_received=host_received,
-            ),
-            all_counts,
+            self._talk.check_bound(blocks // TILE_M, self._most_blocks, found.counts)
+        num_routes = sum(own)
+        routes = Routes(
+            token_idx=found.token_idx[:num_routes],
+            flat_idx=found.flat_idx[:num_routes],
+            place=found.place,
+            sent=found.counts[None],
+            received=received,
+            host_sent=_rows_of(own, local),
+            host_received=host_received,
+            ends=found.ends,
         )
+        return routes, found.row_probs[:num_routes], all_counts
 
     def _gather(self, counts: torch.Tensor) -> torch.Tensor:
         everyone = [torch.empty_like(counts) for _ in range(self.config.num_ranks)]
@@ -590,14 +561,6 @@ class ScheduledBackend(OfGroup):
             returned[part.send_idx] = way.received
         return returned
 
-    def _sum(self, returned: torch.Tensor, routes: Routes, dtype: torch.dtype) -> torch.Tensor:
-        """Each token's rows, summed in the dtype of sums by ascending expert."""
-        num_tokens, choices = routes.place.shape
-        if len(returned) < num_tokens * choices:
-            returned = torch.cat((returned, returned.new_zeros(1, returned.shape[1])))
-        rows = returned[routes.place.reshape(-1)].view(num_tokens, choices, self.config.hidden)
-        return rows.sum(1, dtype=accumulation_dtype(dtype)).to(dtype)
-
     def _record(
         self, laps: _Laps, routes: Routes, number: int, direction: Direction, *, num_tokens: int
     ) -> None:
@@ -666,7 +629,7 @@ def _make_exchange(
 
 
 def _picked(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    return rows if index is None else rows[index]
+    return rows if index is None else rows.index_select(0, index)
 
 
 def _experts(part: Part) -> torch.Tensor:

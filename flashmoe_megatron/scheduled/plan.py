@@ -8,6 +8,34 @@ from dataclasses import dataclass
 
 import torch
 
+REFUSED = -1
+"""Takes the place of every count of a rank whose routing is unusable."""
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The routes of one rank's tokens by expert and then token, before the host knows any number.
+
+    What has room for ``tokens * choices`` routes has unspecified values behind the last one.
+
+    Attributes:
+        token_idx: ``[tokens * choices]`` int64, the token of each route.
+        flat_idx: ``[tokens * choices]`` int64, where its probability is among all of the tokens'.
+        row_probs: ``[tokens * choices]``, that probability.
+        place: ``[tokens, choices]`` int64, each token's routes by ascending expert; the number of
+            routes where there is none.
+        counts: ``[num_experts]`` int64, routes to each expert; :data:`REFUSED` throughout if the
+            routing is unusable.
+        ends: ``[num_experts]`` int32, where each expert's routes end.
+    """
+
+    token_idx: torch.Tensor
+    flat_idx: torch.Tensor
+    row_probs: torch.Tensor
+    place: torch.Tensor
+    counts: torch.Tensor
+    ends: torch.Tensor
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -17,22 +45,24 @@ class Routes:
 
     Attributes:
         token_idx: ``[num_routes]`` int64, the token of each route, by expert and then token.
-        column_idx: ``[num_routes]`` int64, where its probability is among the token's.
+        flat_idx: ``[num_routes]`` int64, where its probability is among all of the tokens'.
         place: ``[num_tokens, choices]`` int64, each token's routes by ascending expert;
             ``num_routes`` where there is none.
         sent: ``[1, num_experts]`` int64, this rank's routes to each expert.
         received: ``[num_ranks, num_local_experts]`` int64, each rank's to this one's.
         host_sent: The values of ``sent``, ``[num_ranks][num_local_experts]``.
         host_received: The values of ``received``.
+        ends: ``[num_experts]`` int32, where each expert's routes end.
     """
 
     token_idx: torch.Tensor
-    column_idx: torch.Tensor
+    flat_idx: torch.Tensor
     place: torch.Tensor
     sent: torch.Tensor
     received: torch.Tensor
     host_sent: tuple[tuple[int, ...], ...]
     host_received: tuple[tuple[int, ...], ...]
+    ends: torch.Tensor
 
     @property
     def num_rows(self) -> int:
@@ -87,6 +117,10 @@ def make_part(routes: Routes, part: int, degree: int) -> Part:
         begin = counts * part // degree
         return begin, counts * (part + 1) // degree - begin
 
+    if degree == len(routes.host_sent) == 1:  # nothing is cut and nothing moves
+        every = [routes.num_rows]
+        counts = list(routes.host_received[0])
+        return Part(None, every, every, None, None, None, routes.ends, counts)
     sent, received = cut(routes.host_sent), cut(routes.host_received)
     counts = [sum(of_expert) for of_expert in zip(*received, strict=True)]
     num_sent, num_received = sum(map(sum, sent)), sum(counts)

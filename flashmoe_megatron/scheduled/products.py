@@ -1,18 +1,14 @@
-"""Products of rows in order of experts with the experts' matrices, and what is between them.
+"""Products of rows in order of experts with the experts' matrices.
 
-On a GPU products in bfloat16 are torch's grouped GEMM and the element-wise part is one kernel of
-torch's compiler. Elsewhere, and in other dtypes, products are made expert by expert.
+On a GPU products in bfloat16 are torch's grouped GEMM. Elsewhere, and in other dtypes, they are
+made expert by expert.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from flashmoe_megatron.backend import MATRIX, WeightGrad, unstacked
-from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.reference.activations import activate, activate_backward
 from flashmoe_megatron.reference.rows import accumulation_dtype
 
 
@@ -130,46 +126,3 @@ def store(targets: Sequence[WeightGrad], values: torch.Tensor, num_dims: int = M
 
 def _split(rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
     return torch.split(rows, list(counts))
-
-
-Between = Callable[..., Any]
-
-
-def weighted_activation(
-    config: MoEConfig, preact: torch.Tensor, row_probs: torch.Tensor
-) -> torch.Tensor:
-    """The activation times the routing weights, ``[rows, intermediate]`` in the rows' dtype."""
-    wide = accumulation_dtype(preact.dtype)
-    return (activate(preact.to(wide), config) * row_probs.to(wide)[:, None]).to(preact.dtype)
-
-
-def weighted_activation_backward(
-    config: MoEConfig,
-    preact: torch.Tensor,
-    row_probs: torch.Tensor,
-    grad_weighted: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Differentiates :func:`weighted_activation`, and gives its result again.
-
-    Returns:
-        The gradient of ``preact``; that of ``row_probs``, ``[rows]`` in the dtype of sums; and
-        :func:`weighted_activation`'s result.
-    """
-    wide = accumulation_dtype(preact.dtype)
-    weight, grad = row_probs.to(wide)[:, None], grad_weighted.to(wide)
-    activated, grad_preact = activate_backward(preact.to(wide), grad * weight, config)
-    weighted = (activated * weight).to(preact.dtype)
-    return grad_preact.to(preact.dtype), (grad * activated).sum(1), weighted
-
-
-@functools.cache
-def between(function: Between, config: MoEConfig, device_type: str) -> Between:
-    """One of the two functions above for a layer, as one kernel on a GPU.
-
-    It is compiled at its first call, for any number of rows.
-    """
-
-    def bound(*tensors: torch.Tensor) -> Any:
-        return function(config, *tensors)
-
-    return torch.compile(bound, dynamic=True) if device_type == "cuda" else bound

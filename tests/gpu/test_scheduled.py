@@ -1,4 +1,4 @@
-"""The scheduled backend on a GPU: grouped products, compiled activations, streams beside NCCL."""
+"""The scheduled backend on a GPU: grouped products, kernels of its own, streams beside NCCL."""
 
 from collections.abc import Iterator
 from dataclasses import fields

@@ -1,5 +1,8 @@
 """The scheduled backend beside the reference: any degree, keep and number of ranks, 2 x 2 hosts."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -211,3 +214,12 @@ def test_it_is_chosen_by_name() -> None:
     alone = select_backend(cases.CONFIG, None, "cpu", kind="scheduled")
     assert isinstance(alone, ScheduledBackend)
     assert alone.degrees == (1, 1), "a rank that is alone has nothing to overlap"
+
+
+def test_kernels_are_the_steps_in_torch() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.unit.interpreted_kernels"]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

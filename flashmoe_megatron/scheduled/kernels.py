@@ -1,0 +1,358 @@
+"""The steps around products as one kernel each, in Triton: on a GPU launches are what they cost.
+
+Each has a twin of torch's operators in :mod:`~flashmoe_megatron.scheduled.plain`, which says what
+it computes. None takes float64.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.scheduled.plan import REFUSED, Sorted
+
+TILE = 2048
+"""Elements of a program's block of rows and columns."""
+SORT_TILE = 4096
+"""Tokens times experts of a program's block while routes are sorted."""
+COMBINE_TILE = 1024
+
+SILU = tl.constexpr(0)
+GELU = tl.constexpr(1)
+GELU_TANH = tl.constexpr(2)
+RELU = tl.constexpr(3)
+SQUARED_RELU = tl.constexpr(4)
+QUICK_GELU = tl.constexpr(5)
+_KINDS = {
+    Activation.SILU: SILU.value,
+    Activation.GELU: GELU.value,
+    Activation.GELU_TANH: GELU_TANH.value,
+    Activation.RELU: RELU.value,
+    Activation.SQUARED_RELU: SQUARED_RELU.value,
+    Activation.QUICK_GELU: QUICK_GELU.value,
+}
+
+
+def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor) -> Sorted:
+    """Orders the routes by expert, then token: see the twin."""
+    num_tokens, columns = probs.shape
+    num_experts, device = config.num_experts, probs.device
+    is_map = routing_map.dtype == torch.bool
+    choices = config.topk if is_map else columns
+    width = triton.next_power_of_2(num_experts)
+    block = max(1, min(SORT_TILE // width, 64))
+    blocks = max(1, triton.cdiv(num_tokens, block))
+    most = num_tokens * choices
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    given = routing_map.view(torch.uint8) if is_map else routing_map
+    counts = empty(blocks, num_experts + 1, dtype=torch.int32)
+    shape: dict[str, Any] = {
+        "COLUMNS": columns,
+        "IS_MAP": is_map,
+        "SKIPS_ZERO": config.skip_zero_probs,
+        "TOPK": choices,
+        "TOKENS": block,
+        "EXPERTS": width,
+    }
+    _count_routes[(blocks,)](given, probs, counts, num_tokens, num_experts, **shape)
+    before = counts.cumsum(0, dtype=torch.int32)
+    found = Sorted(
+        token_idx=empty(most),
+        flat_idx=empty(most),
+        row_probs=empty(most, dtype=probs.dtype),
+        place=empty(num_tokens, choices),
+        counts=empty(num_experts),
+        ends=empty(num_experts, dtype=torch.int32),
+    )
+    _place_routes[(blocks,)](
+        given, probs, before, *vars(found).values(), num_tokens, num_experts, most, blocks,
+        REFUSAL=REFUSED, **shape
+    )  # fmt: skip
+    return found
+
+
+@triton.jit
+def _chosen(
+    given, probs, num_tokens, num_experts,
+    COLUMNS: tl.constexpr, IS_MAP: tl.constexpr, SKIPS_ZERO: tl.constexpr, TOPK: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """A block's ``[TOKENS, EXPERTS]`` choices, columns and weights, and what is wrong in it."""
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    experts = tl.arange(0, EXPERTS)
+    is_token = tokens < num_tokens
+    if IS_MAP:
+        at = tokens[:, None] * COLUMNS + experts[None, :]
+        is_inside = is_token[:, None] & (experts < num_experts)[None, :]
+        chosen = tl.load(given + at, mask=is_inside, other=0) != 0
+        weight = tl.load(probs + at, mask=chosen, other=0.0).to(tl.float32)
+        if SKIPS_ZERO:
+            chosen = chosen & (weight != 0)
+        column = tl.zeros([TOKENS, EXPERTS], tl.int32) + experts[None, :]
+        bad = tl.sum((chosen & (weight != weight)).to(tl.int32), 1)
+        bad += (tl.sum(chosen.to(tl.int32), 1) > TOPK).to(tl.int32)
+    else:
+        chosen = tl.zeros([TOKENS, EXPERTS], tl.int32) != 0
+        weight = tl.zeros([TOKENS, EXPERTS], tl.float32)
+        column = tl.zeros([TOKENS, EXPERTS], tl.int32)
+        bad = tl.zeros([TOKENS], tl.int32)
+        for choice in tl.static_range(COLUMNS):
+            at_choice = tokens * COLUMNS + choice
+            expert = tl.load(given + at_choice, mask=is_token, other=-1)
+            value = tl.load(probs + at_choice, mask=is_token, other=0.0).to(tl.float32)
+            bad += ((expert < -1) | (expert >= num_experts)).to(tl.int32)
+            is_used = expert >= 0
+            if SKIPS_ZERO:
+                is_used = is_used & (value != 0)
+            bad += (is_used & (value != value)).to(tl.int32)
+            hit = is_used[:, None] & (expert[:, None] == experts[None, :])
+            bad += tl.sum((hit & chosen).to(tl.int32), 1)
+            chosen = chosen | hit
+            column = tl.where(hit, choice, column)
+            weight = tl.where(hit, value[:, None], weight)
+    return tokens, chosen, column, weight, tl.sum(bad, 0)
+
+
+@triton.jit
+def _count_routes(
+    given, probs, counts, num_tokens, num_experts,
+    COLUMNS: tl.constexpr, IS_MAP: tl.constexpr, SKIPS_ZERO: tl.constexpr, TOPK: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Each block's routes to each expert, and whether something is wrong in it."""
+    _, chosen, _, _, bad = _chosen(
+        given, probs, num_tokens, num_experts,
+        COLUMNS, IS_MAP, SKIPS_ZERO, TOPK, TOKENS, EXPERTS,
+    )  # fmt: skip
+    experts = tl.arange(0, EXPERTS)
+    row = counts + tl.program_id(0) * (num_experts + 1)
+    tl.store(row + experts, tl.sum(chosen.to(tl.int32), 0), mask=experts < num_experts)
+    tl.store(row + num_experts, (bad > 0).to(tl.int32))
+
+
+@triton.jit
+def _place_routes(
+    given, probs, before, token_idx, flat_idx, row_probs, place, told, ends,
+    num_tokens, num_experts, most, blocks,
+    REFUSAL: tl.constexpr,
+    COLUMNS: tl.constexpr, IS_MAP: tl.constexpr, SKIPS_ZERO: tl.constexpr, TOPK: tl.constexpr,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Each route's place: behind those of lower experts, of earlier blocks, of earlier tokens."""
+    tokens, chosen, column, weight, _ = _chosen(
+        given, probs, num_tokens, num_experts,
+        COLUMNS, IS_MAP, SKIPS_ZERO, TOPK, TOKENS, EXPERTS,
+    )  # fmt: skip
+    block = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    is_expert = experts < num_experts
+    width = num_experts + 1
+    last = before + (blocks - 1) * width
+    totals = tl.load(last + experts, mask=is_expert, other=0)
+    until = tl.cumsum(totals, 0)
+    previous = before + tl.maximum(block - 1, 0) * width
+    earlier = tl.load(previous + experts, mask=is_expert, other=0) * (block > 0).to(tl.int32)
+    ones = chosen.to(tl.int32)
+    where = (until - totals + earlier)[None, :] + tl.cumsum(ones, 0) - 1
+    is_good = chosen & (where < most)  # more routes than there may be are refused by the host
+    all_tokens = tokens[:, None] + tl.zeros([TOKENS, EXPERTS], tl.int64)
+    tl.store(token_idx + where, all_tokens, mask=is_good)
+    tl.store(flat_idx + where, all_tokens * COLUMNS + column, mask=is_good)
+    tl.store(row_probs + where, weight, mask=is_good)
+    nth = tl.cumsum(ones, 1) - 1
+    at = all_tokens * TOPK + nth
+    tl.store(place + at, where.to(tl.int64), mask=chosen & (nth < TOPK))
+    num_routes = tl.sum(totals, 0).to(tl.int64)
+    num_chosen = tl.sum(ones, 1)
+    for choice in tl.static_range(TOPK):
+        is_empty = (tokens < num_tokens) & (num_chosen <= choice)
+        none = tl.zeros([TOKENS], tl.int64) + num_routes
+        tl.store(place + tokens * TOPK + choice, none, mask=is_empty)
+    if block == 0:
+        is_bad = tl.load(last + num_experts) > 0
+        tl.store(told + experts, tl.where(is_bad, REFUSAL, totals).to(tl.int64), mask=is_expert)
+        tl.store(ends + experts, until, mask=is_expert)
+
+
+def sum_routes(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Each token's rows summed in float32 by ascending expert: see the twin."""
+    num_tokens, choices = place.shape
+    width = rows.shape[1]
+    out = rows.new_empty(num_tokens, width)
+    if num_tokens:
+        grid = (num_tokens, triton.cdiv(width, COMBINE_TILE))
+        _sum_rows[grid](rows, place, out, len(rows), width, choices, COLUMNS=COMBINE_TILE)
+    return out
+
+
+@triton.jit
+def _sum_rows(rows, place, out, num_rows, width, CHOICES: tl.constexpr, COLUMNS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        row = tl.load(place + token * CHOICES + choice)
+        there = width * (row < num_rows).to(tl.int32)
+        value = tl.load(rows + row * width + columns, mask=columns < there, other=0.0)
+        total += value.to(tl.float32)
+    tl.store(out + token * width + columns, total, mask=columns < width)
+
+
+def weighted_activation(
+    config: MoEConfig, preact: torch.Tensor, row_probs: torch.Tensor
+) -> torch.Tensor:
+    """The activation times the weights: see the twin."""
+    out = preact.new_empty(len(preact), config.intermediate)
+    if len(preact):
+        shape = _shape_of(config)
+        grid = (
+            triton.cdiv(len(preact), shape["ROWS"]),
+            triton.cdiv(config.intermediate, shape["COLUMNS"]),
+        )
+        _activate[grid](preact, row_probs, out, len(preact), **shape)
+    return out
+
+
+def weighted_activation_backward(
+    config: MoEConfig,
+    preact: torch.Tensor,
+    row_probs: torch.Tensor,
+    grad_weighted: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Its derivatives: see the twin."""
+    grad_preact, weighted = torch.empty_like(preact), torch.empty_like(grad_weighted)
+    grad_probs = preact.new_empty(len(preact), dtype=torch.float32)
+    if len(preact):
+        shape = _shape_of(config)
+        _differentiate[(triton.cdiv(len(preact), shape["ROWS"]),)](
+            preact, row_probs, grad_weighted, grad_preact, grad_probs, weighted, len(preact),
+            **shape
+        )  # fmt: skip
+    return grad_preact, grad_probs, weighted
+
+
+def _shape_of(config: MoEConfig) -> dict[str, Any]:
+    width = config.intermediate
+    # The block of columns that leaves fewest unused; of several the widest.
+    columns = min((1024, 512, 256, 128), key=lambda one: (triton.cdiv(width, one) * one, -one))
+    return {
+        "WIDTH": width,
+        "KIND": _KINDS[config.activation],
+        "GATED": config.gated,
+        "INTERLEAVE": config.glu_interleave,
+        "CLAMPS": config.clamp_value is not None,
+        "CLAMP": config.clamp_value or 0.0,
+        "OFFSET": config.linear_offset,
+        "ROWS": TILE // columns,
+        "COLUMNS": columns,
+    }
+
+
+@triton.jit
+def _value_and_slope(z, KIND: tl.constexpr):
+    if KIND == SILU:
+        sigmoid = tl.sigmoid(z)
+        value, slope = z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
+    elif KIND == GELU:
+        cdf = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
+        value, slope = z * cdf, cdf + z * tl.exp(-0.5 * z * z) * 0.3989422804014327
+    elif KIND == GELU_TANH:
+        # (1 + tanh u) / 2 is the sigmoid of 2 u
+        half = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
+        inner = 0.7978845608028654 * (1 + 0.134145 * z * z)
+        value, slope = z * half, half + 2 * z * half * (1 - half) * inner
+    elif KIND == RELU:
+        value = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        slope = tl.where(z > 0, 1.0, 0.0)
+    elif KIND == SQUARED_RELU:
+        positive = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value, slope = positive * positive, 2 * positive
+    else:
+        sigmoid = tl.sigmoid(1.702 * z)
+        value, slope = z * sigmoid, sigmoid * (1 + 1.702 * z * (1 - sigmoid))
+    return value, slope
+
+
+@triton.jit
+def _gate_column(columns, INTERLEAVE: tl.constexpr):
+    """Where gate's columns are among fc1's."""
+    if INTERLEAVE > 0:
+        return columns // INTERLEAVE * (2 * INTERLEAVE) + columns % INTERLEAVE
+    return columns
+
+
+@triton.jit
+def _activate(
+    preact, row_probs, out, num_rows,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVE: tl.constexpr,
+    CLAMPS: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row = rows < num_rows
+    mask = is_row[:, None] & (columns < WIDTH)[None, :]
+    weight = tl.load(row_probs + rows, mask=is_row, other=0.0).to(tl.float32)
+    if GATED:
+        at = (rows * (2 * WIDTH))[:, None] + _gate_column(columns, INTERLEAVE)[None, :]
+        gate = tl.load(preact + at, mask=mask, other=0.0).to(tl.float32)
+        step = INTERLEAVE if INTERLEAVE > 0 else WIDTH
+        up = tl.load(preact + at + step, mask=mask, other=0.0).to(tl.float32)
+        if CLAMPS:
+            gate = tl.minimum(gate, CLAMP, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.minimum(up, CLAMP, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.maximum(up, -CLAMP, propagate_nan=tl.PropagateNan.ALL)
+        value, _ = _value_and_slope(gate, KIND)
+        value = value * (up + OFFSET)
+    else:
+        at = (rows * WIDTH)[:, None] + columns[None, :]
+        value, _ = _value_and_slope(tl.load(preact + at, mask=mask, other=0.0).to(tl.float32), KIND)
+    tl.store(out + (rows * WIDTH)[:, None] + columns[None, :], value * weight[:, None], mask=mask)
+
+
+@triton.jit
+def _differentiate(
+    preact, row_probs, grad_weighted, grad_preact, grad_probs, weighted, num_rows,
+    WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVE: tl.constexpr,
+    CLAMPS: tl.constexpr, CLAMP: tl.constexpr, OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    weight = tl.load(row_probs + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, WIDTH, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        mask = is_row[:, None] & (columns < WIDTH)[None, :]
+        narrow = (rows * WIDTH)[:, None] + columns[None, :]
+        grad = tl.load(grad_weighted + narrow, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            at = (rows * (2 * WIDTH))[:, None] + _gate_column(columns, INTERLEAVE)[None, :]
+            step = INTERLEAVE if INTERLEAVE > 0 else WIDTH
+            gate = tl.load(preact + at, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(preact + at + step, mask=mask, other=0.0).to(tl.float32)
+            grad_gate = grad * weight
+            grad_up = grad_gate
+            if CLAMPS:
+                grad_gate = grad_gate * (gate <= CLAMP).to(tl.float32)
+                grad_up = grad_up * (tl.abs(up) <= CLAMP).to(tl.float32)
+                gate = tl.minimum(gate, CLAMP, propagate_nan=tl.PropagateNan.ALL)
+                up = tl.minimum(up, CLAMP, propagate_nan=tl.PropagateNan.ALL)
+                up = tl.maximum(up, -CLAMP, propagate_nan=tl.PropagateNan.ALL)
+            value, slope = _value_and_slope(gate, KIND)
+            factor = up + OFFSET
+            tl.store(grad_preact + at, grad_gate * factor * slope, mask=mask)
+            tl.store(grad_preact + at + step, grad_up * value, mask=mask)
+            value = value * factor
+        else:
+            z = tl.load(preact + narrow, mask=mask, other=0.0).to(tl.float32)
+            value, slope = _value_and_slope(z, KIND)
+            tl.store(grad_preact + narrow, grad * weight * slope, mask=mask)
+        total += tl.sum(grad * value, 1)
+        tl.store(weighted + narrow, value * weight, mask=mask)
+    tl.store(grad_probs + rows, total, mask=is_row)

@@ -1,0 +1,99 @@
+"""The steps around products in torch's operators, for processors and for float64."""
+
+import torch
+
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.reference.activations import activate, activate_backward
+from flashmoe_megatron.reference.rows import accumulation_dtype
+from flashmoe_megatron.scheduled.plan import REFUSED, Sorted
+
+
+def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor) -> Sorted:
+    """Orders the routes of one rank's tokens by expert and then token; the host does not wait.
+
+    Args:
+        config: The layer's shape.
+        probs: What a backend's forward takes.
+        routing_map: Likewise.
+    """
+    num_experts, device = config.num_experts, probs.device
+    is_map = routing_map.dtype == torch.bool
+    selected = routing_map if is_map else routing_map >= 0
+    if config.skip_zero_probs:
+        selected = selected & (probs != 0)
+    bad = (probs.isnan() & selected).any()
+    if is_map:
+        bad = bad | (selected.sum(1) > config.topk).any()
+        columns = selected.cumsum(1) - 1
+        columns = columns.masked_fill_(~selected | (columns >= config.topk), config.topk)
+        experts = torch.arange(num_experts, device=device).expand(selected.shape)
+        choices = torch.full((len(probs), config.topk + 1), num_experts, device=device)
+        choices = choices.scatter_(1, columns, experts)[:, : config.topk]
+        column_of = choices
+    else:
+        choices = routing_map.long().masked_fill(~selected, num_experts)
+        ascending, column_of = choices.sort(dim=1, stable=True)
+        again = (ascending.diff(dim=1) == 0) & (ascending[:, 1:] < num_experts)
+        outside = (routing_map < -1) | (routing_map >= num_experts)
+        bad = bad | again.any() | outside.any()
+        choices = ascending.clamp(max=num_experts)
+    flat = choices.reshape(-1)
+    order = flat.sort(stable=True).indices
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+    place = torch.empty_like(flat)
+    place[order] = torch.arange(len(flat), device=device)
+    token_idx = order // max(choices.shape[1], 1)
+    last = max(probs.shape[1] - 1, 0)
+    flat_idx = token_idx * probs.shape[1] + column_of.reshape(-1)[order].clamp(max=last)
+    return Sorted(
+        token_idx=token_idx,
+        flat_idx=flat_idx,
+        row_probs=probs.reshape(-1)[flat_idx],
+        place=torch.minimum(place, counts.sum()).view(choices.shape),
+        counts=torch.where(bad, torch.full_like(counts, REFUSED), counts),
+        ends=counts.cumsum(0).int(),
+    )
+
+
+def sum_routes(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Each token's rows, summed in the dtype of sums by ascending expert.
+
+    Args:
+        rows: ``[num_routes, hidden]``.
+        place: From :class:`Sorted`.
+
+    Returns:
+        ``[tokens, hidden]`` in the rows' dtype.
+    """
+    if len(rows) < place.numel():
+        rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    picked = rows[place.reshape(-1)].view(*place.shape, rows.shape[1])
+    return picked.sum(1, dtype=accumulation_dtype(rows.dtype)).to(rows.dtype)
+
+
+def weighted_activation(
+    config: MoEConfig, preact: torch.Tensor, row_probs: torch.Tensor
+) -> torch.Tensor:
+    """The activation times the routing weights, ``[rows, intermediate]`` in the rows' dtype."""
+    wide = accumulation_dtype(preact.dtype)
+    return (activate(preact.to(wide), config) * row_probs.to(wide)[:, None]).to(preact.dtype)
+
+
+def weighted_activation_backward(
+    config: MoEConfig,
+    preact: torch.Tensor,
+    row_probs: torch.Tensor,
+    grad_weighted: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Differentiates :func:`weighted_activation`, and gives its result again.
+
+    Returns:
+        The gradient of ``preact``; that of ``row_probs``, ``[rows]`` in the dtype of sums; and
+        :func:`weighted_activation`'s result.
+    """
+    wide = accumulation_dtype(preact.dtype)
+    weight, grad = row_probs.to(wide)[:, None], grad_weighted.to(wide)
+    activated, grad_preact = activate_backward(preact.to(wide), grad * weight, config)
+    weighted = (activated * weight).to(preact.dtype)
+    return grad_preact.to(preact.dtype), (grad * activated).sum(1), weighted

@@ -1,0 +1,52 @@
+"""Chooses how the steps around products are made: kernels of their own, or torch's operators."""
+
+import functools
+from typing import Protocol, cast
+
+import torch
+
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.scheduled import plain
+from flashmoe_megatron.scheduled.plan import Sorted
+
+
+class Steps(Protocol):
+    """What :mod:`~flashmoe_megatron.scheduled.plain` has, and says."""
+
+    def sort_routes(
+        self, config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> Sorted:
+        """Orders the routes."""
+
+    def sum_routes(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Sums each token's rows."""
+
+    def weighted_activation(
+        self, config: MoEConfig, preact: torch.Tensor, row_probs: torch.Tensor
+    ) -> torch.Tensor:
+        """Applies the activation and the routing weights."""
+
+    def weighted_activation_backward(
+        self,
+        config: MoEConfig,
+        preact: torch.Tensor,
+        row_probs: torch.Tensor,
+        grad_weighted: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Differentiates that."""
+
+
+def steps_for(x: torch.Tensor) -> Steps:
+    """The steps for tokens such as these.
+
+    Raises:
+        ImportError: They are on a GPU, and Triton, which comes with torch there, is missing.
+    """
+    return _kernels() if x.is_cuda and x.dtype != torch.float64 else cast(Steps, plain)
+
+
+@functools.cache
+def _kernels() -> Steps:
+    from flashmoe_megatron.scheduled import kernels  # a processor needs no Triton
+
+    return cast(Steps, kernels)

@@ -1,0 +1,97 @@
+"""The scheduled backend's Triton kernels on the processor, in Triton's interpreter.
+
+    TRITON_INTERPRET=1 python -m tests.unit.interpreted_kernels
+
+Triton reads the variable when it is imported, so that this is a process of its own.
+"""
+
+import itertools
+
+import torch
+
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.scheduled import kernels, plain
+from flashmoe_megatron.scheduled.plan import REFUSED
+from tests.unit import cases
+
+FORMS = (
+    *(
+        {"activation": activation, "gated": gated}
+        for activation in Activation
+        for gated in (False, True)
+    ),
+    {"linear_offset": 0.5, "clamp_value": 1.0, "glu_interleave": 32},
+    cases.GPT_OSS,
+)
+
+
+def same(name: str, found: torch.Tensor, want: torch.Tensor, size: int | None = None) -> None:
+    assert found.dtype == want.dtype, name
+    assert found.shape == want.shape, name
+    assert torch.equal(found[:size], want[:size]), name
+
+
+def check_sorted(config: MoEConfig, probs: torch.Tensor, routing: torch.Tensor) -> None:
+    found, want = (one.sort_routes(config, probs, routing) for one in (kernels, plain))
+    same("counts", found.counts, want.counts)
+    if want.counts[0] != REFUSED:
+        num_routes = int(want.counts.sum())
+        for name in ("place", "ends"):
+            same(name, getattr(found, name), getattr(want, name))
+        for name in ("token_idx", "flat_idx", "row_probs"):
+            same(name, getattr(found, name), getattr(want, name), num_routes)
+
+
+def check_routes() -> None:
+    routings = (cases.skewed, cases.with_dropped_tokens, cases.to_nobody, cases.to_one_expert)
+    for routing, skips, tokens in itertools.product(routings, (False, True), (1, 0, 150)):
+        config = cases.make_config(skip_zero_probs=skips, num_experts=24, topk=3, max_tokens=150)
+        inputs = cases.make_inputs(config, routing, [tokens], dtype=torch.float32)
+        probs, routing_map = inputs.probs[0], inputs.routing_map[0]
+        if tokens > 3:
+            probs[2] = 0.0
+        check_sorted(config, probs, routing_map)
+        check_sorted(config, probs.bfloat16(), routing_map)
+        indices, weights = cases.as_choices(config, probs, routing_map)
+        for kind in (torch.int32, torch.int64):
+            check_sorted(config, weights, indices.to(kind))
+        if tokens < 150 or routing is cases.to_nobody:
+            continue
+        for place, change in ((140, 24), (3, -2), (7, int(indices[7, 1]))):
+            broken = indices.clone()
+            broken[place, 0] = change
+            check_sorted(config, weights, broken)
+        token = int(routing_map.any(1).nonzero()[-1])
+        nan = probs.masked_fill(routing_map & (torch.arange(150) == token)[:, None], float("nan"))
+        check_sorted(config, nan, routing_map)
+        too_many = routing_map.clone()
+        too_many[token] = True
+        check_sorted(config, probs.masked_fill(too_many, 0.5), too_many)
+
+
+def check_sums() -> None:
+    for choices, width in ((1, 8), (3, 1300)):
+        rows = torch.randn(20, width).bfloat16()
+        place = torch.stack([torch.randperm(21)[:choices] for _ in range(9)])
+        torch.testing.assert_close(kernels.sum_routes(rows, place), plain.sum_routes(rows, place))
+
+
+def check_activations() -> None:
+    for form, width in itertools.product(FORMS, (64, 192)):
+        config = cases.make_config(intermediate=width, **form)
+        for dtype in (torch.float32, torch.bfloat16):
+            preact = torch.randn(37, config.fc1_rows).to(dtype)
+            weight, grad = torch.rand(37), torch.randn(37, width).to(dtype)
+            for name, given in (
+                ("weighted_activation", (preact, weight)),
+                ("weighted_activation_backward", (preact, weight.to(dtype), grad)),
+            ):
+                found, want = (getattr(one, name)(config, *given) for one in (kernels, plain))
+                torch.testing.assert_close(found, want, msg=f"{form}: {name}")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    check_routes()
+    check_sums()
+    check_activations()

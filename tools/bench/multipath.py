@@ -9,8 +9,9 @@
 
 ``table`` needs no GPU. ``sockets`` moves bytes between processes over two connections that are
 paced 4 to 1. ``gpus`` starts one process a GPU, or two on the first one, and measures every link,
-all together over shares, and what the host relay costs the host; ``--pace`` makes peer copies as
-slow as another machine's NVLink, in GB/s. Every line that is printed is a JSON object.
+all together over shares, what the host relay costs the host, and gathers beside NCCL's own, by its
+kernels and by copy engines; ``--pace`` makes peer copies as slow as another machine's NVLink, in
+GB/s. Every line that is printed is a JSON object.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 from flashmoe_megatron.multipath import driver
 from flashmoe_megatron.multipath.balancer import Balancer, cut
@@ -36,6 +38,9 @@ from flashmoe_megatron.multipath.ring import SLOT_BYTES, HostRelay, PeerCopies
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
+from tools.bench.bench_layer import kernel_layer
+from tools.bench.shapes import SHAPES, make_problem
+from tools.bench.stopwatch import in_turns, turn_ms
 
 PUBLISHED = (
     ("all_reduce", 2, 139, 175),
@@ -197,6 +202,109 @@ def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
         if "shares" in args.only:
             for size in (64 * 2**20, 256 * 2**20):
                 _sweep(rank, about, both, size)
+    if "gathers" in args.only:
+        _gathers(rank, about, device)
+    if "launch" in args.only:
+        _beside_launch(rank, about, device)
+
+
+def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
+    """Gathers of 16 MiB to 1 GiB a rank beside NCCL's two ways, in turns; each is checked first."""
+    policy = dist.ProcessGroupNCCL.Options()
+    policy.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+    plain = dist.new_group(backend="nccl")
+    engines = dist.new_group(backend="nccl", pg_options=policy)
+    symm_mem.set_backend("NCCL")
+    dist.barrier(group=engines)  # a communicator has to be there before memory is registered
+    num_ranks = dist.get_world_size()
+
+    def gather(group: dist.ProcessGroup, output: torch.Tensor, given: torch.Tensor) -> None:
+        dist.all_gather_into_tensor(output, given, group)
+
+    with Multipath(plain, device=device, min_bytes=1, timeout=60) as multipath:
+        for mib in (16, 32, 64, 128, 256, 512, 1024):
+            size = mib * 2**20
+            ways: dict[str, Callable[[], Any]] = {}
+            for name in ("multipath", "nccl", "nccl copy engines"):
+                if name == "nccl copy engines":
+                    given, output = (
+                        symm_mem.empty(length, dtype=torch.uint8, device=device)
+                        for length in (size, num_ranks * size)
+                    )
+                    for tensor in (given, output):
+                        symm_mem.rendezvous(tensor, engines)
+                else:
+                    given = torch.empty(size, dtype=torch.uint8, device=device)
+                    output = torch.empty(num_ranks * size, dtype=torch.uint8, device=device)
+                given.fill_(rank + 1)
+                ways[name] = {
+                    "multipath": functools.partial(multipath.all_gather, output, given),
+                    "nccl": functools.partial(gather, plain, output, given),
+                    "nccl copy engines": functools.partial(gather, engines, output, given),
+                }[name]
+                ways[name]()
+                torch.cuda.synchronize()
+                for other, part in enumerate(output.chunk(num_ranks)):
+                    if not bool((part == other + 1).all()):
+                        raise SystemExit(f"{name}, {mib} MiB: rank {rank} has wrong bytes")
+            calls = {name: functools.partial(turn_ms, way, 5) for name, way in ways.items()}
+            taken = in_turns(calls, 7)
+            values: list[Any] = [None] * num_ranks
+            dist.all_gather_object(
+                values, {name: statistics.median(each) for name, each in taken.items()}
+            )
+            received = size * (num_ranks - 1)
+            gbps = {
+                name: round(received / max(of[name] for of in values) / 1e6, 1) for name in ways
+            }
+            _say(
+                rank,
+                **about,
+                gather_mib=mib,
+                gbps=gbps,
+                shares=multipath_shares(multipath, received),
+            )
+            del ways, calls, given, output
+
+
+def _beside_launch(rank: int, about: dict[str, Any], device: torch.device) -> None:
+    """A layer of Qwen3-30B on each GPU, alone and while 256 MiB a rank are gathered beside it."""
+    problem = make_problem(SHAPES["qwen3-30b"].one_of(4), device=device)
+    layer = kernel_layer(problem, row_bound=1.2)
+    plain = dist.new_group(backend="nccl")
+    given = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+    output = torch.empty(dist.get_world_size() * given.numel(), dtype=torch.uint8, device=device)
+    side = torch.cuda.Stream(device)
+
+    def timed(gather: Callable[[], Any], times: int) -> float:
+        taken = []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            dist.barrier()
+            with torch.cuda.stream(side):
+                for _ in range(times):
+                    gather()
+            taken.append(turn_ms(layer.forward_and_backward, 2))
+        return statistics.median(taken)
+
+    ms = {"alone": timed(lambda: None, 0)}
+    for link, times in (("host", 4), ("peer", 20)):
+        with Multipath(plain, device=device, links=[link], min_bytes=1, timeout=60) as multipath:
+            gather = functools.partial(multipath.all_gather, output, given)
+            gather()
+            ms[f"beside {link}"] = timed(gather, times)
+    gather = functools.partial(dist.all_gather_into_tensor, output, given, plain)
+    ms["beside nccl"] = timed(gather, 20)
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, ms)
+    _say(rank, **about, layer_ms={name: max(one[name] for one in values) for name in ms})
+
+
+def multipath_shares(multipath: Multipath, inbound: int) -> dict[str, float]:
+    """What each link carries of a transfer."""
+    names = [link.name for link in multipath.links]
+    shares = multipath.balancer.shares(inbound)
+    return {name: round(share, 4) for name, share in zip(names, shares, strict=True)}
 
 
 def _sweep(rank: int, about: dict[str, Any], both: Multipath, size: int) -> None:

@@ -76,10 +76,15 @@ class Spinner:
 
 
 class Wait:
-    """Keeps the current stream waiting for a time by the GPU's clock, on one multiprocessor."""
+    """Keeps the current stream waiting for a time by the GPU's clock, on a few multiprocessors."""
 
     def __init__(self) -> None:
         self._kernel = torch.cuda._compile_kernel(WAIT_SOURCE, "wait_for")
 
-    def __call__(self, microseconds: float) -> None:
-        self._kernel(grid=(1, 1, 1), block=(1, 1, 1), args=[round(microseconds)])
+    def __call__(self, microseconds: float, num_sms: int = 1, shared_bytes: int = 0) -> None:
+        self._kernel(
+            grid=(num_sms, 1, 1),
+            block=(32, 1, 1),
+            args=[round(microseconds)],
+            shared_mem=shared_bytes,
+        )

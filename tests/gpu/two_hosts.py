@@ -1,36 +1,48 @@
-"""Two processes on one GPU that are two hosts to flashmoe and to NCCL, which joins them by sockets.
+"""Processes that are hosts to flashmoe and to NCCL, which joins them by sockets.
 
-    python -m tests.gpu.two_hosts [--iterations 100] [--tokens 1024 2048 ...]
+    python -m tests.gpu.two_hosts [--gpus 2] [--ranks 4 --hosts 2] [--iterations 100] [--seconds 20]
 
 Small layers in every form are compared with the oracle. Then FlashMoE's shape (16 experts of 4,096,
 width 1,024, top-2), which its own run over hosts lost messages with beyond 2,048 tokens a GPU: each
-number of tokens is compared with one launch over all tokens, and repeated with the same bits.
+number of tokens is compared with one rank that has all experts, and repeated with the same bits.
+NCCL's log has to say that the hosts' exchanges went over NET/Socket and nothing else.
+
+Without ``--gpus`` two processes share one. ``--gpus 0`` runs on processors, with gloo.
 """
 
 # ruff: noqa: T201 - a program: it prints
 
 import argparse
+import datetime
+import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import RoutingError
 from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
 from flashmoe_megatron.select import select_backend
 from tests.gpu import steps
-from tests.gpu.expected import Results, assert_as_good, expected
-from tests.gpu.layers import make_config, zipf
+from tests.gpu.expected import Results, assert_as_good, expected, to_device
+from tests.gpu.layers import TOKENS, make_config, zipf
 from tests.unit import cases
 
 SOCKETS = {
@@ -47,59 +59,137 @@ FORMS = {
     "overlap 2": {"keep": "all", "host_overlap": 2},
 }
 ROUTINGS = [cases.uniform, zipf, cases.to_one_expert, cases.with_dropped_tokens, cases.to_nobody]
+PATIENCE_S = 60
+VIA = re.compile(r"\bvia ((?:NET|P2P|SHM|DIRECT)\S*)")
 
 
-def make(config: MoEConfig, **options: object) -> HostsBackend:
-    backend = select_backend(config, dist.group.WORLD, "cuda:0", kind="kernel", **options)
-    assert isinstance(backend, HostsBackend)
-    return backend
+@dataclass(frozen=True)
+class World:
+    """Where one process is.
+
+    Attributes:
+        rank: Its own.
+        num_ranks: All processes, the same number on each host.
+        hosts: What they are to flashmoe.
+        device: Its GPU, or the processor.
+    """
+
+    rank: int
+    num_ranks: int
+    hosts: int
+    device: torch.device
+
+    def make(self, config: MoEConfig, **options: object) -> HostsBackend:
+        """A layer over the hosts. Collective."""
+        kind = "kernel" if self.device.type == "cuda" else "reference"
+        backend = select_backend(config, dist.group.WORLD, self.device, kind=kind, **options)
+        assert isinstance(backend, HostsBackend)
+        return backend
+
+    def alone(self, config: MoEConfig) -> Backend:
+        """The same layer with all of its experts on this rank."""
+        if self.device.type == "cuda":
+            return KernelBackend(config, None, self.device)
+        return ReferenceBackend(config, None, device=self.device)
+
+    def inputs(
+        self, config: MoEConfig, routing: cases.Routing, tokens: list[int], seed: int = 0
+    ) -> cases.Inputs:
+        """All ranks' inputs, the same on every rank."""
+        made = cases.make_inputs(config, routing, tokens, dtype=torch.bfloat16, seed=seed)
+        return to_device(made, self.device)
+
+    def say(self, what: str) -> None:
+        """Prints it, on one rank."""
+        if self.rank == 0:
+            print(what, flush=True)
+
+    def wait(self) -> None:
+        """Until all ranks have come here, and their GPUs have done what they were given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def agreed(self, value: float) -> float:
+        """The largest of all ranks'."""
+        word = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(word, op=dist.ReduceOp.MAX)
+        return float(word)
+
+    def repeats(self, call: Callable[[], object], seconds: float, most: int) -> int:
+        """How often a call can be made in a time, the same on all ranks; makes it three times."""
+        call()
+        self.wait()
+        begin = time.monotonic()
+        for _ in range(2):
+            call()
+        self.wait()
+        each = self.agreed((time.monotonic() - begin) / 2)
+        return max(3, min(most, int(seconds / each)))
 
 
-def step(backend: HostsBackend, inputs: cases.Inputs, weights: ExpertWeights) -> Results:
-    """One forward and backward of this rank."""
-    rank = backend.rank
-    fc1, fc2 = (
+def grads_of(weights: ExpertWeights) -> list[list[WeightGrad]]:
+    return [
         [WeightGrad(torch.empty_like(one, dtype=torch.float32), False) for one in kind]
         for kind in (weights.fc1, weights.fc2)
-    )
+    ]
+
+
+def step(
+    backend: Backend, inputs: cases.Inputs, weights: ExpertWeights, rank: int | None = None
+) -> Results:
+    """One forward and backward with this rank's tokens, or another's."""
+    rank = backend.rank if rank is None else rank
+    grads = grads_of(weights)
     call = (inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank])
     out, saved = backend.forward(*call, weights, training=True)
-    grad_x, grad_probs = backend.backward(inputs.grad_out[rank], saved, weights, fc1, fc2)
+    grad_x, grad_probs = backend.backward(inputs.grad_out[rank], saved, weights, *grads)
     backend.raise_pending_fault()
-    grad_fc1, grad_fc2 = (torch.stack([one.buffer for one in kind]) for kind in (fc1, fc2))
-    return Results(out, grad_x, grad_probs, grad_fc1, grad_fc2)
+    return Results(out, grad_x, grad_probs, *(stacked(kind) for kind in grads))
 
 
-def check_small(rank: int) -> None:
+def stacked(grads: Sequence[WeightGrad]) -> torch.Tensor:
+    return torch.stack([one.buffer for one in grads])
+
+
+def check_small(world: World, args: argparse.Namespace) -> dict[str, Any]:
     """Every form and routing against the oracle, twice each, and a refusal."""
-    tokens = [129, 200]
-    for changes in ({}, {"topk": 16, "num_experts": 64}, {"topk": 6, "num_experts": 8}):
-        config = make_config(2, **changes)
-        for options in FORMS.values():
-            backend = make(config, **options)
-            for routing in ROUTINGS:
-                inputs = steps.make_inputs(config, routing, tokens)
-                weights = steps.weights_of(config, inputs)[rank]
-                want = expected(config, inputs).share(config, tokens, rank)
+    tokens, rank = TOKENS[world.num_ranks], world.rank
+    shapes: list[dict[str, int]] = [{}, {"topk": 16, "num_experts": 64}]
+    shapes.append({"topk": 6, "num_experts": 8})
+    steps_made = 0
+    for changes in shapes:
+        config = make_config(world.num_ranks, **changes)
+        backends = [world.make(config, **options) for options in FORMS.values()]
+        for routing in ROUTINGS:
+            inputs = world.inputs(config, routing, tokens)
+            weights = steps.weights_of(config, inputs)[rank]
+            want = expected(config, inputs).share(config, tokens, rank)
+            for backend in backends:
                 got = step(backend, inputs, weights)
                 assert_as_good(got, want, times=1.2)
                 steps.assert_same_bits(step(backend, inputs, weights), got)
-        if rank == 0:
-            print(f"right and repeated: {changes or 'small'}, {', '.join(FORMS)}", flush=True)
-    config = make_config(2)
-    backend = make(config)
-    inputs = steps.make_inputs(config, cases.uniform, tokens)
+                steps_made += 2
+        world.say(f"right and repeated: {changes or 'small'}, {', '.join(FORMS)}")
+    config = make_config(world.num_ranks)
+    backend = world.make(config)
+    inputs = world.inputs(config, cases.uniform, tokens)
     weights = steps.weights_of(config, inputs)[rank]
-    good = inputs.routing_map[rank]
-    bad = torch.ones_like(good) if rank == 1 else good
-    with pytest.raises(RoutingError, match="^rank 1: token 0 selects 16 experts") as heard:
-        backend.forward(inputs.x[rank], inputs.probs[rank], bad, weights, training=True)
+    last = world.num_ranks - 1
+    routing_map = inputs.routing_map[rank]
+    if rank == last:
+        routing_map = torch.ones_like(routing_map)
+    call = (inputs.x[rank], inputs.probs[rank], routing_map, weights)
+    with pytest.raises(RoutingError, match=f"^rank {last}: token 0 selects 16 experts") as heard:
+        backend.forward(*call, training=True)
     print(f"rank {rank} heard: {heard.value}", flush=True)
     step(backend, inputs, weights)
+    return {"steps": steps_made}
 
 
-def check_paper(rank: int, tokens: int, iterations: int, overlap: int) -> None:
+def check_paper(world: World, args: argparse.Namespace, tokens: int) -> dict[str, Any]:
     """FlashMoE's shape with so many tokens a rank."""
+    num_ranks, rank = world.num_ranks, world.rank
     config = cases.make_config(
         hidden=1024,
         intermediate=4096,
@@ -107,89 +197,186 @@ def check_paper(rank: int, tokens: int, iterations: int, overlap: int) -> None:
         topk=2,
         gated=False,
         activation="gelu",
-        num_ranks=2,
+        num_ranks=num_ranks,
         max_tokens=tokens,
     )
-    inputs = steps.make_inputs(config, cases.uniform, [tokens, tokens], seed=tokens)
+    inputs = world.inputs(config, cases.uniform, [tokens] * num_ranks, seed=tokens)
     weights = steps.weights_of(config, inputs)[rank]
-    backend = make(config, keep="all", host_overlap=overlap)
+    backend = world.make(config, keep="all", host_overlap=args.overlap)
     first = step(backend, inputs, weights)
 
-    alone = replace(config, num_ranks=1, max_tokens=2 * tokens)
-    one_level = KernelBackend(alone, None, "cuda:0")
-    all_weights = ExpertWeights(tuple(inputs.fc1), tuple(inputs.fc2))
-    grads = [
-        [WeightGrad(torch.empty_like(one, dtype=torch.float32), False) for one in kind]
-        for kind in (all_weights.fc1, all_weights.fc2)
-    ]
-    joined = [torch.cat(each) for each in (inputs.x, inputs.probs, inputs.routing_map)]
-    out, saved = one_level.forward(*joined, all_weights, training=True)
-    grad_x, grad_probs = one_level.backward(torch.cat(inputs.grad_out), saved, all_weights, *grads)
-    own, experts = slice(rank * tokens, (rank + 1) * tokens), slice(rank * 8, rank * 8 + 8)
-    grad_fc1, grad_fc2 = (torch.stack([one.buffer for one in kind[experts]]) for kind in grads)
-    want = Results(out[own], grad_x[own], grad_probs[own], grad_fc1, grad_fc2)
+    one_rank = world.alone(replace(config, num_ranks=1))
+    everything = ExpertWeights(tuple(inputs.fc1), tuple(inputs.fc2))
+    share = config.num_local_experts
+    experts = slice(rank * share, (rank + 1) * share)
+    sums: list[torch.Tensor] = []
+    for each in range(num_ranks):
+        found = step(one_rank, inputs, everything, each)
+        of_experts = [found.grad_fc1[experts], found.grad_fc2[experts]]
+        sums = [a + b for a, b in zip(sums, of_experts, strict=True)] if sums else of_experts
+        if each == rank:
+            own = found
+    want = Results(own.out, own.grad_x, own.grad_probs, *sums)
     for name, tensor in vars(first).items():
         assert_close(name, tensor, getattr(want, name), rel_l2=6e-3)
-    del want, one_level, saved, out, grads, grad_x, grad_probs, grad_fc1, grad_fc2
+    del want, one_rank, found, own, sums, of_experts
 
-    dist.barrier()
-    torch.cuda.synchronize()
+    def once() -> Results:
+        return step(backend, inputs, weights)
+
+    iterations = world.repeats(once, args.seconds, args.iterations)
+    differences = torch.zeros((), dtype=torch.int64, device=world.device)
     before, begin = backend.traffic, time.monotonic()
     for _ in range(iterations):
-        steps.assert_same_bits(step(backend, inputs, weights), first)
-    torch.cuda.synchronize()
+        for name, tensor in vars(once()).items():
+            differences += (tensor != getattr(first, name)).sum()
+    world.wait()
     seconds = (time.monotonic() - begin) / iterations
     after = backend.traffic
+    assert int(differences) == 0, f"{int(differences)} values are not repeated bit by bit"
     rows = (after.rows_crossed - before.rows_crossed) / iterations
-    if rank == 0:
-        mib = (after.bytes_crossed - before.bytes_crossed) / iterations / 2**20
-        print(
-            f"FlashMoE's shape, {tokens} tokens a rank, overlap {overlap}: {iterations} "
-            "iterations, every bit as the first, which is one launch's within 6e-3; "
-            f"{rows:.0f} rows and {mib:.1f} MiB crossed a rank and iteration, "
-            f"{seconds * 1e3:.1f} ms each (bits compared in it)",
-            flush=True,
-        )
+    mib = (after.bytes_crossed - before.bytes_crossed) / iterations / 2**20
+    world.say(
+        f"FlashMoE's shape, {tokens} tokens a rank, overlap {args.overlap}: {iterations} "
+        f"iterations, every bit as the first, which is one rank's within 6e-3; {rows:.0f} rows and "
+        f"{mib:.1f} MiB left a rank in an iteration of {seconds * 1e3:.1f} ms"
+    )
+    return {"tokens": tokens, "iterations": iterations, "mib": mib, "ms": seconds * 1e3}
 
 
-def work(rank: int, args: argparse.Namespace) -> None:
+Part = Callable[[World, argparse.Namespace], Any]
+
+
+def check_papers(world: World, args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [check_paper(world, args, tokens) for tokens in args.tokens]
+
+
+PARTS: dict[str, Part] = {"small": check_small, "paper": check_papers}
+
+
+def work(args: argparse.Namespace, parts: dict[str, Part]) -> None:
     """One process."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", rank=rank, world_size=2)
-    if rank == 0:
+    rank, num_ranks = args.rank, args.ranks
+    device = torch.device("cpu")
+    if args.gpus:
+        device = torch.device("cuda", rank % args.gpus)
+        torch.cuda.set_device(device)
+    world = World(rank, num_ranks, args.hosts, device)
+    timeout = datetime.timedelta(seconds=PATIENCE_S)
+    backend = "nccl" if args.gpus else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timeout)
+    if args.gpus:
         version = ".".join(map(str, torch.cuda.nccl.version()))
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {version}")
-    check_small(rank)
-    for tokens in args.tokens:
-        check_paper(rank, tokens, args.iterations, args.overlap)
+        world.say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {version}")
+    for name in args.parts:
+        begin = time.monotonic()
+        found = parts[name](world, args)
+        world.wait()
+        record = {"part": name, "found": found, "s": round(time.monotonic() - begin, 1)}
+        if rank == 0 and args.out is not None:
+            with args.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        world.say(f"{name}: {record['s']} s")
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # what still waits for a peer, or a peer for it, must not keep the process
+
+
+def free_port() -> int:
+    """One of this machine's that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(
+    module: str, args: argparse.Namespace, environment: dict[str, str], arguments: Sequence[str]
+) -> bool:
+    """Runs a module in all processes.
+
+    Args:
+        module: Calls :func:`work`.
+        args: How many processes, on which GPUs, as how many hosts.
+        environment: Variables of all processes. With ``NCCL_P2P_DISABLE`` each host has an identity
+            of its own to NCCL, and NCCL's log is looked at.
+        arguments: The module's.
+
+    Returns:
+        Whether all has gone well.
+    """
+    port = free_port()
+    has_sockets = "NCCL_P2P_DISABLE" in environment and args.gpus > 0
+    with tempfile.TemporaryDirectory(prefix="flashmoe-hosts-") as folder:
+        processes = []
+        for rank in range(args.ranks):
+            host = f"host{rank * args.hosts // args.ranks}"
+            own = {HOST_VARIABLE: host, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            if has_sockets:
+                own |= {"NCCL_HOSTID": host, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+                own |= {"NCCL_DEBUG_FILE": f"{folder}/{rank}"}
+            command = [sys.executable, "-m", module, *arguments, "--rank", str(rank)]
+            processes.append(subprocess.Popen(command, env={**os.environ, **environment, **own}))
+        deadline = time.monotonic() + args.limit
+        codes: list[int | str] = []
+        for process in processes:
+            try:
+                codes.append(process.wait(max(0.1, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(f"none after {args.limit:.0f} s")
+        for process in processes:
+            process.kill()
+            process.wait()
+        if any(codes):
+            print(f"failed, exit codes {codes}", flush=True)
+        return not any(codes) and (not has_sockets or went_over_sockets(Path(folder)))
+
+
+def went_over_sockets(folder: Path) -> bool:
+    """Says by what NCCL's channels went, and whether that was sockets alone."""
+    text = "".join(file.read_text(errors="replace") for file in sorted(folder.iterdir()))
+    ways: dict[str, int] = {}
+    for way in VIA.findall(text):
+        name = re.sub(r"/\d+.*$", "", way)
+        ways[name] = ways.get(name, 0) + 1
+    said = ", ".join(f"{count} via {way}" for way, count in sorted(ways.items())) or "none"
+    print(f"NCCL's channels: {said}", flush=True)
+    return set(ways) == {"NET/Socket"}
+
+
+def make_parser(description: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """The arguments of programs that are such processes."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--gpus", type=int, default=1, help="which the processes share; 0 for processors")
+    add("--ranks", type=int, help="processes; default: one a GPU, and at least two")
+    add("--hosts", type=int, help="what they are; default: each one is a host")
+    add("--parts", nargs="+", choices=parts, default=list(parts))
+    add("--iterations", type=int, default=100, help="at most, of each size")
+    add("--seconds", type=float, default=1e9, help="at most, of each size")
+    add("--limit", type=float, default=600.0, help="seconds until what hangs is ended")
+    add("--tokens", type=int, nargs="+", default=[2**power for power in range(10, 16)])
+    add("--overlap", type=int, default=0, choices=(0, 1, 2), help="in FlashMoE's shape")
+    add("--out", type=Path, help="takes a line of JSON for each part")
+    add("--rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    args = parser.parse_args()
+    args.ranks = args.ranks or max(2, args.gpus)
+    args.hosts = args.hosts or args.ranks
+    return args
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument(
-        "--tokens", type=int, nargs="*", default=[1024, 2048, 4096, 8192, 16384, 32768]
-    )
-    parser.add_argument("--overlap", type=int, default=0, choices=(0, 1, 2))
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(make_parser(__doc__, list(PARTS)))
     if args.rank is not None:
-        work(args.rank, args)
-        return 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        own = {"NCCL_HOSTID": f"host{rank}", "FLASHMOE_HOST_ID": f"host{rank}"}
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", "tests.gpu.two_hosts", *sys.argv[1:], "--rank", str(rank)]
-        processes.append(subprocess.Popen(command, env={**os.environ, **SOCKETS, **own}))
-    codes = [process.wait() for process in processes]
-    print("two hosts: all right" if not any(codes) else f"two hosts: failed, exit codes {codes}")
-    return int(any(codes))
+        work(args, PARTS)
+    is_right = start("tests.gpu.two_hosts", args, SOCKETS, sys.argv[1:])
+    print("all right" if is_right else "failed")
+    return int(not is_right)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,416 @@
+"""Hosts on several GPUs: each GPU, or each few of them, stands for a host of its own.
+
+    python -m tests.multi_gpu.hosts --gpus 2 [--ranks 4 --hosts 2] [--parts small paper ...]
+
+| part | what |
+| --- | --- |
+| small, paper | see :mod:`tests.gpu.two_hosts`: over NCCL's sockets |
+| overlap | layers of models with each overlap of exchanges and launches, in turns: times |
+| held | the same bits while a kernel holds the reserved multiprocessors at random |
+| reduction | launches beside reductions of gradients: the cost of a cap of CTAs, what stands still |
+| training | Megatron's stock script with the distributed optimizer and both of its overlaps |
+
+All but the first two join the GPUs by NVLink also between hosts, since sockets are too slow for
+anything to hide them, and are run with one hardware queue of the GPU and with several
+(CUDA_DEVICE_MAX_CONNECTIONS).
+"""
+
+# ruff: noqa: T201 - a program: it prints
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
+from flashmoe_megatron.config import DEFAULT_RESERVED_SMS, MoEConfig
+from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError
+from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.hosts.grid import HOST_VARIABLE, host_groups
+from flashmoe_megatron.hosts.rail import TorchRail
+from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.select import OVERLAP_CTAS, find_grid, select_backend
+from tests.gpu.spinner import SHARED_BYTES, Wait
+from tests.gpu.two_hosts import PARTS as OVER_SOCKETS
+from tests.gpu.two_hosts import SOCKETS, Part, World, free_port, make_parser, parse, start, work
+from tests.unit import cases
+
+MODELS = {
+    "Qwen3-30B": {"hidden": 2048, "intermediate": 768, "num_experts": 128, "max_tokens": 8192},
+    "DeepSeek-V3": {"hidden": 7168, "intermediate": 2048, "num_experts": 32, "max_tokens": 4096},
+}
+TIMEOUT_S = 8.0
+REDUCED_BYTES = 2**28
+CAPS = (2, 4, 8, 16, None)
+HELD_MS = 3.0
+
+
+class Layer:
+    """A layer's weights and this rank's tokens, made where they are needed."""
+
+    def __init__(self, world: World, config: MoEConfig) -> None:
+        g = torch.Generator(world.device).manual_seed(world.rank)
+
+        def rand(*shape: int) -> torch.Tensor:
+            made = torch.randn(*shape, device=world.device, generator=g, dtype=torch.bfloat16)
+            return made if len(shape) == 2 and shape[0] == config.max_tokens else made * 0.02
+
+        count, tokens = config.num_local_experts, config.max_tokens
+        fc1 = [rand(config.fc1_rows, config.hidden) for _ in range(count)]
+        fc2 = [rand(config.hidden, config.intermediate) for _ in range(count)]
+        self.weights = ExpertWeights(tuple(fc1), tuple(fc2))
+        self.grads = [
+            [WeightGrad(torch.zeros_like(one, dtype=torch.float32), True) for one in kind]
+            for kind in (fc1, fc2)
+        ]
+        self.x, self.grad_out = rand(tokens, config.hidden), rand(tokens, config.hidden)
+        scores = torch.rand(tokens, config.num_experts, device=world.device, generator=g)
+        probs, self.choices = scores.topk(config.topk)
+        self.probs = probs / probs.sum(1, keepdim=True)
+
+    def forward(self, backend: Backend) -> tuple[torch.Tensor, Any]:
+        return backend.forward(self.x, self.probs, self.choices, self.weights, training=True)
+
+    def step(self, backend: Backend) -> tuple[torch.Tensor, ...]:
+        out, saved = self.forward(backend)
+        return out, *backend.backward(self.grad_out, saved, self.weights, *self.grads)
+
+
+def as_with_overlap(world: World, config: MoEConfig) -> HostsBackend:
+    """No overlap, and exchanges of as few CTAs as under launches: on what a card would carry."""
+    group, options = dist.group.WORLD, BackendOptions(keep="all", timeout=TIMEOUT_S)
+    assert group is not None
+    groups = host_groups(group, find_grid(group), timeout=TIMEOUT_S, max_ctas=OVERLAP_CTAS)
+
+    def make(part: MoEConfig, within: BackendOptions) -> Backend:
+        return KernelBackend(part, groups.within, world.device, options=within)
+
+    return HostsBackend(config, TorchRail(groups), make, device=world.device, options=options)
+
+
+def check_overlap(world: World, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times of a layer with each overlap; a turn is one of each."""
+    rows = []
+    for model, shape in MODELS.items():
+        config = cases.make_config(topk=8, num_ranks=world.num_ranks, **shape)
+        layer = Layer(world, config)
+        options = {"keep": "all", "timeout": TIMEOUT_S}
+        backends = {f"{n}": world.make(config, host_overlap=n, **options) for n in (0, 1, 2)}
+        backends["0, few CTAs"] = as_with_overlap(world, config)
+        want = layer.forward(backends["0"])[0]
+        for name, backend in backends.items():
+            layer.step(backend)
+            assert_close(name, layer.forward(backend)[0], want, rel_l2=6e-3)
+            backend.take_crossed()
+
+        def turn(
+            backends: dict[str, HostsBackend] = backends, layer: Layer = layer
+        ) -> dict[str, list[float]]:
+            found = {}
+            for name, backend in backends.items():
+                world.wait()
+                marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+                marks[0].record()
+                _, saved = layer.forward(backend)
+                marks[1].record()
+                backend.backward(layer.grad_out, saved, layer.weights, *layer.grads)
+                marks[2].record()
+                torch.cuda.synchronize()
+                found[name] = [marks[0].elapsed_time(mark) for mark in marks[1:]]
+            return found
+
+        turns = [turn() for _ in range(world.repeats(turn, args.seconds / 2, args.iterations))]
+        for name, backend in backends.items():
+            forward, both = (
+                world.agreed(sorted(one[name][i] for one in turns)[len(turns) // 2]) for i in (0, 1)
+            )
+            crossed = backend.take_crossed()
+            rate = crossed.bytes / max(crossed.ns, 1)
+            rows.append({"model": model, "overlap": name, "forward_ms": forward, "both_ms": both})
+            rows[-1] |= {"turns": len(turns), "gb_per_s": rate}
+            world.say(
+                f"{model}, overlap {name}: forward {forward:.3f} ms, with backward {both:.3f} ms, "
+                f"median of {len(turns)}; {rate:.1f} GB/s of what is waited for"
+            )
+    return rows
+
+
+def random_holder(seed: int, device: torch.device) -> Callable[[], None]:
+    """Now and then holds the reserved multiprocessors for a while, beside all else."""
+    draw, stream, hold = random.Random(seed), torch.cuda.Stream(device), Wait()
+
+    def maybe() -> None:
+        if draw.random() < 0.5:
+            with torch.cuda.stream(stream):
+                hold(draw.uniform(0, HELD_MS) * 1e3, DEFAULT_RESERVED_SMS, SHARED_BYTES)
+
+    return maybe
+
+
+def check_held(world: World, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Overlapped launches whose reserved multiprocessors something else holds at random."""
+    shape = {"hidden": 1024, "intermediate": 512, "num_experts": 16, "topk": 4, "max_tokens": 2048}
+    config = cases.make_config(num_ranks=world.num_ranks, **shape)
+    layer, rows = Layer(world, config), []
+    maybe_hold = random_holder(world.rank, world.device)
+    for overlap in (1, 2):
+        backend = world.make(config, keep="all", host_overlap=overlap, timeout=TIMEOUT_S)
+        first = layer.step(backend)
+        differences = torch.zeros((), dtype=torch.int64, device=world.device)
+        once = partial(layer.step, backend)
+        iterations = world.repeats(once, args.seconds / 4, args.iterations)
+        error = ""
+        begin = time.monotonic()
+        try:
+            for _ in range(iterations):
+                maybe_hold()
+                for got, want in zip(once(), first, strict=True):
+                    differences += (got != want).sum()
+            torch.cuda.synchronize()
+            backend.raise_pending_fault()
+        except FlashMoEError as trouble:
+            error = f"{type(trouble).__name__}: {trouble}"
+        seconds = time.monotonic() - begin
+        assert not int(differences), f"{int(differences)} values are not repeated bit by bit"
+        rows.append({"overlap": overlap, "iterations": iterations, "s": seconds, "error": error})
+        world.say(
+            f"held multiprocessors, overlap {overlap}: {iterations} iterations in {seconds:.1f} s, "
+            f"{error or 'every bit as without'}"
+        )
+        if error:
+            break  # ranks may be out of step
+    return rows
+
+
+def reducing_group(max_ctas: int | None) -> dist.ProcessGroup:
+    options = dist.ProcessGroupNCCL.Options()
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    group = dist.new_group(backend="nccl", pg_options=options)
+    assert group is not None
+    return group
+
+
+def check_reduction(world: World, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A launch of all ranks as one host beside an all-reduce, by the reduction's most CTAs.
+
+    Both are issued in one order on all ranks. On the last rank something delays the launch, so that
+    the reduction starts first there, and behind the launch elsewhere.
+    """
+    os.environ[HOST_VARIABLE] = "one host"
+    shape = {**MODELS["Qwen3-30B"], "num_experts": 32, "max_tokens": 4096}
+    config = cases.make_config(topk=8, num_ranks=world.num_ranks, **shape)
+    backend = select_backend(
+        config, dist.group.WORLD, world.device, kind="kernel", row_bound=2.0, timeout=TIMEOUT_S
+    )
+    layer, side, wait = Layer(world, config), torch.cuda.Stream(), Wait()
+    summed = torch.ones(REDUCED_BYTES // 4, device=world.device)
+    want = layer.forward(backend)[0]
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "default")
+    rows: list[dict[str, Any]] = []
+    groups = {cap: reducing_group(cap) for cap in CAPS}
+
+    def reduce_alone(group: dist.ProcessGroup) -> float:
+        times = []
+        for _ in range(8):
+            world.wait()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            dist.all_reduce(summed, op=dist.ReduceOp.MAX, group=group)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        return world.agreed(sorted(times)[len(times) // 2])
+
+    def beside(group: dist.ProcessGroup) -> str:
+        """What a launch says that is late on the last rank."""
+        world.wait()
+        if world.rank == world.num_ranks - 1:
+            wait(5e3)
+        try:
+            out, _ = layer.forward(backend)
+            with torch.cuda.stream(side):
+                dist.all_reduce(summed, op=dist.ReduceOp.MAX, group=group)
+            torch.cuda.synchronize()
+            backend.raise_pending_fault()
+        except PeerTimeoutError as error:
+            torch.cuda.synchronize()
+            return str(error)
+        assert torch.equal(out, want), "another result beside a reduction"
+        return ""
+
+    for cap, group in groups.items():
+        ms = reduce_alone(group)
+        rate = 2 * (world.num_ranks - 1) / world.num_ranks * REDUCED_BYTES / ms / 1e6
+        rows.append({"max_ctas": cap, "queues": queues, "alone_ms": ms, "gb_per_s": rate})
+        world.say(
+            f"all-reduce of {REDUCED_BYTES >> 20} MiB, at most {cap or 'any'} CTAs: {ms:.3f} ms, "
+            f"{rate:.0f} GB/s on the bus"
+        )
+    for cap, group in groups.items():
+        begin = time.monotonic()
+        tries = 20 if cap is not None and cap <= DEFAULT_RESERVED_SMS else 1
+        said = next(filter(None, (beside(group) for _ in range(tries))), "")
+        stands = world.agreed(bool(said))
+        rows.append({"max_ctas": cap, "queues": queues, "stood_still": bool(stands)})
+        rows[-1] |= {"error": said, "tries": tries}
+        world.say(
+            f"behind a late launch, at most {cap or 'any'} CTAs, queues {queues}: "
+            f"{'stood still: ' + said if stands else f'{tries} times right'}, "
+            f"{time.monotonic() - begin:.1f} s"
+        )
+        if stands:
+            # The group's launches are over; what a fault leaves is not to be judged here.
+            break
+    os.environ[HOST_VARIABLE] = f"host{world.rank * world.hosts // world.num_ranks}"
+    return rows
+
+
+PARTS: dict[str, Part] = {
+    **OVER_SOCKETS,
+    "overlap": check_overlap,
+    "held": check_held,
+    "reduction": check_reduction,
+}
+
+SCRIPT = """
+--transformer-impl transformer_engine --bf16 --num-layers 4 --seq-length 1024
+--max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16
+--normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
+--attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear --num-experts 16
+--moe-ffn-hidden-size 1024 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
+--moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32 --moe-grouped-gemm --use-distributed-optimizer
+--overlap-grad-reduce --overlap-param-gather --mock-data --tokenizer-type NullTokenizer
+--vocab-size 32000 --split 1,0,0 --no-create-attention-mask-in-dataloader --lr 1e-4 --min-lr 1e-5
+--lr-decay-style constant --no-gradient-accumulation-fusion --log-interval 1 --eval-iters 0
+--eval-interval 100000 --seed 1234 --micro-batch-size 2 --num-workers 2 --manual-gc
+"""
+TRAININGS = ["flashmoe:2:1", "flashmoe:2:8", "flashmoe:0:8", "alltoall:0:1"]
+LOSS = re.compile(r"iteration +(\d+)/.*lm loss: +(\S+) ")
+TIME = re.compile(r"elapsed time per iteration \(ms\): +(\S+)")
+
+
+def train(args: argparse.Namespace, dispatcher: str, overlap: str, queues: str) -> list[float]:
+    """One training of the stock script, a torchrun for each host.
+
+    Hosts that share a GPU are joined by sockets.
+
+    Returns:
+        Its losses; none if it failed.
+    """
+    per_host = args.ranks // args.hosts
+    name = f"{dispatcher}, overlap {overlap}, queues {queues}"
+    arguments = [*SCRIPT.split(), "--moe-token-dispatcher-type", dispatcher]
+    arguments += ["--expert-model-parallel-size", str(args.ranks)]
+    arguments += ["--global-batch-size", str(2 * args.ranks)]
+    arguments += ["--train-iters", str(args.train_iterations)]
+    if dispatcher == "flashmoe":
+        arguments += ["--flashmoe-host-overlap", overlap, "--flashmoe-timeout", "30"]
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="flashmoe-hosts-") as folder, ExitStack() as stack:
+        processes = []
+        for host in range(args.hosts):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(args.hosts)]
+            command += ["--node-rank", str(host), "--nproc-per-node", str(per_host)]
+            command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+            command += ["-m", "flashmoe_megatron.run", str(args.megatron / "pretrain_gpt.py")]
+            gpus = [str((host * per_host + i) % args.gpus) for i in range(per_host)]
+            own = {HOST_VARIABLE: f"host{host}", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+            if args.gpus < args.ranks:
+                own |= {**SOCKETS, "NCCL_HOSTID": f"host{host}"}
+            own |= {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "OMP_NUM_THREADS": "1"}
+            own["PYTHONPATH"] = f"{args.megatron}:{os.environ.get('PYTHONPATH', '')}"
+            processes.append(
+                subprocess.Popen(
+                    command + arguments,
+                    env={**os.environ, **own},
+                    stdout=stack.enter_context(Path(folder, str(host)).open("w")),
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        deadline = time.monotonic() + args.limit
+        for process in processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun then ends its ranks
+        codes = [process.wait() for process in processes]
+        logs = [Path(folder, str(host)).read_text() for host in range(args.hosts)]
+    losses = [float(loss) for log in logs for _, loss in LOSS.findall(log)]
+    times = sorted(float(ms) for log in logs for ms in TIME.findall(log)[10:])
+    is_right = not any(codes) and len(losses) == args.train_iterations
+    is_right = is_right and all(map(math.isfinite, losses))
+    said = f"exit codes {codes}, {len(losses)} losses"
+    if is_right:
+        said = f"loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    if times:
+        said += f", {times[len(times) // 2]:.1f} ms an iteration"
+    print(f"training, {name}: {args.train_iterations} iterations, {said}", flush=True)
+    if not is_right:
+        print(*(log[-3000:] for log in logs), sep="\n----\n", flush=True)
+    record = {"part": "training", "run": name, "codes": codes, "losses": losses[-1:]}
+    record |= {"iterations": len(losses), "ms": times[len(times) // 2] if times else None}
+    if args.out is not None:
+        with args.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    return losses if is_right else []
+
+
+def check_training(args: argparse.Namespace) -> bool:
+    """Trainings whose first losses have to agree."""
+    found = [train(args, *run.split(":")) for run in args.trainings]
+    same = [losses[:10] for losses in found if losses]
+    agree = all(
+        math.isclose(a, b, rel_tol=2e-3)
+        for other in same[1:]
+        for a, b in zip(same[0], other, strict=True)
+    )
+    print(f"trainings: first losses {'agree' if agree else 'differ'}: {same}", flush=True)
+    return agree and all(found)
+
+
+def main() -> int:
+    parser = make_parser(__doc__, [*PARTS, "training"])
+    add = parser.add_argument
+    add("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
+    add("--train-iterations", type=int, default=1000)
+    add("--trainings", nargs="+", default=TRAININGS, help="dispatcher, host_overlap and queues")
+    add("--queues", nargs="+", default=["1", "8"], help="CUDA_DEVICE_MAX_CONNECTIONS")
+    args = parse(parser)
+    if args.rank is not None:
+        work(args, PARTS)
+    module, is_right = "tests.multi_gpu.hosts", True
+
+    def run(parts: list[str], environment: dict[str, str]) -> bool:
+        chosen = [part for part in parts if part in args.parts]
+        return not chosen or start(module, args, environment, [*sys.argv[1:], "--parts", *chosen])
+
+    is_right &= run(list(OVER_SOCKETS), SOCKETS)
+    for queues in args.queues:
+        timed = ["overlap"] if queues == args.queues[-1] else []
+        parts = [*timed, "held", "reduction"]
+        is_right &= run(parts, {"CUDA_DEVICE_MAX_CONNECTIONS": queues})
+    if "training" in args.parts:
+        is_right &= check_training(args)
+    print("all right" if is_right else "failed")
+    return int(not is_right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -139,8 +139,8 @@ class BackendOptions:
     """How a backend runs a layer; the same on every rank.
 
     The reference heeds ``keep``, ``row_bound``, ``host_overlap`` and what is said of replicas; the
-    scheduled backend heeds ``keep``, ``row_bound``, ``counters``, and its own ``degree`` and
-    ``exchange``. The others change nothing for them.
+    scheduled backend heeds ``keep``, ``row_bound``, ``counters``, and its own ``degree``,
+    ``degree_fit`` and ``exchange``. The others change nothing for them.
 
     Raises:
         ConfigError: A value has no meaning; the message names what was got and what is wanted.
@@ -195,10 +195,18 @@ class BackendOptions:
         "keeps more than half of a rank's routes on the rank, which suits slow links.",
     )
     degree: str = option(
-        "auto",
+        "1",
         _degrees(),
         "Parts that the scheduled backend cuts every expert's rows into, so that some travel while "
-        "others are computed: a number, or two for forward and backward. auto is one.",
+        "others are computed: a number, or two for forward and backward. auto computes both from "
+        "what degree_fit says of the machine.",
+    )
+    degree_fit: str | None = option(
+        None,
+        _path(),
+        "File with what exchanges and products take here, from python -m "
+        "flashmoe_megatron.schedule fit, for degree auto.",
+        unset="none, and degrees are numbers",
     )
     exchange: ExchangeKind = option(
         "auto",

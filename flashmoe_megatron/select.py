@@ -15,10 +15,11 @@ from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.hosts.rail import TorchRail
-from flashmoe_megatron.options import BackendKind, BackendOptions, make_options, read_degrees
+from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
 from flashmoe_megatron.planner import describe_choice, describe_hosts
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.replicas.policy import check_slots
+from flashmoe_megatron.schedule.degree import choose_degrees
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -72,7 +73,7 @@ def select_backend(
     Raises:
         ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config`` or
             an option that concerns all of them, or do not lie in blocks of hosts, or the layer
-            cannot have the spare slots.
+            cannot have the spare slots or the degree.
         DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
             GPU.
     """
@@ -100,7 +101,9 @@ def select_backend(
             device=device,
             options=chosen_options,
             grid=grid,
-            degrees=read_degrees(chosen_options.degree) or (1, 1),
+            degrees=choose_degrees(
+                config, chosen_options, group=group, grid=grid, device=device, dtype=dtype
+            ),
         )
 
     def make(

@@ -38,7 +38,7 @@ from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.reference.rows import RowExchange, accumulation_dtype
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, TwoSteps
+from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, TwoSteps, kind_of
 from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
 from flashmoe_megatron.scheduled.plan import REFUSED, Part, Routes, make_part, part_size
 from flashmoe_megatron.scheduled.products import bias_grad, product, stack_of, store, weight_grad
@@ -613,17 +613,9 @@ def _make_exchange(
     Raises:
         ConfigError: The exchange that is asked for needs several hosts of several ranks.
     """
-    has_levels = grid is not None and grid.num_hosts > 1 and grid.ranks_per_host > 1
-    kind = options.exchange
-    if kind == "auto":
-        kind = "2dh" if has_levels else "direct"
-    if kind == "direct":
+    kind = kind_of(options.exchange, grid)
+    if kind == "direct" or group is None or grid is None:
         return Exchange(group, rank, traffic, device)
-    if group is None or grid is None or not has_levels:
-        raise ConfigError(
-            f"exchange={kind!r} in an expert-parallel group of {grid or 'one rank'} (hosts x ranks "
-            "of each): wanted several hosts with several ranks each, or 'direct'"
-        )
     groups = host_groups(group, grid, timeout=options.timeout)
     return {"1dh": ByLeader, "2dh": TwoSteps}[kind](group, grid, groups, traffic, device)
 

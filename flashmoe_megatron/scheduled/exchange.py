@@ -7,16 +7,36 @@ rows are ``[source][target]`` of the whole group.
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
-from flashmoe_megatron.errors import PeerTimeoutError
+from flashmoe_megatron.errors import ConfigError, PeerTimeoutError
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
+from flashmoe_megatron.options import ExchangeKind
 from flashmoe_megatron.scheduled.lanes import Lane, Mark
 
 Counts = Sequence[Sequence[int]]
+Kind = Literal["direct", "1dh", "2dh"]
+
+
+def kind_of(kind: ExchangeKind, grid: HostGrid | None) -> Kind:
+    """How rows travel in a group, by what its user has chosen.
+
+    Raises:
+        ConfigError: The exchange that is asked for needs several hosts of several ranks.
+    """
+    has_levels = grid is not None and grid.num_hosts > 1 and grid.ranks_per_host > 1
+    if kind == "auto":
+        return "2dh" if has_levels else "direct"
+    if kind != "direct" and not has_levels:
+        raise ConfigError(
+            f"exchange={kind!r} in an expert-parallel group of {grid or 'one rank'} (hosts x ranks "
+            "of each): wanted several hosts with several ranks each, or 'direct'"
+        )
+    return kind
 
 
 class Exchange:

@@ -89,6 +89,7 @@ def test_what_the_backend_gets_is_every_option_of_it() -> None:
         "placement": "lookahead",
         "replica_policy": "popular",
         "degree": "2,4",
+        "degree_fit": "fit.json",
         "exchange": "1dh",
         "symmetric_memory": "nvshmem",
         "timeout": 5.0,

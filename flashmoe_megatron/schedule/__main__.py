@@ -1,0 +1,105 @@
+r"""Measures this machine for degrees that are computed.
+
+::
+
+    torchrun --nproc-per-node 8 -m flashmoe_megatron.schedule fit fit.json
+
+Start it as the training will be, on all ranks of one expert-parallel group, also of several
+hosts. The file then goes to ``--flashmoe-degree-fit``, or to ``"degree_fit"`` in DeepSpeed's
+section, beside the degree ``auto``. One rank alone measures products and copies. Without a GPU,
+gloo is measured.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.errors import ConfigError, FlashMoEError
+from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_name
+from flashmoe_megatron.schedule.fit import write_fit
+from flashmoe_megatron.schedule.measure import Sizes, measure
+
+ON_GPU = Sizes(hidden=2048, intermediate=2048, num_experts=8, rows=65536, num_bytes=64 * 2**20)
+ON_PROCESSOR = Sizes(hidden=256, intermediate=256, num_experts=4, rows=2048, num_bytes=2**22)
+
+
+def join_group() -> tuple[dist.ProcessGroup | None, HostGrid, torch.device]:
+    """The group of the ranks that torchrun has started, its grid, and this rank's device."""
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None, HostGrid(1, 1, 0), device
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, host_name())
+    return dist.group.WORLD, arrange(names, dist.get_rank()), device
+
+
+def fit(options: argparse.Namespace) -> None:
+    """Measures and writes the file. Collective over the default group."""
+    group, grid, device = join_group()
+    default = ON_GPU if device.type == "cuda" else ON_PROCESSOR
+    sizes = Sizes(
+        hidden=options.hidden or default.hidden,
+        intermediate=options.intermediate or default.intermediate,
+        num_experts=options.experts or default.num_experts,
+        rows=options.rows or default.rows,
+        num_bytes=int(options.mib * 2**20) if options.mib else default.num_bytes,
+    )
+    dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    found = measure(group, grid, device, getattr(torch, dtype), sizes)
+    if grid.rank == 0:
+        write_fit(options.file, found)
+        sys.stdout.write(f"{found.machine}, {dtype}\n")
+        for name, line in found.lines.items():
+            per_second = f"{1 / line.beta_s:.3g}" if line.beta_s else "any number"
+            sys.stdout.write(
+                f"{name}: {1e6 * line.alpha_s:.1f} us and {per_second} a second, "
+                f"r squared {line.r_squared:.5f}\n"
+            )
+
+
+def main(arguments: list[str]) -> int:
+    """Runs from the command line; under torchrun, one process for each rank."""
+    options = _parser().parse_args(arguments)
+    try:
+        for name in ("hidden", "intermediate", "experts", "rows", "mib"):
+            value = getattr(options, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"--{name} {value}: wanted more than 0")
+        fit(options)
+    except FlashMoEError as error:
+        sys.stderr.write(f"flashmoe_megatron.schedule: {error}\n")
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser("flashmoe_megatron.schedule", description=summary)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("fit", help="measures alpha and beta of all that a layer does")
+    one.add_argument("file", type=Path, help="what is written")
+    for name, text in (
+        ("hidden", "model width"),
+        ("intermediate", "columns of a product"),
+        ("experts", "experts of a rank"),
+        ("rows", "most rows of a product"),
+    ):
+        one.add_argument(f"--{name}", type=int, help=text)
+    one.add_argument("--mib", type=float, help="most MiB of an exchange or a copy")
+    one.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="the rows'")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

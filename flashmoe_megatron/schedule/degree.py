@@ -1,0 +1,145 @@
+"""The degrees of a layer: its forward and backward as stages, whose times come from a fit."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.config import Keep, MoEConfig
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, reason_of, told_error
+from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.options import MAX_DEGREE, BackendOptions, read_degrees
+from flashmoe_megatron.planner import choose_keep
+from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
+from flashmoe_megatron.schedule.model import Pass, Stage, best_degree
+from flashmoe_megatron.scheduled.exchange import Kind, kind_of
+
+
+def choose_degrees(
+    config: MoEConfig,
+    options: BackendOptions,
+    *,
+    group: dist.ProcessGroup | None,
+    grid: HostGrid,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> tuple[int, int]:
+    """Parts in forward and backward, as the options say. Collective over the group.
+
+    Args:
+        config: The layer's shape.
+        options: How it runs; the same on every rank.
+        group: The expert-parallel group.
+        grid: How its ranks lie on hosts.
+        device: Where the layer lives.
+        dtype: The dtype of its tokens, ``None`` if it is not known.
+
+    Raises:
+        ConfigError: On every rank, if a degree is more than a rank's routes, or none can be chosen
+            since there is no fit, or one of another machine or dtype.
+    """
+    most = config.max_tokens * config.topk
+    degrees = read_degrees(options.degree)
+    if degrees is not None:
+        if max(degrees) > most:
+            raise options.refusal(
+                "degree",
+                options.degree,
+                f"wanted at most {most}, the routes of max_tokens={config.max_tokens} tokens with "
+                f"topk={config.topk}",
+            )
+        return degrees
+    if config.num_ranks == 1:
+        return 1, 1  # nothing travels
+    told: tuple[tuple[int, int], str | None] = (1, 1), None
+    try:
+        told = _computed(config, options, grid, device, dtype), None
+    except FlashMoEError as error:
+        told = (1, 1), reason_of(error)
+    everyone = [told] * config.num_ranks
+    dist.all_gather_object(everyone, told, group=group)
+    for rank, (_, reason) in enumerate(everyone):
+        if reason is not None:
+            raise told_error(rank, reason)
+    if any(other != told for other in everyone):
+        listed = ", ".join(f"{found} on rank {rank}" for rank, (found, _) in enumerate(everyone))
+        raise ConfigError(f"the ranks' fits give different degrees: {listed}; wanted one fit")
+    return told[0]
+
+
+def _computed(
+    config: MoEConfig,
+    options: BackendOptions,
+    grid: HostGrid,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> tuple[int, int]:
+    if options.degree_fit is None:
+        raise options.refusal(
+            "degree",
+            options.degree,
+            "wanted a degree_fit beside it, the file of python -m flashmoe_megatron.schedule fit, "
+            "or numbers",
+        )
+    fit = read_fit(Path(options.degree_fit), machine_of(grid, device), dtype)
+    keep = choose_keep(options.keep, config)
+    exchange = kind_of(options.exchange, grid)
+    degrees = range(1, min(config.max_tokens * config.topk, MAX_DEGREE) + 1)
+    forward, backward = passes_of(config, fit, exchange, keep)
+    return best_degree(forward, degrees), best_degree(backward, degrees)
+
+
+def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[Pass, Pass]:
+    """A layer's forward and backward with as many rows as tokens choose, spread evenly.
+
+    Args:
+        config: The layer's shape.
+        fit: The machine's.
+        exchange: How rows travel.
+        keep: What forwards keep.
+    """
+    lines = fit.lines
+    product, copy = lines["product"], lines["copy"]
+    rows, size = config.max_tokens * config.topk, fit.torch_dtype.itemsize
+    hidden, wide, narrow = config.hidden, config.fc1_rows, config.intermediate
+
+    def travel(name: str) -> tuple[Stage, ...]:
+        num_bytes = rows * hidden * size
+        if exchange == "direct":
+            line = lines["all_to_all"]
+            return (Stage(name, "between", line.alpha_s, num_bytes * line.beta_s),)
+        within, rail = lines["all_to_all_within"], lines["all_to_all_rail"]
+        if exchange == "2dh":
+            return (
+                Stage(f"{name} within", "within", within.alpha_s, num_bytes * within.beta_s),
+                Stage(name, "between", rail.alpha_s, num_bytes * rail.beta_s),
+            )
+        # A leader gathers what its host sends, exchanges it, and scatters what it receives.
+        all_bytes = num_bytes * fit.machine.ranks_per_host
+        alpha_s = 2 * within.alpha_s + rail.alpha_s
+        beta_s = 2 * within.beta_s + rail.beta_s
+        return (Stage(name, "between", alpha_s, all_bytes * beta_s),)
+
+    def compute(name: str, copies: int, elements: float, cut: float = 0.0) -> Stage:
+        """Two products, but for rows that are only copied, and copies of elements of every row."""
+        alpha_s, whole_s = copies * copy.alpha_s, rows * size * elements * copy.beta_s
+        if name == "experts":
+            alpha_s += 2 * product.alpha_s
+            whole_s += 2 * rows * hidden * (wide + narrow) * product.beta_s
+        return Stage(name, "compute", alpha_s, whole_s, rows * size * cut * copy.beta_s)
+
+    send = compute("rows", 1, hidden)
+    send = dataclasses.replace(send, alpha_s=send.alpha_s + lines["cut"].beta_s)
+    dispatch, back = travel("dispatch"), travel("combine")
+    there = (send, *dispatch)
+    between = (wide + narrow) / 2  # read and written once, where a copy's are twice as many
+    forward = Pass(there, compute("experts", 3, 2 * hidden + between, wide + hidden), back)
+    backward = Pass(
+        there,
+        compute("experts", 3, 2 * hidden + 2 * between, 2 * wide + hidden + narrow),
+        back,
+        slices_s=sum(stage.time_s(1) for stage in dispatch) if keep == "preactivations" else 0.0,
+        weights_s=compute("experts", 0, 0).time_s(1),
+    )
+    return forward, backward

@@ -1,0 +1,78 @@
+"""A straight line through times of several sizes, which a few late ones do not bend."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ROUNDS = 50
+TUKEY = 4.685
+"""A time that is so many deviations from the line counts for nothing, as in Tukey's biweight."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What something of a size takes: ``alpha_s + size * beta_s``.
+
+    Attributes:
+        alpha_s: Seconds whatever the size.
+        beta_s: Seconds for each unit.
+        r_squared: How much of the times' variance the line has, over all of them.
+    """
+
+    alpha_s: float
+    beta_s: float
+    r_squared: float
+
+    def time_s(self, size: float) -> float:
+        """Seconds of a size."""
+        return self.alpha_s + size * self.beta_s
+
+
+def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> Line:
+    """The line that relative errors are least from, by weights that fall with them.
+
+    Args:
+        sizes: At least two different ones, none negative.
+        times_s: Each one's, above 0.
+
+    Returns:
+        The line. Neither of its terms is negative.
+    """
+    if len(set(sizes)) < 2 or len(sizes) != len(times_s) or min(times_s) <= 0:
+        raise ValueError(f"sizes {sizes} and times {times_s}: wanted two sizes, times above 0")
+    weights = [1.0] * len(sizes)
+    alpha = beta = 0.0
+    for _ in range(ROUNDS):
+        before = alpha, beta
+        alpha, beta = _weighted(sizes, times_s, weights)
+        errors = [alpha / t + beta * n / t - 1 for n, t in zip(sizes, times_s, strict=True)]
+        spread = statistics.median(map(abs, errors)) / 0.6745  # the deviation, of normal ones
+        if spread < 1e-12:
+            break
+        far = [error / (TUKEY * spread) for error in errors]
+        weights = [(1 - one * one) ** 2 if abs(one) < 1 else 0.0 for one in far]
+        if math.isclose(before[0], alpha, rel_tol=1e-9) and math.isclose(before[1], beta):
+            break
+    mean = statistics.fmean(times_s)
+    left = sum((alpha + beta * n - t) ** 2 for n, t in zip(sizes, times_s, strict=True))
+    whole = sum((t - mean) ** 2 for t in times_s)
+    return Line(alpha, beta, 1 - left / whole if whole else float(left == 0))
+
+
+def _weighted(
+    sizes: Sequence[float], times_s: Sequence[float], weights: Sequence[float]
+) -> tuple[float, float]:
+    """Least squares of ``alpha / t + beta * n / t = 1``, both terms at least 0."""
+    rows = [(w / t / t, n, t) for n, t, w in zip(sizes, times_s, weights, strict=True)]
+    s, st = sum(w for w, _, _ in rows), sum(w * t for w, _, t in rows)
+    sn = sum(w * n for w, n, _ in rows)
+    snn, snt = sum(w * n * n for w, n, _ in rows), sum(w * n * t for w, n, t in rows)
+    determinant = s * snn - sn * sn
+    alpha = (st * snn - sn * snt) / determinant if determinant else -1.0
+    beta = (s * snt - sn * st) / determinant if determinant else -1.0
+    if beta < 0:
+        return st / s, 0.0
+    if alpha < 0:
+        return 0.0, snt / snn
+    return alpha, beta

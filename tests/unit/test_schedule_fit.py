@@ -1,0 +1,199 @@
+"""Lines through timings, their file, and degrees that come from it."""
+
+import json
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.schedule import __main__ as command
+from flashmoe_megatron.schedule.degree import passes_of
+from flashmoe_megatron.schedule.fit import Fit, Machine, machine_of, read_fit, write_fit
+from flashmoe_megatron.schedule.line import Line, fit_line
+from flashmoe_megatron.schedule.measure import Sizes, even_ratios, measure
+from flashmoe_megatron.schedule.model import time_of
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.select import select_backend
+from tests.distributed import RankPool
+from tests.unit import cases
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_of_two_per_cent_leaves_alpha_and_beta(seed: int) -> None:
+    """A time is the median of as many turns as are measured, each with its own noise."""
+    rng = random.Random(seed)
+    sizes = [float(size) for size in even_ratios(2**26, Sizes.points)]
+    beta = 10 ** rng.uniform(-11, -9)
+    alpha = rng.uniform(1, 8) * beta * sizes[0]
+    times = [
+        statistics.median((alpha + beta * size) * rng.gauss(1, 0.02) for _ in range(Sizes.turns))
+        for size in sizes
+    ]
+    line = fit_line(sizes, times)
+    assert line.alpha_s == pytest.approx(alpha, rel=0.05)
+    assert line.beta_s == pytest.approx(beta, rel=0.05)
+    assert line.r_squared > 0.999
+    late = [time * (3 if i in (2, 5) else 1) for i, time in enumerate(times)]
+    line = fit_line(sizes, late)
+    assert line.alpha_s == pytest.approx(alpha, rel=0.1), "late times bend the line"
+    assert line.beta_s == pytest.approx(beta, rel=0.1)
+    assert line.r_squared < 0.95, "and are told"
+
+
+def test_no_line_has_negative_terms() -> None:
+    assert fit_line([1, 2, 4], [1, 3, 7]).alpha_s == 0
+    falling = fit_line([1, 2, 4], [3, 2.5, 2])
+    assert falling.beta_s == 0
+    assert falling.alpha_s > 0
+    for sizes, times in (([1, 1], [1, 2]), ([1, 2], [0, 1]), ([1, 2, 3], [1, 2])):
+        with pytest.raises(ValueError, match="wanted two sizes"):
+            fit_line(sizes, times)
+
+
+def make_fit(hosts: int = 1, ranks: int = 2, **changes: tuple[float, float]) -> Fit:
+    """A machine whose exchanges take about as long as a small layer's products."""
+    machine = machine_of(HostGrid(hosts, ranks, 0), CPU)
+    terms = dict.fromkeys(machine.wanted, (1e-06, 1e-09))
+    terms |= {"product": (1e-6, 1e-11), "copy": (1e-6, 1e-12), "cut": (0, 1e-6), **changes}
+    lines = {name: Line(*pair, 1.0) for name, pair in terms.items()}
+    return Fit(machine, "float32", lines, {name: [(1.0, 1.0)] for name in lines})
+
+
+def test_a_file_is_read_again_and_another_machine_is_refused_by_name(tmp_path: Path) -> None:
+    path, fit = tmp_path / "fit.json", make_fit(2, 2)
+    write_fit(path, fit)
+    assert read_fit(path, fit.machine, torch.float32) == fit
+    other = Machine("NVIDIA A100", 2, 2)
+    with pytest.raises(
+        ConfigError, match="is of 2 x 2 ranks on a processor .* is 2 x 2 ranks on NV"
+    ):
+        read_fit(path, other)
+    with pytest.raises(ConfigError, match="is of 2 x 2 ranks .* but this group is 1 x 4"):
+        read_fit(path, replace(fit.machine, hosts=1, ranks_per_host=4))
+    with pytest.raises(ConfigError, match="of float32, but tokens are torch.bfloat16: .* bfloat16"):
+        read_fit(path, fit.machine, torch.bfloat16)
+    content = json.loads(path.read_text())
+    for change, words in (
+        ({"version": 0}, "wanted an object of format 'flashmoe-schedule-fit' and version 1"),
+        ({"lines": {}}, "product is None, wanted an alpha"),
+        ({"machine": {"device": "x"}}, "it is not complete: TypeError"),
+        ({"dtype": "int8"}, "it is not complete: KeyError"),
+        (
+            {"lines": {**content["lines"], "copy": {"alpha_s": -1, "beta_s": 0, "r_squared": 1}}},
+            "copy is Line",
+        ),
+    ):
+        path.write_text(json.dumps({**content, **change}))
+        with pytest.raises(ConfigError, match=words):
+            read_fit(path, fit.machine)
+    for text in ("", "[]", "{"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="python -m flashmoe_megatron.schedule fit"):
+            read_fit(path, fit.machine)
+
+
+def test_a_layer_is_as_long_as_its_stages() -> None:
+    """One part takes what its stages take one after the other, whichever way rows travel."""
+    config = cases.make_config(num_ranks=4, max_tokens=64, hidden=64, intermediate=64)
+    num_bytes = 64 * config.topk * 64 * 4
+    fit = make_fit(2, 2, all_to_all_rail=(2e-6, 3e-9))
+    lines = fit.lines
+    within, rail = (lines[f"all_to_all_{name}"].time_s(num_bytes) for name in ("within", "rail"))
+    leader = 2 * lines["all_to_all_within"].time_s(2 * num_bytes) + lines["all_to_all_rail"].time_s(
+        2 * num_bytes
+    )
+    ways = {"direct": lines["all_to_all"].time_s(num_bytes), "2dh": within + rail, "1dh": leader}
+    found = {}
+    for exchange, way in ways.items():
+        forward, backward = passes_of(config, fit, exchange, "all")
+        compute = forward.there[0].time_s(1) + forward.experts.time_s(1)
+        assert time_of(forward, 1) == pytest.approx(compute + 2 * way), exchange
+        found[exchange] = forward
+        refetch = passes_of(config, fit, exchange, "preactivations")[1]
+        assert refetch.slices_s == pytest.approx(way)
+        assert time_of(refetch, 2) > time_of(backward, 2)
+    flops = 2 * 64 * config.topk * 64 * (config.fc1_rows + 64)
+    products = 2 * 1e-6 + flops * 1e-11
+    assert found["direct"].experts.time_s(1) == pytest.approx(products, rel=0.1)
+    assert found["2dh"].there[1].stream == "within"
+
+
+def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
+    """Everything that ranks do together."""
+    rank = dist.get_rank(group)
+    config = cases.make_config(num_ranks=2, max_tokens=512, hidden=64)
+
+    def select(**options: Any) -> tuple[int, int]:
+        backend = select_backend(config, group, "cpu", kind="scheduled", **options)
+        assert isinstance(backend, ScheduledBackend)
+        return backend.degrees
+
+    sizes = Sizes(64, 64, 2, rows=64, num_bytes=2**12, points=3, turns=3)
+    found = measure(group, HostGrid(1, 2, rank), CPU, torch.float32, sizes)
+    assert set(found.lines) == set(found.machine.wanted)
+    for name, pairs in found.samples.items():
+        assert all(time > 0 for _, time in pairs), name
+    good = Path(folder, "good.json")
+    if rank == 0:
+        slow = make_fit(all_to_all=(0, 1e-9), copy=(0, 0), product=(0, 3e-11))
+        write_fit(good, replace(slow, lines={**slow.lines, "cut": Line(0, 1e-6, 1)}))
+        write_fit(Path(folder, "measured.json"), found)
+        write_fit(Path(folder, "other.json"), replace(found, machine=Machine("moon", 1, 2)))
+    dist.barrier(group)
+    degrees = select(degree="auto", degree_fit=str(good))
+    assert min(degrees) > 1, degrees
+    assert select(degree="auto", degree_fit=str(Path(folder, "measured.json")))
+    assert select(degree="3,2") == (3, 2)
+    for options, words in (
+        ({}, "rank 0: degree='auto': wanted a degree_fit"),
+        ({"degree_fit": str(Path(folder, "none.json"))}, "rank 0: fit .*none.json: cannot be read"),
+        ({"degree_fit": str(Path(folder, "other.json"))}, "rank 0: .* 1 x 2 ranks on moon, but"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            select(degree="auto", **options)
+    alone = str(good) if rank == 0 else str(Path(folder, "gone.json"))
+    with pytest.raises(ConfigError, match="rank 1: fit .*gone.json: cannot be read"):
+        select(degree="auto", degree_fit=alone)
+    with pytest.raises(ConfigError, match="rank 0: .* is of float32, but tokens are torch.float64"):
+        select(degree="auto", degree_fit=str(good), dtype=torch.float64)
+    return degrees
+
+
+def test_ranks_measure_and_choose_degrees(tmp_path: Path) -> None:
+    pool = RankPool(2)
+    try:
+        first, second = pool.run(degrees_on_ranks, str(tmp_path))
+    finally:
+        pool.close()
+    assert first == second
+
+
+def test_a_degree_beyond_the_rows_is_refused_and_one_rank_needs_no_fit() -> None:
+    config = cases.make_config(max_tokens=4, topk=3)
+    with pytest.raises(ConfigError, match="degree='13': wanted at most 12, the routes of max_t"):
+        select_backend(config, None, "cpu", kind="scheduled", degree="13")
+    alone = select_backend(config, None, "cpu", kind="scheduled", degree="auto")
+    assert isinstance(alone, ScheduledBackend)
+    assert alone.degrees == (1, 1)
+
+
+def test_the_command_measures_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fit.json"
+    small = ("--hidden", "64", "--intermediate", "64", "--rows", "64", "--mib", "0.01")
+    assert command.main(["fit", str(path), *small]) == 0
+    machine = machine_of(HostGrid(1, 1, 0), CPU)
+    assert set(read_fit(path, machine).lines) == {"product", "copy", "cut"}
+    assert "product: " in capsys.readouterr().out
+    assert command.main(["fit", str(path), "--rows", "0"]) == 1
+    assert "--rows 0: wanted more than 0" in capsys.readouterr().err
+    assert command.main(["fit", str(tmp_path / "no" / "fit.json"), *small]) == 1
+    assert "cannot be written" in capsys.readouterr().err

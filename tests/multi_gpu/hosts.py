@@ -7,7 +7,7 @@
 | small, paper | see :mod:`tests.gpu.two_hosts`: over NCCL's sockets |
 | overlap | layers of models with each overlap of exchanges and launches, in turns: times |
 | held | the same bits while a kernel holds the reserved multiprocessors at random |
-| reduction | launches beside reductions of gradients: the cost of a cap of CTAs, what stands still |
+| reduction | launches beside reductions of gradients: the cost of a cap of CTAs, what stands |
 | training | Megatron's stock script with the distributed optimizer and both of its overlaps |
 
 All but the first two join the GPUs by NVLink also between hosts, since sockets are too slow for

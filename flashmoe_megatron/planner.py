@@ -183,7 +183,7 @@ def crossings(config: MoEConfig, num_hosts: int) -> float:
 
     Args:
         config: The layer's shape, for all hosts together.
-        num_hosts: Hosts that its experts are spread over.
+        num_hosts: Hosts, or any equal parts, that its experts are spread over.
     """
     elsewhere = math.comb(config.num_experts - config.num_experts // num_hosts, config.topk)
     return (num_hosts - 1) * (1 - elsewhere / math.comb(config.num_experts, config.topk))
@@ -300,16 +300,48 @@ def plan_hosts(
     )
 
 
-def describe_hosts(config: MoEConfig, num_hosts: int, *, is_fixed: bool) -> str:
-    """A sentence that says what :func:`plan_hosts` does."""
+def forward_over_hosts(products: float, card: float, *, num_hosts: int, overlap: int) -> float:
+    """The time of a layer's forward over hosts, by a model.
+
+    Exchanges of a rank follow one another on its card, so that shares begin to return when the last
+    tokens have arrived. What passes within a host, plans and sums are not in it.
+
+    Args:
+        products: The time of its products.
+        card: The time of its rows on a card, in one direction.
+        num_hosts: Hosts that its experts are spread over.
+        overlap: Launches for the tokens of other hosts; 0 exchanges all before and behind one.
+    """
+    if not overlap:
+        return products + 2 * card
+    remote = products * (1 - 1 / num_hosts) / overlap
+    ready, back = products / num_hosts, card  # the own tokens' launch, and the last that arrive
+    for leg in range(1, overlap + 1):
+        ready = max(ready, card * leg / overlap) + remote
+        back = max(back, ready) + card / overlap
+    return back
+
+
+def products_s(config: MoEConfig) -> float:
+    """Seconds of a forward's products on one rank, at a perfect balance."""
+    flops = config.topk * 2 * config.hidden * (config.fc1_rows + config.intermediate)
+    return config.max_tokens * flops / TENSOR_FLOPS
+
+
+def describe_hosts(config: MoEConfig, num_hosts: int, *, is_fixed: bool, overlap: int) -> str:
+    """A sentence that says what :func:`plan_hosts` does, and what a forward takes by it."""
     plan = plan_hosts(config, num_hosts, is_fixed=is_fixed)
+    card, products = plan.card_bytes / CARD_BYTES_PER_S, products_s(config)
+    forward = forward_over_hosts(products, card, num_hosts=num_hosts, overlap=overlap)
     return (
         f"{num_hosts} hosts of {plan.ranks_per_host}: a token of a rank crosses to "
         f"{plan.rows:.2f} other hosts{'' if is_fixed else ' on average'}, as a row of "
         f"{plan.row_bytes / 1024:.1f} KiB with its routes out and a row back, "
         f"{plan.card_bytes / 2**20:.0f} MiB over its network card each way; {plan.launches} "
         f"launch{'es' * (plan.launches > 1)} of at most {plan.launch_tokens} tokens, for which the "
-        f"symmetric heap's rows take {plan.heap_bytes / 2**20:.0f} MiB"
+        f"symmetric heap's rows take {plan.heap_bytes / 2**20:.0f} MiB; at "
+        f"{CARD_BYTES_PER_S / 1e9:.0f} GB/s a card a forward takes {forward * 1e3:.2f} ms by a "
+        f"model, with products of {products * 1e3:.2f} ms and host_overlap={overlap}"
     )
 
 
@@ -386,6 +418,8 @@ TENSOR_FLOPS = 700e12
 MEMORY_BYTES_PER_S = 3.0e12
 LINK_BYTES_PER_S = 370e9
 """What a Hopper GPU does a second: products in 16 bits, its memory, and NVLink in one direction."""
+CARD_BYTES_PER_S = 45e9
+"""What a network card of 400 Gb/s carries a second in one direction."""
 
 MOST_FETCH_COST = 0.05
 """Rows are fetched again if that takes at most this share of a backward's products."""
@@ -405,12 +439,9 @@ def fetch_cost(config: MoEConfig, *, element_bytes: int = 2) -> float:
     Returns:
         Time for the rows over the time for the products of a backward.
     """
-    local, ranks = config.num_local_experts, config.num_ranks
-    elsewhere = math.comb(config.num_experts - local, config.topk)
-    crossings = (ranks - 1) * (1 - elsewhere / math.comb(config.num_experts, config.topk))
     row_bytes = config.hidden * element_bytes
     fetch_s = max(
-        crossings * row_bytes / LINK_BYTES_PER_S,
+        crossings(config, config.num_ranks) * row_bytes / LINK_BYTES_PER_S,
         config.topk * 2 * row_bytes / MEMORY_BYTES_PER_S,
     )
     # fc1 and fc2, each for the gradients of its input and of its weights.

@@ -120,16 +120,14 @@ def select_backend(
     if group is None or grid.num_hosts == 1:
         return make(config, group, chosen_options)
     check_over_hosts(chosen_options, grid.num_hosts, is_kernel=chosen == "kernel")
-    is_fixed = chosen_options.row_bound is not None
-    _announce_once(
-        f"MoE layers of {config.num_experts} experts over "
-        f"{describe_hosts(config, grid.num_hosts, is_fixed=is_fixed)}"
-    )
+    is_fixed, overlap = chosen_options.row_bound is not None, chosen_options.host_overlap
+    described = describe_hosts(config, grid.num_hosts, is_fixed=is_fixed, overlap=overlap)
+    _announce_once(f"MoE layers of {config.num_experts} experts over {described}")
     groups = host_groups(
         group,
         grid,
         timeout=chosen_options.timeout,
-        max_ctas=OVERLAP_CTAS if chosen_options.host_overlap else None,
+        max_ctas=OVERLAP_CTAS if overlap else None,
     )
     return HostsBackend(
         config,

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from tools.simulate import figures as figures_file
 from tools.simulate import predict
 from tools.simulate.figures import FigureError, Figures, Fitted
 from tools.simulate.fit import Comparison, compare, fit, table
-from tools.simulate.hosts import forward_ms
 from tools.simulate.measured import Measurement, PointError, read_points
 from tools.simulate.model import (
     BLOCK_M,
@@ -511,9 +511,22 @@ def test_replicas_pay_where_routers_are_skewed(capsys: pytest.CaptureFixture[str
     assert lines[2].startswith("| m-gpt-e4 | 2 | 1 | ")
 
 
-def test_a_forward_over_hosts() -> None:
-    """By hand: one leg waits for all rows; a card that is slower than the products is the bound."""
-    assert forward_ms(1.0, 3.0, hosts=2, overlap=0) == 7.0
-    assert forward_ms(1.0, 3.0, hosts=2, overlap=1) == pytest.approx(3.0 + 0.5 + 3.0)
-    assert forward_ms(1.0, 3.0, hosts=2, overlap=2) == pytest.approx(3.0 + 3.0)
-    assert forward_ms(4.0, 1.0, hosts=2, overlap=2) == pytest.approx(4.0 + 0.5)
+def test_a_layer_over_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows by hand, and the page's tables."""
+    assert command.main(["hosts", "--card-gbps", "90", "--hosts", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # 4,096 rows of 7,168 elements and 8 routes; nearly every token needs the other host.
+    crossing, times = "4.00, 1.00 | 56 | 118 | 4.12 | 0.65", "9.37 | 5.43 | 4.78 | 4.45"
+    assert f"| DeepSeek-V3 | 2 | 256 | {crossing} | {times} |" in lines
+    assert lines[-5] == "| this model, 90 GB/s a card | 0.65 | 1.77 | 3.02 |"
+    # 81 GB/s of 2 x 58.5 MB.
+    assert lines[-3].endswith("| 1.44 (81 GB/s) | 3.48 (61 GB/s) |  |")
+    assert command.main(["hosts"]) == 0
+    page = (command.ROOT / "flashmoe_megatron" / "hosts" / "README.md").read_text().splitlines()
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line for line in printed if re.match(r"\| DeepSeek-V3 \| (2|8|32|512) \|", line)]
+    assert len(rows) == 4
+    for line in rows + printed[-5:]:
+        assert line in page, line
+    assert command.main(["hosts", "--hosts", "3"]) == 2
+    assert "3 hosts of 8 GPUs do not divide Qwen3-30B's experts" in capsys.readouterr().err

@@ -13,9 +13,11 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import (
     MOST_FETCH_COST,
     choose_keep,
+    describe_hosts,
     dispatch_volume,
     expert_capacity,
     fetch_cost,
+    forward_over_hosts,
     kept_bytes,
     plan_buffer_rows,
     plan_capacity,
@@ -211,3 +213,26 @@ def test_the_page_says_what_is_kept(name: str):
     words = f"{chosen[0]} on all" if name.startswith("Mixtral") else ", ".join(chosen)
     cells = [name, *(f"{size / 1e9:.2f}" for size in (*others, *ours)), words]
     assert f"| {' | '.join(cells)} |" in PAGE.read_text().splitlines()
+
+
+def test_a_forward_over_hosts():
+    """By hand: one leg waits for all rows; a card that is slower than the products is the bound."""
+    assert forward_over_hosts(1.0, 3.0, num_hosts=2, overlap=0) == 7.0
+    assert forward_over_hosts(1.0, 3.0, num_hosts=2, overlap=1) == pytest.approx(3.0 + 0.5 + 3.0)
+    assert forward_over_hosts(1.0, 3.0, num_hosts=2, overlap=2) == pytest.approx(3.0 + 3.0)
+    assert forward_over_hosts(4.0, 1.0, num_hosts=2, overlap=2) == pytest.approx(4.0 + 0.5)
+
+
+def test_what_is_said_of_hosts_before_training():
+    """DeepSeek-V3 on two hosts: 4,096 rows of 14,400 bytes cross, and the products take 4.12 ms."""
+    config = cases.make_config(
+        hidden=7168, intermediate=2048, num_experts=256, topk=8, num_ranks=16, max_tokens=4096
+    )
+    said = describe_hosts(config, 2, is_fixed=False, overlap=0)
+    assert "a token of a rank crosses to 1.00 other hosts on average" in said
+    assert "56 MiB over its network card each way" in said
+    assert said.endswith(
+        "at 45 GB/s a card a forward takes 6.74 ms by a model, with products of 4.12 ms and "
+        "host_overlap=0"
+    )
+    assert "takes 4.78 ms by" in describe_hosts(config, 2, is_fixed=False, overlap=2)

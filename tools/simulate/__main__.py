@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from flashmoe_megatron.planner import CARD_BYTES_PER_S
 from tools import simulate
 from tools.bench.common import ROOT
 from tools.bench.shapes import ALL_SHAPES, SHAPES
@@ -61,6 +62,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     replicas.add_argument("--ranks", type=count, nargs="+", default=[4, 8])
     replicas.add_argument("--zipf", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
     replicas.add_argument("--slots", type=count, default=2, help="spare slots of each rank")
+    hosts = commands.add_parser("hosts", help="a layer over hosts, beside what others publish")
+    hosts.add_argument("--card-gbps", type=positive, default=CARD_BYTES_PER_S / 1e9, help="GB/s")
+    hosts.add_argument("--hosts", type=count, nargs="+", default=[2**n for n in range(1, 10)])
     return parser.parse_args(arguments)
 
 
@@ -159,9 +163,20 @@ def run_replicas(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_hosts(options: argparse.Namespace) -> int:
+    """Prints what a layer over hosts takes."""
+    from tools.simulate import hosts
+
+    rate = options.card_gbps
+    print("\n".join([*hosts.table(options.hosts, rate), "", *hosts.published_table(rate)]))
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
+        if options.command == "hosts":
+            return run_hosts(options)
         if options.command == "fit":
             return run_fit(options)
         if options.command == "predict":

@@ -1,16 +1,14 @@
-"""A layer over hosts: what crosses a network card, and how long a forward takes at a card's rate.
-
-    python -m tools.simulate.hosts [--card-gb-per-s 45]
+"""A layer over hosts: what crosses network cards, what a forward takes, and what others publish.
 
 The products run at the rate that the planner takes for a GPU; what passes within a host is not
-counted. A model of ours, with which nothing that was measured on several hosts has been compared.
+counted. It is a model: nothing that was measured on several hosts of ours has been compared.
 """
 
-import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.hosts.crossing import parted
-from flashmoe_megatron.planner import TENSOR_FLOPS, plan_hosts
+from flashmoe_megatron.planner import ROUTE_BYTES, crossings, forward_over_hosts, products_s
 
 GPUS = 8
 LAYERS = {
@@ -21,68 +19,114 @@ LAYERS = {
 """Hidden and intermediate size, experts, tokens of a rank; top-8 of all."""
 
 
-def forward_ms(compute_ms: float, card_ms: float, *, hosts: int, overlap: int) -> float:
-    """Milliseconds of a forward.
+@dataclass(frozen=True)
+class Published:
+    """What others have measured of one exchange, 4,096 tokens of 7,168 a rank, top-8, bfloat16.
 
-    Args:
-        compute_ms: Its products.
-        card_ms: Its rows on a card, in one direction. Exchanges of a rank follow one another, so
-            that shares begin to return when the last tokens have arrived.
-        hosts: The hosts.
-        overlap: Launches for the tokens of other hosts; 0 exchanges all before and behind one.
+    Attributes:
+        what: The exchange, and the page that has its figures.
+        by_hosts: By hosts of 8 GPUs: GB/s, which count rows to the own host, too; or milliseconds.
+        is_rate: Which of both.
     """
-    if not overlap:
-        return compute_ms + 2 * card_ms
-    ready = compute_ms / hosts  # the own tokens' launch
-    back = card_ms
-    for leg, part in enumerate(parted(1000, overlap), start=1):
-        share = part / 1000
-        arrived = card_ms * leg / overlap
-        ready = max(ready, arrived) + compute_ms * (1 - 1 / hosts) * share
-        back = max(back, ready) + card_ms * share
-    return back
+
+    what: str
+    by_hosts: dict[int, float]
+    is_rate: bool = True
 
 
-def main() -> None:
-    """Prints a table for each number of hosts that experts can be spread over."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--card-gb-per-s", type=float, default=45.0, help="of each GPU's card")
-    rate = parser.parse_args().card_gb_per_s * 1e9
-    print(
-        "| layer | hosts | rows a token, by host, by route | MiB a card, each way | products, ms | "
-        "card each way, ms | by route, ms | by host | overlap 1 | overlap 2 |"
+PUBLISHED = (
+    Published(
+        "DeepEP V1's combine, CX7, in pplx-garden's docs/fabric-lib.md",
+        {2: 1.864, 4: 3.565, 8: 5.923},
+        is_rate=False,
+    ),
+    Published("DeepEP V2's combine, CX7, its README.md (8,192 tokens)", {2: 81.0, 4: 61.0}),
+    Published(
+        "HybridEP's dispatch, H100, 8 SMs, DeepEP's docs/README_Hybrid-EP.md",
+        {2: 76.8, 4: 54.5, 8: 50.55},
+    ),
+    Published("HybridEP's combine, the same", {2: 68.0, 4: 56.4, 8: 51.03}),
+)
+
+
+def layer(name: str, num_hosts: int) -> MoEConfig:
+    """A layer with its own number of experts, or with one a GPU where there are more GPUs.
+
+    Raises:
+        ValueError: The GPUs do not divide the experts.
+    """
+    hidden, intermediate, experts, tokens = LAYERS[name]
+    if max(experts, GPUS * num_hosts) % (GPUS * num_hosts):
+        raise ValueError(f"{num_hosts} hosts of {GPUS} GPUs do not divide {name}'s experts")
+    return MoEConfig(
+        hidden=hidden,
+        intermediate=intermediate,
+        num_experts=max(experts, GPUS * num_hosts),
+        topk=8,
+        activation=Activation.SILU,
+        gated=True,
+        num_ranks=1,  # a group may have fewer ranks than what is modelled
+        max_tokens=tokens,
     )
-    print("| --- |" + " --- |" * 9)
-    for name, (hidden, intermediate, experts, tokens) in LAYERS.items():
-        hosts = 2
-        while experts % (GPUS * hosts) == 0:
-            config = MoEConfig(
-                hidden=hidden,
-                intermediate=intermediate,
-                num_experts=experts,
-                topk=8,
-                activation=Activation.SILU,
-                gated=True,
-                num_ranks=GPUS * hosts,
-                max_tokens=tokens,
-            )
-            plan = plan_hosts(config, hosts)
-            products = tokens * config.topk * 2 * hidden * (config.fc1_rows + intermediate)
-            compute_ms = products / TENSOR_FLOPS * 1e3
-            by_route = config.topk * (1 - 1 / hosts)
-            card_ms = plan.card_bytes / rate * 1e3
-            times = [forward_ms(compute_ms, card_ms * by_route / plan.rows, hosts=hosts, overlap=0)]
-            times += [
-                forward_ms(compute_ms, card_ms, hosts=hosts, overlap=overlap)
-                for overlap in (0, 1, 2)
-            ]
-            print(
-                f"| {name} | {hosts} | {plan.rows:.2f}, {by_route:.2f} | "
-                f"{plan.card_bytes / 2**20:.0f} | {compute_ms:.2f} | {card_ms:.2f} | "
-                f"{' | '.join(f'{time:.2f}' for time in times)} |"
-            )
-            hosts *= 2
 
 
-if __name__ == "__main__":
-    main()
+def rows_of(titles: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
+    """A Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (titles, ("---",) * len(titles), *rows)]
+
+
+def table(hosts: Sequence[int], card_gbps: float) -> list[str]:
+    """What crosses and how long a forward takes: a row for each host, or for each route."""
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name in LAYERS:
+            for num_hosts in hosts:
+                config = layer(name, num_hosts)
+                by_host, by_route = crossings(config, num_hosts), config.topk * (1 - 1 / num_hosts)
+                routes = min(config.topk, config.num_experts // num_hosts)
+                row_bytes = 2 * config.hidden + routes * ROUTE_BYTES
+                card, products = config.max_tokens * row_bytes / card_gbps / 1e6, products_s(config)
+                ms = [
+                    forward_over_hosts(
+                        products * 1e3, rows * card, num_hosts=num_hosts, overlap=overlap
+                    )
+                    for rows, overlap in ((by_route, 0), (by_host, 0), (by_host, 1), (by_host, 2))
+                ]
+                yield (
+                    name,
+                    str(num_hosts),
+                    str(config.num_experts),
+                    f"{by_route:.2f}, {by_host:.2f}",
+                    f"{by_host * config.max_tokens * row_bytes / 2**20:.0f}",
+                    # Both rounds, as the paper counts; of all hosts at once to one card.
+                    f"{2 * by_host * config.max_tokens * row_bytes / 1e6:.0f}",
+                    f"{products * 1e3:.2f}",
+                    f"{by_host * card:.2f}",
+                    *(f"{time:.2f}" for time in ms),
+                )
+
+    titles = ("layer", "hosts", "experts", "rows a token: by route, by host")
+    titles += ("MiB a card, each way", "MIV, MB", "products, ms", "card each way, ms")
+    return rows_of((*titles, "forward by route, ms", "by host", "overlap 1", "overlap 2"), rows())
+
+
+def published_table(card_gbps: float) -> list[str]:
+    """One exchange by the model and as others have measured it, in milliseconds."""
+    hosts = (2, 4, 8)
+    config = layer("DeepSeek-V3", 1)
+    row_gb = config.max_tokens * 2 * config.hidden / 1e9
+
+    def milliseconds(entry: Published, num_hosts: int) -> str:
+        value = entry.by_hosts.get(num_hosts)
+        if value is None or not entry.is_rate:
+            return "" if value is None else f"{value:.2f}"
+        with_own = crossings(config, num_hosts) * num_hosts / (num_hosts - 1)
+        return f"{with_own * row_gb / value * 1e3:.2f} ({value:g} GB/s)"
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        model = (f"{crossings(config, n) * row_gb / card_gbps * 1e3:.2f}" for n in hosts)
+        yield (f"this model, {card_gbps:g} GB/s a card", *model)
+        for entry in PUBLISHED:
+            yield (entry.what, *(milliseconds(entry, num_hosts) for num_hosts in hosts))
+
+    return rows_of(("one way, ms", *(f"{GPUS * num_hosts} GPUs" for num_hosts in hosts)), rows())

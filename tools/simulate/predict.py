@@ -1,9 +1,10 @@
 """Weak scaling beyond one host: predictions, as a table and as figures with what was measured.
 
-The kernel serves expert-parallel groups of up to 8 GPUs of one NVLink domain. What is predicted for
-more is the same algorithm over links that it does not use yet: rows of other domains come over one
-NIC per GPU at its full rate, without congestion, so that times are what the network must allow, not
-what one will. The maximal incast volume beside them tells how much a NIC has to take at once.
+A launch serves up to 8 GPUs of one NVLink domain. What is predicted for more is one launch over
+links that it does not use: rows of other domains come over one NIC per GPU at its full rate,
+without congestion, so that times are what the network must allow, not what one will. What a layer
+over hosts takes as it is computed is in :mod:`tools.simulate.hosts`. The maximal incast volume
+beside them tells how much a NIC has to take at once.
 """
 
 import itertools

@@ -19,7 +19,7 @@ from flashmoe_megatron.errors import ConfigError
 GRAIN = 4096
 """Shares are cut at multiples of this many bytes."""
 
-CHUNKS = tuple(2**20 * size for size in (1, 2, 4, 8))
+CHUNKS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 32))
 """Chunk sizes that are tried, in bytes."""
 
 MAX_TRIALS = 64

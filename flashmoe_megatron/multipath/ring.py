@@ -19,14 +19,16 @@ import torch
 
 from flashmoe_megatron.errors import FlashMoEError, reason_of
 from flashmoe_megatron.multipath import board, driver
+from flashmoe_megatron.multipath.balancer import CHUNKS
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Flight, Link
 from flashmoe_megatron.multipath.shared import SharedMemory, node_of_gpu
 from flashmoe_megatron.multipath.watch import Watch
 
-SLOT_BYTES = 8 * 2**20
 NUM_SLOTS = 4
-RING_BYTES = NUM_SLOTS * SLOT_BYTES
+MOST_BYTES = 128 * 2**20
+"""All rings of a rank that others write into, as long as no slot would be below the least."""
+LEAST_SLOT = 4 * 2**20
 _FAR = 2**30
 """How far ahead a counter is set that nobody will count on any more."""
 
@@ -36,6 +38,7 @@ class _Ring:
 
     Args:
         slots: Where the GPU finds them.
+        slot_bytes: The size of one.
         awaited: Where it finds the word that the peer counts in.
         counted: Where it finds the word that this rank counts in.
         word: The word at ``awaited``, for the host.
@@ -45,8 +48,11 @@ class _Ring:
         count: Chunks that this rank has issued.
     """
 
-    def __init__(self, slots: int, awaited: int, counted: int, word: Any, slack: int) -> None:
-        self.slots, self.awaited, self.counted = slots, awaited, counted
+    def __init__(
+        self, slots: int, slot_bytes: int, awaited: int, counted: int, word: Any, slack: int
+    ) -> None:
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self.awaited, self.counted = awaited, counted
         self.word, self.slack, self.count = word, slack, 0
 
     def is_behind(self) -> bool:
@@ -56,7 +62,7 @@ class _Ring:
 
     def slot(self) -> int:
         """Where the next chunk lies."""
-        return self.slots + self.count % NUM_SLOTS * SLOT_BYTES
+        return self.slots + self.count % NUM_SLOTS * self.slot_bytes
 
 
 class RingLink(Link):
@@ -65,7 +71,7 @@ class RingLink(Link):
     Args:
         control: The ranks.
         device: This rank's GPU.
-        own_bytes: Bytes of this rank's segment behind its header.
+        has_slots: Whether this rank's segment has its rings, behind its header.
 
     Raises:
         HeapError: The host, or the GPU, has no room for the rings.
@@ -75,18 +81,20 @@ class RingLink(Link):
 
     device_type = "cuda"
 
-    def __init__(self, control: Control, device: torch.device, own_bytes: int = 0) -> None:
+    def __init__(self, control: Control, device: torch.device, *, has_slots: bool = False) -> None:
         board.require_ranks(control.num_ranks)
         self.rank, self.timeout = control.rank, control.timeout
         self.peers = [
             (control.rank + step) % control.num_ranks for step in range(1, control.num_ranks)
         ]
+        self.slot_bytes = _slot_bytes(len(self.peers))
+        self.ring_bytes = NUM_SLOTS * self.slot_bytes
         self.device = device
         self.broken: FlashMoEError | None = None
         self._stack = contextlib.ExitStack()
         try:
             with torch.cuda.device(device):
-                self._open(control, own_bytes)
+                self._open(control, len(self.peers) * self.ring_bytes if has_slots else 0)
         except BaseException:
             self._stack.close()
             raise
@@ -127,17 +135,26 @@ class RingLink(Link):
             full, free = board.full_word(peer), board.free_word(peer)
             own = headers[self.rank]
             self.inbound[peer] = _Ring(
-                inbound[peer], own + full, own + free, self.own.word(full), 0
+                inbound[peer], self.slot_bytes, own + full, own + free, self.own.word(full), 0
             )
             full, free = board.full_word(self.rank), board.free_word(self.rank)
             theirs, memory = headers[peer], self.memories[peer]
             self.outbound[peer] = _Ring(
-                outbound[peer], theirs + free, theirs + full, memory.word(free), NUM_SLOTS
+                outbound[peer],
+                self.slot_bytes,
+                theirs + free,
+                theirs + full,
+                memory.word(free),
+                NUM_SLOTS,
             )
 
     def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
         """Where the slots of each peer's rings are: from the peer, and to the peer. Collective."""
         raise NotImplementedError
+
+    def offset(self, owner: int, sender: int) -> int:
+        """Where the ring for what a rank sends lies among those of its owner."""
+        return (sender - (sender > owner)) * self.ring_bytes
 
     def registered(self, memory: SharedMemory, offset: int, nbytes: int) -> int:
         """Pins a part of a segment until the link is closed; returns where GPUs see it."""
@@ -203,7 +220,7 @@ class HostRelay(RingLink):
     name = "host"
 
     def __init__(self, control: Control, device: torch.device) -> None:
-        super().__init__(control, device, control.num_ranks * RING_BYTES)
+        super().__init__(control, device, has_slots=True)
 
     def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
         inbound: dict[int, int] = {}
@@ -212,8 +229,12 @@ class HostRelay(RingLink):
         def register() -> None:
             for peer in self.peers:
                 theirs = self.memories[peer]
-                inbound[peer] = self.registered(self.own, _offset(peer), RING_BYTES)
-                outbound[peer] = self.registered(theirs, _offset(self.rank), RING_BYTES)
+                for owner, sender, memory, found in (
+                    (self.rank, peer, self.own, inbound),
+                    (peer, self.rank, theirs, outbound),
+                ):
+                    offset = board.HEADER_BYTES + self.offset(owner, sender)
+                    found[peer] = self.registered(memory, offset, self.ring_bytes)
 
         control.agree(register)
         return inbound, outbound
@@ -230,7 +251,7 @@ class PeerCopies(RingLink):
 
     def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
         def share() -> str:
-            self._rings = driver.allocate(control.num_ranks * RING_BYTES)
+            self._rings = driver.allocate(len(self.peers) * self.ring_bytes)
             self._stack.callback(driver.free, self._rings)
             return driver.share(self._rings).hex()
 
@@ -241,10 +262,10 @@ class PeerCopies(RingLink):
             for peer in self.peers:
                 mapped = driver.map_shared(bytes.fromhex(handles[peer]))
                 self._stack.callback(driver.unmap, mapped)
-                outbound[peer] = mapped + self.rank * RING_BYTES
+                outbound[peer] = mapped + self.offset(peer, self.rank)
 
         control.agree(connect)
-        return {peer: self._rings + peer * RING_BYTES for peer in self.peers}, outbound
+        return {peer: self._rings + self.offset(self.rank, peer) for peer in self.peers}, outbound
 
 
 class RingFlight(Flight):
@@ -267,7 +288,7 @@ class RingFlight(Flight):
         for stream in (link.send_stream, link.receive_stream):
             stream.wait_stream(current)
         self.started = _event(link.send_stream)
-        chunk = min(part.chunk, SLOT_BYTES)
+        chunk = min(part.chunk, link.slot_bytes)
         for number in range(math.ceil((part.end - part.begin) / chunk)):
             begin = part.begin + number * chunk
             end = min(begin + chunk, part.end)
@@ -327,6 +348,7 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _offset(peer: int) -> int:
-    """Where the slots for what a peer sends lie in a segment."""
-    return board.HEADER_BYTES + peer * RING_BYTES
+def _slot_bytes(num_peers: int) -> int:
+    """The largest chunk for which the rings of all peers have room."""
+    room = MOST_BYTES // (NUM_SLOTS * num_peers)
+    return max(LEAST_SLOT, *(chunk for chunk in CHUNKS if chunk <= room))

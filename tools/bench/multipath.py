@@ -30,11 +30,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from flashmoe_megatron.multipath import driver
-from flashmoe_megatron.multipath.balancer import Balancer, cut
+from flashmoe_megatron.multipath.balancer import CHUNKS, Balancer, cut
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Piece
 from flashmoe_megatron.multipath.multipath import Multipath
-from flashmoe_megatron.multipath.ring import SLOT_BYTES, HostRelay, PeerCopies
+from flashmoe_megatron.multipath.ring import HostRelay, PeerCopies
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
@@ -56,7 +56,7 @@ PCIE_GBPS, RDMA_GBPS, LATENCY_US = 22.0, 13.0, 20.0
 """The constants of all rows beside NCCL's own rate: GB/s into each GPU, and each link's latency."""
 
 INPUT_BYTES = 256 * 10**6
-SIZES = tuple(2**20 * size for size in (1, 4, 16, 64, 128, 256, 512))
+SIZES = tuple(2**20 * size for size in (1, 4, 16, 64, 256, 512, 1024))
 REPEATS = 10
 
 
@@ -221,50 +221,55 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
     def gather(group: dist.ProcessGroup, output: torch.Tensor, given: torch.Tensor) -> None:
         dist.all_gather_into_tensor(output, given, group)
 
-    with Multipath(plain, device=device, min_bytes=1, timeout=60) as multipath:
+    def allocate(name: str, length: int) -> torch.Tensor:
+        if name != "nccl copy engines":
+            return torch.empty(length, dtype=torch.uint8, device=device)
+        tensor: torch.Tensor = symm_mem.empty(length, dtype=torch.uint8, device=device)
+        symm_mem.rendezvous(tensor, engines)
+        return tensor
+
+    failed: dict[str, str] = {}
+    # NCCL's batches of copies are refused by the default stream.
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with (
+        Multipath(plain, device=device, min_bytes=1, timeout=60) as multipath,
+        torch.cuda.stream(side),
+    ):
+        collectives: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+            "multipath": multipath.all_gather,
+            "nccl": functools.partial(gather, plain),
+            "nccl copy engines": functools.partial(gather, engines),
+        }
         for mib in (16, 32, 64, 128, 256, 512, 1024):
             size = mib * 2**20
             ways: dict[str, Callable[[], Any]] = {}
-            for name in ("multipath", "nccl", "nccl copy engines"):
-                if name == "nccl copy engines":
-                    given, output = (
-                        symm_mem.empty(length, dtype=torch.uint8, device=device)
-                        for length in (size, num_ranks * size)
-                    )
-                    for tensor in (given, output):
-                        symm_mem.rendezvous(tensor, engines)
-                else:
-                    given = torch.empty(size, dtype=torch.uint8, device=device)
-                    output = torch.empty(num_ranks * size, dtype=torch.uint8, device=device)
+            for name, collective in collectives.items():
+                if name in failed:
+                    continue
+                given, output = allocate(name, size), allocate(name, num_ranks * size)
                 given.fill_(rank + 1)
-                ways[name] = {
-                    "multipath": functools.partial(multipath.all_gather, output, given),
-                    "nccl": functools.partial(gather, plain, output, given),
-                    "nccl copy engines": functools.partial(gather, engines, output, given),
-                }[name]
-                ways[name]()
-                torch.cuda.synchronize()
-                for other, part in enumerate(output.chunk(num_ranks)):
-                    if not bool((part == other + 1).all()):
-                        raise SystemExit(f"{name}, {mib} MiB: rank {rank} has wrong bytes")
+                way = functools.partial(collective, output, given)
+                try:
+                    way()
+                except dist.DistBackendError as error:
+                    failed[name] = str(error).splitlines()[-1]
+                    continue
+                parts = enumerate(output.chunk(num_ranks))
+                if not all(bool((part == other + 1).all()) for other, part in parts):
+                    raise SystemExit(f"{name}, {mib} MiB: rank {rank} has wrong bytes")
+                ways[name] = way
             calls = {name: functools.partial(turn_ms, way, 5) for name, way in ways.items()}
             taken = in_turns(calls, 7)
             values: list[Any] = [None] * num_ranks
             dist.all_gather_object(
                 values, {name: statistics.median(each) for name, each in taken.items()}
             )
-            received = size * (num_ranks - 1)
-            gbps = {
-                name: round(received / max(of[name] for of in values) / 1e6, 1) for name in ways
-            }
-            _say(
-                rank,
-                **about,
-                gather_mib=mib,
-                gbps=gbps,
-                shares=multipath_shares(multipath, received),
-            )
-            del ways, calls, given, output
+            inbound = size * (num_ranks - 1)
+            gbps = {name: round(inbound / max(of[name] for of in values) / 1e6, 1) for name in ways}
+            names = [link.name for link in multipath.links]
+            shares = dict(zip(names, multipath.balancer.shares(inbound), strict=True))
+            _say(rank, **about, gather_mib=mib, gbps=gbps, shares=shares, failed=failed)
+            del ways, calls, way, given, output
 
 
 def _beside_launch(rank: int, about: dict[str, Any], device: torch.device) -> None:
@@ -298,13 +303,6 @@ def _beside_launch(rank: int, about: dict[str, Any], device: torch.device) -> No
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, ms)
     _say(rank, **about, layer_ms={name: max(one[name] for one in values) for name in ms})
-
-
-def multipath_shares(multipath: Multipath, inbound: int) -> dict[str, float]:
-    """What each link carries of a transfer."""
-    names = [link.name for link in multipath.links]
-    shares = multipath.balancer.shares(inbound)
-    return {name: round(share, 4) for name, share in zip(names, shares, strict=True)}
 
 
 def _sweep(rank: int, about: dict[str, Any], both: Multipath, size: int) -> None:
@@ -360,7 +358,7 @@ def _rate(
         chosen = cut(both.balancer.shares(inbound), size)
         chunks = [model.chunk for model in both.balancer.models(inbound)]
     else:
-        chosen, chunks = cut(shares, size), [min(SLOT_BYTES, max(2**20, size // 16))] * len(shares)
+        chosen, chunks = cut(shares, size), [min(CHUNKS[-1], max(2**20, size // 16))] * len(shares)
 
     def move() -> None:
         both.fly("a measurement", pieces, chosen, chunks, [0.0] * len(chunks))

@@ -21,6 +21,7 @@ from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.schedule.degree import choose_degrees
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.scheduled.tensor import check_tensor_group
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -50,6 +51,7 @@ def select_backend(
     *,
     kind: BackendKind = "auto",
     dtype: torch.dtype | None = None,
+    tensor_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> Backend:
     """Makes the backend of one layer, or of all layers of one shape.
@@ -65,6 +67,8 @@ def select_backend(
             capability 9.0), the scheduled backend on other GPUs and for dtypes that the kernel does
             not serve, else the reference. The choice of "auto" is logged once per process.
         dtype: The dtype of tokens and weights, ``None`` for one that every backend serves.
+        tensor_group: The ranks that share each expert, ``None`` where experts are whole; see
+            :class:`~flashmoe_megatron.scheduled.backend.ScheduledBackend`, which alone takes them.
         **options: Fields of :class:`~flashmoe_megatron.options.BackendOptions`.
 
     Returns:
@@ -73,7 +77,7 @@ def select_backend(
     Raises:
         ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config`` or
             an option that concerns all of them, or do not lie in blocks of hosts, or the layer
-            cannot have the spare slots or the degree.
+            cannot have the spare slots, the degree or the ``tensor_group``.
         DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
             GPU.
     """
@@ -83,6 +87,7 @@ def select_backend(
     agreed = {**dataclasses.asdict(config), "backend": chosen}
     agreed |= {name: getattr(chosen_options, name) for name in _AGREED[chosen]}
     check_ranks_agree(group, agreed)
+    check_tensor_group(tensor_group, chosen)
     check_slots(
         config,
         chosen_options.spare_slots,
@@ -104,6 +109,7 @@ def select_backend(
             degrees=choose_degrees(
                 config, chosen_options, group=group, grid=grid, device=device, dtype=dtype
             ),
+            tensor_group=tensor_group,
         )
 
     def make(

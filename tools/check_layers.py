@@ -71,7 +71,7 @@ MULTIPATH = [
 ]
 SCHEDULED = [
     ["hooks", "lanes", "plan", "products"],
-    ["exchange", "kernels", "plain"],
+    ["exchange", "kernels", "plain", "tensor"],
     ["steps"],
     ["backend"],
 ]

@@ -237,11 +237,16 @@ class RowExchange:
 
     def hear_refusal(self, own: str | None) -> FlashMoEError:
         """What the first rank that refuses this call has refused."""
+        return told_error(*self.first_refusal(own))
+
+    def first_refusal(self, own: str | None) -> tuple[int, str]:
+        """The first rank that refuses this call, and why."""
         reasons: list[str | None] = [own] * self._config.num_ranks
-        with self.bounded():
-            dist.all_gather_object(reasons, own, group=self._group)
+        if self._group is not None:
+            with self.bounded():
+                dist.all_gather_object(reasons, own, group=self._group)
         rank, reason = next(pair for pair in enumerate(reasons) if pair[1] is not None)
-        return told_error(rank, str(reason))
+        return rank, str(reason)
 
     def dispatch(self, routed: torch.Tensor, plan: RowPlan) -> torch.Tensor:
         """Sends one entry per route to the rank of its expert.

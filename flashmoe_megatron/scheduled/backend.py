@@ -31,7 +31,13 @@ from flashmoe_megatron.checks import (
     map_problem,
 )
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig, align_capacity
-from flashmoe_megatron.errors import ConfigError, RoutingError, reason_of, told_error
+from flashmoe_megatron.errors import (
+    ConfigError,
+    FlashMoEError,
+    RoutingError,
+    reason_of,
+    told_error,
+)
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
@@ -43,6 +49,7 @@ from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
 from flashmoe_megatron.scheduled.plan import REFUSED, Part, Routes, make_part, part_size
 from flashmoe_megatron.scheduled.products import bias_grad, product, stack_of, store, weight_grad
 from flashmoe_megatron.scheduled.steps import Steps, steps_for
+from flashmoe_megatron.scheduled.tensor import TensorGroup
 from flashmoe_megatron.telemetry.record import (
     Direction,
     LaunchRecord,
@@ -91,7 +98,7 @@ class _Travel:
         done: When it has.
     """
 
-    sent: torch.Tensor
+    sent: tuple[torch.Tensor, ...]
     received: torch.Tensor
     done: lanes.Mark
 
@@ -151,8 +158,9 @@ class ScheduledBackend(OfGroup):
         options: BackendOptions | None = None,
         grid: HostGrid | None = None,
         degrees: tuple[int, int] = (1, 1),
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Binds the layer to a process group. Collective over it.
+        """Binds the layer to its process groups. Collective over them.
 
         Args:
             config: The layer's shape.
@@ -161,6 +169,8 @@ class ScheduledBackend(OfGroup):
             options: How the layer runs.
             grid: How the ranks lie on hosts; ``None`` where they share one.
             degrees: Parts in forward and in backward.
+            tensor_group: The ranks that share each expert, of which every one has a slice of the
+                intermediate dimension, ``config.intermediate`` wide; ``None`` for whole experts.
 
         Raises:
             ConfigError: The group's size is not ``config.num_ranks``, spare slots are asked for, or
@@ -182,6 +192,9 @@ class ScheduledBackend(OfGroup):
             self._most_blocks = bounded_row_blocks(config, options.row_bound)
         self._group = group
         self._device = device or torch.device("cpu")
+        self._tensor = None
+        if tensor_group is not None and dist.get_world_size(tensor_group) > 1:
+            self._tensor = TensorGroup(tensor_group, self._talk.traffic, self._device)
         self._counts = options.counters
         self.rank = self._talk.rank
         self.num_calls = 0
@@ -236,6 +249,11 @@ class ScheduledBackend(OfGroup):
         with Together(self):
             check_readable("x", x)
             check_weights(config, weights, x.device)
+            if self._tensor is not None and weights.fc2_bias:
+                raise ConfigError(
+                    "experts of several ranks with a bias in the second projection, which none of "
+                    "them has alone: wanted none, or whole experts"
+                )
             check_tokens(config, x, probs, routing_map, dtype=weights.fc1[0].dtype, device=x.device)
             self.hooks.probe(x, probs)
             call, hooked = Call("forward", layer), self.hooks.run
@@ -259,10 +277,13 @@ class ScheduledBackend(OfGroup):
         counts = [self._counts_of(routes, all_counts, part, degree) for part in range(degree)]
         total = [self._counts_of(routes, all_counts, 0, 1)]
         whole = parts[0] if degree == 1 else make_part(routes, 0, 1)
-        of_probs = self._travel(own_probs, total[0])
+        of_probs = self._travel(own_probs, total[0], whole)
         ways = [
             self._dispatch(
-                x.index_select(0, _picked(routes.token_idx, part.send_idx)), count, of_part(call, i)
+                x.index_select(0, _picked(routes.token_idx, part.send_idx)),
+                count,
+                part,
+                of_part(call, i),
             )
             for i, (part, count) in enumerate(zip(parts, counts, strict=True))
         ]
@@ -318,11 +339,13 @@ class ScheduledBackend(OfGroup):
     def refuse(self, reason: str) -> None:
         """Ends the other ranks' forward at once; see the protocol."""
         self.num_calls += 1
-        if self._exchange.needs_all_counts:
-            self._gather(torch.full((self.config.num_experts,), REFUSED, device=self._device))
-            self._talk.hear_refusal(reason)
-        else:
-            self._talk.refuse(reason, self._device)
+        if self._group is None and self._tensor is None:
+            return
+        told = torch.full((self.config.num_experts,), REFUSED, device=self._device)
+        received, _ = self._tell(told)
+        if self._tensor is not None:
+            self._tensor.every(received)
+        self._hear_refusal(reason, is_here=True)
 
     def early_fc2_grads(self) -> None:
         """None are complete before the others; see the protocol."""
@@ -355,6 +378,7 @@ class ScheduledBackend(OfGroup):
             self._dispatch(
                 grad_out.index_select(0, _picked(routes.token_idx, part.send_idx)),
                 count,
+                part,
                 of_part(call, i),
             )
             for i, (part, count) in enumerate(zip(parts, counts, strict=True))
@@ -362,7 +386,7 @@ class ScheduledBackend(OfGroup):
         of_rows = None  # behind the gradients, since only weights' gradients need them
         if saved.rows is None:
             again = Call("forward", saved.layer)
-            of_rows = self._dispatch(saved.x.index_select(0, routes.token_idx), total, again)
+            of_rows = self._dispatch(saved.x.index_select(0, routes.token_idx), total, whole, again)
         fc1, fc2 = _oriented(weights)
         _, biases2 = _biases(weights)
         steps = steps_for(grad_out)
@@ -404,7 +428,7 @@ class ScheduledBackend(OfGroup):
                 ):
                     assert every is not None
                     every[part.rows] = one
-        of_probs = self._travel(_picked(grad_row_probs, whole.by_rank), _transposed(total))
+        of_probs = self._return(grad_row_probs, total, whole)
         laps.lap("experts")
 
         assert grad_y is not None
@@ -444,18 +468,16 @@ class ScheduledBackend(OfGroup):
         config = self.config
         num_experts, local = config.num_experts, config.num_local_experts
         found = steps.sort_routes(config, probs, routing_map)
-        everyone = None
-        if self._exchange.needs_all_counts:
-            everyone = self._gather(found.counts)
-            first = self.rank * local
-            received = everyone[:, first : first + local]
-        else:
-            received = self._talk.tell_counts(found.counts)
-        if self._group is None:
+        received, everyone = self._tell(found.counts)
+        first_source = 0
+        if self._tensor is not None:
+            received = self._tensor.every(received)
+            first_source = self._tensor.rank * config.num_ranks
+        if self._group is None and self._tensor is None:
             own = others = found.counts.tolist()  # the host waits here
         else:
-            heard = received if everyone is None else everyone
-            host = torch.cat((found.counts, heard.reshape(-1))).tolist()  # or here
+            heard = (found.counts, received, *([] if everyone is None else [everyone]))
+            host = torch.cat([one.reshape(-1) for one in heard]).tolist()  # or here
             own, others = host[:num_experts], host[num_experts:]
         if own[0] == REFUSED:
             problem: str | None
@@ -465,16 +487,15 @@ class ScheduledBackend(OfGroup):
             else:
                 problem = choices_problem(config, routing_map, probs)
             reason = reason_of(RoutingError(str(problem)))
-            self._talk.hear_refusal(reason)
+            self._hear_refusal(reason, is_here=True)
             raise told_error(self.rank, reason)
-        if min(others) == REFUSED:
-            raise self._talk.hear_refusal(None)
+        host_received = _rows_of(others[: received.numel()], local)
+        if min(map(min, host_received)) == REFUSED:
+            of_group = host_received[first_source : first_source + config.num_ranks]
+            raise self._hear_refusal(None, is_here=min(map(min, of_group)) == REFUSED)
         all_counts = None
         if everyone is not None:
-            all_counts = _rows_of(others, num_experts)
-            host_received = tuple(row[first : first + local] for row in all_counts)
-        else:
-            host_received = _rows_of(others, local)
+            all_counts = _rows_of(others[received.numel() :], num_experts)
         if self._most_blocks is not None:
             blocks = sum(align_capacity(sum(column)) for column in zip(*host_received, strict=True))
             self._talk.check_bound(blocks // TILE_M, self._most_blocks, found.counts)
@@ -488,8 +509,36 @@ class ScheduledBackend(OfGroup):
             host_sent=_rows_of(own, local),
             host_received=host_received,
             ends=found.ends,
+            first_source=first_source,
         )
         return routes, found.row_probs[:num_routes], all_counts
+
+    def _tell(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tells the other ranks this one's counts.
+
+        Returns:
+            ``[num_ranks, num_local_experts]``, what each rank tells this one; and all that they
+            tell, ``[num_ranks, num_experts]``, where the exchange needs it.
+        """
+        if not self._exchange.needs_all_counts:
+            return self._talk.tell_counts(told), None
+        everyone = self._gather(told)
+        local = self.config.num_local_experts
+        return everyone[:, self.rank * local : (self.rank + 1) * local], everyone
+
+    def _hear_refusal(self, own: str | None, *, is_here: bool) -> FlashMoEError:
+        """What the first rank that refuses this call has refused.
+
+        Args:
+            own: Why this one does, ``None`` if it does not.
+            is_here: Whether any of the expert-parallel group does, and not only of another one
+                whose ranks share experts with this one's.
+        """
+        found = self._talk.first_refusal(own) if is_here else None
+        if self._tensor is not None:
+            found = self._tensor.first(found)
+        assert found is not None
+        return told_error(*found)
 
     def _gather(self, counts: torch.Tensor) -> torch.Tensor:
         everyone = [torch.empty_like(counts) for _ in range(self.config.num_ranks)]
@@ -518,19 +567,46 @@ class ScheduledBackend(OfGroup):
             ]
         known = [[0] * len(ranks) for _ in ranks]
         for other in ranks:
-            known[other][self.rank] = rows(routes.host_received[other])
+            known[other][self.rank] = rows(routes.from_ranks[other])
             known[self.rank][other] = rows(routes.host_sent[other])
         return known
 
-    def _travel(self, send: torch.Tensor, counts: Counts) -> _Travel:
-        """Begins to send rows that are complete on the current stream."""
+    def _travel(self, send: torch.Tensor, counts: Counts, part: Part) -> _Travel:
+        """Begins to send rows that are complete on the current stream to their experts."""
         received = self._exchange.received(send, counts)
-        ready = lanes.mark(self._device) if self._group is not None else None
-        return _Travel(send, received, self._exchange.run(received, send, counts, ready))
+        done = self._exchange.run(received, send, counts, self._ready())
+        if self._tensor is None:
+            return _Travel((send,), received, done)
+        sizes = self._sizes(part)
+        every = received.new_empty(sum(sizes), *received.shape[1:])
+        done = self._tensor.gather(every, received, sizes, done)
+        return _Travel((send, received), every, done)
 
-    def _dispatch(self, routed: torch.Tensor, counts: Counts, call: Call) -> _Travel:
+    def _return(self, rows: torch.Tensor, counts: Counts, part: Part) -> _Travel:
+        """Begins to send rows, by expert, back to where they came from by ``counts``."""
+        back = _transposed(counts)
+        send = rows = _picked(rows, part.by_rank)
+        ready = self._ready()
+        if self._tensor is not None:
+            sizes = self._sizes(part)
+            send = rows.new_empty(sizes[self._tensor.rank], *rows.shape[1:])
+            ready = self._tensor.reduce(send, rows, sizes, ready)
+        received = self._exchange.received(send, back)
+        return _Travel((rows, send), received, self._exchange.run(received, send, back, ready))
+
+    def _ready(self) -> lanes.Mark:
+        """This moment, where anybody waits for it."""
+        is_alone = self._group is None and self._tensor is None
+        return None if is_alone else lanes.mark(self._device)
+
+    def _sizes(self, part: Part) -> list[int]:
+        """Rows that each of the ranks which share experts receives."""
+        step = self.config.num_ranks
+        return [sum(part.recv_counts[i : i + step]) for i in range(0, len(part.recv_counts), step)]
+
+    def _dispatch(self, routed: torch.Tensor, counts: Counts, part: Part, call: Call) -> _Travel:
         """Begins to send routes' rows to their experts."""
-        return self._travel(self.hooks.run("before", "dispatch", routed, call), counts)
+        return self._travel(self.hooks.run("before", "dispatch", routed, call), counts, part)
 
     def _rows_of_experts(self, way: _Travel, part: Part, call: Call) -> torch.Tensor:
         """What experts compute with."""
@@ -541,7 +617,7 @@ class ScheduledBackend(OfGroup):
         """Begins to send what experts have computed back, for rows sent by ``counts``."""
         rows = self.hooks.run("after", "experts", rows, call)
         rows = self.hooks.run("before", "combine", rows, call)
-        return self._travel(_picked(rows, part.by_rank), _transposed(counts))
+        return self._return(rows, counts, part)
 
     def _arrived(self, way: _Travel, part: Part) -> torch.Tensor:
         """The received rows in the order of experts."""
@@ -570,7 +646,7 @@ class ScheduledBackend(OfGroup):
         epoch = self._epoch
         layer, is_evaluation = read_launch_number(number)
         rows = tuple(routes.rows_of_experts())
-        pulled = tuple(sum(row) for row in routes.host_received)
+        pulled = tuple(sum(row) for row in routes.from_ranks)
         sent = [sum(row) for row in routes.host_sent]
 
         def make(ns: dict[str, int]) -> LaunchRecord:

@@ -49,10 +49,12 @@ class Routes:
         place: ``[num_tokens, choices]`` int64, each token's routes by ascending expert;
             ``num_routes`` where there is none.
         sent: ``[1, num_experts]`` int64, this rank's routes to each expert.
-        received: ``[num_ranks, num_local_experts]`` int64, each rank's to this one's.
+        received: ``[sources, num_local_experts]`` int64, each source's to this rank's experts: of
+            the ranks, and where several share experts, of the ranks of all of these.
         host_sent: The values of ``sent``, ``[num_ranks][num_local_experts]``.
         host_received: The values of ``received``.
         ends: ``[num_experts]`` int32, where each expert's routes end.
+        first_source: Which of the sources is the first of those that send to this rank itself.
     """
 
     token_idx: torch.Tensor
@@ -63,10 +65,16 @@ class Routes:
     host_sent: tuple[tuple[int, ...], ...]
     host_received: tuple[tuple[int, ...], ...]
     ends: torch.Tensor
+    first_source: int = 0
+
+    @property
+    def from_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """``[num_ranks][num_local_experts]``, what every rank sends to this one itself."""
+        return self.host_received[self.first_source : self.first_source + len(self.host_sent)]
 
     @property
     def num_rows(self) -> int:
-        """Rows that this rank receives."""
+        """Rows that this rank computes."""
         return sum(map(sum, self.host_received))
 
     def rows_of_experts(self) -> list[int]:
@@ -117,7 +125,7 @@ def make_part(routes: Routes, part: int, degree: int) -> Part:
         begin = counts * part // degree
         return begin, counts * (part + 1) // degree - begin
 
-    if degree == len(routes.host_sent) == 1:  # nothing is cut and nothing moves
+    if degree == len(routes.host_received) == 1:  # nothing is cut and nothing moves
         every = [routes.num_rows]
         counts = list(routes.host_received[0])
         return Part(None, every, every, None, None, None, routes.ends, counts)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError
+from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError, ShapeError
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -190,6 +190,90 @@ def test_ranks_are_the_reference_and_hosts_change_no_bit() -> None:
                 pool.run(run_ranks, config, inputs, num_ranks=num_ranks)
     finally:
         pool.close()
+
+
+def cut(inputs: cases.Inputs, part: int) -> cases.Inputs:
+    """One of two slices of the intermediate dimension of every expert."""
+    fc1 = [w.view(2, 2, -1, w.shape[1])[:, part].flatten(0, 1) for w in inputs.fc1]  # gate, up
+    fc2 = [w.view(len(w), 2, -1)[:, part].contiguous() for w in inputs.fc2]
+    return replace(inputs, fc1=fc1, fc2=fc2)
+
+
+def share_experts(group: dist.ProcessGroup, inputs: cases.Inputs) -> None:
+    """Two expert-parallel groups, [0, 2] and [1, 3], whose ranks share experts pairwise."""
+    rank = dist.get_rank(group)
+    made = [dist.new_group(members) for members in ([0, 2], [1, 3], [0, 1], [2, 3])]
+    try:
+        place, part = rank // 2, rank % 2
+        mine, tensor_group = made[part], made[2 + place]
+        config = cases.make_config(num_ranks=2, max_tokens=700)
+        full = cases.make_config(intermediate=2 * config.intermediate)
+        want = []
+        for other in range(4):
+            its = {name: [getattr(inputs, name)[other]] for name in PER_RANK}
+            want.append(run(ReferenceBackend(full), replace(inputs, **its)))
+        grads = [sum(one[f"grad {name}"] for one in want) for name in ("fc1", "fc2")]
+        slices = cut(replace(inputs, fc1=list(grads[0]), fc2=list(grads[1])), part)
+        local = slice(place * config.num_local_experts, (place + 1) * config.num_local_experts)
+        want[rank]["grad fc1"] = torch.stack(slices.fc1[local])
+        want[rank]["grad fc2"] = torch.stack(slices.fc2[local])
+        ranks_of_mine = {name: getattr(inputs, name)[part::2] for name in PER_RANK}
+        given = replace(cut(inputs, part), **ranks_of_mine)
+        dtype = inputs.x[0].dtype
+
+        def make(degrees: tuple[int, int] = (2, 2), **options: Any) -> ScheduledBackend:
+            return ScheduledBackend(
+                config,
+                mine,
+                options=BackendOptions(**options),
+                degrees=degrees,
+                tensor_group=tensor_group,
+            )
+
+        for degrees in ((1, 1), (3, 2)):
+            for keep in ("all", "preactivations"):
+                backend = make(degrees, keep=keep)
+                found = run(backend, given, rank=place, as_indices=keep == "all")
+                compare(found, want[rank], dtype)
+        again = run(backend, given, rank=place)
+        assert all(torch.equal(again[name], found[name]) for name in ("out", "grad fc1"))
+        assert backend.traffic.pad_rows_sent == 0
+
+        routing_map = given.routing_map[place].clone()
+        routing_map[:1] = routing_map[:1] | (rank == 3)
+        bad = replace(given, routing_map=[routing_map] * 2)
+        with pytest.raises(RoutingError, match="rank 1: token 0 selects 8 experts"):
+            run(backend, bad, rank=place)
+        narrow = replace(given, x=[x.float() if rank == 0 else x for x in given.x])
+        with pytest.raises(ShapeError, match="rank 0: x is torch.float32"):
+            run(backend, narrow, rank=place)
+        with pytest.raises(RowBoundError, match="was to receive"):
+            run(make(row_bound=1.0), crowded(config, given), rank=place)
+        biases = (torch.zeros(4, config.hidden, dtype=dtype),)
+        weights = ExpertWeights(
+            (torch.stack(given.fc1[local]),), (torch.stack(given.fc2[local]),), fc2_bias=biases
+        )
+        arguments = given.x[place], given.probs[place], given.routing_map[place]
+        with pytest.raises(ConfigError, match=f"rank {place}: experts of several ranks"):
+            moe_apply(backend, *arguments, weights)
+        for kind in ("reference", "auto"):
+            with pytest.raises(ConfigError, match="of 2 ranks on the backend 'reference'"):
+                select_backend(config, mine, "cpu", kind=kind, tensor_group=tensor_group)
+        compare(run(backend, given, rank=place), want[rank], dtype)
+    finally:
+        for one in made:
+            if one is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(one)
+
+
+PER_RANK = ("x", "probs", "routing_map", "grad_out")
+
+
+def test_ranks_that_share_experts_are_the_reference_with_whole_ones(ranks: RankPool) -> None:
+    config = cases.make_config(intermediate=128)
+    for routing in (cases.skewed, cases.with_empty_experts):
+        inputs = cases.make_inputs(config, routing, [9, 30, 0, 17], dtype=torch.float64)
+        ranks.run(share_experts, inputs, num_ranks=4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Expert tensor parallelism: ranks that each have a slice of the same experts' matrices.
+
+Every one of them computes its slice for the rows of all, so rows are gathered behind the exchange
+with the expert-parallel ranks, and the results, which are summands, are summed and scattered before
+the way back. Rows are as ragged as they are there, and none is padded.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.errors import ConfigError, PeerTimeoutError
+from flashmoe_megatron.reference.rows import accumulation_dtype
+from flashmoe_megatron.scheduled.lanes import Lane, Mark
+
+
+class TensorGroup:
+    """Exchanges of the ranks that share experts; every call is collective over them.
+
+    Attributes:
+        size: How many they are.
+        rank: This one's number among them.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, traffic: TrafficCounters, device: torch.device
+    ) -> None:
+        """Binds it to a group of two or more ranks."""
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self._group = group
+        self._traffic = traffic
+        self._within = Lane(device)
+
+    def every(self, counts: torch.Tensor) -> torch.Tensor:
+        """``[size * n, ...]``, the ``[n, ...]`` of all ranks, on the current stream."""
+        everyone = [torch.empty_like(counts) for _ in range(self.size)]
+        try:
+            dist.all_gather(everyone, counts.contiguous(), group=self._group)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        return torch.cat(everyone)
+
+    def first(self, own: tuple[int, str] | None) -> tuple[int, str]:
+        """What the first rank that has something to tell tells."""
+        everyone: list[tuple[int, str] | None] = [own] * self.size
+        try:
+            dist.all_gather_object(everyone, own, group=self._group)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        return next(one for one in everyone if one is not None)
+
+    def gather(
+        self, every: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], ready: Mark
+    ) -> Mark:
+        """All-gathers rows beside what the current stream does.
+
+        Args:
+            every: Is filled by rank, ``[sum of sizes, ...]``, of the current stream. It and
+                ``rows`` are kept by the caller until that has waited for the returned mark.
+            rows: This rank's.
+            sizes: The number of each rank's.
+            ready: When ``rows`` are complete.
+
+        Returns:
+            When ``every`` is complete.
+
+        Raises:
+            PeerTimeoutError: A rank is gone or did not come in time.
+        """
+        pieces = every.split(list(sizes))
+        with self._within.after(ready):
+            pieces[self.rank].copy_(rows)
+            self._swap([rows] * self.size, pieces)
+        return self._within.mark()
+
+    def reduce(
+        self, out: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], ready: Mark
+    ) -> Mark:
+        """Reduce-scatters rows beside what the current stream does, summed in order of ranks.
+
+        Args:
+            out: Is filled, ``[sizes[rank], ...]``. It and ``rows`` are as in :meth:`gather`.
+            rows: Summands of all ranks' rows, by rank.
+            sizes: The number of each rank's.
+            ready: When ``rows`` are complete.
+
+        Returns:
+            When ``out`` is complete.
+
+        Raises:
+            PeerTimeoutError: A rank is gone or did not come in time.
+        """
+        pieces = rows.split(list(sizes))
+        with self._within.after(ready):
+            summands = [torch.empty_like(out) for _ in range(self.size)]
+            summands[self.rank] = pieces[self.rank]
+            self._swap(pieces, summands)
+            total = torch.zeros_like(out, dtype=accumulation_dtype(out.dtype))
+            for summand in summands:
+                total += summand
+            out.copy_(total)
+        return self._within.mark()
+
+    def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
+        """Sends every other rank a tensor and fills one of each; empty ones do not travel."""
+        ways = []
+        for other in range(self.size):
+            if other == self.rank:
+                continue
+            for operation, tensor in ((dist.isend, sent[other]), (dist.irecv, received[other])):
+                if tensor.numel():
+                    way = dist.P2POp(operation, tensor, group=self._group, group_peer=other)
+                    ways.append(way)
+            leaving = sent[other]
+            self._traffic.rows_sent += len(leaving) if leaving.dim() > 1 else 0
+            self._traffic.bytes_sent += leaving.nbytes
+        if not ways:
+            return
+        try:
+            for work in dist.batch_isend_irecv(ways):
+                work.wait()
+        except RuntimeError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: RuntimeError) -> PeerTimeoutError:
+        """What an error of torch.distributed's means here."""
+        return PeerTimeoutError(
+            f"rank {self.rank} of {self.size} that share experts: an exchange with the others "
+            f"failed, since one of them is gone or did not come: {error}"
+        )
+
+
+def check_tensor_group(group: dist.ProcessGroup | None, backend: str) -> None:
+    """Refuses experts whose matrices are cut where a backend computes whole ones.
+
+    Args:
+        group: The ranks that share each expert, ``None`` where experts are whole.
+        backend: The kind that is chosen.
+
+    Raises:
+        ConfigError: The backend is another than the scheduled one.
+    """
+    if group is not None and backend != "scheduled":
+        raise ConfigError(
+            f"expert tensor parallelism of {dist.get_world_size(group)} ranks on the backend "
+            f"{backend!r}, whose experts are whole: wanted the backend 'scheduled', or 1 rank"
+        )

@@ -61,6 +61,7 @@ class GroupBackends:
         settings: The user's.
         max_tokens: Most tokens of one rank and call. If it is ``None``, the ranks agree on the most
             at every call, and backends are made anew when it exceeds what they were made for.
+        tensor_group: The ranks that share each expert, ``None`` where experts are whole.
 
     Attributes:
         max_tokens: The tokens that backends are made for now.
@@ -73,8 +74,10 @@ class GroupBackends:
         device: torch.device,
         settings: FrameworkOptions,
         max_tokens: int | None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
+        self._tensor_group = tensor_group
         self.device = device
         self.max_tokens = max_tokens or TILE_M
         self.is_bounded = max_tokens is not None
@@ -99,6 +102,7 @@ class GroupBackends:
                 self.device,
                 kind=self._settings.backend,
                 dtype=dtype,
+                tensor_group=self._tensor_group,
                 **self._settings.backend_options(),
             )
         return self._backends[key]
@@ -110,18 +114,24 @@ class GroupBackends:
     def agree_on_tokens(self, num_tokens: int) -> None:
         """Raises the bound, on every rank, to what the fullest has; in steps, never down.
 
-        Collective over the group.
+        Collective over the group and over the ranks that share its experts.
         """
         most = num_tokens
-        if self.group is not None and dist.get_world_size(self.group) > 1:
+        groups = [
+            group
+            for group in (self.group, self._tensor_group)
+            if group is not None and dist.get_world_size(group) > 1
+        ]
+        if groups:
             agreed = torch.tensor([num_tokens], device=self.device)
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
+            for group in groups:
+                dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
             most = int(agreed)
         if most > self.max_tokens:
             self.max_tokens = align_capacity(max(most, self.max_tokens * 5 // 4))
 
 
-_Key = tuple[torch.device, FrameworkOptions, int | None]
+_Key = tuple[torch.device, FrameworkOptions, int | None, dist.ProcessGroup | None]
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, GroupBackends]] = (
     weakref.WeakKeyDictionary()
 )
@@ -134,12 +144,13 @@ def shared_backends(
     device: torch.device,
     settings: FrameworkOptions,
     max_tokens: int | None,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> GroupBackends:
-    """The same backends for every layer of this process with the same four arguments."""
+    """The same backends for every layer of this process with the same arguments."""
     known = _alone if group is None else _shared.setdefault(group, {})
-    key = (device, settings, max_tokens)
+    key = (device, settings, max_tokens, tensor_group)
     if key not in known:
-        known[key] = GroupBackends(group, device, settings, max_tokens)
+        known[key] = GroupBackends(group, device, settings, max_tokens, tensor_group)
     return known[key]
 
 

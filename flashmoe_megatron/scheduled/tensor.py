@@ -70,7 +70,7 @@ class TensorGroup:
         Raises:
             PeerTimeoutError: A rank is gone or did not come in time.
         """
-        pieces = every.split(list(sizes))
+        pieces = torch.split(every, list(sizes))
         with self._within.after(ready):
             pieces[self.rank].copy_(rows)
             self._swap([rows] * self.size, pieces)
@@ -93,7 +93,7 @@ class TensorGroup:
         Raises:
             PeerTimeoutError: A rank is gone or did not come in time.
         """
-        pieces = rows.split(list(sizes))
+        pieces = torch.split(rows, list(sizes))
         with self._within.after(ready):
             summands = [torch.empty_like(out) for _ in range(self.size)]
             summands[self.rank] = pieces[self.rank]

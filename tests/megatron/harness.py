@@ -40,6 +40,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     virtual: int | None = None
+    expert_tensor: int = 1
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _divide(layout: Layout) -> None:
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual,
         expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=layout.expert_tensor,
     )
 
 
@@ -211,7 +212,7 @@ def transformer_config(layout: Layout, dispatcher: str, **overrides: Any) -> Any
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual,
         "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.tensor > 1,
         "pipeline_dtype": torch.float32,
         "gated_linear_unit": True,

@@ -1,5 +1,6 @@
 """One MoE layer with flashmoe gives the outputs and gradients of Megatron's alltoall layer."""
 
+import functools
 import math
 import re
 from types import SimpleNamespace
@@ -338,6 +339,52 @@ def both_layers(
         vars(config).update(later or {})
         results.append(run_layer(make_layer(config, experts)))
     return results[0], results[1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tensor=2, expert_tensor=2), Layout(expert=2, expert_tensor=2)],
+    ids=["2 ranks", "2 x 2 ranks"],
+)
+def test_experts_in_slices_match_alltoall(
+    layout: Layout, two_ranks: RankPool, four_ranks: RankPool
+) -> None:
+    ranks = four_ranks if layout.expert > 1 else two_ranks
+    for results in ranks.run(layers_in_slices, layout):
+        stock, *others = results
+        for fused in others:
+            assert fused.keys() == stock.keys()
+            for tensor in fused:
+                assert_close(tensor, fused[tensor], stock[tensor], rel_l2=1e-5)
+
+
+def layers_in_slices(group: dist.ProcessGroup, layout: Layout) -> list[dict[str, torch.Tensor]]:
+    """The tensors of alltoall, whose gather gloo refuses for ragged rows, and of flashmoe."""
+    settings = {"moe_ffn_hidden_size": 128}
+    prepare(layout)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(dist, "all_gather", functools.partial(gather_ragged, dist.all_gather))
+        results = [run_layer(make_layer(transformer_config(layout, "alltoall", **settings)))]
+    for degree in ("1", "2,3"):
+        prepare(layout, backend="scheduled", max_tokens=None, degree=degree)
+        results.append(run_layer(make_layer(transformer_config(layout, "flashmoe", **settings))))
+    prepare(layout, backend="reference")
+    with pytest.raises(ConfigError, match="pass --flashmoe-backend scheduled, or --expert-tensor"):
+        transformer_config(layout, "flashmoe", **settings)
+    return results
+
+
+def gather_ragged(
+    all_gather: Any, outputs: list[torch.Tensor], rows: torch.Tensor, group: Any = None
+) -> None:
+    """An all-gather of different sizes by one of equal sizes."""
+    most = max(len(each) for each in outputs)
+    padded = [each.new_zeros(most, *each.shape[1:]) for each in outputs]
+    mine = padded[0].clone()
+    mine[: len(rows)] = rows
+    all_gather(padded, mine, group=group)
+    for each, found in zip(outputs, padded, strict=True):
+        each.copy_(found[: len(each)])
 
 
 def knows_blocks(group: dist.ProcessGroup) -> bool:

@@ -69,7 +69,12 @@ def expert_ffn_size(config: Any) -> int:
 def expert_tensor_size(config: Any) -> int:
     """Ranks that share an expert's weights; where nothing is said, those of attention."""
     tensor_size = number(config, "tensor_model_parallel_size", 1)
-    return number(config, "expert_tensor_parallel_size", tensor_size)
+    return max(number(config, "expert_tensor_parallel_size", tensor_size), 1)
+
+
+def expert_slice_size(config: Any) -> int:
+    """FFN width of the slice of an expert that one rank has."""
+    return expert_ffn_size(config) // expert_tensor_size(config)
 
 
 def recomputes(module: str) -> Asks:

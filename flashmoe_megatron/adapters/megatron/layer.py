@@ -114,17 +114,16 @@ def _flashmoe_init(original: Function) -> Function:
                 original(self, *args, **kwargs)
         finally:
             config.moe_token_dispatcher_type = DISPATCHER_TYPE
+        groups = arguments.get("pg_collection") or get_default_pg_collection()
         self.token_dispatcher = FlashMoETokenDispatcher(
-            self.num_local_experts,
-            self.local_expert_indices,
-            config=config,
-            pg_collection=arguments.get("pg_collection") or get_default_pg_collection(),
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
         )
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
         tell_dispatcher(self.ep_group, DISPATCHER_TYPE)
         check_dispatchers(self.ep_group, timeout=current_settings().backend_options()["timeout"])
-        setattr(self, ROUTED, RoutedExperts(config, self.experts, self.ep_group))
+        tensor_group = getattr(groups, "expt_tp", None)
+        setattr(self, ROUTED, RoutedExperts(config, self.experts, self.ep_group, tensor_group))
         self.experts.backward_dw = functools.partial(reduce_gradients, self.experts)
 
     return init

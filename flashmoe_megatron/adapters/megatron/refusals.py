@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from flashmoe_megatron.adapters.megatron.activations import activation_of, takes_glu_terms
 from flashmoe_megatron.adapters.megatron.asked import (
     INTERLEAVE,
     ROW_BOUND,
     clamp_value,
     expert_ffn_size,
+    expert_slice_size,
     expert_tensor_size,
     graphs_experts,
     is_other_than,
@@ -22,7 +25,12 @@ from flashmoe_megatron.adapters.megatron.asked import (
     number,
     offloads,
 )
-from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
+from flashmoe_megatron.adapters.megatron.settings import (
+    DISPATCHER_TYPE,
+    current_value,
+    flag_of,
+)
+from flashmoe_megatron.adapters.megatron.shape import compute_dtype
 from flashmoe_megatron.config import (
     DIM_GRANULE,
     GLU_CHUNK,
@@ -34,6 +42,7 @@ from flashmoe_megatron.config import (
     is_block_of,
 )
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.select import resolve_kind
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,15 @@ def _is_block(config: Any) -> bool:
     """Whether fc1's rows can alternate in blocks of the size that is asked for."""
     size = number(config, INTERLEAVE, 0)
     is_gated = is_set("gated_linear_unit")(config)
-    return is_gated and is_block_of(size, expert_ffn_size(config))
+    return is_gated and is_block_of(size, expert_slice_size(config))
+
+
+def _is_scheduled(config: Any) -> bool:
+    """Whether the scheduled backend computes the layers, by choice or where ``auto`` takes it."""
+    kind = current_value("backend")
+    if kind == "auto":
+        kind = resolve_kind(kind, torch.device("cuda"), compute_dtype(config))
+    return bool(kind == "scheduled")
 
 
 CONFIG_REFUSALS: tuple[Refusal, ...] = (
@@ -112,8 +129,9 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "expert_tensor_parallel_size",
         "expert tensor parallelism",
-        lambda config: expert_tensor_size(config) > 1,
-        "pass --expert-tensor-parallel-size 1, attention may keep its tensor parallelism",
+        lambda config: expert_tensor_size(config) > 1 and not _is_scheduled(config),
+        f"pass {flag_of('backend')} scheduled, or --expert-tensor-parallel-size 1, attention may "
+        "keep its tensor parallelism",
     ),
     Refusal(
         "expert_tensor_parallel_num_weight_shards",
@@ -268,8 +286,9 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "moe_ffn_hidden_size",
         "the experts' FFN width",
-        lambda config: expert_ffn_size(config) % DIM_GRANULE != 0,
-        f"pass a multiple of {DIM_GRANULE} as --moe-ffn-hidden-size",
+        lambda config: expert_ffn_size(config) % (DIM_GRANULE * expert_tensor_size(config)) != 0,
+        f"pass a multiple of {DIM_GRANULE} for each rank that shares an expert as "
+        "--moe-ffn-hidden-size",
     ),
 )
 """Checked when a TransformerConfig is made, before Megatron's own checks."""

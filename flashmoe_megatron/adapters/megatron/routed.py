@@ -15,7 +15,10 @@ from flashmoe_megatron.adapters.experts import (
     read_calibration,
     shared_backends,
 )
-from flashmoe_megatron.adapters.megatron.asked import expert_width
+from flashmoe_megatron.adapters.megatron.asked import (
+    expert_tensor_size,
+    expert_width,
+)
 from flashmoe_megatron.adapters.megatron.early_routing import check_early_routing
 from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_in_for_forwards
 from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, fp8_is_on
@@ -31,6 +34,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
 )
 from flashmoe_megatron.adapters.megatron.shape import (
     check_graph,
+    compute_dtype,
     moe_config,
     resolve_max_tokens,
     with_config,
@@ -57,6 +61,7 @@ class RoutedExperts(LayerExperts):
         config: Megatron's TransformerConfig.
         experts: The layer's ``experts`` module.
         group: The layer's expert-parallel group.
+        tensor_group: The ranks that share each expert, as the scheduled backend lets them.
 
     Attributes:
         calibration: The settings' file, ``None`` without one or before the backend is made.
@@ -72,12 +77,23 @@ class RoutedExperts(LayerExperts):
     WAYS_OUT_OF_DTYPE = f"pass --bf16 or --fp16, or {flag_of('backend')} auto"
 
     def __init__(
-        self, config: Any, experts: torch.nn.Module, group: dist.ProcessGroup | None
+        self,
+        config: Any,
+        experts: torch.nn.Module,
+        group: dist.ProcessGroup | None,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         refuse(megatron_args(), SCRIPT_REFUSALS)
+        size = 1 if tensor_group is None else dist.get_world_size(tensor_group)
+        if size != expert_tensor_size(config):
+            raise ConfigError(
+                f"expert tensor parallelism of {expert_tensor_size(config)} ranks over a group of "
+                f"{size}: wanted the same number"
+            )
+        self._tensor_group = tensor_group if size > 1 else None
         super().__init__(
             group,
-            _compute_dtype(config),
+            compute_dtype(config),
             capacity_factor=float(config.moe_expert_capacity_factor or 1.0),
         )
         self._config = config
@@ -191,7 +207,9 @@ class RoutedExperts(LayerExperts):
         )
         # Megatron asks so for its buffers' device; a bridge may answer with another than a GPU.
         device = torch.empty(0, device=torch.cuda.current_device()).device
-        return shape, shared_backends(self._group, device, self._settings, max_tokens)
+        return shape, shared_backends(
+            self._group, device, self._settings, max_tokens, self._tensor_group
+        )
 
     def open(self) -> Backend:
         """Makes the backend, reads the calibration and tells the user what computes the layer."""
@@ -205,16 +223,6 @@ class RoutedExperts(LayerExperts):
         )
         _announce(backend, self._config, self._settings, is_bounded=self._backends.is_bounded)
         return backend
-
-
-def _compute_dtype(config: Any) -> torch.dtype:
-    """The dtype of parameters and tokens once Megatron has wrapped the model in Float16Module."""
-    if config.bf16:
-        return torch.bfloat16
-    if config.fp16:
-        return torch.float16
-    dtype: torch.dtype = config.params_dtype
-    return dtype
 
 
 _live: "weakref.WeakSet[RoutedExperts]" = weakref.WeakSet()

@@ -10,7 +10,7 @@ from flashmoe_megatron.adapters.megatron.asked import (
     INTERLEAVE,
     ROW_BOUND,
     clamp_value,
-    expert_ffn_size,
+    expert_slice_size,
     expert_width,
     graphs_iteration,
     number,
@@ -40,7 +40,7 @@ def moe_config(
     """
     return MoEConfig(
         hidden=expert_width(config),
-        intermediate=expert_ffn_size(config),
+        intermediate=expert_slice_size(config),
         num_experts=config.num_moe_experts,
         topk=config.moe_router_topk,
         activation=activation_of_experts(config, experts),
@@ -52,6 +52,16 @@ def moe_config(
         max_tokens=max_tokens,
         skip_zero_probs=_pads_to_capacity(config),
     )
+
+
+def compute_dtype(config: Any) -> torch.dtype:
+    """The dtype of parameters and tokens once Megatron has wrapped the model in Float16Module."""
+    if config.bf16:
+        return torch.bfloat16
+    if config.fp16:
+        return torch.float16
+    dtype: torch.dtype = config.params_dtype
+    return dtype
 
 
 def _interleave(config: Any, experts: torch.nn.Module) -> int:

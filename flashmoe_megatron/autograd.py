@@ -8,10 +8,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from flashmoe_megatron.backend import Backend, ExpertWeights, Together, WeightGrad
-from flashmoe_megatron.checks import check_choices_dtype
+from flashmoe_megatron.backend import Backend, ExpertWeights, Together, Void, WeightGrad
+from flashmoe_megatron.checks import check_choices_dtype, check_readable
 from flashmoe_megatron.eager import eager
-from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.errors import ConfigError, ShapeError, reason_of, told_error
 from flashmoe_megatron.router import Router, refuse_forward_mode, refuse_second_derivative
 from flashmoe_megatron.weights import SplitGrads, SplitWeights, WrappedWeights
 
@@ -94,14 +94,14 @@ def moe_apply(
             index is out of range, or a weight is NaN.
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
     """
-    with Together(backend):
+    with Together(backend, may_be_void=True) as together:
         if isinstance(weights, SplitWeights):
             weights.check(backend.config)
-        probs, routing_map = _one_routing(probs, routing_map, topk_idx, topk_weight)
+        given, routing = _one_routing(probs, routing_map, topk_idx, topk_weight)
         parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
-        if not parameters or not any(t.requires_grad for t in (x, probs, *parameters)):
+        if not parameters or not any(t.requires_grad for t in (x, given, *parameters)):
             return backend.forward(
-                x, probs, routing_map, _joined(weights), training=False, layer=layer, router=router
+                x, given, routing, _joined(weights), training=False, layer=layer, router=router
             )[0]
         if ordered_grads:
             # Each view is a node with a place of its own in the order of backward.
@@ -114,11 +114,78 @@ def moe_apply(
             router,
             after_backward,
             on_saved,
-            routing_map,
+            None,
+            routing,
             x,
-            probs,
+            given,
             *parameters,
         )
+        assert isinstance(out, torch.Tensor)
+        return out
+    return void_call(
+        together,
+        backend,
+        x,
+        topk_weight if probs is None else probs,
+        weights,
+        accumulate_into_main_grad=accumulate_into_main_grad,
+        after_backward=after_backward,
+    )
+
+
+def void_call(
+    together: Together,
+    backend: Backend,
+    x: torch.Tensor,
+    probs: torch.Tensor | None,
+    weights: ExpertWeights | SplitWeights,
+    *,
+    accumulate_into_main_grad: bool = False,
+    after_backward: AfterBackward | None = None,
+) -> torch.Tensor:
+    """NaN in the place of a call that this rank refuses, and of which the others hear late.
+
+    Its backward takes part in theirs, and its gradients are NaN.
+
+    Args:
+        together: What has told the others.
+        backend: The layer's.
+        x: Tokens of any shape.
+        probs: What else gets a gradient, of any shape.
+        weights: The local experts.
+        accumulate_into_main_grad: See :func:`moe_apply`.
+        after_backward: See :func:`moe_apply`.
+
+    Raises:
+        FlashMoEError: The call's own, if ``x`` is no plain tensor, of which nobody could make NaN.
+    """
+    assert together.void is not None
+    assert together.error is not None
+    try:
+        check_readable("x", x)
+    except ShapeError:
+        raise told_error(backend.rank, reason_of(together.error)) from together.error
+    if not x.is_floating_point():
+        x = x.to(torch.float32)
+    if type(probs) not in (torch.Tensor, torch.nn.Parameter):
+        probs = x.new_empty(0)
+    assert probs is not None
+    _joined(weights)  # as the backward does, or this rank cannot take part in it
+    parameters = _tensors_of(weights)
+    out = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
+        backend,
+        weights,
+        accumulate_into_main_grad,
+        0,
+        None,
+        after_backward,
+        None,
+        together.void.of(probs),
+        None,
+        x,
+        probs,
+        *parameters,
+    )
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -173,24 +240,29 @@ class _RoutedExperts(torch.autograd.Function):
         router: Router | None,
         after_backward: AfterBackward | None,
         on_saved: OnSaved | None,
+        void: Void | None,
         routing_map: torch.Tensor,
         x: torch.Tensor,
         probs: torch.Tensor,
         *weight_inputs: torch.Tensor,
     ) -> torch.Tensor:
         keeps_inputs = backend.keep == "inputs"
-        out, saved = backend.forward(
-            x,
-            probs,
-            routing_map,
-            _joined(weights),
-            training=not keeps_inputs,
-            layer=layer,
-            router=router,
-        )
-        if keeps_inputs:
+        saved: Any = void
+        if void is not None:
+            out = torch.full_like(x, torch.nan)
+        else:
+            out, saved = backend.forward(
+                x,
+                probs,
+                routing_map,
+                _joined(weights),
+                training=not keeps_inputs,
+                layer=layer,
+                router=router,
+            )
+        if keeps_inputs and not isinstance(saved, Void):
             saved = _Inputs(x, probs, routing_map, layer)
-        if on_saved is not None:
+        if on_saved is not None and not isinstance(saved, Void):
             on_saved(saved)
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
@@ -219,6 +291,8 @@ class _RoutedExperts(torch.autograd.Function):
                 training=True,
                 layer=saved.layer,
             )[1]  # the output, which the backward does not need, is freed here
+        elif isinstance(saved, Void) and ctx.backend.keep == "inputs":
+            saved = _refused_again(ctx.backend, saved)
         destinations: _Destinations | _SplitDestinations
         if isinstance(weights, SplitWeights):
             destinations = _SplitDestinations(weights)
@@ -241,7 +315,15 @@ class _RoutedExperts(torch.autograd.Function):
         if ctx.after_backward is not None:
             ctx.after_backward(destinations.fc2_in_main_grad())
         # Autograd drops the gradients of inputs that need none.
-        return *[None] * 8, grad_x, grad_probs, *destinations.grads()
+        return *[None] * 9, grad_x, grad_probs, *destinations.grads()
+
+
+def _refused_again(backend: Backend, void: Void) -> Void:
+    """Takes part in the forward that a backward of the other ranks runs again."""
+    again = backend.refuse(void.reason)
+    if again is None:
+        raise told_error(backend.rank, void.reason)
+    return dataclasses.replace(again, probs_shape=void.probs_shape, probs_dtype=void.probs_dtype)
 
 
 @dataclasses.dataclass

@@ -91,6 +91,52 @@ class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each we
             self.buffer.copy_(value)
 
 
+class Untold:
+    """What a backward was refused for, on a rank whose peers wait for its part in it.
+
+    Only a forward can tell them: the backward goes on with gradients of NaN, and the next forward
+    raises its error on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._error: FlashMoEError | None = None
+
+    def keep(
+        self, error: FlashMoEError, weights: ExpertWeights, grads: Sequence[WeightGrad]
+    ) -> list[list[WeightGrad]]:
+        """Puts an error off.
+
+        Args:
+            error: Why gradients cannot be written.
+            weights: The local experts.
+            grads: Where their gradients should go, which become NaN.
+
+        Returns:
+            Where they go instead, for nobody: those of fc1, of fc2, and of their biases.
+        """
+        self._error = error
+        for grad in grads:
+            grad.buffer.fill_(torch.nan)
+        kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+        return [
+            [
+                WeightGrad(torch.empty(one.shape, dtype=one.dtype, device=one.device), False)
+                for one in kind
+            ]
+            for kind in kinds
+        ]
+
+    def tell(self) -> None:
+        """Raises the error, once.
+
+        Raises:
+            FlashMoEError: There is one.
+        """
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
 @dataclass
 class TrafficCounters:
     """What one rank has put on the links and padded in its own memory since the last reset.
@@ -114,6 +160,35 @@ class TrafficCounters:
     bytes_crossed: int = 0
 
 
+@dataclass
+class Void:
+    """What a forward saves that has no result, since not every rank's host knows of its error yet.
+
+    Its output is NaN, and so are the gradients of its backward, in which this rank takes part with
+    no tokens.
+
+    Attributes:
+        saved: What the backend's backward needs for no tokens.
+        reason: From :func:`~flashmoe_megatron.errors.reason_of`.
+        probs_shape: The probabilities', and so their gradient's.
+        probs_dtype: Theirs.
+    """
+
+    saved: Any
+    reason: str
+    probs_shape: tuple[int, ...] = ()
+    probs_dtype: torch.dtype = torch.float32
+
+    def of(self, probs: torch.Tensor) -> "Void":
+        """The same for these probabilities."""
+        return Void(self.saved, self.reason, tuple(probs.shape), probs.dtype)
+
+    def gradients(self, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """NaN for tokens and probabilities."""
+        probs = grad_out.new_full(self.probs_shape, torch.nan, dtype=self.probs_dtype)
+        return torch.full_like(grad_out, torch.nan), probs
+
+
 class OfGroup:
     """What belongs to a process group, which cannot be copied: a copy of a layer shares it."""
 
@@ -131,7 +206,10 @@ class Backend(Protocol):
     """Routed experts of one layer on one expert-parallel group.
 
     Both calls are collective over the group: every rank makes the same calls in the same order,
-    also with no tokens. A forward that one rank refuses ends on every rank with that rank's error.
+    also with no tokens. A forward that one rank refuses ends on every rank with that rank's error:
+    in that call where every rank's host waits for it. Else its output is NaN on every rank, as are
+    those of the forwards behind it, up to the first of which every rank's host knows of the error:
+    that one raises it, on all.
 
     Attributes:
         config: The layer's shape.
@@ -188,22 +266,26 @@ class Backend(Protocol):
 
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an
-            opaque ``saved`` (``None`` unless ``training``).
+            opaque ``saved`` (``None`` unless ``training``). NaN and a :class:`Void`, whether or not
+            a backward will follow, where the call ends by an error that is raised later.
         """
         ...
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> Void | None:
         """Takes part in the other ranks' forward in place of a call that this rank refuses.
 
-        Collective over the group. Where the other ranks' hosts wait for their forward it raises
-        this reason; where they do not, its output is NaN, and the reason is raised by the next call
-        of every rank, this one included.
+        Collective over the group; waits for the other ranks.
 
         Args:
             reason: From :func:`~flashmoe_megatron.errors.reason_of`; the kernel tells its first 479
                 bytes.
 
+        Returns:
+            ``None`` where every rank raises the reason in this call. Else the output of this call
+            is NaN on every rank, and this is what its backward needs.
+
         Raises:
+            FlashMoEError: Another error ends this call on every rank, which was known before.
             PeerTimeoutError: A rank did not come.
         """
         ...
@@ -226,10 +308,12 @@ class Backend(Protocol):
 
         Returns:
             Gradients of ``x`` (``[num_tokens, hidden]``) and of ``probs`` (in its shape, zero where
-            not selected), in their inputs' dtypes.
+            not selected), in their inputs' dtypes. Where a gradient of a weight cannot be written,
+            these and all buffers are NaN, and the next forward raises the reason on every rank.
 
         Raises:
-            ShapeError: ``grad_out`` is not a gradient of that forward's output.
+            ShapeError: ``grad_out`` is not a gradient of that forward's output; or there is one
+                rank, and a gradient of a weight cannot be written.
         """
         ...
 
@@ -261,24 +345,41 @@ class Together:
 
     ``with Together(backend):`` encloses all that a rank does up to that forward, checks above all.
     Within it an error of this package names this rank, as it does on the others.
+
+    Args:
+        backend: The layer's.
+        may_be_void: The caller goes on behind the block with an output of NaN where the others hear
+            of the error late. Else the error is raised here at once, and once more in a later call.
+
+    Attributes:
+        void: What the caller's backward needs, if it is to go on with NaN.
+        error: Why.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, may_be_void: bool = False) -> None:
+        self.void: Void | None = None
+        self.error: Exception | None = None
         self._backend = backend
+        self._may_be_void = may_be_void
         self._num_calls = backend.num_calls
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Together":
         """Nothing is told before there is an error."""
+        return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Tells the other ranks, unless the forward has begun, which does so itself."""
         backend = self._backend
         if not isinstance(error, Exception) or backend.num_calls != self._num_calls:
-            return
+            return False
         reason = reason_of(error)
         try:
-            backend.refuse(reason)
+            void = backend.refuse(reason)
         except FlashMoEError as trouble:
             raise error from trouble
+        if void is not None and self._may_be_void:
+            self.void, self.error = void, error
+            return True
         if isinstance(error, FlashMoEError) and backend.config.num_ranks > 1:
             raise told_error(backend.rank, reason) from error
+        return False

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.autograd import moe_apply, void_call
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together
 from flashmoe_megatron.checks import (
     TOKEN_DTYPES,
@@ -67,10 +67,10 @@ def moe_forward(
         ShapeError: A tensor is not what the backend was built for.
         RoutingError: An expert id is out of range or given twice for a token, or a weight is NaN.
     """
-    with Together(backend):
+    with Together(backend, may_be_void=True) as together:
+        check_readable("x", x)
         if x.dim() != 2:
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
-        check_readable("x", x)
         if x.dtype not in TOKEN_DTYPES:  # before its routing weights, which may have its dtype
             raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
         for name, choices in (("topk_idx", topk_idx), ("topk_weight", topk_weight)):
@@ -92,6 +92,7 @@ def moe_forward(
             ordered_grads=ordered_grads,
             layer=layer,
         )
+    return void_call(together, backend, x, topk_weight, weights)
 
 
 class RouterOutput(NamedTuple):
@@ -145,11 +146,11 @@ def moe_router_forward(
         RoutingError: A logit is NaN; raised late where the host does not wait for the launch.
         FlashMoEError: In backward, if logits or map were changed in place.
     """
-    with Together(backend):
+    with Together(backend, may_be_void=True) as together:
         config = backend.config
+        check_readable("x", x)
         if x.dim() != 2:
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
-        check_readable("x", x)
         check_router_weight(config, x, router_weight)
         probs, logits, opened = open_router(config, x, router_weight, router or RouterConfig())
         out = moe_apply(
@@ -164,6 +165,9 @@ def moe_router_forward(
         )
         opened.close()
         return RouterOutput(out, probs, logits, opened.routing_map)
+    out = void_call(together, backend, x, router_weight, weights)
+    probs = out.new_full((len(x), backend.config.num_experts), math.nan, dtype=torch.float32)
+    return RouterOutput(out, probs, probs.clone(), torch.zeros_like(probs, dtype=torch.bool))
 
 
 RANK_BUFFER = "expert_rank"
@@ -303,16 +307,18 @@ class FlashMoELayer(nn.Module):
         """
         if self._given is not None:
             return self._given
-        device = self.fc1.device
+        fc1 = self._parameters["fc1"]  # of self.fc1 a tracer makes something without a device
+        assert fc1 is not None
+        device = fc1.device
         if device.type == "meta":
             raise ConfigError(
                 "the layer is on meta and has no values: wanted layer.to_empty(device=...), "
                 "and then reset_parameters() or a checkpoint"
             )
         is_autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if is_autocast else self.fc1.dtype
+        dtype = torch.get_autocast_dtype(device.type) if is_autocast else fc1.dtype
         if dtype not in self._backends:
-            self._backends[dtype] = self._select(local_part(self.fc1).device, dtype)
+            self._backends[dtype] = self._select(device, dtype)
         return self._backends[dtype]
 
     def _select(self, device: torch.device | str, dtype: torch.dtype) -> Backend:
@@ -376,8 +382,13 @@ class FlashMoELayer(nn.Module):
             RoutingError: As in :func:`moe_forward`.
         """
         backend = self.backend  # autocast, on which it may depend, is off where experts are applied
-        with Together(backend):
+        with Together(backend, may_be_void=True) as together:
             return self._forward(backend, x, topk_idx, topk_weight)
+        if topk_weight is None and self.router is not None:
+            topk_weight = self.router.weight
+        kind = local_part(self.fc1).device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return void_call(together, backend, x, topk_weight, self._weights(dtype))
 
     def _forward(
         self,
@@ -419,8 +430,7 @@ class FlashMoELayer(nn.Module):
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
-        stacks = {name: (cast(local_part(one)),) for name, one in self.expert_parameters()}
-        weights = ExpertWeights(**stacks, transposed=False)
+        weights = self._weights(dtype)
         number = launch_number(0, is_training=self.training)
         if topk_idx is None or topk_weight is None:
             if self.router is not None and self.fuse_router:
@@ -438,6 +448,12 @@ class FlashMoELayer(nn.Module):
             check_routing=self.check_routing,
             layer=number,
         )
+
+    def _weights(self, dtype: torch.dtype | None) -> ExpertWeights:
+        """This rank's experts, in another dtype if given one."""
+        local = {name: local_part(one) for name, one in self.expert_parameters()}
+        stacks = {name: (one if dtype is None else one.to(dtype),) for name, one in local.items()}
+        return ExpertWeights(**stacks, transposed=False)
 
     def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The experts' parameters, without the router's, by their names in ``ExpertWeights``."""

@@ -109,6 +109,12 @@ class Router:
                 "is computed from them: change a clone"
             )
 
+    def spoil(self) -> None:
+        """Fills the tensors in for a call that has no result."""
+        self.logits.fill_(math.nan)
+        self.probs.fill_(math.nan)
+        self.routing_map.zero_()
+
     def run(self, x: torch.Tensor, topk: int) -> None:
         """Fills the tensors in, on any device."""
         wide = self.logits.dtype

@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import functools
+import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -15,6 +17,8 @@ from flashmoe_megatron.backend import (
     OfGroup,
     Together,
     TrafficCounters,
+    Untold,
+    Void,
     WeightGrad,
 )
 from flashmoe_megatron.checks import (
@@ -28,6 +32,7 @@ from flashmoe_megatron.errors import (
     ConfigError,
     DeviceError,
     ShapeError,
+    reason_of,
 )
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.gradients import UniformGrads
@@ -39,6 +44,8 @@ from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
+
+logger = logging.getLogger("flashmoe_megatron")
 
 CLUSTER_SIZE = 2
 """CTAs that work together, on neighbouring SMs: the grid is a multiple of it."""
@@ -174,6 +181,7 @@ class KernelBackend(OfGroup):
         self._bounds: dict[bool, int | None] = {}
         self._sizes = bindings.FlashMoESizes()
         self._tables = AddressTables(config, self.memory, self.device)
+        self._untold = Untold()
         self._early_number = 0
         """Number of the last backward, if fc2's gradients are complete before its end, else 0."""
 
@@ -188,12 +196,16 @@ class KernelBackend(OfGroup):
         training: bool,
         layer: int = 0,
         router: Router | None = None,
-    ) -> tuple[torch.Tensor, SavedForward | None]:
+    ) -> tuple[torch.Tensor, SavedForward | Void | None]:
         """Applies the routed experts, see :class:`flashmoe_megatron.backend.Backend`."""
         with Together(self):
             tables = self._use_weights(weights)
             self._describe()
+        with Together(self, may_be_void=True) as together:
+            self._raise_shared()
             pending = self._begin(x, probs, routing_map, router, self._bounds[training])
+        if together.void is not None:
+            return self._end(together.void, x, probs, router)
         try:
             return self._finish(pending, tables, training=training, layer=layer)
         except BaseException:
@@ -203,21 +215,77 @@ class KernelBackend(OfGroup):
             raise
 
     @_on_own_device
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> Void | None:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         self.num_calls += 1
         if self.config.num_ranks == 1 or torch.cuda.is_current_stream_capturing():
-            return
+            return None
         problem, group = self._prepare(), self.memory.open()
+        is_known = self.memory.has_fault
         refusal = bindings.FlashMoEInput(refusal=reason.encode())
         plan = self._empty(self._sizes.plan_bytes)
         bindings.call("plan", problem, group, refusal, plan.data_ptr())
         outcome = self._await_plan(problem, group)
-        if outcome.status == bindings.REFUSED and outcome.is_heard_late:
-            return  # the fault stays, for the next call of every rank
+        if self._goes_on(outcome):
+            if not is_known:
+                logger.error("outputs are NaN until a later call raises on all ranks: %s", reason)
+            return self._void(plan, reason)
         fault = self.memory.take_fault()
-        if outcome.status != bindings.REFUSED:
+        if is_known or outcome.status != bindings.REFUSED:
             raise fault or bindings.error(outcome.status)
+        return None
+
+    def _goes_on(self, outcome: _PlanOutcome) -> bool:
+        """Whether a call ends by an error that is raised later, which is not put off for ever."""
+        if not (outcome.is_heard_late and self.memory.has_shared_fault):
+            return False
+        self.memory.is_void = self.memory.seconds_of_fault() > self.options.timeout
+        return not self.memory.is_void
+
+    def _void(self, plan: torch.Tensor, reason: str) -> Void:
+        """A forward whose plan has failed, and of whose error some rank's host hears later.
+
+        The fault stays. A host that knows of it launches nothing but plans that it waits for, which
+        tell it whether all do so. Then all raise, in the same call; until then all go on with NaN,
+        and with backwards, so that they are in step however far each is ahead of its GPU.
+        """
+        keeps_rows = self.keep != "preactivations"
+        none = torch.empty(0, self.config.hidden, dtype=self._dtype, device=self.device)
+        saved = SavedForward(
+            plan=plan,
+            rows=self._empty(0) if keeps_rows else None,
+            x=None if keeps_rows else none,
+            preact=self._empty(0),
+            num_row_blocks=0,
+            num_tokens=0,
+            num_columns=self.config.num_experts,
+            probs_dtype=torch.float32,
+            layer=0,
+        )
+        return Void(saved, reason)
+
+    @staticmethod
+    def _end(
+        void: Void, x: torch.Tensor, probs: torch.Tensor, router: Router | None
+    ) -> tuple[torch.Tensor, Void]:
+        """What a forward gives that ends by an error that is raised later."""
+        if router is not None:
+            router.spoil()
+        return torch.full_like(x, torch.nan), void.of(probs)
+
+    def _raise_shared(self) -> None:
+        """Raises what is to be told to all ranks: an error that this rank's host knows of.
+
+        A single rank's host, and one that captures a graph, raise it at once, as do all whose
+        group has given up.
+        """
+        self._untold.tell()
+        if self._can_share and self.memory.has_shared_fault:
+            raise self.memory.fault()
+
+    @property
+    def _can_share(self) -> bool:
+        return self.config.num_ranks > 1 and not torch.cuda.is_current_stream_capturing()
 
     @_on_own_device
     def begin(
@@ -245,7 +313,7 @@ class KernelBackend(OfGroup):
     @_on_own_device
     def finish(
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
-    ) -> tuple[torch.Tensor, SavedForward | None]:
+    ) -> tuple[torch.Tensor, SavedForward | Void | None]:
         """Launches the layer of :meth:`begin`; waits for its plan, if that counts. Collective."""
         return self._finish(pending, self._use_weights(weights), training=training, layer=0)
 
@@ -270,13 +338,16 @@ class KernelBackend(OfGroup):
 
     def _finish(
         self, pending: PendingForward, tables: WeightTables, *, training: bool, layer: int
-    ) -> tuple[torch.Tensor, SavedForward | None]:
+    ) -> tuple[torch.Tensor, SavedForward | Void | None]:
         blocks, router = pending.num_row_blocks, pending.router
         is_planned = blocks is None
         if blocks is None:
             # A fault that the plan has left by now is its outcome, which every rank has.
             problem = self._describe()
             outcome = self._await_plan(problem, pending.group)
+            if self._goes_on(outcome):
+                void = self._void(pending.plan, reason_of(self.memory.fault()))
+                return self._end(void, pending.x, pending.probs, router)
             if outcome.status != bindings.OK:
                 fault = self.memory.take_fault()  # it says more than the status does
                 pending.has_failed = fault is not None and not self.memory.is_void
@@ -334,7 +405,7 @@ class KernelBackend(OfGroup):
     def backward(
         self,
         grad_out: torch.Tensor,
-        saved: SavedForward,
+        saved: SavedForward | Void,
         weights: ExpertWeights,
         grad_fc1: Sequence[WeightGrad],
         grad_fc2: Sequence[WeightGrad],
@@ -342,14 +413,28 @@ class KernelBackend(OfGroup):
         grad_fc2_bias: Sequence[WeightGrad] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`flashmoe_megatron.backend.Backend`."""
+        if isinstance(saved, Void):
+            dtype = (weights.fc1 or weights.fc2)[0].dtype
+            none = torch.empty(0, self.config.hidden, dtype=dtype, device=self.device)
+            kinds = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
+            self.backward(none, saved.saved, weights, *kinds)
+            return saved.gradients(grad_out)
         check_grad_out(self.config, grad_out, saved.num_tokens)
         grad_out = grad_out.contiguous()
         if grad_out.data_ptr() % ALIGNMENT_BYTES:  # a slice of something else's gradient
             grad_out = grad_out.clone()
         tables = self._use_weights(weights)
         check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
-        grads = UniformGrads([*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias])
-        table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
+        targets = [*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias]
+        try:
+            grads, table = self._use_grads(targets)
+            is_void = False
+        except ShapeError as error:
+            if self.config.num_ranks == 1:
+                raise
+            scratch_grads = self._untold.keep(error, weights, targets)
+            grads, table = self._use_grads(list(itertools.chain(*scratch_grads)))
+            is_void = True
         problem = self._prepare()
         addresses = _addresses(problem, self.memory.open())
         number = self.memory.early_fc2.next_backward()
@@ -383,7 +468,19 @@ class KernelBackend(OfGroup):
         )
         grads.settle()
         self._early_number = number if grads.are_own else 0
+        if is_void:
+            grad_x.fill_(torch.nan)
         return grad_x, grad_probs
+
+    def _use_grads(self, targets: list[WeightGrad]) -> tuple[UniformGrads, torch.Tensor]:
+        """Gradients as the kernel writes them, and their table.
+
+        Raises:
+            ShapeError: One of them cannot be written.
+        """
+        grads = UniformGrads(targets)
+        table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
+        return grads, table
 
     @_on_own_device
     def early_fc2_grads(self) -> contextlib.AbstractContextManager[object] | None:
@@ -419,6 +516,7 @@ class KernelBackend(OfGroup):
     def raise_pending_fault(self) -> None:
         """Raises what a launch found wrong that the host did not wait for.
 
+        Not collective: ranks are in step behind it where each has waited for its GPU before it.
         Usable after CUDA itself has failed. The group can be used again afterwards; after a timeout
         its next call allocates its memory anew, on all ranks.
 
@@ -480,10 +578,19 @@ class KernelBackend(OfGroup):
         return None if training else transient_blocks(self._sizes)
 
     def _prepare(self) -> bindings.FlashMoEProblem:
-        """The problem, with memory for it. Collective where the memory is made anew."""
-        self.raise_pending_fault()
+        """The problem, with memory for it. Collective where the memory is made anew.
+
+        Raises:
+            FlashMoEError: A launch has left a fault, unless ranks have yet to agree on the call
+                that raises it.
+        """
+        if not (self._can_share and self.memory.has_shared_fault):
+            self.raise_pending_fault()
         problem = self._describe()
         if self.memory.needs(self._sizes):
+            if self.memory.has_heap:
+                torch.cuda.synchronize(self.device)
+                self.raise_pending_fault()  # which every rank has by now, and the new one forgets
             self.memory.allocate(self._sizes)
         return problem
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import logging
+import time
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ class GroupMemory:
         self.is_void = False
         """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
         allocate anew."""
+        self._known_since: float | None = None
         self._last_record = bindings.FlashMoERecord()
         self._last_stream: int | None = None
 
@@ -141,9 +143,31 @@ class GroupMemory:
         return self._groups[self._last_stream]
 
     @property
+    def has_heap(self) -> bool:
+        """Whether there has been a call."""
+        return self._heap is not None
+
+    @property
     def has_fault(self) -> bool:
         """Whether a launch has left a fault that nobody has been told of."""
         return self._heap is not None and self._fault_code.value != 0
+
+    @property
+    def has_shared_fault(self) -> bool:
+        """Whether it is one that every rank's launch has left, and all raise in one call."""
+        return self.has_fault and self._fault_code.value != bindings.PEER_TIMEOUT
+
+    def seconds_of_fault(self) -> float:
+        """For how long this host has known of the fault."""
+        now = time.monotonic()
+        self._known_since = self._known_since or now
+        return now - self._known_since
+
+    def fault(self) -> FlashMoEError:
+        """The error that a launch has left, which stays."""
+        fault = bindings.read_fault(self.last_group())
+        assert fault is not None
+        return bindings.fault_error(fault)
 
     def take_fault(self) -> FlashMoEError | None:
         """The error that a launch has left, once."""
@@ -156,6 +180,7 @@ class GroupMemory:
         fault = bindings.read_fault(group)
         if fault is None:
             return None
+        self._known_since = None
         self.is_void = self.is_void or fault.code == bindings.PEER_TIMEOUT
         bindings.clear_fault(group)
         return bindings.fault_error(fault)

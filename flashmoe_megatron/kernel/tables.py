@@ -126,6 +126,7 @@ class AddressTables:
                 check_kernel_tensor(
                     "weight gradient", grad.buffer, self._device, torch.float32, dtype
                 )
+            self._check_sizes(grads)
             num_weights = 2 * self._config.num_local_experts
             array = ctypes.c_void_p * num_weights
             weights, biases = addresses[:num_weights], addresses[num_weights:]
@@ -161,6 +162,31 @@ class AddressTables:
                 "weights, and as many of biases or none"
             )
         return addresses
+
+    def _check_sizes(self, grads: Sequence[WeightGrad]) -> None:
+        """Refuses gradients that end elsewhere than their weights.
+
+        Raises:
+            ShapeError: One of them does.
+        """
+        config, experts = self._config, self._config.num_local_experts
+        matrices = (config.fc1_rows * config.hidden, config.hidden * config.intermediate)
+        wanted = [
+            (size, num_dims)
+            for sizes, num_dims in ((matrices, MATRIX), ((config.fc1_rows, config.hidden), VECTOR))
+            for size in sizes
+            for _ in range(experts)
+        ]
+        count = 0
+        for grad in grads:
+            size, num_dims = wanted[count]
+            stacked = len(grad.buffer) if grad.buffer.dim() > num_dims else 1
+            if grad.buffer.numel() != stacked * size:
+                raise ShapeError(
+                    f"a weight gradient has shape {tuple(grad.buffer.shape)}, wanted {size} "
+                    f"elements of each of {stacked} experts"
+                )
+            count += stacked
 
     def _upload(self, host: torch.Tensor) -> torch.Tensor:
         """A table on the device. A graph that captures the copy repeats it at every replay."""

@@ -20,11 +20,13 @@ from flashmoe_megatron.backend import (
     OfGroup,
     Together,
     TrafficCounters,
+    Untold,
     WeightGrad,
     unstacked,
 )
 from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig, align_capacity
+from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.activations import activate, activate_backward
@@ -143,6 +145,7 @@ class ReferenceBackend(OfGroup):
         self._device = device or torch.device("cpu")
         self.rank = self._rows.rank
         self.num_calls = 0
+        self._untold = Untold()
         self._epoch = 0
         self._records: deque[LaunchRecord] = deque(maxlen=MOST_RECORDS)
 
@@ -187,6 +190,7 @@ class ReferenceBackend(OfGroup):
         """
         config = self.config
         with Together(self):
+            self._untold.tell()
             check_readable("x", x)
             weights = check_weights(config, weights, x.device)
             dtype = weights.fc1[0].dtype
@@ -268,6 +272,14 @@ class ReferenceBackend(OfGroup):
         local = config.num_local_experts
         kinds = [_per_expert(grad_fc1, MATRIX), _per_expert(grad_fc2, MATRIX)]
         kinds += [_per_expert(grads, VECTOR) for grads in (grad_fc1_bias, grad_fc2_bias) if grads]
+        is_void = False
+        try:
+            _check_grads(kinds, weights)
+        except ShapeError as error:
+            if config.num_ranks == 1:
+                raise
+            given = [*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias]
+            kinds, is_void = list(filter(None, self._untold.keep(error, weights, given))), True
 
         def store(local_expert: int, values: Values) -> None:
             for grads, value in zip(kinds, values, strict=True):
@@ -341,6 +353,8 @@ class ReferenceBackend(OfGroup):
         self._record(
             watch, plan, saved.layer, "backward", num_tokens=num_tokens, replica_bytes=moved
         )
+        if is_void:
+            grad_x.fill_(torch.nan)
         return grad_x, grad_probs
 
     def _with_replicas(self, weights: ExpertWeights, plan: RowPlan) -> tuple[ExpertWeights, int]:
@@ -420,6 +434,25 @@ def _per_expert(grads: Sequence[WeightGrad], num_dims: int) -> list[WeightGrad]:
         for grad in grads
         for buffer in unstacked([grad.buffer], num_dims)
     ]
+
+
+def _check_grads(kinds: Sequence[Sequence[WeightGrad]], weights: ExpertWeights) -> None:
+    """Refuses gradients that are not of the weights' shapes and on their device.
+
+    Raises:
+        ShapeError: One of them is not.
+    """
+    fields = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+    for grads, tensors in zip(kinds, filter(None, fields), strict=True):
+        if len(grads) != len(tensors):
+            raise ShapeError(f"{len(grads)} weight gradients, wanted {len(tensors)}")
+        for grad, tensor in zip(grads, tensors, strict=True):
+            got, wanted = ((tuple(one.shape), one.device) for one in (grad.buffer, tensor))
+            if got != wanted or not grad.buffer.is_floating_point():
+                raise ShapeError(
+                    f"a weight gradient has shape {got[0]} and is {grad.buffer.dtype} on {got[1]}, "
+                    f"wanted {wanted[0]} of a float dtype on {wanted[1]}"
+                )
 
 
 def _oriented(weights: ExpertWeights, local_expert: int) -> tuple[torch.Tensor, torch.Tensor]:

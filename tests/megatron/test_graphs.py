@@ -4,6 +4,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from flashmoe_megatron.adapters.megatron import graphs
 from flashmoe_megatron.errors import RowBoundError
@@ -100,7 +101,12 @@ def test_faults_of_replayed_launches_are_raised(monkeypatch: pytest.MonkeyPatch)
     module = ModuleType("full_cuda_graph")
     module.FullCudaGraphWrapper = FullCudaGraphWrapper  # type: ignore[attr-defined]
     graphs.patch_full_graph(module)
-    backend = SimpleNamespace(raise_pending_fault=raise_pending_fault)
+    waits: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append("for the replay"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    backend = SimpleNamespace(
+        raise_pending_fault=raise_pending_fault, config=SimpleNamespace(num_ranks=1)
+    )
     monkeypatch.setattr(graphs, "live_experts", lambda: [SimpleNamespace(backend=backend)])
     step = FullCudaGraphWrapper()
     assert step() == "reduced losses"
@@ -109,4 +115,7 @@ def test_faults_of_replayed_launches_are_raised(monkeypatch: pytest.MonkeyPatch)
     found.append(RowBoundError("since the last one"))
     with pytest.raises(RowBoundError, match="since"):
         step()
+    assert not waits
+    backend.config.num_ranks = 2  # ranks hear of a fault in the same call
     assert step() == "reduced losses"
+    assert len(waits) == 1

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import errors
+from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, Together
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -147,6 +148,48 @@ def test_every_way_into_a_backend_ends_together(ranks: RankPool):
             assert by_hand == ("FlashMoEError", "rank 1: RuntimeError: no room")
         wanted = "rank 1: 1 fc1 weights, wanted one for each of the 3 local experts"
         assert others == [("ShapeError", wanted)] * 2
+
+
+def refuse_in_backward(group: dist.ProcessGroup) -> Any:
+    """Rank 1 has a ``main_grad`` that cannot be written, for one backward."""
+    rank = dist.get_rank(group)
+    layer = make_layer(group)
+    stacks = [getattr(layer, name).to_local().detach().requires_grad_() for name in ("fc1", "fc2")]
+    weights = ExpertWeights((stacks[0],), (stacks[1],))
+    call = {name: value.contiguous() for name, value in make_call(rank).items()}
+    x = call.pop("x").requires_grad_()
+
+    def step() -> None:
+        x.grad = None
+        moe_apply(
+            layer.backend, x, None, None, weights, accumulate_into_main_grad=True, **call
+        ).sum().backward()
+
+    def reset() -> None:
+        for stack in stacks:
+            stack.main_grad = torch.zeros_like(stack)  # type: ignore[attr-defined]
+
+    reset()
+    step()
+    want = [stack.main_grad for stack in stacks]  # type: ignore[attr-defined]
+    reset()
+    if rank == 1:
+        stacks[0].main_grad = torch.zeros(3, 2, 2)  # type: ignore[attr-defined]
+    step()
+    spoiled = [bool(one.isnan().all()) for one in (x.grad, *(s.main_grad for s in stacks))]  # type: ignore
+    told = told_by(step)
+    reset()
+    step()
+    same = [torch.equal(got.main_grad, one) for got, one in zip(stacks, want, strict=True)]  # type: ignore[attr-defined]
+    return spoiled, told, same
+
+
+def test_a_backward_that_one_rank_refuses_is_told_by_the_next_forward(ranks: RankPool):
+    for rank, (spoiled, told, same) in enumerate(ranks.run(refuse_in_backward, num_ranks=2)):
+        assert spoiled == [rank == 1] * 3
+        assert told[0] == "ShapeError"
+        assert told[1].startswith("rank 1: a weight gradient has shape")
+        assert all(same)
 
 
 def test_one_rank_alone_raises_as_it_is():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe_megatron.backend import Untold
 from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError, RoutingError, ShapeError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import (
@@ -16,6 +17,7 @@ from flashmoe_megatron.kernel.backend import (
     _on_own_device,
     _PlanOutcome,
 )
+from flashmoe_megatron.options import BackendOptions
 from tests.unit.cases import make_config
 
 
@@ -69,9 +71,14 @@ class Planned(KernelBackend):
         self.memory: Any = SimpleNamespace(
             open=lambda: bindings.FlashMoEGroup(),
             take_fault=lambda: self.faults.pop() if self.faults else None,
+            seconds_of_fault=lambda: self.seconds_of_fault,
             is_void=False,
-            has_fault=True,
+            has_fault=False,
+            has_shared_fault=False,
         )
+        self.seconds_of_fault = 0.0
+        self.options, self.keep = BackendOptions(timeout=5.0), "all"
+        self._dtype, self._untold = torch.bfloat16, Untold()
         self.outcome = outcome
         self._sizes = bindings.FlashMoESizes(plan_bytes=64)
         self._bounds = {False: None, True: None}
@@ -85,6 +92,8 @@ class Planned(KernelBackend):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _await_plan(self, *_: object) -> _PlanOutcome:  # type: ignore[override]
+        self.memory.has_fault = bool(self.faults)
+        self.memory.has_shared_fault = self.outcome.status != bindings.PEER_TIMEOUT
         return self.outcome
 
     def _use_weights(self, _: object) -> Any:
@@ -92,6 +101,11 @@ class Planned(KernelBackend):
 
     def _begin(self, *_: object) -> PendingForward:
         return PendingForward(None, None, None, None, None, None, None)  # type: ignore[arg-type]
+
+
+def on_processor(backend: Planned) -> Planned:
+    backend.device = torch.device("cpu", 0)  # as the current GPU
+    return backend
 
 
 @pytest.fixture
@@ -108,13 +122,26 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_refusal_stays_where_others_hear_of_it_late(
     launched: list[Any], is_heard_late: bool
 ) -> None:
-    """A rank raises a refusal once more in its next call exactly if the others raise it there."""
-    backend = Planned(_PlanOutcome(bindings.REFUSED, 0, is_heard_late), ShapeError("x"))
-    backend.refuse("ShapeError: x")
+    """Then the call goes on without a result, and a later one raises on all ranks."""
+    backend = on_processor(
+        Planned(_PlanOutcome(bindings.REFUSED, 0, is_heard_late), ShapeError("x"))
+    )
+    void = backend.refuse("ShapeError: x")
+    assert (void is not None) == is_heard_late
     assert len(backend.faults) == int(is_heard_late)
     assert backend.num_calls == 1
     ((name, *_, given, _),) = launched
     assert (name, given.refusal, given.num_tokens) == ("plan", b"ShapeError: x", 0)
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_refusal_is_not_put_off_for_ever() -> None:
+    """A rank that is gone would never hear of it."""
+    backend = on_processor(Planned(_PlanOutcome(bindings.REFUSED, 0, True), ShapeError("x")))
+    backend.seconds_of_fault = 6.0
+    assert backend.refuse("ShapeError: x") is None
+    assert not backend.faults
+    assert backend.memory.is_void
 
 
 def test_a_refusal_that_peers_do_not_hear(launched: list[Any]) -> None:

@@ -1,10 +1,13 @@
 """Hears of what launches have found wrong that are replayed in Megatron's graph of an iteration.
 
-A launch looks for the faults of those before it. In a replay nothing of the layer runs on the host.
+A launch looks for the faults of those before it. In a replay nothing of the layer runs on the host,
+which looks before it and behind it.
 """
 
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from flashmoe_megatron.adapters.megatron.routed import live_experts
 from flashmoe_megatron.adapters.patch import Function, patch
@@ -23,6 +26,10 @@ def _raise_faults(original: Function) -> Function:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         _raise_pending()
         result = original(self, *args, **kwargs)
+        if any(routed.backend.config.num_ranks > 1 for routed in live_experts()):
+            # Every rank's host hears of a fault here, before it steps, or some would an iteration
+            # later. It waits for the norm of gradients soon anyway.
+            torch.cuda.current_stream().synchronize()
         _raise_pending()
         return result
 

@@ -1,0 +1,246 @@
+"""Stands in for the library and the ranks' GPUs, as far as hosts see them: order, waits and faults.
+
+Each rank's GPU is a thread that runs launches one behind the other, after times of its own. What it
+computes is zeros, or NaN where the kernel would leave NaN. Ranks exchange what they launch, so that
+a launch of another kind than the other ranks' is found.
+"""
+
+import ctypes
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.kernel import backend, bindings, ops, symmetric
+from flashmoe_megatron.kernel.group_memory import GroupMemory
+from flashmoe_megatron.options import BackendOptions
+
+PATIENCE_S = 20.0
+MOST_BLOCKS = 64
+CPU = torch.device("cpu")
+
+
+class OutOfStepError(Exception):
+    """Ranks have launched different things together, or one has launched nothing."""
+
+
+class Gpus:
+    """The GPUs of a group's ranks.
+
+    Args:
+        num_ranks: How many.
+        seed: Draws the times that launches take.
+        slow: The rank whose launches take longest.
+    """
+
+    def __init__(self, num_ranks: int, seed: int, slow: int) -> None:
+        self.num_ranks = num_ranks
+        self.slow = slow
+        self.problems: list[str] = []
+        self.mailboxes: dict[int, int] = {}
+        """Ranks, by the addresses of their mailboxes."""
+        self.raised: list[bindings.FlashMoEFault | None] = [None] * num_ranks
+        self._random = random.Random(seed)
+        self._told: dict[tuple[int, str], dict[int, Any]] = {}
+        self._change = threading.Condition()
+        self._launches: list[queue.Queue[Callable[[], None]]] = []
+        self._counts = [0] * num_ranks
+        self.plans: list[tuple[int, bool] | None] = [None] * num_ranks
+        for rank in range(num_ranks):
+            self._launches.append(queue.Queue())
+            threading.Thread(target=self._run, args=(rank,), daemon=True).start()
+
+    def _run(self, rank: int) -> None:
+        while True:
+            launch = self._launches[rank].get()
+            time.sleep(self._random.random() * (4e-3 if rank == self.slow else 1e-3))
+            try:
+                launch()
+            except OutOfStepError as error:
+                self.problems.append(f"rank {rank}: {error}")
+            self._launches[rank].task_done()
+
+    def launch(self, rank: int, work: Callable[[], None]) -> None:
+        """Puts work behind what a rank has launched."""
+        self._launches[rank].put(work)
+
+    def wait(self, rank: int) -> None:
+        """Waits for all that a rank has launched."""
+        self._launches[rank].join()
+
+    def exchange(self, rank: int, kind: str, value: object) -> list[Any]:
+        """All ranks' values, once all have come to a step of that kind."""
+        self._counts[rank] += 1
+        key = (self._counts[rank], kind)
+        with self._change:
+            here = self._told.setdefault(key, {})
+            here[rank] = value
+            self._change.notify_all()
+            if not self._change.wait_for(lambda: len(here) == self.num_ranks, PATIENCE_S):
+                raise OutOfStepError(f"step {key[0]} is a {kind} here alone: {self._told}")
+            return [here[one] for one in range(self.num_ranks)]
+
+    def plan(self, rank: int, refusal: bytes | None, is_bad: bool, bound: int | None) -> bool:
+        """What planning does to the fault; whether it goes on."""
+        if self.raised[rank] is None and (refusal is not None or is_bad):
+            self._raise(rank, _fault(rank, refusal))
+        told = self.exchange(rank, "plan", (self.raised[rank], bound))
+        faults = [fault for fault, _ in told if fault is not None]
+        if faults and self.raised[rank] is None:
+            self._raise(rank, faults[0])
+        self.plans[rank] = (int(not faults), any(bound is not None for _, bound in told))
+        return not faults
+
+    def _raise(self, rank: int, fault: bindings.FlashMoEFault) -> None:
+        self.raised[rank] = fault
+        for mailbox, owner in list(self.mailboxes.items()):
+            if owner == rank:
+                ctypes.c_uint32.from_address(mailbox).value = fault.code
+
+
+def _fault(rank: int, refusal: bytes | None) -> bindings.FlashMoEFault:
+    if refusal is not None:
+        return bindings.FlashMoEFault(code=bindings.REFUSED, rank=rank, reason=refusal)
+    return bindings.FlashMoEFault(code=bindings.BAD_ROUTING, rank=rank, peer=-1, index=0)
+
+
+class Library:
+    """The library's functions, for the ranks of :class:`Gpus`."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+
+    def __call__(self, name: str) -> Callable[..., int]:
+        """The function of that name."""
+        return getattr(self, f"_{name}", lambda *_: bindings.OK)
+
+    def read_fault(self, group: bindings.FlashMoEGroup) -> bindings.FlashMoEFault | None:
+        return self._gpus.raised[self._gpus.mailboxes[group.mailbox]]
+
+    def clear_fault(self, group: bindings.FlashMoEGroup) -> None:
+        rank = self._gpus.mailboxes[group.mailbox]
+        self._gpus.wait(rank)
+        ctypes.c_uint32.from_address(group.mailbox).value = 0
+        self._gpus.raised[rank] = None
+
+    def _sizes(self, problem: Any, sizes: Any) -> int:
+        found = sizes._obj
+        found.max_row_blocks = MOST_BLOCKS
+        for name, _ in bindings.FlashMoESizes._fields_[2:-1]:
+            setattr(found, name, 4096)
+        return bindings.OK
+
+    def _plan(self, problem: Any, group: Any, given: Any, plan: Any) -> int:
+        rank = self._rank_of(problem, group)
+        refusal, is_bad = given._obj.refusal, _is_bad(given._obj)
+        self._gpus.plans[rank] = None
+        self._gpus.launch(rank, lambda: self._gpus.plan(rank, refusal, is_bad, None) and None)
+        return bindings.OK
+
+    def _await_plan(self, problem: Any, group: Any, blocks: Any, rows: Any, late: Any) -> int:
+        rank = self._rank_of(problem, group)
+        self._gpus.wait(rank)
+        outcome = self._gpus.plans[rank]
+        assert outcome is not None, "a plan was waited for that has not run"
+        blocks._obj.value, late._obj.value = 1, int(not outcome[0] and outcome[1])
+        fault = self._gpus.raised[rank]
+        return bindings.OK if fault is None else int(fault.code)
+
+    def _forward(self, problem: Any, group: Any, given: Any, launch: Any, is_planned: int) -> int:
+        rank, wanted = self._rank_of(problem, group), launch._obj
+        is_bad, out, blocks = _is_bad(given._obj), wanted.out, wanted.num_row_blocks
+        num_bytes = wanted.num_tokens * self._hidden * 2
+
+        def run() -> None:
+            if is_planned or self._gpus.plan(rank, None, is_bad, blocks):
+                self._gpus.exchange(rank, "layer", None)
+            self._write(rank, out, num_bytes)
+
+        self._gpus.launch(rank, run)
+        return bindings.OK
+
+    def _gather(self, problem: Any, group: Any, *_: Any) -> int:
+        rank = self._rank_of(problem, group)
+        self._gpus.launch(rank, lambda: self._gpus.exchange(rank, "gather", None) and None)
+        return bindings.OK
+
+    def _backward(self, problem: Any, group: Any, launch: Any, *_: Any) -> int:
+        rank, wanted = self._rank_of(problem, group), launch._obj
+        out, num_bytes = wanted.out, wanted.num_tokens * self._hidden * 2
+
+        def run() -> None:
+            self._gpus.exchange(rank, "backward", None)
+            self._write(rank, out, num_bytes)
+
+        self._gpus.launch(rank, run)
+        return bindings.OK
+
+    def _write(self, rank: int, out: int | None, num_bytes: int) -> None:
+        if out and num_bytes:
+            ctypes.memset(out, 0xFF if self._gpus.raised[rank] else 0, num_bytes)
+
+    def _rank_of(self, problem: Any, group: Any) -> int:
+        wanted = getattr(problem, "_obj", None) or bindings.FlashMoEProblem.from_address(problem)
+        where = getattr(group, "_obj", None) or bindings.FlashMoEGroup.from_address(group)
+        self._hidden = wanted.hidden
+        self._gpus.mailboxes[where.mailbox] = wanted.rank
+        return int(wanted.rank)
+
+
+def _is_bad(given: bindings.FlashMoEInput) -> bool:
+    """Whether the kernel would find the first routing weight to be NaN."""
+    if not given.probs or not given.num_tokens:
+        return False
+    value = ctypes.c_float.from_address(given.probs).value
+    return value != value
+
+
+def install(gpus: Gpus, monkeypatch: Any) -> None:
+    """Lets the kernel's backend run on simulated GPUs, whose tensors are processors'."""
+    library, empty_like, written = Library(gpus), torch.empty_like, []
+
+    def kept_empty_like(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """Memory that is given back behind a launch is written to by it, as on a stream."""
+        written.append(empty_like(*args, **kwargs))
+        return written[-1]
+
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    for owner, name, replacement in (
+        (bindings, "function", library),
+        (bindings, "load", lambda *_: None),
+        (torch, "empty_like", kept_empty_like),
+        (bindings, "read_fault", library.read_fault),
+        (bindings, "clear_fault", library.clear_fault),
+        (symmetric, "allocate", lambda *_: type("Heap", (), {"addresses": (4096,)})),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (torch.cuda, "get_device_properties", lambda *_: properties),
+        (torch.cuda, "current_device", lambda: None),  # "cpu" has no number
+        (torch.cuda, "synchronize", lambda *_: None),
+        (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
+        (torch.Tensor, "pin_memory", lambda tensor: tensor),
+        *((ops, name, getattr(ops, f"_{name}")) for name in ("plan", "forward", "gather")),
+        (ops, "backward", ops._backward),
+    ):
+        monkeypatch.setattr(owner, name, replacement, raising=False)
+
+
+def make_backend(config: MoEConfig, rank: int, **options: Any) -> backend.KernelBackend:
+    """One rank's backend, behind :func:`install`."""
+    chosen = BackendOptions(**options)
+    made = backend.KernelBackend(
+        config,
+        None,
+        "cpu:0",
+        memory=GroupMemory(None, CPU, chosen),
+        rank=rank,
+        num_ctas=8,
+        options=chosen,
+    )
+    made.device = made._tables._device = CPU
+    return made

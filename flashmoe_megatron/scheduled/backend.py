@@ -47,7 +47,13 @@ from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, TwoSteps, kind_of
 from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
 from flashmoe_megatron.scheduled.plan import REFUSED, Part, Routes, make_part, part_size
-from flashmoe_megatron.scheduled.products import bias_grad, product, stack_of, store, weight_grad
+from flashmoe_megatron.scheduled.products import (
+    add_weight_grad,
+    bias_grad,
+    product,
+    stack_of,
+    store,
+)
 from flashmoe_megatron.scheduled.steps import Steps, steps_for
 from flashmoe_megatron.scheduled.tensor import TensorGroup
 from flashmoe_megatron.telemetry.record import (
@@ -438,7 +444,7 @@ class ScheduledBackend(OfGroup):
         pairs = ((rows, grad_pre, grad_fc1), (weighted, grad_y, grad_fc2))
         for inputs, grads, targets in pairs:
             left, right = (inputs, grads) if weights.transposed else (grads, inputs)
-            store(targets, weight_grad(left, right, whole.ends, whole.counts))
+            add_weight_grad(targets, left, right, whole.ends, whole.counts)
         if grad_fc1_bias:
             store(grad_fc1_bias, bias_grad(grad_pre, whole.counts), VECTOR)
         if grad_fc2_bias:

@@ -87,6 +87,30 @@ def weight_grad(
     return out
 
 
+def add_weight_grad(
+    targets: Sequence[WeightGrad],
+    left: torch.Tensor,
+    right: torch.Tensor,
+    ends: torch.Tensor,
+    counts: Sequence[int],
+) -> None:
+    """Adds or writes :func:`weight_grad` to where it goes.
+
+    On a GPU, products of 16 bits are added in float32 expert by expert, since torch's grouped GEMM
+    rounds its sums to 16 bits.
+    """
+    is_narrow = left.dtype in (torch.bfloat16, torch.float16)
+    adds = all(one.accumulate and one.buffer.dtype == torch.float32 for one in targets)
+    if not (adds and is_narrow and left.device.type == "cuda"):
+        store(targets, weight_grad(left, right, ends, counts))
+        return
+    buffers = unstacked([target.buffer for target in targets], MATRIX)
+    parts = zip(buffers, _split(left, counts), _split(right, counts), strict=True)
+    for buffer, a, b in parts:
+        if len(a):
+            torch.addmm(buffer, a.t(), b, out_dtype=torch.float32, out=buffer)
+
+
 def bias_grad(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """``[num_experts, width]`` sums of each expert's rows."""
     wide = accumulation_dtype(rows.dtype)

@@ -13,7 +13,7 @@ from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from tests.gpu.expected import Results, assert_as_good, expected
 from tests.gpu.layers import make_config
 from tests.unit import cases
-from tests.unit.test_scheduled import run
+from tests.unit.test_scheduled import adds_in_float32, run
 
 pytestmark = pytest.mark.gpu
 
@@ -65,3 +65,8 @@ def test_it_is_the_oracle_and_repeats_its_bits(
                     records = backend.take_records()
                     assert [one.direction for one in records] == ["forward", "backward"] * 2
                     assert all(one.duration_ns > 0 for one in records)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weight_gradients_are_added_in_float32(dtype: torch.dtype) -> None:
+    adds_in_float32(dtype, "cuda")

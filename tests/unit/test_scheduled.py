@@ -117,6 +117,43 @@ def test_biases_and_other_experts_are_the_reference() -> None:
         torch.testing.assert_close(found, want)
 
 
+def adds_in_float32(dtype: torch.dtype, device: str) -> None:
+    """Gradients are added to main_grad as the products' sums are, not rounded to 16 bits before."""
+    config = cases.make_config()
+    inputs = cases.make_inputs(config, cases.with_empty_experts, [64], dtype=dtype)
+    x, probs = inputs.x[0].to(device), inputs.probs[0].to(device).requires_grad_()
+    routing_map, grad_out = inputs.routing_map[0].to(device), inputs.grad_out[0].to(device)
+    sums: dict[bool, list[torch.Tensor]] = {}
+    for is_stacked in (True, False):
+        found = []
+        kinds = []
+        for experts in (inputs.fc1, inputs.fc2):
+            kind = [torch.stack(experts)] if is_stacked else [one.clone() for one in experts]
+            kinds.append([one.to(device).requires_grad_() for one in kind])
+            for weight in kinds[-1]:
+                weight.main_grad = torch.ones(weight.shape, device=device)  # type: ignore[attr-defined]
+        weights = ExpertWeights(tuple(kinds[0]), tuple(kinds[1]))
+        backend = ScheduledBackend(config, device=torch.device(device), degrees=(2, 2))
+        out = moe_apply(backend, x, probs, routing_map, weights, accumulate_into_main_grad=True)
+        out.backward(grad_out)
+        for kind in kinds:
+            every = [one.main_grad.view(-1, *one.shape[-2:]) for one in kind]  # type: ignore[attr-defined]
+            found.append(torch.cat(every))
+        sums[is_stacked] = found
+    for stacked, one_by_one in zip(sums[True], sums[False], strict=True):
+        assert torch.equal(stacked, one_by_one)
+        added = stacked - 1
+        assert not added[::2].any(), "these experts have no rows"
+        rounded = added.to(dtype).float()
+        exact = (rounded - added).abs() < 2e-7  # what adding to 1 in float32 leaves
+        assert exact[1::2].float().mean() < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weight_gradients_are_added_in_float32(dtype: torch.dtype) -> None:
+    adds_in_float32(dtype, "cpu")
+
+
 def run_ranks(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs) -> dict[str, Any]:
     """Everything that several ranks are to show, in one job."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)

@@ -307,7 +307,7 @@ class FlashMoELayer(nn.Module):
         """
         if self._given is not None:
             return self._given
-        fc1 = self._parameters["fc1"]  # of self.fc1 a tracer makes something without a device
+        fc1 = self._parameters["fc1"]  # a tracer puts what has no device in place of self.fc1
         assert fc1 is not None
         device = fc1.device
         if device.type == "meta":

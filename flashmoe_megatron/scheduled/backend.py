@@ -46,15 +46,24 @@ from flashmoe_megatron.router import Router
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, TwoSteps, kind_of
 from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
-from flashmoe_megatron.scheduled.plan import REFUSED, Part, Routes, make_part, part_size
+from flashmoe_megatron.scheduled.plan import (
+    REFUSED,
+    Part,
+    Routes,
+    Sorted,
+    make_part,
+    part_size,
+    rows_of_experts,
+)
 from flashmoe_megatron.scheduled.products import (
     add_weight_grad,
     bias_grad,
+    is_grouped,
     product,
     stack_of,
     store,
 )
-from flashmoe_megatron.scheduled.steps import Steps, steps_for
+from flashmoe_megatron.scheduled.steps import steps_for
 from flashmoe_megatron.scheduled.tensor import TensorGroup
 from flashmoe_megatron.telemetry.record import (
     Direction,
@@ -208,6 +217,8 @@ class ScheduledBackend(OfGroup):
         self._exchange = _make_exchange(
             options, group, grid, self.rank, self._talk.traffic, self._device
         )
+        self._checked: tuple[Any, ...] | None = None
+        self._counts_here: torch.Tensor | None = None
         self._unread: deque[tuple[_Laps, Callable[[dict[str, int]], LaunchRecord]]] = deque(
             maxlen=MOST_RECORDS
         )
@@ -254,7 +265,7 @@ class ScheduledBackend(OfGroup):
         config = self.config
         with Together(self):
             check_readable("x", x)
-            check_weights(config, weights, x.device)
+            self._check_weights(weights, x.device)
             if self._tensor is not None and weights.fc2_bias:
                 raise ConfigError(
                     "experts of several ranks with a bias in the second projection, which none of "
@@ -276,14 +287,20 @@ class ScheduledBackend(OfGroup):
         self._device = x.device
         self.num_calls += 1
         steps = steps_for(x)
-        routes, own_probs, all_counts = self._plan(probs, routing_map, steps)
-        laps.lap("plan")
+        found = steps.sort_routes(config, probs, routing_map)
         degree = self._degree(0)
+        if self._needs_no_counts(weights, found, degree, x):
+            return self._forward_alone(
+                found, x, probs, routing_map, weights, laps, training=training, layer=layer
+            )
+        routes, all_counts = self._plan(found, probs, routing_map)
+        laps.lap("plan")
         parts = [make_part(routes, part, degree) for part in range(degree)]
         counts = [self._counts_of(routes, all_counts, part, degree) for part in range(degree)]
-        total = [self._counts_of(routes, all_counts, 0, 1)]
-        whole = parts[0] if degree == 1 else make_part(routes, 0, 1)
-        of_probs = self._travel(own_probs, total[0], whole)
+        is_whole = degree == 1
+        whole = parts[0] if is_whole else make_part(routes, 0, 1)
+        total = counts[0] if is_whole else self._counts_of(routes, all_counts, 0, 1)
+        of_probs = self._travel(found.row_probs[: len(routes.token_idx)], total, whole)
         ways = [
             self._dispatch(
                 x.index_select(0, _picked(routes.token_idx, part.send_idx)),
@@ -298,7 +315,6 @@ class ScheduledBackend(OfGroup):
         fc1, fc2 = _oriented(weights)
         biases1, biases2 = _biases(weights)
         keeps_rows = training and self.keep != "preactivations"
-        is_whole = degree == 1
         rows = preact = None
         if training and not is_whole:
             preact = x.new_empty(routes.num_rows, config.fc1_rows)
@@ -339,6 +355,69 @@ class ScheduledBackend(OfGroup):
             routes, all_counts, len(x), num_columns, rows, tokens, row_probs, preact, layer
         )
 
+    def _needs_no_counts(
+        self, weights: ExpertWeights, found: Sorted, degree: int, x: torch.Tensor
+    ) -> bool:
+        """Whether a forward can be issued whole before the host knows how many rows there are."""
+        return (
+            self._is_alone
+            and degree == 1
+            and self._most_blocks is None
+            and not self.hooks
+            and not weights.fc1_bias
+            and not weights.fc2_bias
+            and len(found.token_idx) > 0
+            and is_grouped(x)
+        )
+
+    def _forward_alone(
+        self,
+        found: Sorted,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        weights: ExpertWeights,
+        laps: _Laps,
+        *,
+        training: bool,
+        layer: int,
+    ) -> tuple[torch.Tensor, _Saved | None]:
+        """One rank's forward in one part, for whose counts the host waits when all is issued.
+
+        Rows are as many as there can be; none is read that no expert has.
+        """
+        config, steps = self.config, steps_for(x)
+        counts = self._host_counts(found.counts)
+        laps.lap("plan")
+        fc1, fc2 = _oriented(weights)
+        rows = x.index_select(0, found.token_idx)
+        preact = product(rows, fc1, found.ends, ())
+        activated = steps.weighted_activation(config, preact, found.row_probs)
+        out_rows = product(activated, fc2, found.ends, ())
+        laps.lap("experts")
+        out = steps.sum_routes(out_rows, found.place)
+        laps.lap("combine")
+        own = counts()
+        host = (tuple(own),)
+        self._refuse_unusable(own, host, 0, probs, routing_map)
+        routes = found.routes(found.counts[None], host, host)
+        self._record(laps, routes, layer, "forward", num_tokens=len(x))
+        if not training:
+            return out, None
+        num = routes.num_rows
+        keeps_rows = self.keep != "preactivations"
+        return out, _Saved(
+            routes,
+            None,
+            len(x),
+            probs.shape[1],
+            rows[:num] if keeps_rows else None,
+            None if keeps_rows else x,
+            found.row_probs[:num],
+            preact[:num],
+            layer,
+        )
+
     def raise_pending_fault(self) -> None:
         """Does nothing, for every call raises its own faults; see the protocol."""
 
@@ -377,7 +456,7 @@ class ScheduledBackend(OfGroup):
         counts = [self._counts_of(routes, saved.all_counts, part, degree) for part in range(degree)]
         is_whole = degree == 1
         whole = parts[0] if is_whole else make_part(routes, 0, 1)
-        total = self._counts_of(routes, saved.all_counts, 0, 1)
+        total = counts[0] if is_whole else self._counts_of(routes, saved.all_counts, 0, 1)
         laps.lap("plan")
         call = Call("backward", saved.layer)
         ways = [
@@ -460,31 +539,67 @@ class ScheduledBackend(OfGroup):
         self._record(laps, routes, saved.layer, "backward", num_tokens=saved.num_tokens)
         return grad_x, grad_probs
 
+    def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:
+        """Checks weights unless the last ones looked the same."""
+        looks = (
+            weights.transposed,
+            device,
+            *(
+                (kind, type(one), one.shape, one.stride(), one.dtype, one.device)
+                for kind, tensors in vars(weights).items()
+                if isinstance(tensors, tuple)
+                for one in tensors
+            ),
+        )
+        if looks != self._checked:
+            check_weights(self.config, weights, device)
+            self._checked = looks
+
     def _degree(self, direction: int) -> int:
         return self.degrees[direction]
 
     def _plan(
-        self, probs: torch.Tensor, routing_map: torch.Tensor, steps: Steps
-    ) -> tuple[Routes, torch.Tensor, tuple[tuple[int, ...], ...] | None]:
-        """Orders the routes and tells all ranks their numbers; the host waits once.
+        self, found: Sorted, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[Routes, tuple[tuple[int, ...], ...] | None]:
+        """Tells all ranks the numbers of routes; the host waits once.
 
         Returns:
-            The routes, the probability of each, and all ranks' counts if the exchange needs them.
+            The routes, and all ranks' counts if the exchange needs them.
         """
         config = self.config
         num_experts, local = config.num_experts, config.num_local_experts
-        found = steps.sort_routes(config, probs, routing_map)
         received, everyone = self._tell(found.counts)
         first_source = 0
         if self._tensor is not None:
             received = self._tensor.every(received)
             first_source = self._tensor.rank * config.num_ranks
-        if self._group is None and self._tensor is None:
-            own = others = found.counts.tolist()  # the host waits here
+        if self._is_alone:
+            own = others = self._host_counts(found.counts)()
         else:
             heard = (found.counts, received, *([] if everyone is None else [everyone]))
-            host = torch.cat([one.reshape(-1) for one in heard]).tolist()  # or here
+            host = torch.cat([one.reshape(-1) for one in heard]).tolist()  # the host waits here
             own, others = host[:num_experts], host[num_experts:]
+        host_received = _rows_of(others[: received.numel()], local)
+        self._refuse_unusable(own, host_received, first_source, probs, routing_map)
+        all_counts = None
+        if everyone is not None:
+            all_counts = _rows_of(others[received.numel() :], num_experts)
+        if self._most_blocks is not None:
+            blocks = sum(align_capacity(rows) for rows in rows_of_experts(host_received))
+            self._talk.check_bound(blocks // TILE_M, self._most_blocks, found.counts)
+        routes = found.routes(received, _rows_of(own, local), host_received, first_source)
+        return routes, all_counts
+
+    def _refuse_unusable(
+        self,
+        own: Sequence[int],
+        host_received: tuple[tuple[int, ...], ...],
+        first_source: int,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+    ) -> None:
+        """Raises what is wrong with a rank's routing, on all of them."""
+        config = self.config
         if own[0] == REFUSED:
             problem: str | None
             if routing_map.dtype == torch.bool:
@@ -493,31 +608,32 @@ class ScheduledBackend(OfGroup):
             else:
                 problem = choices_problem(config, routing_map, probs)
             reason = reason_of(RoutingError(str(problem)))
-            self._hear_refusal(reason, is_here=True)
+            if not self._is_alone:
+                self._hear_refusal(reason, is_here=True)
             raise told_error(self.rank, reason)
-        host_received = _rows_of(others[: received.numel()], local)
         if min(map(min, host_received)) == REFUSED:
             of_group = host_received[first_source : first_source + config.num_ranks]
             raise self._hear_refusal(None, is_here=min(map(min, of_group)) == REFUSED)
-        all_counts = None
-        if everyone is not None:
-            all_counts = _rows_of(others[received.numel() :], num_experts)
-        if self._most_blocks is not None:
-            blocks = sum(align_capacity(sum(column)) for column in zip(*host_received, strict=True))
-            self._talk.check_bound(blocks // TILE_M, self._most_blocks, found.counts)
-        num_routes = sum(own)
-        routes = Routes(
-            token_idx=found.token_idx[:num_routes],
-            flat_idx=found.flat_idx[:num_routes],
-            place=found.place,
-            sent=found.counts[None],
-            received=received,
-            host_sent=_rows_of(own, local),
-            host_received=host_received,
-            ends=found.ends,
-            first_source=first_source,
-        )
-        return routes, found.row_probs[:num_routes], all_counts
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether nothing travels."""
+        return self._group is None and self._tensor is None
+
+    def _host_counts(self, counts: torch.Tensor) -> Callable[[], list[int]]:
+        """Begins to bring counts to the host; what is returned waits for them alone."""
+        if counts.device.type != "cuda":
+            return counts.tolist
+        if self._counts_here is None:
+            self._counts_here = torch.empty_like(counts, device="cpu", pin_memory=True)
+        here = self._counts_here.copy_(counts, non_blocking=True)
+        arrived = torch.cuda.current_stream(counts.device).record_event()
+
+        def wait() -> list[int]:
+            arrived.synchronize()
+            return list(here.tolist())
+
+        return wait
 
     def _tell(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tells the other ranks this one's counts.
@@ -560,6 +676,8 @@ class ScheduledBackend(OfGroup):
         degree: int,
     ) -> Counts:
         """``[source][target]`` rows of one part; without all ranks' counts, where this rank is."""
+        if degree == self.config.num_ranks == 1:
+            return [[sum(routes.host_sent[0])]]
         local = self.config.num_local_experts
 
         def rows(counts: Sequence[int]) -> int:
@@ -602,8 +720,7 @@ class ScheduledBackend(OfGroup):
 
     def _ready(self) -> lanes.Mark:
         """This moment, where anybody waits for it."""
-        is_alone = self._group is None and self._tensor is None
-        return None if is_alone else lanes.mark(self._device)
+        return None if self._is_alone else lanes.mark(self._device)
 
     def _sizes(self, part: Part) -> list[int]:
         """Rows that each of the ranks which share experts receives."""
@@ -651,11 +768,13 @@ class ScheduledBackend(OfGroup):
         self._epoch += 1
         epoch = self._epoch
         layer, is_evaluation = read_launch_number(number)
-        rows = tuple(routes.rows_of_experts())
-        pulled = tuple(sum(row) for row in routes.from_ranks)
-        sent = [sum(row) for row in routes.host_sent]
+        from_ranks, to_ranks = routes.from_ranks, routes.host_sent  # no tensor is kept alive
+        every = routes.host_received
 
         def make(ns: dict[str, int]) -> LaunchRecord:
+            rows = tuple(rows_of_experts(every))
+            pulled = tuple(sum(row) for row in from_ranks)
+            sent = [sum(row) for row in to_ranks]
             return LaunchRecord(
                 layer=layer,
                 direction=direction,

@@ -56,6 +56,10 @@ class Hooks:
         self._hooks: dict[tuple[When, Stage], dict[int, Hook]] = {}
         self._probed: set[tuple[torch.dtype, torch.device, tuple[int, ...]]] = set()
 
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return any(self._hooks.values())
+
     def add(self, when: When, stage: Stage, hook: Hook) -> RemovableHandle:
         """Has a hook called from the next call on; the same hooks on every rank.
 
@@ -107,7 +111,7 @@ class Hooks:
         Raises:
             ShapeError: A hook returned what cannot take the rows' place.
         """
-        if not any(self._hooks.values()):
+        if not self:
             return
         kind = (x.dtype, x.device, tuple(probs.shape[1:]))
         if kind in self._probed:

@@ -15,8 +15,11 @@ from flashmoe_megatron.scheduled.plan import REFUSED, Sorted
 
 TILE = 2048
 """Elements of a program's block of rows and columns."""
-SORT_TILE = 4096
+SORT_TILE = 8192
 """Tokens times experts of a program's block while routes are sorted."""
+SORT_WARPS = 8
+CHUNK = 16
+"""Blocks whose counts are added at once."""
 COMBINE_TILE = 1024
 
 SILU = tl.constexpr(0)
@@ -42,7 +45,7 @@ def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tenso
     is_map = routing_map.dtype == torch.bool
     choices = config.topk if is_map else columns
     width = triton.next_power_of_2(num_experts)
-    block = max(1, min(SORT_TILE // width, 64))
+    block = max(1, min(SORT_TILE // width, 128))
     blocks = max(1, triton.cdiv(num_tokens, block))
     most = num_tokens * choices
 
@@ -58,9 +61,9 @@ def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tenso
         "TOPK": choices,
         "TOKENS": block,
         "EXPERTS": width,
+        "num_warps": SORT_WARPS,
     }
     _count_routes[(blocks,)](given, probs, counts, num_tokens, num_experts, **shape)
-    before = counts.cumsum(0, dtype=torch.int32)
     found = Sorted(
         token_idx=empty(most),
         flat_idx=empty(most),
@@ -70,8 +73,8 @@ def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tenso
         ends=empty(num_experts, dtype=torch.int32),
     )
     _place_routes[(blocks,)](
-        given, probs, before, *vars(found).values(), num_tokens, num_experts, most, blocks,
-        REFUSAL=REFUSED, **shape
+        given, probs, counts, *vars(found).values(), num_tokens, num_experts, most, blocks,
+        REFUSAL=REFUSED, STEP=CHUNK, **shape
     )  # fmt: skip
     return found
 
@@ -137,9 +140,9 @@ def _count_routes(
 
 @triton.jit
 def _place_routes(
-    given, probs, before, token_idx, flat_idx, row_probs, place, told, ends,
+    given, probs, counts, token_idx, flat_idx, row_probs, place, told, ends,
     num_tokens, num_experts, most, blocks,
-    REFUSAL: tl.constexpr,
+    REFUSAL: tl.constexpr, STEP: tl.constexpr,
     COLUMNS: tl.constexpr, IS_MAP: tl.constexpr, SKIPS_ZERO: tl.constexpr, TOPK: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
@@ -152,11 +155,18 @@ def _place_routes(
     experts = tl.arange(0, EXPERTS)
     is_expert = experts < num_experts
     width = num_experts + 1
-    last = before + (blocks - 1) * width
-    totals = tl.load(last + experts, mask=is_expert, other=0)
+    totals = tl.zeros([EXPERTS], tl.int32)
+    earlier = tl.zeros([EXPERTS], tl.int32)
+    bad = tl.zeros([STEP], tl.int32)
+    for first in range(0, blocks, STEP):
+        others = first + tl.arange(0, STEP)
+        rows = counts + others * width
+        there = (others < blocks)[:, None] & is_expert[None, :]
+        found = tl.load(rows[:, None] + experts[None, :], mask=there, other=0)
+        totals += tl.sum(found, 0)
+        earlier += tl.sum(found * (others < block).to(tl.int32)[:, None], 0)
+        bad += tl.load(rows + num_experts, mask=others < blocks, other=0)
     until = tl.cumsum(totals, 0)
-    previous = before + tl.maximum(block - 1, 0) * width
-    earlier = tl.load(previous + experts, mask=is_expert, other=0) * (block > 0).to(tl.int32)
     ones = chosen.to(tl.int32)
     where = (until - totals + earlier)[None, :] + tl.cumsum(ones, 0) - 1
     is_good = chosen & (where < most)  # more routes than there may be are refused by the host
@@ -167,16 +177,18 @@ def _place_routes(
     nth = tl.cumsum(ones, 1) - 1
     at = all_tokens * TOPK + nth
     tl.store(place + at, where.to(tl.int64), mask=chosen & (nth < TOPK))
-    num_routes = tl.sum(totals, 0).to(tl.int64)
     num_chosen = tl.sum(ones, 1)
+    num_routes = tl.sum(totals, 0)
     for choice in tl.static_range(TOPK):
+        spare = tokens * TOPK + choice  # also the place of one route among as many as can be
         is_empty = (tokens < num_tokens) & (num_chosen <= choice)
-        none = tl.zeros([TOKENS], tl.int64) + num_routes
-        tl.store(place + tokens * TOPK + choice, none, mask=is_empty)
+        tl.store(place + spare, tl.zeros([TOKENS], tl.int64) + most, mask=is_empty)
+        is_behind = (tokens < num_tokens) & (spare >= num_routes)
+        tl.store(token_idx + spare, tl.zeros([TOKENS], tl.int64), mask=is_behind)
     if block == 0:
-        is_bad = tl.load(last + num_experts) > 0
+        is_bad = tl.sum(bad, 0) > 0
         tl.store(told + experts, tl.where(is_bad, REFUSAL, totals).to(tl.int64), mask=is_expert)
-        tl.store(ends + experts, until, mask=is_expert)
+        tl.store(ends + experts, tl.minimum(until, most), mask=is_expert)
 
 
 def sum_routes(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

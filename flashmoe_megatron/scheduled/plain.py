@@ -50,7 +50,7 @@ def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tenso
         token_idx=token_idx,
         flat_idx=flat_idx,
         row_probs=probs.reshape(-1)[flat_idx],
-        place=torch.minimum(place, counts.sum()).view(choices.shape),
+        place=place.masked_fill_(place >= counts.sum(), len(flat)).view(choices.shape),
         counts=torch.where(bad, torch.full_like(counts, REFUSED), counts),
         ends=counts.cumsum(0).int(),
     )
@@ -67,6 +67,7 @@ def sum_routes(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         ``[tokens, hidden]`` in the rows' dtype.
     """
     if len(rows) < place.numel():
+        place = place.clamp(max=len(rows))
         rows = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     picked = rows[place.reshape(-1)].view(*place.shape, rows.shape[1])
     return picked.sum(1, dtype=accumulation_dtype(rows.dtype)).to(rows.dtype)

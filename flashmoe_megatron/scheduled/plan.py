@@ -19,11 +19,11 @@ class Sorted:
     What has room for ``tokens * choices`` routes has unspecified values behind the last one.
 
     Attributes:
-        token_idx: ``[tokens * choices]`` int64, the token of each route.
+        token_idx: ``[tokens * choices]`` int64, the token of each route, behind the last of any.
         flat_idx: ``[tokens * choices]`` int64, where its probability is among all of the tokens'.
         row_probs: ``[tokens * choices]``, that probability.
-        place: ``[tokens, choices]`` int64, each token's routes by ascending expert; the number of
-            routes where there is none.
+        place: ``[tokens, choices]`` int64, each token's routes by ascending expert;
+            ``tokens * choices`` where there is none.
         counts: ``[num_experts]`` int64, routes to each expert; :data:`REFUSED` throughout if the
             routing is unusable.
         ends: ``[num_experts]`` int32, where each expert's routes end.
@@ -36,6 +36,27 @@ class Sorted:
     counts: torch.Tensor
     ends: torch.Tensor
 
+    def routes(
+        self,
+        received: torch.Tensor,
+        host_sent: tuple[tuple[int, ...], ...],
+        host_received: tuple[tuple[int, ...], ...],
+        first_source: int = 0,
+    ) -> "Routes":
+        """The routes, once their numbers are known; the arguments are :class:`Routes`'s."""
+        num_routes = sum(map(sum, host_sent))
+        return Routes(
+            token_idx=self.token_idx[:num_routes],
+            flat_idx=self.flat_idx[:num_routes],
+            place=self.place,
+            sent=self.counts[None],
+            received=received,
+            host_sent=host_sent,
+            host_received=host_received,
+            ends=self.ends,
+            first_source=first_source,
+        )
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -47,7 +68,7 @@ class Routes:
         token_idx: ``[num_routes]`` int64, the token of each route, by expert and then token.
         flat_idx: ``[num_routes]`` int64, where its probability is among all of the tokens'.
         place: ``[num_tokens, choices]`` int64, each token's routes by ascending expert;
-            ``num_routes`` where there is none.
+            ``num_tokens * choices`` where there is none.
         sent: ``[1, num_experts]`` int64, this rank's routes to each expert.
         received: ``[sources, num_local_experts]`` int64, each source's to this rank's experts: of
             the ranks, and where several share experts, of the ranks of all of these.
@@ -77,9 +98,10 @@ class Routes:
         """Rows that this rank computes."""
         return sum(map(sum, self.host_received))
 
-    def rows_of_experts(self) -> list[int]:
-        """Rows of each local expert."""
-        return [sum(of_expert) for of_expert in zip(*self.host_received, strict=True)]
+
+def rows_of_experts(host_received: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Rows of each local expert, from those of each rank."""
+    return [sum(of_expert) for of_expert in zip(*host_received, strict=True)]
 
 
 @dataclass(frozen=True)

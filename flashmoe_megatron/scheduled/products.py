@@ -4,6 +4,7 @@ On a GPU products in bfloat16 are torch's grouped GEMM. Elsewhere, and in other 
 made expert by expert.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -35,11 +36,12 @@ def stack_of(tensors: Sequence[torch.Tensor], num_dims: int = MATRIX) -> torch.T
 
 def is_grouped(rows: torch.Tensor) -> bool:
     """Whether torch's grouped GEMM makes the products of such rows."""
-    return (
-        rows.device.type == "cuda"
-        and rows.dtype == torch.bfloat16
-        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
-    )
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and _has_grouped(rows.device)
+
+
+@functools.cache
+def _has_grouped(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def product(
@@ -51,10 +53,10 @@ def product(
         rows: ``[num_rows, width]``, by expert.
         weights: ``[num_experts, width, out]``, any strides.
         ends: ``[num_experts]`` int32, where each expert's rows end.
-        counts: Rows of each expert.
+        counts: Rows of each expert, which grouped GEMMs do not need.
 
     Returns:
-        ``[num_rows, out]``.
+        ``[num_rows, out]``; behind the last expert's rows, unspecified.
     """
     if is_grouped(rows) and len(rows):
         grouped: torch.Tensor = torch._grouped_mm(rows, weights, offs=ends)

@@ -6,13 +6,22 @@ Triton reads the variable when it is imported, so that this is a process of its 
 """
 
 import itertools
+from dataclasses import replace
+from unittest import mock
 
+import pytest
 import torch
 
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.scheduled import kernels, plain
+from flashmoe_megatron.errors import RoutingError
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.scheduled import backend, kernels, plain, products
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.scheduled.plan import REFUSED
 from tests.unit import cases
+from tests.unit.test_scheduled import run
 
 FORMS = (
     *(
@@ -90,8 +99,36 @@ def check_activations() -> None:
                 torch.testing.assert_close(found, want, msg=f"{form}: {name}")
 
 
+def check_a_forward_without_waiting() -> None:
+    """One rank's on a GPU, with grouped products, which torch has for processors, too."""
+    backend.is_grouped = products.is_grouped = lambda rows: rows.dtype == torch.bfloat16
+    backend.steps_for = lambda x: kernels
+    forward = ScheduledBackend._forward_alone
+    config = cases.make_config()
+    for routing in (cases.skewed, cases.with_dropped_tokens, cases.with_empty_experts):
+        inputs = cases.make_inputs(config, routing, [37], dtype=torch.bfloat16)
+        wide = {
+            name: [one.double() if one.is_floating_point() else one for one in tensors]
+            for name, tensors in vars(inputs).items()
+        }
+        want = run(ReferenceBackend(config), replace(inputs, **wide))
+        for keep in ("all", "preactivations"):
+            layer = ScheduledBackend(config, options=BackendOptions(keep=keep))
+            with mock.patch.object(ScheduledBackend, "_forward_alone", autospec=True) as alone:
+                alone.side_effect = forward
+                for form in ({}, {"as_indices": True}):
+                    for name, value in run(layer, inputs, **form).items():
+                        assert_close(name, value, want[name], rel_l2=1e-2)
+                assert alone.call_count == 2
+            broken = inputs.routing_map[0].clone()
+            broken[5] = True
+            with pytest.raises(RoutingError, match="rank 0: token 5 selects 8 experts"):
+                run(layer, replace(inputs, routing_map=[broken]))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    check_a_forward_without_waiting()
     check_routes()
     check_sums()
     check_activations()

@@ -94,6 +94,15 @@ def test_one_rank_is_the_reference(
     assert all(torch.equal(again[name], value) for name, value in run(backend, inputs).items())
 
 
+def test_one_rank_refuses_unusable_routing_alone() -> None:
+    config = cases.make_config()
+    inputs = cases.make_inputs(config, cases.uniform, [20], dtype=torch.float32)
+    backend = ScheduledBackend(config)
+    with pytest.raises(RoutingError, match="rank 0: token 0 selects 8 experts"):
+        broken(backend, inputs, 0)
+    compare(run(backend, inputs), run(ReferenceBackend(config), inputs), torch.float32)
+
+
 def test_biases_and_other_experts_are_the_reference() -> None:
     config = cases.make_config(**cases.GPT_OSS)
     inputs = cases.make_inputs(config, cases.skewed, [29], dtype=torch.float64)

@@ -5,6 +5,10 @@ experts of a layer. What expert parallelism adds to a program without it is in t
 mesh in :func:`main`, the layer in :class:`Block`, and ``prepare_for_ddp`` in front of
 DistributedDataParallel.
 
+``--gate`` puts a gate of the literature in front of the experts, in place of the layer's router,
+and adds its auxiliary loss. With two of them, expert choice and soft, what is predicted for a token
+depends on the tokens behind it: they are there to be seen, not to be used in such a model.
+
 Run by examples/train_pytorch.sh, or under torchrun where everything is installed. On Hopper GPUs
 the experts run in the fused kernel, in bfloat16; without a GPU on the reference backend, in
 float32.
@@ -26,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from arguments import add_model_and_data, count
 from attention import Attention
-from flashmoe_megatron import FlashMoELayer, MoEConfig, prepare_for_ddp
+from flashmoe_megatron import FlashMoELayer, MoEConfig, gates, prepare_for_ddp
 from flashmoe_megatron.telemetry.metrics import compute_metrics
 from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
@@ -39,6 +43,23 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
+GATES = {
+    "router": lambda args: None,
+    "gshard": lambda args: gates.GShardGate(args.hidden_size, args.num_experts),
+    "sigmoid": lambda args: gates.SigmoidGate(args.hidden_size, args.num_experts, topk=args.topk),
+    "xmoe": lambda args: gates.XMoEGate(args.hidden_size, args.num_experts, topk=args.topk),
+    "expert-choice": lambda args: gates.ExpertChoiceGate(
+        args.hidden_size, args.num_experts, capacity_factor=args.topk, allow_future=True
+    ),
+    "soft": lambda args: gates.SoftMoEGate(
+        args.hidden_size,
+        args.num_experts,
+        slots=max(args.seq_length * args.topk // args.num_experts, 1),
+        allow_future=True,
+    ),
+}
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -46,7 +67,9 @@ def parse_args() -> argparse.Namespace:
     add_model_and_data(parser)
     add = parser.add_argument
     add("--train-iters", type=count, default=120, help="optimizer steps")
-    add("--topk", type=count, default=2)
+    add("--topk", type=count, default=2, help="experts of a token, of gates that let one choose")
+    add("--gate", choices=GATES, default="router", help="what chooses the experts of a token")
+    add("--aux-loss", type=float, default=0.01, help="factor of a gate's auxiliary loss")
     add("--ep-size", type=count, default=None, help="ranks that share them; all if not given")
     return parser.parse_args()
 
@@ -59,22 +82,30 @@ class Block(nn.Module):
         self.norm1 = nn.RMSNorm(args.hidden_size)
         self.attention = Attention(args.hidden_size, args.num_attention_heads)
         self.norm2 = nn.RMSNorm(args.hidden_size)
+        gate = GATES[args.gate](args)
         config = MoEConfig(
             hidden=args.hidden_size,
             intermediate=args.moe_ffn_hidden_size,
             num_experts=args.num_experts,
-            topk=args.topk,
+            topk=args.topk if gate is None else gate.num_choices,
             activation="silu",
             gated=True,
             num_ranks=experts.size(),
-            max_tokens=args.micro_batch_size * args.seq_length,
+            max_tokens=args.micro_batch_size * args.seq_length * args.topk,
         )
-        self.moe = FlashMoELayer(config, group=experts, device=DEVICE, dtype=DTYPE, router=True)
+        layer = FlashMoELayer(
+            config, group=experts, device=DEVICE, dtype=DTYPE, router=gate is None
+        )
+        self.moe = layer if gate is None else gates.GatedExperts(gate, layer)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns ``x`` after the block."""
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ``x`` after the block, and the gate's auxiliary loss."""
         x = x + self.attention(self.norm1(x))
-        return x + self.moe(self.norm2(x))
+        tokens = self.norm2(x)
+        if isinstance(self.moe, FlashMoELayer):
+            return x + self.moe(tokens), x.new_zeros(())
+        out, routing = self.moe(tokens)
+        return x + out, routing.aux_loss
 
 
 class GPT(nn.Module):
@@ -87,14 +118,19 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(args, experts) for _ in range(args.num_layers)])
         self.norm = nn.RMSNorm(args.hidden_size)
         self.head = nn.Linear(args.hidden_size, VOCABULARY, bias=False)
+        self.aux_loss = args.aux_loss
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Returns the mean loss of ``[batch, sequence]`` bytes."""
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the mean loss of ``[batch, sequence]`` bytes, and what is added to train."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        added = torch.zeros((), device=x.device)
         for block in self.blocks:
-            x = block(x)
+            x, aux_loss = block(x)
+            added = added + self.aux_loss * aux_loss
         logits = self.head(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), added
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -115,7 +151,7 @@ class Meter:
     """What the launches since the last line say of all ranks; collective."""
 
     def __init__(self, model: GPT, experts: DeviceMesh) -> None:
-        self.layers = [block.moe for block in model.blocks]
+        self.layers = [getattr(block.moe, "layer", block.moe) for block in model.blocks]
         # A layer of plain PyTorch has no number: they are counted together.
         self.places = {0: LayerPlace(self.layers[0].config, experts.get_local_rank())}
         self.layout = agree_layout(self.places, dist.group.WORLD)
@@ -136,11 +172,12 @@ class Meter:
         return f"{rate:,.0f} tokens/s{said}"
 
 
-def main() -> NoReturn:
-    args = parse_args()
-    if HAS_GPU:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
+def train(args: argparse.Namespace) -> list[float]:
+    """Trains a model on all ranks; collective.
+
+    Returns:
+        The losses of the iterations, the mean of all ranks' without what gates add.
+    """
     world = dist.get_world_size()
     ep_size = args.ep_size or world
     mesh = init_device_mesh(DEVICE.type, (world // ep_size, ep_size), mesh_dim_names=("dp", "ep"))
@@ -152,8 +189,8 @@ def main() -> NoReturn:
     meter, losses = Meter(model, mesh["ep"]), []
     samples = itertools.islice(batches(args), args.train_iters)
     for iteration, (tokens, labels) in enumerate(samples, start=1):
-        loss = trained(tokens, labels)
-        loss.backward()
+        loss, added = trained(tokens, labels)
+        (loss + added).backward()
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach().float()
@@ -162,6 +199,15 @@ def main() -> NoReturn:
         if iteration % args.log_interval == 0:
             said = meter.read(world * tokens.numel() * args.log_interval)
             log(f"  iteration {iteration:4d}/{args.train_iters}: loss {losses[-1]:.4f}, {said}")
+    return losses
+
+
+def main() -> NoReturn:
+    args = parse_args()
+    if HAS_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group()
+    losses = train(args)
     failed = not mean_of_last(losses, args) < losses[0]
     log("failed: the loss did not fall" if failed else f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
     leave(1 if failed else 0)

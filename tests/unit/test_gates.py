@@ -1,10 +1,14 @@
 """Gates against their definitions, written as loops, and against DeepSpeed's own."""
 
+import importlib
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flashmoe_megatron.errors import ConfigError, ShapeError
@@ -20,6 +24,7 @@ from flashmoe_megatron.gates import (
 )
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference.oracle import moe_reference
+from tests.distributed import RankPool
 from tests.unit import cases
 
 HIDDEN, EXPERTS, TOKENS = 64, 8, 40
@@ -282,6 +287,33 @@ def test_a_model_trains_with_the_gate(name: str) -> None:
     assert losses[-1] < 0.67 * losses[0]
     changed = zip(before, gate.parameters(), strict=True)
     assert all(not torch.equal(old, new) for old, new in changed)
+
+
+def train_the_example(group: dist.ProcessGroup) -> dict[str, list[float]]:
+    """The losses of the example's model with each gate."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+        patches.setattr(sys, "argv", ["train_pytorch.py"])
+        example = importlib.import_module("train_pytorch")
+        args = example.parse_args()
+    small = {"num_layers": 1, "hidden_size": 64, "moe_ffn_hidden_size": 64, "seq_length": 64}
+    small |= {"train_iters": 24, "data_megabytes": 1, "micro_batch_size": 2, "lr": 1e-2}
+    vars(args).update(small, log_interval=100)
+    losses = {}
+    for name in example.GATES:
+        args.gate = name
+        losses[name] = example.train(args)
+    return losses
+
+
+def test_the_examples_model_trains_with_each_gate(ranks: RankPool) -> None:
+    first, *others = ranks.run(train_the_example)
+    assert all(other == first for other in others)
+    assert set(first) == {"router", "gshard", "sigmoid", "xmoe", "expert-choice", "soft"}
+    for name, losses in first.items():
+        assert losses[0] > 5.5, name
+        assert sum(losses[-4:]) / 4 < losses[0] - 1.5, f"{name}: {losses}"
+    assert len({losses[-1] for losses in first.values()}) == len(first), "each is another model"
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name != "soft"])

@@ -78,7 +78,7 @@ SCHEDULED = [
 SCHEDULE = [
     ["line", "model"],
     ["fit"],
-    ["degree", "measure"],
+    ["degree", "gradients", "measure"],
     ["__main__"],
 ]
 PACKAGE = Path("flashmoe_megatron")

@@ -2,9 +2,10 @@
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -17,6 +18,19 @@ from flashmoe_megatron.weights import SplitGrads, SplitWeights, WrappedWeights
 
 AfterBackward = Callable[[Sequence[torch.Tensor]], None]
 """Takes the fc2 weights whose gradients a backward adds to main_grad."""
+
+
+class SharedHooks(Protocol):
+    """Stands in for hooks on all weights of a layer, whose gradients are added to main_grad."""
+
+    def are_due(self) -> bool:
+        """Whether the hooks would do anything in this backward."""
+        ...
+
+    def __call__(self) -> None:
+        """Does what they would."""
+        ...
+
 
 OnSaved = Callable[[Any], None]
 """Takes what a forward has saved, which keeps rows of tokens as ``rows`` and the first projection's
@@ -39,6 +53,7 @@ def moe_apply(
     router: Router | None = None,
     after_backward: AfterBackward | None = None,
     on_saved: OnSaved | None = None,
+    shared_hooks: SharedHooks | None = None,
 ) -> torch.Tensor:
     """Applies a layer's routed experts, with gradients for tokens, probabilities and weights.
 
@@ -82,6 +97,9 @@ def moe_apply(
         after_backward: Called in backward when the backend's has been issued, before hooks on the
             parameters; in it and in these hooks the backend's ``early_fc2_grads`` may be used.
         on_saved: Called in a forward that saves something, before hooks on saved tensors.
+        shared_hooks: Called in backward in place of the hooks on all weights, which then are no
+            inputs of autograd's node; all have a ``main_grad``, and ``after_backward`` is called
+            where these hooks are due. None with ``SplitWeights``.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
@@ -98,7 +116,10 @@ def moe_apply(
         if isinstance(weights, SplitWeights):
             weights.check(backend.config)
         given, routing = _one_routing(probs, routing_map, topk_idx, topk_weight)
-        parameters = _tensors_of(weights) if torch.is_grad_enabled() else ()
+        parameters: tuple[torch.Tensor, ...] = ()
+        if torch.is_grad_enabled():
+            shared = (_anchor_on(x.device),)
+            parameters = _tensors_of(weights) if shared_hooks is None else shared
         if not parameters or not any(t.requires_grad for t in (x, given, *parameters)):
             return backend.forward(
                 x, given, routing, _joined(weights), training=False, layer=layer, router=router
@@ -115,6 +136,7 @@ def moe_apply(
             after_backward,
             on_saved,
             None,
+            shared_hooks,
             routing,
             x,
             given,
@@ -182,6 +204,7 @@ def void_call(
         None,
         together.void.of(probs),
         None,
+        None,
         x,
         probs,
         *parameters,
@@ -241,6 +264,7 @@ class _RoutedExperts(torch.autograd.Function):
         after_backward: AfterBackward | None,
         on_saved: OnSaved | None,
         void: Void | None,
+        shared_hooks: SharedHooks | None,
         routing_map: torch.Tensor,
         x: torch.Tensor,
         probs: torch.Tensor,
@@ -267,7 +291,9 @@ class _RoutedExperts(torch.autograd.Function):
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
         # The parameters and not views of them: ZeRO-3 frees and gathers them in between.
-        ctx.save_for_backward(*_tensors_of(weights), *tensors)
+        inputs = _tensors_of(weights) if shared_hooks is None else ()
+        ctx.save_for_backward(*inputs, *tensors)
+        ctx.shared_hooks = shared_hooks
         ctx.backend = backend
         # The objects themselves: a hook on saved tensors may return copies without main_grad.
         ctx.owners = weights
@@ -278,10 +304,12 @@ class _RoutedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_second_derivative("layer")
+        hooks: SharedHooks | None = ctx.shared_hooks
         num_weights = len(_tensors_of(ctx.owners))
+        num_saved = num_weights if hooks is None else 0
         values = ctx.saved_tensors
-        weights = _with_tensors(ctx.owners, values[:num_weights])
-        saved = _give_tensors(ctx.skeleton, values[num_weights:])
+        weights = _with_tensors(ctx.owners, values[:num_weights]) if hooks is None else ctx.owners
+        saved = _give_tensors(ctx.skeleton, values[num_saved:])
         if isinstance(saved, _Inputs):
             saved = ctx.backend.forward(
                 saved.x,
@@ -296,6 +324,12 @@ class _RoutedExperts(torch.autograd.Function):
         destinations: _Destinations | _SplitDestinations
         if isinstance(weights, SplitWeights):
             destinations = _SplitDestinations(weights)
+        elif hooks is not None:
+            if _accumulates(ctx.next_functions[-1][0]):
+                destinations = _Destinations.in_main_grad(ctx.owners)
+            else:
+                destinations = _Destinations(ctx.owners, [False] * num_weights)
+                hooks = None
         else:
             adds = [
                 ctx.accumulate_into_main_grad and _accumulates(node)
@@ -312,10 +346,15 @@ class _RoutedExperts(torch.autograd.Function):
             targets["fc1_bias"],
             targets["fc2_bias"],
         )
-        if ctx.after_backward is not None:
+        is_due = ctx.shared_hooks is None or (hooks is not None and hooks.are_due())
+        if ctx.after_backward is not None and is_due:
             ctx.after_backward(destinations.fc2_in_main_grad())
+        if ctx.shared_hooks is not None:
+            if hooks is not None and is_due:
+                hooks()
+            return *[None] * 10, grad_x, grad_probs, None
         # Autograd drops the gradients of inputs that need none.
-        return *[None] * 9, grad_x, grad_probs, *destinations.grads()
+        return *[None] * 10, grad_x, grad_probs, *destinations.grads()
 
 
 def _refused_again(backend: Backend, void: Void) -> Void:
@@ -357,6 +396,19 @@ class _Destinations:
             for kind in _KINDS
         }
 
+    @classmethod
+    def in_main_grad(cls, owners: ExpertWeights) -> "_Destinations":
+        """Those of parameters that all have a main_grad, found by loops in C."""
+        made = cls.__new__(cls)
+        made._owners = owners
+        made.targets = {
+            kind: list(
+                map(WeightGrad, map(attrgetter("main_grad"), getattr(owners, kind)), repeat(True))
+            )
+            for kind in _KINDS
+        }
+        return made
+
     def grads(self) -> tuple[torch.Tensor, ...]:
         """What autograd is told, in the order of the node's inputs."""
         grads: list[torch.Tensor] = []
@@ -365,7 +417,7 @@ class _Destinations:
             added = [owner for owner, target in pairs if target.accumulate]
             for owner in added:
                 owner.grad_added_to_main_grad = True
-            dummies = _dummy_grads(added)
+            dummies = dummy_grads(added)
             grads += (next(dummies) if target.accumulate else target.buffer for _, target in pairs)
         return tuple(grads)
 
@@ -442,16 +494,26 @@ def _with_tensors(weights: _Weights, tensors: tuple[torch.Tensor, ...]) -> _Weig
     return dataclasses.replace(weights, **changes)
 
 
+_anchors: dict[torch.device, torch.Tensor] = {}
+
+
+def _anchor_on(device: torch.device) -> torch.Tensor:
+    """Stands for weights that are no inputs of a node, so that it has a backward at all."""
+    if device not in _anchors:
+        _anchors[device] = torch.zeros((), device=device, requires_grad=True)
+    return _anchors[device]
+
+
 _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def _dummy_grads(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def dummy_grads(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Gradients that only make hooks fire, of weights of one kind: one buffer for each shape.
 
     Tensors of their own, so that autograd takes each as the parameter's ``grad`` without a copy,
     and all of a shape made by one call. Only stacks of several sizes differ in shape.
     """
-    for shape, group in itertools.groupby(weights, key=operator.attrgetter("shape")):
+    for shape, group in itertools.groupby(weights, key=attrgetter("shape")):
         alike = list(group)
         key = (shape, alike[0].dtype, alike[0].device)
         if key not in _dummies:

@@ -1,6 +1,7 @@
 """Gradients of weights in the one kind that the kernel writes, and from there where they belong."""
 
 from collections.abc import Sequence
+from operator import attrgetter, itemgetter
 
 import torch
 
@@ -24,12 +25,16 @@ class UniformGrads:
     """
 
     def __init__(self, grads: Sequence[WeightGrad]) -> None:
-        kinds = {(grad.buffer.dtype, grad.accumulate) for grad in grads}
-        is_aligned = [grad.buffer.data_ptr() % ALIGNMENT_BYTES == 0 for grad in grads]
         self.grads = list(grads)
         self._lent: list[tuple[WeightGrad, torch.Tensor]] = []
-        if len(kinds) == 1 and all(is_aligned):
+        # Loops in C: this runs before a launch, over two weights of each expert.
+        buffers = list(map(itemgetter(0), grads))
+        dtypes, adds = set(map(attrgetter("dtype"), buffers)), set(map(itemgetter(1), grads))
+        misaligned = map((ALIGNMENT_BYTES - 1).__and__, map(torch.Tensor.data_ptr, buffers))
+        if len(dtypes) == len(adds) == 1 and not any(misaligned):
             return
+        kinds = {(grad.buffer.dtype, grad.accumulate) for grad in grads}
+        is_aligned = [grad.buffer.data_ptr() % ALIGNMENT_BYTES == 0 for grad in grads]
         # The widest dtype, so that nothing is rounded twice; within it main_grad, to copy least.
         dtype = max((kind[0] for kind in kinds), key=lambda dtype: dtype.itemsize)
         accumulate = any(

@@ -7,6 +7,7 @@ tensors that it points to, since making one takes the host longer than a launch.
 import ctypes
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -147,6 +148,21 @@ class AddressTables:
     def _addresses(self, grads: Sequence[WeightGrad]) -> list[int]:
         """Where each expert's gradients begin, also within stacks."""
         num_weights = 2 * self._config.num_local_experts
+        buffers = list(map(itemgetter(0), grads))
+        dims = list(map(torch.Tensor.dim, buffers))
+        if dims == [MATRIX] * num_weights + [VECTOR] * (len(dims) - num_weights):  # no stacks
+            addresses = list(map(torch.Tensor.data_ptr, buffers))
+        else:
+            addresses = self._addresses_in_stacks(grads)
+        if len(addresses) not in (num_weights, 2 * num_weights):
+            raise ShapeError(
+                f"{len(addresses)} gradients of weights and biases, wanted {num_weights} of "
+                "weights, and as many of biases or none"
+            )
+        return addresses
+
+    def _addresses_in_stacks(self, grads: Sequence[WeightGrad]) -> list[int]:
+        num_weights = 2 * self._config.num_local_experts
         addresses: list[int] = []
         for grad in grads:
             buffer, num_dims = grad.buffer, MATRIX if len(addresses) < num_weights else VECTOR
@@ -156,11 +172,6 @@ class AddressTables:
             else:
                 num_bytes = buffer[0].nbytes
                 addresses += range(begin, begin + len(buffer) * num_bytes, num_bytes)
-        if len(addresses) not in (num_weights, 2 * num_weights):
-            raise ShapeError(
-                f"{len(addresses)} gradients of weights and biases, wanted {num_weights} of "
-                "weights, and as many of biases or none"
-            )
         return addresses
 
     def _check_sizes(self, grads: Sequence[WeightGrad]) -> None:

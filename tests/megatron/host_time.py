@@ -56,7 +56,11 @@ def stand_in_for_the_gpu() -> None:
     replaced: list[tuple[Any, str, Any]] = [
         (bindings, "function", functools.cache(function)),
         (symmetric, "allocate", lambda *_: SimpleNamespace(addresses=(4096,))),
-        (experts, "select_backend", lambda config, *_, kind, **more: OnProcessor(config, **more)),
+        (
+            experts,
+            "select_backend",
+            lambda config, *_, kind, dtype, tensor_group, **more: OnProcessor(config, **more),
+        ),
         (routed, "read_calibration", lambda *_, **__: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),

@@ -19,6 +19,7 @@ from flashmoe_megatron.adapters.megatron.asked import (
     expert_tensor_size,
     expert_width,
 )
+from flashmoe_megatron.adapters.megatron.ddp_hooks import ExpertHooks
 from flashmoe_megatron.adapters.megatron.early_routing import check_early_routing
 from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_in_for_forwards
 from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, fp8_is_on
@@ -39,7 +40,7 @@ from flashmoe_megatron.adapters.megatron.shape import (
     resolve_max_tokens,
     with_config,
 )
-from flashmoe_megatron.adapters.megatron.weights import expert_weights
+from flashmoe_megatron.adapters.megatron.weights import HeldWeights
 from flashmoe_megatron.autograd import OnSaved, moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import TILE_M, MoEConfig
@@ -99,7 +100,9 @@ class RoutedExperts(LayerExperts):
         self._config = config
         self._experts = experts
         self._group = group
-        expert_weights(experts, hidden=expert_width(config))
+        self._weights = HeldWeights(experts, hidden=expert_width(config))
+        self._weights.read()
+        self._hooks: ExpertHooks | None = None
         self._classes = check_forwards(experts)
         self.calibration: Calibration | None = None
         self._settings = with_config(config, current_settings())
@@ -140,7 +143,8 @@ class RoutedExperts(LayerExperts):
                 "moe_pad_expert_input_to_capacity was set since the layer was built: pass "
                 "--moe-pad-experts-for-cuda-graph-inference where that is for decoding"
             )
-        weights = expert_weights(self._experts, hidden=expert_width(self._config))
+        weights = self._weights.read()
+        hooks = self._shared_hooks(weights)
 
         def compute(
             backend: Backend, rows: torch.Tensor, finite_probs: torch.Tensor, number: int
@@ -152,10 +156,11 @@ class RoutedExperts(LayerExperts):
                     finite_probs.contiguous(),
                     routing_map.contiguous(),
                     weights,
-                    accumulate_into_main_grad=self._adds_to_main_grad(weights),
+                    accumulate_into_main_grad=hooks is not None or self._adds_to_main_grad(weights),
                     layer=number,
                     after_backward=functools.partial(note_backward, backend),
                     on_saved=on_saved,
+                    shared_hooks=hooks,
                 )
 
             return run_offloaded(self._config, rows, launch)
@@ -177,6 +182,14 @@ class RoutedExperts(LayerExperts):
     def is_trained(self) -> bool:
         """Whether any of the experts' parameters gets a gradient; a teacher's do not."""
         return any(parameter.requires_grad for parameter in self._experts.parameters())
+
+    def _shared_hooks(self, weights: ExpertWeights) -> ExpertHooks | None:
+        """Megatron's hooks on the experts' gradients, if the layer may call them all at once."""
+        params = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
+        if self._hooks is None or not self._hooks.serve(params):
+            made = ExpertHooks.of(params)
+            self._hooks = made if made is not None and made.serve(params) else None
+        return self._hooks
 
     def _adds_to_main_grad(self, weights: ExpertWeights) -> bool:
         """Whether gradients go to ``main_grad``, for which Megatron's fusion need not be on.

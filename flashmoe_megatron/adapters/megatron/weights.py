@@ -1,6 +1,7 @@
 """Reads the weights of Megatron's expert modules, which keep owning them."""
 
 import functools
+import operator
 from typing import Any
 
 import torch
@@ -8,6 +9,50 @@ import torch
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import WrappedWeights
+
+
+class HeldWeights:
+    """A layer's experts, whose structure is looked at again only where they have other parameters.
+
+    Args:
+        experts: As :func:`expert_weights` takes them.
+        hidden: The model's width.
+    """
+
+    def __init__(self, experts: torch.nn.Module, *, hidden: int) -> None:
+        self._experts = experts
+        self._hidden = hidden
+        self._held: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+        self._weights: ExpertWeights | None = None
+
+    def read(self) -> ExpertWeights:
+        """The experts' weights, see :func:`expert_weights`."""
+        if self._weights is not None and self._is_same():
+            return self._weights
+        self._weights = None
+        weights = expert_weights(self._experts, hidden=self._hidden)
+        held = [
+            tuple(linear._parameters.values())
+            for linear in (
+                getattr(self._experts, name, None) for name in ("linear_fc1", "linear_fc2")
+            )
+            if isinstance(linear, torch.nn.Module)
+        ]
+        known = {id(param) for params in held for param in params}
+        tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
+        if len(held) == 2 and known.issuperset(map(id, tensors)):
+            self._held, self._weights = (held[0], held[1]), weights
+        return weights
+
+    def _is_same(self) -> bool:
+        experts: Any = self._experts
+        return all(
+            len(linear._parameters) == len(held)
+            and all(map(operator.is_, linear._parameters.values(), held))
+            for linear, held in zip(
+                (experts.linear_fc1, experts.linear_fc2), self._held, strict=True
+            )
+        )
 
 
 def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:

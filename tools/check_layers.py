@@ -55,6 +55,7 @@ REFERENCE = [
     ["backend", "oracle"],
 ]
 HOSTS = [
+    ["lookout"],
     ["grid", "routes"],
     ["rail"],
     ["crossing"],

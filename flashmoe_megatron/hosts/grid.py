@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.config import MAX_HOSTS, MAX_RANKS
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hosts.lookout import GRACE_S
 
 HOST_VARIABLE = "FLASHMOE_HOST_ID"
 """Environment variable that names this process's host, in place of the machine's own name: GPUs
@@ -121,6 +122,7 @@ class HostGroups(OfGroup):
         grid: The grid.
         within: The ranks of this host, ``None`` if it has one.
         rail: The ranks of this place, by host.
+        timeout: Seconds that an exchange waits for a rank.
     """
 
     def __init__(
@@ -142,9 +144,12 @@ class HostGroups(OfGroup):
         if ranks != sorted(ranks):
             raise ConfigError(f"the expert-parallel group has ranks {ranks}, wanted ascending ones")
         self.grid = grid
+        self.timeout = timeout
         self.within: dist.ProcessGroup | None = None
-        limit = datetime.timedelta(seconds=max(timeout, 1e-3))
         backend = dist.get_backend_config(group)
+        # NCCL's watchdog ends the process, and is to be later than who says why.
+        grace = GRACE_S if "nccl" in backend else 0
+        limit = datetime.timedelta(seconds=max(timeout, 1e-3) + grace)
 
         def make(name: str, members: range, options: Any = None) -> dist.ProcessGroup:
             with _members_alone(f"{group.group_name} {grid} {timeout} {max_ctas} {name}"):

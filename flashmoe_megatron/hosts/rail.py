@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import OfGroup
-from flashmoe_megatron.errors import PeerTimeoutError
+from flashmoe_megatron.errors import PeerTimeoutError, reason_of
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
+from flashmoe_megatron.hosts.lookout import lookout
 
 MOST_PENDING = 1024
 """Exchanges whose events wait to be read."""
@@ -154,17 +155,18 @@ class TorchRail(OfGroup):
         self.watch = Stopwatch(self.crossed)
         self._rail = groups.rail
         self._within = groups.within
+        self._timeout = groups.timeout
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
         """Along the rail, then within the host; see :class:`Rail`."""
         grid = self.grid
         with self._bounded(), self.watch.timed(words.device):
             of_rail = words.new_empty(grid.num_hosts, *words.shape)
-            dist.all_gather(list(of_rail.unbind()), words, group=self._rail)
+            self._all_gather(of_rail.unbind(), words, self._rail).wait()
             of_places = of_rail.unsqueeze(0)
             if self._within is not None:
                 of_places = words.new_empty(grid.ranks_per_host, *of_rail.shape)
-                dist.all_gather(list(of_places.unbind()), of_rail, group=self._within)
+                self._all_gather(of_places.unbind(), of_rail, self._within).wait()
         return of_places.transpose(0, 1).reshape(-1, *words.shape)
 
     def tell(self, reason: str | None) -> list[str | None]:
@@ -200,11 +202,11 @@ class TorchRail(OfGroup):
                 group=self._rail,
                 async_op=True,
             )
-        assert work is not None
+            begun = self._looked_after(work, received.device)
 
         def wait() -> None:
             with self._bounded(), self.watch.timed(received.device):
-                work.wait()
+                begun.wait()
 
         return wait
 
@@ -213,7 +215,33 @@ class TorchRail(OfGroup):
         count_crossed(self.crossed, len(send) * (self.grid.num_hosts - 1), send, is_rows=True)
         with self._bounded(), self.watch.timed(send.device):
             parts = torch.chunk(received, self.grid.num_hosts)
-            dist.all_gather(list(parts), send, group=self._rail)
+            self._all_gather(parts, send, self._rail).wait()
+
+    def _all_gather(
+        self, parts: Sequence[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup
+    ) -> dist.Work:
+        work = dist.all_gather(list(parts), own, group=group, async_op=True)
+        return self._looked_after(work, own.device)
+
+    def _looked_after(self, work: dist.Work | None, device: torch.device) -> dist.Work:
+        """Where no host waits for it, what befalls an exchange is said in the log."""
+        assert work is not None
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            lookout.expect(
+                work.get_future_result(),  # type: ignore[attr-defined]
+                self._timeout,
+                lambda reason: reason_of(PeerTimeoutError(self._failed(reason))),
+            )
+        return work
+
+    def _failed(self, reason: object) -> str:
+        grid = self.grid
+        return (
+            f"rank {grid.rank}, on host {grid.host} of {grid.num_hosts}: an exchange between "
+            f"hosts failed, since one of ranks {list(grid.ranks_of_rail)} (the same place on "
+            f"every host) or {list(grid.ranks_within)} (this host) is gone or did not come: "
+            f"{reason}"
+        )
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
@@ -226,10 +254,4 @@ class TorchRail(OfGroup):
         try:
             yield
         except RuntimeError as error:  # what torch.distributed raises for it
-            grid = self.grid
-            raise PeerTimeoutError(
-                f"rank {grid.rank}, on host {grid.host} of {grid.num_hosts}: an exchange between "
-                f"hosts failed, since one of ranks {list(grid.ranks_of_rail)} (the same place on "
-                f"every host) or {list(grid.ranks_within)} (this host) is gone or did not come: "
-                f"{error}"
-            ) from error
+            raise PeerTimeoutError(self._failed(error)) from error

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid, arrange
+from flashmoe_megatron.hosts.lookout import Lookout
 from flashmoe_megatron.layer import moe_router_forward
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -494,3 +496,27 @@ def test_weights_are_known_as_long_as_they_live(ranks: RankPool):
     inputs = cases.make_inputs(CONFIG, cases.uniform, [40] * 4, dtype=torch.float32)
     for said in ranks.run(other_weights, inputs):
         assert re.match(r"rank \d: fc1 of local expert 0 has shape \(3, 64\), wanted", said)
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [(2, "NCCL's watchdog found an error of kind 2"), (None, "it did not end in time"), (0, None)],
+)
+def test_an_exchange_that_no_host_waits_for(
+    result: int | None, said: str | None, caplog: pytest.LogCaptureFixture
+):
+    """What the log says of the first exchange that fails, once."""
+    lookout = Lookout()
+    for number in range(3):
+        future: torch.futures.Future[int] = torch.futures.Future()
+        lookout.expect(future, 0.1, f"exchange {number}: {{}}".format)
+        if number == 0:
+            future.set_result(0)
+        elif result is not None:
+            future.set_result(result)
+    deadline = time.monotonic() + 60
+    while not (caplog.records if said else not lookout.num_expected):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ([f"exchange 1: {said}"] if said else [])

@@ -35,6 +35,7 @@ from flashmoe_megatron.hosts.crossing import (
     Crossing,
     ExactCrossing,
     FixedCrossing,
+    Later,
     Share,
     parted,
     sum_of_shares,
@@ -290,12 +291,13 @@ class HostsBackend(OfGroup):
         self._rail.crossed.calls += 1
         legs, needs = self._cross(choices, probs, routing_map)
         backend, launches = self._backend_for(needs)
-        routes = [leg.routes(self._rail) for leg in legs]
+        # Rows take longer than routes, which are made while they are under way.
+        begun = [(leg.out(self._rail, x), leg.routes(self._rail)) for leg in legs]
         kept: list[Any] = []
         num_rows: list[list[int]] = []
 
         def launch(number: int, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-            experts, route_weights = routes[number]()
+            experts, route_weights = begun[number][1]()
             num_rows.append(parted(len(rows), launches[number]))
             made = []
             for tokens, weight, idx in zip(
@@ -309,7 +311,7 @@ class HostsBackend(OfGroup):
                 kept.append(saved)
             return _joined(made), None
 
-        total, _ = self._there_and_back(legs, x, launch)
+        total, _ = self._there_and_back(legs, [out for out, _ in begun], launch)
         if not training:
             return total, None
         return total, SavedOverHosts(legs, choices, backend, kept, num_rows, x.dtype)
@@ -355,7 +357,8 @@ class HostsBackend(OfGroup):
             return _joined(of_rows), _joined(of_routes)
 
         dtype = choices.weights.dtype
-        grad_x, of_choices = self._there_and_back(saved.legs, grad_out, launch, dtype)
+        arriving = [leg.out(self._rail, grad_out) for leg in saved.legs]
+        grad_x, of_choices = self._there_and_back(saved.legs, arriving, launch, dtype)
         if refused is not None:
             raise refused
         assert of_choices is not None
@@ -364,18 +367,18 @@ class HostsBackend(OfGroup):
     def _there_and_back(
         self,
         legs: Sequence[Crossing],
-        own: torch.Tensor,
+        arriving: Sequence[Later[torch.Tensor]],
         launch: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
         dtype_of_routes: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sends rows out, launches, and adds up what comes back. Collective over the group.
+        """Launches as rows arrive, and adds up what comes back. Collective over the group.
 
         A launch that fails leaves the other hosts waiting for shares: they get NaN, and every rank
         hears of the failure in the next call.
 
         Args:
             legs: The ways; each one's launches begin when its rows are there.
-            own: ``[num_tokens, hidden]``.
+            arriving: The rows of each, which are under way.
             launch: Makes rows and, in backward, routes' gradients of a leg's number and rows.
             dtype_of_routes: Theirs, if any come back.
 
@@ -383,7 +386,6 @@ class HostsBackend(OfGroup):
             Sums of the rows, and the gradients of choices.
         """
         rail, topk = self._rail, self.config.topk
-        arriving = [leg.out(rail, own) for leg in legs]
         shares: list[Callable[[], list[Share]]] = []
         of_choices: list[Callable[[], torch.Tensor]] = []
         failure: Exception | None = None
@@ -409,7 +411,7 @@ class HostsBackend(OfGroup):
             grads = [later() for later in of_choices]
         if failure is not None:
             raise failure
-        total = sum_of_shares(there, len(own))
+        total = sum_of_shares(there, legs[0].num_tokens)
         # A choice is on one leg: the others' are zero.
         return total, sum(grads[1:], start=grads[0]) if grads else None
 
@@ -427,16 +429,16 @@ class HostsBackend(OfGroup):
         none = torch.empty(0, self.config.topk, device=self._device)
         legs = [self._fixed(Choices(none.int(), none, none.bool().any(1), 0, True, none.dtype))]
         _, launches = self._backend_for(self._fixed_needs())
-        routes = [leg.routes(self._rail) for leg in legs]
+        no_tokens = none.new_empty(0, self.config.hidden, dtype=self._dtype)
+        begun = [(leg.out(self._rail, no_tokens), leg.routes(self._rail)) for leg in legs]
 
         def launch(number: int, rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-            routes[number]()
+            begun[number][1]()
             for _ in range(launches[number]):
                 self.within.refuse(reason)
             return torch.full_like(rows, torch.nan), None
 
-        no_tokens = none.new_empty(0, self.config.hidden, dtype=self._dtype)
-        self._there_and_back(legs, no_tokens, launch)
+        self._there_and_back(legs, [out for out, _ in begun], launch)
 
     def raise_pending_fault(self) -> None:
         """Raises what a launch within this host has found wrong; see the protocol."""

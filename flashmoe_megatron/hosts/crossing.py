@@ -4,6 +4,7 @@ With exact sizes a token crosses once to each other host that has an expert of i
 fixed sizes every token crosses to every host, so that no size depends on a routing.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -39,9 +40,11 @@ class ExactCrossing:
         tokens: ``[num_sent]`` int64, this rank's tokens that leave, by host and then ascending.
         sent: Rows to each host; none to the own one.
         received: Rows from each host.
-        own_routes: The own tokens' routes on this host; ``None`` if they are in other launches.
-        sent_routes: The routes of the tokens that leave.
+        has_own: Whether the own tokens are in these launches.
         is_local: Whether no rank's rows cross, whatever the routing: nothing is exchanged.
+        choices: The call's routing.
+        targets: ``[num_sent]`` int64, the hosts that the tokens leave for.
+        experts_per_host: Experts of each host.
     """
 
     host: int
@@ -49,9 +52,11 @@ class ExactCrossing:
     tokens: torch.Tensor
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    own_routes: LocalRoutes | None
-    sent_routes: LocalRoutes
+    has_own: bool
     is_local: bool
+    choices: Choices
+    targets: torch.Tensor
+    experts_per_host: int
 
     @classmethod
     def legs(
@@ -84,18 +89,21 @@ class ExactCrossing:
         place = torch.where(by_host, by_host.cumsum(0) - 1, total)
         numbers = torch.arange(num_tokens * num_hosts, device=leaves.device)
         listed = numbers.new_zeros(total + 1).scatter_(0, place, numbers)[:total]
-        experts, weights = choices.experts, choices.weights
 
         def leg(
             numbers: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, has_own: bool
         ) -> ExactCrossing:
-            tokens, targets = numbers % max(num_tokens, 1), numbers // max(num_tokens, 1)
-            own = LocalRoutes.of(experts, weights, host, experts_per_host) if has_own else None
-            leaving = experts[tokens], weights[tokens], targets[:, None]
-            sent_routes = LocalRoutes.of(*leaving, experts_per_host)
-            is_local = has_own and remote_legs > 0
             return cls(
-                host, num_tokens, tokens, tuple(sent), tuple(received), own, sent_routes, is_local
+                host=host,
+                num_tokens=num_tokens,
+                tokens=numbers % max(num_tokens, 1),
+                sent=tuple(sent),
+                received=tuple(received),
+                has_own=has_own,
+                is_local=has_own and remote_legs > 0,
+                choices=choices,
+                targets=numbers // max(num_tokens, 1),
+                experts_per_host=experts_per_host,
             )
 
         if not remote_legs:
@@ -118,15 +126,30 @@ class ExactCrossing:
     @property
     def num_own(self) -> int:
         """Own tokens among the rows."""
-        return 0 if self.own_routes is None else self.num_tokens
+        return self.num_tokens if self.has_own else 0
+
+    @functools.cached_property
+    def own_routes(self) -> LocalRoutes:
+        """The own tokens' routes on this host."""
+        choices = self.choices
+        return LocalRoutes.of(choices.experts, choices.weights, self.host, self.experts_per_host)
+
+    @functools.cached_property
+    def sent_routes(self) -> LocalRoutes:
+        """The routes of the tokens that leave; made while their rows are under way."""
+        experts, weights = self.choices.experts[self.tokens], self.choices.weights[self.tokens]
+        return LocalRoutes.of(experts, weights, self.targets[:, None], self.experts_per_host)
 
     def routes(self, rail: Rail) -> Later[tuple[torch.Tensor, torch.Tensor]]:
         """Experts and weights of all rows, ``[num_rows, width]``. Collective over the rail."""
+        if self.is_local:
+            return lambda: (self.own_routes.experts, self.own_routes.weights)
         send = self.sent_routes.packed()
         packed = send.new_empty(self.num_own + sum(self.received), *send.shape[1:])
-        if self.own_routes is not None:
+        arriving = packed[self.num_own :]
+        wait = rail.exchange(send, arriving, self.sent, self.received, is_rows=False)
+        if self.has_own:
             packed[: self.num_own] = self.own_routes.packed()
-        wait = self._go(rail, send, packed[self.num_own :], is_rows=False)
         dtype = self.sent_routes.weights.dtype
 
         def later() -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,9 +165,12 @@ class ExactCrossing:
             rail: Carries them.
             own: ``[num_tokens, hidden]``.
         """
+        if self.is_local:
+            return lambda: own
         rows = own.new_empty(self.num_own + sum(self.received), own.shape[1])
+        arriving = rows[self.num_own :]
+        wait = rail.exchange(own[self.tokens], arriving, self.sent, self.received, is_rows=True)
         rows[: self.num_own] = own[: self.num_own]
-        wait = self._go(rail, own[self.tokens], rows[self.num_own :], is_rows=True)
 
         def later() -> torch.Tensor:
             wait()
@@ -154,6 +180,8 @@ class ExactCrossing:
 
     def back(self, rail: Rail, rows: torch.Tensor) -> Later[list[Share]]:
         """What hosts have made of this rank's tokens. Collective over the rail."""
+        if self.is_local:
+            return lambda: [(self.host, None, rows)]
         own, returned, wait = self._return(rail, rows, is_rows=True)
 
         def later() -> list[Share]:
@@ -164,7 +192,7 @@ class ExactCrossing:
                 for host, (tokens, share) in enumerate(zip(*parts, strict=True))
                 if host != self.host
             ]
-            return shares if self.own_routes is None else [*shares, (self.host, None, own)]
+            return [*shares, (self.host, None, own)] if self.has_own else shares
 
         return later
 
@@ -176,39 +204,28 @@ class ExactCrossing:
             grads: ``[num_rows, width]``, of all rows' routes.
             topk: Choices of a token.
         """
+        if self.is_local:
+            return lambda: self.own_routes.of_choices(grads, topk)
         own, returned, wait = self._return(rail, grads, is_rows=False)
 
         def later() -> torch.Tensor:
             wait()
-            if self.own_routes is None:
-                total = grads.new_zeros(self.num_tokens, topk)
-            else:
+            if self.has_own:
                 total = self.own_routes.of_choices(own, topk)
+            else:
+                total = grads.new_zeros(self.num_tokens, topk)
             # A choice lies on one host: every other addition is of zero.
             return total.index_add_(0, self.tokens, self.sent_routes.of_choices(returned, topk))
 
         return later
-
-    def _go(
-        self, rail: Rail, send: torch.Tensor, received: torch.Tensor, *, is_rows: bool
-    ) -> Later[None]:
-        if self.is_local:
-            return _nothing
-        return rail.exchange(send, received, self.sent, self.received, is_rows=is_rows)
 
     def _return(
         self, rail: Rail, rows: torch.Tensor, *, is_rows: bool
     ) -> tuple[torch.Tensor, torch.Tensor, Later[None]]:
         own, made = torch.split(rows, [self.num_own, sum(self.received)])
         returned = rows.new_empty(sum(self.sent), *rows.shape[1:])
-        if self.is_local:
-            return own, returned, _nothing
         wait = rail.exchange(made, returned, self.received, self.sent, is_rows=is_rows)
         return own, returned, wait
-
-
-def _nothing() -> None:
-    """What is here needs no wait."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +319,10 @@ def sum_of_shares(shares: Iterable[Share], num_tokens: int) -> torch.Tensor:
     ordered = sorted(shares, key=lambda share: share[0])
     like = ordered[0][2]
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    total = torch.zeros(num_tokens, like.shape[1], dtype=wide, device=like.device)
+    if ordered[0][1] is None:
+        total = ordered.pop(0)[2].to(wide, copy=True)
+    else:
+        total = torch.zeros(num_tokens, like.shape[1], dtype=wide, device=like.device)
     for _, tokens, share in ordered:
         if tokens is None:
             total += share

@@ -27,6 +27,17 @@ from tests.unit import cases
 PATIENCE_S = 120.0
 TIMEOUT_S = 20.0
 OPERATIONS = ("gather", "exchange")
+PHASES = {
+    "in front of the counts": 0,
+    "in front of the rows": 1,
+    "in front of the routes": 2,
+    "in front of the launch": 3,
+    "in front of the shares": 4,
+    "in front of the gradients": 5,
+    "in front of the gradients' shares": 6,
+    "in front of the routes' gradients": 7,
+}
+"""Where a host may die: numbers of exchanges and launches of a forward and a backward."""
 
 
 def run_hosts(job: Callable[..., Any], num_ranks: int, hosts: int, *args: Any) -> list[Any]:
@@ -111,6 +122,25 @@ def _step(
     return out, *backend.backward(out, saved, weights, *grads)
 
 
+def arm(backend: HostsBackend, operation: int, end: Callable[[], object]) -> None:
+    """Calls ``end`` in front of the so many-th exchange or launch from now on."""
+    left = operation
+
+    def ending(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                end()
+            left -= 1
+            return method(*args, **options)
+
+        return run
+
+    for owner, names in ((backend._rail, OPERATIONS), (backend.within, ("forward",))):
+        for name in names:
+            mock.patch.object(owner, name, ending(getattr(owner, name))).start()
+
+
 def die(rank: int, hosts: int, victim: int, operation: int) -> str:
     """Trains until an error; the victim dies in front of its so many-th exchange, or in a launch.
 
@@ -125,21 +155,7 @@ def die(rank: int, hosts: int, victim: int, operation: int) -> str:
     own = _share(config, rank, weights)
     _step(backend, call, own)
     if rank == victim:
-        left = operation
-
-        def dying(method: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **options: Any) -> Any:
-                nonlocal left
-                if left == 0:
-                    os._exit(1)
-                left -= 1
-                return method(*args, **options)
-
-            return run
-
-        for owner, names in ((backend._rail, OPERATIONS), (backend.within, ("forward",))):
-            for name in names:
-                mock.patch.object(owner, name, dying(getattr(owner, name))).start()
+        arm(backend, operation, lambda: os._exit(1))
     begin = time.monotonic()
     try:
         for _ in range(3):

@@ -4,18 +4,7 @@ import re
 
 import pytest
 
-from tests.faults.hosts_job import TIMEOUT_S, compute, die, run_hosts
-
-PHASES = {
-    "in front of the counts": 0,
-    "in front of the rows": 1,
-    "in front of the routes": 2,
-    "in front of the launch": 3,
-    "in front of the shares": 4,
-    "in front of the gradients": 5,
-    "in front of the gradients' shares": 6,
-    "in front of the routes' gradients": 7,
-}
+from tests.faults.hosts_job import PHASES, TIMEOUT_S, compute, die, run_hosts
 
 
 @pytest.mark.parametrize("phase", PHASES)

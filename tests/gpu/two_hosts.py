@@ -7,6 +7,8 @@ width 1,024, top-2), which its own run over hosts lost messages with beyond 2,04
 number of tokens is compared with one rank that has all experts, and repeated with the same bits.
 NCCL's log has to say that the hosts' exchanges went over NET/Socket and nothing else.
 
+At last a host dies in each phase of a call: the other one's log has to say so before torch ends it.
+
 Without ``--gpus`` two processes share one. ``--gpus 0`` runs on processors, with gloo.
 """
 
@@ -23,9 +25,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -40,6 +44,7 @@ from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
 from flashmoe_megatron.select import select_backend
+from tests.faults.hosts_job import PHASES, arm
 from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import TOKENS, make_config, zipf
@@ -60,6 +65,8 @@ FORMS = {
 }
 ROUTINGS = [cases.uniform, zipf, cases.to_one_expert, cases.with_dropped_tokens, cases.to_nobody]
 PATIENCE_S = 60
+DEATH_TIMEOUT_S = 8.0
+GONE = re.compile(r"PeerTimeoutError: rank 0, on host 0 of \d+: .* is gone or did not come: .*")
 VIA = re.compile(r"\bvia ((?:NET|P2P|SHM|DIRECT)\S*)")
 
 
@@ -254,6 +261,58 @@ def check_papers(world: World, args: argparse.Namespace) -> list[dict[str, Any]]
 PARTS: dict[str, Part] = {"small": check_small, "paper": check_papers}
 
 
+def die(world: World, args: argparse.Namespace) -> None:
+    """Trains until the last rank is gone, which dies in a phase or, with none, stays away."""
+    config = make_config(world.num_ranks)
+    backend = world.make(config, keep="all", timeout=DEATH_TIMEOUT_S)
+    inputs = world.inputs(config, cases.uniform, [96] * world.num_ranks)
+    weights = steps.weights_of(config, inputs)[world.rank]
+    step(backend, inputs, weights)
+    world.wait()
+    print(f"{time.time():.1f} begins", flush=True)
+    if world.rank == world.num_ranks - 1:
+        stays = args.phase >= len(PHASES)
+        arm(backend, args.phase % len(PHASES), partial(time.sleep, 600) if stays else die_now)
+    for _ in range(3):
+        step(backend, inputs, weights)
+    world.wait()
+
+
+def die_now() -> None:
+    os._exit(1)
+
+
+def check_deaths(args: argparse.Namespace) -> bool:
+    """All at once, each with processes of its own; says what the first rank's log has."""
+    names = [*PHASES, "in front of the counts, and stays away"]
+    is_right = True
+    with tempfile.TemporaryDirectory(prefix="flashmoe-hosts-") as folder, ExitStack() as stack:
+        logs = [Path(folder, str(phase)) for phase in range(len(names))]
+        started = [
+            launch(
+                "tests.gpu.two_hosts",
+                args,
+                SOCKETS,
+                ["--gpus", str(args.gpus), "--parts", "die", "--phase", str(phase)],
+                stack.enter_context(log.open("w")),
+            )
+            for phase, log in enumerate(logs)
+        ]
+        deadline = time.monotonic() + args.limit
+        for name, log, processes in zip(names, logs, started, strict=True):
+            with suppress(subprocess.TimeoutExpired):
+                processes[0].wait(max(0.1, deadline - time.monotonic()))
+            code = processes[0].poll()
+            for process in processes:
+                process.kill()
+                process.wait()
+            text = log.read_text(errors="replace")
+            said = GONE.search(text)
+            is_right &= said is not None and bool(code)
+            print(f"a host that dies {name}: exit code {code}, {said[0] if said else text[-1500:]}")
+    return is_right
+
+
 def work(args: argparse.Namespace, parts: dict[str, Part]) -> None:
     """One process."""
     rank, num_ranks = args.rank, args.ranks
@@ -289,6 +348,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def launch(
+    module: str,
+    args: argparse.Namespace,
+    environment: dict[str, str],
+    arguments: Sequence[str],
+    output: IO[str] | None = None,
+) -> list[subprocess.Popen[bytes]]:
+    """Starts a module in all processes; see :func:`start`."""
+    port, processes = free_port(), []
+    for rank in range(args.ranks):
+        host = f"host{rank * args.hosts // args.ranks}"
+        own = {HOST_VARIABLE: host, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if "NCCL_P2P_DISABLE" in environment:
+            own["NCCL_HOSTID"] = host
+        command = [sys.executable, "-m", module, *arguments, "--rank", str(rank)]
+        environ = {**os.environ, **environment, **own}
+        processes.append(
+            subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
+            if output
+            else subprocess.Popen(command, env=environ)
+        )
+    return processes
+
+
 def start(
     module: str, args: argparse.Namespace, environment: dict[str, str], arguments: Sequence[str]
 ) -> bool:
@@ -304,18 +387,12 @@ def start(
     Returns:
         Whether all has gone well.
     """
-    port = free_port()
     has_sockets = "NCCL_P2P_DISABLE" in environment and args.gpus > 0
     with tempfile.TemporaryDirectory(prefix="flashmoe-hosts-") as folder:
-        processes = []
-        for rank in range(args.ranks):
-            host = f"host{rank * args.hosts // args.ranks}"
-            own = {HOST_VARIABLE: host, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            if has_sockets:
-                own |= {"NCCL_HOSTID": host, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-                own |= {"NCCL_DEBUG_FILE": f"{folder}/{rank}"}
-            command = [sys.executable, "-m", module, *arguments, "--rank", str(rank)]
-            processes.append(subprocess.Popen(command, env={**os.environ, **environment, **own}))
+        if has_sockets:
+            environment = {**environment, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+            environment["NCCL_DEBUG_FILE"] = f"{folder}/%p"
+        processes = launch(module, args, environment, arguments)
         deadline = time.monotonic() + args.limit
         codes: list[int | str] = []
         for process in processes:
@@ -343,7 +420,9 @@ def went_over_sockets(folder: Path) -> bool:
     return set(ways) == {"NET/Socket"}
 
 
-def make_parser(description: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(
+    description: str | None, parts: Sequence[str], default: Sequence[str]
+) -> argparse.ArgumentParser:
     """The arguments of programs that are such processes."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -352,7 +431,8 @@ def make_parser(description: str | None, parts: Sequence[str]) -> argparse.Argum
     add("--gpus", type=int, default=1, help="which the processes share; 0 for processors")
     add("--ranks", type=int, help="processes; default: one a GPU, and at least two")
     add("--hosts", type=int, help="what they are; default: each one is a host")
-    add("--parts", nargs="+", choices=parts, default=list(parts))
+    add("--parts", nargs="+", choices=parts, default=list(default))
+    add("--phase", type=int, help=argparse.SUPPRESS)
     add("--iterations", type=int, default=100, help="at most, of each size")
     add("--seconds", type=float, default=1e9, help="at most, of each size")
     add("--limit", type=float, default=600.0, help="seconds until what hangs is ended")
@@ -371,10 +451,15 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def main() -> int:
-    args = parse(make_parser(__doc__, list(PARTS)))
+    args = parse(make_parser(__doc__, [*PARTS, "deaths", "die"], [*PARTS, "deaths"]))
     if args.rank is not None:
-        work(args, PARTS)
-    is_right = start("tests.gpu.two_hosts", args, SOCKETS, sys.argv[1:])
+        work(args, {**PARTS, "die": die})
+    chosen = [part for part in args.parts if part in PARTS]
+    is_right = not chosen or start(
+        "tests.gpu.two_hosts", args, SOCKETS, [*sys.argv[1:], "--parts", *chosen]
+    )
+    if "deaths" in args.parts:
+        is_right &= check_deaths(args)
     print("all right" if is_right else "failed")
     return int(not is_right)
 

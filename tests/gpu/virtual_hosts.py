@@ -288,7 +288,7 @@ class ThrottledRail(MirrorRail):
     """A mirror with a card of its own: exchanges take a time by their bytes.
 
     They follow one another on a stream of their own, as NCCL's on one communicator do, beside
-    launches.
+    launches. What is copied is copied meanwhile.
 
     Attributes:
         us_per_byte: What a byte takes that goes to the other host, both ways at once.
@@ -298,7 +298,7 @@ class ThrottledRail(MirrorRail):
         super().__init__()
         self.us_per_byte = 0.0
         self._wait = Wait()
-        self._stream = torch.cuda.Stream()
+        self._stream, self._copies = torch.cuda.Stream(), torch.cuda.Stream()
 
     def exchange(
         self,
@@ -311,10 +311,13 @@ class ThrottledRail(MirrorRail):
     ) -> Callable[[], None]:
         before = self.crossed.bytes
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._copies.wait_stream(self._stream)
+        with torch.cuda.stream(self._copies):
             super().exchange(send, received, send_counts, receive_counts, is_rows=is_rows)
+        with torch.cuda.stream(self._stream):
             self._wait((self.crossed.bytes - before) * self.us_per_byte)
+            self._stream.wait_stream(self._copies)
             done = self._stream.record_event()
         for tensor in (send, received):
-            tensor.record_stream(self._stream)
+            tensor.record_stream(self._copies)
         return lambda: torch.cuda.current_stream().wait_event(done)

@@ -7,7 +7,7 @@
 | small, paper | see :mod:`tests.gpu.two_hosts`: over NCCL's sockets |
 | overlap | layers of models with each overlap of exchanges and launches, in turns: times |
 | held | the same bits while a kernel holds the reserved multiprocessors at random |
-| reduction | launches beside reductions of gradients: the cost of a cap of CTAs, what stands |
+| reduction | launches beside reductions: what a cap of CTAs costs, and what stands still |
 | training | Megatron's stock script with the distributed optimizer and both of its overlaps |
 
 All but the first two join the GPUs by NVLink also between hosts, since sockets are too slow for
@@ -315,6 +315,7 @@ def train(args: argparse.Namespace, dispatcher: str, overlap: str, queues: str) 
         Its losses; none if it failed.
     """
     per_host = args.ranks // args.hosts
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
     name = f"{dispatcher}, overlap {overlap}, queues {queues}"
     arguments = [*SCRIPT.split(), "--moe-token-dispatcher-type", dispatcher]
     arguments += ["--expert-model-parallel-size", str(args.ranks)]
@@ -330,7 +331,7 @@ def train(args: argparse.Namespace, dispatcher: str, overlap: str, queues: str) 
             command += ["--node-rank", str(host), "--nproc-per-node", str(per_host)]
             command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
             command += ["-m", "flashmoe_megatron.run", str(args.megatron / "pretrain_gpt.py")]
-            gpus = [str((host * per_host + i) % args.gpus) for i in range(per_host)]
+            gpus = [visible[(host * per_host + i) % args.gpus] for i in range(per_host)]
             own = {HOST_VARIABLE: f"host{host}", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
             if args.gpus < args.ranks:
                 own |= {**SOCKETS, "NCCL_HOSTID": f"host{host}"}
@@ -386,7 +387,7 @@ def check_training(args: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    parser = make_parser(__doc__, [*PARTS, "training"])
+    parser = make_parser(__doc__, [*PARTS, "training"], [*PARTS, "training"])
     add = parser.add_argument
     add("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
     add("--train-iterations", type=int, default=1000)

@@ -107,7 +107,13 @@ def select_backend(
             options=chosen_options,
             grid=grid,
             degrees=choose_degrees(
-                config, chosen_options, group=group, grid=grid, device=device, dtype=dtype
+                config,
+                chosen_options,
+                group=group,
+                grid=grid,
+                device=device,
+                dtype=dtype,
+                is_cut=tensor_group is not None and dist.get_world_size(tensor_group) > 1,
             ),
             tensor_group=tensor_group,
         )

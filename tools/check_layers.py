@@ -79,7 +79,7 @@ SCHEDULED = [
 SCHEDULE = [
     ["line", "model"],
     ["fit"],
-    ["degree", "gradients", "measure"],
+    ["degree", "gradients", "measure", "trace"],
     ["__main__"],
 ]
 PACKAGE = Path("flashmoe_megatron")

@@ -8,9 +8,19 @@ Start it as the training will be, on all ranks of one expert-parallel group, als
 hosts. The file then goes to ``--flashmoe-degree-fit``, or to ``"degree_fit"`` in DeepSpeed's
 section, beside the degree ``auto``. One rank alone measures products and copies. Without a GPU,
 gloo is measured.
+
+::
+
+    torchrun --nproc-per-node 8 -m flashmoe_megatron.schedule trace trace.json \
+        --degree auto --degree-fit fit.json \
+        --hidden 2048 --intermediate 768 --num-experts 128 --topk 8 --gated --tokens 8192
+
+runs one layer in one part and at its degree, with time stamps of each stream, for a picture by
+``python -m tools.simulate schedule`` of the checkout.
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -18,10 +28,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_name
-from flashmoe_megatron.schedule.fit import write_fit
+from flashmoe_megatron.options import BackendOptions, add_flags
+from flashmoe_megatron.schedule.degree import choose_degrees
+from flashmoe_megatron.schedule.fit import machine_of, write_fit, write_json
 from flashmoe_megatron.schedule.measure import Sizes, measure
+from flashmoe_megatron.schedule.trace import as_json
+from flashmoe_megatron.schedule.trace import trace as stamps_of
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.telemetry.record import DIRECTIONS
 
 ON_GPU = Sizes(hidden=2048, intermediate=2048, num_experts=8, rows=65536, num_bytes=64 * 2**20)
 ON_PROCESSOR = Sizes(hidden=256, intermediate=256, num_experts=4, rows=2048, num_bytes=2**22)
@@ -65,15 +82,56 @@ def fit(options: argparse.Namespace) -> None:
             )
 
 
+def trace(options: argparse.Namespace) -> None:
+    """Stamps one layer and writes the file. Collective over the default group."""
+    group, grid, device = join_group()
+    if group is None:
+        raise ConfigError("1 rank, with which nothing travels: wanted several, by torchrun")
+    config = MoEConfig(
+        hidden=options.hidden,
+        intermediate=options.intermediate,
+        num_experts=options.num_experts,
+        topk=options.topk,
+        activation=Activation.SILU if options.gated else Activation.GELU,
+        gated=options.gated,
+        num_ranks=dist.get_world_size(),
+        max_tokens=options.tokens,
+    )
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    chosen = BackendOptions(
+        keep="all",
+        degree=options.degree,
+        degree_fit=options.degree_fit,
+        exchange=options.exchange,
+    )
+    degrees = choose_degrees(config, chosen, group=group, grid=grid, device=device, dtype=dtype)
+    layers = []
+    for those in ((1, 1), degrees):
+        layer = ScheduledBackend(
+            config, group, device=device, options=chosen, grid=grid, degrees=those
+        )
+        found = stamps_of(layer, group, num_tokens=options.tokens, dtype=dtype, device=device)
+        layers.append({"degrees": those, **as_json(found)})
+        if grid.rank == 0:
+            for direction in DIRECTIONS:
+                last = max(one.end_us for one in found[direction])
+                sys.stdout.write(
+                    f"{direction} in {those[direction == 'backward']}: {last:.0f} us\n"
+                )
+    if grid.rank == 0:
+        about = {"machine": str(machine_of(grid, device)), "config": dataclasses.asdict(config)}
+        write_json(options.file, {**about, "layers": layers})
+
+
 def main(arguments: list[str]) -> int:
     """Runs from the command line; under torchrun, one process for each rank."""
     options = _parser().parse_args(arguments)
     try:
-        for name in ("hidden", "intermediate", "experts", "rows", "mib"):
-            value = getattr(options, name)
+        for name in ("hidden", "intermediate", "experts", "rows", "mib", "tokens"):
+            value = getattr(options, name, None)
             if value is not None and value <= 0:
                 raise ConfigError(f"--{name} {value}: wanted more than 0")
-        fit(options)
+        {"fit": fit, "trace": trace}[options.command](options)
     except FlashMoEError as error:
         sys.stderr.write(f"flashmoe_megatron.schedule: {error}\n")
         return 1
@@ -87,17 +145,32 @@ def _parser() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser("flashmoe_megatron.schedule", description=summary)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("fit", help="measures alpha and beta of all that a layer does")
-    one.add_argument("file", type=Path, help="what is written")
+    fitting = commands.add_parser("fit", help="measures alpha and beta of all that a layer does")
+    fitting.add_argument("file", type=Path, help="what is written")
     for name, text in (
         ("hidden", "model width"),
         ("intermediate", "columns of a product"),
         ("experts", "experts of a rank"),
         ("rows", "most rows of a product"),
     ):
-        one.add_argument(f"--{name}", type=int, help=text)
-    one.add_argument("--mib", type=float, help="most MiB of an exchange or a copy")
-    one.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="the rows'")
+        fitting.add_argument(f"--{name}", type=int, help=text)
+    fitting.add_argument("--mib", type=float, help="most MiB of an exchange or a copy")
+    tracing = commands.add_parser("trace", help="stamps one layer, in one part and at its degree")
+    tracing.add_argument("file", type=Path, help="what is written")
+    for name, text in (
+        ("hidden", "model width"),
+        ("intermediate", "FFN width of one expert"),
+        ("num-experts", "experts of the whole group"),
+        ("topk", "experts of each token"),
+        ("tokens", "tokens of one rank"),
+    ):
+        tracing.add_argument(f"--{name}", type=int, required=True, help=text)
+    tracing.add_argument("--gated", action="store_true", help="SwiGLU, else GELU")
+    add_flags(tracing, BackendOptions, names=("degree", "degree_fit", "exchange"))
+    for command in (fitting, tracing):
+        command.add_argument(
+            "--dtype", choices=("bfloat16", "float16", "float32"), help="the rows'"
+        )
     return parser
 
 

@@ -24,6 +24,7 @@ def choose_degrees(
     grid: HostGrid,
     device: torch.device,
     dtype: torch.dtype | None,
+    is_cut: bool = False,
 ) -> tuple[int, int]:
     """Parts in forward and backward, as the options say. Collective over the group.
 
@@ -34,6 +35,7 @@ def choose_degrees(
         grid: How its ranks lie on hosts.
         device: Where the layer lives.
         dtype: The dtype of its tokens, ``None`` if it is not known.
+        is_cut: Whether several ranks share each expert.
 
     Raises:
         ConfigError: On every rank, if a degree is more than a rank's routes, or none can be chosen
@@ -50,6 +52,10 @@ def choose_degrees(
                 f"topk={config.topk}",
             )
         return degrees
+    if is_cut:
+        raise options.refusal(
+            "degree", options.degree, "wanted numbers where several ranks share each expert"
+        )
     if config.num_ranks == 1:
         return 1, 1  # nothing travels
     told: tuple[tuple[int, int], str | None] = (1, 1), None

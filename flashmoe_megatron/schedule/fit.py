@@ -92,11 +92,19 @@ def write_fit(path: Path, fit: Fit) -> None:
     Raises:
         ConfigError: It cannot be written.
     """
-    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(fit)}
+    write_json(path, {"format": FORMAT, "version": VERSION, **dataclasses.asdict(fit)})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes an object.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
     try:
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"fit {path}: cannot be written: {error}") from error
+        raise ConfigError(f"{path}: cannot be written: {error}") from error
 
 
 def read_fit(path: Path, machine: Machine, dtype: torch.dtype | None = None) -> Fit:

@@ -123,32 +123,23 @@ class _Laps:
 
     def __init__(self, device: torch.device, *, counts: bool) -> None:
         self._device, self._counts = device, counts
-        self._is_cuda = device.type == "cuda"
         self.moments: list[tuple[str, Any]] = []
         self.begin_ns = time.monotonic_ns()
         self.lap("begin")
 
     def lap(self, name: str) -> None:
         """Gives this moment a name."""
-        if not self._counts:
-            return
-        if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            self.moments.append((name, event))
-        else:
-            self.moments.append((name, time.monotonic_ns()))
+        if self._counts:
+            self.moments.append((name, lanes.stamp(self._device)))
 
     def are_over(self) -> bool:
         """Whether the device has passed the last one."""
-        return not self._is_cuda or bool(self.moments[-1][1].query())
+        return self._device.type != "cuda" or bool(self.moments[-1][1].query())
 
     def nanoseconds(self) -> dict[str, int]:
         """Time from one moment to the next, by the later one's name."""
         pairs = zip(self.moments, self.moments[1:], strict=False)
-        if self._is_cuda:
-            return {name: int(a.elapsed_time(b) * 1e6) for (_, a), (name, b) in pairs}
-        return {name: b - a for (_, a), (name, b) in pairs}
+        return {name: lanes.nanoseconds(a, b) for (_, a), (name, b) in pairs}
 
 
 class ScheduledBackend(OfGroup):
@@ -222,6 +213,11 @@ class ScheduledBackend(OfGroup):
         self._unread: deque[tuple[_Laps, Callable[[dict[str, int]], LaunchRecord]]] = deque(
             maxlen=MOST_RECORDS
         )
+
+    @property
+    def streams(self) -> dict[str, lanes.Lane]:
+        """Where rows travel between ranks, by the name of the stream."""
+        return self._exchange.lanes
 
     @property
     def traffic(self) -> TrafficCounters:

@@ -45,6 +45,7 @@ class Exchange:
     Attributes:
         traffic: What was sent so far.
         needs_all_counts: Whether a call needs the counts of all ranks, not its own alone.
+        lanes: Where rows travel, by the stream's name in :mod:`flashmoe_megatron.schedule.model`.
     """
 
     needs_all_counts = False
@@ -61,6 +62,7 @@ class Exchange:
         self.traffic = traffic
         self._group = group
         self._between = Lane(device)
+        self.lanes = {"between": self._between}
 
     def received(self, send: torch.Tensor, counts: Counts) -> torch.Tensor:
         """Memory for what a call will bring, of the stream that is current."""
@@ -134,6 +136,7 @@ class TwoSteps(Exchange):
         super().__init__(group, grid.rank, traffic, device)
         self._grid, self._groups = grid, groups
         self._within = Lane(device)
+        self.lanes["within"] = self._within
 
     def _send(
         self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark

@@ -6,7 +6,9 @@ there, or is told of the other lane that reads it.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -25,11 +27,31 @@ def wait(device: torch.device, moment: Mark) -> None:
         torch.cuda.current_stream(device).wait_event(moment)
 
 
+def stamp(device: torch.device) -> Any:
+    """This moment with its time: an event on the current stream or, on a processor, ns."""
+    if device.type != "cuda":
+        return time.monotonic_ns()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def nanoseconds(begin: Any, end: Any) -> int:
+    """Time between two moments of :func:`stamp`, which have passed."""
+    return end - begin if isinstance(end, int) else int(begin.elapsed_time(end) * 1e6)
+
+
 class Lane:
-    """One stream of its own."""
+    """One stream of its own.
+
+    Attributes:
+        stamps: Takes the begin and the end of each use, if it is a list.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Makes the stream, on a GPU."""
+        self.stamps: list[tuple[Any, Any]] | None = None
+        self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -38,12 +60,22 @@ class Lane:
     def after(self, moment: Mark) -> Iterator[None]:
         """What is called within runs on the lane, once a moment has passed."""
         if self._stream is None:
-            yield
+            with self._stamped():
+                yield
             return
         if moment is not None:
             self._stream.wait_event(moment)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self._stamped():
             yield
+
+    @contextlib.contextmanager
+    def _stamped(self) -> Iterator[None]:
+        if self.stamps is None:
+            yield
+            return
+        begin = stamp(self._device)
+        yield
+        self.stamps.append((begin, stamp(self._device)))
 
     def mark(self) -> Mark:
         """This moment on the lane."""

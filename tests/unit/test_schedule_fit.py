@@ -1,5 +1,6 @@
 """Lines through timings, their file, and degrees that come from it."""
 
+import itertools
 import json
 import random
 import statistics
@@ -11,14 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.schedule import __main__ as command
 from flashmoe_megatron.schedule.degree import passes_of
 from flashmoe_megatron.schedule.fit import Fit, Machine, machine_of, read_fit, write_fit
 from flashmoe_megatron.schedule.line import Line, fit_line
 from flashmoe_megatron.schedule.measure import Sizes, even_ratios, measure
 from flashmoe_megatron.schedule.model import time_of
+from flashmoe_megatron.schedule.trace import trace
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.select import select_backend
 from tests.distributed import RankPool
@@ -127,6 +131,22 @@ def test_a_layer_is_as_long_as_its_stages() -> None:
     assert found["2dh"].there[1].stream == "within"
 
 
+def stamps_are_of_every_part(group: dist.ProcessGroup, config: MoEConfig) -> None:
+    """On a processor everything happens in the order in which it is issued."""
+    backend = ScheduledBackend(config, group, options=BackendOptions(keep="all"), degrees=(3, 2))
+    found = trace(backend, group, num_tokens=100, dtype=torch.float32, device=CPU)
+    for direction, degree in (("forward", 3), ("backward", 2)):
+        spans = sorted(found[direction], key=lambda one: one.begin_us)
+        for name in ("dispatch", "experts", "combine"):
+            assert [one.part for one in spans if one.name == name] == list(range(degree)), name
+        pairs = itertools.pairwise(spans)
+        assert all(0 <= one.begin_us <= one.end_us <= other.begin_us for one, other in pairs)
+    assert [one.name for one in found["forward"] if one.part < 0] == ["probabilities"]
+    assert {one.name for one in found["backward"] if one.part < 0} == {"probabilities", "weights"}
+    assert not backend.hooks
+    assert all(lane.stamps is None for lane in backend.streams.values())
+
+
 def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
     """Everything that ranks do together."""
     rank = dist.get_rank(group)
@@ -163,6 +183,7 @@ def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
     alone = str(good) if rank == 0 else str(Path(folder, "gone.json"))
     with pytest.raises(ConfigError, match="rank 1: fit .*gone.json: cannot be read"):
         select(degree="auto", degree_fit=alone)
+    stamps_are_of_every_part(group, config)
     with pytest.raises(ConfigError, match="rank 0: .* is of float32, but tokens are torch.float64"):
         select(degree="auto", degree_fit=str(good), dtype=torch.float64)
     return degrees
@@ -193,6 +214,9 @@ def test_the_command_measures_one_rank(tmp_path: Path, capsys: pytest.CaptureFix
     machine = machine_of(HostGrid(1, 1, 0), CPU)
     assert set(read_fit(path, machine).lines) == {"product", "copy", "cut"}
     assert "product: " in capsys.readouterr().out
+    layer = ("--hidden", "64", "--intermediate", "64", "--num-experts", "2", "--topk", "1")
+    assert command.main(["trace", str(path), *layer, "--tokens", "8"]) == 1
+    assert "1 rank, with which nothing travels" in capsys.readouterr().err
     assert command.main(["fit", str(path), "--rows", "0"]) == 1
     assert "--rows 0: wanted more than 0" in capsys.readouterr().err
     assert command.main(["fit", str(tmp_path / "no" / "fit.json"), *small]) == 1

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     hosts = commands.add_parser("hosts", help="a layer over hosts, beside what others publish")
     hosts.add_argument("--card-gbps", type=positive, default=CARD_BYTES_PER_S / 1e9, help="GB/s")
     hosts.add_argument("--hosts", type=count, nargs="+", default=[2**n for n in range(1, 10)])
+    schedule = commands.add_parser("schedule", help="pictures of the scheduled backend")
+    schedule.add_argument("--trace", type=Path, help="of python -m flashmoe_megatron.schedule")
+    schedule.add_argument("--fit", type=Path, help="likewise, of several hosts")
+    schedule.add_argument("--within", type=Path, help="of one host, if FIT has one rank on each")
+    shapes = ["paper-8k", "qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"]
+    schedule.add_argument("--shapes", choices=list(ALL_SHAPES), nargs="+", default=shapes)
+    schedule.add_argument("--out", type=Path, default=Path("runs/schedule"), help="without ending")
     return parser.parse_args(arguments)
 
 
@@ -172,9 +180,33 @@ def run_hosts(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_schedule(options: argparse.Namespace) -> int:
+    """Draws what streams did, or what degrees bring."""
+    from tools.simulate import schedule
+
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    if options.trace:
+        drawn += schedule.draw_streams(json.loads(options.trace.read_text()), options.out)
+    if options.fit:
+        fit = schedule.read_levels(options.fit, options.within)
+        by_layer = {
+            name: schedule.speedups(ALL_SHAPES[name].config(1), fit) for name in options.shapes
+        }
+        for name, found in by_layer.items():
+            print(f"{name}: {', '.join(f'{one:.2f}' for one in found)}")
+        path = options.out.with_name(f"{options.out.name}_ablation")
+        drawn += schedule.draw_ablation(by_layer, fit.machine.device, path)
+    for path in drawn:
+        print(f"wrote {path}")
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
+        if options.command == "schedule":
+            return run_schedule(options)
         if options.command == "hosts":
             return run_hosts(options)
         if options.command == "fit":

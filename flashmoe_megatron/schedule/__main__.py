@@ -40,7 +40,7 @@ from flashmoe_megatron.schedule.trace import trace as stamps_of
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.telemetry.record import DIRECTIONS
 
-ON_GPU = Sizes(hidden=2048, intermediate=2048, num_experts=8, rows=65536, num_bytes=64 * 2**20)
+ON_GPU = Sizes(hidden=2048, intermediate=2048, num_experts=8, rows=65536, num_bytes=2**27)
 ON_PROCESSOR = Sizes(hidden=256, intermediate=256, num_experts=4, rows=2048, num_bytes=2**22)
 
 
@@ -151,10 +151,10 @@ def _parser() -> argparse.ArgumentParser:
         ("hidden", "model width"),
         ("intermediate", "columns of a product"),
         ("experts", "experts of a rank"),
-        ("rows", "most rows of a product"),
+        ("rows", "most rows of a product or a copy"),
     ):
         fitting.add_argument(f"--{name}", type=int, help=text)
-    fitting.add_argument("--mib", type=float, help="most MiB of an exchange or a copy")
+    fitting.add_argument("--mib", type=float, help="most MiB of an exchange")
     tracing = commands.add_parser("trace", help="stamps one layer, in one part and at its degree")
     tracing.add_argument("file", type=Path, help="what is written")
     for name, text in (

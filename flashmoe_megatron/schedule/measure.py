@@ -30,8 +30,8 @@ class Sizes:
         hidden: Width of rows.
         intermediate: Columns of a product.
         num_experts: Experts of a rank, whose products are one.
-        rows: Most rows of a product.
-        num_bytes: Most bytes of an exchange or a copy.
+        rows: Most rows of a product or a copy.
+        num_bytes: Most bytes of an exchange.
         points: Sizes of each, at even ratios.
         turns: How often each is timed.
     """

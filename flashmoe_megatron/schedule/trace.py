@@ -54,13 +54,14 @@ def trace(
         device: Where they are.
     """
     config = backend.config
-    generator = torch.Generator().manual_seed(backend.rank)
-    noise = torch.rand(num_tokens, config.num_experts, generator=generator)
+    generator = torch.Generator(device).manual_seed(backend.rank)
+    noise = torch.rand(num_tokens, config.num_experts, device=device, generator=generator)
     routing_map = torch.zeros_like(noise, dtype=torch.bool)
     routing_map.scatter_(1, noise.topk(config.topk, dim=1).indices, True)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).div_(shape[-1] ** 0.5).to(device, dtype)
+        values = torch.empty(shape, device=device, dtype=dtype)
+        return values.normal_(std=shape[-1] ** -0.5, generator=generator)
 
     local = config.num_local_experts
     weights = ExpertWeights(
@@ -68,7 +69,7 @@ def trace(
         (random(local, config.hidden, config.intermediate),),
     )
     x, grad = random(num_tokens, config.hidden), random(num_tokens, config.hidden)
-    probs, routing_map = (routing_map.float() / config.topk).to(device), routing_map.to(device)
+    probs = routing_map.float() / config.topk
     found: dict[Direction, list[Stamped]] = {}
     for turn in range(WARM_UP + 1):
         recorder = _Recorder(backend, device) if turn == WARM_UP else None

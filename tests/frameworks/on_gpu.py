@@ -38,7 +38,8 @@ def train(kind: str, implementation: str, steps: int, device: torch.device) -> d
     """One training's record."""
     sizes = SIZES if device.type == "cuda" else {}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = models.make_model(kind, implementation, dtype, **sizes).to(device)
+    with device:  # draws a billion weights there
+        model = models.make_model(kind, implementation, dtype, **sizes).to(device)
     words = models.Words(
         sizes.get("vocabulary", models.VOCABULARY), sizes.get("sequence", models.SEQUENCE)
     )

@@ -398,7 +398,7 @@ class _Destinations:
 
     @classmethod
     def in_main_grad(cls, owners: ExpertWeights) -> "_Destinations":
-        """Those of parameters that all have a main_grad, found by loops in C."""
+        """Makes them for parameters that all have a main_grad, by loops in C."""
         made = cls.__new__(cls)
         made._owners = owners
         made.targets = {

@@ -82,7 +82,8 @@ print(*OLDEST, sep=".")')
             beside "transformers-$release" "transformers==$release"
         done
         beside torchtitan-0.3.0 \
-            torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0
+            torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 \
+            torchdata==0.11.0 torch_checkpointing==0.1.1
     fi
     echo "$wanted" >"$stamp"
 fi

@@ -1,7 +1,7 @@
 """Calls the hooks of Megatron's DDP once for all experts of a layer, where it has one for each.
 
 DDP hooks every parameter's gradient and, with ``--overlap-param-gather``, waits in every module's
-forward for each of its parameters. Of 128 experts these are 256 nodes of autograd and twice as many
+forward for each of its parameters. With 128 experts these are 256 nodes of autograd and twice as many
 calls of Python, in every micro-batch, beside one launch. In all micro-batches but the last a hook
 has nothing to do once a launch has added the gradient; and one wait for each bucket is enough.
 """
@@ -116,7 +116,7 @@ class ExpertHooks:
 
     @classmethod
     def of(cls, params: tuple[torch.Tensor, ...]) -> "ExpertHooks | None":
-        """Those of parameters whose hooks a layer may call itself; ``None`` where it may not.
+        """Makes them for parameters whose hooks a layer may call itself; ``None`` where it may not.
 
         It may not where a parameter has no ``main_grad`` or no hook, or one that waits for
         something else, or has zeros added to its gradient.

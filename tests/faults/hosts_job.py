@@ -25,6 +25,7 @@ from flashmoe_megatron.select import select_backend
 from tests.unit import cases
 
 PATIENCE_S = 120.0
+COMPUTE_TIMEOUT_S = 900.0
 TIMEOUT_S = 20.0
 OPERATIONS = ("gather", "exchange")
 PHASES = {
@@ -40,7 +41,9 @@ PHASES = {
 """Where a host may die: numbers of exchanges and launches of a forward and a backward."""
 
 
-def run_hosts(job: Callable[..., Any], num_ranks: int, hosts: int, *args: Any) -> list[Any]:
+def run_hosts(
+    job: Callable[..., Any], num_ranks: int, hosts: int, *args: Any, patience_s: float = PATIENCE_S
+) -> list[Any]:
     """Calls ``job(rank, hosts, *args)`` on fresh gloo processes.
 
     Returns:
@@ -59,7 +62,7 @@ def run_hosts(job: Callable[..., Any], num_ranks: int, hosts: int, *args: Any) -
             pipes.append(ours)
             processes.append(process)
         found: dict[int, Any] = {}
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while len(found) < num_ranks:
             open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
             for pipe in wait(open_pipes, timeout=max(0.0, deadline - time.monotonic())):
@@ -74,7 +77,7 @@ def run_hosts(job: Callable[..., Any], num_ranks: int, hosts: int, *args: Any) -
             process.kill()
             process.join()
         silent = sorted(set(range(num_ranks)) - set(found))
-        assert not silent, f"ranks {silent} did not answer within {PATIENCE_S} s"
+        assert not silent, f"ranks {silent} did not answer within {patience_s} s"
         return [found[rank] for rank in range(num_ranks)]
 
 
@@ -165,24 +168,28 @@ def die(rank: int, hosts: int, victim: int, operation: int) -> str:
     return "no error"
 
 
-def compute(rank: int, hosts: int, tokens: int, steps: int) -> tuple[float, int]:
+def compute(rank: int, hosts: int, tokens: int, steps: int) -> tuple[float, int, float]:
     """Layers of FlashMoE's width with so many tokens, forward and backward, again and again.
 
     Returns:
-        The largest relative error of an output, and the rows that have crossed.
+        The largest relative error of an output, the rows that have crossed, and a step's seconds.
     """
     num_ranks = dist.get_world_size()
     config = cases.make_config(
         hidden=1024, intermediate=64, num_experts=16, topk=2, num_ranks=num_ranks, max_tokens=tokens
     )
     call, weights = _inputs(config, rank)
-    backend = select_backend(config, dist.group.WORLD, "cpu", timeout=PATIENCE_S)
+    backend = select_backend(config, dist.group.WORLD, "cpu", timeout=COMPUTE_TIMEOUT_S)
     assert isinstance(backend, HostsBackend)
     own = _share(config, rank, weights)
+    begin = time.monotonic()
     first = _step(backend, call, own)
     for _ in range(steps - 1):
         for got, wanted in zip(_step(backend, call, own), first, strict=True):
             assert torch.equal(got, wanted)
+    seconds = (time.monotonic() - begin) / steps
+    out = first[0]
+    del first
     want = moe_reference(*call, weights.fc1, weights.fc2, **cases.form_of(config))
-    error = float((first[0] - want).norm() / want.norm())
-    return error, backend.traffic.rows_crossed
+    error = float((out - want).norm() / want.norm())
+    return error, backend.traffic.rows_crossed, seconds

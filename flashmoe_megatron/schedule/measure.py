@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.schedule.fit import Fit, machine_of
 from flashmoe_megatron.schedule.line import fit_line
-from flashmoe_megatron.scheduled.plan import Routes, make_part
+from flashmoe_megatron.scheduled.plan import Routes, Table, make_part
 from flashmoe_megatron.scheduled.products import product
 
 CALLS = 3
@@ -154,7 +154,7 @@ def _cuts(clock: _Clock, num_ranks: int, sizes: Sizes) -> list[Sample]:
     """Times of finding out which rows parts have, by the number of parts."""
     local, device = sizes.num_experts, clock.device
     count = max(sizes.rows // (local * num_ranks), CUT_PARTS)
-    host = ((count,) * local,) * num_ranks
+    host = Table.of([count] * local * num_ranks, local)
     received = torch.full((num_ranks, local), count, device=device)
     empty = torch.empty(0, dtype=torch.int64, device=device)
     ends = received.view(-1).cumsum(0).int()

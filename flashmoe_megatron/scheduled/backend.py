@@ -51,6 +51,7 @@ from flashmoe_megatron.scheduled.plan import (
     Part,
     Routes,
     Sorted,
+    Table,
     make_part,
     part_size,
     rows_of_experts,
@@ -93,7 +94,7 @@ class _Saved:
     """
 
     routes: Routes
-    all_counts: tuple[tuple[int, ...], ...] | None
+    all_counts: Table | None
     num_tokens: int
     num_columns: int
     rows: torch.Tensor | None
@@ -394,7 +395,7 @@ class ScheduledBackend(OfGroup):
         out = steps.sum_routes(out_rows, found.place)
         laps.lap("combine")
         own = counts()
-        host = (tuple(own),)
+        host = Table.of(own, len(own))
         self._refuse_unusable(own, host, 0, probs, routing_map)
         routes = found.routes(found.counts[None], host, host)
         self._record(laps, routes, layer, "forward", num_tokens=len(x))
@@ -556,7 +557,7 @@ class ScheduledBackend(OfGroup):
 
     def _plan(
         self, found: Sorted, probs: torch.Tensor, routing_map: torch.Tensor
-    ) -> tuple[Routes, tuple[tuple[int, ...], ...] | None]:
+    ) -> tuple[Routes, Table | None]:
         """Tells all ranks the numbers of routes; the host waits once.
 
         Returns:
@@ -575,21 +576,21 @@ class ScheduledBackend(OfGroup):
             heard = (found.counts, received, *([] if everyone is None else [everyone]))
             host = torch.cat([one.reshape(-1) for one in heard]).tolist()  # the host waits here
             own, others = host[:num_experts], host[num_experts:]
-        host_received = _rows_of(others[: received.numel()], local)
+        host_received = Table.of(others[: received.numel()], local)
         self._refuse_unusable(own, host_received, first_source, probs, routing_map)
         all_counts = None
         if everyone is not None:
-            all_counts = _rows_of(others[received.numel() :], num_experts)
+            all_counts = Table.of(others[received.numel() :], num_experts)
         if self._most_blocks is not None:
             blocks = sum(align_capacity(rows) for rows in rows_of_experts(host_received))
             self._talk.check_bound(blocks // TILE_M, self._most_blocks, found.counts)
-        routes = found.routes(received, _rows_of(own, local), host_received, first_source)
+        routes = found.routes(received, Table.of(own, local), host_received, first_source)
         return routes, all_counts
 
     def _refuse_unusable(
         self,
         own: Sequence[int],
-        host_received: tuple[tuple[int, ...], ...],
+        host_received: Table,
         first_source: int,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
@@ -667,7 +668,7 @@ class ScheduledBackend(OfGroup):
     def _counts_of(
         self,
         routes: Routes,
-        all_counts: tuple[tuple[int, ...], ...] | None,
+        all_counts: Table | None,
         part: int,
         degree: int,
     ) -> Counts:
@@ -845,7 +846,3 @@ def _biases(weights: ExpertWeights) -> tuple[torch.Tensor | None, torch.Tensor |
 def _transposed(counts: Counts) -> Counts:
     """The way back."""
     return [list(column) for column in zip(*counts, strict=True)]
-
-
-def _rows_of(values: Sequence[int], width: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(values[i : i + width]) for i in range(0, len(values), width))

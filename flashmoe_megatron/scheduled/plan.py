@@ -4,12 +4,22 @@ All indices are made on the device from counts of rows, of which the host has a 
 host waits once for a call.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 REFUSED = -1
 """Takes the place of every count of a rank whose routing is unusable."""
+
+
+class Table(tuple[tuple[int, ...], ...]):
+    """Numbers that the host knows, in no plain tuple, where autograd would look for tensors."""
+
+    @classmethod
+    def of(cls, values: Sequence[int], width: int) -> "Table":
+        """Rows of so many values each."""
+        return cls(tuple(values[i : i + width]) for i in range(0, len(values), width))
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,8 @@ class Sorted:
     def routes(
         self,
         received: torch.Tensor,
-        host_sent: tuple[tuple[int, ...], ...],
-        host_received: tuple[tuple[int, ...], ...],
+        host_sent: Table,
+        host_received: Table,
         first_source: int = 0,
     ) -> "Routes":
         """The routes, once their numbers are known; the arguments are :class:`Routes`'s."""
@@ -83,8 +93,8 @@ class Routes:
     place: torch.Tensor
     sent: torch.Tensor
     received: torch.Tensor
-    host_sent: tuple[tuple[int, ...], ...]
-    host_received: tuple[tuple[int, ...], ...]
+    host_sent: Table
+    host_received: Table
     ends: torch.Tensor
     first_source: int = 0
 

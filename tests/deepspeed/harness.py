@@ -8,12 +8,15 @@ import gc
 import os
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported, also with a GPU present
 
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from tests.deepspeed.models import HIDDEN, AutoEPModel, NativeModel
 
 FUSED = "fused"
@@ -35,6 +38,7 @@ class Case:
         steps: Optimizer steps.
         accumulation: Micro-batches of a step.
         flashmoe: Keys of the section besides ``enabled``.
+        hosts: What the ranks are those of, in blocks.
     """
 
     family: str = "native"
@@ -48,6 +52,7 @@ class Case:
     steps: int = 3
     accumulation: int = 1
     flashmoe: dict[str, Any] = field(default_factory=dict)
+    hosts: int = 1
 
 
 @dataclass
@@ -65,6 +70,7 @@ class Outcome:
     report: dict[str, str]
     fused_calls: int
     keeps: set[str]
+    over_hosts: bool
 
 
 def prepare() -> None:
@@ -171,6 +177,7 @@ def train_engine(engine: Any, case: Case, *, first_step: int = 0) -> Outcome:
         report=report_of(engine) if "flashmoe" in engine.config else {},
         fused_calls=sum(experts.num_calls for experts in fused),
         keeps={experts.backend.keep for experts in fused},
+        over_hosts=any(isinstance(experts.backend, HostsBackend) for experts in fused),
     )
 
 
@@ -204,7 +211,9 @@ def full_parameters(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def train(group: dist.ProcessGroup, case: Case, fused: bool) -> Outcome:
-    outcome = train_engine(build(case, fused=fused), case)
+    host = dist.get_rank() * case.hosts // dist.get_world_size()
+    with mock.patch.dict(os.environ, {HOST_VARIABLE: f"host{host}"}):
+        outcome = train_engine(build(case, fused=fused), case)
     gc.collect()  # engines hold themselves in cycles
     return outcome
 

@@ -106,9 +106,15 @@ FOUR_RANKS = {
     "data_before_expert": Case(
         **native(), zero=2, config={"use_data_before_expert_parallelism": True}
     ),
+    "hosts_2x2": Case(**native(ep_sizes=(4, 4), k=2), hosts=2, zero=1),
+    # Groups of ranks 0 and 2, and of 1 and 3.
+    "hosts_2x1_strided": Case(
+        **native(k=2), hosts=2, zero=2, config={"use_data_before_expert_parallelism": True}
+    ),
     "uneven_tokens": Case(**native(k=2, drop_tokens=False), tokens=(5, 0, 33, 16), zero=2),
     "autoep_ep2_dp2_zero2": Case(**autoep(), zero=2),
     "autoep_ep4_zero1": Case(**autoep(), ep_size=4, zero=1),
+    "autoep_hosts_2x2": Case(**autoep(), ep_size=4, hosts=2, zero=1, flashmoe={"host_overlap": 1}),
     "autoep_ep2_dp2_zero3": Case(**autoep(), **stage(3, stage3_param_persistence_threshold=0)),
 }
 
@@ -243,6 +249,7 @@ def check(pool: RankPool, case: Case, tolerance: Tolerance = FLOAT32) -> list[Ou
         assert stock.fused_calls == 0
         assert fused.fused_calls > 0
         assert set(fused.report.values()) == {FUSED}
+        assert fused.over_hosts == (case.hosts > 1)
         assert fused.keeps == {case.flashmoe.get("keep", "all")}
         assert fused.losses == pytest.approx(stock.losses, rel=tolerance.losses)
         assert fused.eval_losses == pytest.approx(stock.eval_losses, rel=tolerance.losses)

@@ -1,9 +1,9 @@
 """Trains torchtitan's debug Qwen3-MoE by torchtitan's own Trainer, with its experts and with ours.
 
 Run: ``python -m torch.distributed.run --nproc_per_node 2 -m tests.frameworks.titan_trainer --out
-FILE``. torchtitan takes a machine without a GPU for one with CUDA, and its wheel has no data, so that
-this gives its Trainer what it lacks there: processors as its devices, and words drawn from a seed.
-All else is the Trainer's: meshes, FSDP, the override, optimizer and steps.
+FILE``. torchtitan takes a machine without a GPU for one with CUDA, and its wheel has no data, so
+that this gives its Trainer what it lacks there: processors as its devices, and words drawn from a
+seed. All else is the Trainer's: meshes, FSDP, the override, optimizer and steps.
 """
 
 import argparse

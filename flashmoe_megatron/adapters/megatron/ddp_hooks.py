@@ -1,9 +1,9 @@
 """Calls the hooks of Megatron's DDP once for all experts of a layer, where it has one for each.
 
 DDP hooks every parameter's gradient and, with ``--overlap-param-gather``, waits in every module's
-forward for each of its parameters. With 128 experts these are 256 nodes of autograd and twice as many
-calls of Python, in every micro-batch, beside one launch. In all micro-batches but the last a hook
-has nothing to do once a launch has added the gradient; and one wait for each bucket is enough.
+forward for each of its parameters. With 128 experts these are 256 nodes of autograd and twice as
+many calls of Python, in every micro-batch, beside one launch. In all micro-batches but the last a
+hook has nothing to do once a launch has added the gradient; and one wait for each bucket is enough.
 """
 
 import weakref

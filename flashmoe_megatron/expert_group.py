@@ -55,6 +55,12 @@ class ExpertGroup(OfGroup):
             self._mesh = DeviceMesh.from_group(self.group, kind)
         return nn.Parameter(DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False))
 
+    def mark(self, parameter: torch.Tensor) -> None:
+        """Tells Megatron and DeepSpeed, by attributes they know, that ranks do not share it."""
+        if len(self.ranks) > 1:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = f"ep_size_{len(self.ranks)}"  # type: ignore[attr-defined]
+
     def like(self, parameter: torch.Tensor, given: torch.Tensor, name: str) -> torch.Tensor:
         """What a checkpoint gives, distributed as a parameter of this group is.
 

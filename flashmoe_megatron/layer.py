@@ -292,6 +292,15 @@ class FlashMoELayer(nn.Module):
             else None
         )
         self.reset_parameters()
+        self._mark_experts()
+
+    def _mark_experts(self) -> None:
+        for _, parameter in self.expert_parameters():
+            self.expert_group.mark(parameter)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_experts()  # torch copies parameters without what they are marked with
 
     @property
     def backend(self) -> Backend:
@@ -501,7 +510,8 @@ class FlashMoELayer(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self._choice is not None and local_part(self.fc1).device != before:
             self._backends.clear()
-        self._write_rank()  # to_empty, which comes here, leaves any number
+        self._write_rank()  # to_empty, which comes here, leaves any number and makes new parameters
+        self._mark_experts()
         return self
 
     @torch.no_grad()

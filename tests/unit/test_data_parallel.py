@@ -214,6 +214,24 @@ def names_of_experts(group: dist.ProcessGroup) -> list[str]:
     return [name for name, _ in expert_parameters(Model(2, group))]
 
 
+def marks_of_experts(group: dist.ProcessGroup) -> list[list[object]]:
+    model = Model(2, group)
+    marked = [name for name, one in model.named_parameters() if hasattr(one, "allreduce")]
+    assert marked == [name for name, _ in expert_parameters(model)]
+    moved = Model(2, group).to("meta").to_empty(device="cpu")
+    return [
+        [(one.allreduce, one.group_name) for _, one in expert_parameters(each)]
+        for each in (model, moved, copy.deepcopy(model))
+    ]
+
+
+def test_marks_of_experts(ranks: RankPool):
+    """By these Megatron's DDP and DeepSpeed's engine find experts."""
+    marks = [[(False, "ep_size_2")] * 8] * 3
+    assert ranks.run(marks_of_experts, num_ranks=2) == [marks] * 2
+    assert not any(hasattr(one, "allreduce") for one in Model(1, None).parameters())
+
+
 def test_names_of_experts(ranks: RankPool):
     kinds = ("fc1", "fc2", "fc1_bias", "fc2_bias")
     want = [f"experts.{layer}.{kind}" for layer in range(2) for kind in kinds]

@@ -205,7 +205,7 @@ class BackendOptions:
         None,
         _path(),
         "File with what exchanges and products take here, from python -m "
-        "flashmoe_megatron.schedule fit, for degree auto.",
+        "flashmoe_megatron.schedule fit, for degree auto and slice_gradients.",
         unset="none, and degrees are numbers",
     )
     exchange: ExchangeKind = option(
@@ -289,6 +289,12 @@ class FrameworkOptions(BackendOptions):
         "File with the layers' time on 2 GPUs, from python -m flashmoe_megatron.calibrate, for "
         "the overlap efficiency.",
         unset="none, and no such metric",
+    )
+    slice_gradients: bool = option(
+        False,
+        switch(),
+        "Cut the reduction of gradients into pieces that fit the gaps that the layers' exchanges "
+        "leave in a backward, by what degree_fit says of the machine.",
     )
     counters: bool = field(init=False)
 

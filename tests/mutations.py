@@ -49,6 +49,13 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "a slice of gradients does not wait until these are complete",
+        "_Piece(num_bytes, start, lanes.mark(self._device))",
+        "_Piece(num_bytes, start, None)",
+        "tests/unit/test_gradient_slices.py::"
+        "test_pieces_start_in_order_where_they_fit_once_they_are_complete",
+    ),
+    Mutation(
         "keep is left out of what ranks agree on",
         '_ALWAYS = ("keep", ',
         "_ALWAYS = (",

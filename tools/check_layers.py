@@ -72,7 +72,7 @@ MULTIPATH = [
 ]
 SCHEDULED = [
     ["hooks", "lanes", "plan", "products"],
-    ["exchange", "kernels", "plain", "tensor"],
+    ["exchange", "kernels", "plain", "slices", "tensor"],
     ["steps"],
     ["backend"],
 ]

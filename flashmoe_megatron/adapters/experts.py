@@ -35,6 +35,7 @@ from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.scheduled.slices import GradientSlices
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.calibration import (
     Calibration,
@@ -83,6 +84,7 @@ class GroupBackends:
         self.is_bounded = max_tokens is not None
         self._settings = settings
         self._backends: dict[tuple[MoEConfig, torch.dtype], Backend] = {}
+        self._slices: GradientSlices | None = None
 
     def backend_of(self, shape: MoEConfig, dtype: torch.dtype) -> Backend:
         """The backend for the group's ``max_tokens``; one is made if there is none yet.
@@ -105,7 +107,24 @@ class GroupBackends:
                 tensor_group=self._tensor_group,
                 **self._settings.backend_options(),
             )
+            self._give_slices()
         return self._backends[key]
+
+    def reduce_in_gaps(self, slices: GradientSlices) -> bool:
+        """Has gradients reduced in the gaps of backwards.
+
+        Returns:
+            Whether these have gaps, as the scheduled backend's do.
+        """
+        self._slices = slices
+        return self._give_slices()
+
+    def _give_slices(self) -> bool:
+        made = [within_host(backend) for backend in self._backends.values()]
+        scheduled = [backend for backend in made if isinstance(backend, ScheduledBackend)]
+        for backend in scheduled:
+            backend.slices = self._slices
+        return bool(scheduled)
 
     def backends(self) -> Iterable[Backend]:
         """All that have been made, those for fewer tokens included."""
@@ -233,6 +252,15 @@ class LayerExperts(ABC):
             )
         self._backend = backend
         return backend
+
+    @property
+    def bound_of_tokens(self) -> int | None:
+        """Most tokens of one rank and call, ``None`` if nobody has said a bound."""
+        return self._backends.max_tokens if self._backends.is_bounded else None
+
+    def reduce_in_gaps(self, slices: GradientSlices) -> bool:
+        """See :meth:`GroupBackends.reduce_in_gaps`."""
+        return self._backends.reduce_in_gaps(slices)
 
     def run(self, x: torch.Tensor, probs: torch.Tensor, compute: Compute) -> torch.Tensor:
         """Applies the experts. Collective over the group.

@@ -19,6 +19,7 @@ class ModuleOptions(FrameworkOptions):
     max_tokens: int | None = unset_option(FrameworkOptions, "max_tokens", RANKS_AGREE)
     metrics: str = field(init=False, default="none")
     calibration: str | None = field(init=False, default=None)
+    slice_gradients: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Refuses values without a meaning, and lookahead, since these modules see no attention."""

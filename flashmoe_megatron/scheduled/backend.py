@@ -64,6 +64,7 @@ from flashmoe_megatron.scheduled.products import (
     stack_of,
     store,
 )
+from flashmoe_megatron.scheduled.slices import GradientSlices
 from flashmoe_megatron.scheduled.steps import steps_for
 from flashmoe_megatron.scheduled.tensor import TensorGroup
 from flashmoe_megatron.telemetry.record import (
@@ -154,6 +155,7 @@ class ScheduledBackend(OfGroup):
         config: The layer's shape.
         degrees: Parts in forward and in backward.
         hooks: Called before and after the stages of every call.
+        slices: What is reduced in a backward's gaps, ``None`` for nothing.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class ScheduledBackend(OfGroup):
         self.config = config
         self.degrees = degrees
         self.hooks = Hooks()
+        self.slices: GradientSlices | None = None
         self.keep: Keep = choose_keep(options.keep, config)
         self._talk = RowExchange(config, group)
         self._most_blocks = None
@@ -469,6 +472,8 @@ class ScheduledBackend(OfGroup):
         if saved.rows is None:
             again = Call("forward", saved.layer)
             of_rows = self._dispatch(saved.x.index_select(0, routes.token_idx), total, whole, again)
+        if self.slices is not None:
+            self.slices.take(read_launch_number(saved.layer)[0], self._exchange.lane)
         fc1, fc2 = _oriented(weights)
         _, biases2 = _biases(weights)
         steps = steps_for(grad_out)
@@ -534,6 +539,8 @@ class ScheduledBackend(OfGroup):
         grad_probs.view(-1).scatter_(0, routes.flat_idx, of_probs.received.to(grad_probs.dtype))
         laps.lap("combine")
         self._record(laps, routes, saved.layer, "backward", num_tokens=saved.num_tokens)
+        if self.slices is not None:
+            self.slices.leave(read_launch_number(saved.layer)[0])
         return grad_x, grad_probs
 
     def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:

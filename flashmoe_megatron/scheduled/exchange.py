@@ -64,6 +64,11 @@ class Exchange:
         self._between = Lane(device)
         self.lanes = {"between": self._between}
 
+    @property
+    def lane(self) -> Lane:
+        """The stream of what travels between ranks."""
+        return self._between
+
     def received(self, send: torch.Tensor, counts: Counts) -> torch.Tensor:
         """Memory for what a call will bring, of the stream that is current."""
         if self._group is None:

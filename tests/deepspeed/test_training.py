@@ -9,6 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.schedule.fit import Fit, machine_of, write_fit
+from flashmoe_megatron.schedule.line import Line
 from tests.deepspeed.harness import (
     FUSED,
     Case,
@@ -16,7 +20,9 @@ from tests.deepspeed.harness import (
     batch,
     build,
     save_and_load,
+    train,
     train_both,
+    train_engine,
 )
 from tests.deepspeed.models import EXPERTS
 from tests.distributed import RankPool
@@ -267,3 +273,56 @@ def assert_same(
         error = torch.linalg.vector_norm(tensor.float() - exact)
         scale = torch.linalg.vector_norm(exact)
         assert error <= tolerance * scale, f"{name}: off by {error / scale:.2e} of its norm"
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> str:
+    """A machine on which some KB fit the gaps of this model's backward."""
+    beta = {"product": 1e-10, "copy": 1e-10, "cut": 1e-7}
+    names = (*beta, "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+    lines = {name: Line(1e-6, beta.get(name, 1e-9), 1.0) for name in names}
+    machine = machine_of(HostGrid(1, 2, 0), torch.device("cpu"))
+    path = tmp_path / "fit.json"
+    write_fit(path, Fit(machine, "float32", lines, {name: [(1.0, 1.0)] for name in lines}))
+    return str(path)
+
+
+def train_with_buckets(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, int]:
+    engine = build(case, fused=True)
+    return train_engine(engine, case), engine.optimizer.reduce_bucket_size
+
+
+def refused_slices(group: dist.ProcessGroup, cases: list[Case]) -> list[str]:
+    said = []
+    for case in cases:
+        with pytest.raises(ConfigError) as caught:
+            build(case, fused=True)
+        said.append(str(caught.value))
+    return said
+
+
+def test_buckets_have_the_size_of_what_fits_gaps(fit: str, two_ranks: RankPool) -> None:
+    slices = {"slice_gradients": True, "degree_fit": fit, "max_tokens": 24}
+    overlapped = stage(2, overlap_comm=True)
+    case = Case(**native(), **overlapped, flashmoe={**slices, "backend": "scheduled"})
+    plain = two_ranks.run(train, Case(**native(), **overlapped), True)
+    for (found, size), want in zip(two_ranks.run(train_with_buckets, case), plain, strict=True):
+        assert 100 < size < 100_000, "not DeepSpeed's 500 million"
+        for loss, other in zip(found.losses, want.losses, strict=True):
+            assert abs(loss - other) < FLOAT32.losses * abs(other)
+    given = stage(2, overlap_comm=True, reduce_bucket_size=777)
+    case = Case(**native(), **given, flashmoe=slices)
+    assert [size for _, size in two_ranks.run(train_with_buckets, case)] == [777, 777]
+    bad = [
+        Case(**native(), flashmoe=slices),
+        Case(**native(), zero=2, flashmoe={**slices, "max_tokens": None}),
+        Case(**native(), zero=2, flashmoe={**slices, "degree_fit": None}),
+        Case(**native(), zero=2, flashmoe={**slices, "degree_fit": "/nowhere"}),
+        Case(**native(ep_sizes=(1, 1)), zero=2, flashmoe=slices),
+    ]
+    for said in two_ranks.run(refused_slices, bad):
+        assert "flashmoe.slice_gradients is True, wanted false with ZeRO stage 0" in said[0]
+        assert "wanted max_tokens beside it" in said[1]
+        assert "wanted a degree_fit beside it" in said[2]
+        assert "fit /nowhere: cannot be read" in said[3]
+        assert "wanted false where each rank has all experts" in said[4]

@@ -1,10 +1,14 @@
-"""Which gap takes how many bytes of gradients: rules, limits, and differential evolution."""
+"""Which gap takes how many bytes of gradients, and when pieces of them start."""
 
+import contextlib
 import dataclasses
 import random
+from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from scipy.optimize import differential_evolution
 
 from flashmoe_megatron.schedule.gradients import (
@@ -17,6 +21,8 @@ from flashmoe_megatron.schedule.gradients import (
 )
 from flashmoe_megatron.schedule.line import Line
 from flashmoe_megatron.schedule.model import Pass, Stage, time_of
+from flashmoe_megatron.scheduled import lanes
+from flashmoe_megatron.scheduled.slices import GradientSlices
 
 LINE = Line(alpha_s=20e-6, beta_s=1e-9, r_squared=1.0)
 
@@ -120,3 +126,50 @@ def test_the_gap_of_a_layer_is_what_its_schedule_leaves(degree: int) -> None:
         longer = time_of(dataclasses.replace(backward, slices_s=slices_s), degree)
         assert (longer <= time_of(backward, degree) * (1 + 1e-9)) is is_free
     assert size > 1e5, "experts take longer than exchanges"
+
+
+class Way:
+    """A lane that notes what it waits for and what starts on it."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    @contextlib.contextmanager
+    def after(self, moment: object) -> Iterator[None]:
+        self.notes.append(f"way waits for {moment}")
+        yield
+        self.notes.append("way left")
+
+
+def test_pieces_start_in_order_where_they_fit_once_they_are_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes: list[str] = []
+    moments = (f"gradient {number}" for number in range(9))
+    monkeypatch.setattr(lanes, "mark", lambda device: next(moments))
+    monkeypatch.setattr(lanes, "wait", lambda device, moment: notes.append(f"waits for {moment}"))
+    slices, way = GradientSlices(torch.device("cpu")), cast(lanes.Lane, Way(notes))
+    slices.plan({1: 100.0, 0: 250.0}, {1: 30.0})
+
+    def put(name: str, num_bytes: int) -> None:
+        slices.put(num_bytes, lambda: notes.append(f"starts {name}"))
+
+    put("a", 90)
+    put("b", 80)
+    put("c", 20)
+    assert notes == [], "nothing has room before the first gap"
+    slices.take(1, way)
+    assert notes == ["way waits for gradient 0", "starts a", "way left"]
+    notes.clear()
+    slices.leave(1)
+    assert notes == ["waits for gradient 1", "starts b"], "half of it fits what the gap has left"
+    notes.clear()
+    put("d", 500)
+    slices.take(0, way)
+    assert notes == ["way waits for gradient 2", "starts c", "way left"]
+    notes.clear()
+    slices.drain()
+    assert notes == ["waits for gradient 3", "starts d"]
+    notes.clear()
+    put("e", 1)
+    assert notes == [], "what is drained leaves no room"

@@ -26,6 +26,7 @@ from flashmoe_megatron.adapters.deepspeed.refusals import (
 from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
 from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
+from flashmoe_megatron.adapters.deepspeed.slices import size_buckets
 from flashmoe_megatron.adapters.experts import GroupBackends, read_calibration
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import host_name
@@ -122,6 +123,10 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
         info = infos[layer.name]
         served = _serve(info, layer.module, number, state, engine, settings)
         layer.family.fuse(layer.module, info, served)
+    if settings.slice_gradients and any_fused and not hasattr(engine, _STATE):
+        fused_layers = [layer.module.flashmoe.experts for layer in layers if layer.is_fused]
+        groups = [infos[layer.name].group for layer in fusing.values()]
+        size_buckets(engine, fused_layers, groups[0] if groups else None, settings)
     if not hasattr(engine, _STATE):
         _watch(engine, settings, state, calibration, any_fused=any_fused)
     state.report = report

@@ -23,6 +23,7 @@ _PATCHES = (
     ("core.transformer.moe.moe_utils", "fixes", "define_te_general_gemm"),
     ("core.distributed.param_and_grad_buffer", "grad_reduce", "patch_buckets"),
     ("core.distributed.distributed_data_parallel", "ddp_hooks", "patch_ddp"),
+    ("core.distributed.distributed_data_parallel", "slices", "patch_ddp"),
     ("core.full_cuda_graph", "graphs", "patch_full_graph"),
     ("core.models.gpt.fine_grained_callables", "schedule", "patch_schedule"),
     ("core.models.common.utils", "schedule", "patch_schedule"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.adapters.megatron import slices
 from flashmoe_megatron.adapters.megatron.multipath import over_links
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.backend import Backend
@@ -60,13 +61,18 @@ def patch_buckets(module: ModuleType) -> None:
         module: ``megatron.core.distributed.param_and_grad_buffer``.
     """
     group_class = module._ParamAndGradBucketGroup
-    patch(group_class, "register_grad_ready", _register_grad_ready)
+    patch(
+        group_class,
+        "register_grad_ready",
+        lambda original: slices.told(_register_grad_ready(original)),
+    )
+    patch(group_class, "finish_grad_sync", slices.drained)
     patch(group_class, "start_param_sync", over_links(module, "param_gather_handle"))
     grads_over_links = over_links(module, "grad_reduce_handle")
     patch(
         group_class,
         "start_grad_sync",
-        lambda original: _start_grad_sync(grads_over_links(original)),
+        lambda original: slices.queued(_start_grad_sync(grads_over_links(original))),
     )
 
 

@@ -1,0 +1,155 @@
+"""Cuts the reduction of Megatron's gradients into pieces that fit the gaps of its backward.
+
+A bucket is a piece, so the pieces' size is that of buckets. On the scheduled backend a bucket whose
+gradients are complete waits for a gap; on others it starts at once, as in Megatron itself.
+"""
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from flashmoe_megatron.adapters.gradients import LayerGradients, plan_reduction
+from flashmoe_megatron.adapters.megatron.layer import ROUTED, number_in_model
+from flashmoe_megatron.adapters.megatron.settings import current_settings, current_value, flag_of
+from flashmoe_megatron.adapters.patch import Function, patch
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.scheduled.slices import GradientSlices
+
+_SLICES = "flashmoe_slices"
+"""Attribute of the configuration of Megatron's DDP: the queue of the models that it wraps."""
+_told: Any = None
+"""The bucket group that Megatron is telling of a gradient."""
+
+
+def patch_ddp(module: ModuleType) -> None:
+    """Plans the reduction when Megatron wraps a model, which makes the buckets.
+
+    Args:
+        module: ``megatron.core.distributed.distributed_data_parallel``.
+    """
+    patch(module.DistributedDataParallel, "__init__", _planning_init)
+
+
+def _planning_init(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if current_value("slice_gradients"):
+            arguments = signature.bind(self, *args, **kwargs).arguments
+            _plan(arguments["ddp_config"], arguments["module"])
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _plan(ddp_config: Any, module: torch.nn.Module) -> None:
+    """Chooses the buckets' size and what each layer has room for. Collective over all ranks.
+
+    Raises:
+        ConfigError: Nothing is reduced while a backward runs, or a rank cannot plan.
+    """
+    if not ddp_config.overlap_grad_reduce:
+        raise ConfigError(f"{flag_of('slice_gradients')} wants --overlap-grad-reduce beside it")
+    if ddp_config.num_distributed_optimizer_instances > 1:
+        raise ConfigError(
+            f"{flag_of('slice_gradients')} with --num-distributed-optimizer-instances "
+            f"{ddp_config.num_distributed_optimizer_instances}: wanted 1, since several reduce on "
+            "a stream of their own"
+        )
+    moe_layers: list[Any] = [each for each in module.modules() if hasattr(each, ROUTED)]
+    routed = [getattr(each, ROUTED) for each in moe_layers]
+    layers = _gradients_of(ddp_config, module, moe_layers)
+    device = torch.empty(0, device=torch.cuda.current_device()).device
+    plan = plan_reduction(
+        layers,
+        current_settings(),
+        moe_layers[0].ep_group if moe_layers else None,
+        device,
+        "reduce_scatter" if ddp_config.use_distributed_optimizer else "all_reduce",
+    )
+    if plan is None:
+        return
+    if ddp_config.bucket_size is None and plan.piece_bytes:
+        size = 4 if ddp_config.grad_reduce_in_fp32 else layers[0].dtype.itemsize
+        ddp_config.bucket_size = max(plan.piece_bytes // size, 1)
+    slices = getattr(ddp_config, _SLICES, None) or GradientSlices(device)
+    have_gaps = [each.reduce_in_gaps(slices) for each in routed]
+    if any(have_gaps):
+        slices.plan(plan.in_gap, plan.beside)
+        setattr(ddp_config, _SLICES, slices)
+
+
+def _gradients_of(
+    ddp_config: Any, module: torch.nn.Module, moe_layers: list[Any]
+) -> list[LayerGradients]:
+    """The bytes that are reduced around each layer, as though all that lies there were alike."""
+    from megatron.core import parallel_state
+
+    sizes = {
+        True: parallel_state.get_expert_data_parallel_world_size(),
+        False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    }
+    totals = {True: [0, 0], False: [0, 0]}  # bytes and parameters, of experts and of all else
+    for parameter in module.parameters():
+        is_expert = not getattr(parameter, "allreduce", True)
+        size = 4 if ddp_config.grad_reduce_in_fp32 else parameter.dtype.itemsize
+        total = totals[is_expert]
+        total[0] += parameter.numel() * size * (sizes[is_expert] > 1)
+        total[1] += parameter.numel()
+    num_layers = len(moe_layers)
+    return [
+        LayerGradients(
+            number_in_model(each),
+            getattr(each, ROUTED).backend,
+            getattr(each, ROUTED).dtype,
+            getattr(each, ROUTED).bound_of_tokens,
+            own_bytes=totals[True][0] // num_layers,
+            other_bytes=totals[False][0] // (num_layers + 1),
+            other_parameters=totals[False][1] // (num_layers + 1),
+        )
+        for each in moe_layers
+    ]
+
+
+def told(original: Function) -> Function:
+    """Remembers which bucket group Megatron tells of a gradient; for ``register_grad_ready``."""
+
+    def register_grad_ready(group: Any, *args: Any, **kwargs: Any) -> Any:
+        global _told
+        _told = group
+        try:
+            return original(group, *args, **kwargs)
+        finally:
+            _told = None
+
+    return register_grad_ready
+
+
+def queued(original: Function) -> Function:
+    """Queues what starts since a gradient was the last to come; for ``start_grad_sync``."""
+
+    def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
+        slices: GradientSlices | None = getattr(group.ddp_config, _SLICES, None)
+        if slices is None:
+            return original(group, *args, **kwargs)
+        if group is not _told:
+            slices.drain()  # one order on all ranks
+            return original(group, *args, **kwargs)
+        num_bytes = sum(bucket.grad_data.nbytes for bucket in group.buckets)
+        return slices.put(num_bytes, lambda: original(group, *args, **kwargs))
+
+    return start_grad_sync
+
+
+def drained(original: Function) -> Function:
+    """Starts what no gap has taken before it is waited for; for ``finish_grad_sync``."""
+
+    def finish_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
+        slices: GradientSlices | None = getattr(group.ddp_config, _SLICES, None)
+        if slices is not None:
+            slices.drain()
+        return original(group, *args, **kwargs)
+
+    return finish_grad_sync

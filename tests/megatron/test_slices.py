@@ -1,0 +1,188 @@
+"""Gradients that are reduced in gaps: when, in which order, and the same losses as otherwise."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.patch import original_of
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.schedule.fit import Fit, machine_of, write_fit
+from flashmoe_megatron.schedule.line import Line
+from flashmoe_megatron.scheduled.slices import GradientSlices
+from tests.distributed import RankPool
+from tests.megatron.harness import Case, Layout, prepare, train
+
+EP2 = Layout(expert=2)
+TOLERANCE = 1e-5
+ITERATIONS = 4
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> str:
+    """A machine on which a few tens of KB fit the gaps of this model's backward."""
+    beta = {"product": 1e-10, "copy": 1e-10, "cut": 1e-7}
+    lines = {
+        name: Line(1e-6, beta.get(name, 1e-9), 1.0)
+        for name in (*beta, "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+    }
+    machine = machine_of(HostGrid(1, 2, 0), torch.device("cpu"))
+    path = tmp_path / "fit.json"
+    write_fit(path, Fit(machine, "float32", lines, {name: [(1.0, 1.0)] for name in lines}))
+    return str(path)
+
+
+def case_of(fit: str, *, backend: str = "scheduled", **ddp: Any) -> Case:
+    settings = {"backend": backend, "slice_gradients": True, "degree_fit": fit, "degree": "2"}
+    given = {"overlap_grad_reduce": True, "bucket_size": None, **ddp}
+    return Case(EP2, settings=settings, ddp=given, iterations=ITERATIONS)
+
+
+def plain(case: Case, **settings: Any) -> Case:
+    """The same training without slices."""
+    changed = {**case.settings, "slice_gradients": False, **settings}
+    return Case(EP2, settings=changed, ddp=case.ddp, iterations=ITERATIONS)
+
+
+def watch(group: dist.ProcessGroup, case: Case, *, too_early: bool) -> dict[str, Any]:
+    """Trains, and says where reductions started, of how many bytes, and of incomplete gradients.
+
+    ``too_early`` is a mutant: a bucket is reduced when it has its first gradient, not its last.
+    """
+    prepare(EP2)
+    from megatron.core.distributed import param_and_grad_buffer
+
+    bucket_group = param_and_grad_buffer._ParamAndGradBucketGroup
+    seen: dict[str, Any] = {"places": [], "bytes": set(), "incomplete": 0}
+    place = "elsewhere"
+
+    with pytest.MonkeyPatch.context() as patches:
+        for name in ("take", "leave", "put", "drain"):
+            method = getattr(GradientSlices, name)
+
+            def at(*args: Any, name: str = name, method: Any = method, **kwargs: Any) -> Any:
+                nonlocal place
+                outer, place = place, name
+                try:
+                    return method(*args, **kwargs)
+                finally:
+                    place = outer
+
+            patches.setattr(GradientSlices, name, at)
+        put = GradientSlices.put
+
+        def watched_put(self: Any, num_bytes: int, start: Any) -> None:
+            (found,) = (one.cell_contents for one in start.__closure__ if is_group(one))
+            complete = len(found.per_param_grad_ready_counts) == len(found.params)
+
+            def begin() -> None:
+                seen["places"].append(place)
+                seen["bytes"].add(num_bytes)
+                seen["incomplete"] += not complete
+                start()
+
+            put(self, num_bytes, begin)
+
+        def is_group(cell: Any) -> bool:
+            return isinstance(cell.cell_contents, bucket_group)
+
+        patches.setattr(GradientSlices, "put", watched_put)
+        if too_early:
+            patches.setattr(
+                original_of(bucket_group.register_grad_ready), "__code__", START_AT_FIRST.__code__
+            )
+        seen["losses"] = train(group, case, "flashmoe").losses
+    return seen
+
+
+def START_AT_FIRST(self: Any, param: Any, force_all_reduce: Any = False) -> None:
+    """In place of Megatron's method."""
+    if self.is_last_microbatch:
+        self.per_param_grad_ready_counts[param] = 1
+        if not self.is_first_batch and len(self.per_param_grad_ready_counts) == 1:
+            self.start_grad_sync(force_all_reduce=force_all_reduce)
+
+
+def relative(found: list[float], want: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False])
+def test_losses_are_those_without_slices_and_a_mutant_is_caught(
+    distributed_optimizer: bool, fit: str, two_ranks: RankPool
+) -> None:
+    case = case_of(fit, use_distributed_optimizer=distributed_optimizer)
+    want = two_ranks.run(train, plain(case), "flashmoe")
+    found = two_ranks.run(watch_right, case)
+    for one, other in zip(found, want, strict=True):
+        assert relative(one["losses"], other.losses) < TOLERANCE
+        assert one["incomplete"] == 0
+        assert {"take", "drain"} <= set(one["places"]), "gaps take some, and the end the rest"
+        assert len(one["places"]) > 3 * (ITERATIONS - 1), "buckets are pieces"
+    assert found[0]["places"] == found[1]["places"], "ranks start them in one order"
+    for one, other in zip(two_ranks.run(watch_mutant, case), want, strict=True):
+        assert one["incomplete"] > 0
+        assert relative(one["losses"], other.losses) > 10 * TOLERANCE
+
+
+def watch_right(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
+    return watch(group, case, too_early=False)
+
+
+def watch_mutant(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
+    return watch(group, case, too_early=True)
+
+
+def buckets(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int | None]:
+    """The losses, and the size of buckets that Megatron was told."""
+    prepare(EP2)
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    sizes = []
+    with pytest.MonkeyPatch.context() as patches:
+        made = DistributedDataParallelConfig.__setattr__
+
+        def note(self: Any, name: str, value: Any) -> None:
+            if name == "bucket_size":
+                sizes.append(value)
+            made(self, name, value)
+
+        patches.setattr(DistributedDataParallelConfig, "__setattr__", note)
+        losses = train(group, case, "flashmoe").losses
+    return losses, sizes[-1]
+
+
+def test_other_backends_get_buckets_that_fit(fit: str, two_ranks: RankPool) -> None:
+    case = case_of(fit, backend="reference")
+    want = two_ranks.run(train, plain(case), "flashmoe")
+    for (losses, size), other in zip(two_ranks.run(buckets, case), want, strict=True):
+        assert relative(losses, other.losses) < TOLERANCE
+        assert size is not None
+        assert 100 < size < 100_000, "not Megatron's default of 40 million"
+
+
+def refusals(group: dist.ProcessGroup, fit: str) -> list[str]:
+    said = []
+    for layout, settings, ddp in (
+        (EP2, {}, {"overlap_grad_reduce": False}),
+        (EP2, {"degree_fit": None}, {}),
+        (EP2, {"degree_fit": "/nowhere"}, {}),
+        (Layout(expert=1), {}, {}),
+    ):
+        case = case_of(fit, **ddp)
+        changed = {**case.settings, **settings}
+        with pytest.raises(ConfigError) as caught:
+            train(group, Case(layout, settings=changed, ddp=case.ddp), "flashmoe")
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_planned_is_refused_on_every_rank(fit: str, two_ranks: RankPool) -> None:
+    for said in two_ranks.run(refusals, fit):
+        assert "--flashmoe-slice-gradients wants --overlap-grad-reduce" in said[0]
+        assert "--flashmoe-slice-gradients True: wanted a degree_fit beside it" in said[1]
+        assert "rank 0: fit /nowhere: cannot be read" in said[2]
+        assert "wanted false where each rank has all experts" in said[3]

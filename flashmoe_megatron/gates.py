@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from flashmoe_megatron.backend import Together
 from flashmoe_megatron.config import MAX_TOPK, got, is_count, is_number
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer
@@ -282,6 +283,11 @@ class ExpertChoiceGate(Gate):
         most = min(MAX_TOPK, num_experts) if is_count(num_experts, least=1) else MAX_TOPK
         super().__init__(hidden, num_experts, most if max_routes is None else max_routes)
         _check_factor("capacity_factor", capacity_factor)
+        if capacity_factor > num_experts:
+            raise ConfigError(
+                f"{got('capacity_factor', capacity_factor)}: an expert would take more tokens than "
+                f"there are; wanted at most {num_experts}, the number of experts"
+            )
         _check_future("expert choice", allow_future)
         self.capacity_factor = capacity_factor
         self.weight = _scorer(num_experts, hidden)
@@ -394,11 +400,25 @@ class GatedExperts(nn.Module):
 
         Returns:
             The output in the shape of ``x``, and the routing with its auxiliary loss and logs.
+
+        Raises:
+            ShapeError: On every rank of the layer's group: the tokens are none of the gate's, or it
+                makes more rows of them than the layer was built for.
         """
-        width = x.shape[-1]
-        is_soft = isinstance(self.gate, SoftMoEGate) and x.dim() > 2
-        given = x.reshape(-1, x.shape[-2], width) if is_soft else x.reshape(-1, width)
-        routing = self.gate(given)
+        with Together(self.layer.backend):
+            if x.dim() < 2:
+                raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [..., tokens, hidden]")
+            width = x.shape[-1]
+            is_soft = isinstance(self.gate, SoftMoEGate) and x.dim() > 2
+            given = x.reshape(-1, x.shape[-2], width) if is_soft else x.reshape(-1, width)
+            routing = self.gate(given)
+            most = self.layer.config.max_tokens
+            if len(routing.tokens) > most:
+                raise ShapeError(
+                    f"the gate makes {len(routing.tokens)} rows of x of shape {tuple(x.shape)}, "
+                    f"but the layer was built for max_tokens={most} per rank: wanted a layer of "
+                    "more, or fewer slots"
+                )
         out = self.layer(routing.tokens, routing.topk_idx, routing.topk_weight)
         return routing.finish(out).view(x.shape), routing
 

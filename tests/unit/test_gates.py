@@ -331,6 +331,10 @@ def test_a_rank_without_tokens_is_served(name: str) -> None:
         (lambda: SigmoidGate(64, 32, topk=17), "experts of a token=17: wanted an int, 1 to 16"),
         (lambda: XMoEGate(64, 8, activation="relu"), "activation='relu': wanted one of softmax"),
         (lambda: XMoEGate(64, 8, width=0), "width=0: wanted an int"),
+        (
+            lambda: ExpertChoiceGate(64, 8, capacity_factor=9, allow_future=True),
+            "capacity_factor=9: an expert would take more tokens than there are; wanted at most 8",
+        ),
         (lambda: ExpertChoiceGate(64, 8), "allow_future=False: expert choice lets"),
         (lambda: SoftMoEGate(64, 8), "allow_future=False: SoftMoE lets"),
         (lambda: SoftMoEGate(64, 8, slots=0, allow_future=True), "slots=0: wanted an int"),
@@ -339,6 +343,31 @@ def test_a_rank_without_tokens_is_served(name: str) -> None:
 def test_a_gate_that_cannot_be_served_is_refused(make: Callable[[], Gate], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def refused_together(group: dist.ProcessGroup) -> list[str]:
+    """What every rank hears of tokens that one of their gates refuses; the next call runs."""
+    config = cases.make_config(num_ranks=4, max_tokens=20)
+    layer = FlashMoELayer(config, group=group, device="cpu", dtype=torch.float32)
+    torch.manual_seed(1)
+    model = GatedExperts(SoftMoEGate(64, 8, allow_future=True), layer)
+    said = []
+    for shapes in (((2, 5, 64), (3, 5, 64)), ((5, 64), (0, 64)), ((5, 64), (64,))):
+        x = torch.ones(shapes[dist.get_rank(group) == 2])
+        try:
+            model(x)
+        except ShapeError as error:
+            said.append(str(error))
+    out, _ = model(torch.ones(5, 64))
+    assert out.shape == (5, 64)
+    return said
+
+
+def test_what_one_ranks_gate_refuses_ends_the_call_on_all(ranks: RankPool) -> None:
+    for said in ranks.run(refused_together):
+        assert said[0].startswith("rank 2: the gate makes 24 rows of x of shape (3, 5, 64), but")
+        assert said[1] == "rank 2: x has shape (0, 64), wanted at least one token to mix"
+        assert said[2] == "rank 2: x has shape (64,), wanted [..., tokens, hidden]"
 
 
 def test_a_gate_of_another_layer_is_refused() -> None:

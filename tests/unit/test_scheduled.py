@@ -14,7 +14,7 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError, ShapeError
-from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
@@ -335,6 +335,21 @@ def test_ranks_that_share_experts_are_the_reference_with_whole_ones(ranks: RankP
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         select_backend(cases.CONFIG, None, "cpu", kind="scheduled", **options)
+
+
+def without_blocks_of_hosts(group: dist.ProcessGroup, exchange: str) -> str:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv(HOST_VARIABLE, f"host{dist.get_rank(group) % 2}")
+        config = cases.make_config(num_ranks=4)
+        with pytest.raises(ConfigError) as caught:
+            select_backend(config, group, "cpu", kind="scheduled", exchange=exchange)
+    return str(caught.value)
+
+
+def test_a_group_without_a_layout_of_hosts_is_refused_on_every_rank(ranks: RankPool) -> None:
+    for exchange in ("auto", "2dh"):
+        for said in ranks.run(without_blocks_of_hosts, exchange):
+            assert "ranks of a host are not neighbours" in said
 
 
 def test_it_is_chosen_by_name() -> None:

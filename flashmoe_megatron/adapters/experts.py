@@ -35,6 +35,7 @@ from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.scheduled.hooks import Hooks
 from flashmoe_megatron.scheduled.slices import GradientSlices
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.calibration import (
@@ -107,7 +108,7 @@ class GroupBackends:
                 tensor_group=self._tensor_group,
                 **self._settings.backend_options(),
             )
-            self._give_slices()
+            self._share()
         return self._backends[key]
 
     def reduce_in_gaps(self, slices: GradientSlices) -> bool:
@@ -117,14 +118,18 @@ class GroupBackends:
             Whether these have gaps, as the scheduled backend's do.
         """
         self._slices = slices
-        return self._give_slices()
+        return self._share()
 
-    def _give_slices(self) -> bool:
-        made = [within_host(backend) for backend in self._backends.values()]
-        scheduled = [backend for backend in made if isinstance(backend, ScheduledBackend)]
-        for backend in scheduled:
-            backend.slices = self._slices
-        return bool(scheduled)
+    def _share(self) -> bool:
+        """Gives all scheduled backends the slices, and those for more tokens the first's hooks."""
+        hooks: dict[tuple[MoEConfig, torch.dtype], Hooks] = {}
+        for (config, dtype), made in self._backends.items():
+            backend = within_host(made)
+            if isinstance(backend, ScheduledBackend):
+                shape = dataclasses.replace(config, max_tokens=1), dtype
+                backend.hooks = hooks.setdefault(shape, backend.hooks)
+                backend.slices = self._slices
+        return bool(hooks)
 
     def backends(self) -> Iterable[Backend]:
         """All that have been made, those for fewer tokens included."""

@@ -300,9 +300,12 @@ def train_the_example(group: dist.ProcessGroup) -> dict[str, list[float]]:
     small |= {"train_iters": 24, "data_megabytes": 1, "micro_batch_size": 2, "lr": 1e-2}
     vars(args).update(small, log_interval=100)
     losses = {}
+    before = set(dist.distributed_c10d._world.pg_map)
     for name in example.GATES:
         args.gate = name
         losses[name] = example.train(args)
+        for made in set(dist.distributed_c10d._world.pg_map) - before:
+            dist.destroy_process_group(made)  # its threads poll, as long as it lives
     return losses
 
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.experts import GroupBackends
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.options import BackendOptions, FrameworkOptions
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.scheduled.hooks import Call
 from tests.distributed import RankPool
@@ -173,3 +174,18 @@ def test_hooks_that_change_shapes_are_refused_on_every_rank_before_rows_are_sent
             assert "rows of dtype torch.bfloat16: wanted torch.float32" in one
         for one in said[3::4]:
             assert one.endswith("returned a list: wanted a tensor or None")
+
+
+def test_layers_of_a_framework_keep_their_hooks_when_they_get_more_tokens() -> None:
+    settings = FrameworkOptions(backend="scheduled")
+    backends = GroupBackends(None, torch.device("cpu"), settings, None)
+    small = backends.backend_of(cases.CONFIG, torch.float32)
+    other = backends.backend_of(cases.make_config(topk=3), torch.float32)
+    backends.agree_on_tokens(10 * small.config.max_tokens)
+    large = backends.backend_of(cases.CONFIG, torch.float32)
+    assert large is not small
+    assert isinstance(small, ScheduledBackend)
+    assert isinstance(other, ScheduledBackend)
+    assert isinstance(large, ScheduledBackend)
+    assert large.hooks is small.hooks
+    assert other.hooks is not small.hooks

@@ -69,6 +69,32 @@ MUTATIONS = (
         "::test_a_wait_for_rows_is_exposed_no_longer_than_the_processors_are_idle",
     ),
     Mutation(
+        "a host that knows of a fault launches as if it did not",
+        "if self._can_share and self.memory.has_shared_fault:\n            raise",
+        "if False:\n            raise",
+        "tests/unit/test_in_step.py::test_hosts_that_wait_raise_in_the_next_call",
+        on_gpu="tests/gpu/test_in_step.py::test_all_raise_in_one_call",
+    ),
+    Mutation(
+        "a rank that refuses a call takes no part in its backward",
+        "            self.backward(none, saved.saved, weights, *kinds)\n",
+        "",
+        "tests/unit/test_in_step.py::test_all_raise_in_one_call",
+        on_gpu="tests/gpu/test_in_step.py::test_all_raise_in_one_call",
+    ),
+    Mutation(
+        "a backward that is refused is not told to the other ranks",
+        "        self._error = error\n        for grad",
+        "        for grad",
+        "tests/unit/test_in_step.py::test_a_backward_that_is_refused",
+    ),
+    Mutation(
+        "a layer calls its experts' hooks where one of them is frozen",
+        "            and all(map(_wants_grad, params))\n",
+        "",
+        "tests/megatron/test_ddp_hooks.py::test_what_others_have_to_see_is_not_served",
+    ),
+    Mutation(
         "a configuration is not checked again when a layer is built",
         "        refuse(config, CONFIG_REFUSALS)\n        if getattr(config, OVERLAP",
         "        if getattr(config, OVERLAP",

@@ -105,8 +105,8 @@ def moe_apply(
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
 
     Raises:
-        ConfigError: Both forms of routing are given, or none as a whole; or ``SplitWeights`` are
-            given to a backend whose fc1 has its rows in blocks.
+        ConfigError: Both forms of routing are given, or none as a whole; or gate and up
+            projections are given apart where rows of fc1 are in blocks or experts not gated.
         ShapeError: A tensor is not what the layer was built for.
         RoutingError: The routing is not usable: a token selects too many experts or one twice, an
             index is out of range, or a weight is NaN.
@@ -121,8 +121,9 @@ def moe_apply(
             shared = (_anchor_on(x.device),)
             parameters = _tensors_of(weights) if shared_hooks is None else shared
         if not parameters or not any(t.requires_grad for t in (x, given, *parameters)):
+            taken = _as_taken(weights, backend)
             return backend.forward(
-                x, given, routing, _joined(weights), training=False, layer=layer, router=router
+                x, given, routing, taken, training=False, layer=layer, router=router
             )[0]
         if ordered_grads:
             # Each view is a node with a place of its own in the order of backward.
@@ -192,7 +193,7 @@ def void_call(
     if type(probs) not in (torch.Tensor, torch.nn.Parameter):
         probs = x.new_empty(0)
     assert probs is not None
-    _joined(weights)  # as the backward does, or this rank cannot take part in it
+    _as_taken(weights, backend)  # as the backward does, or this rank cannot take part in it
     parameters = _tensors_of(weights)
     out = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
         backend,
@@ -279,7 +280,7 @@ class _RoutedExperts(torch.autograd.Function):
                 x,
                 probs,
                 routing_map,
-                _joined(weights),
+                _as_taken(weights, backend),
                 training=not keeps_inputs,
                 layer=layer,
                 router=router,
@@ -315,7 +316,7 @@ class _RoutedExperts(torch.autograd.Function):
                 saved.x,
                 saved.probs,
                 saved.routing_map,
-                _joined(weights),
+                _as_taken(weights, ctx.backend),
                 training=True,
                 layer=saved.layer,
             )[1]  # the output, which the backward does not need, is freed here
@@ -323,7 +324,7 @@ class _RoutedExperts(torch.autograd.Function):
             saved = _refused_again(ctx.backend, saved)
         destinations: _Destinations | _SplitDestinations
         if isinstance(weights, SplitWeights):
-            destinations = _SplitDestinations(weights)
+            destinations = _SplitDestinations(weights, ctx.backend)
         elif hooks is not None:
             if _accumulates(ctx.next_functions[-1][0]):
                 destinations = _Destinations.in_main_grad(ctx.owners)
@@ -340,7 +341,7 @@ class _RoutedExperts(torch.autograd.Function):
         grad_x, grad_probs = ctx.backend.backward(
             grad_outputs[0].contiguous(),
             saved,
-            _joined(weights),
+            _as_taken(weights, ctx.backend),
             targets["fc1"],
             targets["fc2"],
             targets["fc1_bias"],
@@ -453,8 +454,8 @@ def _accumulates(node: Any) -> bool:
 class _SplitDestinations:
     """Where the gradients of :class:`SplitWeights` go."""
 
-    def __init__(self, weights: SplitWeights) -> None:
-        self._grads = SplitGrads(weights)
+    def __init__(self, weights: SplitWeights, backend: Backend) -> None:
+        self._grads = SplitGrads(weights, are_apart=backend.takes_split)
         self.targets: _Targets = {
             kind: [WeightGrad(buffer, False) for buffer in getattr(self._grads.buffers, kind)]
             for kind in _KINDS
@@ -469,7 +470,15 @@ class _SplitDestinations:
         return _tensors_of(self._grads.split())
 
 
-def _joined(weights: ExpertWeights | SplitWeights) -> ExpertWeights:
+def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> ExpertWeights:
+    """The weights as the backend takes them."""
+    if isinstance(weights, SplitWeights) and backend.takes_split:
+        return weights.apart()
+    if isinstance(weights, ExpertWeights) and weights.split and not backend.takes_split:
+        raise ConfigError(
+            f"{type(backend).__name__} wants gate and up projections as one matrix: give them as "
+            "SplitWeights, which it joins"
+        )
     return weights.join() if isinstance(weights, SplitWeights | WrappedWeights) else weights
 
 

@@ -34,6 +34,9 @@ class ExpertWeights:
             activation; empty where the experts have none.
         fc2_bias: ``[hidden]`` or ``[num_experts, hidden]`` tensors, added times the routing weight;
             empty where the experts have none. The kernel wants both kinds or none.
+        split: Gate and up rows are matrices of their own, ``[intermediate, hidden]`` or stacks of
+            them: ``fc1`` has all local experts' gates and behind them all their ups. Only for
+            backends that take it (:attr:`Backend.takes_split`).
     """
 
     fc1: tuple[torch.Tensor, ...]
@@ -42,6 +45,7 @@ class ExpertWeights:
     transposed: bool = False
     fc1_bias: tuple[torch.Tensor, ...] = ()
     fc2_bias: tuple[torch.Tensor, ...] = ()
+    split: bool = False
 
     def per_expert(self) -> "ExpertWeights":
         """The same weights with one tensor for each expert: the own tensors and views of stacks."""
@@ -51,6 +55,7 @@ class ExpertWeights:
             transposed=self.transposed,
             fc1_bias=unstacked(self.fc1_bias, VECTOR),
             fc2_bias=unstacked(self.fc2_bias, VECTOR),
+            split=self.split,
         )
 
 
@@ -216,10 +221,12 @@ class Backend(Protocol):
         keep: What a forward keeps for its backward.
         rank: This rank in the group.
         num_calls: Forwards in which this rank has taken part, refused ones included.
+        takes_split: Whether it reads gate and up projections that are matrices of their own.
     """
 
     config: MoEConfig
     keep: Keep
+    takes_split: bool
     rank: int
     num_calls: int
 

@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_megatron.backend import ExpertWeights, unstacked
 from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
-from flashmoe_megatron.errors import ShapeError
+from flashmoe_megatron.errors import ConfigError, ShapeError
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -262,7 +262,12 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
     Raises:
         ShapeError: A weight is missing or differs; the message names it.
     """
-    fc1 = (config.fc1_rows, config.hidden)
+    if weights.split and (weights.transposed or not config.gated or config.glu_interleave):
+        raise ConfigError(
+            f"gate and up projections apart, with transposed={weights.transposed}, "
+            f"gated={config.gated}, glu_interleave={config.glu_interleave}: wanted False, True, 0"
+        )
+    fc1 = (config.intermediate if weights.split else config.fc1_rows, config.hidden)
     fc2 = (config.hidden, config.intermediate)
     dtype = weights.fc1[0].dtype if weights.fc1 else TOKEN_DTYPES[0]
     if dtype not in TOKEN_DTYPES:
@@ -271,7 +276,7 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
     for name, tensors, wanted in (
         ("fc1", weights.fc1, fc1[::-1] if weights.transposed else fc1),
         ("fc2", weights.fc2, fc2[::-1] if weights.transposed else fc2),
-        ("fc1_bias", weights.fc1_bias, fc1[:1]),
+        ("fc1_bias", weights.fc1_bias, (config.fc1_rows,)),
         ("fc2_bias", weights.fc2_bias, fc2[:1]),
     ):
         if not tensors and len(wanted) == 1:
@@ -285,19 +290,23 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
                     f"a stack [num_experts, {', '.join(map(str, wanted))}]"
                 )
         experts = found[name] = unstacked(tensors, num_dims)
-        if len(experts) != config.num_local_experts:
+        local = config.num_local_experts
+        is_split = weights.split and name == "fc1"
+        if len(experts) != (2 * local if is_split else local):
+            wanted_of = "a gate and an up projection" if is_split else "one"
             raise ShapeError(
-                f"{len(experts)} {name} weights, wanted one for each of the "
-                f"{config.num_local_experts} local experts"
+                f"{len(experts)} {name} weights, wanted {wanted_of} for each of the {local} local "
+                "experts"
             )
-        for local_expert, weight in enumerate(experts):
-            label = f"{name} of local expert {local_expert}"
+        for at, weight in enumerate(experts):
+            part = ("gate", "up")[at // local] if is_split else name
+            label = f"{part} of local expert {at % local}"
             _check_weight(label, weight, wanted, dtype, "as fc1 of local expert 0", device)
             if not weight.is_contiguous() and not _rows_are_contiguous(weight):
                 raise ShapeError(
                     f"{label} has strides {weight.stride()}, wanted rows of consecutive elements"
                 )
-    return ExpertWeights(**found, transposed=weights.transposed)
+    return ExpertWeights(**found, transposed=weights.transposed, split=weights.split)
 
 
 def check_router_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -187,14 +187,20 @@ class FlashMoELayer(nn.Module):
     Attributes:
         config: The layer's shape.
         expert_group: The ranks that the experts are spread over.
-        fc1: The experts' ``[num_experts, fc1_rows, hidden]`` parameter. On several ranks this and
-            the following are DTensors of which each rank has the part of its own experts.
+        fc1: The experts' ``[num_experts, fc1_rows, hidden]`` parameter, absent with ``split``. On
+            several ranks this and the following are DTensors of which each rank has the part of its
+            own experts.
+        fc1_gate: With ``split`` their ``[num_experts, intermediate, hidden]`` gate projections.
+        fc1_up: With ``split`` their up projections, of the same shape.
         fc2: Their ``[num_experts, hidden, intermediate]`` parameter.
         fc1_bias: Their ``[num_experts, fc1_rows]`` parameter, ``None`` without ``bias``.
         fc2_bias: Their ``[num_experts, hidden]`` parameter, ``None`` without ``bias``.
         router: ``nn.Linear(hidden, num_experts)`` without bias, or ``None``.
     """
 
+    fc1: nn.Parameter
+    fc1_gate: nn.Parameter
+    fc1_up: nn.Parameter
     fc1_bias: nn.Parameter | None
     fc2_bias: nn.Parameter | None
 
@@ -209,6 +215,7 @@ class FlashMoELayer(nn.Module):
         router: bool = False,
         fuse_router: bool = False,
         bias: bool = False,
+        split: bool = False,
         check_routing: bool = True,
         **options: Any,
     ) -> None:
@@ -230,13 +237,16 @@ class FlashMoELayer(nn.Module):
             fuse_router: Run that router inside the layer's launch instead, as
                 :func:`moe_router_forward` does with its weight; needs ``router=True``.
             bias: Give both projections of every expert a bias.
+            split: Keep gate and up projections as parameters of their own, ``fc1_gate`` and
+                ``fc1_up``, in place of ``fc1``; the kernel reads and differentiates them where they
+                are.
             check_routing: See :func:`moe_forward`.
             **options: See :func:`~flashmoe_megatron.select.select_backend`; none beside
                 another layer's backend.
 
         Raises:
             ConfigError: The group does not fit ``config``, ranks disagree on it, nothing can be
-                computed in ``dtype``, or ``placement`` is lookahead.
+                computed in ``dtype``, ``placement`` is lookahead, or the experts cannot be split.
             DeviceError: The device cannot be used, or cannot run the kernel that was asked for.
         """
         super().__init__()
@@ -249,6 +259,11 @@ class FlashMoELayer(nn.Module):
             device = _default_device()
         if fuse_router and not router:
             raise ConfigError("fuse_router=True without a router: wanted router=True")
+        if split and (not config.gated or config.glu_interleave):
+            raise ConfigError(
+                f"split=True with gated={config.gated}, glu_interleave={config.glu_interleave}: "
+                "wanted True and 0"
+            )
         self.expert_group = ExpertGroup(group)
         self._backends: dict[torch.dtype, Backend] = {}
         self._given: Backend | None = None
@@ -280,7 +295,11 @@ class FlashMoELayer(nn.Module):
             local = torch.empty(config.num_local_experts, *shape, device=device, dtype=dtype)
             return self.expert_group.parameter(local)
 
-        self.fc1 = make(config.fc1_rows, config.hidden)
+        if split:
+            self.fc1_gate = make(config.intermediate, config.hidden)
+            self.fc1_up = make(config.intermediate, config.hidden)
+        else:
+            self.fc1 = make(config.fc1_rows, config.hidden)
         self.fc2 = make(config.hidden, config.intermediate)
         self.register_parameter("fc1_bias", make(config.fc1_rows) if bias else None)
         self.register_parameter("fc2_bias", make(config.hidden) if bias else None)
@@ -316,16 +335,16 @@ class FlashMoELayer(nn.Module):
         """
         if self._given is not None:
             return self._given
-        fc1 = self._parameters["fc1"]  # a tracer puts what has no device in place of self.fc1
-        assert fc1 is not None
-        device = fc1.device
+        fc2 = self._parameters["fc2"]  # a tracer puts what has no device in place of self.fc2
+        assert fc2 is not None
+        device = fc2.device
         if device.type == "meta":
             raise ConfigError(
                 "the layer is on meta and has no values: wanted layer.to_empty(device=...), "
                 "and then reset_parameters() or a checkpoint"
             )
         is_autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if is_autocast else fc1.dtype
+        dtype = torch.get_autocast_dtype(device.type) if is_autocast else fc2.dtype
         if dtype not in self._backends:
             self._backends[dtype] = self._select(device, dtype)
         return self._backends[dtype]
@@ -354,15 +373,11 @@ class FlashMoELayer(nn.Module):
         for expert in range(self.config.num_experts):
             local_expert = expert - first
             is_local = 0 <= local_expert < self.config.num_local_experts
-            for parameters, fan_in in (
-                (self.fc1, self.config.hidden),
-                (self.fc2, self.config.intermediate),
-                (self.fc1_bias, self.config.hidden),
-                (self.fc2_bias, self.config.intermediate),
-            ):
-                if parameters is not None:
-                    target = local_part(parameters)[local_expert if is_local else 0]
-                    _draw(target if is_local else torch.empty_like(target), fan_in)
+            for name, parameters in self.expert_parameters():
+                is_fc1 = name.startswith("fc1")
+                target = local_part(parameters)[local_expert if is_local else 0]
+                target = target if is_local else torch.empty_like(target)
+                _draw(target, self.config.hidden if is_fc1 else self.config.intermediate)
 
     @eager
     def forward(
@@ -395,7 +410,7 @@ class FlashMoELayer(nn.Module):
             return self._forward(backend, x, topk_idx, topk_weight)
         if topk_weight is None and self.router is not None:
             topk_weight = self.router.weight
-        kind = local_part(self.fc1).device.type
+        kind = local_part(self.fc2).device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return void_call(together, backend, x, topk_weight, self._weights(dtype))
 
@@ -458,16 +473,19 @@ class FlashMoELayer(nn.Module):
             layer=number,
         )
 
-    def _weights(self, dtype: torch.dtype | None) -> ExpertWeights:
+    def _weights(self, dtype: torch.dtype | None) -> ExpertWeights | SplitWeights:
         """This rank's experts, in another dtype if given one."""
         local = {name: local_part(one) for name, one in self.expert_parameters()}
         stacks = {name: (one if dtype is None else one.to(dtype),) for name, one in local.items()}
-        return ExpertWeights(**stacks, transposed=False)
+        if "fc1" in stacks:
+            return ExpertWeights(**stacks, transposed=False, split=False)
+        gate, up, down = (stacks.pop(name) for name in ("fc1_gate", "fc1_up", "fc2"))
+        return SplitWeights(gate, up, down, **stacks)
 
     def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The experts' parameters, without the router's, by their names in ``ExpertWeights``."""
-        for name in ("fc1", "fc2", "fc1_bias", "fc2_bias"):
-            parameter = getattr(self, name)
+        """The experts' parameters, without the router's, by their names."""
+        for name in ("fc1", "fc1_gate", "fc1_up", "fc2", "fc1_bias", "fc2_bias"):
+            parameter = getattr(self, name, None)
             if parameter is not None:
                 yield name, parameter
 
@@ -506,9 +524,9 @@ class FlashMoELayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FlashMoELayer":
-        before = local_part(self.fc1).device
+        before = local_part(self.fc2).device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._choice is not None and local_part(self.fc1).device != before:
+        if self._choice is not None and local_part(self.fc2).device != before:
             self._backends.clear()
         self._write_rank()  # to_empty, which comes here, leaves any number and makes new parameters
         self._mark_experts()
@@ -521,14 +539,14 @@ class FlashMoELayer(nn.Module):
     def extra_repr(self) -> str:
         """The layer's shape, ranks, backend and dtype, for ``repr(layer)``."""
         config = self.config
-        made = self._given or self._backends.get(self.fc1.dtype)
+        made = self._given or self._backends.get(self.fc2.dtype)
         backend = type(made).__name__ if made is not None else None
         return (
             f"hidden={config.hidden}, intermediate={config.intermediate}, "
             f"num_experts={config.num_experts}, topk={config.topk}, "
             f"activation={config.activation.value}, gated={config.gated}, "
             f"rank {self.expert_group.rank} of {config.num_ranks}, "
-            f"backend={backend}, dtype={self.fc1.dtype}"
+            f"backend={backend}, dtype={self.fc2.dtype}"
         )
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

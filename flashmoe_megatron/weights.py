@@ -15,8 +15,9 @@ class SplitWeights:
     """Gated experts with parameters for gate, up and down projection.
 
     Each tensor is one expert's or, with one more dimension in front, that of several. A backend
-    reads gate and up as one matrix, so they are joined for the length of a call, in forward and
-    again in backward; nothing but the parameters is kept between the two.
+    that does not read gate and up where they are (:attr:`~flashmoe_megatron.backend.Backend.\
+takes_split`) gets them as one matrix: they are joined for the length of a call, in forward and
+    again in backward. Nothing but the parameters is kept between the two.
 
     Attributes:
         gate: ``[intermediate, hidden]`` or ``[num_experts, intermediate, hidden]`` tensors, all
@@ -42,8 +43,23 @@ class SplitWeights:
         if config.glu_interleave:
             raise ConfigError(
                 f"glu_interleave={config.glu_interleave} with gate and up projections that are "
-                "parameters of their own, which are joined gate rows first: wanted 0"
+                "parameters of their own, which are read gate rows first: wanted 0"
             )
+
+    def apart(self) -> ExpertWeights:
+        """The same tensors.
+
+        Raises:
+            ShapeError: As :meth:`join`.
+        """
+        self._check_pairs()
+        return ExpertWeights(
+            fc1=(*self.gate, *self.up),
+            fc2=self.down,
+            fc1_bias=self.fc1_bias,
+            fc2_bias=self.fc2_bias,
+            split=True,
+        )
 
     def join(self) -> ExpertWeights:
         """Copies each gate and its up projection into one tensor.
@@ -52,6 +68,16 @@ class SplitWeights:
             ShapeError: A gate and its up projection differ in shape, dtype or device, or a tensor
                 is neither one expert's nor those of several.
         """
+        self._check_pairs()
+        pairs = zip(self.gate, self.up, strict=True)
+        return ExpertWeights(
+            fc1=tuple(torch.cat(pair, dim=-2) for pair in pairs),
+            fc2=self.down,
+            fc1_bias=self.fc1_bias,
+            fc2_bias=self.fc2_bias,
+        )
+
+    def _check_pairs(self) -> None:
         got = [tuple(tensor.shape) for tensor in self.up]
         wanted = [tuple(tensor.shape) for tensor in self.gate]
         if got != wanted:
@@ -69,13 +95,6 @@ class SplitWeights:
                     f"an up projection is {up.dtype} on {up.device}, wanted {gate.dtype} on "
                     f"{gate.device}, as its gate"
                 )
-        pairs = zip(self.gate, self.up, strict=True)
-        return ExpertWeights(
-            fc1=tuple(torch.cat(pair, dim=-2) for pair in pairs),
-            fc2=self.down,
-            fc1_bias=self.fc1_bias,
-            fc2_bias=self.fc2_bias,
-        )
 
 
 @dataclass(frozen=True)
@@ -104,16 +123,23 @@ class WrappedWeights(ExpertWeights):
 class SplitGrads:
     """Buffers for the gradients of :class:`SplitWeights`, not initialized.
 
+    Args:
+        weights: The parameters.
+        are_apart: Whether a backend gets them by :meth:`SplitWeights.apart`, else by ``join``.
+
     Attributes:
-        buffers: One for each joined weight, as :meth:`SplitWeights.join` orders them.
+        buffers: One for each weight that the backend gets, in the same order.
     """
 
-    def __init__(self, weights: SplitWeights) -> None:
+    def __init__(self, weights: SplitWeights, *, are_apart: bool) -> None:
         self.buffers = ExpertWeights(
-            fc1=tuple(
+            fc1=tuple(map(_empty, (*weights.gate, *weights.up)))
+            if are_apart
+            else tuple(
                 gate.new_empty(*gate.shape[:-2], 2 * gate.shape[-2], gate.shape[-1])
                 for gate in weights.gate
             ),
+            split=are_apart,
             fc2=tuple(_empty(down) for down in weights.down),
             fc1_bias=tuple(_empty(bias) for bias in weights.fc1_bias),
             fc2_bias=tuple(_empty(bias) for bias in weights.fc2_bias),
@@ -121,10 +147,15 @@ class SplitGrads:
 
     def split(self) -> SplitWeights:
         """The gradients as the parameters are, contiguous."""
-        halves = [buffer.chunk(2, dim=-2) for buffer in self.buffers.fc1]
+        buffers = self.buffers.fc1
+        if self.buffers.split:
+            gate, up = buffers[: len(buffers) // 2], buffers[len(buffers) // 2 :]
+        else:
+            halves = [buffer.chunk(2, dim=-2) for buffer in buffers]
+            gate, up = (tuple(half.contiguous() for half in each) for each in zip(*halves))
         return SplitWeights(
-            gate=tuple(gate.contiguous() for gate, _ in halves),
-            up=tuple(up.contiguous() for _, up in halves),
+            gate=gate,
+            up=up,
             down=self.buffers.fc2,
             fc1_bias=self.buffers.fc1_bias,
             fc2_bias=self.buffers.fc2_bias,

@@ -30,6 +30,7 @@ inline Shape shape_of(const FlashMoEProblem* p) {
             p->heap_topk,
             p->is_gated != 0,
             p->skip_zero_probs != 0,
+            p->is_split != 0,
             GluRows::of(p->intermediate, p->glu_interleave)};
 }
 
@@ -66,6 +67,12 @@ inline int check_glu(const FlashMoEProblem* p) {
                     "glu_interleave %d of intermediate %d, is_gated %d: wanted 0, or of gated "
                     "experts 1 or a power of two from 8 on that divides intermediate",
                     block, p->intermediate, p->is_gated);
+    }
+    if (p->is_split and (not p->is_gated or block != 0 or p->is_transposed)) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "is_split with is_gated %d, glu_interleave %d, is_transposed %d: wanted gated "
+                    "experts, 0 and 0",
+                    p->is_gated, block, p->is_transposed);
     }
     if (not std::isfinite(p->clamp_value) or p->clamp_value < 0 or
         not std::isfinite(p->linear_offset)) {

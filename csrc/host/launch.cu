@@ -254,8 +254,8 @@ int set_buffers(const FlashMoEProblem* p,
                 bool is_backward,
                 LayerArgs* args) {
     const Shape& s = args->shape;
-    args->weight_maps = static_cast<const CUtensorMap*>(launch->weight_maps) +
-                        (is_backward ? 2 * s.num_local_experts() : 0);
+    args->weight_maps =
+        static_cast<const CUtensorMap*>(launch->weight_maps) + (is_backward ? s.num_matrices() : 0);
     const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, is_backward);
     args->rows = is_backward ? scratch.rows : static_cast<char*>(launch->rows);
     args->preact = static_cast<char*>(launch->preact);
@@ -333,7 +333,7 @@ int launch_bias_grads(const FlashMoEProblem* p,
     args.rows[1] = backward.rows;
     args.width[0] = s.fc1_rows();
     args.width[1] = s.hidden;
-    args.grads[0] = backward.weight_grads.pointers + 2 * s.num_local_experts();
+    args.grads[0] = backward.weight_grads.pointers + s.num_matrices();
     args.grads[1] = args.grads[0] + s.num_local_experts();
     args.accumulate = backward.weight_grads.accumulate;
     const KernelEntry entry = bias_grad_entry_of(p, backward.weight_grads.dtype == Dtype::kFloat32);
@@ -362,8 +362,8 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->workspace_bytes = Workspace::bytes(s);
     sizes->plan_bytes = plan_layout(s).bytes;
     sizes->mailbox_bytes = sizeof(Mailbox);
-    // Two matrices of every expert, read along their contiguous dimension and across it.
-    sizes->weight_map_bytes = 4 * sizeof(CUtensorMap) * s.num_local_experts();
+    // The matrices of every expert, read along their contiguous dimension and across it.
+    sizes->weight_map_bytes = 2 * sizeof(CUtensorMap) * s.num_matrices();
     sizes->grad_table_bytes = grad_table_bytes(s);
     sizes->row_block_bytes = uint64_t(BLOCK_M) * s.row_bytes();
     sizes->preact_block_bytes = uint64_t(BLOCK_M) * s.fc1_rows() * kElementBytes;

@@ -22,19 +22,22 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem,
     if (fc1 == nullptr or fc2 == nullptr or weight_maps == nullptr) {
         return fail(FLASHMOE_BAD_ARGUMENT, "fc1, fc2 or weight_maps is null");
     }
+    for (int i = 0; i < s.num_fc1(); ++i) {
+        FLASHMOE_TRY(check_pointer(fc1[i], true, "an expert's fc1"));
+    }
     for (int expert = 0; expert < experts; ++expert) {
-        FLASHMOE_TRY(check_pointer(fc1[expert], true, "an expert's fc1"));
         FLASHMOE_TRY(check_pointer(fc2[expert], true, "an expert's fc2"));
     }
     const bool transposed = problem->is_transposed != 0;
     char* target = static_cast<char*>(weight_maps);
     for (const bool is_backward : {false, true}) {
         const BoxKind kind = transposed == is_backward ? BoxKind::kKMajor : BoxKind::kMnMajor;
-        for (const auto& [weights, num_out, num_in] :
-             {std::tuple{fc1, s.fc1_rows(), s.hidden}, {fc2, s.hidden, s.intermediate}}) {
-            for (int expert = 0; expert < experts; ++expert) {
+        for (const auto& [weights, count, num_out, num_in] :
+             {std::tuple{fc1, s.num_fc1(), s.fc1_rows() / (s.is_split ? 2 : 1), s.hidden},
+              {fc2, experts, s.hidden, s.intermediate}}) {
+            for (int i = 0; i < count; ++i) {
                 alignas(128) CUtensorMap map;
-                FLASHMOE_TRY(encode_map(&map, kind, weights[expert], transposed ? num_in : num_out,
+                FLASHMOE_TRY(encode_map(&map, kind, weights[i], transposed ? num_in : num_out,
                                         transposed ? num_out : num_in));
                 memcpy(target, &map, sizeof(map));
                 target += sizeof(map);
@@ -56,25 +59,28 @@ int flashmoe_encode_grads(const FlashMoEProblem* problem,
     }
     const Shape s = shape_of(problem);
     const int experts = s.num_local_experts();
-    for (int i = 0; i < 2 * experts; ++i) {
+    for (int i = 0; i < s.num_matrices(); ++i) {
         FLASHMOE_TRY(check_pointer(grads[i], true, "a weight's gradient"));
-        if (bias_grads == nullptr) continue;
+    }
+    for (int i = 0; i < 2 * experts and bias_grads != nullptr; ++i) {
         FLASHMOE_TRY(check_pointer(bias_grads[i], true, "a bias's gradient", size_of(grads_dtype)));
     }
     memset(grad_table, 0, grad_table_bytes(s));
     char* const pointers = static_cast<char*>(grad_table) + grad_pointers_begin(s);
-    for (int i = 0; i < 2 * experts; ++i) {
+    for (int i = 0; i < s.num_matrices(); ++i) {
         memcpy(pointers + i * sizeof(void*), &grads[i], sizeof(void*));
         if (Dtype(grads_dtype) != Dtype::kFloat32) continue;
-        int rows = i < experts ? s.fc1_rows() : s.hidden;
-        int columns = i < experts ? s.hidden : s.intermediate;
+        const bool is_fc1 = i < s.num_fc1();
+        int rows = is_fc1 ? s.fc1_rows() / (s.is_split ? 2 : 1) : s.hidden;
+        int columns = is_fc1 ? s.hidden : s.intermediate;
         if (problem->is_transposed) std::swap(rows, columns);
         alignas(128) CUtensorMap map;
         FLASHMOE_TRY(encode_map(&map, BoxKind::kGrad, grads[i], rows, columns));
         memcpy(static_cast<char*>(grad_table) + i * sizeof(map), &map, sizeof(map));
     }
     if (bias_grads != nullptr) {
-        memcpy(pointers + 2 * experts * sizeof(void*), bias_grads, 2 * experts * sizeof(void*));
+        memcpy(pointers + s.num_matrices() * sizeof(void*), bias_grads,
+               2 * experts * sizeof(void*));
     }
     return FLASHMOE_OK;
 }

@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 13
+#define FLASHMOE_ABI_VERSION 14
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -85,6 +85,8 @@ typedef struct {
                                 8 on, that divides F; 0: all gate rows first. Biases, gradients and
                                 pre-activations have fc1's order */
     int32_t is_transposed;   /* weights are [in, out]: fc1 [H, 2F or F], fc2 [F, H] */
+    int32_t is_split;        /* gate and up rows of fc1 are matrices of their own, [F, H] each; with
+                                glu_interleave 0, not transposed. Biases stay one */
     int32_t skip_zero_probs; /* a selected expert of probability 0 gets no row */
     int32_t num_ctas;        /* grid of every launch; must fit the GPU at one CTA per SM */
     int32_t heap_tokens; /* most tokens of any layer that shares the heap; at least max_tokens */
@@ -132,15 +134,15 @@ FLASHMOE_EXPORT int flashmoe_preload(const FlashMoEProblem* problem);
 
 /* Encodes the TMA descriptors of the local experts' weights into host memory.
  *   fc1[e] [fc1_rows, hidden], fc2[e] [hidden, intermediate], or their transposes; of the
- *   problem's dtype, 16-byte aligned */
+ *   problem's dtype, 16-byte aligned. Split: fc1 has all experts' gate matrices, then all up's */
 FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             const void* const* fc1,
                                             const void* const* fc2,
                                             void* weight_maps);
 
 /* Writes the table of where a backward's gradients go into host memory.
- *   grads        gradients of the local experts' weights, all of fc1, then all of fc2: laid out as
- *                the weights are, and 16-byte aligned
+ *   grads        gradients of the local experts' weights, all of fc1, then all of fc2: in the order
+ *                and laid out as the weights are, and 16-byte aligned
  *   bias_grads   the same for their biases; or NULL
  *   grads_dtype  the dtype of all of them: float32 or the problem's */
 FLASHMOE_EXPORT int flashmoe_encode_grads(const FlashMoEProblem* problem,

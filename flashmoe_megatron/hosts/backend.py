@@ -158,6 +158,7 @@ class HostsBackend(OfGroup):
         self.config = config
         self.rank = grid.rank
         self.num_calls = 0
+        self.takes_split = False
         self._rail = rail
         self._make_within = make_within
         self._device = device or torch.device("cpu")

@@ -165,12 +165,13 @@ class KernelBackend(OfGroup):
             raise ConfigError(f"the group has {size} ranks, the layer wants {config.num_ranks}")
         self.memory = memory or shared_memory(group, self.device, self.options)
         self.num_calls = 0
+        self.takes_split = True
         self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.num_ctas = num_ctas or (sms - self.options.reserved_sms) // CLUSTER_SIZE * CLUSTER_SIZE
         if not CLUSTER_SIZE <= self.num_ctas <= sms:
             raise ConfigError(f"reserved_sms={self.options.reserved_sms}: the GPU has {sms} SMs")
-        self._transposed = False
+        self._transposed = self._split = False
         self._dtype = torch.bfloat16
         # A layer that cannot be served must not shape the heap of those that can.
         alone = self._problem_on(bindings.HeapBounds.of(config))
@@ -307,7 +308,7 @@ class KernelBackend(OfGroup):
                 :meth:`raise_pending_fault`, raises. ``None`` launches the plan, which counts the
                 rows.
         """
-        self._use_layout(self._transposed, x.dtype)
+        self._use_layout(self._transposed, self._split, x.dtype)
         return self._begin(x, probs, routing_map, None, num_row_blocks)
 
     @_on_own_device
@@ -565,6 +566,7 @@ class KernelBackend(OfGroup):
             rank=self.rank,
             dtype=ops.dtype_code(self._dtype),
             transposed=self._transposed,
+            split=self._split,
             num_ctas=self.num_ctas,
             heap=heap,
             timeout=self.options.timeout,
@@ -596,16 +598,18 @@ class KernelBackend(OfGroup):
 
     def _use_weights(self, weights: ExpertWeights) -> WeightTables:
         """Makes the problem one of these weights' dtype and layout; returns their tables."""
-        self._use_layout(weights.transposed, (weights.fc1 or weights.fc2)[0].dtype)
+        dtype = (weights.fc1 or weights.fc2)[0].dtype
+        self._use_layout(weights.transposed, weights.split, dtype)
         return self._tables.of_weights(weights, self._describe(), self._sizes)
 
-    def _use_layout(self, transposed: bool, dtype: torch.dtype) -> None:
-        if transposed == self._transposed and dtype == self._dtype:
+    def _use_layout(self, transposed: bool, split: bool, dtype: torch.dtype) -> None:
+        if (transposed, split, dtype) == (self._transposed, self._split, self._dtype):
             return
         if dtype not in KERNEL_DTYPES:
             wanted = " or ".join(str(one) for one in KERNEL_DTYPES)
             raise ShapeError(f"the experts' weights are {dtype}, wanted {wanted} on the kernel")
-        self._transposed, self._dtype, self._problem = transposed, dtype, None
+        self._transposed, self._split, self._dtype = transposed, split, dtype
+        self._problem = None
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

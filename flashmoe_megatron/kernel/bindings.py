@@ -21,7 +21,7 @@ from flashmoe_megatron.errors import (
     told_error,
 )
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -63,6 +63,7 @@ class FlashMoEProblem(_Sized):
         ("is_gated", ctypes.c_int32),
         ("glu_interleave", ctypes.c_int32),
         ("is_transposed", ctypes.c_int32),
+        ("is_split", ctypes.c_int32),
         ("skip_zero_probs", ctypes.c_int32),
         ("num_ctas", ctypes.c_int32),
         ("heap_tokens", ctypes.c_int32),
@@ -100,6 +101,7 @@ def problem_of(
     rank: int,
     dtype: int,
     transposed: bool,
+    split: bool,
     num_ctas: int,
     heap: HeapBounds,
     timeout: float,
@@ -118,6 +120,7 @@ def problem_of(
         is_gated=config.gated,
         glu_interleave=config.glu_interleave,
         is_transposed=transposed,
+        is_split=split,
         skip_zero_probs=config.skip_zero_probs,
         num_ctas=num_ctas,
         heap_tokens=heap.tokens,

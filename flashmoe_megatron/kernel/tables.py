@@ -74,7 +74,7 @@ class AddressTables:
         tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
         # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
         first = tensors[0]
-        layout = (weights.transposed, first.shape, first.stride(), first.dtype)
+        layout = (weights.transposed, weights.split, first.shape, first.stride(), first.dtype)
         key = (*layout, *map(torch.Tensor.data_ptr, tensors))
         if len(tensors) < 2 * self._config.num_local_experts:  # few, and how stacks step counts
             key += tuple(tensor.stride() for tensor in tensors)
@@ -85,15 +85,12 @@ class AddressTables:
             check_kernel_tensor("expert weight", weight, self._device, first.dtype)
         if bool(weights.fc1_bias) != bool(weights.fc2_bias):
             raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
-        array = ctypes.c_void_p * self._config.num_local_experts
-        host = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8, device="cpu")
-        bindings.call(
-            "encode_weights",
-            problem,
-            array(*(weight.data_ptr() for weight in weights.fc1)),
-            array(*(weight.data_ptr() for weight in weights.fc2)),
-            host.data_ptr(),
+        fc1, fc2 = (
+            (ctypes.c_void_p * len(each))(*map(torch.Tensor.data_ptr, each))
+            for each in (weights.fc1, weights.fc2)
         )
+        host = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8, device="cpu")
+        bindings.call("encode_weights", problem, fc1, fc2, host.data_ptr())
         biases = [bias.data_ptr() for bias in (*weights.fc1_bias, *weights.fc2_bias)]
         addresses = torch.tensor(biases, dtype=torch.int64, device="cpu")
         tables = WeightTables(self._upload(host), self._upload(addresses) if biases else None)
@@ -119,24 +116,26 @@ class AddressTables:
         Raises:
             ShapeError: The kernel cannot write one of them, or they are not one for each weight.
         """
-        grads_dtype, addresses = grads[0].buffer.dtype, self._addresses(grads)
-        key = (problem.is_transposed, grads_dtype, *addresses)
+        num_weights = (3 if problem.is_split else 2) * self._config.num_local_experts
+        grads_dtype, addresses = grads[0].buffer.dtype, self._addresses(grads, num_weights)
+        key = (problem.is_transposed, problem.is_split, grads_dtype, *addresses)
         table = self._of_grads.get(key)
         if table is None:
             for grad in grads:
                 check_kernel_tensor(
                     "weight gradient", grad.buffer, self._device, torch.float32, dtype
                 )
-            self._check_sizes(grads)
-            num_weights = 2 * self._config.num_local_experts
-            array = ctypes.c_void_p * num_weights
-            weights, biases = addresses[:num_weights], addresses[num_weights:]
+            self._check_sizes(grads, problem)
+            weights, biases = (
+                (ctypes.c_void_p * len(each))(*each)
+                for each in (addresses[:num_weights], addresses[num_weights:])
+            )
             host = torch.empty(sizes.grad_table_bytes, dtype=torch.uint8, device="cpu")
             bindings.call(
                 "encode_grads",
                 problem,
-                array(*weights),
-                array(*biases) if biases else None,
+                weights,
+                biases or None,
                 ops.dtype_code(grads_dtype),
                 host.data_ptr(),
             )
@@ -145,24 +144,23 @@ class AddressTables:
                 self._remember(self._of_grads, key, table)
         return table
 
-    def _addresses(self, grads: Sequence[WeightGrad]) -> list[int]:
+    def _addresses(self, grads: Sequence[WeightGrad], num_weights: int) -> list[int]:
         """Where each expert's gradients begin, also within stacks."""
-        num_weights = 2 * self._config.num_local_experts
+        num_biases = 2 * self._config.num_local_experts
         buffers = list(map(itemgetter(0), grads))
         dims = list(map(torch.Tensor.dim, buffers))
         if dims == [MATRIX] * num_weights + [VECTOR] * (len(dims) - num_weights):  # no stacks
             addresses = list(map(torch.Tensor.data_ptr, buffers))
         else:
-            addresses = self._addresses_in_stacks(grads)
-        if len(addresses) not in (num_weights, 2 * num_weights):
+            addresses = self._addresses_in_stacks(grads, num_weights)
+        if len(addresses) not in (num_weights, num_weights + num_biases):
             raise ShapeError(
                 f"{len(addresses)} gradients of weights and biases, wanted {num_weights} of "
-                "weights, and as many of biases or none"
+                f"weights, and {num_biases} of biases or none"
             )
         return addresses
 
-    def _addresses_in_stacks(self, grads: Sequence[WeightGrad]) -> list[int]:
-        num_weights = 2 * self._config.num_local_experts
+    def _addresses_in_stacks(self, grads: Sequence[WeightGrad], num_weights: int) -> list[int]:
         addresses: list[int] = []
         for grad in grads:
             buffer, num_dims = grad.buffer, MATRIX if len(addresses) < num_weights else VECTOR
@@ -174,14 +172,16 @@ class AddressTables:
                 addresses += range(begin, begin + len(buffer) * num_bytes, num_bytes)
         return addresses
 
-    def _check_sizes(self, grads: Sequence[WeightGrad]) -> None:
+    def _check_sizes(self, grads: Sequence[WeightGrad], problem: bindings.FlashMoEProblem) -> None:
         """Refuses gradients that end elsewhere than their weights.
 
         Raises:
             ShapeError: One of them does.
         """
         config, experts = self._config, self._config.num_local_experts
-        matrices = (config.fc1_rows * config.hidden, config.hidden * config.intermediate)
+        matrix = config.hidden * config.intermediate
+        fc1 = (matrix, matrix) if problem.is_split else (config.fc1_rows * config.hidden,)
+        matrices = (*fc1, matrix)
         wanted = [
             (size, num_dims)
             for sizes, num_dims in ((matrices, MATRIX), ((config.fc1_rows, config.hidden), VECTOR))

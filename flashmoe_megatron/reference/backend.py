@@ -141,6 +141,7 @@ class ReferenceBackend(OfGroup):
         self._rows = RowExchange(
             config, group, options.row_bound, spare_slots=spare_slots, planner=planner
         )
+        self.takes_split = not spare_slots
         self._settled: dict[int, Hosts] = {}
         self._device = device or torch.device("cpu")
         self.rank = self._rows.rank
@@ -210,7 +211,7 @@ class ReferenceBackend(OfGroup):
 
         preact = x.new_zeros(rows.shape[0], config.fc1_rows)
         expert_out = torch.zeros_like(rows)
-        for local_expert, (start, count) in enumerate(plan.segments[: len(weights.fc1)]):
+        for local_expert, (start, count) in enumerate(plan.segments[: len(weights.fc2)]):
             segment = _with_pads(start, count)
             fc1, fc2 = _oriented(weights, local_expert)
             torch.mm(rows[segment], fc1.t(), out=preact[segment])
@@ -271,6 +272,8 @@ class ReferenceBackend(OfGroup):
         config, weights = self.config, weights.per_expert()
         local = config.num_local_experts
         kinds = [_per_expert(grad_fc1, MATRIX), _per_expert(grad_fc2, MATRIX)]
+        if weights.split:
+            kinds[:1] = [kinds[0][:local], kinds[0][local:]]
         kinds += [_per_expert(grads, VECTOR) for grads in (grad_fc1_bias, grad_fc2_bias) if grads]
         is_void = False
         try:
@@ -302,7 +305,7 @@ class ReferenceBackend(OfGroup):
         watch.lap("dispatch")
         grad_x_rows = torch.zeros_like(x_rows)
         grad_row_probs = saved.row_probs.new_zeros(saved.row_probs.shape, dtype=wide)
-        for local_expert, (start, count) in enumerate(plan.segments[: len(weights.fc1)]):
+        for local_expert, (start, count) in enumerate(plan.segments[: len(weights.fc2)]):
             segment = _with_pads(start, count)
             fc1, fc2 = _oriented(weights, local_expert)
             grad_y = grad_rows[segment].to(wide)
@@ -327,8 +330,10 @@ class ReferenceBackend(OfGroup):
             grad_row_probs[segment] = grad_prob
             torch.mm(grad_pre, fc1, out=grad_x_rows[segment])
             rows = x_rows[segment]
-            matrix_grads = (grad_pre.to(wide).t() @ rows.to(wide), grad_y.t() @ weighted.to(wide))
+            matrix_grads = [grad_pre.to(wide).t() @ rows.to(wide), grad_y.t() @ weighted.to(wide)]
             values = [value.t() if weights.transposed else value for value in matrix_grads]
+            if weights.split:
+                values[:1] = values[0].chunk(2)
             values += bias_grads
             if local_expert >= local:
                 spare_grads.append(values)
@@ -458,4 +463,6 @@ def _check_grads(kinds: Sequence[Sequence[WeightGrad]], weights: ExpertWeights) 
 def _oriented(weights: ExpertWeights, local_expert: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One expert's weights as ``[fc1_rows, hidden]`` and ``[hidden, intermediate]``."""
     fc1, fc2 = weights.fc1[local_expert], weights.fc2[local_expert]
+    if weights.split:
+        fc1 = torch.cat((fc1, weights.fc1[len(weights.fc2) + local_expert]))
     return (fc1.t(), fc2.t()) if weights.transposed else (fc1, fc2)

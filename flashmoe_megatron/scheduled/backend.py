@@ -208,6 +208,7 @@ class ScheduledBackend(OfGroup):
         self._counts = options.counters
         self.rank = self._talk.rank
         self.num_calls = 0
+        self.takes_split = False
         self._epoch = 0
         self._exchange = _make_exchange(
             options, group, grid, self.rank, self._talk.traffic, self._device

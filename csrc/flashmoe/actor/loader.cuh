@@ -17,10 +17,10 @@
 
 namespace flashmoe {
 
-// Loads one operand of stage k. K begins at `first_k`, and box i at mn(i) along M or N. If both
-// CTAs read the same boxes, each loads every other one for both.
-template <Major kMajor, int kBoxes, class BeginOfBox>
-__device__ __forceinline__ void load_boxes(const void* map,
+// Loads one operand of stage k. K begins at `first_k`, and box i, of map_of(i), at mn(i) along M or
+// N. If both CTAs read the same boxes, each loads every other one for both.
+template <Major kMajor, int kBoxes, class MapOfBox, class BeginOfBox>
+__device__ __forceinline__ void load_boxes(MapOfBox map_of,
                                            Barrier& full,
                                            uint8_t (&boxes)[kBoxes][kBoxBytes],
                                            int k,
@@ -39,12 +39,13 @@ __device__ __forceinline__ void load_boxes(const void* map,
         static_assert(kBoxes <= kClusterSize and kClusterSize == 2);
         const int box = int(uint32_t(k + cta) % kClusterSize);
         if (box >= kBoxes) return;
-        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map, arrived, (1 << kClusterSize) - 1, kHint,
+        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map_of(box), arrived, (1 << kClusterSize) - 1, kHint,
                                                boxes[box], 0, row(box), block(box));
     } else {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
-            cute::SM90_TMA_LOAD_3D::copy(map, arrived, kHint, boxes[box], 0, row(box), block(box));
+            cute::SM90_TMA_LOAD_3D::copy(map_of(box), arrived, kHint, boxes[box], 0, row(box),
+                                         block(box));
         }
     }
 }
@@ -209,11 +210,12 @@ __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
     stream_tile(
         args.watchdog, ring, cursor, weight_grad_k_blocks(args.plan, tile),
         [&](auto& stage, Barrier& full, int k) {
-            load_boxes<Major::MN>(&product.left, full, stage.a, k, first_row, false, cta,
-                                  [&](int) { return tile.m * BLOCK_M; });
+            load_boxes<Major::MN>([&](int) { return &product.left; }, full, stage.a, k, first_row,
+                                  false, cta, [&](int) { return tile.m * BLOCK_M; });
         },
         [&](auto& stage, Barrier& full, int k) {
-            load_boxes<Major::MN>(&product.right, full, stage.b, k, first_row, true, cta,
+            load_boxes<Major::MN>([&](int) { return &product.right; }, full, stage.b, k, first_row,
+                                  true, cta,
                                   [&](int box) { return tile.n * BLOCK_N + box * kBoxRows; });
         },
         [] {}, take, announce);
@@ -270,11 +272,23 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
             const int matrix = Pass::kWeightOfGemm0 ^ tile.gemm;
             const int cta = int(ptx::cluster_rank());
             const CUtensorMap* weights =
-                args.weight_maps + matrix * args.shape.num_local_experts() + tile.expert;
+                args.weight_maps + (matrix == 0 ? 0 : args.shape.num_fc1()) + tile.expert;
+            // Split weights: a forward's gate and up rows are boxes, and a backward's halves of K.
+            const bool is_split = matrix == 0 and args.shape.is_split;
+            const int to_up = is_split ? args.shape.num_local_experts() : 0;
             const auto load_b = [&](auto& stage, Barrier& full, int k) {
+                const CUtensorMap* half = weights;
+                if (Pass::kIsBackward and is_split and k >= args.num_k_blocks[1] / 2) {
+                    half += to_up;
+                    k -= args.num_k_blocks[1] / 2;
+                }
                 load_boxes<Pass::kMajorB>(
-                    weights, full, stage.b, k, 0, tile.pair == Pair::kAlongM, cta,
-                    [&](int box) { return begin_of_b<Pass>(args.shape, tile.gemm, tile.n, box); });
+                    [&](int box) { return half + (Pass::kIsBackward ? 0 : box * to_up); }, full,
+                    stage.b, k, 0, tile.pair == Pair::kAlongM, cta,
+                    [&](int box) {
+                        const int of_matrix = not Pass::kIsBackward and is_split ? 0 : box;
+                        return begin_of_b<Pass>(args.shape, tile.gemm, tile.n, of_matrix);
+                    });
             };
             if constexpr (not Pass::kIsBackward) {
                 if (args.gathers and tile.gemm == 0) {
@@ -293,8 +307,8 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                 stream_tile(
                     args.watchdog, ring, own, args.num_k_blocks[tile.gemm],
                     [&](auto& stage, Barrier& full, int k) {
-                        load_boxes<Major::K>(&args.load_map[tile.gemm], full, stage.a, k, 0,
-                                             tile.pair == Pair::kAlongN, cta,
+                        load_boxes<Major::K>([&](int) { return &args.load_map[tile.gemm]; }, full,
+                                             stage.a, k, 0, tile.pair == Pair::kAlongN, cta,
                                              [&](int) { return tile.m * BLOCK_M; });
                     },
                     load_b,

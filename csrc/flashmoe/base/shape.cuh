@@ -66,11 +66,16 @@ struct Shape {
     int heap_topk;    // all layers that share it
     bool is_gated;
     bool skip_zero_probs;
+    bool is_split;  // gate and up rows of fc1 are matrices of their own, all gates' ahead of all
+                    // ups'
     GluRows glu;
 
     __host__ __device__ int num_local_experts() const { return num_experts / num_ranks; }
     __host__ __device__ int first_expert() const { return rank * num_local_experts(); }
     __host__ __device__ int fc1_rows() const { return is_gated ? 2 * intermediate : intermediate; }
+    // fc1's matrices of all local experts, then fc2's, in tables of weights and of their gradients.
+    __host__ __device__ int num_fc1() const { return (is_split ? 2 : 1) * num_local_experts(); }
+    __host__ __device__ int num_matrices() const { return num_fc1() + num_local_experts(); }
     __host__ __device__ int row_bytes() const { return hidden * kElementBytes; }
 
     // A token uses at most this many ranks, and at most this many experts of one rank.

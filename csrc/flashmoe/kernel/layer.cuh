@@ -124,7 +124,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     args.watchdog.trace.open();
     open_counters(args.records != nullptr);
     begin_record(args);
-    for (int i = threadIdx.x; i < 2 * args.shape.num_local_experts(); i += blockDim.x) {
+    for (int i = threadIdx.x; i < args.shape.num_matrices(); i += blockDim.x) {
         ptx::acquire_tensor_map(args.weight_maps + i);
         if constexpr (Pass::kIsBackward) ptx::acquire_tensor_map(args.weight_grads.maps + i);
     }

@@ -70,7 +70,7 @@ struct LayerArgs {
     SwishTerms swish;              // read where that is kSwish
     const void* const* biases[2];  // device: fc1's and fc2's by local expert, or null; forward
 
-    const CUtensorMap* weight_maps;  // device: fc1 of every local expert, then fc2
+    const CUtensorMap* weight_maps;  // device: fc1 of every local expert (Shape::num_fc1), then fc2
     char* rows;                      // [row][hidden], filled by dispatch
     char* act;                       // [row][intermediate]: fc2's input
     char* dpre;                      // [row][fc1_rows]; backward
@@ -98,7 +98,7 @@ struct WeightGradProduct {
 
 struct WeightGrads {
     WeightGradProduct product[2];  // fc2, fc1
-    const CUtensorMap* maps;       // device: fc1 of every local expert, then fc2; float32 alone
+    const CUtensorMap* maps;       // device, in the same order; float32 alone
     void* const* pointers;         // device: the same, then those of the biases
     Dtype dtype;                   // float32, or the tokens'
     bool accumulate;

@@ -58,12 +58,17 @@ class GradRows {
  public:
     __device__ __forceinline__ GradRows(const BackwardArgs& args, const TileInfo& tile, int warp)
         : num_in_(product_of(args, tile).num_in), column_(tile.n * BLOCK_N) {
-        const int matrix = kFc1WeightGrad - tile.gemm;  // fc1's come first
-        const int index = matrix * args.shape.num_local_experts() + tile.expert;
+        const bool is_fc1 = tile.gemm == kFc1WeightGrad;
+        int index = tile.expert + (is_fc1 ? 0 : args.shape.num_fc1());
+        int num_out = product_of(args, tile).num_out;
+        row_ = tile.m * BLOCK_M + warp * kWarpRows;
+        if (is_fc1 and args.shape.is_split) {  // no warp has rows of both halves
+            num_out /= 2;
+            if (row_ >= num_out) index += args.shape.num_local_experts(), row_ -= num_out;
+        }
         map_ = args.weight_grads.maps + index;
         grad_ = static_cast<char*>(args.weight_grads.pointers[index]);
-        row_ = tile.m * BLOCK_M + warp * kWarpRows;
-        num_rows_ = min(product_of(args, tile).num_out - row_, kWarpRows);
+        num_rows_ = min(num_out - row_, kWarpRows);
     }
     __device__ __forceinline__ int num_rows() const { return num_rows_; }  // may be below 0
     // The address of a row, from some column of the tile on.

@@ -14,10 +14,10 @@ from flashmoe_megatron.errors import ConfigError, ShapeError
 class SplitWeights:
     """Gated experts with parameters for gate, up and down projection.
 
-    Each tensor is one expert's or, with one more dimension in front, that of several. A backend
-    that does not read gate and up where they are (:attr:`~flashmoe_megatron.backend.Backend.\
-takes_split`) gets them as one matrix: they are joined for the length of a call, in forward and
-    again in backward. Nothing but the parameters is kept between the two.
+    Each tensor is one expert's or, with one more dimension in front, that of several. The kernel
+    reads gate and up where they are, and writes their gradients apart. For a backend that wants one
+    matrix (without ``takes_split``) they are joined for the length of a call, in forward and again
+    in backward. Nothing but the parameters is kept between the two.
 
     Attributes:
         gate: ``[intermediate, hidden]`` or ``[num_experts, intermediate, hidden]`` tensors, all
@@ -152,7 +152,9 @@ class SplitGrads:
             gate, up = buffers[: len(buffers) // 2], buffers[len(buffers) // 2 :]
         else:
             halves = [buffer.chunk(2, dim=-2) for buffer in buffers]
-            gate, up = (tuple(half.contiguous() for half in each) for each in zip(*halves))
+            gate, up = (
+                tuple(half.contiguous() for half in each) for each in zip(*halves, strict=True)
+            )
         return SplitWeights(
             gate=gate,
             up=up,

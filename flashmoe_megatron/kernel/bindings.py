@@ -101,7 +101,7 @@ def problem_of(
     rank: int,
     dtype: int,
     transposed: bool,
-    split: bool,
+    split: bool = False,
     num_ctas: int,
     heap: HeapBounds,
     timeout: float,

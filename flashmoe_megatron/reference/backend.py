@@ -272,8 +272,6 @@ class ReferenceBackend(OfGroup):
         config, weights = self.config, weights.per_expert()
         local = config.num_local_experts
         kinds = [_per_expert(grad_fc1, MATRIX), _per_expert(grad_fc2, MATRIX)]
-        if weights.split:
-            kinds[:1] = [kinds[0][:local], kinds[0][local:]]
         kinds += [_per_expert(grads, VECTOR) for grads in (grad_fc1_bias, grad_fc2_bias) if grads]
         is_void = False
         try:
@@ -283,6 +281,8 @@ class ReferenceBackend(OfGroup):
                 raise
             given = [*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias]
             kinds, is_void = list(filter(None, self._untold.keep(error, weights, given))), True
+        if weights.split:
+            kinds[:1] = [kinds[0][:local], kinds[0][local:]]
 
         def store(local_expert: int, values: Values) -> None:
             for grads, value in zip(kinds, values, strict=True):

@@ -46,7 +46,7 @@ def with_replicas(
     found = {slot: list(_cut(received[place * size :], own[0])) for place, slot in enumerate(order)}
     lists = zip(*own, *(found[slot] for slot in range(len(held))), strict=True)
     tensors = dict(zip(_kinds(weights), map(tuple, lists), strict=True))
-    all_slots = ExpertWeights(**tensors, transposed=weights.transposed)
+    all_slots = ExpertWeights(**tensors, transposed=weights.transposed, split=False)
     return all_slots, received.numel() * received.element_size()
 
 

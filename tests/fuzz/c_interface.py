@@ -33,6 +33,7 @@ GOOD_PROBLEM: dict[str, float] = {
     "activation": 0,
     "is_gated": 1,
     "is_transposed": 0,
+    "is_split": 0,
     "skip_zero_probs": 0,
     "num_ctas": 128,
     "heap_tokens": 96,
@@ -265,6 +266,10 @@ def _backward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
     )
 
 
+def _is_split(fields: Any) -> bool:
+    return fields is not None and fields["is_split"] != 0
+
+
 def _tables(choices: Choices, fields: Any, matrices: int) -> list[int | None]:
     """Addresses of two arrays of pointers, of so many for each local expert."""
     local = bindings.MAX_LOCAL_EXPERTS
@@ -280,12 +285,12 @@ def _tables(choices: Choices, fields: Any, matrices: int) -> list[int | None]:
 
 
 def _encode_weights(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
-    given = _tables(choices, fields, 1)
+    given = _tables(choices, fields, 1 + _is_split(fields))
     return int(library.flashmoe_encode_weights(problem, *given, _pointer(choices)))
 
 
 def _encode_grads(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
-    given = _tables(choices, fields, 2)
+    given = _tables(choices, fields, 2 + _is_split(fields))
     dtype = _int32(choices.number()) if choices.flag() else 0
     return int(library.flashmoe_encode_grads(problem, *given, dtype, _pointer(choices)))
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
-from flashmoe_megatron.errors import FlashMoEError, RoutingError, ShapeError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, ShapeError
 from flashmoe_megatron.layer import moe_forward
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.distributed import RankPool
@@ -43,6 +43,11 @@ def nan_at(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     first = tuple(where.nonzero()[0].tolist())
     tensor[first] = float("nan")
     return tensor
+
+
+def gates_and_ups(call: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    halves = [weight.chunk(2) for weight in call["weights"].fc1]
+    return (*(gate for gate, _ in halves), *(up for _, up in halves))
 
 
 def with_weights(call: dict[str, Any], **changes: Any) -> ExpertWeights:
@@ -137,6 +142,25 @@ BAD = {
         lambda c: {"weights": with_weights(c, fc1=c["weights"].fc1[1:])},
         ShapeError,
         "7 fc1 weights, wanted one for each of the 8 local experts",
+    ),
+    "an up projection is missing": (
+        lambda c: {"weights": with_weights(c, fc1=gates_and_ups(c)[:-1], split=True)},
+        ShapeError,
+        "15 fc1 weights, wanted a gate and an up projection for each of the 8 local experts",
+    ),
+    "an up projection is a whole fc1": (
+        lambda c: {
+            "weights": with_weights(
+                c, fc1=(*gates_and_ups(c)[:-1], c["weights"].fc1[7]), split=True
+            )
+        },
+        ShapeError,
+        r"up of local expert 7 has shape \(128, 64\), wanted \[64, 64\]",
+    ),
+    "gates and ups are transposed": (
+        lambda c: {"weights": with_weights(c, fc1=gates_and_ups(c), split=True, transposed=True)},
+        ConfigError,
+        "gate and up projections apart, with transposed=True, .*: wanted False, True, 0",
     ),
     "an fc2 is transposed": (
         lambda c: {

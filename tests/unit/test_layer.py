@@ -53,6 +53,35 @@ def test_choices(dtype: torch.dtype):
     assert_close("out", out, oracle(layer, x, topk_idx, topk_weight), rel_l2=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["reference", "scheduled"])
+def test_gate_and_up_may_be_parameters_of_their_own(backend: str):
+    split = make_layer(backend=backend, split=True)
+    whole = make_layer(backend=backend)
+    assert [name for name, _ in split.named_parameters()] == ["fc1_gate", "fc1_up", "fc2"]
+    with torch.no_grad():
+        whole.fc1.copy_(torch.cat([split.fc1_gate, split.fc1_up], dim=1))
+        whole.fc2.copy_(split.fc2)
+    x = torch.randn(20, 64)
+    results = []
+    for layer in (split, whole):
+        tokens = x.clone().requires_grad_()
+        out = layer(tokens, *make_choice(20))
+        out.square().sum().backward()
+        fc1 = layer.fc1.grad if layer is whole else None
+        if fc1 is None:
+            fc1 = torch.cat([layer.fc1_gate.grad, layer.fc1_up.grad], dim=1)
+        results.append((out, tokens.grad, fc1, layer.fc2.grad))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+    assert make_layer(backend=backend, split=True).load_state_dict(split.state_dict())
+
+
+@pytest.mark.parametrize("form", [{"gated": False}, {"glu_interleave": 32}], ids=str)
+def test_experts_that_cannot_be_split_are_refused(form: dict[str, Any]):
+    with pytest.raises(ConfigError, match="split=True with gated=.*: wanted True and 0"):
+        make_layer(config=cases.make_config(**form), split=True)
+
+
 def test_skipped_choices():
     layer = make_layer()
     x = torch.randn(20, 64)

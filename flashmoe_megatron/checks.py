@@ -247,6 +247,19 @@ def _check_kind(name: str, tensor: object) -> None:
     raise ShapeError(f"{name} is a {kind.__name__}, wanted a plain torch.Tensor{way}")
 
 
+def check_split(config: MoEConfig, weights: ExpertWeights) -> None:
+    """Refuses gate and up projections that are matrices of their own where there is no such form.
+
+    Raises:
+        ConfigError: They are, of experts that are not gated, have rows in blocks or are transposed.
+    """
+    if weights.split and (weights.transposed or not config.gated or config.glu_interleave):
+        raise ConfigError(
+            f"gate and up projections apart, with transposed={weights.transposed}, "
+            f"gated={config.gated}, glu_interleave={config.glu_interleave}: wanted False, True, 0"
+        )
+
+
 def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.device) -> ExpertWeights:
     """Checks the local experts' weights against the layer's shape and each other.
 
@@ -261,12 +274,9 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
 
     Raises:
         ShapeError: A weight is missing or differs; the message names it.
+        ConfigError: See :func:`check_split`.
     """
-    if weights.split and (weights.transposed or not config.gated or config.glu_interleave):
-        raise ConfigError(
-            f"gate and up projections apart, with transposed={weights.transposed}, "
-            f"gated={config.gated}, glu_interleave={config.glu_interleave}: wanted False, True, 0"
-        )
+    check_split(config, weights)
     fc1 = (config.intermediate if weights.split else config.fc1_rows, config.hidden)
     fc2 = (config.hidden, config.intermediate)
     dtype = weights.fc1[0].dtype if weights.fc1 else TOKEN_DTYPES[0]

@@ -25,6 +25,7 @@ from flashmoe_megatron.checks import (
     KERNEL_DTYPES,
     check_grad_out,
     check_kernel_tensor,
+    check_split,
     check_tokens,
 )
 from flashmoe_megatron.config import ALIGNMENT_BYTES, Keep, MoEConfig
@@ -598,6 +599,7 @@ class KernelBackend(OfGroup):
 
     def _use_weights(self, weights: ExpertWeights) -> WeightTables:
         """Makes the problem one of these weights' dtype and layout; returns their tables."""
+        check_split(self.config, weights)  # as the library would, but in the caller's terms
         dtype = (weights.fc1 or weights.fc2)[0].dtype
         self._use_layout(weights.transposed, weights.split, dtype)
         return self._tables.of_weights(weights, self._describe(), self._sizes)

@@ -82,7 +82,7 @@ def arena() -> Arena:
     return Arena(
         **{name: GuardedBytes(256) for name in ("problem", "group", "input", "launch", "sizes")},
         buffer=GuardedBytes(BUFFER_BYTES),
-        tables=GuardedBytes(2 * 8 * bindings.MAX_LOCAL_EXPERTS),
+        tables=GuardedBytes(3 * 8 * bindings.MAX_LOCAL_EXPERTS),
     )
 
 
@@ -375,10 +375,11 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     # and experts.
     workspace = 256 + bindings.MAX_LOCAL_EXPERTS * MOST_CTAS + 64
     workspace += 3 * blocks + fields["num_experts"] + local
+    matrices = 2 + _is_split(fields)
     exact = {
         "max_row_blocks": blocks,
-        "weight_map_bytes": 4 * 128 * local,
-        "grad_table_bytes": (2 * 128 + 4 * 8) * local,
+        "weight_map_bytes": 2 * matrices * 128 * local,
+        "grad_table_bytes": (matrices * (128 + 8) + 2 * 8) * local,
         "row_block_bytes": 256 * hidden,
         "preact_block_bytes": 256 * fc1_rows,
         "scratch_block_bytes": [

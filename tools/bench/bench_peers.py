@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from tools.bench import common, peers, stopwatch
-from tools.bench.bench_layer import GATE, without_grad
+from tools.bench.bench_layer import GATE, replayed, without_grad
 from tools.bench.common import Record, Timer, log
 from tools.bench.correctness import expert_results
 from tools.bench.peers import PEERS, SONICMOE_TILES, Layer, stacked
@@ -38,6 +38,7 @@ from tools.bench.shapes import SHAPES, Problem, Shape, make_problem
 from tools.bench.stopwatch import in_turns, turn_ms
 
 PASSES = ("forward", "forward_and_backward")
+EXAMINED = ("errors", "repeats", "kept_bytes")
 MOST_LAUNCHES = 20
 
 
@@ -134,7 +135,7 @@ def examined(problem: Problem, layer: Layer, want: list[torch.Tensor]) -> dict[s
         before = torch.cuda.memory_allocated()
         out = layer.forward()
         kept = torch.cuda.memory_allocated() - before - out.numel() * out.element_size()
-    return {"errors": errors, "repeats": repeats, "kept_bytes": kept}
+    return dict(zip(EXAMINED, (errors, repeats, kept), strict=True))
 
 
 def measure(shape: Shape, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -165,6 +166,10 @@ def measure(shape: Shape, names: list[str], options: argparse.Namespace) -> dict
             both = partial(forward_and_backward, problem, layer)
             call = without_grad(layer.forward) if products == 1 else both
             takers[name] = partial(turn_ms, call, launches)
+            if name in options.graphed:
+                graphed = f"{name} from a graph"
+                found.setdefault(graphed, {key: found[name][key] for key in EXAMINED})
+                takers[graphed] = partial(turn_ms, replayed(call), launches)
         for name, times in in_turns(takers, options.turns).items():
             found[name][passes] = [round(time_ms, 4) for time_ms in times]
     return found
@@ -179,6 +184,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--shapes", nargs="+", default=list(GROUPS), choices=names, metavar="SHAPE",
         help=f"groups or names: {', '.join(names)}")  # fmt: skip
     add("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    add("--graphed", nargs="+", default=[], choices=PEERS,
+        help="peers that are replayed from CUDA graphs, too, without their host")  # fmt: skip
     add("--tokens", type=int, help="instead of each shape's own")
     add("--turns", type=int, default=7, help="of each layer, after two that warm up")
     add("--turn-ms", type=float, default=20.0, help="about as long is one turn")
@@ -187,6 +194,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--commit", help="what is measured, where the checkout has no git")
     add("--out", type=Path, help="file that takes a JSON object per shape")
     options = parser.parse_args(arguments)
+    if options.graphed and not stopwatch.HAS_GPU:
+        parser.error("--graphed without a GPU")
     chosen = [inner for name in options.shapes for inner in GROUPS.get(name, [name])]
     changed = {} if options.tokens is None else {"tokens": options.tokens}
     options.shapes = {name: replace(ALL[name], **changed) for name in chosen}

@@ -77,7 +77,8 @@ def promises(rows: list[Row], name: str) -> list[str]:
 
 def page(rows: list[Row]) -> str:
     """All tables, in Markdown."""
-    names = [name for name in PEERS if any(name in row["layers"] for row in rows)]
+    seen = {name for row in rows for name in row["layers"]}  # also "flashmoe from a graph"
+    names = sorted(seen, key=lambda name: (list(PEERS).index(name.split()[0]), name))
     short = [line for name in names if name != OURS for line in in_short(rows, name)]
     heads = ["ours over", "experts", "pass", "least", "median", "most"]
     parts = [markdown("In short", heads, short)]

@@ -387,7 +387,7 @@ class HostsBackend(OfGroup):
             Sums of the rows, and the gradients of choices.
         """
         rail, topk = self._rail, self.config.topk
-        shares: list[Callable[[], list[Share]]] = []
+        shares: list[Share] = []
         of_choices: list[Callable[[], torch.Tensor]] = []
         failure: Exception | None = None
         with contextlib.ExitStack() as stack:
@@ -405,14 +405,13 @@ class HostsBackend(OfGroup):
                     made = torch.full_like(rows, torch.nan)
                     width = min(topk, self._experts_per_host)
                     of_routes = made[:, :width].to(dtype_of_routes or made.dtype).contiguous()
-                shares.append(leg.back(rail, made))
+                shares += leg.back(rail, made)
                 if dtype_of_routes is not None and of_routes is not None:
                     of_choices.append(leg.grads_of_choices(rail, of_routes, topk))
-            there = [share for later in shares for share in later()]
+            total = sum_of_shares(shares, legs[0].num_tokens)
             grads = [later() for later in of_choices]
         if failure is not None:
             raise failure
-        total = sum_of_shares(there, legs[0].num_tokens)
         # A choice is on one leg: the others' are zero.
         return total, sum(grads[1:], start=grads[0]) if grads else None
 

@@ -16,10 +16,65 @@ from flashmoe_megatron.hosts.rail import Rail
 from flashmoe_megatron.hosts.routes import Choices, LocalRoutes
 
 _Result = TypeVar("_Result")
-Share = tuple[int, torch.Tensor | None, torch.Tensor]
-"""A host, this rank's tokens (``None`` for all in order), and what the host has made of each."""
 Later = Callable[[], _Result]
 """Waits for what an exchange that is under way brings."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a host has made of tokens.
+
+    Attributes:
+        host: It.
+        tokens: This rank's, ``None`` for all in order.
+        rows: A row of each.
+        wait: Has to be called before they are read.
+    """
+
+    host: int
+    tokens: torch.Tensor | None
+    rows: torch.Tensor
+    wait: Later[None]
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """All tokens of a call that leave a rank, in the order of launches and then of hosts.
+
+    Attributes:
+        choices: The call's routing.
+        numbers: ``[num_leaving]`` int64, a host times the rank's tokens plus a token.
+        host: This rank's.
+        experts_per_host: Experts of each host.
+    """
+
+    choices: Choices
+    numbers: torch.Tensor
+    host: int
+    experts_per_host: int
+
+    @property
+    def num_tokens(self) -> int:
+        """This rank's."""
+        return len(self.choices.experts)
+
+    @functools.cached_property
+    def tokens(self) -> torch.Tensor:
+        """``[num_leaving]`` int64."""
+        return self.numbers % max(self.num_tokens, 1)
+
+    @functools.cached_property
+    def routes(self) -> LocalRoutes:
+        """Theirs where they go; made while the first rows are under way."""
+        experts, weights = self.choices.experts[self.tokens], self.choices.weights[self.tokens]
+        hosts = self.numbers // max(self.num_tokens, 1)
+        return LocalRoutes.of(experts, weights, hosts[:, None], self.experts_per_host)
+
+    @functools.cached_property
+    def own_routes(self) -> LocalRoutes:
+        """The routes of all of the rank's tokens on its own host."""
+        choices = self.choices
+        return LocalRoutes.of(choices.experts, choices.weights, self.host, self.experts_per_host)
 
 
 def parted(count: int, parts: int) -> list[int]:
@@ -35,28 +90,20 @@ class ExactCrossing:
     Own tokens come first, then the others in the order of hosts.
 
     Attributes:
-        host: This rank's.
-        num_tokens: This rank's.
-        tokens: ``[num_sent]`` int64, this rank's tokens that leave, by host and then ascending.
+        leaving: The tokens that leave in all launches of the call.
+        first: The first of these launches' among them.
         sent: Rows to each host; none to the own one.
         received: Rows from each host.
         has_own: Whether the own tokens are in these launches.
         is_local: Whether no rank's rows cross, whatever the routing: nothing is exchanged.
-        choices: The call's routing.
-        targets: ``[num_sent]`` int64, the hosts that the tokens leave for.
-        experts_per_host: Experts of each host.
     """
 
-    host: int
-    num_tokens: int
-    tokens: torch.Tensor
+    leaving: Leaving
+    first: int
     sent: tuple[int, ...]
     received: tuple[int, ...]
     has_own: bool
     is_local: bool
-    choices: Choices
-    targets: torch.Tensor
-    experts_per_host: int
 
     @classmethod
     def legs(
@@ -90,67 +137,61 @@ class ExactCrossing:
         numbers = torch.arange(num_tokens * num_hosts, device=leaves.device)
         listed = numbers.new_zeros(total + 1).scatter_(0, place, numbers)[:total]
 
-        def leg(
-            numbers: torch.Tensor, sent: Sequence[int], received: Sequence[int], *, has_own: bool
-        ) -> ExactCrossing:
-            return cls(
-                host=host,
-                num_tokens=num_tokens,
-                tokens=numbers % max(num_tokens, 1),
-                sent=tuple(sent),
-                received=tuple(received),
-                has_own=has_own,
-                is_local=has_own and remote_legs > 0,
-                choices=choices,
-                targets=numbers // max(num_tokens, 1),
-                experts_per_host=experts_per_host,
-            )
-
         if not remote_legs:
-            return [leg(listed, sent, received, has_own=True)]
-        none = [0] * num_hosts
-        of_hosts = torch.split(listed, list(sent))
-        pieces = [torch.split(each, parted(len(each), remote_legs)) for each in of_hosts]
-        arriving = [parted(count, remote_legs) for count in received]
-        remote = [
-            leg(
-                torch.cat([piece[part] for piece in pieces]),
-                [len(piece[part]) for piece in pieces],
-                [counts[part] for counts in arriving],
-                has_own=False,
-            )
-            for part in range(remote_legs)
+            leaving = Leaving(choices, listed, host, experts_per_host)
+            return [cls(leaving, 0, tuple(sent), tuple(received), True, False)]
+        of_hosts = [
+            torch.split(each, parted(len(each), remote_legs))
+            for each in torch.split(listed, list(sent))
         ]
-        return [leg(listed[:0], none, none, has_own=True), *remote]
+        pieces = list(zip(*of_hosts, strict=True))
+        ordered = torch.cat([piece for part in pieces for piece in part])
+        leaving = Leaving(choices, ordered, host, experts_per_host)
+        none = (0,) * num_hosts
+        found = [cls(leaving, 0, none, none, True, True)]
+        arriving = [parted(count, remote_legs) for count in received]
+        first = 0
+        for part, counts in zip(pieces, zip(*arriving, strict=True), strict=True):
+            found.append(cls(leaving, first, tuple(map(len, part)), counts, False, False))
+            first += sum(map(len, part))
+        return found
+
+    @property
+    def num_tokens(self) -> int:
+        """This rank's."""
+        return self.leaving.num_tokens
+
+    @property
+    def span(self) -> slice:
+        """These launches' among all tokens that leave."""
+        return slice(self.first, self.first + sum(self.sent))
+
+    @functools.cached_property
+    def tokens(self) -> torch.Tensor:
+        """``[num_sent]`` int64, this rank's tokens that leave, by host and then ascending."""
+        return self.leaving.tokens[self.span]
 
     @property
     def num_own(self) -> int:
         """Own tokens among the rows."""
         return self.num_tokens if self.has_own else 0
 
-    @functools.cached_property
-    def own_routes(self) -> LocalRoutes:
-        """The own tokens' routes on this host."""
-        choices = self.choices
-        return LocalRoutes.of(choices.experts, choices.weights, self.host, self.experts_per_host)
-
-    @functools.cached_property
+    @property
     def sent_routes(self) -> LocalRoutes:
-        """The routes of the tokens that leave; made while their rows are under way."""
-        experts, weights = self.choices.experts[self.tokens], self.choices.weights[self.tokens]
-        return LocalRoutes.of(experts, weights, self.targets[:, None], self.experts_per_host)
+        """The routes of the tokens that leave."""
+        return self.leaving.routes.part(self.span)
 
     def routes(self, rail: Rail) -> Later[tuple[torch.Tensor, torch.Tensor]]:
         """Experts and weights of all rows, ``[num_rows, width]``. Collective over the rail."""
         if self.is_local:
-            return lambda: (self.own_routes.experts, self.own_routes.weights)
+            return lambda: (self.leaving.own_routes.experts, self.leaving.own_routes.weights)
         send = self.sent_routes.packed()
         packed = send.new_empty(self.num_own + sum(self.received), *send.shape[1:])
         arriving = packed[self.num_own :]
         wait = rail.exchange(send, arriving, self.sent, self.received, is_rows=False)
         if self.has_own:
-            packed[: self.num_own] = self.own_routes.packed()
-        dtype = self.sent_routes.weights.dtype
+            packed[: self.num_own] = self.leaving.own_routes.packed()
+        dtype = self.leaving.choices.weights.dtype
 
         def later() -> tuple[torch.Tensor, torch.Tensor]:
             wait()
@@ -178,23 +219,20 @@ class ExactCrossing:
 
         return later
 
-    def back(self, rail: Rail, rows: torch.Tensor) -> Later[list[Share]]:
-        """What hosts have made of this rank's tokens. Collective over the rail."""
+    def back(self, rail: Rail, rows: torch.Tensor) -> list[Share]:
+        """What hosts make of this rank's tokens, under way. Collective over the rail."""
+        host = self.leaving.host
         if self.is_local:
-            return lambda: [(self.host, None, rows)]
+            return [Share(host, None, rows, _nothing)]
         own, returned, wait = self._return(rail, rows, is_rows=True)
-
-        def later() -> list[Share]:
-            wait()
-            parts = (torch.split(each, list(self.sent)) for each in (self.tokens, returned))
-            shares: list[Share] = [
-                (host, tokens, share)
-                for host, (tokens, share) in enumerate(zip(*parts, strict=True))
-                if host != self.host
-            ]
-            return [*shares, (self.host, None, own)] if self.has_own else shares
-
-        return later
+        once = functools.cache(wait)
+        parts = (torch.split(each, list(self.sent)) for each in (self.tokens, returned))
+        shares = [
+            Share(other, tokens, share, once)
+            for other, (tokens, share) in enumerate(zip(*parts, strict=True))
+            if other != host
+        ]
+        return [*shares, Share(host, None, own, _nothing)] if self.has_own else shares
 
     def grads_of_choices(self, rail: Rail, grads: torch.Tensor, topk: int) -> Later[torch.Tensor]:
         """The gradients of choices, ``[num_tokens, topk]``. Collective over the rail.
@@ -205,13 +243,13 @@ class ExactCrossing:
             topk: Choices of a token.
         """
         if self.is_local:
-            return lambda: self.own_routes.of_choices(grads, topk)
+            return lambda: self.leaving.own_routes.of_choices(grads, topk)
         own, returned, wait = self._return(rail, grads, is_rows=False)
 
         def later() -> torch.Tensor:
             wait()
             if self.has_own:
-                total = self.own_routes.of_choices(own, topk)
+                total = self.leaving.own_routes.of_choices(own, topk)
             else:
                 total = grads.new_zeros(self.num_tokens, topk)
             # A choice lies on one host: every other addition is of zero.
@@ -226,6 +264,10 @@ class ExactCrossing:
         returned = rows.new_empty(sum(self.sent), *rows.shape[1:])
         wait = rail.exchange(made, returned, self.received, self.sent, is_rows=is_rows)
         return own, returned, wait
+
+
+def _nothing() -> None:
+    """What is here needs no wait."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +308,13 @@ class FixedCrossing:
 
     def routes(self, rail: Rail) -> Later[tuple[torch.Tensor, torch.Tensor]]:
         """Experts and weights of all rows, ``[num_rows, width]``. Collective over the rail."""
-        packed = self._return(rail, self.sent_routes.packed().flatten(0, 1), is_rows=False)
-        return lambda: LocalRoutes.unpacked(packed(), self.sent_routes.weights.dtype)
+        packed, wait = self._return(rail, self.sent_routes.packed().flatten(0, 1), is_rows=False)
+
+        def later() -> tuple[torch.Tensor, torch.Tensor]:
+            wait()
+            return LocalRoutes.unpacked(packed, self.sent_routes.weights.dtype)
+
+        return later
 
     def out(self, rail: Rail, own: torch.Tensor) -> Later[torch.Tensor]:
         """All rows of this rank's launches; see :meth:`ExactCrossing.out`."""
@@ -275,35 +322,34 @@ class FixedCrossing:
         rail.spread(F.pad(own, (0, 0, 0, self.most - len(own))), rows)
         return lambda: rows
 
-    def back(self, rail: Rail, rows: torch.Tensor) -> Later[list[Share]]:
-        """What every host has made of this rank's tokens. Collective over the rail."""
-        returned = self._return(rail, rows, is_rows=True)
-        return lambda: [
-            (host, None, share[: self.num_tokens])
-            for host, share in enumerate(torch.split(returned(), self.most))
+    def back(self, rail: Rail, rows: torch.Tensor) -> list[Share]:
+        """What every host makes of this rank's tokens, under way. Collective over the rail."""
+        returned, wait = self._return(rail, rows, is_rows=True)
+        once = functools.cache(wait)
+        return [
+            Share(host, None, share[: self.num_tokens], once)
+            for host, share in enumerate(torch.split(returned, self.most))
         ]
 
     def grads_of_choices(self, rail: Rail, grads: torch.Tensor, topk: int) -> Later[torch.Tensor]:
         """The gradients of all choices; see :meth:`ExactCrossing.grads_of_choices`."""
-        returned = self._return(rail, grads, is_rows=False)
+        returned, wait = self._return(rail, grads, is_rows=False)
 
         def later() -> torch.Tensor:
-            by_host = returned().view(rail.grid.num_hosts, self.most, grads.shape[1])
+            wait()
+            by_host = returned.view(rail.grid.num_hosts, self.most, grads.shape[1])
             # A choice lies on one host: the others' are zero.
             return self.sent_routes.of_choices(by_host, topk).sum(0)[: self.num_tokens]
 
         return later
 
-    def _return(self, rail: Rail, rows: torch.Tensor, *, is_rows: bool) -> Later[torch.Tensor]:
+    def _return(
+        self, rail: Rail, rows: torch.Tensor, *, is_rows: bool
+    ) -> tuple[torch.Tensor, Later[None]]:
         counts = [self.most] * rail.grid.num_hosts
         returned = torch.empty_like(rows)
         wait = rail.exchange(rows.contiguous(), returned, counts, counts, is_rows=is_rows)
-
-        def later() -> torch.Tensor:
-            wait()
-            return returned
-
-        return later
+        return returned, wait
 
 
 Crossing = ExactCrossing | FixedCrossing
@@ -312,20 +358,25 @@ Crossing = ExactCrossing | FixedCrossing
 def sum_of_shares(shares: Iterable[Share], num_tokens: int) -> torch.Tensor:
     """Adds the hosts' shares of every token in the order of hosts, rounded once.
 
+    Each is waited for when its turn comes, so that earlier ones are added while it is under way.
+
     Args:
         shares: At least one; those of one host are of distinct tokens.
         num_tokens: This rank's.
     """
-    ordered = sorted(shares, key=lambda share: share[0])
-    like = ordered[0][2]
+    ordered = sorted(shares, key=lambda share: share.host)
+    like = ordered[0].rows
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-    if ordered[0][1] is None:
-        total = ordered.pop(0)[2].to(wide, copy=True)
+    if ordered[0].tokens is None:
+        first = ordered.pop(0)
+        first.wait()
+        total = first.rows.to(wide, copy=True)
     else:
         total = torch.zeros(num_tokens, like.shape[1], dtype=wide, device=like.device)
-    for _, tokens, share in ordered:
-        if tokens is None:
-            total += share
+    for share in ordered:
+        share.wait()
+        if share.tokens is None:
+            total += share.rows
         else:
-            total.index_add_(0, tokens, share.to(wide))
+            total.index_add_(0, share.tokens, share.rows.to(wide))
     return total.to(like.dtype)

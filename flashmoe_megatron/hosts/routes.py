@@ -138,6 +138,11 @@ class LocalRoutes:
         order = order[..., :experts_per_host]
         return cls(local.gather(-1, order), here.gather(-1, order), order)
 
+    def part(self, span: slice) -> "LocalRoutes":
+        """Those of some of the rows."""
+        order = None if self.order is None else self.order[span]
+        return LocalRoutes(self.experts[span], self.weights[span], order)
+
     def packed(self) -> torch.Tensor:
         """``[..., width, 2]`` of the weights' size: experts, and the weights' bits."""
         bits = torch.int64 if self.weights.dtype == torch.float64 else torch.int32

@@ -292,11 +292,13 @@ class ThrottledRail(MirrorRail):
 
     Attributes:
         us_per_byte: What a byte takes that goes to the other host, both ways at once.
+        spans: Exchanges since it was emptied: bytes, and events of begin and end.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.us_per_byte = 0.0
+        self.spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._wait = Wait()
         self._stream, self._copies = torch.cuda.Stream(), torch.cuda.Stream()
 
@@ -310,14 +312,18 @@ class ThrottledRail(MirrorRail):
         is_rows: bool,
     ) -> Callable[[], None]:
         before = self.crossed.bytes
+        begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._stream.wait_stream(torch.cuda.current_stream())
+        begin.record(self._stream)
         self._copies.wait_stream(self._stream)
         with torch.cuda.stream(self._copies):
             super().exchange(send, received, send_counts, receive_counts, is_rows=is_rows)
+        sent = self.crossed.bytes - before
         with torch.cuda.stream(self._stream):
-            self._wait((self.crossed.bytes - before) * self.us_per_byte)
+            self._wait(sent * self.us_per_byte)
             self._stream.wait_stream(self._copies)
-            done = self._stream.record_event()
+            done.record()
+        self.spans.append((f"exchange of {sent / 2**20:.1f} MiB", begin, done))
         for tensor in (send, received):
             tensor.record_stream(self._copies)
         return lambda: torch.cuda.current_stream().wait_event(done)

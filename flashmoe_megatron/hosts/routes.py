@@ -139,7 +139,7 @@ class LocalRoutes:
         return cls(local.gather(-1, order), here.gather(-1, order), order)
 
     def part(self, span: slice) -> "LocalRoutes":
-        """Those of some of the rows."""
+        """Takes some of the rows."""
         order = None if self.order is None else self.order[span]
         return LocalRoutes(self.experts[span], self.weights[span], order)
 

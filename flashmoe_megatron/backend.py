@@ -4,6 +4,7 @@ The CUDA kernel and the reference in plain torch both implement :class:`Backend`
 function, the adapters and the tests know nothing else of them.
 """
 
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
@@ -107,20 +108,20 @@ class Untold:
         self._error: FlashMoEError | None = None
 
     def keep(
-        self, error: FlashMoEError, weights: ExpertWeights, grads: Sequence[WeightGrad]
+        self, error: FlashMoEError, weights: ExpertWeights, grads: Sequence[Sequence[WeightGrad]]
     ) -> list[list[WeightGrad]]:
         """Puts an error off.
 
         Args:
             error: Why gradients cannot be written.
             weights: The local experts.
-            grads: Where their gradients should go, which become NaN.
+            grads: Where their gradients should go, kind by kind, which become NaN.
 
         Returns:
             Where they go instead, for nobody: those of fc1, of fc2, and of their biases.
         """
         self._error = error
-        for grad in grads:
+        for grad in itertools.chain(*grads):
             grad.buffer.fill_(torch.nan)
         kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
         return [

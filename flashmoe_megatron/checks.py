@@ -4,11 +4,12 @@ Only what the host knows without waiting for a GPU is read: shapes, dtypes, devi
 addresses. The values of the routing are the backends' business.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, unstacked
+from flashmoe_megatron.backend import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
 from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 
@@ -377,6 +378,38 @@ def check_grad_out(config: MoEConfig, grad_out: torch.Tensor, num_tokens: int) -
     wanted = (num_tokens, config.hidden)
     if grad_out.shape != wanted:
         raise ShapeError(f"grad_out has shape {tuple(grad_out.shape)}, wanted {list(wanted)}")
+
+
+def check_weight_grads(weights: ExpertWeights, kinds: Sequence[Sequence[WeightGrad]]) -> None:
+    """Checks that gradients have the weights' shapes and are on their device.
+
+    Args:
+        weights: The local experts.
+        kinds: The gradients of fc1, of fc2, and of the biases of both if there are any.
+
+    Raises:
+        ShapeError: One of them differs.
+    """
+    fields = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+    for grads, tensors, num_dims in zip(
+        kinds, fields, (MATRIX, MATRIX, VECTOR, VECTOR), strict=True
+    ):
+        buffers: Sequence[torch.Tensor] = [grad.buffer for grad in grads]
+        if len(buffers) != len(tensors):  # one of both has stacks
+            buffers, tensors = unstacked(buffers, num_dims), unstacked(tensors, num_dims)
+        if len(buffers) != len(tensors):
+            raise ShapeError(f"{len(buffers)} weight gradients, wanted {len(tensors)}")
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            if (
+                buffer.shape != tensor.shape
+                or buffer.device != tensor.device
+                or not buffer.is_floating_point()
+            ):
+                raise ShapeError(
+                    f"a weight gradient has shape {tuple(buffer.shape)} and is {buffer.dtype} on "
+                    f"{buffer.device}, wanted {tuple(tensor.shape)} of a float dtype on "
+                    f"{tensor.device}"
+                )
 
 
 def _check_weight(

@@ -434,7 +434,7 @@ class KernelBackend(OfGroup):
         except ShapeError as error:
             if self.config.num_ranks == 1:
                 raise
-            scratch_grads = self._untold.keep(error, weights, targets)
+            scratch_grads = self._untold.keep(error, weights, [targets])
             grads, table = self._use_grads(list(itertools.chain(*scratch_grads)))
             is_void = True
         problem = self._prepare()

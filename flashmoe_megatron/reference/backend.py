@@ -24,7 +24,13 @@ from flashmoe_megatron.backend import (
     WeightGrad,
     unstacked,
 )
-from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
+from flashmoe_megatron.checks import (
+    check_grad_out,
+    check_readable,
+    check_tokens,
+    check_weight_grads,
+    check_weights,
+)
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.options import BackendOptions
@@ -269,18 +275,18 @@ class ReferenceBackend(OfGroup):
         grad_fc2_bias: Sequence[WeightGrad] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward; collective over the group, see the protocol."""
-        config, weights = self.config, weights.per_expert()
-        local = config.num_local_experts
-        kinds = [_per_expert(grad_fc1, MATRIX), _per_expert(grad_fc2, MATRIX)]
-        kinds += [_per_expert(grads, VECTOR) for grads in (grad_fc1_bias, grad_fc2_bias) if grads]
-        is_void = False
+        config, is_void = self.config, False
+        given = [grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias]
         try:
-            _check_grads(kinds, weights)
+            check_weight_grads(weights, given)
         except ShapeError as error:
             if config.num_ranks == 1:
                 raise
-            given = [*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias]
-            kinds, is_void = list(filter(None, self._untold.keep(error, weights, given))), True
+            given, is_void = [*self._untold.keep(error, weights, given)], True
+        weights = weights.per_expert()
+        local = config.num_local_experts
+        kinds = [_per_expert(given[0], MATRIX), _per_expert(given[1], MATRIX)]
+        kinds += [_per_expert(grads, VECTOR) for grads in given[2:] if grads]
         if weights.split:
             kinds[:1] = [kinds[0][:local], kinds[0][local:]]
 
@@ -439,25 +445,6 @@ def _per_expert(grads: Sequence[WeightGrad], num_dims: int) -> list[WeightGrad]:
         for grad in grads
         for buffer in unstacked([grad.buffer], num_dims)
     ]
-
-
-def _check_grads(kinds: Sequence[Sequence[WeightGrad]], weights: ExpertWeights) -> None:
-    """Refuses gradients that are not of the weights' shapes and on their device.
-
-    Raises:
-        ShapeError: One of them is not.
-    """
-    fields = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
-    for grads, tensors in zip(kinds, filter(None, fields), strict=True):
-        if len(grads) != len(tensors):
-            raise ShapeError(f"{len(grads)} weight gradients, wanted {len(tensors)}")
-        for grad, tensor in zip(grads, tensors, strict=True):
-            got, wanted = ((tuple(one.shape), one.device) for one in (grad.buffer, tensor))
-            if got != wanted or not grad.buffer.is_floating_point():
-                raise ShapeError(
-                    f"a weight gradient has shape {got[0]} and is {grad.buffer.dtype} on {got[1]}, "
-                    f"wanted {wanted[0]} of a float dtype on {wanted[1]}"
-                )
 
 
 def _oriented(weights: ExpertWeights, local_expert: int) -> tuple[torch.Tensor, torch.Tensor]:

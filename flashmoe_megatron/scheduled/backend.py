@@ -20,12 +20,14 @@ from flashmoe_megatron.backend import (
     OfGroup,
     Together,
     TrafficCounters,
+    Untold,
     WeightGrad,
 )
 from flashmoe_megatron.checks import (
     check_grad_out,
     check_readable,
     check_tokens,
+    check_weight_grads,
     check_weights,
     choices_problem,
     map_problem,
@@ -35,6 +37,7 @@ from flashmoe_megatron.errors import (
     ConfigError,
     FlashMoEError,
     RoutingError,
+    ShapeError,
     reason_of,
     told_error,
 )
@@ -209,6 +212,7 @@ class ScheduledBackend(OfGroup):
         self.rank = self._talk.rank
         self.num_calls = 0
         self.takes_split = False
+        self._untold = Untold()
         self._epoch = 0
         self._exchange = _make_exchange(
             options, group, grid, self.rank, self._talk.traffic, self._device
@@ -265,6 +269,7 @@ class ScheduledBackend(OfGroup):
         """
         config = self.config
         with Together(self):
+            self._untold.tell()
             check_readable("x", x)
             self._check_weights(weights, x.device)
             if self._tensor is not None and weights.fc2_bias:
@@ -450,6 +455,17 @@ class ScheduledBackend(OfGroup):
         """Computes all gradients of one forward; collective over the group, see the protocol."""
         config = self.config
         check_grad_out(config, grad_out, saved.num_tokens)
+        given = [grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias]
+        is_void = False
+        try:
+            check_weight_grads(weights, given)
+        except ShapeError as error:
+            if config.num_ranks == 1:
+                raise
+            grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias = self._untold.keep(
+                error, weights, given
+            )
+            is_void = True
         laps = _Laps(grad_out.device, counts=self._counts)
         routes: Routes = saved.routes
         degree = self._degree(1)
@@ -542,6 +558,8 @@ class ScheduledBackend(OfGroup):
         self._record(laps, routes, saved.layer, "backward", num_tokens=saved.num_tokens)
         if self.slices is not None:
             self.slices.leave(read_launch_number(saved.layer)[0])
+        if is_void:
+            grad_x.fill_(torch.nan)
         return grad_x, grad_probs
 
     def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:

@@ -150,10 +150,10 @@ def test_every_way_into_a_backend_ends_together(ranks: RankPool):
         assert others == [("ShapeError", wanted)] * 2
 
 
-def refuse_in_backward(group: dist.ProcessGroup) -> Any:
+def refuse_in_backward(group: dist.ProcessGroup, kind: str) -> Any:
     """Rank 1 has a ``main_grad`` that cannot be written, for one backward."""
     rank = dist.get_rank(group)
-    layer = make_layer(group)
+    layer = make_layer(group, backend=kind)
     stacks = [getattr(layer, name).to_local().detach().requires_grad_() for name in ("fc1", "fc2")]
     weights = ExpertWeights((stacks[0],), (stacks[1],))
     call = {name: value.contiguous() for name, value in make_call(rank).items()}
@@ -184,8 +184,9 @@ def refuse_in_backward(group: dist.ProcessGroup) -> Any:
     return spoiled, told, same
 
 
-def test_a_backward_that_one_rank_refuses_is_told_by_the_next_forward(ranks: RankPool):
-    for rank, (spoiled, told, same) in enumerate(ranks.run(refuse_in_backward, num_ranks=2)):
+@pytest.mark.parametrize("kind", ["reference", "scheduled"])
+def test_a_backward_that_one_rank_refuses_is_told_by_the_next_forward(ranks: RankPool, kind: str):
+    for rank, (spoiled, told, same) in enumerate(ranks.run(refuse_in_backward, kind, num_ranks=2)):
         assert spoiled == [rank == 1] * 3
         assert told[0] == "ShapeError"
         assert told[1].startswith("rank 1: a weight gradient has shape")

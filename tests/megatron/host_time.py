@@ -127,6 +127,8 @@ def microseconds(kind: str, num_experts: int, calls: int) -> tuple[list[float], 
             out.backward(torch.ones_like(out))
             forwards.append(1e6 * (middle - begin))
             backwards.append(1e6 * (time.perf_counter() - middle))
+    if layer.flashmoe_routed_experts._hooks is None:
+        raise RuntimeError("Megatron's hooks are called for each parameter, wanted once")
     return forwards[20:], backwards[20:]
 
 

@@ -24,6 +24,7 @@ class _Expected:
     result: Any
     deadline: float
     describe: Callable[[str], str]
+    is_over: Callable[[], bool]
 
 
 class Lookout:
@@ -39,7 +40,14 @@ class Lookout:
         """Exchanges that have not been seen to end."""
         return len(self._expected)
 
-    def expect(self, result: Any, timeout: float, describe: Callable[[str], str]) -> None:
+    def expect(
+        self,
+        result: Any,
+        timeout: float,
+        describe: Callable[[str], str],
+        *,
+        is_over: Callable[[], bool],
+    ) -> None:
         """Says it if an exchange fails or does not end in time; the first one alone.
 
         Args:
@@ -47,10 +55,11 @@ class Lookout:
                 (``torch.distributed.Work.get_future_result``).
             timeout: Seconds from now.
             describe: Makes the sentence, from the reason.
+            is_over: Whether the process groups are gone, and with them who waited for it.
         """
         if self._is_said:
             return
-        self._expected.append(_Expected(result, time.monotonic() + timeout, describe))
+        self._expected.append(_Expected(result, time.monotonic() + timeout, describe, is_over))
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="flashmoe-hosts", daemon=True)
             self._thread.start()
@@ -63,7 +72,7 @@ class Lookout:
                 problem = _problem(one)
                 if problem is None:
                     self._expected.append(one)
-                elif problem and not self._is_said:
+                elif problem and not self._is_said and not one.is_over():
                     self._is_said = True
                     logger.error("%s", one.describe(problem))
 

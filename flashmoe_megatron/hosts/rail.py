@@ -231,6 +231,7 @@ class TorchRail(OfGroup):
                 work.get_future_result(),  # type: ignore[attr-defined]
                 self._timeout,
                 lambda reason: reason_of(PeerTimeoutError(self._failed(reason))),
+                is_over=lambda: not dist.is_initialized(),
             )
         return work
 

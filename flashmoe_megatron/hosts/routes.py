@@ -128,13 +128,13 @@ class LocalRoutes:
             host: The host, or integers that broadcast to ``experts``.
             experts_per_host: Experts of each host; a token chooses no more of one.
         """
-        local = (experts - host * experts_per_host).int()
-        is_here = (local >= 0) & (local < experts_per_host) & (experts >= 0)
-        local = torch.where(is_here, local, _NONE)
-        here = torch.where(is_here, weights, 0)
+        local = (experts - host * experts_per_host).int()  # below 0 where there is no choice
+        is_away = (local < 0) | (local >= experts_per_host)
+        local = local.masked_fill(is_away, _NONE)
+        here = weights.masked_fill(is_away, 0)
         if local.shape[-1] <= experts_per_host:
             return cls(local, here, None)
-        order = is_here.byte().sort(dim=-1, descending=True, stable=True).indices
+        order = is_away.byte().sort(dim=-1, stable=True).indices
         order = order[..., :experts_per_host]
         return cls(local.gather(-1, order), here.gather(-1, order), order)
 

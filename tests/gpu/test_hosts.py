@@ -387,7 +387,7 @@ def test_exchanges_under_launches(tokens: int):
     issues operators in front of the first launch and waits for the counts, and for the plan of each
     launch, while the GPU is idle; and the sum of the last shares. On an H100 a forward of 8,192
     tokens took 12.9 ms where both ways took 8.5, with 104 operators in front of the first launch;
-    there are 83 since.
+    there are 75 since.
     """
     config = cases.make_config(
         num_ranks=2, max_tokens=tokens, hidden=4096, intermediate=1536, num_experts=32, topk=8

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoe_megatron.replicas.balance import PREFERENCES, balance
-from flashmoe_megatron.replicas.placement import home_placement, rows_of_ranks
+from flashmoe_megatron.replicas.placement import home_placement, placement_of, rows_of_ranks
 from tests.protocol.programs import CSRC, compiler
 from tests.replicas import cases
 
@@ -88,50 +88,143 @@ def test_stale_replicas_do_no_harm():
 
 
 PROGRAM = r"""
+#include <pthread.h>
+
+#include <algorithm>
+#include <climits>
 #include <cstdio>
+#include <cstdlib>
+#include <thread>
 #include <vector>
 
 #include "flashmoe/placement/balance.h"
 
 using namespace flashmoe::placement;
 
-// Reads cases from stdin; writes for each every attempt's table and load as a line of JSON.
-int main() {
+// The host's team of one, and a team of threads as a launch has it.
+struct One {
+    static constexpr int kLanes = 1;
+    static int index() { return 0; }
+    static int size() { return 1; }
+    static int group() { return 0; }
+    static int num_groups() { return 1; }
+    static int lane() { return 0; }
+    static void sync() {}
+    static int sum(int value) { return value; }
+    static int max(int value) { return value; }
+    static int min(int value) { return value; }
+    static int count(bool is_true) { return is_true; }
+    static int before(bool) { return 0; }
+};
+
+thread_local int mine;
+
+struct Many {
+    static constexpr int kLanes = 4, kGroups = 3;
+    static inline pthread_barrier_t all, of_group[kGroups];
+    static inline int values[kGroups][kLanes];
+    static int index() { return mine; }
+    static int size() { return kLanes * kGroups; }
+    static int group() { return mine / kLanes; }
+    static int num_groups() { return kGroups; }
+    static int lane() { return mine % kLanes; }
+    static void sync() { pthread_barrier_wait(&all); }
+    template <class Op>
+    static int fold(int value, int lanes, Op op) {
+        values[group()][lane()] = value;
+        pthread_barrier_wait(&of_group[group()]);
+        int found = lanes > 0 ? values[group()][0] : 0;
+        for (int i = 1; i < lanes; ++i) found = op(found, values[group()][i]);
+        pthread_barrier_wait(&of_group[group()]);
+        return found;
+    }
+    static int add(int a, int b) { return a + b; }
+    static int more(int a, int b) { return std::max(a, b); }
+    static int less(int a, int b) { return std::min(a, b); }
+    static int sum(int value) { return fold(value, kLanes, add); }
+    static int max(int value) { return fold(value, kLanes, more); }
+    static int min(int value) { return fold(value, kLanes, less); }
+    static int count(bool is_true) { return fold(is_true, kLanes, add); }
+    static int before(bool is_true) { return fold(is_true, lane(), add); }
+};
+
+struct Case {
     int ranks, experts, spare, has_hosts;
-    while (std::scanf("%d %d %d %d", &ranks, &experts, &spare, &has_hosts) == 4) {
-        std::vector<int> hosts(ranks * spare), counts(ranks * experts), rows(counts.size());
-        std::vector<uint8_t> rank_of(counts.size()), holders(experts);
-        for (int i = 0; has_hosts && i < int(hosts.size()); ++i) std::scanf("%d", &hosts[i]);
-        for (int& count : counts) std::scanf("%d", &count);
-        std::printf("[");
-        for (int number = 0; number < kNumPreferences; ++number) {
-            Attempt attempt{counts.data(), ranks, experts, rank_of.data(), rows.data(),
-                            holders.data()};
-            attempt.begin(spare, has_hosts ? hosts.data() : nullptr, preference(number));
-            attempt.run();
-            std::printf("%s[%lld, %d, [", number ? ", " : "", (long long)attempt.most(),
-                        int(attempt.is_good()));
-            const char* separator = "";
-            for (int rank : rank_of) {
-                std::printf("%s%d", separator, rank);
-                separator = ", ";
-            }
-            std::printf("]]");
+    std::vector<int> hosts, counts, rows, chosen;
+    std::vector<uint8_t> rank_of, holders;
+    std::vector<uint16_t> slot_of;
+    Loads loads;
+};
+
+void print(const char* name, const std::vector<int>& values) {
+    std::printf(", \"%s\": [", name);
+    for (size_t i = 0; i < values.size(); ++i) std::printf(i ? ", %d" : "%d", values[i]);
+    std::printf("]");
+}
+
+// Writes every attempt's placement and load as a line of JSON.
+template <class Team>
+void plan(Case& c) {
+    for (int number = 0; number < kNumPreferences; ++number) {
+        Attempt<Team> attempt{c.counts.data(), c.ranks, c.experts, c.rank_of.data(),
+                              c.rows.data(), c.holders.data(), &c.loads};
+        attempt.begin(c.spare, c.has_hosts ? c.hosts.data() : nullptr, preference(number));
+        attempt.run();
+        number_slots<Team>(c.rank_of.data(), c.ranks, c.experts, c.spare, c.chosen.data(),
+                           c.slot_of.data());
+        if (Team::index() == 0) {
+            std::printf("%s{\"most\": %lld, \"is_good\": %d", number ? ", " : "[",
+                        (long long)attempt.most(), int(attempt.is_good()));
+            print("rank_of", {c.rank_of.begin(), c.rank_of.end()});
+            print("hosts", c.chosen);
+            print("slot_of", {c.slot_of.begin(), c.slot_of.end()});
+            std::printf("}");
         }
-        std::printf("]\n");
+        Team::sync();
+    }
+    if (Team::index() == 0) std::printf("]\n");
+}
+
+int main(int argc, char**) {
+    Case c;
+    while (std::scanf("%d %d %d %d", &c.ranks, &c.experts, &c.spare, &c.has_hosts) == 4) {
+        const int all = c.ranks * c.experts;
+        for (auto* each : {&c.hosts, &c.chosen}) each->resize(c.ranks * c.spare);
+        for (auto* each : {&c.counts, &c.rows}) each->resize(all);
+        c.rank_of.resize(all);
+        c.slot_of.resize(all);
+        c.holders.resize(c.experts);
+        for (int i = 0; c.has_hosts && i < int(c.hosts.size()); ++i) std::scanf("%d", &c.hosts[i]);
+        for (int& count : c.counts) std::scanf("%d", &count);
+        if (argc == 1) {
+            plan<One>(c);
+            continue;
+        }
+        pthread_barrier_init(&Many::all, nullptr, Many::size());
+        for (auto& each : Many::of_group) pthread_barrier_init(&each, nullptr, Many::kLanes);
+        std::vector<std::thread> threads;
+        for (int i = 0; i < Many::size(); ++i) {
+            threads.emplace_back([&c, i] { mine = i, plan<Many>(c); });
+        }
+        for (auto& thread : threads) thread.join();
     }
 }
 """
 
 
-def test_the_kernels_planner_plans_the_same(tmp_path: Path):
+@pytest.mark.parametrize("team", ["one", "many"])
+def test_the_kernels_planner_plans_the_same(tmp_path: Path, team: str):
+    """Also where threads share the work, whose races ThreadSanitizer looks for."""
     from flashmoe_megatron.replicas.balance import _Attempt
 
     source, program = tmp_path / "plan.cc", tmp_path / "plan"
     source.write_text(PROGRAM)
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unused-result", "-fsanitize=undefined"]
+    sanitizer = {"one": "undefined", "many": "thread"}[team]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unused-result", f"-fsanitize={sanitizer}"]
     subprocess.run(
-        [compiler(), *flags, f"-I{CSRC}", str(source), "-o", str(program)], check=True, timeout=300
+        [compiler(), *flags, f"-I{CSRC}", str(source), "-o", str(program), "-pthread"],
+        check=True,
+        timeout=300,
     )
     routings = [
         (cases.Zipf(experts, topk, exponent, seed=seed).draw(ranks), spare)
@@ -151,14 +244,22 @@ def test_the_kernels_planner_plans_the_same(tmp_path: Path):
         numbers = [len(counts), len(counts[0]), spare, int(hosts is not None), *flat]
         lines.append(" ".join(map(str, [*numbers, *(count for row in counts for count in row)])))
     done = subprocess.run(
-        [str(program)], input="\n".join(lines), capture_output=True, text=True, timeout=300
+        [str(program), *["many"] * (team == "many")],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert (done.returncode, done.stderr) == (0, "")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(given)
     for (counts, spare, hosts), answer in zip(given, answers, strict=True):
-        for preference, (most, is_good, flat) in zip(PREFERENCES, answer, strict=True):
+        for preference, got in zip(PREFERENCES, answer, strict=True):
             attempt = _Attempt(counts, spare, preference, hosts)
             attempt.run()
-            assert (most, bool(is_good)) == (attempt.most(), attempt.is_good())
-            assert flat == [rank for row in attempt.rank_of for rank in row]
+            assert (got["most"], bool(got["is_good"])) == (attempt.most(), attempt.is_good())
+            assert got["rank_of"] == [rank for row in attempt.rank_of for rank in row]
+            want = placement_of(attempt.rank_of, attempt.replicas(), spare)
+            assert got["slot_of"] == [slot for row in want.slot_of for slot in row]
+            padded = [slot for row in want.hosts for slot in [*row, *[-1] * spare][:spare]]
+            assert got["hosts"] == padded

@@ -76,6 +76,8 @@ VARIANTS = {
         Variant("trace", (*MAY_SPILL, "-DFLASHMOE_TRACE")),
         # Its kernels wait at random before every acquire and release.
         Variant("delays", (*MAY_SPILL, "-DFLASHMOE_DELAYS")),
+        # It has replicas of hot experts, which have not been proved on GPUs.
+        Variant("replicas", (*MAY_SPILL, "-DFLASHMOE_REPLICAS")),
         # It tells libFuzzer which branches of the host's code an input takes.
         Variant(
             "coverage",

@@ -32,6 +32,8 @@ const char* flashmoe_wait_name(uint32_t wait) {
         "plan: the other CTAs of the grid",
         "routing",
         "gave up in another wait",
+        "loader: weights of a replica",
+        "gradients of a rank's replicas",
     };
     static_assert(sizeof(kNames) / sizeof(kNames[0]) == size_t(flashmoe::Wait::kCount));
     return wait < uint32_t(flashmoe::Wait::kCount) ? kNames[wait] : "unknown";
@@ -47,6 +49,7 @@ uint64_t flashmoe_sizeof(const char* name) {
     if (strcmp(name, "FlashMoELaunch") == 0) return sizeof(FlashMoELaunch);
     if (strcmp(name, "FlashMoECounters") == 0) return sizeof(FlashMoECounters);
     if (strcmp(name, "FlashMoERecord") == 0) return sizeof(FlashMoERecord);
+    if (strcmp(name, "FlashMoESlot") == 0) return sizeof(FlashMoESlot);
     return 0;
 }
 

@@ -16,28 +16,34 @@ namespace flashmoe {
 static_assert(int(Dtype::kBFloat16) == FLASHMOE_BFLOAT16 and
               int(Dtype::kFloat16) == FLASHMOE_FLOAT16);
 static_assert(kMaxRanks == FLASHMOE_MAX_RANKS and kMaxTopk == FLASHMOE_MAX_TOPK and
-              kMaxLocalExperts == FLASHMOE_MAX_LOCAL_EXPERTS);
+              kMaxLocalExperts == FLASHMOE_MAX_LOCAL_EXPERTS and
+              kMaxSpareSlots == FLASHMOE_MAX_SPARE_SLOTS);
 
 inline Shape shape_of(const FlashMoEProblem* p) {
-    return {p->rank,
-            p->num_ranks,
-            p->hidden,
-            p->intermediate,
-            p->num_experts,
-            p->topk,
-            p->max_tokens,
-            p->heap_tokens,
-            p->heap_topk,
-            p->is_gated != 0,
-            p->skip_zero_probs != 0,
-            p->is_split != 0,
-            GluRows::of(p->intermediate, p->glu_interleave)};
+    Shape shape{p->rank,
+                p->num_ranks,
+                p->hidden,
+                p->intermediate,
+                p->num_experts,
+                p->topk,
+                p->max_tokens,
+                p->heap_tokens,
+                p->heap_topk,
+                p->is_gated != 0,
+                p->skip_zero_probs != 0,
+                p->is_split != 0,
+                GluRows::of(p->intermediate, p->glu_interleave)};
+    FLASHMOE_SET_SLOT_FIELD(shape.spare_slots, p->spare_slots);
+    FLASHMOE_SET_SLOT_FIELD(shape.heap_experts, p->heap_experts);
+    FLASHMOE_SET_SLOT_FIELD(shape.heap_slot_elements, p->heap_slot_elements);
+    return shape;
 }
 
 constexpr int kMaxPlacementBytes = kPlanSmemBytes - int(sizeof(RowCopySmem));
-constexpr int kMaxWidth = 1 << 20;              // bounds hidden and intermediate
-constexpr int kMaxTokens = 1 << 24;             // bounds one rank's tokens
-constexpr uint64_t kMaxTimeoutNs = 1ull << 62;  // deadlines are sums of signed nanoseconds
+constexpr int kMaxWidth = 1 << 20;               // bounds hidden and intermediate
+constexpr int kMaxTokens = 1 << 24;              // bounds one rank's tokens
+constexpr int64_t kMaxSlotElements = 1ll << 48;  // more than the widest experts have
+constexpr uint64_t kMaxTimeoutNs = 1ull << 62;   // deadlines are sums of signed nanoseconds
 
 inline int forward_tiles(const FlashMoEProblem* p) {
     // Half of a gated tile's columns are `up`.
@@ -92,6 +98,48 @@ inline int check_glu(const FlashMoEProblem* p) {
     return FLASHMOE_OK;
 }
 
+// What a layer may have beyond the experts that each rank owns.
+inline int check_slots(const FlashMoEProblem* p) {
+    const bool is_asked = p->spare_slots != 0 or p->heap_experts != 0 or p->heap_slot_elements != 0;
+    if (not kHasReplicas and is_asked) {
+        return fail(
+            FLASHMOE_BAD_ARGUMENT,
+            "spare_slots %d, heap_experts %d, heap_slot_elements %lld: wanted 0, since replicas "
+            "have not been proved on GPUs, or the library of tools/build.py --replicas",
+            p->spare_slots, p->heap_experts, (long long)p->heap_slot_elements);
+    }
+    const Shape s = shape_of(p);
+    const int most = std::min(kMaxSpareSlots, s.num_local_experts());
+    if (p->spare_slots < 0 or p->spare_slots > most) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "spare_slots %d: wanted 0 to %d", p->spare_slots, most);
+    }
+    // A record has the rows of all slots, and who is in the spare ones.
+    if (s.num_local_slots() + p->spare_slots + 2 > kMaxLocalExperts and p->spare_slots > 0) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "%d experts a rank and spare_slots %d: wanted at most %d experts and twice the "
+                    "slots together",
+                    s.num_local_experts(), p->spare_slots, kMaxLocalExperts - 2);
+    }
+    if (p->heap_experts < 0 or p->heap_experts > kMaxLocalExperts * kMaxRanks or
+        p->heap_slot_elements < 0 or p->heap_slot_elements > kMaxSlotElements or
+        (p->spare_slots > 0 and (p->heap_experts < p->num_experts or
+                                 p->heap_slot_elements < p->spare_slots * s.expert_elements()))) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "a heap for %d experts and %lld elements of weights in spare slots: wanted %d "
+                    "and %lld, or more up to %d and 2^48, or 0 without spare slots",
+                    p->heap_experts, (long long)p->heap_slot_elements, p->num_experts,
+                    (long long)(p->spare_slots * s.expert_elements()),
+                    kMaxLocalExperts * kMaxRanks);
+    }
+    if (p->spare_slots > 0 and not AttemptResult::fit(s, p->num_ctas)) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "spare_slots %d with %d experts on %d CTAs: wanted fewer, since their plan has "
+                    "no room in the workspace",
+                    p->spare_slots, p->num_experts, p->num_ctas);
+    }
+    return FLASHMOE_OK;
+}
+
 inline int check_problem(const FlashMoEProblem* p) {
     FLASHMOE_TRY(check_struct(p, "problem"));
     if (p->num_ranks < 1 or p->num_ranks > kMaxRanks or p->rank < 0 or p->rank >= p->num_ranks) {
@@ -142,6 +190,7 @@ inline int check_problem(const FlashMoEProblem* p) {
         return fail(FLASHMOE_BAD_ARGUMENT, "timeout_ns %llu: wanted 1 to 2^62",
                     (unsigned long long)p->timeout_ns);
     }
+    FLASHMOE_TRY(check_slots(p));
     const Shape s = shape_of(p);
     if (placement_bytes(p) > kMaxPlacementBytes) {
         return fail(
@@ -171,7 +220,7 @@ inline int check_problem(const FlashMoEProblem* p) {
     const int64_t pass =
         s.max_row_blocks() * (std::max(forward_tiles(p), backward_tiles(p)) + across);
     const int64_t weight_grads =
-        s.num_local_experts() * across *
+        s.num_local_slots() * across *
         (ceil_div(s.fc1_rows(), BLOCK_N) + ceil_div(p->intermediate, BLOCK_N));
     if (pass + weight_grads > INT32_MAX - kMaxCtas) {
         return fail(FLASHMOE_BAD_ARGUMENT,

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "flashmoe/kernel/add_replicas.cuh"
 #include "flashmoe/kernel/bias_grad.cuh"
 #include "flashmoe/kernel/entry.h"
 #include "flashmoe/kernel/gather.cuh"
@@ -23,6 +24,8 @@ namespace {
 Heap heap_of(const Shape& s, const FlashMoEGroup* group) {
     Heap heap{heap_layout(s), {},       s.num_ranks, s.heap_tokens,
               s.heap_topk,    s.hidden, s.topk,      s.max_slots()};
+    FLASHMOE_SET_SLOT_FIELD(heap.heap_experts, s.heap_experts);
+    FLASHMOE_SET_SLOT_FIELD(heap.expert_elements, s.expert_elements());
     for (int rank = 0; rank < s.num_ranks; ++rank) {
         heap.base[rank] = static_cast<char*>(group->heaps[rank]);
     }
@@ -71,6 +74,15 @@ KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
 KernelEntry bias_grad_entry_of(const FlashMoEProblem* p, bool into_float32) {
     return p->dtype == FLASHMOE_FLOAT16 ? bias_grad_fp16(into_float32)
                                         : bias_grad_bf16(into_float32);
+}
+
+KernelEntry add_replicas_entry_of(const FlashMoEProblem* p, bool into_float32) {
+    if constexpr (kHasReplicas) {
+        return p->dtype == FLASHMOE_FLOAT16 ? add_replicas_fp16(into_float32)
+                                            : add_replicas_bf16(into_float32);
+    } else {
+        return {};
+    }
 }
 
 // Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
@@ -123,6 +135,7 @@ Args layer_args(const FlashMoEProblem* p,
     args.x = static_cast<const char*>(x);
     args.num_tokens = num_tokens;
     args.rows_per_ticket = rows_per_ticket(p);
+    FLASHMOE_SET_SLOT_FIELD(args.first_spare, args.shape.num_local_experts());
     return args;
 }
 
@@ -256,6 +269,12 @@ int set_buffers(const FlashMoEProblem* p,
     const Shape& s = args->shape;
     args->weight_maps =
         static_cast<const CUtensorMap*>(launch->weight_maps) + (is_backward ? s.num_matrices() : 0);
+    if (s.spare_slots > 0) {
+        const char* home_weights =
+            static_cast<const char*>(launch->weight_maps) + home_weights_begin(s);
+        FLASHMOE_SET_SLOT_FIELD(args->home_weights,
+                                reinterpret_cast<const void* const*>(home_weights));
+    }
     const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, is_backward);
     args->rows = is_backward ? scratch.rows : static_cast<char*>(launch->rows);
     args->preact = static_cast<char*>(launch->preact);
@@ -272,7 +291,7 @@ int set_buffers(const FlashMoEProblem* p,
     set_order(p, is_backward, args);
     if (launch->biases != nullptr) {
         args->biases[0] = static_cast<const void* const*>(launch->biases);
-        args->biases[1] = args->biases[0] + s.num_local_experts();
+        args->biases[1] = args->biases[0] + s.num_local_slots();
     }
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
@@ -323,27 +342,53 @@ int set_weight_grads(const FlashMoEProblem* p,
     return FLASHMOE_OK;
 }
 
+// The gradients of the own experts' biases, or those in spare slots, which are float32 and written.
 int launch_bias_grads(const FlashMoEProblem* p,
                       const FlashMoEGroup* group,
-                      const BackwardArgs& backward) {
+                      const BackwardArgs& backward,
+                      bool is_spare) {
     const Shape& s = backward.shape;
+    const int first = is_spare ? s.num_local_experts() : 0;
+    const int num_slots = is_spare ? s.spare_slots : s.num_local_experts();
     BiasGradArgs args{};
     args.plan = backward.plan;
+    args.plan.expert_rows += first;
+    args.plan.expert_block += first;
     args.rows[0] = backward.dpre;
     args.rows[1] = backward.rows;
     args.width[0] = s.fc1_rows();
     args.width[1] = s.hidden;
-    args.grads[0] = backward.weight_grads.pointers + s.num_matrices();
-    args.grads[1] = args.grads[0] + s.num_local_experts();
-    args.accumulate = backward.weight_grads.accumulate;
-    const KernelEntry entry = bias_grad_entry_of(p, backward.weight_grads.dtype == Dtype::kFloat32);
+    args.grads[0] = backward.weight_grads.pointers + s.num_matrices() + first;
+    args.grads[1] = args.grads[0] + s.num_local_slots();
+    args.accumulate = backward.weight_grads.accumulate and not is_spare;
+    const bool into_float32 = backward.weight_grads.dtype == Dtype::kFloat32 or is_spare;
+    const KernelEntry entry = bias_grad_entry_of(p, into_float32);
     const int widest = std::max(args.width[0], args.width[1]);
-    const dim3 grid(unsigned(ceil_div(widest, kBiasGradColumns)), unsigned(s.num_local_experts()),
-                    2);
+    const dim3 grid(unsigned(ceil_div(widest, kBiasGradColumns)), unsigned(num_slots), 2);
     void* arguments[] = {&args};
     return check_cuda(cudaLaunchKernel(entry.function, grid, dim3(unsigned(entry.num_threads)),
                                        arguments, 0, static_cast<cudaStream_t>(group->stream)),
                       "bias gradient launch");
+}
+
+// Adds what is in other ranks' spare slots to the gradients of this rank's experts.
+int launch_add_replicas(const FlashMoEProblem* p,
+                        const FlashMoEGroup* group,
+                        const BackwardArgs& backward,
+                        uint64_t number) {
+    AddReplicasArgs args{};
+    args.shape = backward.shape;
+    args.heap = backward.heap;
+    args.plan = backward.plan;
+    args.workspace = backward.workspace;
+    args.watchdog = backward.watchdog;
+    args.grads = backward.weight_grads.pointers;
+    args.has_biases = backward.biases[0] != nullptr;
+    args.number = number;
+    const KernelEntry entry =
+        add_replicas_entry_of(p, backward.weight_grads.dtype == Dtype::kFloat32);
+    return launch(entry.function, p->num_ctas, entry.num_threads, entry.smem_bytes, group->stream,
+                  "launch that adds gradients of replicas", args);
 }
 
 }  // namespace
@@ -362,8 +407,7 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->workspace_bytes = Workspace::bytes(s);
     sizes->plan_bytes = plan_layout(s).bytes;
     sizes->mailbox_bytes = sizeof(Mailbox);
-    // The matrices of every expert, read along their contiguous dimension and across it.
-    sizes->weight_map_bytes = 2 * sizeof(CUtensorMap) * s.num_matrices();
+    sizes->weight_map_bytes = weight_table_bytes(s);
     sizes->grad_table_bytes = grad_table_bytes(s);
     sizes->row_block_bytes = uint64_t(BLOCK_M) * s.row_bytes();
     sizes->preact_block_bytes = uint64_t(BLOCK_M) * s.fc1_rows() * kElementBytes;
@@ -377,11 +421,17 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
 int flashmoe_preload(const FlashMoEProblem* problem) {
     FLASHMOE_TRY(check_problem(problem));
     const void* const kernels[] = {
-        reinterpret_cast<const void*>(&plan_kernel), reinterpret_cast<const void*>(&gather_kernel),
-        entry_of(problem, false).function,           entry_of(problem, true).function,
-        bias_grad_entry_of(problem, true).function,  bias_grad_entry_of(problem, false).function,
+        reinterpret_cast<const void*>(&plan_kernel),
+        reinterpret_cast<const void*>(&gather_kernel),
+        entry_of(problem, false).function,
+        entry_of(problem, true).function,
+        bias_grad_entry_of(problem, true).function,
+        bias_grad_entry_of(problem, false).function,
+        add_replicas_entry_of(problem, true).function,
+        add_replicas_entry_of(problem, false).function,
     };
     for (const void* kernel : kernels) {
+        if (kernel == nullptr) continue;  // this library has no replicas
         cudaFuncAttributes attributes;
         FLASHMOE_TRY(check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel"));
     }
@@ -463,12 +513,18 @@ int flashmoe_backward(const FlashMoEProblem* problem,
     auto args = layer_args<BackwardArgs>(problem, group, launch_args->plan, grad_out,
                                          launch_args->num_tokens);
     FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
+    // Gradients of fc2 are complete once those of replicas are added.
+    const bool has_slots = problem->spare_slots > 0;
     FLASHMOE_TRY(set_weight_grads(problem, launch_args, grad_table, grads_dtype, accumulate != 0,
-                                  number, &args));
+                                  has_slots ? 0 : number, &args));
     const KernelEntry entry = entry_of(problem, true);
     FLASHMOE_TRY(launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
                         group->stream, "backward launch", args));
-    return launch_args->biases == nullptr ? FLASHMOE_OK : launch_bias_grads(problem, group, args);
+    if (launch_args->biases != nullptr) {
+        FLASHMOE_TRY(launch_bias_grads(problem, group, args, false));
+        if (has_slots) FLASHMOE_TRY(launch_bias_grads(problem, group, args, true));
+    }
+    return has_slots ? launch_add_replicas(problem, group, args, number) : int(FLASHMOE_OK);
 }
 
 }  // extern "C"

@@ -15,9 +15,9 @@ namespace {
 
 // The checksum that a record has if all of its words are one launch's.
 uint32_t checksum_of(const FlashMoERecord* record) {
-    const int num_experts = std::clamp(record->num_experts, 0, kMaxLocalExperts);
+    const int num_counts = std::clamp(record->num_counts, 0, kMaxLocalExperts);
     uint32_t sum = 0;
-    for (int i = 0; i < Record::kFrontWords + num_experts; ++i) {
+    for (int i = 0; i < Record::kFrontWords + num_counts; ++i) {
         uint32_t word;
         memcpy(&word, reinterpret_cast<const char*>(record) + 4 * i, sizeof(word));
         if (i != Record::kChecksumWord) sum += Record::checksum_of(uint32_t(i), word);

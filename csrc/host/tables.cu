@@ -18,7 +18,7 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem,
                             void* weight_maps) {
     FLASHMOE_TRY(check_problem(problem));
     const Shape s = shape_of(problem);
-    const int experts = s.num_local_experts();
+    const int experts = s.num_local_slots();
     if (fc1 == nullptr or fc2 == nullptr or weight_maps == nullptr) {
         return fail(FLASHMOE_BAD_ARGUMENT, "fc1, fc2 or weight_maps is null");
     }
@@ -44,6 +44,42 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem,
             }
         }
     }
+    for (int first = 0; first < s.num_matrices() and s.spare_slots > 0; first += experts) {
+        const uint64_t bytes = s.num_local_experts() * sizeof(void*);
+        memcpy(target, first < s.num_fc1() ? fc1 + first : fc2, bytes);
+        target += bytes;
+    }
+    return FLASHMOE_OK;
+}
+
+int flashmoe_slot(const FlashMoEProblem* problem,
+                  void* heap,
+                  int32_t spare_slot,
+                  FlashMoESlot* slot) {
+    FLASHMOE_TRY(check_problem(problem));
+    FLASHMOE_TRY(check_struct(slot, "slot"));
+    FLASHMOE_TRY(check_pointer(heap, true, "heap", 256));
+    if (spare_slot < 0 or spare_slot >= problem->spare_slots) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "spare slot %d: wanted 0 to %d", spare_slot,
+                    problem->spare_slots - 1);
+    }
+    const Shape s = shape_of(problem);
+    const HeapLayout at = heap_layout(s);
+    const int64_t first = spare_slot * s.expert_elements();
+    char* weights = static_cast<char*>(heap) + at.slot_weights + first * kElementBytes;
+    char* grads = static_cast<char*>(heap) + at.slot_grads + first * int64_t(sizeof(float));
+    const auto take = [&](int64_t elements, void** weight, void** grad) {
+        *weight = weights;
+        *grad = grads;
+        weights += elements * kElementBytes;
+        grads += elements * int64_t(sizeof(float));
+    };
+    const int64_t half = int64_t(s.fc1_rows()) * s.hidden / 2;
+    take(half, &slot->fc1, &slot->fc1_grad);
+    take(half, &slot->fc1_up, &slot->fc1_up_grad);
+    take(int64_t(s.hidden) * s.intermediate, &slot->fc2, &slot->fc2_grad);
+    take(s.fc1_rows(), &slot->fc1_bias, &slot->fc1_bias_grad);
+    take(s.hidden, &slot->fc2_bias, &slot->fc2_bias_grad);
     return FLASHMOE_OK;
 }
 
@@ -58,7 +94,7 @@ int flashmoe_encode_grads(const FlashMoEProblem* problem,
         return fail(FLASHMOE_BAD_ARGUMENT, "grads or grad_table is null");
     }
     const Shape s = shape_of(problem);
-    const int experts = s.num_local_experts();
+    const int experts = s.num_local_slots();
     for (int i = 0; i < s.num_matrices(); ++i) {
         FLASHMOE_TRY(check_pointer(grads[i], true, "a weight's gradient"));
     }
@@ -69,7 +105,7 @@ int flashmoe_encode_grads(const FlashMoEProblem* problem,
     char* const pointers = static_cast<char*>(grad_table) + grad_pointers_begin(s);
     for (int i = 0; i < s.num_matrices(); ++i) {
         memcpy(pointers + i * sizeof(void*), &grads[i], sizeof(void*));
-        if (Dtype(grads_dtype) != Dtype::kFloat32) continue;
+        if (Dtype(grads_dtype) != Dtype::kFloat32 and not s.is_spare(i % experts)) continue;
         const bool is_fc1 = i < s.num_fc1();
         int rows = is_fc1 ? s.fc1_rows() / (s.is_split ? 2 : 1) : s.hidden;
         int columns = is_fc1 ? s.hidden : s.intermediate;

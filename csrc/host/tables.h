@@ -1,17 +1,27 @@
-// The layout of a backward's table of gradients.
+// The layouts of a layer's table of weights and of a backward's table of gradients.
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
 
 namespace flashmoe {
 
-// A table of gradients: TMA descriptors of all matrices of the experts, then where these are, then
+// A table of weights: TMA descriptors of all matrices in all slots, read along their contiguous
+// dimension and across it, then, if replicas get them, where the own experts' are.
+inline uint64_t home_weights_begin(const Shape& s) {
+    return 2 * sizeof(CUtensorMap) * s.num_matrices();
+}
+inline uint64_t weight_table_bytes(const Shape& s) {
+    const int pushed = s.spare_slots > 0 ? (s.is_split ? 3 : 2) * s.num_local_experts() : 0;
+    return home_weights_begin(s) + pushed * sizeof(void*);
+}
+
+// A table of gradients: TMA descriptors of all matrices in all slots, then where these are, then
 // both biases.
 inline uint64_t grad_pointers_begin(const Shape& s) {
     return sizeof(CUtensorMap) * s.num_matrices();
 }
 inline uint64_t grad_table_bytes(const Shape& s) {
-    return grad_pointers_begin(s) + sizeof(void*) * (s.num_matrices() + 2 * s.num_local_experts());
+    return grad_pointers_begin(s) + sizeof(void*) * (s.num_matrices() + 2 * s.num_local_slots());
 }
 
 }  // namespace flashmoe

@@ -21,10 +21,11 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 14
+#define FLASHMOE_ABI_VERSION 15
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
+#define FLASHMOE_MAX_SPARE_SLOTS 64
 #define FLASHMOE_NUM_SPANS 12
 #define FLASHMOE_NUM_RECORDS 256
 #define FLASHMOE_REASON_BYTES 480
@@ -91,10 +92,18 @@ typedef struct {
     int32_t num_ctas;        /* grid of every launch; must fit the GPU at one CTA per SM */
     int32_t heap_tokens; /* most tokens of any layer that shares the heap; at least max_tokens */
     int32_t heap_topk;   /* most experts of one token of any such layer; at least topk */
+    /* A slot is a place of a rank that computes an expert: one for each expert that it owns, and
+     * spare ones behind these, for replicas of other ranks' experts. Every forward plans which, and
+     * owners send the weights. */
+    int32_t spare_slots; /* spare ones of each rank, at most as many as it owns experts */
+    int32_t
+        heap_experts; /* most experts of any layer with spare slots that shares the heap, or 0 */
     /* Gated SiLU and quick GELU are act(min(gate, clamp)) * (up clamped on both sides + offset). */
     float clamp_value;   /* above 0; 0: no clamp */
     float linear_offset; /* 0: none */
     uint64_t timeout_ns;
+    int64_t heap_slot_elements; /* most elements of weights and biases that all spare slots of a
+                                   rank hold, of any such layer; or 0 */
 } FlashMoEProblem;
 
 /* Sizes in bytes unless named otherwise. */
@@ -132,7 +141,29 @@ FLASHMOE_EXPORT int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes
  */
 FLASHMOE_EXPORT int flashmoe_preload(const FlashMoEProblem* problem);
 
-/* Encodes the TMA descriptors of the local experts' weights into host memory.
+/* Where a spare slot lies in a rank's heap: weights of the problem's dtype and layout, and their
+ * gradients in float32. */
+typedef struct {
+    uint32_t struct_size;
+    void* fc1;
+    void* fc1_up; /* where fc1 is split */
+    void* fc2;
+    void* fc1_bias;
+    void* fc2_bias;
+    void* fc1_grad;
+    void* fc1_up_grad;
+    void* fc2_grad;
+    void* fc1_bias_grad;
+    void* fc2_bias_grad;
+} FlashMoESlot;
+
+FLASHMOE_EXPORT int flashmoe_slot(const FlashMoEProblem* problem,
+                                  void* heap,
+                                  int32_t spare_slot,
+                                  FlashMoESlot* slot);
+
+/* Encodes the TMA descriptors of the weights in all local slots into host memory; spare slots come
+ * behind the local experts.
  *   fc1[e] [fc1_rows, hidden], fc2[e] [hidden, intermediate], or their transposes; of the
  *   problem's dtype, 16-byte aligned. Split: fc1 has all experts' gate matrices, then all up's */
 FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
@@ -141,10 +172,11 @@ FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             void* weight_maps);
 
 /* Writes the table of where a backward's gradients go into host memory.
- *   grads        gradients of the local experts' weights, all of fc1, then all of fc2: in the order
- *                and laid out as the weights are, and 16-byte aligned
+ *   grads        gradients of the weights in all local slots, all of fc1, then all of fc2: in the
+ *                order and laid out as the weights are, and 16-byte aligned
  *   bias_grads   the same for their biases; or NULL
- *   grads_dtype  the dtype of all of them: float32 or the problem's */
+ *   grads_dtype  the dtype of those of the local experts: float32 or the problem's; those in spare
+ *                slots are float32 */
 FLASHMOE_EXPORT int flashmoe_encode_grads(const FlashMoEProblem* problem,
                                           void* const* grads,
                                           void* const* bias_grads,
@@ -193,8 +225,8 @@ typedef struct {
     int32_t grad_columns;     /* of grad_probs: num_experts, or num_choices; backward only */
     const void* plan;
     const void* weight_maps; /* device copy */
-    const void* biases;      /* device, 16-byte aligned biases: num_local_experts pointers to fc1's
-                                biases [fc1_rows], then to fc2's [hidden]; or NULL */
+    const void* biases;      /* device, 16-byte aligned biases: for each local slot a pointer to
+                                fc1's biases [fc1_rows], then to fc2's [hidden]; or NULL */
     void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward
                          or by flashmoe_gather, read by a backward */
     void* preact;     /* num_row_blocks * preact_block_bytes: written by a forward for its
@@ -312,11 +344,14 @@ typedef struct {
     int32_t num_tokens;     /* this rank's */
     int32_t num_rows;       /* received, without pad rows */
     int32_t num_row_blocks; /* blocks of 128 rows */
-    int32_t num_experts;    /* local ones */
-    int32_t reserved;
+    int32_t num_counts;     /* words of expert_rows */
+    int32_t spare_slots;
     uint64_t begin_ns; /* by the GPU's global timer */
     uint64_t end_ns;
     FlashMoECounters counters; /* sums over this launch and all before */
+    /* Rows of each local slot. If there are spare ones, then the experts in these, or -1, how many
+     * replicas of this rank's experts there are, and an expert's elements of weights and biases,
+     * divided by 64. */
     int32_t expert_rows[FLASHMOE_MAX_LOCAL_EXPERTS];
 } FlashMoERecord;
 

@@ -38,7 +38,7 @@ from flashmoe_megatron.errors import (
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
-from flashmoe_megatron.kernel.memory import transient_blocks
+from flashmoe_megatron.kernel.memory import check_slots_fit, transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
@@ -149,7 +149,14 @@ class KernelBackend(OfGroup):
     ) -> None:
         self.config = config
         self.options = options or BackendOptions()
-        check_slots(config, self.options.spare_slots, self.options.placement, is_kernel=True)
+        check_slots(config, self.options.spare_slots, self.options.placement, is_kernel=False)
+        self.spare_slots = self.options.filled_slots if config.num_ranks > 1 else 0
+        asked = self.options.placement, self.options.replica_policy
+        if self.spare_slots and asked != ("launch", "balance"):
+            raise ConfigError(
+                f"placement={asked[0]!r} and replica_policy={asked[1]!r} on the kernel, which "
+                "plans in each launch and evens out loads: wanted 'launch' and 'balance'"
+            )
         self.keep: Keep = choose_keep(self.options.keep, config)
         self.device = torch.device(device)
         if self.device.index is None:
@@ -168,16 +175,18 @@ class KernelBackend(OfGroup):
         self.num_calls = 0
         self.takes_split = True
         self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
-        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        properties = torch.cuda.get_device_properties(self.device)
+        check_slots_fit(config, self.spare_slots, properties.total_memory)
+        sms = properties.multi_processor_count
         self.num_ctas = num_ctas or (sms - self.options.reserved_sms) // CLUSTER_SIZE * CLUSTER_SIZE
         if not CLUSTER_SIZE <= self.num_ctas <= sms:
             raise ConfigError(f"reserved_sms={self.options.reserved_sms}: the GPU has {sms} SMs")
         self._transposed = self._split = False
         self._dtype = torch.bfloat16
         # A layer that cannot be served must not shape the heap of those that can.
-        alone = self._problem_on(bindings.HeapBounds.of(config))
+        alone = self._problem_on(bindings.HeapBounds.of(config, self.spare_slots))
         bindings.call("sizes", alone, bindings.FlashMoESizes())
-        self.memory.register(config)
+        self.memory.register(config, self.spare_slots)
         self._problem: bindings.FlashMoEProblem | None = None
         self._heap_bounds = self.memory.bounds
         self._bounds: dict[bool, int | None] = {}
@@ -571,13 +580,15 @@ class KernelBackend(OfGroup):
             num_ctas=self.num_ctas,
             heap=heap,
             timeout=self.options.timeout,
+            spare_slots=self.spare_slots,
         )
 
     def _row_block_bound(self, training: bool) -> int | None:
         """Blocks of rows that every buffer holds, or ``None`` to count them first."""
         most = int(self._sizes.max_row_blocks)
         if self.options.row_bound is not None:
-            return min(most, bounded_row_blocks(self.config, self.options.row_bound))
+            blocks = bounded_row_blocks(self.config, self.options.row_bound) + self.spare_slots
+            return min(most, blocks)
         return None if training else transient_blocks(self._sizes)
 
     def _prepare(self) -> bindings.FlashMoEProblem:
@@ -602,7 +613,10 @@ class KernelBackend(OfGroup):
         check_split(self.config, weights)  # as the library would, but in the caller's terms
         dtype = (weights.fc1 or weights.fc2)[0].dtype
         self._use_layout(weights.transposed, weights.split, dtype)
-        return self._tables.of_weights(weights, self._describe(), self._sizes)
+        problem = self._describe()
+        if self.spare_slots and self.memory.needs(self._sizes):
+            self._prepare()  # spare slots are in the heap
+        return self._tables.of_weights(weights, problem, self._sizes)
 
     def _use_layout(self, transposed: bool, split: bool, dtype: torch.dtype) -> None:
         if (transposed, split, dtype) == (self._transposed, self._split, self._dtype):

@@ -21,7 +21,7 @@ from flashmoe_megatron.errors import (
     told_error,
 )
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -68,9 +68,12 @@ class FlashMoEProblem(_Sized):
         ("num_ctas", ctypes.c_int32),
         ("heap_tokens", ctypes.c_int32),
         ("heap_topk", ctypes.c_int32),
+        ("spare_slots", ctypes.c_int32),
+        ("heap_experts", ctypes.c_int32),
         ("clamp_value", ctypes.c_float),
         ("linear_offset", ctypes.c_float),
         ("timeout_ns", ctypes.c_uint64),
+        ("heap_slot_elements", ctypes.c_int64),
     ]
 
 
@@ -80,19 +83,26 @@ class HeapBounds(NamedTuple):
     Attributes:
         tokens: Most tokens of one rank.
         topk: Most experts of one token.
+        experts: Most experts, of the layers with spare slots.
+        slot_elements: Most elements of weights that all spare slots of a rank hold.
     """
 
     tokens: int
     topk: int
+    experts: int = 0
+    slot_elements: int = 0
 
     @classmethod
-    def of(cls, config: MoEConfig) -> "HeapBounds":
+    def of(cls, config: MoEConfig, spare_slots: int = 0) -> "HeapBounds":
         """Bounds of a heap that one layer uses alone."""
-        return cls(config.max_tokens, config.topk)
+        fc1, fc2 = config.fc1_rows, config.hidden
+        elements = fc1 * (config.hidden + 1) + fc2 * (config.intermediate + 1)
+        experts = config.num_experts if spare_slots else 0
+        return cls(config.max_tokens, config.topk, experts, spare_slots * elements)
 
     def joined(self, other: "HeapBounds") -> "HeapBounds":
         """The larger of each bound."""
-        return HeapBounds(max(self.tokens, other.tokens), max(self.topk, other.topk))
+        return HeapBounds(*map(max, self, other))
 
 
 def problem_of(
@@ -105,6 +115,7 @@ def problem_of(
     num_ctas: int,
     heap: HeapBounds,
     timeout: float,
+    spare_slots: int = 0,
 ) -> FlashMoEProblem:
     """Makes the library's struct of a layer: its fields, and the bound of waits in seconds."""
     return FlashMoEProblem(
@@ -125,6 +136,9 @@ def problem_of(
         num_ctas=num_ctas,
         heap_tokens=heap.tokens,
         heap_topk=heap.topk,
+        spare_slots=spare_slots,
+        heap_experts=heap.experts,
+        heap_slot_elements=heap.slot_elements,
         clamp_value=config.clamp_value or 0.0,
         linear_offset=config.linear_offset,
         timeout_ns=int(timeout * 1e9),
@@ -163,6 +177,24 @@ class FlashMoEGroup(_Sized):
     ]
 
 
+class FlashMoESlot(_Sized):
+    """Where a spare slot lies in a rank's heap."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("fc1", ctypes.c_void_p),
+        ("fc1_up", ctypes.c_void_p),
+        ("fc2", ctypes.c_void_p),
+        ("fc1_bias", ctypes.c_void_p),
+        ("fc2_bias", ctypes.c_void_p),
+        ("fc1_grad", ctypes.c_void_p),
+        ("fc1_up_grad", ctypes.c_void_p),
+        ("fc2_grad", ctypes.c_void_p),
+        ("fc1_bias_grad", ctypes.c_void_p),
+        ("fc2_bias_grad", ctypes.c_void_p),
+    ]
+
+
 REASON_BYTES = 480
 
 
@@ -184,6 +216,7 @@ class FlashMoEFault(ctypes.Structure):
 
 NUM_SPANS = 12
 MAX_LOCAL_EXPERTS = 512
+MAX_SPARE_SLOTS = 64
 
 
 class FlashMoECounters(ctypes.Structure):
@@ -211,8 +244,8 @@ class FlashMoERecord(ctypes.Structure):
         ("num_tokens", ctypes.c_int32),
         ("num_rows", ctypes.c_int32),
         ("num_row_blocks", ctypes.c_int32),
-        ("num_experts", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("num_counts", ctypes.c_int32),
+        ("spare_slots", ctypes.c_int32),
         ("begin_ns", ctypes.c_uint64),
         ("end_ns", ctypes.c_uint64),
         ("counters", FlashMoECounters),
@@ -266,6 +299,7 @@ _STRUCTS = (
     FlashMoEProblem,
     FlashMoESizes,
     FlashMoEGroup,
+    FlashMoESlot,
     FlashMoEFault,
     FlashMoECounters,
     FlashMoERecord,
@@ -288,6 +322,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "clear_fault": (_STATUS, _ADDRESS),
     "read_counters": (_STATUS, _ADDRESS, _ADDRESS),
     "read_record": (_STATUS, _ADDRESS, ctypes.c_uint64, _ADDRESS),
+    "slot": (_STATUS, _ADDRESS, _ADDRESS, _INT32, _ADDRESS),
     "encode_weights": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "encode_grads": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32, _ADDRESS),
     "forward": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32),

@@ -13,6 +13,7 @@ from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.kernel import bindings, symmetric
 from flashmoe_megatron.kernel.captured import Captured
 from flashmoe_megatron.kernel.early_fc2 import EarlyFc2
+from flashmoe_megatron.kernel.memory import SLOT_BYTES
 from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.options import BackendOptions, SymmetricMemory
 from flashmoe_megatron.telemetry.record import LaunchRecord
@@ -57,9 +58,15 @@ class GroupMemory:
         self._last_record = bindings.FlashMoERecord()
         self._last_stream: int | None = None
 
-    def register(self, config: MoEConfig) -> None:
+    def register(self, config: MoEConfig, spare_slots: int = 0) -> None:
         """Adds a layer; a larger one than any before grows the memory at its first call."""
-        self.bounds = self.bounds.joined(bindings.HeapBounds.of(config))
+        self.bounds = self.bounds.joined(bindings.HeapBounds.of(config, spare_slots))
+
+    @property
+    def own_heap(self) -> int:
+        """Address of this rank's symmetric heap, which has been allocated."""
+        assert self._heap is not None
+        return self._heap.local.data_ptr()
 
     def needs(self, sizes: bindings.FlashMoESizes) -> bool:
         """Whether the memory is smaller than ``sizes``, or laid out for other layers."""
@@ -108,6 +115,11 @@ class GroupMemory:
                 len(self._heap.addresses),
                 self.options.symmetric_memory,
             )
+            if self.bounds.slot_elements:
+                logger.warning(
+                    "of these, replicas of experts and their gradients take %.1f MiB",
+                    SLOT_BYTES * self.bounds.slot_elements / 2**20,
+                )
 
     def open(self) -> bindings.FlashMoEGroup:
         """The group as the library sees it, on the current stream."""

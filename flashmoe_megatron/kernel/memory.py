@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import plan_buffer_rows
@@ -61,6 +62,34 @@ class MemoryPlan:
     forward_out: int
     backward_out: int
     num_row_blocks: int
+
+
+SLOT_BYTES = ELEMENT_BYTES + 4
+"""Bytes of spare slots for each element of weights: its replica's, and a float32 gradient."""
+
+MOST_SLOT_SHARE = 0.1
+"""Spare slots may take so much of a GPU's memory."""
+
+
+def check_slots_fit(config: MoEConfig, spare_slots: int, gpu_bytes: int) -> None:
+    """Refuses spare slots that take more memory than they are worth.
+
+    Args:
+        config: The layer's shape.
+        spare_slots: Spare slots of each rank.
+        gpu_bytes: Memory of this rank's GPU.
+
+    Raises:
+        ConfigError: They take more than ``MOST_SLOT_SHARE`` of it.
+    """
+    num_bytes = SLOT_BYTES * bindings.HeapBounds.of(config, spare_slots).slot_elements
+    most = int(MOST_SLOT_SHARE * gpu_bytes)
+    if num_bytes > most:
+        raise ConfigError(
+            f"spare_slots={spare_slots}: replicas and their gradients would take "
+            f"{num_bytes / 2**20:.0f} MiB of each GPU, wanted at most {most / 2**20:.0f} MiB, a "
+            f"tenth of its memory, or spare_slots of {most * spare_slots // num_bytes}"
+        )
 
 
 def transient_blocks(sizes: bindings.FlashMoESizes) -> int | None:

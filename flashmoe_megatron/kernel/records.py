@@ -3,7 +3,12 @@
 from enum import IntEnum
 
 from flashmoe_megatron.kernel import bindings
-from flashmoe_megatron.telemetry.record import LaunchRecord, Phase, read_launch_number
+from flashmoe_megatron.telemetry.record import (
+    LaunchRecord,
+    Phase,
+    ReplicaRecord,
+    read_launch_number,
+)
 
 
 class Span(IntEnum):
@@ -30,6 +35,8 @@ WARPS = 12
 """Warps of a CTA."""
 PROCESSOR_WARPS = 8
 """Warps of a CTA that multiply."""
+_REPLICA_WORDS = 2
+"""What a record says of replicas beside the rows and experts of the spare slots."""
 _MOST_NS = 2**32 // WARPS
 """The longest launch whose times are known: all warps of a CTA add theirs into words of 32 bits."""
 
@@ -73,9 +80,13 @@ def launch_record(
             Phase.TAIL: max(0.0, record.end_ns - record.begin_ns - head - processed),
         }
     layer, is_evaluation = read_launch_number(record.layer)
+    spare = record.spare_slots
+    counts = record.expert_rows[: record.num_counts]
+    num_experts = record.num_counts - (2 * spare + _REPLICA_WORDS if spare else 0)
+    is_backward = bool(record.is_backward)
     return LaunchRecord(
         layer=layer,
-        direction="backward" if record.is_backward else "forward",
+        direction="backward" if is_backward else "forward",
         epoch=record.epoch,
         begin_ns=record.begin_ns,
         end_ns=record.end_ns,
@@ -83,12 +94,22 @@ def launch_record(
         num_tokens=record.num_tokens,
         num_rows=record.num_rows,
         num_row_blocks=record.num_row_blocks,
-        expert_rows=tuple(record.expert_rows[: record.num_experts]),
+        expert_rows=tuple(counts[:num_experts]),
         rows_pulled=_moved(counters.rows_pulled, earlier.rows_pulled, num_ranks, is_known),
         results_pushed=_moved(counters.results_pushed, earlier.results_pushed, num_ranks, is_known),
         phase_ns=phases,
         is_evaluation=is_evaluation,
+        replicas=_replicas(counts[num_experts:], spare, is_backward) if spare else None,
     )
+
+
+def _replicas(counts: list[int], spare_slots: int, is_backward: bool) -> ReplicaRecord:
+    """What spare slots did, from their rows, their experts, and what an expert's replicas move."""
+    experts = counts[spare_slots : 2 * spare_slots]
+    rows = tuple((expert, n) for expert, n in zip(experts, counts, strict=False) if expert >= 0)
+    num_replicas, elements = counts[2 * spare_slots :]
+    moved = 2 * len(rows) + (4 * num_replicas if is_backward else 0)
+    return ReplicaRecord(rows, 64 * elements * moved)
 
 
 def _moved(now: list[int], before: list[int], num_ranks: int, is_known: bool) -> tuple[int, ...]:

@@ -74,7 +74,8 @@ class AddressTables:
         tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
         # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
         first = tensors[0]
-        layout = (weights.transposed, weights.split, first.shape, first.stride(), first.dtype)
+        heap = self._heap(problem)
+        layout = (weights.transposed, weights.split, first.shape, first.stride(), first.dtype, heap)
         key = (*layout, *map(torch.Tensor.data_ptr, tensors))
         if len(tensors) < 2 * self._config.num_local_experts:  # few, and how stacks step counts
             key += tuple(tensor.stride() for tensor in tensors)
@@ -85,15 +86,24 @@ class AddressTables:
             check_kernel_tensor("expert weight", weight, self._device, first.dtype)
         if bool(weights.fc1_bias) != bool(weights.fc2_bias):
             raise ConfigError("one of fc1 and fc2 has biases, the other has none: wanted both")
+        local = self._config.num_local_experts
+        kinds = {"fc1": weights.fc1[:local], "fc1_up": weights.fc1[local:], "fc2": weights.fc2}
+        kinds |= {"fc1_bias": weights.fc1_bias, "fc2_bias": weights.fc2_bias}
+        spare = self._spare_slots(problem)
+        addresses = {
+            kind: [*map(torch.Tensor.data_ptr, own), *(getattr(slot, kind) for slot in spare)]
+            for kind, own in kinds.items()
+            if own
+        }
         fc1, fc2 = (
-            (ctypes.c_void_p * len(each))(*map(torch.Tensor.data_ptr, each))
-            for each in (weights.fc1, weights.fc2)
+            (ctypes.c_void_p * len(each))(*each)
+            for each in (addresses["fc1"] + addresses.get("fc1_up", []), addresses["fc2"])
         )
         host = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8, device="cpu")
         bindings.call("encode_weights", problem, fc1, fc2, host.data_ptr())
-        biases = [bias.data_ptr() for bias in (*weights.fc1_bias, *weights.fc2_bias)]
-        addresses = torch.tensor(biases, dtype=torch.int64, device="cpu")
-        tables = WeightTables(self._upload(host), self._upload(addresses) if biases else None)
+        biases = addresses.get("fc1_bias", []) + addresses.get("fc2_bias", [])
+        of_biases = torch.tensor(biases, dtype=torch.int64, device="cpu")
+        tables = WeightTables(self._upload(host), self._upload(of_biases) if biases else None)
         self._remember(self._of_weights, key, tables)
         return tables
 
@@ -118,7 +128,8 @@ class AddressTables:
         """
         num_weights = (3 if problem.is_split else 2) * self._config.num_local_experts
         grads_dtype, addresses = grads[0].buffer.dtype, self._addresses(grads, num_weights)
-        key = (problem.is_transposed, problem.is_split, grads_dtype, *addresses)
+        heap = self._heap(problem)
+        key = (problem.is_transposed, problem.is_split, grads_dtype, heap, *addresses)
         table = self._of_grads.get(key)
         if table is None:
             for grad in grads:
@@ -128,7 +139,7 @@ class AddressTables:
             self._check_sizes(grads, problem)
             weights, biases = (
                 (ctypes.c_void_p * len(each))(*each)
-                for each in (addresses[:num_weights], addresses[num_weights:])
+                for each in self._with_spare(addresses, num_weights, problem)
             )
             host = torch.empty(sizes.grad_table_bytes, dtype=torch.uint8, device="cpu")
             bindings.call(
@@ -143,6 +154,32 @@ class AddressTables:
             if grads[0].accumulate:  # main_grad stays where it is; ordinary gradients do not
                 self._remember(self._of_grads, key, table)
         return table
+
+    def _with_spare(
+        self, addresses: list[int], num_weights: int, problem: bindings.FlashMoEProblem
+    ) -> tuple[list[int], list[int]]:
+        """Gradients of weights and of biases, each kind of the local experts and of spare slots."""
+        kinds = ["fc1_grad", "fc2_grad", "fc1_bias_grad", "fc2_bias_grad"]
+        if problem.is_split:
+            kinds.insert(1, "fc1_up_grad")
+        spare, local = self._spare_slots(problem), self._config.num_local_experts
+        lists: tuple[list[int], list[int]] = ([], [])
+        for kind, first in zip(kinds, range(0, len(addresses), local), strict=False):
+            of_kind = lists[first >= num_weights]
+            of_kind += addresses[first : first + local]
+            of_kind += (getattr(slot, kind) for slot in spare)
+        return lists
+
+    def _heap(self, problem: bindings.FlashMoEProblem) -> int:
+        """Where spare slots are; 0 if there are none."""
+        return self._memory.own_heap if problem.spare_slots else 0
+
+    def _spare_slots(self, problem: bindings.FlashMoEProblem) -> list[bindings.FlashMoESlot]:
+        slots = []
+        for number in range(problem.spare_slots):
+            slots.append(bindings.FlashMoESlot())
+            bindings.call("slot", problem, self._memory.own_heap, number, slots[-1])
+        return slots
 
     def _addresses(self, grads: Sequence[WeightGrad], num_weights: int) -> list[int]:
         """Where each expert's gradients begin, also within stacks."""

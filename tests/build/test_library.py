@@ -23,6 +23,7 @@ NUMBERS = {
     "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,
     "uint32_t": ctypes.c_uint32,
+    "int64_t": ctypes.c_int64,
     "uint64_t": ctypes.c_uint64,
     "float": ctypes.c_float,
 }

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from flashmoe_megatron import planner
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
+from flashmoe_megatron.kernel.memory import MemoryPlan, check_slots_fit, plan_memory
+from tests.unit import cases
 from tools import memory_table
 from tools.bench.shapes import SHAPES
 
@@ -151,3 +152,11 @@ def test_table_finds_what_is_not_as_planned() -> None:
     heap, bound = memory_table.problems("layer", shape, larger, found, 4, tolerance=8192)
     assert "bound" in heap
     assert "symmetric is" in bound
+
+
+def test_spare_slots_take_a_tenth_of_the_memory_at_most() -> None:
+    """Mixtral's experts have 176 million numbers each, of two bytes and a float32 gradient."""
+    config = cases.make_config(hidden=4096, intermediate=14336, num_experts=64, num_ranks=8)
+    check_slots_fit(config, 8, 90 * 2**30)
+    with pytest.raises(ConfigError, match="8066 MiB .* at most 7987 MiB, .* or spare_slots of 7$"):
+        check_slots_fit(config, 8, 78 * 2**30)

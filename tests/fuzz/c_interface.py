@@ -38,6 +38,9 @@ GOOD_PROBLEM: dict[str, float] = {
     "num_ctas": 128,
     "heap_tokens": 96,
     "heap_topk": 2,
+    "spare_slots": 0,
+    "heap_experts": 0,
+    "heap_slot_elements": 0,
     "timeout_ns": 10**9,
     "dtype": 1,
     "glu_interleave": 32,
@@ -139,9 +142,10 @@ def _problem(choices: Choices) -> tuple[Any, dict[str, Any] | None]:
     fields: dict[str, Any] = dict(GOOD_PROBLEM)
     for _ in range(choices.integer(1) % 4):
         name = choices.pick(list(fields))
-        bits = 64 if name == "timeout_ns" else 32
         value = choices.number()
-        fields[name] = value % 2**64 if bits == 64 else _int32(value)
+        fields[name] = value % 2**64 if name == "timeout_ns" else _int32(value)
+        if name == "heap_slot_elements":
+            fields[name] = value % 2**64 - 2**63 if choices.flag() else value % 2**50
         if isinstance(GOOD_PROBLEM[name], float):
             fields[name] = struct.unpack("f", struct.pack("I", value % 2**32))[0]
     address = _struct(choices, arena().problem, bindings.FlashMoEProblem, fields)
@@ -271,12 +275,11 @@ def _is_split(fields: Any) -> bool:
 
 
 def _tables(choices: Choices, fields: Any, matrices: int) -> list[int | None]:
-    """Addresses of two arrays of pointers, of so many for each local expert."""
+    """Addresses of two arrays of pointers, of so many for each local slot."""
     local = bindings.MAX_LOCAL_EXPERTS
     if fields is not None and fields["num_ranks"] > 0:
-        local = min(
-            max(fields["num_experts"] // fields["num_ranks"], 1), bindings.MAX_LOCAL_EXPERTS
-        )
+        slots = fields["num_experts"] // fields["num_ranks"] + fields["spare_slots"]
+        local = min(max(slots, 1), bindings.MAX_LOCAL_EXPERTS)
     pointers = [_pointer(choices) for _ in range(min(local, 8))]
     count = matrices * local
     table = (ctypes.c_void_p * count)(*(pointers * (count // len(pointers) + 1))[:count])
@@ -293,6 +296,12 @@ def _encode_grads(library: Any, choices: Choices, problem: Any, fields: Any) -> 
     given = _tables(choices, fields, 2 + _is_split(fields))
     dtype = _int32(choices.number()) if choices.flag() else 0
     return int(library.flashmoe_encode_grads(problem, *given, dtype, _pointer(choices)))
+
+
+def _slot(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    slot = _struct(choices, arena().sizes, bindings.FlashMoESlot, {})
+    number = _int32(choices.number()) if choices.flag() else choices.integer(1) % 3
+    return int(library.flashmoe_slot(problem, _pointer(choices), number, slot))
 
 
 def _await_fc2_grads(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
@@ -352,6 +361,7 @@ _CALLS = {
     "read_counters": _read_counters,
     "read_record": _read_record,
     "names": _names,
+    "slot": _slot,
 }
 
 
@@ -365,21 +375,26 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     hidden, width = fields["hidden"], fields["intermediate"]
     heap_tokens, heap_topk = fields["heap_tokens"], fields["heap_topk"]
     local, fc1_rows = fields["num_experts"] // ranks, width * (2 if fields["is_gated"] else 1)
-    blocks = -(-ranks * tokens * min(topk, local) // 128) + local
+    spare = fields["spare_slots"]
+    slots, matrices = local + spare, 2 + _is_split(fields)
+    blocks = -(-ranks * tokens * min(topk, local) // 128) + slots
     # What the heap holds at least: signals and routes of all ranks, dprobs, and where there are
     # peers rows and results.
     buffers = 1 + min(topk, ranks) if ranks > 1 else 0
     heap = heap_tokens * (4 * ranks + 2 * ranks * heap_topk * 8 + 2 * hidden * buffers + 4 * topk)
+    # And the routes of all ranks by expert, and spare slots with float32 gradients.
+    heap += 8 * ranks * fields["heap_experts"] + 6 * fields["heap_slot_elements"]
     plan = blocks * (8 + 128 * (8 + 4)) + 4 * tokens * (ranks * topk + topk + 1)
+    plan += 4 * ranks * spare
     # Words: what outlives a launch, the counts of all CTAs, tickets, and the counters of blocks
-    # and experts.
+    # and slots, and of routes by expert and of what is pushed to spare slots, if there are any.
     workspace = 256 + bindings.MAX_LOCAL_EXPERTS * MOST_CTAS + 64
-    workspace += 3 * blocks + fields["num_experts"] + local
-    matrices = 2 + _is_split(fields)
+    workspace += 3 * blocks + (ranks + 1) * slots
+    workspace += fields["num_experts"] + ranks * spare if spare else 0
     exact = {
         "max_row_blocks": blocks,
-        "weight_map_bytes": 2 * matrices * 128 * local,
-        "grad_table_bytes": (matrices * (128 + 8) + 2 * 8) * local,
+        "weight_map_bytes": 2 * 128 * matrices * slots + (8 * matrices * local if spare else 0),
+        "grad_table_bytes": (128 * matrices + 8 * (matrices + 2)) * slots,
         "row_block_bytes": 256 * hidden,
         "preact_block_bytes": 256 * fc1_rows,
         "scratch_block_bytes": [

@@ -127,12 +127,13 @@ def check(
     *,
     transposed: bool = False,
     launches: int = 2,
+    **group_options: Any,
 ) -> Expected:
     """Runs a layer in spoiled and guarded memory, and compares everything with the oracle.
 
     Launch after launch has to give the same bits and to leave its inputs as they were.
     """
-    layer = VirtualLayer(config)
+    layer = VirtualLayer(config, **group_options)
     weights = weights_of(config, inputs, transposed=transposed)
     want = expected(config, inputs)
     before = {name: [t.clone() for t in tensors] for name, tensors in vars(inputs).items()}

@@ -1,6 +1,7 @@
 """Launch after launch in random order, late and early, in poisoned memory: the bits stay the same.
 
     python -m tests.gpu.stress --ranks 4 --seconds 120
+    FLASHMOE_LIBRARY=$PWD/flashmoe_megatron/libflashmoe_replicas.so ... --ranks 4 --slots 2
     FLASHMOE_LIBRARY=$PWD/flashmoe_megatron/libflashmoe_delays.so python -m tests.gpu.stress ...
 
 A scenario is a layer of random shape, dtype and routing, all of it from one seed. Its first run is
@@ -336,25 +337,26 @@ class VirtualRun:
 
     rank = 0
 
-    def __init__(self, num_ranks: int, seed: int) -> None:
+    def __init__(self, num_ranks: int, seed: int, spare_slots: int = 0) -> None:
         self.num_ranks = num_ranks
         self._draw = random.Random(seed)
         self._pauses = Pauses(seed + 1)
-        self._group = VirtualGroup(num_ranks, timeout_s=TIMEOUT_S)
-        self._layers: dict[int, VirtualLayer] = {}
+        self._group = VirtualGroup(num_ranks, timeout_s=TIMEOUT_S, spare_slots=spare_slots)
+        self._layers: dict[int, tuple[VirtualLayer, list[ExpertWeights]]] = {}
 
     def prepare(self, scenario: Scenario) -> None:
         """Allocates and loads whatever could wait for a launch that waits for another rank's."""
         torch.cuda.synchronize()
         layer = VirtualLayer(scenario.config, self._group, is_guarded=False)
-        self._layers[scenario.seed] = layer
-        for backend, weights in zip(layer.backends, scenario.weights, strict=True):
-            backend._use_weights(weights)
         layer.prepare()
+        self._layers[scenario.seed] = layer, scenario.weights
+        for known, of_ranks in self._layers.values():  # spare slots may lie elsewhere now
+            for backend, weights in zip(known.backends, of_ranks, strict=True):
+                backend._use_weights(weights)
 
     def run(self, scenario: Scenario, way: Way) -> list[Values]:
         """One step of all ranks; returns without waiting for its last launches."""
-        layer = self._layers[scenario.seed]
+        layer, _ = self._layers[scenario.seed]
         # Before any rank launches, since memory is made anew once nothing runs, and a launch waits
         # for the other ranks'.
         if not all(map(is_prepared, layer.backends)):
@@ -466,11 +468,12 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=4, choices=range(1, 9))
+    parser.add_argument("--slots", type=int, default=0, help="spare slots for replicas")
     add_arguments(parser)
     options = parser.parse_args(arguments)
     load_kernels(options.seed)
     report = Report("virtual", options.ranks, bindings.library_path().name, options.seed)
-    run = VirtualRun(options.ranks, options.seed)
+    run = VirtualRun(options.ranks, options.seed, options.slots)
     stress(run, report, options.seconds, lambda is_over: is_over)
     if report.failure:
         report.failure += "".join(f"\nrank {rank}: {fault}" for rank, fault in run.faults())

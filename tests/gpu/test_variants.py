@@ -40,6 +40,12 @@ FORMS = {
 @pytest.mark.parametrize("grads_in", ["main_grad", "grad", "both"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_biases(num_ranks: int, form: str, grads_in: str, dtype: torch.dtype) -> None:
+    check_biases(num_ranks, form, grads_in, dtype)
+
+
+def check_biases(
+    num_ranks: int, form: str, grads_in: str, dtype: torch.dtype, **group_options: int
+) -> None:
     """All gradients are added to main_grad, or with "both" those of the weights alone."""
     config = make_config(num_ranks, hidden=320, **FORMS[form])
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks], dtype=dtype)
@@ -56,7 +62,7 @@ def test_biases(num_ranks: int, form: str, grads_in: str, dtype: torch.dtype) ->
         for bias in fc1_bias:
             bias[::24] += 3 * config.clamp_value
             bias[5::24] -= 3 * config.clamp_value
-    layer = VirtualLayer(config)
+    layer = VirtualLayer(config, **group_options)
     weights, grads = [], [[], [], [], []]
     adds = [grads_in != "grad"] * 2 + [grads_in == "main_grad"] * 2
     grad_dtypes = [torch.float32] * 2 + [dtype if grads_in == "both" else torch.float32] * 2

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -152,11 +153,13 @@ def load_kernels() -> None:
 class VirtualGroup:
     """What the layers of one expert-parallel group share, for all of its ranks."""
 
-    def __init__(self, num_ranks: int, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, num_ranks: int, *, timeout_s: float = TIMEOUT_S, spare_slots: int = 0
+    ) -> None:
         if num_ranks > 1:
             load_kernels()
         self.num_ranks = num_ranks
-        self.options = BackendOptions(timeout=timeout_s)
+        self.options = BackendOptions(timeout=timeout_s, spare_slots=spare_slots)
         self.memories = [_Memory(None, device(), self.options) for _ in range(num_ranks)]
         for memory in self.memories:
             memory.peers = self.memories
@@ -179,6 +182,9 @@ class VirtualLayer:
         self.group = group or VirtualGroup(config.num_ranks, **group_options)
         self.allocator = GuardedAllocator() if is_guarded else None
         self.backends = []
+        # Layers of a group may have fewer experts than others have spare slots.
+        slots = min(self.group.options.spare_slots, config.num_local_experts)
+        options = replace(self.group.options, spare_slots=slots)
         for rank, memory in enumerate(self.group.memories):
             backend = GuardedBackend(
                 config,
@@ -187,7 +193,7 @@ class VirtualLayer:
                 memory=memory,
                 rank=rank,
                 num_ctas=self.group.num_ctas,
-                options=self.group.options,
+                options=options,
             )
             backend.allocator = self.allocator
             self.backends.append(backend)

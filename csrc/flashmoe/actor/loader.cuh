@@ -11,6 +11,7 @@
 #include "flashmoe/moe/gather.cuh"
 #include "flashmoe/moe/weight_grads.cuh"
 #include "flashmoe/protocol/queue.h"
+#include "flashmoe/protocol/replicas.h"
 #include "flashmoe/tile/handover.cuh"
 #include "flashmoe/tile/mainloop.cuh"
 #include "flashmoe/tile/pipeline.cuh"
@@ -232,6 +233,16 @@ __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
         });
 }
 
+// Waits for the weights in a spare slot, before B is loaded. Scope: one thread.
+__device__ __forceinline__ void await_replica(const LayerArgs& args, int slot) {
+    const int spare_slot = slot - args.first_spare;
+    const uint32_t epoch = current_epoch(args.workspace);
+    protocol::await_weights<Atomics>(
+        args.heap.weights_ready(args.shape.rank, spare_slot), epoch, [&](auto load, auto done) {
+            wait_for(args.watchdog, {Wait::kLoaderWeights, -1, spare_slot, epoch}, load, done);
+        });
+}
+
 // The layer's tiles. Scope: one warp of each CTA.
 template <class Pass, class Ring>
 __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
@@ -275,7 +286,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                 args.weight_maps + (matrix == 0 ? 0 : args.shape.num_fc1()) + tile.expert;
             // Split weights: a forward's gate and up rows are boxes, and a backward's halves of K.
             const bool is_split = matrix == 0 and args.shape.is_split;
-            const int to_up = is_split ? args.shape.num_local_experts() : 0;
+            const int to_up = is_split ? args.shape.num_local_slots() : 0;
             const auto load_b = [&](auto& stage, Barrier& full, int k) {
                 const CUtensorMap* half = weights;
                 if (Pass::kIsBackward and is_split and k >= args.num_k_blocks[1] / 2) {
@@ -303,7 +314,9 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                     return;
                 }
             }
-            if (auto own = cursor; cute::elect_one_sync())
+            if (auto own = cursor; cute::elect_one_sync()) {
+                if (kHasReplicas and tile.expert >= args.first_spare)
+                    await_replica(args, tile.expert);
                 stream_tile(
                     args.watchdog, ring, own, args.num_k_blocks[tile.gemm],
                     [&](auto& stage, Barrier& full, int k) {
@@ -328,6 +341,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                             });
                     },
                     take, announce);
+            }
             cursor.advance(args.num_k_blocks[tile.gemm]);
         });
 }

@@ -95,7 +95,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
                                                    warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(event_of(Span::kWeightGrad), tile.expert, begin);
-            if (leave_rounded(args)) {
+            if (leave_rounded(args, kHasReplicas and grad.are_spare(args))) {
                 give_outputs<T>(args.watchdog, room, handover_cursor, handover_wait, accumulator);
                 continue;
             }

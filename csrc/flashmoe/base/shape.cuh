@@ -7,10 +7,25 @@
 
 namespace flashmoe {
 
+// Replicas of hot experts are in libflashmoe_replicas.so alone (tools/build.py --replicas), until
+// they have been proved on GPUs. Any other library has no spare slots at compile time: its kernels
+// are what they are without them, and a field for them is a constant, zero.
+#ifdef FLASHMOE_REPLICAS
+constexpr bool kHasReplicas = true;
+#define FLASHMOE_SLOT_FIELD(type, name) type name
+#define FLASHMOE_SET_SLOT_FIELD(field, value) field = value
+#else
+constexpr bool kHasReplicas = false;
+#define FLASHMOE_SLOT_FIELD(type, name) \
+    static constexpr type name {}
+#define FLASHMOE_SET_SLOT_FIELD(field, value) static_cast<void>(value)
+#endif
+
 constexpr int kMaxRanks = 8;
 constexpr int kMaxTopk = 16;
-constexpr int kMaxLocalExperts = 512;
-constexpr int kMaxCtaTokens = 1024;  // most tokens that one CTA reduces
+constexpr int kMaxLocalExperts = 512;  // places of a rank that compute experts
+constexpr int kMaxSpareSlots = 64;     // places among them for other ranks' experts
+constexpr int kMaxCtaTokens = 1024;    // most tokens that one CTA reduces
 
 // Mirrors FlashMoEDtype.
 enum class Dtype : int { kFloat32, kBFloat16, kFloat16 };
@@ -69,13 +84,29 @@ struct Shape {
     bool is_split;  // gate and up rows of fc1 are matrices of their own, all gates' ahead of all
                     // ups'
     GluRows glu;
+    // Places of a rank for replicas, behind those of its own experts. What is largest of all layers
+    // with such places that share the heap: experts, and elements of weights in a rank's places.
+    FLASHMOE_SLOT_FIELD(int, spare_slots);
+    FLASHMOE_SLOT_FIELD(int, heap_experts);
+    FLASHMOE_SLOT_FIELD(int64_t, heap_slot_elements);
 
     __host__ __device__ int num_local_experts() const { return num_experts / num_ranks; }
     __host__ __device__ int first_expert() const { return rank * num_local_experts(); }
+    // A slot is a place that computes an expert. Without spare ones, slots are experts.
+    __host__ __device__ int num_local_slots() const { return num_local_experts() + spare_slots; }
+    __host__ __device__ int num_slots() const { return num_experts + num_ranks * spare_slots; }
+    __host__ __device__ int first_slot() const { return rank * num_local_slots(); }
+    __host__ __device__ bool is_spare(int local_slot) const {
+        return kHasReplicas and local_slot >= num_local_experts();
+    }
+    // An expert's fc1, fc2 and both biases have so many, and lie in a spare slot in this order.
+    __host__ __device__ int64_t expert_elements() const {
+        return int64_t(fc1_rows()) * hidden + int64_t(hidden) * intermediate + fc1_rows() + hidden;
+    }
     __host__ __device__ int fc1_rows() const { return is_gated ? 2 * intermediate : intermediate; }
-    // fc1's matrices of all local experts, then fc2's, in tables of weights and of their gradients.
-    __host__ __device__ int num_fc1() const { return (is_split ? 2 : 1) * num_local_experts(); }
-    __host__ __device__ int num_matrices() const { return num_fc1() + num_local_experts(); }
+    // fc1's matrices of all local slots, then fc2's, in tables of weights and of their gradients.
+    __host__ __device__ int num_fc1() const { return (is_split ? 2 : 1) * num_local_slots(); }
+    __host__ __device__ int num_matrices() const { return num_fc1() + num_local_slots(); }
     __host__ __device__ int row_bytes() const { return hidden * kElementBytes; }
 
     // A token uses at most this many ranks, and at most this many experts of one rank.
@@ -85,7 +116,7 @@ struct Shape {
     }
     __host__ __device__ int64_t max_row_blocks() const {
         const int64_t rows = int64_t(num_ranks) * max_tokens * max_local_routes();
-        return ceil_div<int64_t>(rows, BLOCK_M) + num_local_experts();
+        return ceil_div<int64_t>(rows, BLOCK_M) + num_local_slots();
     }
 
     // Routing is processed in chunks of one warp's width; chunks of all sources are interleaved.

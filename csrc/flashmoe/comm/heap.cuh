@@ -35,9 +35,18 @@ struct HeapLayout {
     uint64_t row_signals;       // u32[rank]: epoch whose rows that rank has published
     uint64_t result_signals;    // u32[token][rank]: epoch whose result that rank has delivered
     uint64_t routes;            // Route[parity 2][rank][token][heap_topk], every rank's routing
-    uint64_t rows;              // bf16[token][hidden], this rank's tokens, read by peers
-    uint64_t results;           // bf16[token][slot][hidden], written by peers
-    uint64_t dprobs;            // f32[token][topk], written by peers in the backward
+    // These are there if some layer has spare slots: every rank's routes by expert, u32[parity
+    // 2][rank][heap_experts]; epochs whose weights owners have pushed, u32[spare slot], and whose
+    // gradients other ranks' slots hold, u32[rank]; and what is in slots, of expert_elements each,
+    // bf16 that owners write and f32 that they read.
+    FLASHMOE_SLOT_FIELD(uint64_t, route_counts);
+    FLASHMOE_SLOT_FIELD(uint64_t, weights_ready);
+    FLASHMOE_SLOT_FIELD(uint64_t, grads_ready);
+    FLASHMOE_SLOT_FIELD(uint64_t, slot_weights);
+    FLASHMOE_SLOT_FIELD(uint64_t, slot_grads);
+    uint64_t rows;     // bf16[token][hidden], this rank's tokens, read by peers
+    uint64_t results;  // bf16[token][slot][hidden], written by peers
+    uint64_t dprobs;   // f32[token][topk], written by peers in the backward
     uint64_t bytes;
 };
 
@@ -59,6 +68,13 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     at.row_signals = take(ranks * sizeof(uint32_t));
     at.result_signals = take(tokens * ranks * sizeof(uint32_t));
     at.routes = take(2 * ranks * tokens * s.heap_topk * sizeof(Route));
+    const bool has_slots = s.heap_experts > 0;
+    FLASHMOE_SET_SLOT_FIELD(at.route_counts, take(2 * ranks * s.heap_experts * sizeof(uint32_t)));
+    FLASHMOE_SET_SLOT_FIELD(at.weights_ready,
+                            take(has_slots ? kMaxSpareSlots * sizeof(uint32_t) : 0));
+    FLASHMOE_SET_SLOT_FIELD(at.grads_ready, take(has_slots ? ranks * sizeof(uint32_t) : 0));
+    FLASHMOE_SET_SLOT_FIELD(at.slot_weights, take(uint64_t(s.heap_slot_elements) * kElementBytes));
+    FLASHMOE_SET_SLOT_FIELD(at.slot_grads, take(uint64_t(s.heap_slot_elements) * sizeof(float)));
     at.rows = take(tokens * row_bytes);
     at.results = take(tokens * s.max_slots() * row_bytes);
     at.dprobs = take(tokens * s.topk * sizeof(float));
@@ -76,6 +92,8 @@ struct Heap {
     int hidden;
     int topk;
     int num_slots;
+    FLASHMOE_SLOT_FIELD(int, heap_experts);
+    FLASHMOE_SLOT_FIELD(int64_t, expert_elements);
 
     template <class T>
     __device__ __forceinline__ T* address(int owner, uint64_t offset) const {
@@ -105,6 +123,22 @@ struct Heap {
     __device__ __forceinline__ Route* routes(int owner, uint32_t epoch, int src, int token) const {
         return address<Route>(owner, at.routes) +
                protocol::route_place(epoch, num_ranks, src, heap_tokens, heap_topk, token);
+    }
+    __device__ __forceinline__ uint32_t* route_counts(int owner, uint32_t epoch, int src) const {
+        return address<uint32_t>(owner, at.route_counts) +
+               protocol::route_word(epoch, num_ranks, src) * heap_experts;
+    }
+    __device__ __forceinline__ uint32_t* weights_ready(int owner, int spare_slot) const {
+        return address<uint32_t>(owner, at.weights_ready) + spare_slot;
+    }
+    __device__ __forceinline__ uint32_t* grads_ready(int owner, int src) const {
+        return address<uint32_t>(owner, at.grads_ready) + src;
+    }
+    __device__ __forceinline__ char* slot_weights(int owner, int spare_slot) const {
+        return address<char>(owner, at.slot_weights) + spare_slot * expert_elements * kElementBytes;
+    }
+    __device__ __forceinline__ float* slot_grads(int owner, int spare_slot) const {
+        return address<float>(owner, at.slot_grads) + spare_slot * expert_elements;
     }
     __device__ __forceinline__ char* row(int owner, int token) const {
         return address<char>(owner, at.rows) + int64_t(token) * hidden * kElementBytes;

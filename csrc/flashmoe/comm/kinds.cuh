@@ -25,6 +25,8 @@ enum class Wait : uint32_t {
     kGridBarrier,        // plan: the other CTAs of the grid
     kRouting,            // no wait: a routing or a call was refused, or there are too many rows
     kPeerGaveUp,         // no wait here: another rank's wait ran out of time
+    kLoaderWeights,      // loader: a replica's weights
+    kReplicaGrads,       // the gradients of the replicas on a rank
     kCount,
 };
 

@@ -23,4 +23,8 @@ KernelEntry backward_fp16_transposed(bool is_gated);
 KernelEntry bias_grad_bf16(bool into_float32);
 KernelEntry bias_grad_fp16(bool into_float32);
 
+// From spare slots, into buffers of another type or the tokens'.
+KernelEntry add_replicas_bf16(bool into_float32);
+KernelEntry add_replicas_fp16(bool into_float32);
+
 }  // namespace flashmoe

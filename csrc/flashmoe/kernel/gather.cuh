@@ -31,7 +31,7 @@ __global__ __launch_bounds__(kGatherWarps * 32, 1)  //
     }
     if (threadIdx.x == 0) publish_rows(args, epoch, smem.copied);
     __syncthreads();
-    dispatch(args, smem.pieces[warp], barriers[warp], 0);
+    dispatch<false>(args, smem.pieces[warp], barriers[warp], 0);
     __syncthreads();
     if (threadIdx.x == 0) tell_rows(args, &args.workspace.tickets->rows_taken, taken);
     if (warp == 0) await_published_rows(args, taken);

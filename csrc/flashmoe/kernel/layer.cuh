@@ -160,7 +160,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
                                               ptx::keep_address(ring.empty)};
                 load_layer<Pass>(args, kept, words.mailbox);
             } else if (warp == 1) {
-                dispatch(args, buffers.pieces, words.pieces, num_first_places(args));
+                dispatch<true>(args, buffers.pieces, words.pieces, num_first_places(args));
                 combine_meanwhile<Pass>(args, words.combine);
             } else {
                 finish_tiles<Pass>(args, words.mailbox, handover, words.combine, warp - 2);

@@ -68,9 +68,9 @@ struct LayerArgs {
     bool finishers_combine;  // while GEMM1's outputs are not there yet
     Activation activation;
     SwishTerms swish;              // read where that is kSwish
-    const void* const* biases[2];  // device: fc1's and fc2's by local expert, or null; forward
+    const void* const* biases[2];  // device: fc1's and fc2's by local slot, or null; forward
 
-    const CUtensorMap* weight_maps;  // device: fc1 of every local expert (Shape::num_fc1), then fc2
+    const CUtensorMap* weight_maps;  // device: fc1 of every local slot (Shape::num_fc1), then fc2
     char* rows;                      // [row][hidden], filled by dispatch
     char* act;                       // [row][intermediate]: fc2's input
     char* dpre;                      // [row][fc1_rows]; backward
@@ -85,6 +85,11 @@ struct LayerArgs {
     int layer;        // a number that the caller knows the layer by
     Record* records;  // a ring of kNumRecords in pinned host memory, or null
 
+    // Local slots from the first spare one on hold replicas. Where the weights of this rank's own
+    // experts are, on the device in the order of their maps, or null if no replica is to get them.
+    FLASHMOE_SLOT_FIELD(int, first_spare);
+    FLASHMOE_SLOT_FIELD(const void* const*, home_weights);
+
     CUtensorMap load_map[2];  // A of each GEMM
 };
 
@@ -98,10 +103,11 @@ struct WeightGradProduct {
 
 struct WeightGrads {
     WeightGradProduct product[2];  // fc2, fc1
-    const CUtensorMap* maps;       // device, in the same order; float32 alone
+    const CUtensorMap* maps;       // device, in the order of the weights'; float32 alone
     void* const* pointers;         // device: the same, then those of the biases
-    Dtype dtype;                   // float32, or the tokens'
-    bool accumulate;
+    Dtype dtype;                   // of the own experts': float32, or the tokens'
+    bool accumulate;               // whether they are added; those of spare slots are float32, and
+                                   // written
     uint64_t number;  // this backward's, which Workspace::fc2_grads is told; 0 tells nothing
 };
 

@@ -8,9 +8,16 @@
 namespace flashmoe {
 
 // Sends a token's kth route to every rank, and notes which column of the probabilities it is of.
-__device__ __forceinline__ void send_route(
-    const LayerArgs& args, uint32_t epoch, int token, int k, Route route, int column) {
+// `counts`, by expert, is null where nobody wants to know how many routes there are.
+__device__ __forceinline__ void send_route(const LayerArgs& args,
+                                           uint32_t epoch,
+                                           uint32_t* counts,
+                                           int token,
+                                           int k,
+                                           Route route,
+                                           int column) {
     const Shape& s = args.shape;
+    if (counts != nullptr and route.expert >= 0) atomicAdd_block(counts + route.expert, 1u);
 #pragma unroll 1
     for (int rank = 0; rank < s.num_ranks; ++rank) {
         args.heap.routes(rank, epoch, s.rank, token)[k] = route;
@@ -27,10 +34,8 @@ __device__ __forceinline__ int lanes_per_choice(const Choices& choices) {
 // Turns `count` rows of indices into routes, and sends them to every rank. A token's routes are in
 // the order of experts, whatever the order of its indices. `count` is at most the tokens that a
 // warp has lanes for. Scope: one warp.
-__device__ __forceinline__ void publish_choices(const LayerArgs& args,
-                                                uint32_t epoch,
-                                                int first_token,
-                                                int count) {
+__device__ __forceinline__ void publish_choices(
+    const LayerArgs& args, uint32_t epoch, uint32_t* counts, int first_token, int count) {
     const Shape& s = args.shape;
     const Choices& choices = args.choices;
     const int width = lanes_per_choice(choices), lane = int(threadIdx.x) % 32, nth = lane % width;
@@ -68,10 +73,10 @@ __device__ __forceinline__ void publish_choices(const LayerArgs& args,
     if (repeats) {
         args.watchdog.raise(kFaultRouting, Wait::kRouting, nth, token, s.num_experts, route.expert);
     }
-    if (is_sent) send_route(args, epoch, token, place, route, nth);
+    if (is_sent) send_route(args, epoch, counts, token, place, route, nth);
 #pragma unroll 1
     for (int k = num_routes + nth; k < s.topk; k += width) {
-        send_route(args, epoch, token, k, {-1, 0.0f}, -1);
+        send_route(args, epoch, counts, token, k, {-1, 0.0f}, -1);
     }
 }
 

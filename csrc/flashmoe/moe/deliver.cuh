@@ -20,7 +20,7 @@ __device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row) {
     const int32_t* blocks = args.plan.expert_block;  // ascending, one more than experts
     int expert = 0;
     for (int step = 256; step > 0; step /= 2) {
-        if (expert + step < args.shape.num_local_experts() and
+        if (expert + step < args.shape.num_local_slots() and
             blocks[expert + step] <= row / BLOCK_M) {
             expert += step;
         }

@@ -5,17 +5,12 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "flashmoe/moe/args.cuh"
+#include "flashmoe/moe/push.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
 namespace flashmoe {
 
-constexpr int kDispatchLanes = 8;       // rows in flight of one warp
-constexpr int kDispatchPiece = 2048;    // bytes of a row that a lane has on its way
 constexpr int kMostRowsPerTicket = 32;  // a lane looks at each
-
-using DispatchPieces = uint8_t[kDispatchLanes][kDispatchPiece];  // in shared memory, of one warp
-using DispatchBarriers = Barrier[kDispatchLanes];
 
 // Waits until every rank's rows are in place, also those of ranks that sent nothing: the signal is
 // the proof that the peer has finished with the previous launch. Scope: one warp.
@@ -130,8 +125,9 @@ __device__ __forceinline__ int share_out(uint32_t& left, int lane) {
 }
 
 // Dispatches rows in the order in which they are computed. This rank's own rows come first, since
-// no peer is awaited for them; those in the first `num_copied` places have been copied. Scope: one
-// warp.
+// no peer is awaited for them; those in the first `num_copied` places have been copied. Weights of
+// replicas are pushed in between, once every rank has left the launch before. Scope: one warp.
+template <bool kPushes>
 __device__ __forceinline__ void dispatch(const LayerArgs& args,
                                          DispatchPieces& pieces,
                                          DispatchBarriers& arrived,
@@ -152,6 +148,7 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     const int lane = threadIdx.x % 32;
     const int row_bytes = args.shape.row_bytes();
     uint32_t parity = 0;
+    bool has_pushes = kPushes and kHasReplicas and args.home_weights != nullptr;
     int pad_rows_pulled = 0, pad_rows_made = 0;
     while (not args.gathers) {
         const int place = take_tickets(&workspace.tickets->dispatch, args.rows_per_ticket);
@@ -184,8 +181,16 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
             if (lane == 0) protocol::publish<Atomics>(workspace.rows_ready + row / BLOCK_M);
             pad_rows_made += lane == 0;
         }
+        if constexpr (kPushes) {
+            if (has_pushes and has_heard) {
+                has_pushes = push_weights(args, pieces, arrived, parity);
+            }
+        }
     }
     if (not has_heard) hear();
+    if constexpr (kPushes) {
+        while (has_pushes) has_pushes = push_weights(args, pieces, arrived, parity);
+    }
     if (pad_rows_pulled) atomicAdd_block(&counters().pad_rows_pulled, uint32_t(pad_rows_pulled));
     if (pad_rows_made) atomicAdd_block(&counters().pad_rows_made, uint32_t(pad_rows_made));
     args.watchdog.trace.add(event_of(Span::kDispatch), kWhole, begin);

@@ -6,6 +6,7 @@
 
 #include "flashmoe/comm/grid.cuh"
 #include "flashmoe/moe/publish.cuh"
+#include "flashmoe/moe/replicas.cuh"
 
 namespace flashmoe {
 
@@ -23,12 +24,13 @@ __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens,
 }
 
 // Walks the routes of a chunk's tokens, one lane per token. The first walk counts them: routes to
-// local experts in `counts`, routes to any expert in `selections`. The second walk gives rows to
-// the routes to local experts, and describes them: `counts[e]` is then the chunk's first row for
-// expert e. Scope: one warp.
+// local slots in `counts`, routes to any slot in `selections`. The second walk gives rows to the
+// routes to local slots, and describes them: `counts[e]` is then the chunk's first row for slot e.
+// `slot_of` names the source's slot of each expert; null where slots are experts. Scope: one warp.
 __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
                                            uint32_t epoch,
                                            Chunk chunk,
+                                           const uint16_t* slot_of,
                                            uint32_t* counts,
                                            uint32_t* selections,
                                            bool is_placing) {
@@ -49,19 +51,21 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
     for (int k = 0; k < s.topk; ++k) {
         const Route route = next;
         next = route_at(k + 1);
-        const int expert = route.expert - s.first_expert();
         const bool is_route = route.expert >= 0;
-        const bool is_ours = is_route and expert >= 0 and expert < s.num_local_experts();
-        const uint32_t same = __match_any_sync(~0u, is_ours ? expert : -1);
-        const uint32_t before = is_ours ? counts[expert] : 0;
+        int slot = route.expert;
+        if (slot_of != nullptr and is_route) slot = slot_of[slot];
+        const int local = slot - s.first_slot();
+        const bool is_ours = is_route and local >= 0 and local < s.num_local_slots();
+        const uint32_t same = __match_any_sync(~0u, is_ours ? local : -1);
+        const uint32_t before = is_ours ? counts[local] : 0;
         __syncwarp();
-        if (is_ours and (same & lanes_below) == 0) counts[expert] = before + __popc(same);
+        if (is_ours and (same & lanes_below) == 0) counts[local] = before + __popc(same);
         __syncwarp();
         if (not is_placing) {
-            if (is_route) atomicAdd(selections + route.expert, 1u);
+            if (is_route) atomicAdd(selections + slot, 1u);
             continue;
         }
-        if (is_route) ranks |= 1u << (route.expert / s.num_local_experts());
+        if (is_route) ranks |= 1u << (slot / s.num_local_slots());
         int row = -1;
         if (is_ours) {
             row = int(before + __popc(same & lanes_below));
@@ -72,7 +76,7 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
         if (is_token) rows[k] = row;
     }
     if (not is_placing or not is_token) return;
-    const uint8_t slot = uint8_t(__popc(protocol::slots_before(ranks, s.rank)));
+    const uint8_t result_slot = uint8_t(__popc(protocol::slots_before(ranks, s.rank)));
     const bool is_at_home = is_home(ranks, chunk.src_rank);
 #pragma unroll 1
     for (int k = 0; k < s.topk; ++k) {
@@ -81,20 +85,21 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
         const uint8_t flags = (row == first_row ? RowMeta::kOwner : 0) |
                               (row == last_row ? RowMeta::kLast : 0) |
                               (is_at_home ? RowMeta::kHome : 0);
-        plan.row_meta[row] = {chunk.token, uint8_t(chunk.src_rank), slot, flags, 0};
+        plan.row_meta[row] = {chunk.token, uint8_t(chunk.src_rank), result_slot, flags, 0};
     }
     if (chunk.src_rank == s.rank) plan.own_ranks[chunk.token] = ranks;
 }
 
 // One CTA's share of the placement, in the shared memory that the pipeline takes over later.
 struct PlacementSmem {
-    uint32_t* counts;       // [chunk of this CTA][local expert]: rows, then the first one's place
-    uint32_t* selections;   // [expert]: routes of this CTA's chunks to it
-    uint32_t* base;         // [local expert]: rows of earlier CTAs' chunks
-    int32_t* expert_rows;   // [local expert]
-    int32_t* expert_block;  // [local expert + 1]
-    int32_t* expert_unit;   // [local expert + 1]
-    int32_t* expert_own;    // [local expert + 1]: units of the own rank's rows before
+    ReplicaSmem replicas;
+    uint32_t* counts;       // [chunk of this CTA][local slot]: rows, then the first one's place
+    uint32_t* selections;   // [slot]: routes of this CTA's chunks to it
+    uint32_t* base;         // [local slot]: rows of earlier CTAs' chunks
+    int32_t* expert_rows;   // [local slot]
+    int32_t* expert_block;  // [local slot + 1]
+    int32_t* expert_unit;   // [local slot + 1]
+    int32_t* expert_own;    // [local slot + 1]: units of the own rank's rows before
     int first_chunk;
     int num_chunks;
 
@@ -104,20 +109,21 @@ struct PlacementSmem {
     }
     // Words that a grid of `num_ctas` needs.
     __host__ __device__ static int64_t words(const Shape& s, int num_ctas) {
-        const int64_t local = s.num_local_experts();
-        return max_chunks(s, num_ctas) * local + s.num_experts + 5 * local + 3;
+        const int64_t local = s.num_local_slots();
+        return ReplicaSmem::words(s) + max_chunks(s, num_ctas) * local + s.num_slots() + 5 * local +
+               3;
     }
     // Whole lines, since the memory behind belongs to the copy of rows.
     __host__ __device__ static int64_t bytes(const Shape& s, int num_ctas) {
         return align_up<int64_t>(words(s, num_ctas) * int64_t(sizeof(uint32_t)), 128);
     }
-    __device__ PlacementSmem(const Shape& s, void* smem) {
-        const int local = s.num_local_experts(), max = max_chunks(s, int(gridDim.x));
+    __device__ PlacementSmem(const Shape& s, void* smem) : replicas(s, smem) {
+        const int local = s.num_local_slots(), max = max_chunks(s, int(gridDim.x));
         first_chunk = int(blockIdx.x) * max;
         num_chunks = min(max, s.num_chunks() - first_chunk);  // not above 0 where there are none
-        counts = static_cast<uint32_t*>(smem);
+        counts = static_cast<uint32_t*>(smem) + ReplicaSmem::words(s);
         selections = counts + int64_t(max) * local;
-        base = selections + s.num_experts;
+        base = selections + s.num_slots();
         expert_rows = reinterpret_cast<int32_t*>(base + local);
         expert_block = expert_rows + local;
         expert_unit = expert_block + local + 1;
@@ -163,31 +169,34 @@ __device__ __forceinline__ void walk_chunks(const LayerArgs& args,
     const Shape& s = args.shape;
 #pragma unroll 1
     for (int i = int(threadIdx.x / 32); i < smem.num_chunks; i += Planners::size() / 32) {
-        walk_chunk(args, epoch, chunk_at(s, num_tokens, smem.first_chunk + i),
-                   smem.counts + i * s.num_local_experts(), smem.selections, is_placing);
+        const Chunk chunk = chunk_at(s, num_tokens, smem.first_chunk + i);
+        const uint16_t* slot_of = smem.replicas.slot_of;
+        if (slot_of != nullptr) slot_of += chunk.src_rank * s.num_experts;
+        walk_chunk(args, epoch, chunk, slot_of, smem.counts + i * s.num_local_slots(),
+                   smem.selections, is_placing);
     }
 }
 
 // Adds what this CTA has counted to what all have. Scope: the planners of the grid.
 __device__ __forceinline__ void share_counts(const LayerArgs& args, const PlacementSmem& smem) {
     const Shape& s = args.shape;
-    const int num_experts = s.num_local_experts();
+    const int num_slots = s.num_local_slots();
     const int num_own = min(smem.num_chunks, s.chunks_per_rank() - smem.first_chunk);
     Planners::sync();
 #pragma unroll 1
-    for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
-        if (const uint32_t count = smem.selections[expert]) {
-            atomicAdd(args.workspace.selections + expert, count);
+    for (int slot = threadIdx.x; slot < s.num_slots(); slot += Planners::size()) {
+        if (const uint32_t count = smem.selections[slot]) {
+            atomicAdd(args.workspace.selections + slot, count);
         }
     }
 #pragma unroll 1
-    for (int expert = threadIdx.x; expert < num_experts; expert += Planners::size()) {
+    for (int expert = threadIdx.x; expert < num_slots; expert += Planners::size()) {
         args.workspace.cta_counts[expert * gridDim.x + blockIdx.x] =
-            smem.selections[s.first_expert() + expert];
+            smem.selections[s.first_slot() + expert];
         uint32_t own = 0;
 #pragma unroll 1
         for (int i = 0; i < num_own; ++i) {
-            own += smem.counts[i * num_experts + expert];
+            own += smem.counts[i * num_slots + expert];
         }
         if (own > 0) atomicAdd(args.workspace.own_selections + expert, own);
     }
@@ -209,16 +218,16 @@ __device__ __forceinline__ bool is_heard_late(const LayerArgs& args, uint32_t ep
 // first warps have more experts to place. Scope: a CTA, after all routes are counted.
 __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) {
     const Shape& s = args.shape;
-    const int num_experts = s.num_local_experts(), lane = threadIdx.x % 32;
+    const int num_slots = s.num_local_slots(), lane = threadIdx.x % 32;
     const int num_warps = Planners::size() / 32;
     bool fit = true;
 #pragma unroll 1
     for (int rank = num_warps - 1 - int(threadIdx.x / 32); rank < s.num_ranks; rank += num_warps) {
         uint32_t blocks = 0;
 #pragma unroll 1
-        for (int expert = lane; expert < num_experts; expert += 32) {
+        for (int expert = lane; expert < num_slots; expert += 32) {
             blocks +=
-                ceil_div<uint32_t>(args.workspace.selections[rank * num_experts + expert], BLOCK_M);
+                ceil_div<uint32_t>(args.workspace.selections[rank * num_slots + expert], BLOCK_M);
         }
         blocks = __reduce_add_sync(~0u, blocks);
         const uint32_t bound = *args.heap.row_block_bound(s.rank, epoch, rank);
@@ -243,23 +252,23 @@ __device__ __forceinline__ int early_units(const LayerArgs& args, int expert) {
 // as far as there are any: while these are computed, the others' rows travel. All other units
 // follow expert by expert.
 __device__ __forceinline__ int place_of_unit(
-    const PlacementSmem& smem, int num_experts, int group_units, int expert, int unit) {
+    const PlacementSmem& smem, int num_slots, int group_units, int expert, int unit) {
     const auto early_before = [&](int e) { return min(smem.expert_own[e], group_units); };
     const int before = early_before(expert), early = early_before(expert + 1) - before;
     if (unit < early) return before + unit;
-    return early_before(num_experts) + smem.expert_unit[expert] - before + unit - early;
+    return early_before(num_slots) + smem.expert_unit[expert] - before + unit - early;
 }
 
 // Where each local expert's rows begin. Scope: a CTA; every one computes it for itself.
 __device__ __forceinline__ void place_experts(const LayerArgs& args, const PlacementSmem& smem) {
     const Shape& s = args.shape;
-    const int num_experts = s.num_local_experts();
+    const int num_slots = s.num_local_slots();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = Planners::size() / 32;
 #pragma unroll 1
-    for (int expert = warp; expert < num_experts; expert += num_warps) {
+    for (int expert = warp; expert < num_slots; expert += num_warps) {
         const uint32_t* counts = args.workspace.cta_counts + expert * gridDim.x;
-        const uint32_t all = args.workspace.selections[s.first_expert() + expert];
-        const int early = early_units(args, expert);
+        const uint32_t all = args.workspace.selections[s.first_slot() + expert];
+        const int early = s.is_spare(expert) ? 0 : early_units(args, expert);
         uint32_t before = 0;
 #pragma unroll  // so that all loads are on their way at once
         for (uint32_t cta = lane; cta < kMaxCtas; cta += 32) {
@@ -276,12 +285,12 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
     if (warp == 0) {
         int block = 0, unit = 0, own = 0, rows = 0;
 #pragma unroll 1
-        for (int first = 0; first < num_experts; first += 32) {
+        for (int first = 0; first < num_slots; first += 32) {
             const int expert = first + lane;
-            const int own_rows = expert < num_experts ? smem.expert_rows[expert] : 0;
+            const int own_rows = expert < num_slots ? smem.expert_rows[expert] : 0;
             const int own_blocks = ceil_div(own_rows, BLOCK_M);
             const int own_units = ceil_div(own_blocks, kClusterSize);
-            const int own_early = expert < num_experts ? smem.expert_own[expert] : 0;
+            const int own_early = expert < num_slots ? smem.expert_own[expert] : 0;
             int blocks = own_blocks, units = own_units, early = own_early;
             for (int step = 1; step < 32; step *= 2) {
                 const int more_blocks = __shfl_up_sync(~0u, blocks, step);
@@ -289,7 +298,7 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
                 const int more_early = __shfl_up_sync(~0u, early, step);
                 if (lane >= step) blocks += more_blocks, units += more_units, early += more_early;
             }
-            if (expert < num_experts) {
+            if (expert < num_slots) {
                 smem.expert_block[expert] = block + blocks - own_blocks;
                 smem.expert_unit[expert] = unit + units - own_units;
                 smem.expert_own[expert] = own + early - own_early;
@@ -300,9 +309,9 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
             rows += __reduce_add_sync(~0u, own_rows);
         }
         if (lane == 0) {
-            smem.expert_block[num_experts] = block;
-            smem.expert_unit[num_experts] = unit;
-            smem.expert_own[num_experts] = own;
+            smem.expert_block[num_slots] = block;
+            smem.expert_unit[num_slots] = unit;
+            smem.expert_own[num_slots] = own;
             if (blockIdx.x == 0) *args.plan.header = {block, unit, rows};
         }
     }
@@ -314,14 +323,14 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
 __device__ __forceinline__ void place_units(const LayerArgs& args, const PlacementSmem& smem) {
     const Shape& s = args.shape;
     const Plan& plan = args.plan;
-    const int num_experts = s.num_local_experts();
+    const int num_slots = s.num_local_slots();
 #pragma unroll 1
-    for (int expert = threadIdx.x; expert < num_experts; expert += Planners::size()) {
+    for (int expert = threadIdx.x; expert < num_slots; expert += Planners::size()) {
         uint32_t row = uint32_t(smem.expert_block[expert]) * BLOCK_M + smem.base[expert];
 #pragma unroll 1
         for (int i = 0; i < smem.num_chunks; ++i) {
-            const uint32_t count = smem.counts[i * num_experts + expert];
-            smem.counts[i * num_experts + expert] = row;
+            const uint32_t count = smem.counts[i * num_slots + expert];
+            smem.counts[i * num_slots + expert] = row;
             row += count;
         }
     }
@@ -329,7 +338,7 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
     // The last warps begin, since they have no chunks.
     const int thread = Planners::size() - 1 - int(threadIdx.x);
 #pragma unroll 1
-    for (int expert = blockIdx.x; expert < num_experts; expert += gridDim.x) {
+    for (int expert = blockIdx.x; expert < num_slots; expert += gridDim.x) {
         const int begin = smem.expert_block[expert], end = smem.expert_block[expert + 1];
 #pragma unroll 1
         for (int row = begin * BLOCK_M + smem.expert_rows[expert] + thread; row < end * BLOCK_M;
@@ -342,14 +351,14 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
              block += kClusterSize * Planners::size()) {
             const int halves = ceil_div(smem.expert_rows[expert] - block * BLOCK_M, kHalfRows);
             const int place =
-                place_of_unit(smem, num_experts, args.group_units, expert, block / kClusterSize);
+                place_of_unit(smem, num_slots, args.group_units, expert, block / kClusterSize);
             plan.units[place] = {begin + block, int16_t(expert),
                                  int16_t(min(halves, kClusterSize * BLOCK_M / kHalfRows))};
         }
         if (thread == 0) {
             plan.expert_rows[expert] = smem.expert_rows[expert];
             plan.expert_block[expert] = begin;
-            if (expert == num_experts - 1) plan.expert_block[num_experts] = end;
+            if (expert == num_slots - 1) plan.expert_block[num_slots] = end;
         }
     }
 }
@@ -360,16 +369,20 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
 __device__ __forceinline__ void leave_no_rows(const LayerArgs& args) {
     const Plan& plan = args.plan;
     const int first = int(blockIdx.x) * Planners::size() + int(threadIdx.x);
-    const int step = int(gridDim.x) * Planners::size(),
-              num_experts = args.shape.num_local_experts();
+    const int step = int(gridDim.x) * Planners::size(), num_slots = args.shape.num_local_slots();
+    const int num_hosts = args.shape.num_ranks * args.shape.spare_slots;
+#pragma unroll 1  // by the CTA that may have written them
+    for (int i = first; i < num_hosts and blockIdx.x == 0; i += Planners::size()) {
+        plan.hosts[i] = -1;
+    }
 #pragma unroll 1
     for (int i = first; i < args.num_tokens * plan.topk; i += step) plan.own_columns[i] = -1;
 #pragma unroll 1
     for (int i = first; i < args.num_tokens; i += step) plan.own_ranks[i] = 0;
 #pragma unroll 1
-    for (int i = first; i <= num_experts; i += step) {
+    for (int i = first; i <= num_slots; i += step) {
         plan.expert_block[i] = 0;
-        if (i < num_experts) plan.expert_rows[i] = 0;
+        if (i < num_slots) plan.expert_rows[i] = 0;
     }
     if (first == 0) *plan.header = {};
 }
@@ -397,7 +410,9 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
             args.watchdog.trace.add(event_of(Span::kPlan), step, begin);
             begin = Trace::now();
         };
-        publish_routes(args, epoch);
+        const bool has_slots = args.shape.spare_slots > 0;
+        if (has_slots) smem.clear(args.shape);
+        publish_routes(args, epoch, has_slots ? smem.selections : nullptr);
         ptx::barrier_arrive(kRoutesPublished, int(blockDim.x));
         traced(0);
         smem.clear(args.shape);
@@ -409,6 +424,7 @@ static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
             bool may_go_on;
             if (not is_placing) {
                 may_go_on = await_routes(args, epoch, num_tokens);
+                if (has_slots and not plan_replicas(args, epoch, smem.replicas, may_go_on)) break;
             } else {
                 may_go_on = rows_fit(args, epoch);
                 place_experts(args, smem);

@@ -42,7 +42,7 @@ __device__ __forceinline__ RowMeta shuffled(const RowMeta& meta, int lane) {
 // What a cluster computes together: two row blocks of one expert, or an expert's odd last one.
 struct alignas(8) RowUnit {
     int32_t first_block;
-    int16_t expert;      // local
+    int16_t expert;      // local slot
     int16_t num_halves;  // halves of its blocks that have rows: only an expert's last one may lack
     __device__ int num_blocks() const { return ceil_div<int>(num_halves, BLOCK_M / kHalfRows); }
 };
@@ -56,10 +56,11 @@ struct PlanHeader {
 struct PlanLayout {
     uint64_t header, expert_rows, expert_block, units, row_meta, row_prob, token_rows, own_columns,
         own_ranks, bytes;
+    FLASHMOE_SLOT_FIELD(uint64_t, hosts);
 };
 
 __host__ __device__ inline PlanLayout plan_layout(const Shape& s) {
-    const uint64_t blocks = s.max_row_blocks(), experts = s.num_local_experts();
+    const uint64_t blocks = s.max_row_blocks(), slots = s.num_local_slots();
     PlanLayout at{};
     uint64_t end = 0;
     auto take = [&end](uint64_t bytes) {
@@ -68,22 +69,24 @@ __host__ __device__ inline PlanLayout plan_layout(const Shape& s) {
         return offset;
     };
     at.header = take(sizeof(PlanHeader));
-    at.expert_rows = take(experts * sizeof(int32_t));
-    at.expert_block = take((experts + 1) * sizeof(int32_t));
+    at.expert_rows = take(slots * sizeof(int32_t));
+    at.expert_block = take((slots + 1) * sizeof(int32_t));
     at.units = take(blocks * sizeof(RowUnit));
     at.row_meta = take(blocks * BLOCK_M * sizeof(RowMeta));
     at.row_prob = take(blocks * BLOCK_M * sizeof(float));
     at.token_rows = take(uint64_t(s.num_ranks) * s.max_tokens * s.topk * sizeof(int32_t));
     at.own_columns = take(uint64_t(s.max_tokens) * s.topk * sizeof(int32_t));
     at.own_ranks = take(uint64_t(s.max_tokens) * sizeof(uint32_t));
+    FLASHMOE_SET_SLOT_FIELD(at.hosts,
+                            take(uint64_t(s.num_ranks) * s.spare_slots * sizeof(int32_t)));
     at.bytes = end;
     return at;
 }
 
 struct Plan {
     PlanHeader* header;
-    int32_t* expert_rows;   // [local expert]: received rows
-    int32_t* expert_block;  // [local expert + 1]: first block
+    int32_t* expert_rows;   // [local slot]: received rows
+    int32_t* expert_block;  // [local slot + 1]: first block
     RowUnit* units;         // in the order of their tiles; none spans two experts
     RowMeta* row_meta;      // [row]
     float* row_prob;        // [row], 0 for pad rows
@@ -92,21 +95,25 @@ struct Plan {
     uint32_t* own_ranks;    // [own token]: mask of the ranks that compute for it
     int max_tokens;
     int topk;
+    // [rank][spare slot]: the expert whose replica it holds, or -1
+    FLASHMOE_SLOT_FIELD(int32_t*, hosts);
 
     static Plan at(void* base, const Shape& s) {
         const PlanLayout layout = plan_layout(s);
         auto place = [base](uint64_t offset) { return static_cast<char*>(base) + offset; };
-        return {reinterpret_cast<PlanHeader*>(place(layout.header)),
-                reinterpret_cast<int32_t*>(place(layout.expert_rows)),
-                reinterpret_cast<int32_t*>(place(layout.expert_block)),
-                reinterpret_cast<RowUnit*>(place(layout.units)),
-                reinterpret_cast<RowMeta*>(place(layout.row_meta)),
-                reinterpret_cast<float*>(place(layout.row_prob)),
-                reinterpret_cast<int32_t*>(place(layout.token_rows)),
-                reinterpret_cast<int32_t*>(place(layout.own_columns)),
-                reinterpret_cast<uint32_t*>(place(layout.own_ranks)),
-                s.max_tokens,
-                s.topk};
+        Plan plan{reinterpret_cast<PlanHeader*>(place(layout.header)),
+                  reinterpret_cast<int32_t*>(place(layout.expert_rows)),
+                  reinterpret_cast<int32_t*>(place(layout.expert_block)),
+                  reinterpret_cast<RowUnit*>(place(layout.units)),
+                  reinterpret_cast<RowMeta*>(place(layout.row_meta)),
+                  reinterpret_cast<float*>(place(layout.row_prob)),
+                  reinterpret_cast<int32_t*>(place(layout.token_rows)),
+                  reinterpret_cast<int32_t*>(place(layout.own_columns)),
+                  reinterpret_cast<uint32_t*>(place(layout.own_ranks)),
+                  s.max_tokens,
+                  s.topk};
+        FLASHMOE_SET_SLOT_FIELD(plan.hosts, reinterpret_cast<int32_t*>(place(layout.hosts)));
+        return plan;
     }
     __device__ __forceinline__ int32_t* rows_of(int src_rank, int token) const {
         return token_rows + (int64_t(src_rank) * max_tokens + token) * topk;

@@ -6,6 +6,7 @@
 
 #include "flashmoe/comm/grid.cuh"
 #include "flashmoe/moe/choices.cuh"
+#include "flashmoe/moe/replicas.cuh"
 #include "flashmoe/moe/router.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
@@ -52,16 +53,14 @@ __device__ __forceinline__ uint32_t selected_experts(const LayerArgs& args, int 
 
 // Turns `count` rows of the routing map into at most topk routes each, and sends them to every
 // rank. `count` is at most the tokens that a warp has lanes for. Scope: one warp.
-__device__ __forceinline__ void publish_tokens(const LayerArgs& args,
-                                               uint32_t epoch,
-                                               int first_token,
-                                               int count) {
+__device__ __forceinline__ void publish_tokens(
+    const LayerArgs& args, uint32_t epoch, uint32_t* counts, int first_token, int count) {
     const Shape& s = args.shape;
     const int width = lanes_per_token(s), lane = int(threadIdx.x) % 32, nth = lane % width;
     const bool is_here = lane / width < count;
     const int token = first_token + lane / width;
     const auto send = [&](int k, Route route) {
-        send_route(args, epoch, token, k, route, route.expert);
+        send_route(args, epoch, counts, token, k, route, route.expert);
     };
     int num_routes = 0;  // found for the token so far
 #pragma unroll 1
@@ -104,8 +103,10 @@ __device__ __forceinline__ void publish_tokens(const LayerArgs& args,
 
 // Sends every token's routes to every rank, after the router has run if there is one. A warp takes
 // a share of the tokens at a time: as many as it reads at once or, with a router, as it chooses
-// for. Scope: the planners of the grid.
-__device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t epoch) {
+// for. With spare slots `counts` has a zero for each expert. Scope: the planners of the grid.
+__device__ __forceinline__ void publish_routes(const LayerArgs& args,
+                                               uint32_t epoch,
+                                               uint32_t* counts) {
     const Shape& s = args.shape;
     if (args.refusal != nullptr and blockIdx.x == 0 and threadIdx.x == 0) {
         args.watchdog.repeat(args.refusal);
@@ -118,6 +119,7 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
     // The first token of a CTA's nth share. Shares go round the CTAs, so that few tokens are spread
     // over all of them.
     const auto share_at = [&](int nth) { return (nth * int(gridDim.x) + int(blockIdx.x)) * share; };
+    if (counts != nullptr) Planners::sync();  // all are zero
     if (has_router) {
         const int parts = ceil_div(s.num_experts, kRouterExperts);
 #pragma unroll 1
@@ -140,16 +142,17 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
         for (int token = first; token < end; token += at_a_time) {
             const int count = min(at_a_time, end - token);
             if (has_indices) {
-                publish_choices(args, epoch, token, count);
+                publish_choices(args, epoch, counts, token, count);
             } else {
-                publish_tokens(args, epoch, token, count);
+                publish_tokens(args, epoch, counts, token, count);
             }
         }
     }
     if (blockIdx.x == 0 and threadIdx.x < s.num_ranks) {
         *args.heap.row_block_bound(int(threadIdx.x), epoch, s.rank) = args.row_block_bound;
     }
-    last_arrival(&args.workspace.tickets->routes_published, [&] {
+    if (counts != nullptr) add_route_counts(args, counts);
+    const auto tell = [&] {
         const bool refused = Atomics::load(args.workspace.raised) != 0;
         if (refused) {
             protocol::give_reasons<Atomics>(s.num_ranks, [&](int rank) {
@@ -159,7 +162,22 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args, uint32_t e
         protocol::publish_routes<Atomics>(
             s.num_ranks, RouteSignal::make(epoch, args.num_tokens, refused),
             [&](int rank) { return args.heap.route_signal(rank, epoch, s.rank); });
-    });
+    };
+    uint32_t* arrivals = &args.workspace.tickets->routes_published;
+    if (counts == nullptr) {
+        last_arrival(arrivals, tell);
+    } else {
+        bool is_last = false;
+        last_arrival(arrivals, [&] { is_last = true; });
+        if (Planners::any(is_last)) {
+            send_route_counts(args, epoch);
+            Planners::sync();
+            if (threadIdx.x == 0) {
+                Atomics::fence<protocol::Scope::kSystem>();
+                tell();
+            }
+        }
+    }
 }
 
 // Tells all ranks that this one's rows are in place or, with the epoch after that, that it has read

@@ -21,8 +21,8 @@ struct RecordHead {
     int32_t num_tokens;
     int32_t num_rows;  // received, without pad rows
     int32_t num_row_blocks;
-    int32_t num_experts;  // local
-    int32_t reserved;
+    int32_t num_counts;  // words behind the totals
+    int32_t spare_slots;
     uint64_t begin_ns, end_ns;
 };
 

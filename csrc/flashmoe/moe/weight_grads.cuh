@@ -30,7 +30,7 @@ __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, i
         const protocol::BandOrder order{ceil_div(product.num_out, kClusterSize * BLOCK_M),
                                         ceil_div(product.num_in, BLOCK_N)};
         const int per_expert = order.num_m * order.num_n;
-        const int tiles = args.shape.num_local_experts() * per_expert;
+        const int tiles = args.shape.num_local_slots() * per_expert;
         if (ticket < tiles) {
             const protocol::BandOrder::Place place = order.at(ticket % per_expert);
             return {int16_t(kFirstWeightGrad + which),
@@ -64,13 +64,22 @@ class GradRows {
         row_ = tile.m * BLOCK_M + warp * kWarpRows;
         if (is_fc1 and args.shape.is_split) {  // no warp has rows of both halves
             num_out /= 2;
-            if (row_ >= num_out) index += args.shape.num_local_experts(), row_ -= num_out;
+            if (row_ >= num_out) index += args.shape.num_local_slots(), row_ -= num_out;
         }
         map_ = args.weight_grads.maps + index;
         grad_ = static_cast<char*>(args.weight_grads.pointers[index]);
         num_rows_ = min(num_out - row_, kWarpRows);
     }
     __device__ __forceinline__ int num_rows() const { return num_rows_; }  // may be below 0
+    // Whether they are in a spare slot, where gradients are float32 and written, whatever becomes
+    // of the own experts'. It follows from the map, since processors have no register left for
+    // that.
+    __device__ __forceinline__ bool are_spare(const BackwardArgs& args) const {
+        const int num_slots = args.first_spare + args.shape.spare_slots;
+        int index = int(map_ - args.weight_grads.maps);
+        if (index >= 2 * num_slots) index -= num_slots;  // only split weights have a third kind
+        return index - (index >= num_slots ? num_slots : 0) >= args.first_spare;
+    }
     // The address of a row, from some column of the tile on.
     __device__ __forceinline__ char* at(int row, int column, int element_bytes) const {
         return grad_ + (int64_t(row_ + row) * num_in_ + column_ + column) * element_bytes;
@@ -103,8 +112,9 @@ class GradRows {
 
 // Whether gradients leave as results do: rounded, and row by row from their finishers. What is
 // added to 16-bit values is rounded once, behind the sum.
-__device__ __forceinline__ bool leave_rounded(const BackwardArgs& args) {
-    return args.weight_grads.dtype != Dtype::kFloat32 and not args.weight_grads.accumulate;
+__device__ __forceinline__ bool leave_rounded(const BackwardArgs& args, bool are_spare) {
+    return args.weight_grads.dtype != Dtype::kFloat32 and not args.weight_grads.accumulate and
+           not are_spare;
 }
 
 // Sends a warp's rounded rows of a tile. Scope: a warp.
@@ -150,7 +160,8 @@ __device__ __forceinline__ void send_half(const BackwardArgs& args,
                                           unsigned pause_ns) {
     for (int block = 0; block < kHalfBlocks; ++block) {
         if (int(threadIdx.x % 32) == block) {
-            grad.send(laid_down, half, block, args.weight_grads.accumulate);
+            const bool are_spare = kHasReplicas and grad.are_spare(args);
+            grad.send(laid_down, half, block, args.weight_grads.accumulate and not are_spare);
         }
         if (pause_ns > 0) __nanosleep(pause_ns);
     }
@@ -170,7 +181,7 @@ __device__ __forceinline__ void store_weight_grad(const BackwardArgs& args,
     lay_down_floats<kHalf>(room.outputs, accumulator);
     ptx::fence_proxy_async_shared();
     __syncwarp();
-    if (args.weight_grads.dtype != Dtype::kFloat32) {
+    if (args.weight_grads.dtype != Dtype::kFloat32 and not(kHasReplicas and grad.are_spare(args))) {
         put_half<T>(args, grad, room.outputs, kHalf);
     } else if (kHalf == 0) {
         send_half(args, grad, room.outputs, 0, 0);
@@ -224,9 +235,10 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
         wait_barrier<Waiter::kWarp>(args.watchdog, Wait::kFinisherRows, room.full,
                                     handover_cursor.parity());
         const GradRows grad(args, tile, processor * kProcessorWarps + warp);
-        if (leave_rounded(args)) {
+        if (leave_rounded(args, kHasReplicas and grad.are_spare(args))) {
             send_rounded(grad, room.outputs);
-        } else if (args.weight_grads.dtype == Dtype::kFloat32) {
+        } else if (args.weight_grads.dtype == Dtype::kFloat32 or
+                   (kHasReplicas and grad.are_spare(args))) {
             send_half(args, grad, room.outputs, 1, num_k_blocks * kBlockNs / 2 / kPieces);
         }
         give_back.follow(room.empty);
@@ -237,10 +249,11 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
     handover_cursor.advance();
 }
 
-// Writes zeros for an expert without rows. Scope: a warp of a processor.
+// Writes zeros for an expert without rows, but not where there is none. Scope: a warp of a
+// processor.
 __device__ __forceinline__ void store_no_weight_grad(const BackwardArgs& args,
                                                      const GradRows& grad) {
-    if (args.weight_grads.accumulate) return;
+    if (args.weight_grads.accumulate or (kHasReplicas and grad.are_spare(args))) return;
     const int bytes = args.weight_grads.dtype == Dtype::kFloat32 ? 4 : kElementBytes;
     const int per_lane = 8 / bytes, columns = min(grad.columns_from(0), BLOCK_N);
     for (int row = 0; row < grad.num_rows(); ++row) {

@@ -17,7 +17,9 @@ struct Tickets {
     uint32_t differentiated;    // finishers' shares of a backward's GEMM0 tiles, over all blocks
     uint32_t fc2_grads_stored;  // finishers that have sent all of their fc2 gradients
     uint32_t routes_published, rows_published, rows_taken, leaving;
-    uint32_t barrier[2];
+    uint32_t barrier[3];   // rows are counted, rows are placed, replicas are planned
+    uint32_t pushed;       // tickets for weights that replicas get
+    uint32_t grads_added;  // CTAs that have added replicas' gradients
 };
 
 // Takes the next `count` items off a counter. Scope: one warp.
@@ -28,6 +30,7 @@ __device__ __forceinline__ int take_tickets(uint32_t* counter, int count) {
 }
 
 struct Workspace {
+    static constexpr int64_t kCtaCounts = int64_t(kMaxLocalExperts) * kMaxCtas;
     static constexpr int kFc2GradsOffset = 24, kTotalsOffset = 128;  // bytes from the start
 
     uint32_t* raised;       // first fault wins; never zeroed by a launch
@@ -39,10 +42,13 @@ struct Workspace {
     Tickets* tickets;
     uint32_t* rows_ready;      // [block]: rows in place, 128 when full
     uint32_t* tile_ready;      // [GEMM][block]: warps' shares of the block's tiles stored
-    uint32_t* selections;      // [expert]: routes of all ranks to it
-    uint32_t* own_selections;  // [local expert]: routes of this rank to it
-    uint32_t* cta_counts;      // [local expert][CTA]: rows of the chunks that this CTA placed
+    uint32_t* selections;      // [slot]: routes of all ranks to it
+    uint32_t* own_selections;  // [local slot]: routes of this rank to it
+    uint32_t* cta_counts;      // [local slot][CTA]: rows of the chunks that this CTA placed
     int max_blocks;
+    // With spare slots: [expert], routes of this rank; [rank][spare slot], pieces of weights there.
+    FLASHMOE_SLOT_FIELD(uint32_t*, route_counts);
+    FLASHMOE_SLOT_FIELD(uint32_t*, pushes);
     int64_t num_zeroed;  // words from `tickets` on that each launch leaves as zeros
 
     __device__ __forceinline__ int tile_counter(int gemm, int block) const {
@@ -58,8 +64,9 @@ struct Workspace {
         static_assert(kTotalsOffset + sizeof(Totals) <= kFront * sizeof(uint32_t));
         // Layers of other shapes share this memory: the words that are zero between launches begin
         // at one place for all of them, and no other words come behind.
-        constexpr int64_t kCounts = int64_t(kMaxLocalExperts) * kMaxCtas;
-        const int64_t zeroed = kHead + 3 * blocks + s.num_experts + s.num_local_experts();
+        const int64_t counted = s.spare_slots > 0 ? s.num_experts : 0;
+        const int64_t zeroed = kHead + 3 * blocks + s.num_slots() + s.num_local_slots() + counted +
+                               int64_t(s.num_ranks) * s.spare_slots;
         if (out != nullptr) {
             uint32_t* words = static_cast<uint32_t*>(base);
             out->raised = words;
@@ -70,15 +77,18 @@ struct Workspace {
                 reinterpret_cast<uint64_t*>(static_cast<char*>(base) + kFc2GradsOffset);
             out->totals = reinterpret_cast<Totals*>(static_cast<char*>(base) + kTotalsOffset);
             out->cta_counts = words + kFront;
-            out->tickets = reinterpret_cast<Tickets*>(words + kFront + kCounts);
-            out->rows_ready = words + kFront + kCounts + kHead;
+            out->tickets = reinterpret_cast<Tickets*>(words + kFront + kCtaCounts);
+            out->rows_ready = words + kFront + kCtaCounts + kHead;
             out->tile_ready = out->rows_ready + blocks;
             out->max_blocks = int(blocks);
             out->selections = out->tile_ready + 2 * blocks;
-            out->own_selections = out->selections + s.num_experts;
+            out->own_selections = out->selections + s.num_slots();
+            uint32_t* const slot_words = out->own_selections + s.num_local_slots();
+            FLASHMOE_SET_SLOT_FIELD(out->route_counts, slot_words);
+            FLASHMOE_SET_SLOT_FIELD(out->pushes, slot_words + counted);
             out->num_zeroed = zeroed;
         }
-        return sizeof(uint32_t) * (kFront + kCounts + zeroed);
+        return sizeof(uint32_t) * (kFront + kCtaCounts + zeroed);
     }
 };
 

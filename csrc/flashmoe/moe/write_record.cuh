@@ -11,6 +11,21 @@ __device__ __forceinline__ void begin_record(const LayerArgs& args) {
     if (blockIdx.x == 0 and threadIdx.x == 0) *args.workspace.begun_ns = ptx::globaltimer_ns();
 }
 
+// What a record says of replicas, behind the rows of all slots: the experts in the spare ones, how
+// many replicas of this rank's experts there are, and the size of one in multiples of 64 elements.
+constexpr int kReplicaWords = 2;
+__device__ __forceinline__ uint32_t replica_word(const LayerArgs& args, int i) {
+    const Shape& s = args.shape;
+    if (i < s.spare_slots) return uint32_t(args.plan.hosts[s.rank * s.spare_slots + i]);
+    if (i > s.spare_slots) return uint32_t(s.expert_elements() / 64);
+    uint32_t replicas = 0;
+    for (int place = 0; place < s.num_ranks * s.spare_slots; ++place) {
+        const int expert = args.plan.hosts[place];
+        replicas += expert >= 0 and expert / s.num_local_experts() == s.rank;
+    }
+    return replicas;
+}
+
 // Calls `meanwhile` while the record's parts are being loaded. Scope: the last CTA to leave.
 template <class Meanwhile>
 __device__ __forceinline__ void write_record(const LayerArgs& args,
@@ -19,14 +34,17 @@ __device__ __forceinline__ void write_record(const LayerArgs& args,
     if (args.records == nullptr) return meanwhile();
     __shared__ RecordHead head;
     const Workspace& workspace = args.workspace;
-    const int num_experts = args.shape.num_local_experts();
+    const int num_slots = args.shape.num_local_slots(), num_spare = args.shape.spare_slots;
+    const int num_counts = num_spare > 0 ? num_slots + num_spare + kReplicaWords : num_slots;
     // A thread loads its first word along with the head, since each round of loads delays the end.
     const auto* totals = reinterpret_cast<const volatile uint32_t*>(workspace.totals);
     const auto word_behind_head = [&](int i) {
         return i < Record::kFrontWords ? totals[i - Record::kHeadWords]
-                                       : uint32_t(args.plan.expert_rows[i - Record::kFrontWords]);
+               : not kHasReplicas or i < Record::kFrontWords + num_slots
+                   ? uint32_t(args.plan.expert_rows[i - Record::kFrontWords])
+                   : replica_word(args, i - Record::kFrontWords - num_slots);
     };
-    const int num_words = Record::kFrontWords + num_experts, mine = int(threadIdx.x);
+    const int num_words = Record::kFrontWords + num_counts, mine = int(threadIdx.x);
     const bool has_early = mine >= Record::kHeadWords and mine < num_words;
     const uint32_t early = has_early ? word_behind_head(mine) : 0;
     const PlanHeader plan = *args.plan.header;
@@ -44,8 +62,8 @@ __device__ __forceinline__ void write_record(const LayerArgs& args,
         head.num_tokens = args.num_tokens;
         head.num_rows = plan.num_rows;
         head.num_row_blocks = plan.num_row_blocks;
-        head.num_experts = num_experts;
-        head.reserved = 0;
+        head.num_counts = num_counts;
+        head.spare_slots = num_spare;
         head.begin_ns = begin_ns;
         head.end_ns = ptx::globaltimer_ns();
         *workspace.num_records = sequence;

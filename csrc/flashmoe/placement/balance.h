@@ -12,10 +12,12 @@
 
 #ifdef __CUDACC__
 #define FLASHMOE_PLACEMENT __host__ __device__ __forceinline__
-#define FLASHMOE_PLACEMENT_LOOP _Pragma("unroll 1")
+#define FLASHMOE_PLACEMENT_LOOP _Pragma("unroll 1")  // what runs once is written for its size
+#define FLASHMOE_PLACEMENT_UNROLLED _Pragma("unroll")
 #else
 #define FLASHMOE_PLACEMENT inline
 #define FLASHMOE_PLACEMENT_LOOP
+#define FLASHMOE_PLACEMENT_UNROLLED
 #endif
 
 namespace flashmoe::placement {
@@ -24,6 +26,7 @@ constexpr int kBlockRows = 128;
 constexpr int kGoodPercent = 101;
 constexpr int kStepsPerSlot = 4;
 constexpr int kMaxRanks = 8;
+constexpr int kMaxSlots = 64;  // spare ones of a rank
 constexpr int kNumPreferences = 16;
 constexpr int kNumRounds = 4;
 
@@ -49,10 +52,13 @@ struct Move {
 
 // What a team shares beside the tables.
 struct Loads {
+    int64_t load[kMaxRanks];  // rows of blocks plus rows
     int empty[kMaxRanks];
     int total[kMaxRanks];
     int blocks[kMaxRanks];
     int order[kMaxRanks];  // ranks by ascending load
+    int num_held[kMaxRanks];
+    int16_t held[kMaxRanks][kMaxSlots];  // experts of other ranks that a rank has slots for
     Move moves[kNumRounds][kMaxRanks];
 };
 
@@ -76,6 +82,10 @@ struct Attempt {
         return (rows + kBlockRows - 1) / kBlockRows;
     }
 
+    FLASHMOE_PLACEMENT static int64_t load_of(int blocks, int rows) {
+        return int64_t(blocks) * kBlockRows + rows;
+    }
+
     // `hosts` is [rank][spare_slots], -1 behind a rank's last replica, or null if they are to be
     // chosen.
     FLASHMOE_PLACEMENT void begin(int spare_slots, const int* hosts, Preference chosen) {
@@ -83,26 +93,39 @@ struct Attempt {
         const int local = num_experts / num_ranks;
         FLASHMOE_PLACEMENT_LOOP
         for (int rank = Team::group(); rank < num_ranks; rank += Team::num_groups()) {
-            int total = 0, blocks = 0;
+            int total = 0, blocks = 0, num_held = 0;
             FLASHMOE_PLACEMENT_LOOP
-            for (int expert = Team::lane(); expert < num_experts; expert += Team::kLanes) {
-                const bool is_home = expert / local == rank;
+            for (int i = Team::lane(); i < local; i += Team::kLanes) {
+                FLASHMOE_PLACEMENT_LOOP
+                for (int home = 0; home < num_ranks; ++home) {
+                    rows[rank * num_experts + home * local + i] = 0;
+                    rank_of[rank * num_experts + home * local + i] = uint8_t(home);
+                }
+                const int expert = rank * local + i;
                 int sum = 0;
-                for (int source = 0; is_home && source < num_ranks; ++source) {
-                    sum += counts[source * num_experts + expert];
+                FLASHMOE_PLACEMENT_UNROLLED
+                for (int source = 0; source < kMaxRanks; ++source) {
+                    if (source < num_ranks) sum += counts[source * num_experts + expert];
                 }
                 rows[rank * num_experts + expert] = sum;
-                rank_of[rank * num_experts + expert] = uint8_t(expert / local);
-                if (is_home) holders[expert] = uint8_t(1 << rank);
+                holders[expert] = uint8_t(1 << rank);
                 total += sum;
                 blocks += num_blocks(sum);
             }
             total = Team::sum(total);
             blocks = Team::sum(blocks);
+            for (int slot = 0; hosts && slot < spare_slots; ++slot) {
+                const int expert = hosts[rank * spare_slots + slot];
+                if (expert < 0) break;
+                if (Team::lane() == 0) loads->held[rank][num_held] = int16_t(expert);
+                ++num_held;
+            }
             if (Team::lane() == 0) {
+                loads->load[rank] = load_of(blocks, total);
                 loads->empty[rank] = hosts ? 0 : spare_slots;
                 loads->total[rank] = total;
                 loads->blocks[rank] = blocks;
+                loads->num_held[rank] = num_held;
             }
         }
         Team::sync();
@@ -114,6 +137,7 @@ struct Attempt {
         }
         int64_t all = 0;
         most_rows = most_blocks = 0;
+        FLASHMOE_PLACEMENT_LOOP
         for (int rank = 0; rank < num_ranks; ++rank) {
             const int total = loads->total[rank], blocks = loads->blocks[rank];
             all += total;
@@ -132,21 +156,21 @@ struct Attempt {
         }
     }
 
-    FLASHMOE_PLACEMENT int64_t load(int rank) const {
-        return int64_t(loads->blocks[rank]) * kBlockRows + loads->total[rank];
-    }
-
     FLASHMOE_PLACEMENT int64_t most() const {
         int64_t greatest = 0;
-        for (int rank = 0; rank < num_ranks; ++rank) {
-            greatest = load(rank) > greatest ? load(rank) : greatest;
+        FLASHMOE_PLACEMENT_UNROLLED
+        for (int rank = 0; rank < kMaxRanks; ++rank) {
+            const int64_t load = rank < num_ranks ? loads->load[rank] : 0;
+            greatest = load > greatest ? load : greatest;
         }
         return greatest;
     }
 
     FLASHMOE_PLACEMENT bool is_good() const {
         int64_t sum = 0;
-        for (int rank = 0; rank < num_ranks; ++rank) sum += load(rank);
+        FLASHMOE_PLACEMENT_UNROLLED
+        for (int rank = 0; rank < kMaxRanks; ++rank)
+            sum += rank < num_ranks ? loads->load[rank] : 0;
         return most() * num_ranks * 100 <= sum * kGoodPercent;
     }
 
@@ -156,10 +180,12 @@ struct Attempt {
     FLASHMOE_PLACEMENT bool step() {
         FLASHMOE_PLACEMENT_LOOP
         for (int rank = Team::index(); rank < num_ranks; rank += Team::size()) {
-            int place = 0;  // of equal ones the first rank is the last
-            for (int other = 0; other < num_ranks; ++other) {
-                const int64_t more = load(rank) - load(other);
-                place += more > 0 || (more == 0 && other > rank);
+            const int64_t load = loads->load[rank];
+            int place = 0;  // the first of equal ranks is the last
+            FLASHMOE_PLACEMENT_UNROLLED
+            for (int other = 0; other < kMaxRanks; ++other) {
+                const int64_t less = other < num_ranks ? loads->load[other] : INT64_MAX;
+                place += less < load || (less == load && other > rank);
             }
             loads->order[place] = rank;
         }
@@ -209,38 +235,46 @@ struct Attempt {
     // The move of most rows; of equal ones the first without a new slot. Scope: a group.
     FLASHMOE_PLACEMENT Move largest(int giver, int taker, int most_moved) const {
         constexpr int kNew = 1 << 24;
-        Move best{taker, 0, 0, 0, false, false};
+        const int local = num_experts / num_ranks;
+        const int num_candidates = most_moved > 0 ? local + loads->num_held[giver] : 0;
+        const bool has_slot = loads->empty[taker] > 0;
+        int best_rows = 0, best_key = INT32_MAX, best_sources = 0;
         FLASHMOE_PLACEMENT_LOOP
-        for (int expert = Team::lane(); most_moved > 0 && expert < num_experts;
-             expert += Team::kLanes) {
+        for (int i = Team::lane(); i < num_candidates; i += Team::kLanes) {
+            const int expert = i < local ? giver * local + i : loads->held[giver][i - local];
             const bool is_new = !(holders[expert] >> taker & 1);
-            if (!rows[giver * num_experts + expert] || (is_new && !loads->empty[taker])) continue;
-            uint32_t sources = 0;
-            int moved = 0;
-            FLASHMOE_PLACEMENT_LOOP
-            for (int i = 0; i < num_ranks; ++i) {
-                int source = taker + i * preference.step;
-                source += source < 0 ? num_ranks : source >= num_ranks ? -num_ranks : 0;
-                const int piece = counts[source * num_experts + expert];
-                if (rank_of[source * num_experts + expert] == giver && piece &&
-                    moved + piece <= most_moved) {
-                    moved += piece;
-                    sources |= 1u << source;
+            if (!rows[giver * num_experts + expert] || (is_new && !has_slot)) continue;
+            int pieces[kMaxRanks];
+            FLASHMOE_PLACEMENT_UNROLLED
+            for (int nth = 0; nth < kMaxRanks; ++nth) {
+                const int at = source_of(taker, nth) * num_experts + expert;
+                pieces[nth] = nth < num_ranks && rank_of[at] == giver ? counts[at] : 0;
+            }
+            int moved = 0, sources = 0;
+            FLASHMOE_PLACEMENT_UNROLLED
+            for (int nth = 0; nth < kMaxRanks; ++nth) {
+                if (pieces[nth] && moved + pieces[nth] <= most_moved) {
+                    moved += pieces[nth];
+                    sources |= 1 << source_of(taker, nth);
                 }
             }
-            if (moved > best.rows || (moved && moved == best.rows && best.is_new && !is_new)) {
-                best = {taker, expert, sources, moved, is_new, false};
+            const int key = (is_new ? kNew : 0) + expert;
+            if (moved > best_rows || (moved && moved == best_rows && key < best_key)) {
+                best_rows = moved, best_key = key, best_sources = sources;
             }
         }
-        const int most = Team::max(best.rows);
-        const bool may_be = most > 0 && best.rows == most;
-        const int key = may_be ? (best.is_new ? kNew : 0) + best.expert : INT32_MAX;
-        const int least = Team::min(key);
-        best.sources = uint32_t(Team::max(key == least ? int(best.sources) : 0));
-        best.rows = most;
-        best.expert = most > 0 ? least % kNew : 0;
-        best.is_new = most > 0 && least >= kNew;
-        return best;
+        const int most = Team::max(best_rows);
+        const int least = Team::min(best_rows == most ? best_key : INT32_MAX);
+        const int sources = Team::max(best_rows == most && best_key == least ? best_sources : 0);
+        if (most == 0) return {taker, 0, 0, 0, false, false};
+        return {taker, least % kNew, uint32_t(sources), most, least >= kNew, false};
+    }
+
+    // Pieces are taken from the taker's own tokens first. Behind the last rank it is the taker.
+    FLASHMOE_PLACEMENT int source_of(int taker, int nth) const {
+        if (nth >= num_ranks) return taker;
+        const int source = taker + nth * preference.step;
+        return source + (source < 0 ? num_ranks : source >= num_ranks ? -num_ranks : 0);
     }
 
     FLASHMOE_PLACEMENT bool is_better(int giver, const Move& move) const {
@@ -253,9 +287,9 @@ struct Attempt {
         const int blocks_there =
             loads->blocks[taker] - num_blocks(taken) + num_blocks(taken + move.rows);
         const int rows_there = loads->total[taker] + move.rows;
-        const int64_t left = int64_t(blocks_left) * kBlockRows + loads->total[giver] - move.rows;
-        const int64_t there = int64_t(blocks_there) * kBlockRows + rows_there;
-        return left < load(giver) && there < load(giver) && blocks_left <= most_blocks &&
+        const int64_t left = load_of(blocks_left, loads->total[giver] - move.rows);
+        const int64_t there = load_of(blocks_there, rows_there), load = loads->load[giver];
+        return left < load && there < load && blocks_left <= most_blocks &&
                blocks_there <= most_blocks && rows_there <= most_rows;
     }
 
@@ -270,14 +304,15 @@ struct Attempt {
         loads->total[taker] += move.rows;
         given -= move.rows;
         taken += move.rows;
+        loads->load[giver] = load_of(loads->blocks[giver], loads->total[giver]);
+        loads->load[taker] = load_of(loads->blocks[taker], loads->total[taker]);
         FLASHMOE_PLACEMENT_LOOP
-        for (int source = 0; source < num_ranks; ++source) {
-            if (move.sources >> source & 1) {
-                rank_of[source * num_experts + move.expert] = uint8_t(taker);
-            }
+        for (uint32_t left = move.sources, source = 0; left; left >>= 1, ++source) {
+            if (left & 1) rank_of[source * num_experts + move.expert] = uint8_t(taker);
         }
         if (move.is_new) {
             holders[move.expert] |= uint8_t(1 << taker);
+            loads->held[taker][loads->num_held[taker]++] = int16_t(move.expert);
             --loads->empty[taker];
         }
     }
@@ -299,21 +334,28 @@ FLASHMOE_PLACEMENT void number_slots(const uint8_t* rank_of,
         const int first_slot = rank * (local + spare_slots);
         int used = 0;
         FLASHMOE_PLACEMENT_LOOP
-        for (int first = 0; first < num_experts; first += Team::kLanes) {
-            const int expert = first + Team::lane();
-            uint32_t sources = 0;
-            for (int source = 0; source < num_ranks && expert < num_experts; ++source) {
-                sources |= uint32_t(rank_of[source * num_experts + expert] == rank) << source;
+        for (int home = 0; home < num_ranks; ++home) {
+            FLASHMOE_PLACEMENT_LOOP
+            for (int first = 0; first < local; first += Team::kLanes) {
+                const int i = first + Team::lane(), expert = home * local + i;
+                uint32_t sources = 0;
+                FLASHMOE_PLACEMENT_UNROLLED
+                for (int source = 0; source < kMaxRanks; ++source) {
+                    if (source < num_ranks && i < local) {
+                        sources |= uint32_t(rank_of[source * num_experts + expert] == rank)
+                                   << source;
+                    }
+                }
+                const bool is_replica = sources && home != rank;
+                const int spare = used + Team::before(is_replica);
+                const int slot = first_slot + (is_replica ? local + spare : i);
+                FLASHMOE_PLACEMENT_LOOP
+                for (uint32_t left = sources, source = 0; left; left >>= 1, ++source) {
+                    if (left & 1) slot_of[source * num_experts + expert] = uint16_t(slot);
+                }
+                if (is_replica && hosts) hosts[rank * spare_slots + spare] = expert;
+                used += Team::count(is_replica);
             }
-            const bool is_replica = sources && expert / local != rank;
-            const int spare = used + Team::before(is_replica);
-            const int slot = is_replica ? local + spare : expert - rank * local;
-            for (int source = 0; source < num_ranks; ++source) {
-                if (!(sources >> source & 1)) continue;
-                slot_of[source * num_experts + expert] = uint16_t(first_slot + slot);
-            }
-            if (is_replica && hosts) hosts[rank * spare_slots + spare] = expert;
-            used += Team::count(is_replica);
         }
         for (int i = used + Team::lane(); i < spare_slots && hosts; i += Team::kLanes) {
             hosts[rank * spare_slots + i] = -1;

@@ -1,0 +1,185 @@
+// Replicas of hot experts: every rank plans them from the routes that each rank has to each expert,
+// which travel with the routes, and all come to the same placement.
+#pragma once
+
+#include "flashmoe/comm/grid.cuh"
+#include "flashmoe/moe/args.cuh"
+#include "flashmoe/placement/balance.h"
+
+namespace flashmoe {
+
+// A CTA's planners as a team: its warps are the groups.
+struct PlannerTeam {
+    static constexpr int kLanes = 32;
+    __device__ __forceinline__ static int index() { return int(threadIdx.x); }
+    __device__ __forceinline__ static int size() { return Planners::size(); }
+    __device__ __forceinline__ static int group() { return index() / kLanes; }
+    __device__ __forceinline__ static int num_groups() { return size() / kLanes; }
+    __device__ __forceinline__ static int lane() { return index() % kLanes; }
+    __device__ __forceinline__ static void sync() { Planners::sync(); }
+    __device__ __forceinline__ static int sum(int value) { return __reduce_add_sync(~0u, value); }
+    __device__ __forceinline__ static int max(int value) { return __reduce_max_sync(~0u, value); }
+    __device__ __forceinline__ static int min(int value) { return __reduce_min_sync(~0u, value); }
+    __device__ __forceinline__ static int count(bool is_true) {
+        return __popc(__ballot_sync(~0u, is_true));
+    }
+    __device__ __forceinline__ static int before(bool is_true) {
+        return __popc(__ballot_sync(~0u, is_true) & ((1u << lane()) - 1));
+    }
+};
+
+using PlacementAttempt = placement::Attempt<PlannerTeam>;
+static_assert(placement::kMaxRanks == kMaxRanks and placement::kMaxSlots == kMaxSpareSlots);
+
+// What a CTA plans replicas in.
+struct ReplicaSmem {
+    placement::Loads* loads;
+    int* counts;        // [source rank][expert]: routes
+    int* rows;          // [rank][expert]
+    uint16_t* slot_of;  // [source rank][expert], where `rows` was, or null without spare slots
+    uint8_t* rank_of;   // [source rank][expert]
+    uint8_t* holders;   // [expert]
+
+    __host__ __device__ static int64_t words_of_ranks(const Shape& s) {
+        return ceil_div<int64_t>(int64_t(s.num_ranks) * s.num_experts, 4);
+    }
+    __host__ __device__ static int64_t words(const Shape& s) {
+        if (s.spare_slots == 0) return 0;
+        return int64_t(sizeof(placement::Loads) / 4) + 2 * int64_t(s.num_ranks) * s.num_experts +
+               words_of_ranks(s) + ceil_div(s.num_experts, 4);
+    }
+    __device__ ReplicaSmem(const Shape& s, void* smem) {
+        loads = static_cast<placement::Loads*>(smem);
+        counts = reinterpret_cast<int*>(loads + 1);
+        rows = counts + s.num_ranks * s.num_experts;
+        slot_of = s.spare_slots > 0 ? reinterpret_cast<uint16_t*>(rows) : nullptr;
+        rank_of = reinterpret_cast<uint8_t*>(rows + s.num_ranks * s.num_experts);
+        holders = rank_of + 4 * words_of_ranks(s);
+    }
+};
+
+// What CTAs tell each other of their attempts, behind the counts of experts that they will place.
+struct AttemptResult {
+    int32_t most;
+    int32_t is_good;
+
+    __host__ __device__ static int64_t words(const Shape& s) {
+        return align_up<int64_t>(sizeof(AttemptResult) / 4 + ReplicaSmem::words_of_ranks(s), 4);
+    }
+    // Whether all attempts have room there.
+    __host__ __device__ static bool fit(const Shape& s, int num_ctas) {
+        const int64_t counts = align_up<int64_t>(int64_t(s.num_local_slots()) * num_ctas, 4);
+        return counts + placement::kNumPreferences * words(s) <= Workspace::kCtaCounts;
+    }
+    __device__ static AttemptResult* at(const LayerArgs& args, int number) {
+        const Shape& s = args.shape;
+        const int64_t counts = align_up<int64_t>(int64_t(s.num_local_slots()) * gridDim.x, 4);
+        uint32_t* words_of = args.workspace.cta_counts + counts + number * words(s);
+        return reinterpret_cast<AttemptResult*>(words_of);
+    }
+    __device__ uint32_t* rank_of() { return reinterpret_cast<uint32_t*>(this + 1); }
+};
+
+// Adds what a CTA has counted of this rank's routes; the last one to do so sends all to every rank.
+// Scope: the planners of the grid.
+__device__ __forceinline__ void add_route_counts(const LayerArgs& args, const uint32_t* counts) {
+    Planners::sync();
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < args.shape.num_experts; expert += Planners::size()) {
+        if (counts[expert] > 0) atomicAdd(args.workspace.route_counts + expert, counts[expert]);
+    }
+}
+__device__ __forceinline__ void send_route_counts(const LayerArgs& args, uint32_t epoch) {
+    const Shape& s = args.shape;
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
+        const uint32_t count = args.workspace.route_counts[expert];
+#pragma unroll 1
+        for (int rank = 0; rank < s.num_ranks; ++rank) {
+            args.heap.route_counts(rank, epoch, s.rank)[expert] = count;
+        }
+    }
+}
+
+// Tries what the first attempt may not have found, each CTA its share, and takes the best. False if
+// some CTA cannot go on. Scope: the planners of the grid.
+__device__ __forceinline__ bool try_others(const LayerArgs& args,
+                                           const ReplicaSmem& smem,
+                                           PlacementAttempt& attempt,
+                                           bool may_go_on) {
+    const Shape& s = args.shape;
+    auto* ranks = reinterpret_cast<uint32_t*>(smem.rank_of);
+    const int num_words = int(ReplicaSmem::words_of_ranks(s));
+    // The first attempt is there already, in every CTA.
+#pragma unroll 1
+    for (int number = int(blockIdx.x); number < placement::kNumPreferences and may_go_on;
+         number += int(gridDim.x)) {
+        if (number > 0) {
+            Planners::sync();
+            attempt.begin(s.spare_slots, nullptr, placement::preference(number));
+            attempt.run();
+        }
+        AttemptResult* result = AttemptResult::at(args, number);
+        if (threadIdx.x == 0) *result = {int32_t(attempt.most()), attempt.is_good()};
+#pragma unroll 1
+        for (int i = threadIdx.x; i < num_words; i += Planners::size()) {
+            result->rank_of()[i] = ranks[i];
+        }
+    }
+    if (not grid_barrier(args.watchdog, &args.workspace.tickets->barrier[2], may_go_on)) {
+        return false;
+    }
+    // The best of those up to the first good one, where the host would have ended.
+    const int lane = int(threadIdx.x % 32);
+    AttemptResult result{INT32_MAX, false};
+    if (lane < placement::kNumPreferences) result = *AttemptResult::at(args, lane);
+    const uint32_t good = __ballot_sync(~0u, result.is_good);
+    const bool counts = good == 0 or lane < __ffs(good);
+    const int least = __reduce_min_sync(~0u, counts ? result.most : INT32_MAX);
+    const int best = __ffs(__ballot_sync(~0u, counts and result.most == least)) - 1;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < num_words; i += Planners::size()) {
+        ranks[i] = AttemptResult::at(args, best)->rank_of()[i];
+    }
+    Planners::sync();
+    return true;
+}
+
+// Plans which rank computes an expert for each rank's tokens. The most common routings are settled
+// by the first attempt, which every CTA makes for itself. False if some CTA cannot go on. Scope:
+// the planners of the grid, once all ranks' routes have come.
+__device__ __forceinline__ bool plan_replicas(const LayerArgs& args,
+                                              uint32_t epoch,
+                                              const ReplicaSmem& smem,
+                                              bool may_go_on) {
+    const Shape& s = args.shape;
+    PlacementAttempt attempt{smem.counts, s.num_ranks,  s.num_experts, smem.rank_of,
+                             smem.rows,   smem.holders, smem.loads,    {}};
+    bool is_settled = false;
+    if (may_go_on) {
+#pragma unroll 1
+        for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
+            uint32_t counts[kMaxRanks];
+#pragma unroll  // so that all loads are on their way at once
+            for (int src = 0; src < kMaxRanks; ++src) {
+                if (src < s.num_ranks) {
+                    counts[src] = args.heap.route_counts(s.rank, epoch, src)[expert];
+                }
+            }
+#pragma unroll
+            for (int src = 0; src < kMaxRanks; ++src) {
+                if (src < s.num_ranks) smem.counts[src * s.num_experts + expert] = int(counts[src]);
+            }
+        }
+        Planners::sync();
+        attempt.begin(s.spare_slots, nullptr, placement::preference(0));
+        attempt.run();
+        is_settled = attempt.is_good();
+    }
+    if (not is_settled and not try_others(args, smem, attempt, may_go_on)) return false;
+    placement::number_slots<PlannerTeam>(smem.rank_of, s.num_ranks, s.num_experts, s.spare_slots,
+                                         blockIdx.x == 0 ? args.plan.hosts : nullptr, smem.slot_of);
+    return true;
+}
+
+}  // namespace flashmoe

@@ -1,0 +1,222 @@
+"""What replicas cost and bring, on eight virtual ranks of one GPU.
+
+    python -m tests.gpu.skew --out skew.jsonl
+
+It wants FLASHMOE_LIBRARY to name the library of ``tools/build.py --replicas``.
+
+For each layer a forward and backward of all ranks is timed as a CUDA graph, under a uniform
+routing, and under a skewed one with no spare slots and with two; the median of some. Experts are
+as popular as words (Zipf), in the first order of some whose busiest rank has about ``--imbalance``
+times the mean rows. Planning is the time that launches record from their begin until their plan is
+there, with slots less without, in a small layer of 256 experts, also for a routing where nothing
+moves.
+"""
+
+# ruff: noqa: T201 - a program: it prints
+
+import argparse
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
+from tests.gpu.virtual import VirtualLayer, device, streams
+from tools.bench.shapes import SHAPES
+
+RANKS = 8
+Routing = list[tuple[torch.Tensor, torch.Tensor]]
+"""Probabilities and maps of all ranks."""
+
+
+def even(config: MoEConfig) -> Routing:
+    """Each expert gets as many tokens of each rank."""
+    tokens, topk = config.max_tokens, config.topk
+    first = torch.arange(tokens, device=device()).unsqueeze(1) * topk
+    return [
+        of_experts(config, (first + torch.arange(topk, device=device())) % config.num_experts)
+    ] * RANKS
+
+
+def skewed(config: MoEConfig, zipf: float, imbalance: float | None = None) -> Routing:
+    """Popular experts; with an imbalance, in the first order that comes close to it."""
+    popularity = torch.arange(1, config.num_experts + 1, device=device()).float() ** -zipf
+    for seed in itertools.count():
+        g = torch.Generator(device()).manual_seed(seed)
+        order = torch.randperm(config.num_experts, generator=g, device=device())
+        routing = []
+        for _ in range(RANKS):
+            shape = (config.max_tokens, config.num_experts)
+            noise = torch.rand(shape, generator=g, device=device()).log().neg().log()
+            chosen = (popularity[order].log() - noise).topk(config.topk, dim=1).indices
+            routing.append(of_experts(config, chosen))
+        rows = torch.stack([selected.sum(0) for _, selected in routing]).sum(0)
+        rows = rows.view(RANKS, -1).sum(1).double()
+        if imbalance is None or abs(float(rows.max() / rows.mean()) - imbalance) < 0.02:
+            return routing
+    raise AssertionError
+
+
+def of_experts(config: MoEConfig, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    selected = torch.zeros(len(chosen), config.num_experts, dtype=torch.bool, device=device())
+    selected.scatter_(1, chosen, True)
+    return selected / config.topk, selected
+
+
+class Layer:
+    """A layer on all ranks, with data of its own."""
+
+    def __init__(self, config: MoEConfig, spare_slots: int) -> None:
+        self.layer = VirtualLayer(config, is_guarded=False, spare_slots=spare_slots)
+        g = torch.Generator(device()).manual_seed(1)
+
+        def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+            values = torch.empty(size, dtype=torch.bfloat16, device=device())
+            return values.normal_(std=scale, generator=g)
+
+        local = range(config.num_local_experts)
+        sizes = ((config.fc1_rows, config.hidden), (config.hidden, config.intermediate))
+        self.x = [random(config.max_tokens, config.hidden) for _ in range(RANKS)]
+        kinds = [
+            [tuple(random(*size, scale=size[1] ** -0.5) for _ in local) for size in sizes]
+            for _ in range(RANKS)
+        ]
+        self.weights = [ExpertWeights(*each) for each in kinds]
+        self.grads = [
+            [
+                [WeightGrad(torch.zeros(size, device=device()), True) for _ in local]
+                for size in sizes
+            ]
+            for _ in range(RANKS)
+        ]
+
+    def step(self, routing: Routing) -> int:
+        """A forward and backward, whose plans are launches; returns the most blocks of a rank."""
+        probs, maps = zip(*routing, strict=True)
+        out, saved = self.layer.forward(self.x, probs, maps, self.weights)
+        self.layer.backward(out, saved, self.weights, *zip(*self.grads, strict=True))
+        torch.cuda.synchronize()
+        return max(one.num_row_blocks for one in saved)
+
+    def capture(self, routing: Routing) -> torch.cuda.CUDAGraph:
+        """The same as one launch in each direction, all ranks side by side."""
+        most = self.step(routing)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            begin = torch.cuda.current_stream()
+            for rank, backend in enumerate(self.layer.backends):
+                streams()[rank].wait_stream(begin)
+                with torch.cuda.stream(streams()[rank]):
+                    given = (self.x[rank], *routing[rank])
+                    weights = self.weights[rank]
+                    pending = backend.begin(*given, most)
+                    out, saved = backend.finish(pending, weights, training=True)
+                    backend.backward(out, saved, weights, *self.grads[rank])
+                begin.wait_stream(streams()[rank])
+        return graph
+
+    def time_ms(self, routing: Routing, iterations: int) -> float:
+        graph = self.capture(routing)
+        found = []
+        for _ in range(iterations + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end))
+        self.layer.backends[0].raise_pending_fault()
+        return statistics.median(found[2:])
+
+    def records(self) -> list[list[LaunchRecord]]:
+        return [backend.take_records() for backend in self.layer.backends]
+
+    def plan_us(self, routing: Routing, iterations: int) -> float:
+        """The least time that a forward's launch on any rank takes to plan."""
+        graph = self.capture(routing)
+        self.records()
+        for _ in range(iterations):
+            graph.replay()
+            torch.cuda.synchronize()
+        launches = [one for of_rank in self.records() for one in of_rank]
+        return min(one.phase_ns[Phase.HEAD] for one in launches if one.direction == "forward") / 1e3
+
+
+def loads(records: list[list[LaunchRecord]]) -> dict[str, object]:
+    rows = [of_rank[-1].num_rows for of_rank in records]
+    replicas = [of_rank[-1].replicas for of_rank in records]
+    return {
+        "busiest_over_mean": round(max(rows) * len(rows) / sum(rows), 3),
+        "replicas": sum(len(one.rows) for one in replicas if one is not None),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=["qwen3-30b", "paper-8k"])
+    parser.add_argument("--zipf", type=float, default=0.5)
+    parser.add_argument("--imbalance", type=float, default=1.5)
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    lines: list[str] = []
+
+    def tell(**what: object) -> None:
+        lines.append(json.dumps(what))
+        print(lines[-1], flush=True)
+        if options.out:
+            options.out.write_text("\n".join(lines) + "\n")
+
+    small = MoEConfig(
+        hidden=64,
+        intermediate=64,
+        num_experts=256,
+        topk=8,
+        activation=Activation.RELU,
+        gated=False,
+        num_ranks=RANKS,
+        max_tokens=4096,
+    )
+    both = {slots: Layer(small, slots) for slots in (0, 2)}
+    routings = {"even": even(small)}
+    routings |= {f"zipf {zipf}": skewed(small, zipf) for zipf in (0.0, 0.5, 1.0)}
+    for name, routing in routings.items():
+        plan_us = {slots: layer.plan_us(routing, 20) for slots, layer in both.items()}
+        layer_us = {slots: 1e3 * layer.time_ms(routing, 20) for slots, layer in both.items()}
+        tell(
+            measurement="plan, 256 experts",
+            routing=name,
+            planning_us=round(plan_us[2] - plan_us[0], 2),
+            forward_and_backward_us=round(layer_us[2] - layer_us[0], 2),
+            plan_us=plan_us,
+            layer_us=layer_us,
+            **loads(both[2].records()),
+        )
+    both.clear()
+    for shape in options.shapes:
+        config = SHAPES[shape].config(RANKS)
+        skew = skewed(config, options.zipf, options.imbalance)
+        found = []
+        for slots, routing in ((0, skewed(config, 0.0)), (0, skew), (2, skew)):
+            layer = Layer(config, slots)
+            found.append(layer.time_ms(routing, options.iterations))
+            about = {"zipf": 0.0 if len(found) == 1 else options.zipf, "slots": slots}
+            tell(shape=shape, **about, median_ms=round(found[-1], 3), **loads(layer.records()))
+            del layer
+            torch.cuda.empty_cache()
+        uniform, without, with_slots = found
+        tell(
+            shape=shape,
+            slots_over_none=round(with_slots / without, 3),
+            slots_over_uniform=round(with_slots / uniform, 3),
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Replicas on the kernel: what the planner says, computed right wherever it is, the same each time.
+
+    python tools/build.py --replicas
+    export FLASHMOE_LIBRARY=$PWD/flashmoe_megatron/libflashmoe_replicas.so
+    python -m pytest tests/gpu/test_replicas.py
+
+Every case runs in memory that an earlier launch has filled with NaN, as in ``test_layer``.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashmoe_megatron.config import Activation
+from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.replicas.balance import balance
+from flashmoe_megatron.replicas.placement import Counts, Placement, rows_of_ranks
+from tests.gpu import steps, test_variants
+from tests.gpu.expected import Results, assert_as_good, expected
+from tests.gpu.layers import TOKENS, make_config, zipf
+from tests.gpu.test_choices import by_indices, spread
+from tests.gpu.test_split import apart, joined
+from tests.gpu.virtual import VirtualLayer
+from tests.unit import cases
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _has_replicas() -> None:
+    if bindings.library_path().name != "libflashmoe_replicas.so":
+        pytest.skip("FLASHMOE_LIBRARY names no libflashmoe_replicas.so: tools/build.py --replicas")
+
+
+def counts_of(inputs: cases.Inputs) -> Counts:
+    return [selected.sum(0).tolist() for selected in inputs.routing_map]
+
+
+def check_planned(layer: VirtualLayer, counts: Counts, spare_slots: int) -> Placement:
+    """Compares every launch that has left a record with what the planner makes of the counts."""
+    placement = balance(counts, spare_slots)
+    local = layer.config.num_local_experts
+    for rank, (backend, rows) in enumerate(
+        zip(layer.backends, rows_of_ranks(counts, placement), strict=True)
+    ):
+        first = rank * placement.slots_per_rank
+        records = backend.take_records()
+        assert {record.direction for record in records} == {"forward", "backward"}
+        for record in records:
+            assert record.expert_rows == tuple(rows.get(first + i, 0) for i in range(local))
+            assert record.replicas is not None
+            assert record.replicas.rows == tuple(
+                (expert, rows[first + local + i]) for i, expert in enumerate(placement.hosts[rank])
+            )
+            assert record.num_rows == sum(rows.values())
+    return placement
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    "routing",
+    [cases.uniform, zipf, cases.skewed, cases.to_one_rank, cases.to_one_expert, cases.to_nobody],
+    ids=lambda routing: routing.__name__,
+)
+def test_routing(routing: cases.Routing, num_ranks: int):
+    config = make_config(num_ranks, topk=2)
+    inputs = steps.make_inputs(config, routing, TOKENS[num_ranks])
+    layer = VirtualLayer(config, spare_slots=2)
+    weights = steps.weights_of(config, inputs)
+    want = expected(config, inputs)
+    first = None
+    for _ in range(2):
+        steps.spoil(layer, inputs, weights)
+        got = steps.step(layer, inputs, weights)
+        assert_as_good(got, want)
+        steps.assert_same_bits(got, first or got)
+        first = got
+    layer.check_guards()
+    check_planned(layer, counts_of(inputs), 2)
+
+
+def test_many_experts_and_tokens():
+    """Attempts of the planner beyond the first, and replicas of many tiles."""
+    config = make_config(8, hidden=128, intermediate=128, num_experts=64, topk=2, max_tokens=1200)
+    moved = 0
+    for seed in range(4):
+        inputs = steps.make_inputs(config, zipf, [1200, 900, 1100, 1200, 300, 1200, 1000, 1200])
+        order = torch.randperm(64, generator=cases.generator(seed))
+        for values in (inputs.probs, inputs.routing_map):
+            values[:] = [value[:, order] for value in values]
+        layer = VirtualLayer(config, spare_slots=2)
+        weights = steps.weights_of(config, inputs)
+        assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
+        layer.check_guards()
+        moved += sum(map(len, check_planned(layer, counts_of(inputs), 2).hosts))
+    assert moved > 16
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
+def test_forms(gated: bool, transposed: bool):
+    activation = Activation.SILU if gated else Activation.GELU
+    config = make_config(4, hidden=320, activation=activation, gated=gated)
+    inputs = steps.make_inputs(config, zipf, TOKENS[4], dtype=torch.float16)
+    steps.check(config, inputs, transposed=transposed, spare_slots=3)
+
+
+def test_rows_are_fetched_again_and_indices():
+    config = make_config(4, topk=3)
+    inputs = steps.make_inputs(config, zipf, TOKENS[4])
+    choices = by_indices(config, inputs, torch.int32)
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, spare_slots=1)
+    want = steps.step(layer, inputs, weights)
+    for backend in layer.backends:
+        backend.keep = "preactivations"
+    steps.assert_same_bits(spread(config, choices, steps.step(layer, choices, weights)), want)
+    layer.check_guards()
+
+
+def test_one_launch_is_two():
+    config = make_config(8, topk=2)
+    inputs = steps.make_inputs(config, zipf, TOKENS[8])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, spare_slots=2)
+    want = steps.step(layer, inputs, weights)
+    most = int(layer.backends[0]._sizes.max_row_blocks)
+    given = (inputs.x, inputs.probs, inputs.routing_map, weights)
+    forward = layer.forward(*given, num_row_blocks=most)
+    steps.assert_same_bits(steps.backward(layer, inputs, weights, forward), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("initial", [None, 1.0], ids=["written", "added"])
+def test_kinds_of_gradients(dtype: torch.dtype, initial: float | None):
+    config = make_config(4, topk=2)
+    inputs = steps.make_inputs(config, zipf, TOKENS[4])
+    weights = steps.weights_of(config, inputs)
+    plain, layer = VirtualLayer(config), VirtualLayer(config, spare_slots=2)
+    want, got = (
+        steps.step(
+            each, inputs, weights, steps.make_grads(each, weights, dtype=dtype, initial=initial)
+        )
+        for each in (plain, layer)
+    )
+    assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
+    bound = 1e-6 if dtype == torch.float32 else 2e-2
+    for name in ("grad_fc1", "grad_fc2"):
+        ours, theirs = (getattr(each, name).double() for each in (got, want))
+        assert float((ours - theirs).norm() / theirs.norm()) < bound, name
+
+
+def test_layers_of_other_shapes_share_slots():
+    """A heap of layers with other experts, and a backward behind other layers' launches."""
+    group = VirtualLayer(make_config(4), spare_slots=2).group
+    layers, held = [], []
+    for changes in ({"hidden": 128, "num_experts": 8}, {"intermediate": 320}, {"topk": 1}):
+        config = make_config(4, **changes)
+        inputs = steps.make_inputs(config, zipf, TOKENS[4], seed=len(layers))
+        layers.append((VirtualLayer(config, group), inputs, steps.weights_of(config, inputs)))
+    for layer, inputs, weights in layers * 2:
+        held.append(layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights))
+    for (layer, inputs, weights), forward in reversed(list(zip(layers * 2, held, strict=True))):
+        got = steps.backward(layer, inputs, weights, forward)
+        assert_as_good(got, expected(layer.config, inputs))
+
+
+def test_a_balanced_routing_moves_nothing():
+    config = make_config(4, topk=1, max_tokens=512)
+    inputs = steps.make_inputs(config, cases.uniform, [512] * 4)
+    chosen = torch.arange(512, device=inputs.x[0].device) % config.num_experts
+    maps = [torch.nn.functional.one_hot(chosen, config.num_experts).bool()] * 4
+    inputs = replace(inputs, routing_map=maps, probs=[each.float() for each in maps])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, spare_slots=2)
+    got = steps.step(layer, inputs, weights)
+    steps.assert_same_bits(got, steps.step(VirtualLayer(config), inputs, weights))
+    placement = check_planned(layer, counts_of(inputs), 2)
+    assert not any(placement.hosts)
+
+
+@pytest.mark.parametrize("form", test_variants.FORMS)
+@pytest.mark.parametrize("grads_in", ["main_grad", "grad", "both"])
+def test_biases(form: str, grads_in: str):
+    test_variants.check_biases(4, form, grads_in, torch.bfloat16, spare_slots=2)
+
+
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=["main_grad", "grad"])
+def test_split_weights_change_no_bit(into: torch.dtype):
+    config = make_config(2, intermediate=192)
+    inputs = steps.make_inputs(config, zipf, TOKENS[2])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, spare_slots=2)
+    initial = 0.5 if into == torch.float32 else None
+    grads = steps.make_grads(layer, weights, dtype=into, initial=initial)
+    want = steps.step(layer, inputs, weights, grads)
+    split = [apart(share, stacked=False) for share in weights]
+    fc1, fc2 = steps.make_grads(layer, split, dtype=into, initial=initial)
+    out, saved = layer.forward(inputs.x, inputs.probs, inputs.routing_map, split)
+    grad_x, grad_probs = layer.backward(inputs.grad_out, saved, split, fc1, fc2)
+    found = torch.cat([joined(grads) for grads in fc1])
+    of_fc2 = torch.stack([grad.buffer for share in fc2 for grad in share])
+    got = Results(torch.cat(out), torch.cat(grad_x), torch.cat(grad_probs), found, of_fc2)
+    steps.assert_same_bits(got, want)
+    layer.check_guards()

@@ -157,15 +157,15 @@ MUTATIONS = (
     ),
     Mutation(
         "the table of biases begins with those of fc2",
-        "for bias in (*weights.fc1_bias, *weights.fc2_bias)]",
-        "for bias in (*weights.fc2_bias, *weights.fc1_bias)]",
+        'biases = addresses.get("fc1_bias", []) + addresses.get("fc2_bias", [])',
+        'biases = addresses.get("fc2_bias", []) + addresses.get("fc1_bias", [])',
         "tests/unit/test_weights.py::test_the_kernel_finds_each_bias_where_it_looks_for_it",
         on_gpu="tests/gpu/test_variants.py::test_biases[bf16-grad-gated-2]",
     ),
     Mutation(
         "a weight's strides are left out of its table's key",
-        "first.shape, first.stride(), first.dtype)",
-        "first.shape, first.dtype)",
+        "first.shape, first.stride(), first.dtype, heap)",
+        "first.shape, first.dtype, heap)",
         "tests/unit/test_weights.py"
         "::test_the_kernel_refuses_a_view_at_the_address_of_a_weight_that_it_knows",
         on_gpu="tests/gpu/test_bad_input.py"

@@ -32,7 +32,7 @@ def checksum(data: bytes) -> int:
 def record_of(sequence: int) -> bindings.FlashMoERecord:
     """What a kernel would write for its launch of that number."""
     record = bindings.FlashMoERecord(
-        sequence=sequence, epoch=sequence + 7, num_experts=NUM_EXPERTS, end_ns=10**18 + sequence
+        sequence=sequence, epoch=sequence + 7, num_counts=NUM_EXPERTS, end_ns=10**18 + sequence
     )
     record.counters.rows_pulled[1] = 3 * sequence
     record.expert_rows[NUM_EXPERTS - 1] = sequence
@@ -120,7 +120,7 @@ def test_half_a_record_is_none(written: int, before: bool):
             assert bytes(found)[:size] == bytes(record_of(sequence))[:size]
 
 
-@pytest.mark.parametrize("field", ["epoch", "num_experts", "end_ns", "checksum"])
+@pytest.mark.parametrize("field", ["epoch", "num_counts", "end_ns", "checksum"])
 def test_a_word_of_another_launch_is_found(field: str):
     ring = Ring()
     ring.write(5)

@@ -210,11 +210,27 @@ def full_parameters(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+_AROUND_DATA = "use_data_before_expert_parallelism"
+
+
+def forget_expert_groups() -> None:
+    """Has DeepSpeed make its expert groups anew, which it knows by their size alone."""
+    from deepspeed.utils import groups
+
+    for name in ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP"):
+        getattr(groups, name).clear()
+        getattr(groups, f"{name}_RANKS").clear()
+
+
 def train(group: dist.ProcessGroup, case: Case, fused: bool) -> Outcome:
+    if _AROUND_DATA in case.config:
+        forget_expert_groups()
     host = dist.get_rank() * case.hosts // dist.get_world_size()
     with mock.patch.dict(os.environ, {HOST_VARIABLE: f"host{host}"}):
         outcome = train_engine(build(case, fused=fused), case)
     gc.collect()  # engines hold themselves in cycles
+    if _AROUND_DATA in case.config:
+        forget_expert_groups()
     return outcome
 
 

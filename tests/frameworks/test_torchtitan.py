@@ -66,24 +66,6 @@ def test_debug_models(num_ranks: int, tmp_path: Path) -> None:
         assert ours["losses"] != own["losses"]  # the same bits would be the same experts
 
 
-@pytest.mark.timeout(TIMEOUT_S + 30)
-def test_its_trainer(tmp_path: Path) -> None:
-    """torchtitan's Trainer makes meshes, shards, overrides and steps, on two processors."""
-    out = tmp_path / "records.jsonl"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ran = run(*launcher, "-m", "tests.frameworks.titan_trainer", "--out", str(out))
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
-    own, ours = (json.loads(line) for line in out.read_text().splitlines())
-    assert (own["experts"], ours["experts"]) == ("own", "flashmoe")
-    assert "FlashMoERoutedExperts" in ours["modules"]
-    assert "FlashMoERoutedExperts" not in own["modules"]
-    assert own["ranks"] == ours["ranks"] == 2
-    assert len(own["losses"]) == 3
-    assert own["losses"][2] < 0.9 * own["losses"][0]
-    assert ours["losses"] == pytest.approx(own["losses"], rel=TOLERANCE)
-    assert ours["losses"] != own["losses"]
-
-
 def test_a_layer(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     options = ("--out", str(out), "--device", "cpu", "--steps", "2")

@@ -163,7 +163,15 @@ def main() -> None:
         if torch.distributed.get_rank() == 0:
             with args.out.open("a") as file:
                 file.write(line + "\n")
-        torch.distributed.destroy_process_group()
+        leave(experts)
+
+
+def leave(experts: str) -> None:
+    """Ends the process group once all ranks are done: gloo drops what a rank has not sent yet."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.set(f"{experts} ended on {torch.distributed.get_rank()}", "")
+    store.wait([f"{experts} ended on {rank}" for rank in range(torch.distributed.get_world_size())])
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -403,7 +403,6 @@ class Multipath:
             scaled = [nbytes // (self.num_ranks - 1) for nbytes in carried]
             # Without rates there is no rest: a trial shows what each link does alone.
             rates = [0.0] * len(scaled)
-            self._control.gather(None)
             # A rank that begins late makes the others' first transfer long, but not the next ones.
             repeats = _TRIAL_REPEATS if self.device.type == "cuda" else 1
             runs = [self.fly(what, pieces, scaled, chunks, rates) for _ in range(repeats)]

@@ -147,24 +147,26 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     fitting = commands.add_parser("fit", help="measures alpha and beta of all that a layer does")
     fitting.add_argument("file", type=Path, help="what is written")
-    for name, text in (
-        ("hidden", "model width"),
-        ("intermediate", "columns of a product"),
-        ("experts", "experts of a rank"),
-        ("rows", "most rows of a product or a copy"),
-    ):
-        fitting.add_argument(f"--{name}", type=int, help=text)
+    _add_sizes(
+        fitting,
+        required=False,
+        hidden="model width",
+        intermediate="columns of a product",
+        experts="experts of a rank",
+        rows="most rows of a product or a copy",
+    )
     fitting.add_argument("--mib", type=float, help="most MiB of an exchange")
     tracing = commands.add_parser("trace", help="stamps one layer, in one part and at its degree")
     tracing.add_argument("file", type=Path, help="what is written")
-    for name, text in (
-        ("hidden", "model width"),
-        ("intermediate", "FFN width of one expert"),
-        ("num-experts", "experts of the whole group"),
-        ("topk", "experts of each token"),
-        ("tokens", "tokens of one rank"),
-    ):
-        tracing.add_argument(f"--{name}", type=int, required=True, help=text)
+    _add_sizes(
+        tracing,
+        required=True,
+        hidden="model width",
+        intermediate="FFN width of one expert",
+        num_experts="experts of the whole group",
+        topk="experts of each token",
+        tokens="tokens of one rank",
+    )
     tracing.add_argument("--gated", action="store_true", help="SwiGLU, else GELU")
     add_flags(tracing, BackendOptions, names=("degree", "degree_fit", "exchange"))
     for command in (fitting, tracing):
@@ -172,6 +174,12 @@ def _parser() -> argparse.ArgumentParser:
             "--dtype", choices=("bfloat16", "float16", "float32"), help="the rows'"
         )
     return parser
+
+
+def _add_sizes(command: argparse.ArgumentParser, *, required: bool, **texts: str) -> None:
+    for name, text in texts.items():
+        flag = f"--{name.replace('_', '-')}"
+        command.add_argument(flag, type=int, required=required, help=text)
 
 
 if __name__ == "__main__":

@@ -218,9 +218,6 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
     dist.barrier(group=engines)  # a communicator has to be there before memory is registered
     num_ranks = dist.get_world_size()
 
-    def gather(group: dist.ProcessGroup, output: torch.Tensor, given: torch.Tensor) -> None:
-        dist.all_gather_into_tensor(output, given, group)
-
     def allocate(name: str, length: int) -> torch.Tensor:
         if name != "nccl copy engines":
             return torch.empty(length, dtype=torch.uint8, device=device)
@@ -237,8 +234,8 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
     ):
         collectives: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
             "multipath": multipath.all_gather,
-            "nccl": functools.partial(gather, plain),
-            "nccl copy engines": functools.partial(gather, engines),
+            "nccl": functools.partial(dist.all_gather_into_tensor, group=plain),
+            "nccl copy engines": functools.partial(dist.all_gather_into_tensor, group=engines),
         }
         for mib in (16, 32, 64, 128, 256, 512, 1024):
             size = mib * 2**20

@@ -85,7 +85,7 @@ class RankPool:
         return [outcomes[rank][1] for rank in range(num_ranks)]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes; the next call starts new ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

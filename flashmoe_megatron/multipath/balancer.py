@@ -9,10 +9,11 @@ latency alone is longer than what the others take carries nothing.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 
 from flashmoe_megatron.errors import ConfigError
 
@@ -20,7 +21,7 @@ GRAIN = 4096
 """Shares are cut at multiples of this many bytes."""
 
 CHUNKS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 32))
-"""Chunk sizes that are tried, in bytes."""
+"""Chunk sizes that are tried for a link alone, in bytes."""
 
 MAX_TRIALS = 64
 """Most trials of stage one for a size."""
@@ -32,7 +33,11 @@ _FIRST_STEP = 0.05
 _LEAST_SHARE = 0.002
 """A smaller share is no share, and no smaller step is tried."""
 _BALANCED = 0.02
-"""Stage one ends where the slowest and the fastest link differ by less."""
+"""The search of stage one ends where the slowest and the fastest link differ by less."""
+_NEIGHBOURS = (0.01, 0.025)
+"""How far from the best shares the last comparison of stage one looks, to both sides."""
+_ROUNDS = 3
+"""How often that comparison tries each; the median counts."""
 _THRESHOLD, _RETURN_THRESHOLD = 0.10, 0.03
 """How far apart links have to be before stage two moves bytes: off the fastest link, and back."""
 _GAIN, _RETURN_GAIN = 0.5, 1.0
@@ -48,12 +53,21 @@ class LinkModel:
     Attributes:
         latency: Seconds that a transfer takes before its first byte counts.
         rate: Bytes per second from then on.
-        chunk: Bytes that it moves at once.
+        chunk: Bytes that it moves at once if it carries a whole transfer.
     """
 
     latency: float
     rate: float
     chunk: int = CHUNKS[-1]
+
+    def chunk_of(self, share: float) -> int:
+        """Bytes that it moves at once for a share of a transfer.
+
+        Every chunk costs the same beside its bytes, and the first has to arrive before it can be
+        passed on. Where both cost least in sum, chunks grow with the root of what is carried.
+        """
+        grains = round(self.chunk * math.sqrt(share) / GRAIN)
+        return max(min(self.chunk, CHUNKS[0]), grains * GRAIN)
 
 
 @dataclass(frozen=True)
@@ -109,8 +123,15 @@ def shares_of(models: Sequence[LinkModel], nbytes: int) -> tuple[float, ...]:
         if len(left) == len(chosen):
             break
         chosen = left  # type: ignore[assignment]
-    carried = {i: (end - models[i].latency) * models[i].rate / nbytes for i in chosen}
-    return tuple(carried.get(i, 0.0) for i in range(len(models)))
+    carried = {i: (end - models[i].latency) * models[i].rate for i in chosen}
+    total = sum(carried.values())
+    return tuple(carried.get(i, 0.0) / total for i in range(len(models)))
+
+
+def chunks_of(models: Sequence[LinkModel], shares: Sequence[float]) -> list[int]:
+    """How many bytes each link moves at once by its share."""
+    pairs = zip(models, shares, strict=True)
+    return [model.chunk_of(share) for model, share in pairs]
 
 
 def cut(shares: Sequence[float], nbytes: int) -> list[int]:
@@ -157,6 +178,11 @@ class Balancer:
         """What is known of the links for a size whose class is tuned."""
         return self._classes[size_class(nbytes)].models
 
+    def chunks(self, nbytes: int) -> list[int]:
+        """How many bytes each link moves at once by its share, for a size whose class is tuned."""
+        known = self._classes[size_class(nbytes)]
+        return chunks_of(known.models, known.shares)
+
     def trials(self, nbytes: int) -> int:
         """How many trials stage one took for this size's class."""
         return self._classes[size_class(nbytes)].trials
@@ -169,13 +195,13 @@ class Balancer:
             measure: Runs one trial; the same result on every rank.
 
         Returns:
-            The shares, with which no trial was slower than with any one link alone.
+            The shares that were fastest in trials of their own and in a last comparison with
+            their neighbours and with the best link alone.
         """
         tuning = _Tuning(len(self.names), nbytes, measure)
-        models = [tuning.model_of(link) for link in range(len(self.names))]
-        best = tuning.refined(models)
-        self._classes[size_class(nbytes)] = _Class(models, best.shares, tuning.trials)
-        return best.shares
+        shares = tuning.settled(tuning.refined())
+        self._classes[size_class(nbytes)] = _Class(tuning.models, shares, tuning.trials)
+        return shares
 
     def observe(self, nbytes: int, seconds: Sequence[float]) -> bool:
         """Stage two: takes note of a transfer's times; a full window may move shares.
@@ -205,33 +231,37 @@ class _Tuning:
     def __init__(self, num_links: int, nbytes: int, measure: Measure) -> None:
         self.trials = 0
         self._num_links, self._nbytes, self._measure = num_links, nbytes, measure
-        self._chunks = [CHUNKS[-1]] * num_links
         self._alone: list[Trial] = []
+        self.models = [self._model_of(link) for link in range(num_links)]
 
-    def model_of(self, link: int) -> LinkModel:
+    def _model_of(self, link: int) -> LinkModel:
         """Tries a link alone: each chunk size, then an eighth of the bytes."""
         # Several links share the trials; those of the share search have to remain.
         room = (MAX_TRIALS * 5 // 8) // self._num_links - 1
         tried = {}
         for chunk in CHUNKS[-max(1, min(room, len(CHUNKS))) :]:
-            self._chunks[link] = chunk
-            tried[chunk] = self._alone_for(link, self._nbytes)
+            tried[chunk] = self._alone_for(link, self._nbytes, chunk)
         chunk = min(tried, key=lambda size: (tried[size], -size))
-        self._chunks[link] = chunk
-        whole, part = tried[chunk], self._alone_for(link, self._nbytes // 8)
+        of_part = LinkModel(0.0, 1.0, chunk).chunk_of(1 / 8)
+        whole, part = tried[chunk], self._alone_for(link, self._nbytes // 8, of_part)
         shares = tuple(float(i == link) for i in range(self._num_links))
         self._alone.append(Trial(shares, tuple(whole * share for share in shares)))
         moved = self._nbytes - self._nbytes // 8
         rate = moved / max(whole - part, whole * moved / self._nbytes * 0.1, 1e-9)
         return LinkModel(max(0.0, whole - self._nbytes / rate), rate, chunk)
 
-    def refined(self, models: Sequence[LinkModel]) -> Trial:
-        """Moves bytes from the slowest to the fastest link, from the models' shares on."""
-        best = min(self._alone, key=lambda trial: max(trial.seconds))
-        shares, step, order = shares_of(models, self._nbytes), _FIRST_STEP, None
-        while step >= _LEAST_SHARE and self.trials < MAX_TRIALS:
+    def refined(self) -> Trial:
+        """Moves bytes from the slowest to the fastest link, from the models' shares on.
+
+        Returns:
+            The fastest trial, which is one link alone only if the models leave out all others.
+        """
+        shares, step, order = shares_of(self.models, self._nbytes), _FIRST_STEP, None
+        tried = []
+        # The last comparison needs trials, too.
+        while step >= _LEAST_SHARE and self.trials < MAX_TRIALS - 5 * self._num_links:
             trial = self._try(shares)
-            best = min(best, trial, key=lambda one: max(one.seconds))
+            tried.append(trial)
             live = [i for i, share in enumerate(shares) if share > 0]
             slow = max(live, key=lambda i: trial.seconds[i])
             fast = min(live, key=lambda i: trial.seconds[i])
@@ -242,17 +272,36 @@ class _Tuning:
                 step /= 2
             order = (slow, fast)
             shares = _moved(shares, slow, fast, step)
-        return best
+        return min(tried, key=lambda one: max(one.seconds))
 
-    def _alone_for(self, link: int, nbytes: int) -> float:
+    def settled(self, best: Trial) -> tuple[float, ...]:
+        """The best of a trial's shares, their neighbours and one link alone, tried in turns."""
+        alone = min(self._alone, key=lambda one: max(one.seconds))
+        candidates = {best.shares: None, alone.shares: None}  # each once, in this order
+        main = max(range(self._num_links), key=lambda i: best.shares[i])
+        for other in range(self._num_links):
+            if other != main and best.shares[other] > 0:
+                for amount in _NEIGHBOURS:
+                    candidates[_moved(best.shares, main, other, amount)] = None
+                    candidates[_moved(best.shares, other, main, amount)] = None
+        rounds = min(_ROUNDS, (MAX_TRIALS - self.trials) // len(candidates))
+        if rounds == 0 or len(candidates) == 1:
+            return min(best, alone, key=lambda one: max(one.seconds)).shares
+        took = {shares: list[float]() for shares in candidates}
+        for _ in range(rounds):
+            for shares in candidates:
+                took[shares].append(max(self._try(shares).seconds))
+        return min(candidates, key=lambda shares: median(took[shares]))
+
+    def _alone_for(self, link: int, nbytes: int, chunk: int) -> float:
         self.trials += 1
         carried = [nbytes if i == link else 0 for i in range(self._num_links)]
-        return self._measure(carried, self._chunks)[link]
+        return self._measure(carried, [chunk] * self._num_links)[link]
 
     def _try(self, shares: tuple[float, ...]) -> Trial:
         self.trials += 1
         carried = cut(shares, self._nbytes)
-        seconds = self._measure(carried, self._chunks)
+        seconds = self._measure(carried, chunks_of(self.models, shares))
         pairs = zip(carried, seconds, strict=True)
         return Trial(shares, tuple(time if moved else 0.0 for moved, time in pairs))
 

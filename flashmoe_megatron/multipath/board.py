@@ -2,8 +2,8 @@
 
 Every rank owns one segment, which the others map. It begins with what others write there:
 
-- for each peer a word FULL, the chunks that the peer has sent, and a word FREE, the chunks of it
-  that this rank has taken out of the ring again; both count modulo 2**32;
+- for each peer and lane a word FULL, the chunks that the peer has sent, and a word FREE, the chunks
+  of it that this rank has taken out of the ring again; both count modulo 2**32;
 - the last exchanges that the rank has begun, so that a peer sees that it has begun another one;
 - why the rank's links have failed, once they have.
 
@@ -18,7 +18,8 @@ from flashmoe_megatron.multipath.shared import SharedMemory
 
 HEADER_BYTES = 65536
 MAX_RANKS = 64
-_PEER_BYTES, _FREE = 256, 128  # a counter has a cache line, and its neighbour, for itself
+NUM_LANES = 2
+_PEER_BYTES, _FREE, _LANE = 256, 128, 64  # a counter has a cache line for itself
 _LOG, _LOG_ENTRIES = MAX_RANKS * _PEER_BYTES, 64
 _ENTRY = struct.Struct("<48sQ")
 _NOTICE = _LOG + _LOG_ENTRIES * _ENTRY.size
@@ -26,14 +27,14 @@ _LENGTH = struct.Struct("<I")
 _LONGEST = 1000
 
 
-def full_word(peer: int) -> int:
-    """Offset of the word FULL of a peer."""
-    return peer * _PEER_BYTES
+def full_word(peer: int, lane: int) -> int:
+    """Offset of the word FULL of a peer's lane."""
+    return peer * _PEER_BYTES + lane * _LANE
 
 
-def free_word(peer: int) -> int:
-    """Offset of the word FREE of a peer."""
-    return peer * _PEER_BYTES + _FREE
+def free_word(peer: int, lane: int) -> int:
+    """Offset of the word FREE of a peer's lane."""
+    return full_word(peer, lane) + _FREE
 
 
 def log(memory: SharedMemory, exchange: Exchange) -> None:

@@ -1,6 +1,8 @@
 """Collectives whose bytes go over all links of a machine at once."""
 
 import concurrent.futures
+import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +26,8 @@ MIN_BYTES = 64 * 2**20
 _TRIAL_BYTES = 32 * 2**20
 """What links of one kind of wires move to each peer to find the faster one."""
 
-_TRIAL_REPEATS = 4
-"""Transfers of a trial between GPUs, of which the fastest counts."""
+_TRIAL_REPEATS = 5
+"""Transfers of a trial between GPUs that count, behind one that does not; their median is taken."""
 
 Reduction = Literal["sum", "average"]
 
@@ -141,11 +143,13 @@ class Multipath:
         outputs = output.view(-1).chunk(self.num_ranks)
         source = input.view(-1)
 
-        def run() -> None:
-            pieces = self._pieces([source] * self.num_ranks, outputs)
-            self.exchange(f"all_gather of {_nbytes(output)} bytes", pieces)
+        def keep_own() -> None:
             if outputs[self.rank].data_ptr() != source.data_ptr():
                 outputs[self.rank].copy_(source)
+
+        def run() -> None:
+            pieces = self._pieces([source] * self.num_ranks, outputs)
+            self.exchange(f"all_gather of {_nbytes(output)} bytes", pieces, keep_own)
             self._guard(output)
 
         return self._start(run, (output, input), async_op)
@@ -318,22 +322,25 @@ class Multipath:
         self.exchange(what, self._pieces(parts, contributions))
         sum_in_order(contributions, output, average)
 
-    def exchange(self, what: str, pieces: Sequence[Piece]) -> None:
+    def exchange(
+        self, what: str, pieces: Sequence[Piece], meanwhile: Callable[[], None] | None = None
+    ) -> None:
         """Moves pieces over all links, by the shares of their size, behind the current stream.
 
         Args:
             what: Names it in messages, and is compared between ranks; at most 48 letters.
             pieces: One for every peer. The longest of each rank is as long as those of the others,
                 so that all ranks cut at the same places.
+            meanwhile: What the current stream, or this thread, does beside the transfer.
         """
         length = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
         inbound = length * (self.num_ranks - 1)
         if not self.balancer.is_tuned(inbound):
             self.tune(inbound, what=what)
-        models = self.balancer.models(inbound)
         carried = cut(self.balancer.shares(inbound), length)
-        rates = [model.rate for model in models]
-        flights = self.fly(what, pieces, carried, [model.chunk for model in models], rates)
+        rates = [model.rate for model in self.balancer.models(inbound)]
+        chunks = self.balancer.chunks(inbound)
+        flights = self.fly(what, pieces, carried, chunks, rates, meanwhile)
         self._note(inbound, flights)
 
     def fly(
@@ -343,6 +350,7 @@ class Multipath:
         carried: Sequence[int],
         chunks: Sequence[int],
         rates: Sequence[float],
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Flight | None]:
         """Moves so many bytes of every piece over each link; the current stream waits for it.
 
@@ -353,29 +361,31 @@ class Multipath:
             chunks: Bytes that each link moves at once.
             rates: Bytes per second of each link, by which it takes chunks of the rest; with 0 there
                 is no rest.
+            meanwhile: As in :meth:`exchange`.
 
         Returns:
             What each link did, ``None`` for those that had nothing to do.
         """
         self._number += 1
-        bounds = [sum(carried[:index]) for index in range(len(carried) + 1)]
-        parts = [
-            Part(begin, end, chunk)
-            for begin, end, chunk in zip(bounds, bounds[1:], chunks, strict=False)
-        ]
+        parts, turns = _plan(tuple(carried), tuple(chunks))
         exchange = Exchange(self._number, what, pieces, parts, rates)
         used = [index for index, nbytes in enumerate(carried) if nbytes]
-        is_free = [self.links[index].takes_rest and rates[index] > 0 for index in used]
-        takes_rest = len(used) > 1 and all(is_free)
         free = [index for index in used if self.links[index].takes_rest]
-        ledger = Ledger(self.rank, exchange, free, takes_rest, self._control.timeout)
+        ledger = None
+        if free:
+            takes_rest = 1 < len(used) == len(free) and all(rates[index] > 0 for index in used)
+            ledger = Ledger(self.rank, exchange, free, takes_rest, self._control.timeout)
         flights: list[Flight | None] = [None] * len(carried)
         for index in used:
             flights[index] = self.links[index].begin(exchange, index, ledger)
-        _take_turns(
-            [flight.steps() for flight in flights if flight],
-            [-(-carried[index] // chunks[index]) for index in used],
-        )
+        steps = [flight.steps() if flight else iter(()) for flight in flights]
+        for index in turns:
+            next(steps[index], None)
+        for index in used:
+            for _ in steps[index]:
+                pass
+        if meanwhile is not None:
+            meanwhile()
         # Links with threads note their own ends, so it does no harm to wait for them last.
         for index in sorted(used, key=lambda index: self.links[index].takes_rest):
             flight = flights[index]
@@ -404,13 +414,14 @@ class Multipath:
             # Without rates there is no rest: a trial shows what each link does alone.
             rates = [0.0] * len(scaled)
             # A rank that begins late makes the others' first transfer long, but not the next ones.
-            repeats = _TRIAL_REPEATS if self.device.type == "cuda" else 1
+            # Those follow each other as in a program, so that a time is that from end to end.
+            repeats = _TRIAL_REPEATS + 1 if self.device.type == "cuda" else 1
             runs = [self.fly(what, pieces, scaled, chunks, rates) for _ in range(repeats)]
-            seconds = [
-                min(flight.seconds() if flight else 0.0 for flight in of_link)
-                for of_link in zip(*runs, strict=True)
-            ]
-            return greatest(self._control.gather(seconds))
+            counted = runs[-_TRIAL_REPEATS:]
+            rows = [[one.seconds() if one else 0.0 for one in run] for run in counted]
+            of_ranks = self._control.gather(rows)
+            transfers = [greatest(of_all) for of_all in zip(*of_ranks, strict=True)]
+            return sorted(transfers, key=max)[len(transfers) // 2]
 
         self.balancer.tune(inbound, measure)
 
@@ -479,21 +490,19 @@ class _Times:
         self._full, self._window = self._window, []
 
 
-def _take_turns(steps: Sequence[Iterator[None]], lengths: Sequence[int]) -> None:
-    """Advances the one that is least advanced, until all have ended.
+@functools.lru_cache(maxsize=64)
+def _plan(carried: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[list[Part], list[int]]:
+    """Each link's part, and the links in the order in which they issue their chunks.
 
-    With one hardware queue, chunks of several links then run beside each other.
+    The link that is least advanced is next: with one hardware queue, chunks of several links then
+    run beside each other.
     """
-    done = [0] * len(steps)
-    left = list(range(len(steps)))
-    while left:
-        index = min(left, key=lambda index: done[index] / max(lengths[index], 1))
-        done[index] += 1
-        if next(steps[index], _END) is _END:
-            left.remove(index)
-
-
-_END: Any = object()
+    ends = list(itertools.accumulate(carried))
+    spans = zip(carried, ends, chunks, strict=True)
+    parts = [Part(end - nbytes, end, chunk) for nbytes, end, chunk in spans]
+    counts = [-(-nbytes // chunk) for nbytes, chunk in zip(carried, chunks, strict=True)]
+    moments = [(turn / count, link) for link, count in enumerate(counts) for turn in range(count)]
+    return parts, [link for _, link in sorted(moments)]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

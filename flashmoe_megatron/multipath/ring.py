@@ -1,9 +1,10 @@
 """Links between GPUs of one host by copy engines alone: through the host's memory, or directly.
 
-Between every two ranks there is a ring of slots for each direction. A sender's stream waits until a
-slot is free, copies a chunk there and counts it; the receiver's stream waits for that count, copies
-the chunk to its place and counts it too. Streams wait and count by memory operations, so that no
-thread of the host takes part and no multiprocessor is taken.
+Between every two ranks there are two lanes for each direction, which take chunks in turn; a lane
+has a stream on either side and a ring of slots. A sender's stream waits until a slot is free,
+copies a chunk there and counts it; the receiver's stream waits for that count, copies the chunk to
+its place and counts it too. Streams wait and count by memory operations, so that no thread of the
+host takes part and no multiprocessor is taken. While one lane waits and counts, the other copies.
 
 Every rank issues, chunk after chunk, first what it sends to each peer and then what it receives
 from each. So a stream waits only for what every rank has issued earlier, and transfers go on even
@@ -11,7 +12,6 @@ if the streams of a GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
 """
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +20,14 @@ import torch
 from flashmoe_megatron.errors import FlashMoEError, reason_of
 from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.balancer import CHUNKS
+from flashmoe_megatron.multipath.board import NUM_LANES
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Flight, Link
 from flashmoe_megatron.multipath.shared import SharedMemory, node_of_gpu
 from flashmoe_megatron.multipath.watch import Watch
 
-NUM_SLOTS = 4
+NUM_SLOTS = 2
+"""Slots of a lane."""
 MOST_BYTES = 128 * 2**20
 """All rings of a rank that others write into, as long as no slot would be below the least."""
 LEAST_SLOT = 4 * 2**20
@@ -34,9 +36,10 @@ _FAR = 2**30
 
 
 class _Ring:
-    """One direction between two ranks, as one of the two sees it.
+    """A lane of one direction between two ranks, as one of the two sees it.
 
     Args:
+        stream: This rank's stream of the lane.
         slots: Where the GPU finds them.
         slot_bytes: The size of one.
         awaited: Where it finds the word that the peer counts in.
@@ -49,10 +52,18 @@ class _Ring:
     """
 
     def __init__(
-        self, slots: int, slot_bytes: int, awaited: int, counted: int, word: Any, slack: int
+        self,
+        stream: torch.cuda.Stream,
+        slots: int,
+        slot_bytes: int,
+        awaited: int,
+        counted: int,
+        word: Any,
+        slack: int,
     ) -> None:
-        self.slots, self.slot_bytes = slots, slot_bytes
-        self.awaited, self.counted = awaited, counted
+        self.stream = int(stream.cuda_stream)
+        self._slots = [slots + index * slot_bytes for index in range(NUM_SLOTS)]
+        self._awaited, self._counted = awaited, counted
         self.word, self.slack, self.count = word, slack, 0
 
     def is_behind(self) -> bool:
@@ -60,9 +71,24 @@ class _Ring:
         missing = (self.count - int(self.word.value)) & 0xFFFFFFFF
         return self.slack < missing < 2**31
 
-    def slot(self) -> int:
-        """Where the next chunk lies."""
-        return self.slots + self.count % NUM_SLOTS * self.slot_bytes
+    def send(self, address: int, nbytes: int) -> None:
+        """Issues the next chunk, from an address to the peer."""
+        free = self.count + 1 - NUM_SLOTS
+        # The host may see already that the slot is free, which spares the stream the wait.
+        if free > 0 and (int(self.word.value) - free) & 0xFFFFFFFF >= 2**31:
+            driver.wait_value(self.stream, self._awaited, free)
+        driver.copy(self._slots[self.count % NUM_SLOTS], address, nbytes, self.stream)
+        self._count()
+
+    def receive(self, address: int, nbytes: int) -> None:
+        """Issues the next chunk, from the peer to an address."""
+        driver.wait_value(self.stream, self._awaited, self.count + 1)
+        driver.copy(address, self._slots[self.count % NUM_SLOTS], nbytes, self.stream)
+        self._count()
+
+    def _count(self) -> None:
+        self.count += 1
+        driver.write_value(self.stream, self._counted, self.count)
 
 
 class RingLink(Link):
@@ -88,7 +114,7 @@ class RingLink(Link):
             (control.rank + step) % control.num_ranks for step in range(1, control.num_ranks)
         ]
         self.slot_bytes = _slot_bytes(len(self.peers))
-        self.ring_bytes = NUM_SLOTS * self.slot_bytes
+        self.ring_bytes = NUM_LANES * NUM_SLOTS * self.slot_bytes
         self.device = device
         self.broken: FlashMoEError | None = None
         self._stack = contextlib.ExitStack()
@@ -101,9 +127,11 @@ class RingLink(Link):
         self.watch = Watch(self)
 
     def _open(self, control: Control, own_bytes: int) -> None:
-        self.send_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.receive_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.send_stream.synchronize()  # makes the GPU's context this thread's
+        self.streams = [
+            (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+            for _ in range(NUM_LANES)
+        ]
+        self.streams[0][0].synchronize()  # makes the GPU's context this thread's
 
         def create() -> tuple[int, int, int]:
             node = node_of_gpu(driver.pci_bus_id(self.device.index))
@@ -130,23 +158,23 @@ class RingLink(Link):
         control.agree(register)
         self.own_header = headers[self.rank]
         inbound, outbound = self._slots(control)
-        self.inbound, self.outbound = {}, {}
+        self.inbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
+        self.outbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
+        own, nbytes = headers[self.rank], self.slot_bytes
         for peer in self.peers:
-            full, free = board.full_word(peer), board.free_word(peer)
-            own = headers[self.rank]
-            self.inbound[peer] = _Ring(
-                inbound[peer], self.slot_bytes, own + full, own + free, self.own.word(full), 0
-            )
-            full, free = board.full_word(self.rank), board.free_word(self.rank)
             theirs, memory = headers[peer], self.memories[peer]
-            self.outbound[peer] = _Ring(
-                outbound[peer],
-                self.slot_bytes,
-                theirs + free,
-                theirs + full,
-                memory.word(free),
-                NUM_SLOTS,
-            )
+            for lane, (to_peer, from_peer) in enumerate(self.streams):
+                offset = lane * NUM_SLOTS * nbytes
+                full, free = board.full_word(peer, lane), board.free_word(peer, lane)
+                slots, word = inbound[peer] + offset, self.own.word(full)
+                ring = _Ring(from_peer, slots, nbytes, own + full, own + free, word, 0)
+                self.inbound[peer].append(ring)
+                full, free = board.full_word(self.rank, lane), board.free_word(self.rank, lane)
+                slots, word = outbound[peer] + offset, memory.word(free)
+                ring = _Ring(to_peer, slots, nbytes, theirs + free, theirs + full, word, NUM_SLOTS)
+                self.outbound[peer].append(ring)
+        peers = [*self.inbound.values(), *self.outbound.values()]
+        self.rings = [ring for lanes in peers for ring in lanes]
 
     def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
         """Where the slots of each peer's rings are: from the peer, and to the peer. Collective."""
@@ -175,7 +203,7 @@ class RingLink(Link):
             raise
         return RingFlight(self, exchange, index)
 
-    def admit(self, nbytes: int) -> None:
+    def admit(self, stream: int, nbytes: int) -> None:
         """Called before a chunk is issued; a slower link can hold its stream back here."""
 
     def raise_if_broken(self) -> None:
@@ -191,7 +219,7 @@ class RingLink(Link):
 
     def release(self) -> None:
         """Lets streams go on whose peer will never count again; what they move has no meaning."""
-        for ring in [*self.inbound.values(), *self.outbound.values()]:
+        for ring in self.rings:
             ring.word.value = (ring.count + _FAR) & 0xFFFFFFFF
 
     def guard(self, output: torch.Tensor) -> None:
@@ -209,8 +237,9 @@ class RingLink(Link):
     def close(self) -> None:
         """Waits for the link's streams and frees its memory."""
         self.watch.close()
-        self.send_stream.synchronize()
-        self.receive_stream.synchronize()
+        for to_peer, from_peer in self.streams:
+            to_peer.synchronize()
+            from_peer.synchronize()
         self._stack.close()
 
 
@@ -273,60 +302,49 @@ class RingFlight(Flight):
 
     Attributes:
         what: The operation, for messages.
-        started: Recorded when the link may begin.
-        ended: Recorded when the last chunk has been sent, and received.
+        started: Recorded in the current stream when the link may begin.
+        ended: Recorded in every stream of the link behind its last chunk.
     """
 
     def __init__(self, link: RingLink, exchange: Exchange, index: int) -> None:
         self.what = exchange.what
-        self._link, self._pieces, self._part = link, exchange.pieces, exchange.parts[index]
+        self._link, self._part = link, exchange.parts[index]
+        self._pieces = exchange.pieces
+        begin, end, _ = self._part
+        lengths = [min(end, piece.receive.numel()) - begin for piece in self._pieces]
+        self._received = sum(length for length in lengths if length > 0)
 
     def steps(self) -> Iterator[None]:
         """Issues a chunk to and from every peer at a time."""
-        link, part = self._link, self._part
-        current = torch.cuda.current_stream()
-        for stream in (link.send_stream, link.receive_stream):
-            stream.wait_stream(current)
-        self.started = _event(link.send_stream)
-        chunk = min(part.chunk, link.slot_bytes)
-        for number in range(math.ceil((part.end - part.begin) / chunk)):
-            begin = part.begin + number * chunk
-            end = min(begin + chunk, part.end)
-            for piece in self._pieces:
-                self._send(link.outbound[piece.peer], piece.send, begin, end)
-            for piece in self._pieces:
-                self._receive(link.inbound[piece.peer], piece.receive, begin, end)
+        link, (begin, end, chunk) = self._link, self._part
+        chunk = min(chunk, link.slot_bytes)
+        lanes = link.streams[: -(-(end - begin) // chunk)]
+        streams = [stream for lane in lanes for stream in lane]
+        self.started = _event(torch.cuda.current_stream())
+        for stream in streams:
+            stream.wait_event(self.started)
+        sends = [_bounded(link.outbound, piece.peer, piece.send) for piece in self._pieces]
+        receives = [_bounded(link.inbound, piece.peer, piece.receive) for piece in self._pieces]
+        for number, at in enumerate(range(begin, end, chunk)):
+            lane, behind = number % NUM_LANES, min(at + chunk, end)
+            for rings, address, length in sends:
+                if (nbytes := min(behind, length) - at) > 0:
+                    link.admit(rings[lane].stream, nbytes)
+                    rings[lane].send(address + at, nbytes)
+            for rings, address, length in receives:
+                if (nbytes := min(behind, length) - at) > 0:
+                    rings[lane].receive(address + at, nbytes)
             yield
-        self.ended = (_event(link.send_stream), _event(link.receive_stream))
+        self._pieces = ()  # flights are kept for their times, tensors are not
+        self.ended = [_event(stream) for stream in streams]
         link.watch.add(self)
-
-    def _send(self, ring: _Ring, tensor: torch.Tensor, begin: int, end: int) -> None:
-        nbytes = min(end, tensor.numel()) - begin
-        if nbytes <= 0:
-            return
-        stream = self._link.send_stream.cuda_stream
-        self._link.admit(nbytes)
-        if ring.count >= NUM_SLOTS:
-            driver.wait_value(stream, ring.awaited, ring.count + 1 - NUM_SLOTS)
-        driver.copy(ring.slot(), tensor.data_ptr() + begin, nbytes, stream)
-        ring.count += 1
-        driver.write_value(stream, ring.counted, ring.count)
-
-    def _receive(self, ring: _Ring, tensor: torch.Tensor, begin: int, end: int) -> None:
-        nbytes = min(end, tensor.numel()) - begin
-        if nbytes <= 0:
-            return
-        stream = self._link.receive_stream.cuda_stream
-        driver.wait_value(stream, ring.awaited, ring.count + 1)
-        driver.copy(tensor.data_ptr() + begin, ring.slot(), nbytes, stream)
-        ring.count += 1
-        driver.write_value(stream, ring.counted, ring.count)
 
     def join(self) -> None:
         """Makes the current stream wait for it."""
         self._link.raise_if_broken()
+        current = torch.cuda.current_stream()
         for event in self.ended:
-            torch.cuda.current_stream().wait_event(event)
+            current.wait_event(event)
 
     def seconds(self) -> float:
         """By the GPU's clock, from when this rank could begin."""
@@ -337,9 +355,14 @@ class RingFlight(Flight):
 
     def num_bytes(self) -> int:
         """What this rank received by it."""
-        part = self._part
-        lengths = [min(part.end, piece.receive.numel()) - part.begin for piece in self._pieces]
-        return sum(length for length in lengths if length > 0)
+        return self._received
+
+
+def _bounded(
+    rings: dict[int, list[_Ring]], peer: int, tensor: torch.Tensor
+) -> tuple[list[_Ring], int, int]:
+    """A peer's rings, and where a tensor lies and how long it is."""
+    return rings[peer], tensor.data_ptr(), tensor.numel()
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -350,5 +373,5 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 def _slot_bytes(num_peers: int) -> int:
     """The largest chunk for which the rings of all peers have room."""
-    room = MOST_BYTES // (NUM_SLOTS * num_peers)
+    room = MOST_BYTES // (NUM_LANES * NUM_SLOTS * num_peers)
     return max(LEAST_SLOT, *(chunk for chunk in CHUNKS if chunk <= room))

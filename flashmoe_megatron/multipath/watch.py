@@ -1,9 +1,9 @@
 """Ends transfers between GPUs that will never end by themselves, and says why."""
 
-import queue
 import struct
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError, told_error
@@ -16,6 +16,9 @@ _VERDICT = board.HEADER_BYTES - 64
 
 class Watch:
     """A thread that looks after the transfers of a link; it sleeps nearly all of the time.
+
+    It looks 50 times a second while there are transfers, however many there are, and none of them
+    wakes it: it would take the interpreter's lock from the thread that issues chunks.
 
     A stream that waits for a word waits for ever if nobody writes it. Where a peer has died, has
     failed, or has not counted for the time limit, the thread notes the error, tells every rank, and
@@ -32,31 +35,43 @@ class Watch:
         self._link = link
         link.own.write(_VERDICT, struct.pack("<f", 1.0))
         self.verdict = link.own_header + _VERDICT
-        self._flights: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._flights: deque[Any] = deque()
+        self._added, self._is_closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name=f"{link.name}-watch", daemon=True)
         self._thread.start()
 
     def add(self, flight: Any) -> None:
         """Looks after one more transfer, whose events have been recorded."""
-        self._flights.put(flight)
+        self._flights.append(flight)
+        if not self._added.is_set():
+            self._added.set()
 
     def close(self) -> None:
         """Ends the thread, once the transfers have ended."""
-        self._flights.put(None)
+        self._is_closed = True
+        self._added.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while (flight := self._flights.get()) is not None:
-            moved_at, counts = time.monotonic(), self._counts()
-            while not all(event.query() for event in flight.ended):
-                time.sleep(_PERIOD_S)
-                now = self._counts()
-                # Until the stream gets there it waits for this rank's own work, not for a peer.
-                if now != counts or not flight.started.query():
-                    moved_at, counts = time.monotonic(), now
-                error = self._link.broken or self._problem(flight, time.monotonic() - moved_at)
-                if error is not None:
-                    self._end(error)
+        flight: Any = None
+        moved_at, counts = 0.0, list[int]()
+        while self._added.wait():
+            time.sleep(_PERIOD_S)
+            self._added.clear()
+            while self._flights and all(event.query() for event in self._flights[0].ended):
+                self._flights.popleft()
+            if not self._flights:
+                if self._is_closed:
+                    return
+                continue
+            self._added.set()
+            now = self._counts()
+            # Until the stream gets there it waits for this rank's own work, not for a peer.
+            if flight is not self._flights[0] or now != counts or not flight.started.query():
+                flight, moved_at, counts = self._flights[0], time.monotonic(), now
+            error = self._link.broken or self._problem(flight, time.monotonic() - moved_at)
+            if error is not None:
+                self._end(error)
 
     def _end(self, error: FlashMoEError) -> None:
         self._link.own.write(_VERDICT, struct.pack("<f", float("nan")))
@@ -64,9 +79,7 @@ class Watch:
         self._link.release()
 
     def _counts(self) -> list[int]:
-        link = self._link
-        rings = [*link.inbound.values(), *link.outbound.values()]
-        return [ring.word.value for ring in rings]
+        return [ring.word.value for ring in self._link.rings]
 
     def _problem(self, flight: Any, still: float) -> FlashMoEError | None:
         link = self._link
@@ -78,7 +91,7 @@ class Watch:
         late = [
             peer
             for peer in link.peers
-            if link.inbound[peer].is_behind() or link.outbound[peer].is_behind()
+            if any(ring.is_behind() for ring in link.inbound[peer] + link.outbound[peer])
         ]
         for peer in late:
             if not link.memories[peer].is_held():

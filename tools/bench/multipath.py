@@ -4,14 +4,15 @@
 
     python -m tools.bench.multipath table
     python -m tools.bench.multipath sockets --ranks 4
-    python -m tools.bench.multipath gpus [--ranks 2] [--same-gpu] [--pace 200] > LINES
+    python -m tools.bench.multipath gpus [--ranks 2] [--pace 200] [--only links shares] > LINES
+    python -m tools.bench.multipath gpus --same-gpu --links host > LINES
     python -m tools.bench.multipath plot LINES PICTURE
 
 ``table`` needs no GPU. ``sockets`` moves bytes between processes over two connections that are
-paced 4 to 1. ``gpus`` starts one process a GPU, or two on the first one, and measures every link,
-all together over shares, what the host relay costs the host, and gathers beside NCCL's own, by its
-kernels and by copy engines; ``--pace`` makes peer copies as slow as another machine's NVLink, in
-GB/s. Every line that is printed is a JSON object.
+paced 4 to 1. ``gpus`` starts one process a GPU, or two on the first one, and measures every link
+and what it costs the host, all together over shares, and gathers beside NCCL's own, by its kernels
+and by copy engines; ``--pace`` makes peer copies as slow as another machine's NVLink, in GB/s.
+Every line that is printed is a JSON object.
 """
 
 import argparse
@@ -30,11 +31,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from flashmoe_megatron.multipath import driver
-from flashmoe_megatron.multipath.balancer import CHUNKS, Balancer, cut
+from flashmoe_megatron.multipath.balancer import Balancer, chunks_of, cut
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Piece
 from flashmoe_megatron.multipath.multipath import Multipath
-from flashmoe_megatron.multipath.ring import HostRelay, PeerCopies
+from flashmoe_megatron.multipath.ring import PeerCopies
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
@@ -56,8 +57,9 @@ PCIE_GBPS, RDMA_GBPS, LATENCY_US = 22.0, 13.0, 20.0
 """The constants of all rows beside NCCL's own rate: GB/s into each GPU, and each link's latency."""
 
 INPUT_BYTES = 256 * 10**6
-SIZES = tuple(2**20 * size for size in (1, 4, 16, 64, 256, 512, 1024))
-REPEATS = 10
+SIZES = tuple(2**20 * size for size in (1, 16, 64, 256, 1024))
+SHARED_SIZES = tuple(2**20 * size for size in (256, 512, 1024))
+GATHERED_MIB = (16, 32, 64, 128, 256, 512, 1024)
 
 
 def table(step_us: float = 0.0) -> list[dict[str, Any]]:
@@ -79,8 +81,8 @@ def table(step_us: float = 0.0) -> list[dict[str, Any]]:
         ]
         balancer, nbytes = Balancer([link.name for link in links]), round(INPUT_BYTES * inbound)
         shares = balancer.tune(nbytes, functools.partial(measure, links))
-        chunks = [model.chunk for model in balancer.models(nbytes)]
-        gbps = INPUT_BYTES / max(measure(links, cut(shares, nbytes), chunks)) / 1e9
+        seconds = measure(links, cut(shares, nbytes), balancer.chunks(nbytes))
+        gbps = INPUT_BYTES / max(seconds) / 1e9
         rows.append(
             {
                 "operation": operation,
@@ -136,11 +138,10 @@ class PacedCopies(PeerCopies):
         while self._memory.word(128).value != 1:
             time.sleep(0.01)
 
-    def admit(self, nbytes: int) -> None:
+    def admit(self, stream: int, nbytes: int) -> None:
         """Asks for the chunk, in the stream, and waits for leave."""
         self._memory.word(4096 + self._count % 1024 * 4).value = nbytes
         self._count += 1
-        stream = self.send_stream.cuda_stream
         driver.write_value(stream, self._words, self._count)
         driver.wait_value(stream, self._words + 64, self._count)
 
@@ -157,7 +158,7 @@ def _keep_pace(place: tuple[int, int, int], gbps: float) -> None:
     asked, given, ready = memory.word(0), memory.word(64), memory.word(128)
     ready.value, count, free_at, clock = 1, 0, 0.0, time.perf_counter
     while True:
-        if asked.value == count:
+        if asked.value <= count:  # lanes may ask out of turn
             continue
         now = clock()
         # A copy takes a part of its own time; the next may begin that much earlier.
@@ -170,37 +171,23 @@ def _keep_pace(place: tuple[int, int, int], gbps: float) -> None:
 
 
 def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
-    """Every link, all together, and the host relay's cost."""
+    """Every link, all together, and the host's part."""
     device = torch.device("cuda", 0 if args.same_gpu else rank)
     torch.cuda.set_device(device)
 
     def peer(control: Control) -> PeerCopies:
         return PacedCopies(control, device, args.pace) if args.pace else PeerCopies(control, device)
 
-    def host(control: Control) -> HostRelay:
-        return HostRelay(control, device)
-
+    links: list[Any] = [peer if name == "peer" else name for name in args.links]
     about = {"bench": "gpus", "gpu": torch.cuda.get_device_name(), "ranks": ranks}
     about |= {"same_gpu": args.same_gpu, "pace": args.pace}
-    with Multipath(links=[peer, host], min_bytes=1, timeout=60, device=device) as both:
+    with Multipath(links=links, min_bytes=1, timeout=60, device=device) as both:
         if "right" in args.only:
             _say(rank, **about, right=_right(both, args.random_sizes))
         if "links" in args.only:
-            for index, link in enumerate(both.links):
-                for two_way in (False, True):
-                    for size in SIZES:
-                        shares = [float(i == index) for i in range(len(both.links))]
-                        gbps, cpu = _rate(both, size, two_way, shares, args.cpu_s)
-                        way = "two ways, each" if two_way else "one way"
-                        mib = size // 2**20
-                        _say(rank, **about, link=link.name, way=way, mib=mib, gbps=gbps, core=cpu)
-            for size in SIZES:
-                both.tune(size * (ranks - 1), _one_way(both, size))
-                gbps, _ = _rate(both, size, False, None)
-                mib = size // 2**20
-                _say(rank, **about, link="together", way="one way", mib=mib, gbps=gbps)
-        if "shares" in args.only:
-            for size in (64 * 2**20, 256 * 2**20):
+            _links(rank, about, both)
+        if "shares" in args.only and len(links) > 1:
+            for size in SHARED_SIZES:
                 _sweep(rank, about, both, size)
     if "gathers" in args.only:
         _gathers(rank, about, device)
@@ -208,8 +195,32 @@ def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
         _beside_launch(rank, about, device)
 
 
+def _links(rank: int, about: dict[str, Any], both: Multipath) -> None:
+    """Rates of every link alone, and of all together by the shares that the balancer chooses."""
+    names = [link.name for link in both.links]
+    for size in SIZES:
+        inbound, mib = size * (both.num_ranks - 1), size // 2**20
+        both.tune(inbound, _one_way(both, size))
+        for index, link in enumerate(names):
+            alone = [float(i == index) for i in range(len(names))]
+            chunk = both.balancer.models(inbound)[index].chunk / 2**20
+            for way in ("one way", "two ways, each"):
+                gbps, core = _rate(both, size, alone, way != "one way")
+                row = {"link": link, "way": way, "mib": mib, "chunk_mib": chunk}
+                _say(rank, **about, **row, gbps=gbps, core=core)
+        if len(names) > 1:
+            shares = both.balancer.shares(inbound)
+            gbps, core = _rate(both, size, shares)
+            row = {"link": "together", "way": "one way", "mib": mib, "shares": shares}
+            _say(rank, **about, **row, gbps=gbps, core=core)
+
+
 def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
-    """Gathers of 16 MiB to 1 GiB a rank beside NCCL's two ways, in turns; each is checked first."""
+    """Gathers of 16 MiB to 1 GiB a rank beside NCCL's two ways, in turns; each is checked first.
+
+    A rank's input is its part of the output, as Megatron has it.
+    What is below the size from which several links pay is NCCL's for all but the copy engines.
+    """
     policy = dist.ProcessGroupNCCL.Options()
     policy.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
     plain = dist.new_group(backend="nccl")
@@ -229,7 +240,7 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
     # NCCL's batches of copies are refused by the default stream.
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with (
-        Multipath(plain, device=device, min_bytes=1, timeout=60) as multipath,
+        Multipath(plain, device=device, timeout=60) as multipath,
         torch.cuda.stream(side),
     ):
         collectives: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -237,14 +248,14 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
             "nccl": functools.partial(dist.all_gather_into_tensor, group=plain),
             "nccl copy engines": functools.partial(dist.all_gather_into_tensor, group=engines),
         }
-        for mib in (16, 32, 64, 128, 256, 512, 1024):
+        for mib in GATHERED_MIB:
             size = mib * 2**20
             ways: dict[str, Callable[[], Any]] = {}
             for name, collective in collectives.items():
                 if name in failed:
                     continue
-                given, output = allocate(name, size), allocate(name, num_ranks * size)
-                given.fill_(rank + 1)
+                output = allocate(name, num_ranks * size)
+                given = output[rank * size : (rank + 1) * size].fill_(rank + 1)
                 way = functools.partial(collective, output, given)
                 try:
                     way()
@@ -256,15 +267,17 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
                     raise SystemExit(f"{name}, {mib} MiB: rank {rank} has wrong bytes")
                 ways[name] = way
             calls = {name: functools.partial(turn_ms, way, 5) for name, way in ways.items()}
-            taken = in_turns(calls, 7)
+            taken = in_turns(calls, 5)
             values: list[Any] = [None] * num_ranks
             dist.all_gather_object(
                 values, {name: statistics.median(each) for name, each in taken.items()}
             )
             inbound = size * (num_ranks - 1)
             gbps = {name: round(inbound / max(of[name] for of in values) / 1e6, 1) for name in ways}
-            names = [link.name for link in multipath.links]
-            shares = dict(zip(names, multipath.balancer.shares(inbound), strict=True))
+            shares = {}
+            if multipath.balancer.is_tuned(inbound):
+                names = [link.name for link in multipath.links]
+                shares = dict(zip(names, multipath.balancer.shares(inbound), strict=True))
             _say(rank, **about, gather_mib=mib, gbps=gbps, shares=shares, failed=failed)
             del ways, calls, way, given, output
 
@@ -303,26 +316,29 @@ def _beside_launch(rank: int, about: dict[str, Any], device: torch.device) -> No
 
 
 def _sweep(rank: int, about: dict[str, Any], both: Multipath, size: int) -> None:
-    """Rates over the host relay's share, one way, and what the balancer chooses."""
-    rates = {}
-    for percent in range(0, 41, 2):
-        shares = [1 - percent / 100, percent / 100]
-        rates[percent], _ = _rate(both, size, False, shares)
-    best = max(rates, key=lambda percent: rates[percent])
-    pieces = _one_way(both, size)
-    both.tune(size * (both.num_ranks - 1), pieces)
-    chosen = both.balancer.shares(size * (both.num_ranks - 1))
-    tuned, _ = _rate(both, size, False, None)
+    """Rates over the second link's share, one way, and what the balancer chooses."""
+    inbound = size * (both.num_ranks - 1)
+    both.tune(inbound, _one_way(both, size))
+    chosen = both.balancer.shares(inbound)
+
+    def rate(share: float) -> float:
+        return _rate(both, size, [1 - share, share], seconds=0.1)[0]
+
+    rates = {percent: rate(percent / 100) for percent in [*range(0, 41, 2), 100]}
+    calls = {"peer": lambda: rate(0.0), "all": lambda: rate(chosen[1])}
+    turns = in_turns(calls, 3)
+    alone, tuned = (statistics.median(turns[name]) for name in calls)
     _say(
         rank,
         **about,
         mib=size // 2**20,
         by_host_percent=rates,
-        best_percent=best,
+        best_percent=max(rates, key=lambda percent: rates[percent]),
         chosen_percent=round(100 * chosen[1], 1),
-        trials=both.balancer.trials(size * (both.num_ranks - 1)),
+        trials=both.balancer.trials(inbound),
+        peer_alone=alone,
         gbps=tuned,
-        gain=tuned / rates[0] - 1,
+        gain=round(tuned / alone - 1, 3),
     )
 
 
@@ -346,40 +362,45 @@ def _two_ways(both: Multipath, size: int) -> list[Piece]:
 
 
 def _rate(
-    both: Multipath, size: int, two_way: bool, shares: Sequence[float] | None, seconds: float = 0.0
+    both: Multipath,
+    size: int,
+    shares: Sequence[float],
+    two_way: bool = False,
+    seconds: float = 0.2,
 ) -> tuple[float, float]:
     """GB/s into a rank, and the part of a core that this process has used meanwhile."""
     pieces = (_two_ways if two_way else _one_way)(both, size)
-    inbound = size * (both.num_ranks - 1)
-    if shares is None:
-        chosen = cut(both.balancer.shares(inbound), size)
-        chunks = [model.chunk for model in both.balancer.models(inbound)]
-    else:
-        chosen, chunks = cut(shares, size), [min(CHUNKS[-1], max(2**20, size // 16))] * len(shares)
+    models = both.balancer.models(size * (both.num_ranks - 1))
+    carried, chunks = cut(shares, size), chunks_of(models, shares)
+    repeats = max(8, min(500, int(seconds * 100e9 / size)))
+    ends: list[torch.cuda.Event] = []
 
-    def move() -> None:
-        both.fly("a measurement", pieces, chosen, chunks, [0.0] * len(chunks))
+    def move(times: int) -> None:
+        for index in range(times):
+            both.fly("a measurement", pieces, carried, chunks, [0.0] * len(chunks))
+            if index % 4 == 3:  # the driver spins where more is issued than it holds
+                ends.append(_marked())
+                ends[-2 if len(ends) > 1 else -1].synchronize()
+        ends.append(_marked())
+        ends[-1].synchronize()
 
-    for _ in range(2):
-        move()
-    repeats = max(REPEATS, int(seconds * 40e9 / size))
+    move(2)
     _meet(both)
     began, cpu = time.perf_counter(), time.process_time()
-    for index in range(repeats):
-        move()
-        if index % 4 == 3:  # the driver spins where more is issued than it holds
-            end = torch.cuda.Event(blocking=True)
-            end.record()
-            end.synchronize()
-    end = torch.cuda.Event(blocking=True)
-    end.record()
-    end.synchronize()
+    move(repeats)
     took, used = time.perf_counter() - began, time.process_time() - cpu
     _meet(both)
     received = size * ((both.num_ranks - 1) if two_way else 1)
     values: list[Any] = [None] * both.num_ranks
     dist.all_gather_object(values, (received * repeats / took / 1e9, used / took))
     return round(min(rate for rate, _ in values), 2), round(max(core for _, core in values), 4)
+
+
+def _marked() -> torch.cuda.Event:
+    """An event behind what has been issued, for which a host waits without spinning."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _meet(both: Multipath) -> None:
@@ -471,11 +492,14 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=16, help="sockets: the size of the whole")
     parser.add_argument("--same-gpu", action="store_true", help="gpus: all processes on the first")
     parser.add_argument("--pace", type=float, default=0.0, help="gpus: GB/s of peer copies")
-    parser.add_argument("--random-sizes", type=int, default=1000)
+    parser.add_argument("--links", nargs="+", default=["peer", "host"], choices=["peer", "host"])
+    parser.add_argument("--random-sizes", type=int, default=200)
     parser.add_argument(
-        "--cpu-s", type=float, default=1.0, help="gpus: seconds for the host's part"
+        "--only",
+        nargs="+",
+        default=["right", "links", "shares"],
+        choices=["right", "links", "shares", "gathers", "launch"],
     )
-    parser.add_argument("--only", nargs="+", default=["right", "links", "shares"])
     args = parser.parse_args()
     if args.what == "table":
         for row in table(args.step_us):

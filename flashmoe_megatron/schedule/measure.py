@@ -1,6 +1,7 @@
 """Times exchanges, products and copies of several sizes, and lays a line through each.
 
-A time is the slowest rank's, the median of several turns, of calls that follow one another.
+A time is the slowest rank's, the median of several turns, of calls that follow one another. The
+host issues them while the GPU sleeps, as it is ahead of the GPU in a layer.
 """
 
 import time
@@ -13,12 +14,14 @@ import torch.distributed as dist
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.schedule.fit import Fit, machine_of
 from flashmoe_megatron.schedule.line import fit_line
-from flashmoe_megatron.scheduled.plan import Routes, Table, make_part
+from flashmoe_megatron.scheduled.plan import Routes, Table, make_parts
 from flashmoe_megatron.scheduled.products import product
 
-CALLS = 3
+CALLS = 5
+SLEEP_CYCLES = 4_000_000
+"""How long a GPU sleeps before a turn, in its clock's cycles: some 2 ms."""
 SPAN = 32
-CUT_PARTS = 16
+MOST_PARTS = 9
 Sample = tuple[float, float]
 
 
@@ -89,26 +92,34 @@ class _Clock:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._turns = sizes.turns
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """One call's. Collective over the group."""
+    def seconds(self, call: Callable[[], object], *, of_host: bool = False) -> float:
+        """One call's, on a GPU without the host's, or of a host that waits for each turn.
+
+        Collective over the group.
+        """
         call()
-        taken = torch.tensor([self._turn(call) for _ in range(self._turns)], device=self.device)
+        turns = [self._turn(call, of_host) for _ in range(self._turns)]
+        taken = torch.tensor(turns, device=self.device)
         if self._group is not None:
             dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)
         return float(taken.median())
 
-    def _turn(self, call: Callable[[], object]) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _turn(self, call: Callable[[], object], of_host: bool) -> float:
+        is_gpu = self.device.type == "cuda"
         if self._group is not None:
             dist.barrier(self._group)
-        if self.device.type != "cuda":
+        if of_host or not is_gpu:
+            if is_gpu:
+                torch.cuda.synchronize(self.device)
             begin = time.perf_counter()
             for _ in range(CALLS):
                 call()
+            if is_gpu:
+                torch.cuda.synchronize(self.device)
             return (time.perf_counter() - begin) / CALLS
-        torch.cuda.synchronize(self.device)
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call] # all are issued meanwhile
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        call()  # in which ranks that begin late are waited for
         events[0].record()
         for _ in range(CALLS):
             call()
@@ -140,9 +151,7 @@ def _products(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
 def _copies(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
     """Times of rows that are picked, by bytes that are written."""
     samples = []
-    for count in even_ratios(
-        max(sizes.num_bytes // sizes.hidden // dtype.itemsize, 1), sizes.points
-    ):
+    for count in even_ratios(sizes.rows, sizes.points):
         rows = torch.randn(count, sizes.hidden, device=clock.device).to(dtype)
         index = torch.randperm(count, device=clock.device)
         taken = clock.seconds(lambda: rows.index_select(0, index))  # noqa: B023
@@ -153,18 +162,15 @@ def _copies(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
 def _cuts(clock: _Clock, num_ranks: int, sizes: Sizes) -> list[Sample]:
     """Times of finding out which rows parts have, by the number of parts."""
     local, device = sizes.num_experts, clock.device
-    count = max(sizes.rows // (local * num_ranks), CUT_PARTS)
+    count = max(sizes.rows // (local * num_ranks), MOST_PARTS)
     host = Table.of([count] * local * num_ranks, local)
-    received = torch.full((num_ranks, local), count, device=device)
     empty = torch.empty(0, dtype=torch.int64, device=device)
-    ends = received.view(-1).cumsum(0).int()
-    routes = Routes(empty, empty, empty, received.view(1, -1), received, host, host, ends)
-
-    def cut(parts: int) -> None:
-        for part in range(parts):
-            make_part(routes, part, CUT_PARTS)
-
-    return [(float(n), clock.seconds(lambda: cut(n))) for n in range(1, 9)]  # noqa: B023
+    ends = torch.empty(local, dtype=torch.int32, device=device)
+    routes = Routes(empty, empty, empty, host, host, ends)
+    return [
+        (float(n), clock.seconds(lambda: make_parts(routes, n), of_host=True))  # noqa: B023
+        for n in range(2, MOST_PARTS + 1)
+    ]
 
 
 def _all_to_all(buffer: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:

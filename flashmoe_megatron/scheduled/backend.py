@@ -55,7 +55,7 @@ from flashmoe_megatron.scheduled.plan import (
     Routes,
     Sorted,
     Table,
-    make_part,
+    make_parts,
     part_size,
     rows_of_experts,
 )
@@ -301,10 +301,10 @@ class ScheduledBackend(OfGroup):
             )
         routes, all_counts = self._plan(found, probs, routing_map)
         laps.lap("plan")
-        parts = [make_part(routes, part, degree) for part in range(degree)]
+        parts = make_parts(routes, degree)
         counts = [self._counts_of(routes, all_counts, part, degree) for part in range(degree)]
         is_whole = degree == 1
-        whole = parts[0] if is_whole else make_part(routes, 0, 1)
+        (whole,) = parts if is_whole else make_parts(routes, 1)
         total = counts[0] if is_whole else self._counts_of(routes, all_counts, 0, 1)
         of_probs = self._travel(found.row_probs[: len(routes.token_idx)], total, whole)
         ways = [
@@ -406,7 +406,7 @@ class ScheduledBackend(OfGroup):
         own = counts()
         host = Table.of(own, len(own))
         self._refuse_unusable(own, host, 0, probs, routing_map)
-        routes = found.routes(found.counts[None], host, host)
+        routes = found.routes(host, host)
         self._record(laps, routes, layer, "forward", num_tokens=len(x))
         if not training:
             return out, None
@@ -469,10 +469,10 @@ class ScheduledBackend(OfGroup):
         laps = _Laps(grad_out.device, counts=self._counts)
         routes: Routes = saved.routes
         degree = self._degree(1)
-        parts = [make_part(routes, part, degree) for part in range(degree)]
+        parts = make_parts(routes, degree)
         counts = [self._counts_of(routes, saved.all_counts, part, degree) for part in range(degree)]
         is_whole = degree == 1
-        whole = parts[0] if is_whole else make_part(routes, 0, 1)
+        (whole,) = parts if is_whole else make_parts(routes, 1)
         total = counts[0] if is_whole else self._counts_of(routes, saved.all_counts, 0, 1)
         laps.lap("plan")
         call = Call("backward", saved.layer)
@@ -610,7 +610,7 @@ class ScheduledBackend(OfGroup):
         if self._most_blocks is not None:
             blocks = sum(align_capacity(rows) for rows in rows_of_experts(host_received))
             self._talk.check_bound(blocks // TILE_M, self._most_blocks, found.counts)
-        routes = found.routes(received, Table.of(own, local), host_received, first_source)
+        routes = found.routes(Table.of(own, local), host_received, first_source)
         return routes, all_counts
 
     def _refuse_unusable(

@@ -1,13 +1,17 @@
 """Where every route of one call goes, and which part of them travels when.
 
-All indices are made on the device from counts of rows, of which the host has a copy, so that the
-host waits once for a call.
+The host knows how many rows there are between all ranks and experts, for which it has waited once.
+What it makes of these numbers is short, and goes to the device in one copy, where a few operators
+make all indices of all parts of a call. So a part more costs the host next to nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+Runs = tuple[torch.Tensor, torch.Tensor]
+"""``[parts, runs]`` on the host: where runs of successive numbers start, and how long they are."""
 
 REFUSED = -1
 """Takes the place of every count of a rank whose routing is unusable."""
@@ -46,21 +50,13 @@ class Sorted:
     counts: torch.Tensor
     ends: torch.Tensor
 
-    def routes(
-        self,
-        received: torch.Tensor,
-        host_sent: Table,
-        host_received: Table,
-        first_source: int = 0,
-    ) -> "Routes":
+    def routes(self, host_sent: Table, host_received: Table, first_source: int = 0) -> "Routes":
         """The routes, once their numbers are known; the arguments are :class:`Routes`'s."""
         num_routes = sum(map(sum, host_sent))
         return Routes(
             token_idx=self.token_idx[:num_routes],
             flat_idx=self.flat_idx[:num_routes],
             place=self.place,
-            sent=self.counts[None],
-            received=received,
             host_sent=host_sent,
             host_received=host_received,
             ends=self.ends,
@@ -79,11 +75,9 @@ class Routes:
         flat_idx: ``[num_routes]`` int64, where its probability is among all of the tokens'.
         place: ``[num_tokens, choices]`` int64, each token's routes by ascending expert;
             ``num_tokens * choices`` where there is none.
-        sent: ``[1, num_experts]`` int64, this rank's routes to each expert.
-        received: ``[sources, num_local_experts]`` int64, each source's to this rank's experts: of
+        host_sent: ``[num_ranks][num_local_experts]``, this rank's routes to each expert.
+        host_received: ``[sources][num_local_experts]``, each source's to this rank's experts: of
             the ranks, and where several share experts, of the ranks of all of these.
-        host_sent: The values of ``sent``, ``[num_ranks][num_local_experts]``.
-        host_received: The values of ``received``.
         ends: ``[num_experts]`` int32, where each expert's routes end.
         first_source: Which of the sources is the first of those that send to this rank itself.
     """
@@ -91,8 +85,6 @@ class Routes:
     token_idx: torch.Tensor
     flat_idx: torch.Tensor
     place: torch.Tensor
-    sent: torch.Tensor
-    received: torch.Tensor
     host_sent: Table
     host_received: Table
     ends: torch.Tensor
@@ -144,56 +136,79 @@ def part_size(count: int, part: int, degree: int) -> int:
     return count * (part + 1) // degree - count * part // degree
 
 
-def make_part(routes: Routes, part: int, degree: int) -> Part:
-    """Cuts the ``part``-th of ``degree`` parts out of every expert's rows, pad-free.
+def make_parts(routes: Routes, degree: int) -> list[Part]:
+    """Cuts every expert's rows into ``degree`` parts, pad-free.
 
     A rank's rows for an expert are cut by themselves, so that both ends know all sizes.
     """
-
-    def cut(host: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-        return [[part_size(count, part, degree) for count in row] for row in host]
-
-    def device_cut(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        begin = counts * part // degree
-        return begin, counts * (part + 1) // degree - begin
-
     if degree == len(routes.host_received) == 1:  # nothing is cut and nothing moves
         every = [routes.num_rows]
-        counts = list(routes.host_received[0])
-        return Part(None, every, every, None, None, None, routes.ends, counts)
-    sent, received = cut(routes.host_sent), cut(routes.host_received)
-    counts = [sum(of_expert) for of_expert in zip(*received, strict=True)]
-    num_sent, num_received = sum(map(sum, sent)), sum(counts)
-    begin, size = device_cut(routes.received)  # [rank, expert]
-    send_idx = rows = by_expert = by_rank = None
+        own = list(routes.host_received[0])
+        return [Part(None, every, every, None, None, None, routes.ends, own)]
+    sent, received = torch.tensor(routes.host_sent), torch.tensor(routes.host_received)
+    sent_begin, sent_size = _cut(sent, degree)  # [part, rank, expert]
+    begin, size = _cut(received, degree)
+    by_expert, of_expert = size.transpose(1, 2), received.t()
+    runs: dict[str, Runs] = {}
     if degree > 1:
-        send_begin, send_size = device_cut(routes.sent)
-        send_idx = _runs(_starts(routes.sent) + send_begin, send_size, num_sent)
-        of_expert = routes.received.t()
-        rows = _runs(_starts(of_expert) + begin.t(), size.t(), num_received)
+        runs["send_idx"] = _starts(sent.view(1, -1)) + sent_begin.flatten(1), sent_size.flatten(1)
+        first = _starts(of_expert.reshape(1, -1)) + begin.transpose(1, 2).flatten(1)
+        runs["rows"] = first, by_expert.flatten(1)
     if len(received) > 1:
-        by_expert = _runs(_starts(size).t(), size.t(), num_received)
-        by_rank = _runs(_starts(size.t()).t(), size, num_received)
-    return Part(
-        send_idx=send_idx,
-        send_counts=[sum(row) for row in sent],
-        recv_counts=[sum(row) for row in received],
-        by_expert=by_expert,
-        by_rank=by_rank,
-        rows=rows,
-        ends=size.sum(0).cumsum(0).int(),
-        counts=counts,
-    )
+        by_rank = _starts(size.flatten(1)).view_as(size)
+        runs["by_expert"] = by_rank.transpose(1, 2).flatten(1), by_expert.flatten(1)
+        in_order = _starts(by_expert.flatten(1)).view_as(by_expert)
+        runs["by_rank"] = in_order.transpose(1, 2).flatten(1), size.flatten(1)
+    counts = size.sum(1)  # [part, expert]
+    indices, ends = _on_device(runs, counts.cumsum(1), routes.ends.device)
+    none = [None] * degree
+    return [
+        Part(*of_part)
+        for of_part in zip(
+            indices.get("send_idx", none),
+            sent_size.sum(2).tolist(),
+            size.sum(2).tolist(),
+            indices.get("by_expert", none),
+            indices.get("by_rank", none),
+            indices.get("rows", none),
+            ends,
+            counts.tolist(),
+            strict=True,
+        )
+    ]
+
+
+def _cut(counts: torch.Tensor, degree: int) -> Runs:
+    """Where each part of counts of rows begins, and its size; ``[degree, *counts.shape]``."""
+    bounds = counts * torch.arange(degree + 1).view(-1, 1, 1) // degree
+    return bounds[:-1], bounds.diff(dim=0)
 
 
 def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    """Where each of several runs begins that follow each other, in the shape of their sizes."""
-    flat = sizes.reshape(-1)
-    return (flat.cumsum(0) - flat).view(sizes.shape)
+    """Where each of several runs begins that follow each other, row by row."""
+    return sizes.cumsum(1) - sizes
 
 
-def _runs(starts: torch.Tensor, sizes: torch.Tensor, total: int) -> torch.Tensor:
-    """``[total]`` the numbers of several runs, one run after the other."""
-    starts, sizes = starts.reshape(-1), sizes.reshape(-1)
-    shift = (starts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes, output_size=total)
-    return shift + torch.arange(total, device=sizes.device)
+def _on_device(
+    runs: dict[str, Runs], ends: torch.Tensor, device: torch.device
+) -> tuple[Mapping[str, Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    """Brings all runs, and where rows end, to the device in one copy.
+
+    Returns:
+        For each part the numbers of its runs, one run after the other; and its ends.
+    """
+    lengths = [length for _, size in runs.values() for length in size.sum(1).tolist()]
+    sizes = torch.cat([size.flatten() for _, size in runs.values()])
+    starts = torch.cat([start.flatten() for start, _ in runs.values()])
+    shifts = starts - (sizes.cumsum(0) - sizes)  # from the place among all numbers to the number
+    packed = torch.cat([shifts, sizes, ends.flatten()])
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    packed = packed.to(device, non_blocking=True)
+    shifts, sizes, there = torch.split(packed, [len(shifts), len(sizes), ends.numel()])
+    numbers = shifts.repeat_interleave(sizes, output_size=sum(lengths))
+    numbers += torch.arange(len(numbers), device=device)
+    each = torch.split(numbers, lengths)
+    degree = len(ends)
+    found = {name: each[i * degree : (i + 1) * degree] for i, name in enumerate(runs)}
+    return found, there.int().view_as(ends).unbind()

@@ -36,7 +36,7 @@ run env CUDA_VISIBLE_DEVICES=0 "${bench[@]}" --backend scheduled --shapes qwen3-
 run env CUDA_VISIBLE_DEVICES=0 "${bench[@]}" --backend reference --shapes qwen3-30b --iterations 5 \
     --warmup 1 --no-baselines
 run env CUDA_VISIBLE_DEVICES=0 python -m flashmoe_megatron.schedule fit "$out/one.json"
-sockets fit "$out/sockets.json" --mib 32
+sockets fit "$out/sockets.json" --mib 16
 sockets trace "$out/trace_sockets.json" --degree auto --degree-fit "$out/sockets.json" --hidden 1024 \
     --intermediate 65536 --num-experts 4 --topk 2 --tokens 2048
 if [ "$gpus" -gt 1 ]; then

@@ -1,0 +1,178 @@
+"""The host relay's protocol between processes, with threads in place of a GPU's queues."""
+
+import contextlib
+import ctypes
+import itertools
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.errors import PeerTimeoutError
+from flashmoe_megatron.multipath import driver, ring
+from flashmoe_megatron.multipath.multipath import Multipath
+from flashmoe_megatron.multipath.ring import HostRelay
+from tests.distributed import RankPool
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Queue:
+    """Runs what is issued to it in order, as a hardware queue does."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def push(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
+
+
+class Event:
+    def __init__(self, **_: bool) -> None:
+        self._reached, self._at = threading.Event(), 0.0
+
+    def record(self, stream: "Stream") -> None:
+        stream.queue.push(self._reach)
+
+    def _reach(self) -> None:
+        self._at = time.monotonic()
+        self._reached.set()
+
+    def query(self) -> bool:
+        return self._reached.is_set()
+
+    def synchronize(self) -> None:
+        assert self._reached.wait(60)
+
+    def elapsed_time(self, end: "Event") -> float:
+        return (end._at - self._at) * 1e3
+
+
+class Stream:
+    made: dict[int, "Stream"]
+    queues: Iterator[Queue]
+
+    def __init__(self, *_: object) -> None:
+        self.cuda_stream = len(self.made) + 1
+        self.made[self.cuda_stream] = self
+        self.queue = next(self.queues)
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.push(event.synchronize)
+
+    def synchronize(self) -> None:
+        event = Event()
+        event.record(self)
+        event.synchronize()
+
+
+def words_of_memory(stream: int, address: int, value: int) -> Any:
+    return Stream.made[stream].queue, ctypes.c_uint32.from_address(address), value & 0xFFFFFFFF
+
+
+def wait_value(stream: int, address: int, value: int) -> None:
+    queue_of, word, wanted = words_of_memory(stream, address, value)
+
+    def wait() -> None:
+        while (word.value - wanted) & 0xFFFFFFFF >= 2**31:
+            time.sleep(1e-4)
+
+    queue_of.push(wait)
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    queue_of, word, wanted = words_of_memory(stream, address, value)
+    queue_of.push(lambda: setattr(word, "value", wanted))
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    Stream.made[stream].queue.push(lambda: ctypes.memmove(target, source, nbytes))
+
+
+@contextlib.contextmanager
+def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iterator[Stream]:
+    """A process's GPU with so many hardware queues; gives its current stream."""
+    Stream.made, Stream.queues = {}, itertools.cycle([Queue() for _ in range(num_queues)])
+    for name, function in {
+        "pci_bus_id": lambda index: "none",
+        "register": lambda address, nbytes: address,
+        "unregister": lambda address: None,
+        "copy": copy,
+        "wait_value": wait_value,
+        "write_value": write_value,
+    }.items():
+        monkeypatch.setattr(driver, name, function)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(ring, "LEAST_SLOT", 4096)
+    monkeypatch.setattr(ring, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(ring, "CHUNKS", (2**12, 2**14))
+    current = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    yield current
+
+
+def gathers(group: dist.ProcessGroup, num_queues: int) -> None:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    draw = random.Random(3)  # the same lengths on every rank
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, num_queues) as current:
+        links = [lambda control: HostRelay(control, DEVICE)]
+        device = torch.device("cpu")
+        with Multipath(group, device=device, links=links, min_bytes=1, timeout=30) as multipath:
+            inputs, expected = [], []
+            for index in range(40):
+                length = draw.choice([1, 4096, 5000, 16384, 70_001, 300_000])
+                parts = [
+                    torch.randint(256, (length,), generator=torch.Generator().manual_seed(seed))
+                    for seed in range(index * ranks, (index + 1) * ranks)
+                ]
+                whole = torch.cat(parts).to(torch.uint8)
+                output = torch.zeros_like(whole)
+                inputs.append(parts[rank].to(torch.uint8))
+                multipath.all_gather(output, inputs[-1])
+                expected.append((output, whole))
+                if index % 8 == 7:  # several gathers are under way at once
+                    current.synchronize()
+                    assert all(torch.equal(*pair) for pair in expected)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_queues"), [(2, 9), (3, 1)])
+def test_gathers_by_lanes(num_ranks: int, num_queues: int, ranks: RankPool) -> None:
+    ranks.run(gathers, num_queues, num_ranks=num_ranks)
+
+
+def alone(group: dist.ProcessGroup) -> str:
+    rank = dist.get_rank(group)
+    output, part = torch.zeros(200, dtype=torch.uint8), torch.ones(100, dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        links = [lambda control: HostRelay(control, DEVICE)]
+        device = torch.device("cpu")
+        multipath = Multipath(group, device=device, links=links, min_bytes=1, timeout=2)
+        multipath.balancer.tune(100, lambda carried, chunks: [1e-6 * max(carried)])
+        if rank == 0:
+            multipath.all_gather(output, part)
+            current.synchronize()  # which ends, since the link lets its streams go
+        dist.barrier(group)
+        try:
+            multipath.all_gather(output, part)
+        except PeerTimeoutError as error:
+            return str(error)
+        return "no error"
+
+
+def test_a_peer_that_stays_away_is_named(ranks: RankPool) -> None:
+    said = ranks.run(alone, num_ranks=2)
+    assert "has waited 2" in said[0]
+    assert "for ranks [1], longer than 2 s" in said[0]

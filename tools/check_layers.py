@@ -32,7 +32,7 @@ PYTHON = [
     ["telemetry", "router"],
     ["options"],
     ["backend"],
-    ["checks", "eager", "expert_group", "multipath", "weights"],
+    ["checks", "eager", "expert_group", "multipath", "per_group", "weights"],
     ["kernel", "reference", "hosts"],
     ["scheduled"],
     ["schedule"],

@@ -17,7 +17,6 @@ An adapter for another framework supplies the rest:
 
 import dataclasses
 import math
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import ClassVar
@@ -32,6 +31,7 @@ from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
+from flashmoe_megatron.per_group import once_per_group
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
@@ -155,14 +155,6 @@ class GroupBackends:
             self.max_tokens = align_capacity(max(most, self.max_tokens * 5 // 4))
 
 
-_Key = tuple[torch.device, FrameworkOptions, int | None, dist.ProcessGroup | None]
-_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, GroupBackends]] = (
-    weakref.WeakKeyDictionary()
-)
-_alone: dict[_Key, GroupBackends] = {}
-"""The backends of a rank that is in no group."""
-
-
 def shared_backends(
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -171,11 +163,8 @@ def shared_backends(
     tensor_group: dist.ProcessGroup | None = None,
 ) -> GroupBackends:
     """The same backends for every layer of this process with the same arguments."""
-    known = _alone if group is None else _shared.setdefault(group, {})
-    key = (device, settings, max_tokens, tensor_group)
-    if key not in known:
-        known[key] = GroupBackends(group, device, settings, max_tokens, tensor_group)
-    return known[key]
+    key = (group, device, settings, max_tokens, tensor_group)
+    return once_per_group(GroupBackends, *key, make=lambda: GroupBackends(*key))
 
 
 class LayerExperts(ABC):

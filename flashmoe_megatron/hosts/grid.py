@@ -9,7 +9,6 @@ import datetime
 import itertools
 import os
 import socket
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.config import MAX_HOSTS, MAX_RANKS
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.lookout import GRACE_S
+from flashmoe_megatron.per_group import once_per_group
 
 HOST_VARIABLE = "FLASHMOE_HOST_ID"
 """Environment variable that names this process's host, in place of the machine's own name: GPUs
@@ -169,21 +169,18 @@ class HostGroups(OfGroup):
         self.rail = make(f"rail {grid.place}", grid.ranks_of_rail, options)
 
 
-_Key = tuple[HostGrid, float, int | None]
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, HostGroups]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
 def host_groups(
     group: dist.ProcessGroup, grid: HostGrid, *, timeout: float, max_ctas: int | None = None
 ) -> HostGroups:
     """The same groups for all layers of an expert-parallel group; see :class:`HostGroups`."""
-    known = _made.setdefault(group, {})
-    key = (grid, timeout, max_ctas)
-    if key not in known:
-        known[key] = HostGroups(group, grid, timeout=timeout, max_ctas=max_ctas)
-    return known[key]
+    return once_per_group(
+        HostGroups,
+        group,
+        grid,
+        timeout,
+        max_ctas,
+        make=lambda: HostGroups(group, grid, timeout=timeout, max_ctas=max_ctas),
+    )
 
 
 def _nccl_options(backend: str, max_ctas: int | None, limit: datetime.timedelta) -> Any:

@@ -15,7 +15,8 @@ from flashmoe_megatron.kernel.captured import Captured
 from flashmoe_megatron.kernel.early_fc2 import EarlyFc2
 from flashmoe_megatron.kernel.memory import SLOT_BYTES
 from flashmoe_megatron.kernel.records import launch_record
-from flashmoe_megatron.options import BackendOptions, SymmetricMemory
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.per_group import once_per_group
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -216,22 +217,15 @@ class GroupMemory:
                 self._last_record = bindings.FlashMoERecord(sequence=record.sequence - 1)
 
 
-_memories: dict[tuple[int, torch.device, SymmetricMemory, bool], GroupMemory] = {}
-
-
 def shared_memory(
     group: dist.ProcessGroup | None, device: torch.device, options: BackendOptions
 ) -> GroupMemory:
-    """One memory per group and device, for all layers whose memory and counters are alike.
-
-    A memory keeps its group, so the group's id in the key is not given to another group. The
-    memories of groups that have been destroyed are given up here: they live on with the layers that
-    have them.
-    """
-    for key, memory in list(_memories.items()):
-        if memory.group is not None and memory.group not in dist.distributed_c10d._world.pg_map:
-            del _memories[key]
-    key = (id(group), device, options.symmetric_memory, options.counters)
-    if key not in _memories:
-        _memories[key] = GroupMemory(group, device, options)
-    return _memories[key]
+    """One memory per group and device, for all layers whose memory and counters are alike."""
+    return once_per_group(
+        GroupMemory,
+        group,
+        device,
+        options.symmetric_memory,
+        options.counters,
+        make=lambda: GroupMemory(group, device, options),
+    )

@@ -1,7 +1,9 @@
 """The hooks of Megatron's DDP, called once for all experts of a layer."""
 
 import copy
+import gc
 import pickle
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -153,9 +155,10 @@ def freeze(param: Any) -> None:
 )
 def test_what_others_have_to_see_is_not_served(change: Any):
     params = tuple(make_params())
-    Ddp(list(params))
+    ddp = Ddp(list(params))
     hooks = ExpertHooks.of(params)
     assert hooks is not None
+    assert not ddp.ready
     assert hooks.serve(params)
     change(params[3])
     assert not hooks.serve(params)
@@ -166,9 +169,11 @@ def test_what_others_have_to_see_is_not_served(change: Any):
 def test_hooks_that_wait_for_more_are_left_alone(name: str):
     params = tuple(make_params())
     assert ExpertHooks.of(params) is None  # nobody has hooked them
-    Ddp(list(params))
+    ddp = Ddp(list(params))
+    assert ExpertHooks.of(params) is not None
     setattr(params[-1], name, True)
     assert ExpertHooks.of(params) is None
+    assert not ddp.ready
 
 
 def test_a_module_waits_once_for_each_bucket():
@@ -188,6 +193,23 @@ def test_a_module_waits_once_for_each_bucket():
     module._parameters.popitem()  # its parameters are looked at again
     hook(module)
     assert ddp.waited == groups
+
+
+def test_ddp_is_freed_with_its_model():
+    params = make_params()
+    ddp = weakref.ref(Ddp(params))
+    gc.collect()
+    assert ddp() is None
+    assert ExpertHooks.of(tuple(params)) is None
+    held = Ddp(params)
+    hooks = ExpertHooks.of(tuple(params))
+    step(params, hooks)
+    assert held.ready
+    ddp, model = weakref.ref(held), weakref.ref(params[0])
+    del held, hooks, params
+    gc.collect()
+    assert ddp() is None
+    assert model() is None
 
 
 def test_a_parameter_is_saved_without_its_hook():

@@ -37,11 +37,15 @@ def patch_ddp(module: ModuleType) -> None:
 
 
 class _Hook:
-    """A hook of DDP's, which is no part of what a parameter is saved with."""
+    """A hook of DDP's, which is no part of what a parameter is saved with.
+
+    It holds neither. DDP keeps each parameter's node of autograd, and the node keeps the parameter
+    where Python's garbage collector does not see it: both would live forever.
+    """
 
     def __init__(self, ddp: Any, call: Function) -> None:
-        self.ddp = ddp
-        self.call = call
+        self.ddp = weakref.ref(ddp)
+        self.call = weakref.ref(call)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
@@ -107,11 +111,13 @@ class ExpertHooks:
 
     def __init__(self, params: tuple[torch.Tensor, ...]) -> None:
         self.params = params
-        self._hooks = [getattr(param, _HOOK) for param in params]
+        hooks = [getattr(param, _HOOK) for param in params]
         groups = [
-            hook.ddp.param_to_bucket_group[param]
-            for hook, param in zip(self._hooks, params, strict=True)
+            hook.ddp().param_to_bucket_group[param]
+            for hook, param in zip(hooks, params, strict=True)
         ]
+        self._first = hooks[0]
+        self._calls = [hook.call() for hook in hooks]
         self._groups = list({id(group): group for group in groups}.values())
 
     @classmethod
@@ -123,12 +129,13 @@ class ExpertHooks:
         """
         for param in params:
             hook = getattr(param, _HOOK, None)
+            ddp = hook and hook.ddp()
             if (
-                hook is None
+                ddp is None
                 or not hasattr(param, "main_grad")
                 or getattr(param, "skip_backward_post_hook", False)
                 or getattr(param, "zero_out_wgrad", False)
-                or param not in hook.ddp.param_to_bucket_group
+                or param not in ddp.param_to_bucket_group
             ):
                 return None
         return cls(params)
@@ -137,7 +144,7 @@ class ExpertHooks:
         """Whether these are still the hooks of these parameters, all trained and hooked no more."""
         return (
             _same(params, self.params)
-            and getattr(params[0], _HOOK, None) is self._hooks[0]
+            and getattr(params[0], _HOOK, None) is self._first
             and all(map(_wants_grad, params))
             and not any(any(map(hooks_of, params)) for hooks_of in _hooks_of)
         )
@@ -148,9 +155,9 @@ class ExpertHooks:
 
     def __call__(self) -> None:
         """Does what autograd would: gives each parameter a gradient and calls its hook."""
-        for param, hook, dummy in zip(
-            self.params, self._hooks, dummy_grads(self.params), strict=True
+        for param, call, dummy in zip(
+            self.params, self._calls, dummy_grads(self.params), strict=True
         ):
             param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             param.grad = dummy
-            hook.call()
+            call()

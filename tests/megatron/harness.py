@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -181,6 +182,7 @@ def _divide(layout: Layout) -> None:
 
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
+        gc.collect()  # groups end with the last model that has them
         destroy_groups(_groups_before())
     _groups_before()
     parallel_state.initialize_model_parallel(
@@ -316,6 +318,9 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
         eval_loss = _mean(_run(step, model, case, 1000, forward_only=True))
     if case.save_to is not None:
         _save(case.save_to, model, optimizer)
+    # The optimizer's views of float32 parameters hold, unseen by the garbage collector, what holds
+    # DDP, whose configuration would hold the optimizer: nothing of this training would be freed.
+    config.grad_scale_func = None
     return Outcome(
         losses=[loss for loss in losses if loss is not None],
         skipped=skipped,

@@ -1,6 +1,7 @@
 """Training with flashmoe gives the numbers of training with Megatron's alltoall dispatcher."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -335,14 +336,8 @@ def test_sequences_that_are_shared_out_by_length_match_alltoall(two_ranks: RankP
     assert [fused.fused_calls for _, fused in outcomes] == [2 * layers * runs, 3 * layers * runs]
 
 
-def test_hosts_match_alltoall_and_resume_on_one(
-    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
-) -> None:
+def test_hosts_match_alltoall_and_resume_on_one(four_ranks: RankPool, tmp_path: Path) -> None:
     """Two hosts of two ranks train for long; one host of four goes on from their checkpoint."""
-    # The groups of earlier tests have a thousand threads that poll, also while their ranks are
-    # idle: a hundred iterations take four times as long beside them.
-    for pool in (two_ranks, four_ranks):
-        pool.close()
     folder = str(tmp_path / "checkpoint")
     case = Case(EP4, hosts=2, iterations=50, save_to=folder)
     stock = four_ranks.run(train, dataclasses.replace(case, save_to=None), "alltoall")
@@ -355,6 +350,22 @@ def test_hosts_match_alltoall_and_resume_on_one(
     resumed = [four_ranks.run(train, later, dispatcher) for dispatcher in ("alltoall", "flashmoe")]
     for want, got in zip(*resumed, strict=True):
         assert_same(got, want)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "flashmoe"])
+def test_a_training_leaves_nothing_behind(dispatcher: str, four_ranks: RankPool) -> None:
+    """Neither models nor backends keep a group that has been destroyed, whose threads poll."""
+    for threads in four_ranks.run(threads_behind_trainings, dispatcher):
+        assert threads[2:] == threads[:2]
+
+
+def threads_behind_trainings(group: dist.ProcessGroup, dispatcher: str) -> list[int]:
+    """This rank's threads behind each training: on one host and on two in turns."""
+    counts = []
+    for case in (Case(EP2_DP2, ddp=OVERLAP), Case(EP4, hosts=2)) * 2:
+        train(group, dataclasses.replace(case, iterations=1), dispatcher)
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
 
 
 def test_an_upcycled_model_matches_alltoall(two_ranks: RankPool) -> None:

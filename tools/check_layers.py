@@ -67,6 +67,7 @@ MULTIPATH = [
     ["board", "group_link", "ledger", "simulated"],
     ["sockets", "watch"],
     ["ring"],
+    ["peer_copies"],
     ["choose"],
     ["multipath"],
 ]

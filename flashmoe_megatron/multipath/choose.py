@@ -9,7 +9,8 @@ from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.group_link import GroupLink
 from flashmoe_megatron.multipath.links import Link
-from flashmoe_megatron.multipath.ring import HostRelay, PeerCopies
+from flashmoe_megatron.multipath.peer_copies import PeerCopies
+from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.sockets import SocketLink
 
 logger = logging.getLogger("flashmoe_megatron")

@@ -4,6 +4,8 @@ import ctypes
 import functools
 from typing import Any
 
+import torch
+
 from flashmoe_megatron.errors import DeviceError
 
 _ADDRESS, _SIZE, _WORD = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32
@@ -11,6 +13,18 @@ _GREATER_OR_EQUAL = 0  # compares the difference as a signed number, so counters
 _PORTABLE_AND_MAPPED = 3
 _LAZY_PEER_ACCESS = 1
 HANDLE_BYTES = 64
+
+
+class _Bytes:
+    """Memory of a GPU, as torch takes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 class _IpcHandle(ctypes.Structure):
@@ -91,6 +105,11 @@ def allocate(nbytes: int) -> int:
 def free(address: int) -> None:
     """Frees what :func:`allocate` gave."""
     _call("cuMemFree_v2", address)
+
+
+def tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of :func:`allocate` as bytes."""
+    return torch.as_tensor(_Bytes(address, nbytes), device=device)
 
 
 def share(address: int) -> bytes:

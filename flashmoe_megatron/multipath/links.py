@@ -16,11 +16,14 @@ class Piece(NamedTuple):
         peer: The peer's rank in the group.
         send: Bytes to send, flat uint8.
         receive: Where the peer's bytes go, flat uint8; a different number is possible.
+        mirror: If ranks use memory of :meth:`Link.allocate` alike: what the sent bytes have as
+            their place at the peer, in this rank's own memory, flat uint8.
     """
 
     peer: int
     send: torch.Tensor
     receive: torch.Tensor
+    mirror: torch.Tensor | None = None
 
 
 class Part(NamedTuple):
@@ -110,6 +113,18 @@ class Link(abc.ABC):
             tickets: For links that take the rest: each piece's
                 :class:`~flashmoe_megatron.multipath.tickets.Tickets`.
         """
+
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Memory that peers write to without a detour, until the link is closed. Collective.
+
+        Args:
+            nbytes: Its size, the same on every rank.
+
+        Returns:
+            Flat uint8; ``None`` for most links, which write to any memory alike.
+        """
+        del nbytes
+        return None
 
     def raise_if_broken(self) -> None:  # noqa: B027 - most links say it when they are used
         """Raises what has ended the link for good, if anything has."""

@@ -148,7 +148,7 @@ class Multipath:
                 outputs[self.rank].copy_(source)
 
         def run() -> None:
-            pieces = self._pieces([source] * self.num_ranks, outputs)
+            pieces = self._pieces([source] * self.num_ranks, outputs, outputs[self.rank])
             self.exchange(f"all_gather of {_nbytes(output)} bytes", pieces, keep_own)
             self._guard(output)
 
@@ -221,6 +221,29 @@ class Multipath:
             self._guard(tensor)
 
         return self._start(run, (tensor,), async_op)
+
+    def empty(self, length: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Memory for the outputs of gathers, which peer copies write to without a detour.
+
+        Collective. Each rank has to gather into the same part of what it got in the same call.
+
+        Args:
+            length: Elements, the same number on every rank.
+            dtype: Their type.
+
+        Returns:
+            ``[length]``, not initialized; of no use after :meth:`close`.
+
+        Raises:
+            ShapeError: Ranks ask for other numbers of bytes.
+            DeviceError: The GPU has no room.
+        """
+        nbytes = length * dtype.itemsize
+        for link in self.links:
+            memory = link.allocate(nbytes)
+            if memory is not None:
+                return memory.view(dtype)
+        return torch.empty(length, dtype=dtype, device=self.device)
 
     def take_totals(self) -> dict[str, LinkTotals]:
         """What each link has carried since the last call, as far as its times are known."""
@@ -306,11 +329,16 @@ class Multipath:
             link.guard(output.view(-1))
 
     def _pieces(
-        self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
+        self,
+        sends: Sequence[torch.Tensor],
+        receives: Sequence[torch.Tensor],
+        mirror: torch.Tensor | None = None,
     ) -> list[Piece]:
         """What goes to and comes from each peer, the next rank first."""
         order = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
-        return [Piece(peer, _bytes_of(sends[peer]), _bytes_of(receives[peer])) for peer in order]
+        return [
+            Piece(peer, _bytes_of(sends[peer]), _bytes_of(receives[peer]), mirror) for peer in order
+        ]
 
     def _reduce(
         self, what: str, parts: Sequence[torch.Tensor], output: torch.Tensor, average: bool
@@ -336,7 +364,7 @@ class Multipath:
         length = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
         inbound = length * (self.num_ranks - 1)
         if not self.balancer.is_tuned(inbound):
-            self.tune(inbound, what=what)
+            self.tune(inbound, pieces, what)
         carried = cut(self.balancer.shares(inbound), length)
         rates = [model.rate for model in self.balancer.models(inbound)]
         chunks = self.balancer.chunks(inbound)
@@ -393,20 +421,14 @@ class Multipath:
             flight.join()
         return flights
 
-    def tune(
-        self, inbound: int, pieces: Sequence[Piece] | None = None, what: str = "a trial"
-    ) -> None:
+    def tune(self, inbound: int, pieces: Sequence[Piece], what: str = "a trial") -> None:
         """Finds the shares of a size class by moving bytes. Collective.
 
         Args:
             inbound: Bytes that each rank receives of all others.
-            pieces: What is moved for it; by default bytes that nobody needs, between all ranks.
+            pieces: What is moved for it, time and again.
             what: As in :meth:`exchange`.
         """
-        if pieces is None:
-            shape = (self.num_ranks + 1, -(-inbound // (self.num_ranks - 1)))
-            empty = torch.empty(shape, dtype=torch.uint8, device=self.device)
-            pieces = self._pieces([empty[-1]] * self.num_ranks, list(empty[:-1]))
 
         def measure(carried: Sequence[int], chunks: Sequence[int]) -> Sequence[float]:
             # The balancer counts what a rank receives of all peers, a link what it moves to each.

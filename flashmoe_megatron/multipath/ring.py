@@ -1,4 +1,4 @@
-"""Links between GPUs of one host by copy engines alone: through the host's memory, or directly.
+"""What links between GPUs of one host by copy engines have in common, and the host relay.
 
 Between every two ranks there are two lanes for each direction, which take chunks in turn; a lane
 has a stream on either side and a ring of slots. A sender's stream waits until a slot is free,
@@ -45,7 +45,6 @@ class _Ring:
         awaited: Where it finds the word that the peer counts in.
         counted: Where it finds the word that this rank counts in.
         word: The word at ``awaited``, for the host.
-        slack: How many chunks the peer may be behind without this rank's having to wait.
 
     Attributes:
         count: Chunks that this rank has issued.
@@ -59,17 +58,17 @@ class _Ring:
         awaited: int,
         counted: int,
         word: Any,
-        slack: int,
     ) -> None:
         self.stream = int(stream.cuda_stream)
         self._slots = [slots + index * slot_bytes for index in range(NUM_SLOTS)]
         self._awaited, self._counted = awaited, counted
-        self.word, self.slack, self.count = word, slack, 0
+        self.word, self.count = word, 0
+        self._slack = 0  # how many chunks the peer may be behind without this rank's waiting
 
     def is_behind(self) -> bool:
         """Whether the peer has not counted what this rank's streams wait for."""
         missing = (self.count - int(self.word.value)) & 0xFFFFFFFF
-        return self.slack < missing < 2**31
+        return self._slack < missing < 2**31
 
     def send(self, address: int, nbytes: int) -> None:
         """Issues the next chunk, from an address to the peer."""
@@ -78,6 +77,7 @@ class _Ring:
         if free > 0 and (int(self.word.value) - free) & 0xFFFFFFFF >= 2**31:
             driver.wait_value(self.stream, self._awaited, free)
         driver.copy(self._slots[self.count % NUM_SLOTS], address, nbytes, self.stream)
+        self._slack = NUM_SLOTS
         self._count()
 
     def receive(self, address: int, nbytes: int) -> None:
@@ -85,6 +85,22 @@ class _Ring:
         driver.wait_value(self.stream, self._awaited, self.count + 1)
         driver.copy(address, self._slots[self.count % NUM_SLOTS], nbytes, self.stream)
         self._count()
+
+    def offer(self) -> None:
+        """Tells the peer that the place of the next chunk, which is in no slot, may be written."""
+        driver.write_value(self.stream, self._counted, self.count + 1)
+
+    def put(self, target: int, address: int, nbytes: int) -> None:
+        """Issues the next chunk, from an address to the peer's place for it."""
+        driver.wait_value(self.stream, self._awaited, self.count + 1)
+        driver.copy(target, address, nbytes, self.stream)
+        self._slack = 0
+        self._count()
+
+    def arrive(self) -> None:
+        """Waits for the chunk whose place has been offered."""
+        driver.wait_value(self.stream, self._awaited, self.count + 1)
+        self.count += 1
 
     def _count(self) -> None:
         self.count += 1
@@ -167,11 +183,11 @@ class RingLink(Link):
                 offset = lane * NUM_SLOTS * nbytes
                 full, free = board.full_word(peer, lane), board.free_word(peer, lane)
                 slots, word = inbound[peer] + offset, self.own.word(full)
-                ring = _Ring(from_peer, slots, nbytes, own + full, own + free, word, 0)
+                ring = _Ring(from_peer, slots, nbytes, own + full, own + free, word)
                 self.inbound[peer].append(ring)
                 full, free = board.full_word(self.rank, lane), board.free_word(self.rank, lane)
                 slots, word = outbound[peer] + offset, memory.word(free)
-                ring = _Ring(to_peer, slots, nbytes, theirs + free, theirs + full, word, NUM_SLOTS)
+                ring = _Ring(to_peer, slots, nbytes, theirs + free, theirs + full, word)
                 self.outbound[peer].append(ring)
         peers = [*self.inbound.values(), *self.outbound.values()]
         self.rings = [ring for lanes in peers for ring in lanes]
@@ -193,6 +209,15 @@ class RingLink(Link):
 
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> "RingFlight":
         """See the base class."""
+        self.announce(exchange)
+        return RingFlight(self, exchange, index)
+
+    def announce(self, exchange: Exchange) -> None:
+        """Tells peers what begins here, and compares it with what has begun there.
+
+        Raises:
+            ShapeError: A peer exchanges something else.
+        """
         self.raise_if_broken()
         board.log(self.own, exchange)
         try:
@@ -201,7 +226,6 @@ class RingLink(Link):
         except FlashMoEError as error:
             self.fail(error)
             raise
-        return RingFlight(self, exchange, index)
 
     def admit(self, stream: int, nbytes: int) -> None:
         """Called before a chunk is issued; a slower link can hold its stream back here."""
@@ -269,34 +293,6 @@ class HostRelay(RingLink):
         return inbound, outbound
 
 
-class PeerCopies(RingLink):
-    """From GPU to GPU, into a ring in the receiver's memory that the sender has mapped. Collective.
-
-    The chunks are staged in the ring, since the tensors of a program are not mapped elsewhere; a
-    copy within a GPU is many times faster than one between two.
-    """
-
-    name = "peer"
-
-    def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
-        def share() -> str:
-            self._rings = driver.allocate(len(self.peers) * self.ring_bytes)
-            self._stack.callback(driver.free, self._rings)
-            return driver.share(self._rings).hex()
-
-        handles = control.agree(share)
-        outbound: dict[int, int] = {}
-
-        def connect() -> None:
-            for peer in self.peers:
-                mapped = driver.map_shared(bytes.fromhex(handles[peer]))
-                self._stack.callback(driver.unmap, mapped)
-                outbound[peer] = mapped + self.offset(peer, self.rank)
-
-        control.agree(connect)
-        return {peer: self._rings + self.offset(self.rank, peer) for peer in self.peers}, outbound
-
-
 class RingFlight(Flight):
     """What a ring link carries of an exchange.
 
@@ -308,23 +304,18 @@ class RingFlight(Flight):
 
     def __init__(self, link: RingLink, exchange: Exchange, index: int) -> None:
         self.what = exchange.what
-        self._link, self._part = link, exchange.parts[index]
-        self._pieces = exchange.pieces
-        begin, end, _ = self._part
-        lengths = [min(end, piece.receive.numel()) - begin for piece in self._pieces]
+        self.link, self.part, self.pieces = link, exchange.parts[index], exchange.pieces
+        begin, end, _ = self.part
+        lengths = [min(end, piece.receive.numel()) - begin for piece in self.pieces]
         self._received = sum(length for length in lengths if length > 0)
 
     def steps(self) -> Iterator[None]:
         """Issues a chunk to and from every peer at a time."""
-        link, (begin, end, chunk) = self._link, self._part
+        link, (begin, end, chunk) = self.link, self.part
         chunk = min(chunk, link.slot_bytes)
-        lanes = link.streams[: -(-(end - begin) // chunk)]
-        streams = [stream for lane in lanes for stream in lane]
-        self.started = _event(torch.cuda.current_stream())
-        for stream in streams:
-            stream.wait_event(self.started)
-        sends = [_bounded(link.outbound, piece.peer, piece.send) for piece in self._pieces]
-        receives = [_bounded(link.inbound, piece.peer, piece.receive) for piece in self._pieces]
+        self.enter(-(-(end - begin) // chunk))
+        sends = [_bounded(link.outbound, piece.peer, piece.send) for piece in self.pieces]
+        receives = [_bounded(link.inbound, piece.peer, piece.receive) for piece in self.pieces]
         for number, at in enumerate(range(begin, end, chunk)):
             lane, behind = number % NUM_LANES, min(at + chunk, end)
             for rings, address, length in sends:
@@ -335,13 +326,25 @@ class RingFlight(Flight):
                 if (nbytes := min(behind, length) - at) > 0:
                     rings[lane].receive(address + at, nbytes)
             yield
-        self._pieces = ()  # flights are kept for their times, tensors are not
-        self.ended = [_event(stream) for stream in streams]
-        link.watch.add(self)
+        self.leave()
+
+    def enter(self, num_chunks: int) -> None:
+        """Lets the streams of as many lanes as have chunks begin behind the current stream."""
+        lanes = self.link.streams[:num_chunks]
+        self._streams = [stream for lane in lanes for stream in lane]
+        self.started = _event(torch.cuda.current_stream())
+        for stream in self._streams:
+            stream.wait_event(self.started)
+
+    def leave(self) -> None:
+        """Marks the end of what has been issued."""
+        self.pieces = ()  # flights are kept for their times, tensors are not
+        self.ended = [_event(stream) for stream in self._streams]
+        self.link.watch.add(self)
 
     def join(self) -> None:
         """Makes the current stream wait for it."""
-        self._link.raise_if_broken()
+        self.link.raise_if_broken()
         current = torch.cuda.current_stream()
         for event in self.ended:
             current.wait_event(event)

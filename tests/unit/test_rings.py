@@ -1,8 +1,9 @@
-"""The host relay's protocol between processes, with threads in place of a GPU's queues."""
+"""The protocol of links between GPUs, with threads in place of a GPU's queues."""
 
 import contextlib
 import ctypes
 import itertools
+import json
 import queue
 import random
 import threading
@@ -14,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.errors import PeerTimeoutError
+from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError
 from flashmoe_megatron.multipath import driver, ring
 from flashmoe_megatron.multipath.multipath import Multipath
+from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.ring import HostRelay
+from flashmoe_megatron.multipath.shared import SharedMemory
 from tests.distributed import RankPool
 
 DEVICE = torch.device("cuda", 0)
@@ -100,11 +103,44 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     Stream.made[stream].queue.push(lambda: ctypes.memmove(target, source, nbytes))
 
 
+class Memory:
+    """A process's memory of its GPU, which others can map."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, SharedMemory] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        return self._hold(SharedMemory.create(nbytes))
+
+    def share(self, address: int) -> bytes:
+        return json.dumps(self._held[address].place).encode()
+
+    def map_shared(self, handle: bytes) -> int:
+        return self._hold(SharedMemory.open(tuple(json.loads(handle))))
+
+    def release(self, address: int) -> None:
+        del self._held[address]  # tensors may still point into it
+
+    def tensor(self, address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+    def _hold(self, memory: SharedMemory) -> int:
+        self._held[memory.address] = memory
+        return memory.address
+
+
 @contextlib.contextmanager
 def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iterator[Stream]:
     """A process's GPU with so many hardware queues; gives its current stream."""
     Stream.made, Stream.queues = {}, itertools.cycle([Queue() for _ in range(num_queues)])
+    memory = Memory()
     for name, function in {
+        "allocate": memory.allocate,
+        "free": memory.release,
+        "share": memory.share,
+        "map_shared": memory.map_shared,
+        "unmap": memory.release,
+        "tensor": memory.tensor,
         "pci_bus_id": lambda index: "none",
         "register": lambda address, nbytes: address,
         "unregister": lambda address: None,
@@ -124,14 +160,17 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
     yield current
 
 
+LINKS = [lambda control: PeerCopies(control, DEVICE), lambda control: HostRelay(control, DEVICE)]
+
+
 def gathers(group: dist.ProcessGroup, num_queues: int) -> None:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     draw = random.Random(3)  # the same lengths on every rank
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, num_queues) as current:
-        links = [lambda control: HostRelay(control, DEVICE)]
         device = torch.device("cpu")
-        with Multipath(group, device=device, links=links, min_bytes=1, timeout=30) as multipath:
+        with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
             inputs, expected = [], []
+            memory = multipath.empty(3_000_000)
             for index in range(40):
                 length = draw.choice([1, 4096, 5000, 16384, 70_001, 300_000])
                 parts = [
@@ -139,13 +178,19 @@ def gathers(group: dist.ProcessGroup, num_queues: int) -> None:
                     for seed in range(index * ranks, (index + 1) * ranks)
                 ]
                 whole = torch.cat(parts).to(torch.uint8)
-                output = torch.zeros_like(whole)
+                if index % 2:  # in memory that is written to directly, whose parts are used in turn
+                    at = index % 4 // 2 * 1_000_000
+                    output = memory[at : at + whole.numel()]
+                    current.synchronize()
+                else:
+                    output = torch.zeros_like(whole)
                 inputs.append(parts[rank].to(torch.uint8))
                 multipath.all_gather(output, inputs[-1])
                 expected.append((output, whole))
                 if index % 8 == 7:  # several gathers are under way at once
                     current.synchronize()
-                    assert all(torch.equal(*pair) for pair in expected)
+                    assert all(torch.equal(*pair) for pair in expected[-2:])
+                    assert all(torch.equal(*pair) for pair in expected[::2])
 
 
 @pytest.mark.parametrize(("num_ranks", "num_queues"), [(2, 9), (3, 1)])
@@ -157,8 +202,7 @@ def alone(group: dist.ProcessGroup) -> str:
     rank = dist.get_rank(group)
     output, part = torch.zeros(200, dtype=torch.uint8), torch.ones(100, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        links = [lambda control: HostRelay(control, DEVICE)]
-        device = torch.device("cpu")
+        links, device = LINKS[1:], torch.device("cpu")
         multipath = Multipath(group, device=device, links=links, min_bytes=1, timeout=2)
         multipath.balancer.tune(100, lambda carried, chunks: [1e-6 * max(carried)])
         if rank == 0:
@@ -176,3 +220,25 @@ def test_a_peer_that_stays_away_is_named(ranks: RankPool) -> None:
     said = ranks.run(alone, num_ranks=2)
     assert "has waited 2" in said[0]
     assert "for ranks [1], longer than 2 s" in said[0]
+
+
+def into_other_parts(group: dist.ProcessGroup) -> str:
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
+        device = torch.device("cpu")
+        multipath = Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=20)
+        multipath.balancer.tune(100, lambda carried, chunks: [1e-6 * carried[0], 1.0])
+        memory = multipath.empty(1000, torch.int32)
+        try:
+            for _ in range(200):
+                multipath.all_gather(memory[rank : rank + 50], memory[500:525])
+                time.sleep(0.02)
+        except FlashMoEError as error:
+            return str(error)
+        return "no error"
+
+
+def test_other_parts_of_memory_are_refused_on_every_rank(ranks: RankPool) -> None:
+    for said in ranks.run(into_other_parts, num_ranks=2):
+        assert "all_gather of 200 bytes to 0+0" in said
+        assert "all_gather of 200 bytes to 0+4" in said

@@ -35,7 +35,7 @@ from flashmoe_megatron.multipath.balancer import Balancer, chunks_of, cut
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Piece
 from flashmoe_megatron.multipath.multipath import Multipath
-from flashmoe_megatron.multipath.ring import PeerCopies
+from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
@@ -218,7 +218,8 @@ def _links(rank: int, about: dict[str, Any], both: Multipath) -> None:
 def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
     """Gathers of 16 MiB to 1 GiB a rank beside NCCL's two ways, in turns; each is checked first.
 
-    A rank's input is its part of the output, as Megatron has it.
+    A rank's input is its part of the output, as Megatron has it. Copy engines of NCCL's need memory
+    that ranks share; peer copies are measured with and without.
     What is below the size from which several links pay is NCCL's for all but the copy engines.
     """
     policy = dist.ProcessGroupNCCL.Options()
@@ -230,6 +231,8 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
     num_ranks = dist.get_world_size()
 
     def allocate(name: str, length: int) -> torch.Tensor:
+        if name == "multipath":
+            return shared[:length]
         if name != "nccl copy engines":
             return torch.empty(length, dtype=torch.uint8, device=device)
         tensor: torch.Tensor = symm_mem.empty(length, dtype=torch.uint8, device=device)
@@ -243,8 +246,10 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
         Multipath(plain, device=device, timeout=60) as multipath,
         torch.cuda.stream(side),
     ):
+        shared = multipath.empty(num_ranks * GATHERED_MIB[-1] * 2**20)
         collectives: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
             "multipath": multipath.all_gather,
+            "multipath, any memory": multipath.all_gather,
             "nccl": functools.partial(dist.all_gather_into_tensor, group=plain),
             "nccl copy engines": functools.partial(dist.all_gather_into_tensor, group=engines),
         }

@@ -29,6 +29,8 @@ MAX_TRIALS = 64
 WINDOW = 8
 """Transfers of one size between two looks at their times."""
 
+_FEWER_CHUNKS = 0.03
+"""How much longer a link alone may take with larger chunks, which cost the host less."""
 _FIRST_STEP = 0.05
 _LEAST_SHARE = 0.002
 """A smaller share is no share, and no smaller step is tried."""
@@ -241,7 +243,8 @@ class _Tuning:
         tried = {}
         for chunk in CHUNKS[-max(1, min(room, len(CHUNKS))) :]:
             tried[chunk] = self._alone_for(link, self._nbytes, chunk)
-        chunk = min(tried, key=lambda size: (tried[size], -size))
+        least = min(tried.values())
+        chunk = max(size for size, took in tried.items() if took <= (1 + _FEWER_CHUNKS) * least)
         of_part = LinkModel(0.0, 1.0, chunk).chunk_of(1 / 8)
         whole, part = tried[chunk], self._alone_for(link, self._nbytes // 8, of_part)
         shares = tuple(float(i == link) for i in range(self._num_links))

@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.config import DEFAULT_TIMEOUT
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, LinkError, ShapeError
-from flashmoe_megatron.multipath.balancer import CHUNKS, WINDOW, Balancer, cut, size_class
+from flashmoe_megatron.multipath.balancer import CHUNKS, GRAIN, WINDOW, Balancer, cut, size_class
 from flashmoe_megatron.multipath.choose import MakeLink, make_links
 from flashmoe_megatron.multipath.control import Answers, Control, greatest
 from flashmoe_megatron.multipath.ledger import Ledger
@@ -23,11 +24,14 @@ from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
 MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""
 
-_TRIAL_BYTES = 32 * 2**20
+_TRIAL_BYTES = 64 * 2**20
 """What links of one kind of wires move to each peer to find the faster one."""
 
 _TRIAL_REPEATS = 5
 """Transfers of a trial between GPUs that count, behind one that does not; their median is taken."""
+
+_WINDOWS = 4
+"""Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
 
 Reduction = Literal["sum", "average"]
 
@@ -296,8 +300,9 @@ class Multipath:
             future = self._worker.submit(self._noting_errors, run)
             work = Work(lambda: future.result(), tensors)
         else:
-            with torch.cuda.device(self.device):
-                self._stream.wait_stream(torch.cuda.current_stream())
+            index = self.device.index  # a number costs torch less than a device
+            with torch.cuda.device(index):
+                self._stream.wait_stream(torch.cuda.current_stream(index))
                 with torch.cuda.stream(self._stream):
                     self._noting_errors(run)
                     end = self._stream.record_event()
@@ -312,7 +317,7 @@ class Multipath:
     def _wait_for(self, end: torch.cuda.Event) -> None:
         for link in self.links:
             link.raise_if_broken()
-        torch.cuda.current_stream(self.device).wait_event(end)
+        torch.cuda.current_stream(self.device.index).wait_event(end)
 
     def _noting_errors(self, run: Callable[[], None]) -> None:
         self._raise_if_broken()
@@ -429,16 +434,21 @@ class Multipath:
             pieces: What is moved for it, time and again.
             what: As in :meth:`exchange`.
         """
+        idle = torch.empty((self.num_ranks + 1, GRAIN), dtype=torch.uint8, device=self.device)
+        meeting = self._pieces([idle[-1]] * self.num_ranks, list(idle[:-1]))
 
         def measure(carried: Sequence[int], chunks: Sequence[int]) -> Sequence[float]:
             # The balancer counts what a rank receives of all peers, a link what it moves to each.
             scaled = [nbytes // (self.num_ranks - 1) for nbytes in carried]
             # Without rates there is no rest: a trial shows what each link does alone.
             rates = [0.0] * len(scaled)
-            # A rank that begins late makes the others' first transfer long, but not the next ones.
-            # Those follow each other as in a program, so that a time is that from end to end.
+            runs = []
             repeats = _TRIAL_REPEATS + 1 if self.device.type == "cuda" else 1
-            runs = [self.fly(what, pieces, scaled, chunks, rates) for _ in range(repeats)]
+            for _ in range(repeats):
+                if repeats > 1:  # GPUs begin together, else a time has the lateness of a peer
+                    first = [GRAIN if index == 0 else 0 for index in range(len(scaled))]
+                    self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
+                runs.append(self.fly(what, pieces, scaled, chunks, rates))
             counted = runs[-_TRIAL_REPEATS:]
             rows = [[one.seconds() if one else 0.0 for one in run] for run in counted]
             of_ranks = self._control.gather(rows)
@@ -455,14 +465,14 @@ class Multipath:
         shape = (self.num_ranks + 1, _TRIAL_BYTES)
         empty = torch.empty(shape, dtype=torch.uint8, device=self.device)
         pieces = self._pieces([empty[-1]] * self.num_ranks, list(empty[:-1]))
-        took = {}
-        for index in rivals * 2:  # the first time also pays for what is made then
+        took = dict.fromkeys(rivals, math.inf)
+        for index in rivals * 3:  # the first time also pays for what is made then
             carried = [_TRIAL_BYTES * (one == index) for one in range(len(self.links))]
             width = len(carried)
             flights = self.fly("a trial", pieces, carried, [CHUNKS[-1]] * width, [0.0] * width)
             flight = flights[index]
             assert flight is not None
-            took[index] = greatest(self._control.gather([flight.seconds()]))[0]
+            took[index] = min(took[index], *greatest(self._control.gather([flight.seconds()])))
         fastest = min(rivals, key=lambda index: took[index])
         for index in rivals:
             if index != fastest:
@@ -483,8 +493,8 @@ class Multipath:
 class _Times:
     """The times of the transfers of a size class, until all ranks have agreed on them.
 
-    A window's times are asked for when the next one is full, so that nobody waits for a transfer,
-    and used when the one after that is, so that nobody waits for a rank.
+    The times of some windows are asked for when the next ones are full, so that nobody waits for a
+    transfer, and used when those after them are, so that nobody waits for a rank.
     """
 
     def __init__(self, control: Control) -> None:
@@ -496,7 +506,7 @@ class _Times:
     def add(self, flights: list[Flight | None]) -> Iterator[tuple[Sequence[float], Sequence[int]]]:
         """Takes a transfer's flights; gives times and bytes of earlier ones, when it is time."""
         self._window.append(flights)
-        if len(self._window) < WINDOW:
+        if len(self._window) < _WINDOWS * WINDOW:
             return
         if self._asked is not None:
             asked, moved = self._asked

@@ -133,6 +133,7 @@ class RingLink(Link):
         self.ring_bytes = NUM_LANES * NUM_SLOTS * self.slot_bytes
         self.device = device
         self.broken: FlashMoEError | None = None
+        self._verdict: torch.Tensor | None = None
         self._stack = contextlib.ExitStack()
         try:
             with torch.cuda.device(device):
@@ -253,10 +254,11 @@ class RingLink(Link):
             output: Flat; of a floating-point type, else nothing is done.
         """
         if output.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            verdict = torch.empty(1, device=output.device)
-            stream = torch.cuda.current_stream().cuda_stream
-            driver.copy(verdict.data_ptr(), self.watch.verdict, 4, stream)
-            output[:1].mul_(verdict)
+            if self._verdict is None:
+                self._verdict = torch.empty(1, device=output.device)
+            stream = torch.cuda.current_stream(self.device.index).cuda_stream
+            driver.copy(self._verdict.data_ptr(), self.watch.verdict, 4, stream)
+            output[:1].mul_(self._verdict)
 
     def close(self) -> None:
         """Waits for the link's streams and frees its memory."""
@@ -332,7 +334,7 @@ class RingFlight(Flight):
         """Lets the streams of as many lanes as have chunks begin behind the current stream."""
         lanes = self.link.streams[:num_chunks]
         self._streams = [stream for lane in lanes for stream in lane]
-        self.started = _event(torch.cuda.current_stream())
+        self.started = _event(torch.cuda.current_stream(self.link.device.index))
         for stream in self._streams:
             stream.wait_event(self.started)
 
@@ -345,7 +347,7 @@ class RingFlight(Flight):
     def join(self) -> None:
         """Makes the current stream wait for it."""
         self.link.raise_if_broken()
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self.link.device.index)
         for event in self.ended:
             current.wait_event(event)
 

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import math
 import os
 import random
 import resource
@@ -71,7 +72,10 @@ def test_tuning_is_short_and_never_loses(machine: str) -> None:
             links = [SimulatedLink(*one, per_chunk_us=2, hops=2) for one in MACHINES[machine]]
             balancer = tuned(links, nbytes)
             assert balancer.trials(nbytes) <= MAX_TRIALS
-            alone = min(link.seconds(nbytes, chunk) for link in links for chunk in CHUNKS)
+            alone = math.inf
+            for link, model in zip(links, balancer.models(nbytes), strict=True):
+                alone = min(alone, took := link.seconds(nbytes, model.chunk))
+                assert took <= 1.03 * min(link.seconds(nbytes, chunk) for chunk in CHUNKS)
             assert max(seconds(links, balancer, nbytes)) <= alone * (1 + 1e-9)
             assert sum(balancer.shares(nbytes)) == pytest.approx(1)
 

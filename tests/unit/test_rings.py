@@ -156,7 +156,7 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
     monkeypatch.setattr(ring, "MOST_BYTES", 2**20)
     monkeypatch.setattr(ring, "CHUNKS", (2**12, 2**14))
     current = Stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current)
     yield current
 
 

@@ -28,7 +28,13 @@ from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.options import BackendOptions, FrameworkOptions, add_flags
+from flashmoe_megatron.options import (
+    LAYER_SIZES,
+    BackendOptions,
+    FrameworkOptions,
+    add_flags,
+    add_sizes,
+)
 from flashmoe_megatron.telemetry.calibration import (
     GRADS,
     Entry,
@@ -193,14 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser("flashmoe_megatron.calibrate", description=summary)
     parser.add_argument("file", type=Path, help="what is written, or added to")
-    for name, text in (
-        ("hidden", "model width"),
-        ("intermediate", "FFN width of one expert"),
-        ("num-experts", "experts of the whole group"),
-        ("topk", "experts of each token"),
-        ("tokens", "tokens of one rank and call"),
-    ):
-        parser.add_argument(f"--{name}", type=int, required=True, help=text)
+    add_sizes(parser, LAYER_SIZES, required=True)
     parser.add_argument(
         "--grads",
         choices=GRADS,

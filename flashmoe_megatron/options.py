@@ -391,6 +391,25 @@ def add_flags(
             )
 
 
+LAYER_SIZES = {
+    "hidden": "model width",
+    "intermediate": "FFN width of one expert",
+    "num_experts": "experts of the whole group",
+    "topk": "experts of each token",
+    "tokens": "tokens of one rank and call",
+}
+"""What a command has to be told of a layer that it makes, and how it says so."""
+
+
+def add_sizes(
+    parser: argparse.ArgumentParser, sizes: Mapping[str, str], *, required: bool = False
+) -> None:
+    """Adds a flag that takes a whole number for each size, whose value says what it is."""
+    for name, text in sizes.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, required=required, help=text)
+
+
 def read_flags(args: argparse.Namespace, kind: type[BackendOptions], prefix: str) -> dict[str, Any]:
     """What flags of :func:`add_flags` say, by option; without those that are not there."""
     given = {one.name: f"{prefix}_{one.name}" for one in options_of(kind)}

@@ -19,7 +19,6 @@ import gc
 import itertools
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,8 +158,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
     add("--ranks", type=int, default=4, help="where there is no GPU")
     add("--tolerance", type=int, default=256 * 2**10, help="bytes, for small tables")
-    add("--commit", help="what is measured, where the checkout has no git")
-    add("--out", type=Path, help="file that takes one JSON object per layer")
+    common.add_record_flags(parser, a_line="layer")
     return parser.parse_args(arguments)
 
 
@@ -186,7 +184,7 @@ def main(arguments: list[str]) -> int:
     record = Record(
         options.out,
         **(common.machine(options.commit) if has_gpu else {}),
-        command=" ".join(["tools.memory_table", *arguments]),
+        command=common.called("tools.memory_table", arguments),
         num_ranks=num_ranks,
     )
     wrong = []

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_name
-from flashmoe_megatron.options import BackendOptions, add_flags
+from flashmoe_megatron.options import LAYER_SIZES, BackendOptions, add_flags, add_sizes
 from flashmoe_megatron.schedule.degree import choose_degrees
 from flashmoe_megatron.schedule.fit import machine_of, write_fit, write_json
 from flashmoe_megatron.schedule.measure import Sizes, measure
@@ -147,26 +147,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     fitting = commands.add_parser("fit", help="measures alpha and beta of all that a layer does")
     fitting.add_argument("file", type=Path, help="what is written")
-    _add_sizes(
+    add_sizes(
         fitting,
-        required=False,
-        hidden="model width",
-        intermediate="columns of a product",
-        experts="experts of a rank",
-        rows="most rows of a product or a copy",
+        {
+            "hidden": "model width",
+            "intermediate": "columns of a product",
+            "experts": "experts of a rank",
+            "rows": "most rows of a product or a copy",
+        },
     )
     fitting.add_argument("--mib", type=float, help="most MiB of an exchange")
     tracing = commands.add_parser("trace", help="stamps one layer, in one part and at its degree")
     tracing.add_argument("file", type=Path, help="what is written")
-    _add_sizes(
-        tracing,
-        required=True,
-        hidden="model width",
-        intermediate="FFN width of one expert",
-        num_experts="experts of the whole group",
-        topk="experts of each token",
-        tokens="tokens of one rank",
-    )
+    add_sizes(tracing, LAYER_SIZES, required=True)
     tracing.add_argument("--gated", action="store_true", help="SwiGLU, else GELU")
     add_flags(tracing, BackendOptions, names=("degree", "degree_fit", "exchange"))
     for command in (fitting, tracing):
@@ -174,12 +167,6 @@ def _parser() -> argparse.ArgumentParser:
             "--dtype", choices=("bfloat16", "float16", "float32"), help="the rows'"
         )
     return parser
-
-
-def _add_sizes(command: argparse.ArgumentParser, *, required: bool, **texts: str) -> None:
-    for name, text in texts.items():
-        flag = f"--{name.replace('_', '-')}"
-        command.add_argument(flag, type=int, required=required, help=text)
 
 
 if __name__ == "__main__":

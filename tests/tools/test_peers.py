@@ -65,6 +65,7 @@ def test_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch, capsys):
     assert names == ["small"]
     rows = run(tmp_path, monkeypatch, *arguments)
     assert [row["shape"] for row in rows] == ["small", "40x64x64x4x2"]
+    assert rows[0]["command"].endswith(f"--turn-ms 0 {' '.join(arguments)} --shapes small")
     for row in rows:
         assert set(row["layers"]) == {"flashmoe", "torch"}
         for found in row["layers"].values():

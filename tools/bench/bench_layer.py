@@ -30,7 +30,6 @@ launch and behind a router of torch's operators, and ``--early`` when fc2's grad
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -408,8 +407,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--early", action="store_true", help="also until fc2's gradients are complete"
     )
     parser.add_argument("--allow-cpu", action="store_true", help="without a GPU: the reference")
-    parser.add_argument("--commit", help="what is measured, where the checkout has no git")
-    parser.add_argument("--out", type=Path, help="file that takes one JSON object per measurement")
+    common.add_record_flags(parser, a_line="measurement")
     options = parser.parse_args(arguments)
     try:
         options.shapes = {name: shape_of(name) for name in options.shapes}
@@ -431,7 +429,7 @@ def main(arguments: list[str]) -> int:
     record = Record(
         options.out,
         **machine,
-        command=" ".join(["tools.bench.bench_layer", *arguments]),
+        command=common.called("tools.bench.bench_layer", arguments),
         symmetric=options.symmetric,
         row_bound=options.row_bound,
         zipf=options.zipf,

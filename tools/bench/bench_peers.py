@@ -24,7 +24,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -191,8 +190,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--turn-ms", type=float, default=20.0, help="about as long is one turn")
     add("--minutes", type=float, default=float("inf"), help="no shape begins later")
     add("--sonicmoe-tiles", nargs="+", default=list(SONICMOE_TILES), choices=SONICMOE_TILES)
-    add("--commit", help="what is measured, where the checkout has no git")
-    add("--out", type=Path, help="file that takes a JSON object per shape")
+    common.add_record_flags(parser, a_line="shape")
     options = parser.parse_args(arguments)
     if options.graphed and not stopwatch.HAS_GPU:
         parser.error("--graphed without a GPU")
@@ -210,7 +208,7 @@ def main(arguments: list[str]) -> int:
     record = Record(
         options.out,
         **common.machine(options.commit),
-        command=" ".join(["tools.bench.bench_peers", *arguments]),
+        command=common.called("tools.bench.bench_peers", arguments),
         cublas_tflops=round(options.tflops, 1),
         row_bound=peers.ROW_BOUND,
         sonicmoe_tiles=options.sonicmoe_tiles,

@@ -3,6 +3,7 @@
 ``python -m tools.bench.common`` prints the machine as JSON.
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -178,6 +179,24 @@ def link_gbps(timer: Timer, symmetric_memory: str) -> float:
     ours = torch.randint(256, (LINK_BYTES,), dtype=torch.uint8, device=device)
     timing = timer(lambda: theirs.copy_(ours))
     return LINK_BYTES / timing.median_ms / 1e6
+
+
+def add_record_flags(parser: argparse.ArgumentParser, *, a_line: str) -> None:
+    """Adds ``--commit`` and ``--out``, the file of a :class:`Record`.
+
+    Args:
+        parser: The parser.
+        a_line: What the file has a line for.
+    """
+    parser.add_argument("--commit", help="what is measured, where the checkout has no git")
+    parser.add_argument("--out", type=Path, help=f"file that takes one JSON object per {a_line}")
+
+
+def called(tool: str, arguments: Sequence[str]) -> str:
+    """A command for a record, without ``--out``, which is a place of this machine."""
+    out = argparse.ArgumentParser(add_help=False)
+    out.add_argument("--out")
+    return " ".join([tool, *out.parse_known_args(arguments)[1]])
 
 
 class Record:

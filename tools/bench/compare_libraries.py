@@ -107,8 +107,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--one-of", type=int, default=4, help="1/N of the experts")
     add("--turns", type=int, default=8, help="of each library")
     add("--launches", type=int, default=20, help="of a turn")
-    add("--commit", help="what is measured, where the checkout has no git")
-    add("--out", type=Path, help="file that takes a JSON object per shape")
+    common.add_record_flags(parser, a_line="shape")
     return parser.parse_args(arguments)
 
 

@@ -21,7 +21,6 @@ import faulthandler
 import importlib.metadata
 import math
 import time
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -138,8 +137,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--row-bound", type=float, help="flashmoe.row_bound: no host wait in the forward")
     add("--bound", type=float, default=2e-2, help="largest relative distance of two losses")
     add("--limit-s", type=float, default=60, help="for building and training one engine")
-    add("--commit", help="what is measured, where the checkout has no git")
-    add("--out", type=Path, help="file that takes one JSON object per run")
+    common.add_record_flags(parser, a_line="run")
     return parser.parse_args(arguments)
 
 
@@ -152,7 +150,7 @@ def main(arguments: list[str]) -> NoReturn:
         options.out,
         **common.machine(options.commit),
         framework=f"DeepSpeed {release_of_deepspeed}",
-        command=" ".join(["tools.bench.bench_training deepspeed", *arguments]),
+        command=common.called("tools.bench.bench_training deepspeed", arguments),
         num_ranks=num_ranks,
     )
     text = torch.frombuffer(bytearray(b"\0".join(read_sources(8))), dtype=torch.uint8)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tools import markdown
 from tools.bench.bench_peers import PASSES
 from tools.bench.peers import PEERS
 from tools.bench.shapes import Shape
@@ -45,10 +46,9 @@ def described(row: Row) -> str:
     return numbers if row["shape"][0].isdigit() else f"{row['shape']} ({numbers})"
 
 
-def markdown(title: str, heads: list[str], lines: list[list[str]]) -> str:
+def section(title: str, heads: list[str], lines: list[list[str]]) -> str:
     """A table below a heading."""
-    rows = [heads, ["---"] * len(heads), *lines]
-    return "\n".join([f"### {title}\n", *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    return "\n".join([f"### {title}\n", *markdown.table(heads, lines)]) + "\n"
 
 
 def in_short(rows: list[Row], name: str) -> list[list[str]]:
@@ -81,7 +81,7 @@ def page(rows: list[Row]) -> str:
     names = sorted(seen, key=lambda name: (list(PEERS).index(name.split()[0]), name))
     short = [line for name in names if name != OURS for line in in_short(rows, name)]
     heads = ["ours over", "experts", "pass", "least", "median", "most"]
-    parts = [markdown("In short", heads, short)]
+    parts = [section("In short", heads, short)]
     for what, unit in ((PASSES[0], "ms"), (PASSES[1], "ms"), ("kept_bytes", "MB")):
         lines = []
         for row in rows:
@@ -91,9 +91,9 @@ def page(rows: list[Row]) -> str:
             }
             cells = [f"{of[name]:.4g}{over.get(name, '')}" if name in of else "" for name in names]
             lines.append([described(row), *cells])
-        parts.append(markdown(f"{what}, {unit} (ours over it)", ["T, H, F, E, k", *names], lines))
+        parts.append(section(f"{what}, {unit} (ours over it)", ["T, H, F, E, k", *names], lines))
     heads = ["layer", "largest error", "bits repeat", "shapes that fail"]
-    parts.append(markdown("What holds", heads, [promises(rows, name) for name in names]))
+    parts.append(section("What holds", heads, [promises(rows, name) for name in names]))
     return "\n".join(parts)
 
 

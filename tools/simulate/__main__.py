@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from examples.arguments import count
 from flashmoe_megatron.planner import CARD_BYTES_PER_S
 from tools import simulate
 from tools.bench.common import ROOT
@@ -25,14 +26,6 @@ def positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"got {text}, wanted more than 0")
-    return value
-
-
-def count(text: str) -> int:
-    """An argument that has to be a positive whole number."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, wanted at least 1")
     return value
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from tools import markdown
 from tools.simulate.figures import Figures, Fitted
 from tools.simulate.measured import Measurement, PointError
 from tools.simulate.model import simulate, with_run
@@ -83,22 +84,20 @@ def fit(points: list[Measurement], figures: Figures) -> Fitted:
 
 def table(comparisons: list[Comparison], tolerance: float) -> list[str]:
     """The comparison as Markdown, fitted points first, with a summary of each kind."""
-    lines = [
-        "| run | point | GPUs | measured, ms | simulated, ms | error | |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
     ordered = sorted(
         comparisons,
         key=lambda c: (not c.point.is_fitted, c.point.run, c.point.title, c.point.num_gpus),
     )
-    for comparison in ordered:
-        point = comparison.point
-        lines.append(
-            f"| {point.run} | {point.title} | {point.num_gpus} | {point.kernel_ms:.3f} | "
-            f"{comparison.simulated_ms:.3f} | {comparison.error:+.1%} | "
-            f"{'fitted' if point.is_fitted else 'held out'} |"
+    rows = [
+        (
+            *(c.point.run, c.point.title, c.point.num_gpus, f"{c.point.kernel_ms:.3f}"),
+            *(f"{c.simulated_ms:.3f}", f"{c.error:+.1%}"),
+            "fitted" if c.point.is_fitted else "held out",
         )
-    lines.append("")
+        for c in ordered
+    ]
+    titles = ("run", "point", "GPUs", "measured, ms", "simulated, ms", "error", "")
+    lines = [*markdown.table(titles, rows), ""]
     for name, is_fitted in (("fitted", True), ("held out", False)):
         errors = [abs(c.error) for c in comparisons if c.point.is_fitted is is_fitted]
         if errors:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.planner import ROUTE_BYTES, crossings, forward_over_hosts, products_s
+from tools import markdown
 
 GPUS = 8
 LAYERS = {
@@ -70,11 +71,6 @@ def layer(name: str, num_hosts: int) -> MoEConfig:
     )
 
 
-def rows_of(titles: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
-    """A Markdown table."""
-    return [f"| {' | '.join(row)} |" for row in (titles, ("---",) * len(titles), *rows)]
-
-
 def table(hosts: Sequence[int], card_gbps: float) -> list[str]:
     """What crosses and how long a forward takes: a row for each host, or for each route."""
 
@@ -107,7 +103,9 @@ def table(hosts: Sequence[int], card_gbps: float) -> list[str]:
 
     titles = ("layer", "hosts", "experts", "rows a token: by route, by host")
     titles += ("MiB a card, each way", "MIV, MB", "products, ms", "card each way, ms")
-    return rows_of((*titles, "forward by route, ms", "by host", "overlap 1", "overlap 2"), rows())
+    return markdown.table(
+        (*titles, "forward by route, ms", "by host", "overlap 1", "overlap 2"), rows()
+    )
 
 
 def published_table(card_gbps: float) -> list[str]:
@@ -129,4 +127,6 @@ def published_table(card_gbps: float) -> list[str]:
         for entry in PUBLISHED:
             yield (entry.what, *(milliseconds(entry, num_hosts) for num_hosts in hosts))
 
-    return rows_of(("one way, ms", *(f"{GPUS * num_hosts} GPUs" for num_hosts in hosts)), rows())
+    return markdown.table(
+        ("one way, ms", *(f"{GPUS * num_hosts} GPUs" for num_hosts in hosts)), rows()
+    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tools import markdown
 from tools.bench.shapes import Shape
 from tools.simulate.figures import Figures, Fitted
 from tools.simulate.measured import Measurement
@@ -120,7 +121,7 @@ def table(by_domain: dict[int, list[Prediction]], shape: Shape) -> list[str]:
         for predictions in by_domain.values()
         for p in predictions
     ]
-    return [f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows)]
+    return markdown.table(titles, rows)
 
 
 def draw_predictions(

@@ -1,4 +1,4 @@
-"""Serves both sweeps: numbers of ranks, a job on one of them, and the table of all."""
+"""Serves both sweeps: numbers of ranks, and a job on one of them."""
 
 import os
 import re
@@ -57,8 +57,3 @@ def run_job(count: int, module: str, arguments: list[str], log: Path, limit_s: f
         return ""
     error = re.search(r"\w+Error: .+", output)  # the first is the cause, others lose their peer
     return f"status {status}{f', {error[0]}' if error else ''}; see {log}"
-
-
-def table(titles: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    return [f"| {' | '.join(cells)} |" for cells in (titles, ["---"] * len(titles), *rows)]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from tools.markdown import table
 from tools.weak_scaling.points import (
     IMPLEMENTATIONS,
     PASSES,
@@ -13,7 +14,6 @@ from tools.weak_scaling.points import (
     read_results,
     read_settings,
 )
-from tools.weak_scaling.ranks import table
 from tools.weak_scaling.style import COLORS, legend_below, new_figure, save, tokens_label
 
 

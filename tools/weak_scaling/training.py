@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from tools.weak_scaling.ranks import StuckError, UsageError, counts_of, run_job, table
+from tools.markdown import table
+from tools.weak_scaling.ranks import StuckError, UsageError, counts_of, run_job
 from tools.weak_scaling.style import COLORS, NEUTRAL, legend_below, new_figure, save
 from tools.weak_scaling.wandb_log import RunLog
 

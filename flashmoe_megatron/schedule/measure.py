@@ -18,9 +18,10 @@ from flashmoe_megatron.scheduled.plan import Routes, Table, make_parts
 from flashmoe_megatron.scheduled.products import product
 
 CALLS = 5
-SLEEP_CYCLES = 4_000_000
-"""How long a GPU sleeps before a turn, in its clock's cycles: some 2 ms."""
+CYCLES_PER_SECOND = 2e9
+"""A GPU's clock, about."""
 SPAN = 32
+COPY_SPAN = 8
 MOST_PARTS = 9
 Sample = tuple[float, float]
 
@@ -98,17 +99,20 @@ class _Clock:
         Collective over the group.
         """
         call()
-        turns = [self._turn(call, of_host) for _ in range(self._turns)]
+        begin = time.perf_counter()
+        call()
+        issue_s = 0.0 if of_host else 2 * (CALLS + 1) * (time.perf_counter() - begin)
+        turns = [self._turn(call, issue_s) for _ in range(self._turns)]
         taken = torch.tensor(turns, device=self.device)
         if self._group is not None:
             dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)
         return float(taken.median())
 
-    def _turn(self, call: Callable[[], object], of_host: bool) -> float:
+    def _turn(self, call: Callable[[], object], issue_s: float) -> float:
         is_gpu = self.device.type == "cuda"
         if self._group is not None:
             dist.barrier(self._group)
-        if of_host or not is_gpu:
+        if not issue_s or not is_gpu:
             if is_gpu:
                 torch.cuda.synchronize(self.device)
             begin = time.perf_counter()
@@ -117,7 +121,7 @@ class _Clock:
             if is_gpu:
                 torch.cuda.synchronize(self.device)
             return (time.perf_counter() - begin) / CALLS
-        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call] # all are issued meanwhile
+        torch.cuda._sleep(int(issue_s * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         call()  # in which ranks that begin late are waited for
         events[0].record()
@@ -128,9 +132,9 @@ class _Clock:
         return float(events[0].elapsed_time(events[1])) / CALLS / 1e3
 
 
-def even_ratios(most: int, points: int) -> list[int]:
-    """Sizes from a part of the most, which is :data:`SPAN` times as much, to the most."""
-    ratio = SPAN ** (1 / (points - 1))
+def even_ratios(most: int, points: int, span: int = SPAN) -> list[int]:
+    """Sizes from a part of the most, which is so many times as much, to the most."""
+    ratio = span ** (1 / (points - 1))
     return sorted({max(round(most / ratio**i), 1) for i in range(points)})
 
 
@@ -149,9 +153,9 @@ def _products(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
 
 
 def _copies(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
-    """Times of rows that are picked, by bytes that are written."""
+    """Times of rows that are picked, by bytes that are written; of more than a cache takes."""
     samples = []
-    for count in even_ratios(sizes.rows, sizes.points):
+    for count in even_ratios(sizes.rows, sizes.points, COPY_SPAN):
         rows = torch.randn(count, sizes.hidden, device=clock.device).to(dtype)
         index = torch.randperm(count, device=clock.device)
         taken = clock.seconds(lambda: rows.index_select(0, index))  # noqa: B023

@@ -55,7 +55,6 @@ from flashmoe_megatron.scheduled.plan import (
     Routes,
     Sorted,
     Table,
-    make_parts,
     part_size,
     rows_of_experts,
 )
@@ -301,10 +300,10 @@ class ScheduledBackend(OfGroup):
             )
         routes, all_counts = self._plan(found, probs, routing_map)
         laps.lap("plan")
-        parts = make_parts(routes, degree)
+        parts = routes.parts(degree)
         counts = [self._counts_of(routes, all_counts, part, degree) for part in range(degree)]
         is_whole = degree == 1
-        (whole,) = parts if is_whole else make_parts(routes, 1)
+        (whole,) = routes.parts(1)
         total = counts[0] if is_whole else self._counts_of(routes, all_counts, 0, 1)
         of_probs = self._travel(found.row_probs[: len(routes.token_idx)], total, whole)
         ways = [
@@ -469,10 +468,10 @@ class ScheduledBackend(OfGroup):
         laps = _Laps(grad_out.device, counts=self._counts)
         routes: Routes = saved.routes
         degree = self._degree(1)
-        parts = make_parts(routes, degree)
+        parts = routes.parts(degree)
         counts = [self._counts_of(routes, saved.all_counts, part, degree) for part in range(degree)]
         is_whole = degree == 1
-        (whole,) = parts if is_whole else make_parts(routes, 1)
+        (whole,) = routes.parts(1)
         total = counts[0] if is_whole else self._counts_of(routes, saved.all_counts, 0, 1)
         laps.lap("plan")
         call = Call("backward", saved.layer)

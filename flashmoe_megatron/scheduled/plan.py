@@ -6,12 +6,15 @@ make all indices of all parts of a call. So a part more costs the host next to n
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-Runs = tuple[torch.Tensor, torch.Tensor]
-"""``[parts, runs]`` on the host: where runs of successive numbers start, and how long they are."""
+Numbers = npt.NDArray[np.int64]
+Runs = tuple[Numbers, Numbers]
+"""``[parts, ...]``: where runs of successive numbers start, and how long they are."""
 
 REFUSED = -1
 """Takes the place of every count of a rank whose routing is unusable."""
@@ -89,6 +92,13 @@ class Routes:
     host_received: Table
     ends: torch.Tensor
     first_source: int = 0
+    _parts: dict[int, "list[Part]"] = field(default_factory=dict)
+
+    def parts(self, degree: int) -> "list[Part]":
+        """All rows in so many parts, made once for a forward and its backward."""
+        if degree not in self._parts:
+            self._parts[degree] = make_parts(self, degree)
+        return self._parts[degree]
 
     @property
     def from_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -145,20 +155,17 @@ def make_parts(routes: Routes, degree: int) -> list[Part]:
         every = [routes.num_rows]
         own = list(routes.host_received[0])
         return [Part(None, every, every, None, None, None, routes.ends, own)]
-    sent, received = torch.tensor(routes.host_sent), torch.tensor(routes.host_received)
+    sent, received = np.array(routes.host_sent), np.array(routes.host_received)
     sent_begin, sent_size = _cut(sent, degree)  # [part, rank, expert]
     begin, size = _cut(received, degree)
-    by_expert, of_expert = size.transpose(1, 2), received.t()
+    by_expert, of_expert = size.swapaxes(1, 2), received.T
     runs: dict[str, Runs] = {}
     if degree > 1:
-        runs["send_idx"] = _starts(sent.view(1, -1)) + sent_begin.flatten(1), sent_size.flatten(1)
-        first = _starts(of_expert.reshape(1, -1)) + begin.transpose(1, 2).flatten(1)
-        runs["rows"] = first, by_expert.flatten(1)
+        runs["send_idx"] = _starts(sent) + sent_begin, sent_size
+        runs["rows"] = _starts(of_expert) + begin.swapaxes(1, 2), by_expert
     if len(received) > 1:
-        by_rank = _starts(size.flatten(1)).view_as(size)
-        runs["by_expert"] = by_rank.transpose(1, 2).flatten(1), by_expert.flatten(1)
-        in_order = _starts(by_expert.flatten(1)).view_as(by_expert)
-        runs["by_rank"] = in_order.transpose(1, 2).flatten(1), size.flatten(1)
+        runs["by_expert"] = _starts(size).swapaxes(1, 2), by_expert
+        runs["by_rank"] = _starts(by_expert).swapaxes(1, 2), size
     counts = size.sum(1)  # [part, expert]
     indices, ends = _on_device(runs, counts.cumsum(1), routes.ends.device)
     none = [None] * degree
@@ -178,37 +185,37 @@ def make_parts(routes: Routes, degree: int) -> list[Part]:
     ]
 
 
-def _cut(counts: torch.Tensor, degree: int) -> Runs:
+def _cut(counts: Numbers, degree: int) -> Runs:
     """Where each part of counts of rows begins, and its size; ``[degree, *counts.shape]``."""
-    bounds = counts * torch.arange(degree + 1).view(-1, 1, 1) // degree
-    return bounds[:-1], bounds.diff(dim=0)
+    bounds = counts * np.arange(degree + 1)[:, None, None] // degree
+    return bounds[:-1], np.diff(bounds, axis=0)
 
 
-def _starts(sizes: torch.Tensor) -> torch.Tensor:
-    """Where each of several runs begins that follow each other, row by row."""
-    return sizes.cumsum(1) - sizes
+def _starts(sizes: Numbers) -> Numbers:
+    """Where each of several runs begins that follow each other in the last two dimensions."""
+    flat = sizes.reshape(*sizes.shape[:-2], -1)
+    return (flat.cumsum(-1) - flat).reshape(sizes.shape)
 
 
 def _on_device(
-    runs: dict[str, Runs], ends: torch.Tensor, device: torch.device
+    runs: dict[str, Runs], ends: Numbers, device: torch.device
 ) -> tuple[Mapping[str, Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
     """Brings all runs, and where rows end, to the device in one copy.
 
     Returns:
         For each part the numbers of its runs, one run after the other; and its ends.
     """
-    lengths = [length for _, size in runs.values() for length in size.sum(1).tolist()]
-    sizes = torch.cat([size.flatten() for _, size in runs.values()])
-    starts = torch.cat([start.flatten() for start, _ in runs.values()])
-    shifts = starts - (sizes.cumsum(0) - sizes)  # from the place among all numbers to the number
-    packed = torch.cat([shifts, sizes, ends.flatten()])
+    degree = len(ends)
+    starts, sizes = (np.concatenate(kind, axis=None) for kind in zip(*runs.values(), strict=True))
+    lengths = np.concatenate([size.sum((1, 2)) for _, size in runs.values()]).tolist()
+    shifts = starts - (sizes.cumsum() - sizes)  # from the place among all numbers to the number
+    packed = torch.from_numpy(np.concatenate([shifts, sizes, ends], axis=None))
     if device.type == "cuda":
         packed = packed.pin_memory()
     packed = packed.to(device, non_blocking=True)
-    shifts, sizes, there = torch.split(packed, [len(shifts), len(sizes), ends.numel()])
-    numbers = shifts.repeat_interleave(sizes, output_size=sum(lengths))
+    moves, times, there = torch.split(packed, [len(shifts), len(sizes), ends.size])
+    numbers = moves.repeat_interleave(times, output_size=sum(lengths))
     numbers += torch.arange(len(numbers), device=device)
     each = torch.split(numbers, lengths)
-    degree = len(ends)
     found = {name: each[i * degree : (i + 1) * degree] for i, name in enumerate(runs)}
-    return found, there.int().view_as(ends).unbind()
+    return found, there.int().view(ends.shape).unbind()

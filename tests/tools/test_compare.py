@@ -1,6 +1,7 @@
 """Comparisons of builds and of training logs: nothing drops out of them silently."""
 
 import json
+import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def test_libraries_of_one_name_are_told_apart(tmp_path: Path, monkeypatch) -> No
     out = tmp_path / "results.jsonl"
     arguments = [*map(str, libraries), "--shapes", "paper-8k", "--turns", "2", "--out", str(out)]
     monkeypatch.setattr(compare_libraries, "work", milliseconds_in_file)
+    fork = multiprocessing.get_context("fork")  # what they run needs no torch of their own
+    monkeypatch.setattr(multiprocessing, "get_context", {"spawn": fork}.__getitem__)
     monkeypatch.setattr(common, "has_gpu", lambda: True)
     assert compare_libraries.main([*arguments, "--uncounted"]) == 0
     uncounted = f"{libraries[0]}, uncounted"

@@ -97,36 +97,38 @@ def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_training_that_hangs_is_ended_and_ends_the_sweep(tmp_path: Path, capsys, monkeypatch):
+def test_trainings_that_fail_or_hang_are_told(tmp_path: Path, capsys, monkeypatch):
     """Ranks that run on would disturb whatever is started next."""
-    hangs = tmp_path / "hangs" / "tools" / "bench" / "bench_training"
-    hangs.mkdir(parents=True)
-    for package in (hangs.parent.parent, hangs.parent, hangs):
-        (package / "__init__.py").touch()
-    told = f"import os, time; open({str(tmp_path / 'rank')!r}, 'w').write(str(os.getpid()))"
-    (hangs / "__main__.py").write_text(f"{told}; time.sleep({TIMEOUT_S})\n")
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path / "hangs")
+    package = tmp_path / "stand-in" / "tools" / "bench" / "bench_training"
+    package.mkdir(parents=True)
+    for each in (package.parent.parent, package.parent, package):
+        (each / "__init__.py").touch()
+    (package / "__main__.py").write_text(
+        "import os, pathlib, time\n"
+        "if os.environ['WORLD_SIZE'] == '1':\n"
+        "    raise ValueError('intermediate=65: wanted a multiple of 64')\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(str(os.getpid()))\n"
+        f"time.sleep({TIMEOUT_S})\n"
+    )
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path / "stand-in")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
     folder = tmp_path / "run"
-    arguments = ["megatron", "--gpus", "1", "2", "--out", str(folder), "--timeout", "30"]
+    arguments = ["megatron", "--gpus", "1", "2", "3", "--out", str(folder), "--timeout", "30"]
     assert training.main(arguments) == 1
-    assert "Failed on 1: not done within 30 s" in (folder / "report.md").read_text()
+    report = (folder / "report.md").read_text()
+    error = "ValueError: intermediate=65: wanted a multiple of 64"
+    assert f"Failed on 1: status 1, {error}; see" in report
+    assert error in (folder / "ranks1.log").read_text()
+    assert "Failed on 2: not done within 30 s" in report
     printed = capsys.readouterr().out
+    assert "  failed: status 1" in printed
     assert "no more are started" in printed
-    assert "2 ranks" not in printed
-    assert has_ended(int((tmp_path / "rank").read_text()))
-
-
-def test_a_training_that_fails_is_told(tmp_path: Path):
-    folder = tmp_path / "run"
-    # 65 is no multiple of 64, which the layer refuses.
-    arguments = ("--gpus", "1", "--moe-ffn-hidden-size", "65")
-    ran = call("weak_scaling_megatron", "--out", str(folder), *arguments)
-    assert ran.returncode == 1
-    assert "failed: status 1" in ran.stdout
-    assert "Failed on 1: status 1" in (folder / "report.md").read_text()
-    assert "65" in (folder / "ranks1.log").read_text()
-    (run,) = offline_runs(folder / "wandb")
-    assert run.exit_code == 1
-    assert run.history == [{**run.history[0], "failed": 1}]
+    assert "3 ranks" not in printed
+    assert all(has_ended(int((tmp_path / rank).read_text())) for rank in "01")
+    runs = offline_runs(folder / "wandb")
+    assert {run.name for run in runs} == {"ranks1", "ranks2"}
+    for run in runs:
+        assert run.exit_code == 1
+        assert run.history == [{**run.history[0], "failed": 1}]

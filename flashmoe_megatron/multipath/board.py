@@ -21,8 +21,9 @@ MAX_RANKS = 64
 NUM_LANES = 2
 _PEER_BYTES, _FREE, _LANE = 256, 128, 64  # a counter has a cache line for itself
 _LOG, _LOG_ENTRIES = MAX_RANKS * _PEER_BYTES, 64
-_ENTRY = struct.Struct("<48sQ")
-_NOTICE = _LOG + _LOG_ENTRIES * _ENTRY.size
+_NUMBER, _TEXT_BYTES = struct.Struct("<Q"), 48
+_ENTRY_BYTES = 64
+_NOTICE = _LOG + _LOG_ENTRIES * _ENTRY_BYTES
 _LENGTH = struct.Struct("<I")
 _LONGEST = 1000
 
@@ -39,11 +40,11 @@ def free_word(peer: int, lane: int) -> int:
 
 def log(memory: SharedMemory, exchange: Exchange) -> None:
     """Writes down that this rank begins an exchange."""
-    at = _LOG + exchange.number % _LOG_ENTRIES * _ENTRY.size
-    what = exchange.what.encode()
-    # The number comes last: whoever reads it finds the text.
-    memory.write(at, what.ljust(48, b"\0"))
-    memory.write(at + 48, struct.pack("<Q", exchange.number))
+    at = _LOG + exchange.number % _LOG_ENTRIES * _ENTRY_BYTES
+    # Whoever finds the number before and after the text has read the whole text.
+    memory.write(at, _NUMBER.pack(0))
+    memory.write(at + _NUMBER.size, exchange.what.encode().ljust(_TEXT_BYTES, b"\0"))
+    memory.write(at, _NUMBER.pack(exchange.number))
 
 
 def check(memory: SharedMemory, rank: int, peer: int, exchange: Exchange) -> None:
@@ -52,10 +53,12 @@ def check(memory: SharedMemory, rank: int, peer: int, exchange: Exchange) -> Non
     Raises:
         ShapeError: It exchanges something else.
     """
-    at = _LOG + exchange.number % _LOG_ENTRIES * _ENTRY.size
-    what, number = _ENTRY.unpack(memory.read(at, _ENTRY.size))
-    theirs = what.rstrip(b"\0").decode()
-    if number == exchange.number and theirs != exchange.what:
+    at = _LOG + exchange.number % _LOG_ENTRIES * _ENTRY_BYTES
+    number = _NUMBER.pack(exchange.number)
+    if memory.read(at, _NUMBER.size) != number:
+        return
+    theirs = memory.read(at + _NUMBER.size, _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
+    if theirs != exchange.what and memory.read(at, _NUMBER.size) == number:
         raise ShapeError(
             f"rank {peer} takes part in {theirs}, rank {rank} in {exchange.what}: wanted the same "
             "on every rank"

@@ -1,16 +1,13 @@
 """What the tools' commands say where they cannot run, and what they record where they can."""
 
 import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-from tools import gpu_check, memory_table
+from tools import memory_table
 from tools.bench import bench_layer, compare_libraries
 
 ROOT = Path(__file__).parents[2]
@@ -46,26 +43,6 @@ def test_sizes_want_the_library(tmp_path: Path, capsys, monkeypatch) -> None:
     assert printed.err.startswith(f"error: {tmp_path / 'none.so'} is missing")
     assert "python tools/build.py" in printed.err
     assert printed.err.count("\n") == 1
-
-
-def test_a_rank_that_ignores_sigterm_is_ended(tmp_path: Path) -> None:
-    """Only torchrun can, 30 s later: the rank has a session of its own."""
-    program = tmp_path / "rank.py"
-    program.write_text(
-        "import os, pathlib, signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
-        "time.sleep(200)\n"
-    )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    status, _ = gpu_check.run_bounded([*launcher, str(program)], 15, tail=1000)
-    assert status is None
-    pid = int((tmp_path / "pid").read_text())
-    try:
-        assert not psutil.pid_exists(pid)
-    finally:
-        if psutil.pid_exists(pid):
-            os.kill(pid, signal.SIGKILL)
 
 
 def run_checks(folder: Path) -> tuple[subprocess.CompletedProcess[str], dict[str, list[str]]]:

@@ -104,9 +104,11 @@ def test_trainings_that_fail_or_hang_are_told(tmp_path: Path, capsys, monkeypatc
     for each in (package.parent.parent, package.parent, package):
         (each / "__init__.py").touch()
     (package / "__main__.py").write_text(
-        "import os, pathlib, time\n"
+        "import os, pathlib, signal, time\n"
         "if os.environ['WORLD_SIZE'] == '1':\n"
         "    raise ValueError('intermediate=65: wanted a multiple of 64')\n"
+        "if os.environ['RANK'] == '1':  # which torchrun alone can end, 30 s later\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(str(os.getpid()))\n"
         f"time.sleep({TIMEOUT_S})\n"
     )

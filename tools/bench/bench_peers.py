@@ -189,7 +189,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--turns", type=int, default=7, help="of each layer, after two that warm up")
     add("--turn-ms", type=float, default=20.0, help="about as long is one turn")
     add("--minutes", type=float, default=float("inf"), help="no shape begins later")
-    add("--sonicmoe-tiles", nargs="+", default=list(SONICMOE_TILES), choices=SONICMOE_TILES)
     common.add_record_flags(parser, a_line="shape")
     options = parser.parse_args(arguments)
     if options.graphed and not stopwatch.HAS_GPU:
@@ -203,7 +202,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     started = time.monotonic()
-    peers.sonicmoe_tiles = options.sonicmoe_tiles
     options.tflops = common.cublas_tflops(Timer(10, 3))
     record = Record(
         options.out,
@@ -211,7 +209,7 @@ def main(arguments: list[str]) -> int:
         command=common.called("tools.bench.bench_peers", arguments),
         cublas_tflops=round(options.tflops, 1),
         row_bound=peers.ROW_BOUND,
-        sonicmoe_tiles=options.sonicmoe_tiles,
+        sonicmoe_tiles=list(SONICMOE_TILES),
     )
     is_begun = options.out is not None and options.out.is_file()
     lines = options.out.read_text().splitlines() if is_begun else []

@@ -79,10 +79,8 @@ def _torch(problem: Problem) -> Layer:
 
 
 SONICMOE_TILES = {"256x128": False, "256x192": False, "128x256": False, "128x192": True}
-"""Tiles, and whether two warpgroups take turns with them; QuACK would try 44 variants."""
-
-sonicmoe_tiles = list(SONICMOE_TILES)
-"""The tiles of which QuACK takes the fastest for each product."""
+"""Tiles of which QuACK takes the fastest for each product, and whether two warpgroups take turns
+with them; it would try 44 variants."""
 
 
 def _sonicmoe(problem: Problem) -> Layer:
@@ -91,9 +89,8 @@ def _sonicmoe(problem: Problem) -> Layer:
     from quack import gemm_config
 
     few = []
-    for name in sonicmoe_tiles:
-        tile_m, tile_n = map(int, name.split("x"))
-        config = gemm_config.GemmConfig(tile_m, tile_n, SONICMOE_TILES[name])
+    for name, takes_turns in SONICMOE_TILES.items():
+        config = gemm_config.GemmConfig(*map(int, name.split("x")), takes_turns)
         few.append(dataclasses.replace(config, is_dynamic_persistent=False))  # as on any Hopper GPU
     gemm_config.get_all_configs = lambda *_, **__: few  # asked once, in the import below
     from sonicmoe.enums import ActivationType

@@ -142,6 +142,18 @@ def run_ranks(
         return pool.run(function, *args, timeout_s=timeout_s)
 
 
+def refusal(group: dist.ProcessGroup, function: Callable[..., Any], *args: Any) -> str:
+    """What a call raises, for errors of all ranks behind which their pool goes on.
+
+    A pool ends whose ranks fail, and the next test waits until new ones have imported a framework.
+    """
+    try:
+        function(group, *args)
+    except Exception as error:  # noqa: BLE001 - the test says which it has to be
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
     """The life of one process: joins the group, then answers calls until the pipe closes."""
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 from flashmoe_megatron.errors import ConfigError
@@ -23,19 +23,22 @@ GRAIN = 4096
 CHUNKS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 32))
 """Chunk sizes that are tried for a link alone, in bytes."""
 
+FEWER_CHUNKS = 0.03
+"""How much longer a link alone may take with larger chunks, which cost the host less."""
+
 MAX_TRIALS = 64
 """Most trials of stage one for a size."""
 
 WINDOW = 8
 """Transfers of one size between two looks at their times."""
 
-_FEWER_CHUNKS = 0.03
-"""How much longer a link alone may take with larger chunks, which cost the host less."""
 _FIRST_STEP = 0.05
 _LEAST_SHARE = 0.002
 """A smaller share is no share, and no smaller step is tried."""
 _BALANCED = 0.02
 """The search of stage one ends where the slowest and the fastest link differ by less."""
+_CHUNK_FACTORS = (1.0, 0.5, 0.25)
+"""How much smaller chunks of links with small shares are tried."""
 _NEIGHBOURS = (0.01, 0.025)
 """How far from the best shares the last comparison of stage one looks, to both sides."""
 _ROUNDS = 3
@@ -201,6 +204,7 @@ class Balancer:
             their neighbours and with the best link alone.
         """
         tuning = _Tuning(len(self.names), nbytes, measure)
+        tuning.shrink_chunks()
         shares = tuning.settled(tuning.refined())
         self._classes[size_class(nbytes)] = _Class(tuning.models, shares, tuning.trials)
         return shares
@@ -244,7 +248,7 @@ class _Tuning:
         for chunk in CHUNKS[-max(1, min(room, len(CHUNKS))) :]:
             tried[chunk] = self._alone_for(link, self._nbytes, chunk)
         least = min(tried.values())
-        chunk = max(size for size, took in tried.items() if took <= (1 + _FEWER_CHUNKS) * least)
+        chunk = max(size for size, took in tried.items() if took <= (1 + FEWER_CHUNKS) * least)
         of_part = LinkModel(0.0, 1.0, chunk).chunk_of(1 / 8)
         whole, part = tried[chunk], self._alone_for(link, self._nbytes // 8, of_part)
         shares = tuple(float(i == link) for i in range(self._num_links))
@@ -252,6 +256,25 @@ class _Tuning:
         moved = self._nbytes - self._nbytes // 8
         rate = moved / max(whole - part, whole * moved / self._nbytes * 0.1, 1e-9)
         return LinkModel(max(0.0, whole - self._nbytes / rate), rate, chunk)
+
+    def shrink_chunks(self) -> None:
+        """Takes smaller chunks for links with small shares, where that makes these links faster.
+
+        Alone, a link hides what its first chunk takes behind many others.
+        """
+        shares, models = shares_of(self.models, self._nbytes), self.models
+        main = max(range(self._num_links), key=lambda i: shares[i])
+        least, best = math.inf, models
+        for factor in _CHUNK_FACTORS if shares[main] < 1 else ():
+            self.models = [
+                model if i == main else replace(model, chunk=int(model.chunk * factor))
+                for i, model in enumerate(models)
+            ]
+            seconds = self._try(shares).seconds
+            took = sum(seconds) - seconds[main]
+            if took < (1 - _BALANCED) * least:
+                least, best = took, self.models
+        self.models = best
 
     def refined(self) -> Trial:
         """Moves bytes from the slowest to the fastest link, from the models' shares on.

@@ -86,9 +86,9 @@ class _Ring:
         driver.copy(address, self._slots[self.count % NUM_SLOTS], nbytes, self.stream)
         self._count()
 
-    def offer(self) -> None:
+    def offer(self, stream: int) -> None:
         """Tells the peer that the place of the next chunk, which is in no slot, may be written."""
-        driver.write_value(self.stream, self._counted, self.count + 1)
+        driver.write_value(stream, self._counted, self.count + 1)
 
     def put(self, target: int, address: int, nbytes: int) -> None:
         """Issues the next chunk, from an address to the peer's place for it."""
@@ -97,9 +97,9 @@ class _Ring:
         self._slack = 0
         self._count()
 
-    def arrive(self) -> None:
+    def arrive(self, stream: int) -> None:
         """Waits for the chunk whose place has been offered."""
-        driver.wait_value(self.stream, self._awaited, self.count + 1)
+        driver.wait_value(stream, self._awaited, self.count + 1)
         self.count += 1
 
     def _count(self) -> None:
@@ -315,7 +315,8 @@ class RingFlight(Flight):
         """Issues a chunk to and from every peer at a time."""
         link, (begin, end, chunk) = self.link, self.part
         chunk = min(chunk, link.slot_bytes)
-        self.enter(-(-(end - begin) // chunk))
+        lanes = link.streams[: -(-(end - begin) // chunk)]
+        self.enter([stream for lane in lanes for stream in lane])
         sends = [_bounded(link.outbound, piece.peer, piece.send) for piece in self.pieces]
         receives = [_bounded(link.inbound, piece.peer, piece.receive) for piece in self.pieces]
         for number, at in enumerate(range(begin, end, chunk)):
@@ -330,10 +331,9 @@ class RingFlight(Flight):
             yield
         self.leave()
 
-    def enter(self, num_chunks: int) -> None:
-        """Lets the streams of as many lanes as have chunks begin behind the current stream."""
-        lanes = self.link.streams[:num_chunks]
-        self._streams = [stream for lane in lanes for stream in lane]
+    def enter(self, streams: list[torch.cuda.Stream]) -> None:
+        """Lets the streams that take part begin behind the current stream."""
+        self._streams = streams
         self.started = _event(torch.cuda.current_stream(self.link.device.index))
         for stream in self._streams:
             stream.wait_event(self.started)

@@ -4,7 +4,7 @@
 
 It wants FLASHMOE_LIBRARY to name the library of ``tools/build.py --replicas``.
 
-For each layer a forward and backward of all ranks is timed as a CUDA graph, under a uniform
+For each layer a forward and backward of all ranks is timed, under a uniform
 routing, and under a skewed one with no spare slots and with two; the median of some. Experts are
 as popular as words (Zipf), in the first order of some whose busiest rank has about ``--imbalance``
 times the mean rows. Planning is the time that launches record from their begin until their plan is
@@ -18,6 +18,7 @@ import argparse
 import itertools
 import json
 import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -29,6 +30,8 @@ from tests.gpu.virtual import VirtualLayer, device, streams
 from tools.bench.shapes import SHAPES
 
 RANKS = 8
+HOST_CYCLES = 40_000_000
+"""How long the GPU waits, some 20 ms, while the host launches a step of all ranks."""
 Routing = list[tuple[torch.Tensor, torch.Tensor]]
 """Probabilities and maps of all ranks."""
 
@@ -102,48 +105,54 @@ class Layer:
         torch.cuda.synchronize()
         return max(one.num_row_blocks for one in saved)
 
-    def capture(self, routing: Routing) -> torch.cuda.CUDAGraph:
-        """The same as one launch in each direction, all ranks side by side."""
-        most = self.step(routing)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            begin = torch.cuda.current_stream()
-            for rank, backend in enumerate(self.layer.backends):
-                streams()[rank].wait_stream(begin)
-                with torch.cuda.stream(streams()[rank]):
-                    given = (self.x[rank], *routing[rank])
-                    weights = self.weights[rank]
-                    pending = backend.begin(*given, most)
-                    out, saved = backend.finish(pending, weights, training=True)
-                    backend.backward(out, saved, weights, *self.grads[rank])
-                begin.wait_stream(streams()[rank])
-        return graph
+    def launch(self, routing: Routing, most: int) -> None:
+        """The same as one launch in each direction, all ranks side by side; nothing waits."""
+        begin = torch.cuda.current_stream()
+        for rank, backend in enumerate(self.layer.backends):
+            streams()[rank].wait_stream(begin)
+            with torch.cuda.stream(streams()[rank]):
+                pending = backend.begin(self.x[rank], *routing[rank], most)
+                out, saved = backend.finish(pending, self.weights[rank], training=True)
+                backend.backward(out, saved, self.weights[rank], *self.grads[rank])
+        for stream in streams()[: len(self.layer.backends)]:
+            begin.wait_stream(stream)
 
-    def time_ms(self, routing: Routing, iterations: int) -> float:
-        graph = self.capture(routing)
-        found = []
-        for _ in range(iterations + 2):
+    def times_ms(self, routing: Routing, iterations: int) -> Iterator[float]:
+        """Times of all ranks' launches, which are behind a pause so that the host is ahead."""
+        most = self.step(routing)
+        for i in range(-2, iterations):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The first allocates, which must not wait for one rank's launch ahead of the others'.
+            torch.cuda._sleep(HOST_CYCLES * (10 if i == -2 else 1))
             begin.record()
-            graph.replay()
+            self.launch(routing, most)
             end.record()
             torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end))
-        self.layer.backends[0].raise_pending_fault()
-        return statistics.median(found[2:])
+            self.layer.backends[0].raise_pending_fault()
+            if i >= 0:
+                yield begin.elapsed_time(end)
+
+    def time_ms(self, routing: Routing, iterations: int) -> float:
+        return statistics.median(self.times_ms(routing, iterations))
 
     def records(self) -> list[list[LaunchRecord]]:
         return [backend.take_records() for backend in self.layer.backends]
 
-    def plan_us(self, routing: Routing, iterations: int) -> float:
-        """The least time that a forward's launch on any rank takes to plan."""
-        graph = self.capture(routing)
-        self.records()
-        for _ in range(iterations):
-            graph.replay()
-            torch.cuda.synchronize()
-        launches = [one for of_rank in self.records() for one in of_rank]
-        return min(one.phase_ns[Phase.HEAD] for one in launches if one.direction == "forward") / 1e3
+    def plan_us(self, routing: Routing, iterations: int) -> float | None:
+        """The least time that a forward's launch on any rank takes to plan.
+
+        A record tells no times where the one before was not read, as that of a plan of its own.
+        """
+        found = []
+        for i, _ in enumerate(self.times_ms(routing, iterations + 1)):
+            launches = self.records()
+            found += [
+                one.phase_ns[Phase.HEAD] / 1e3
+                for of_rank in (launches if i else [])  # the first with plans of their own
+                for one in of_rank
+                if one.direction == "forward" and Phase.HEAD in one.phase_ns
+            ]
+        return min(found, default=None)
 
 
 def loads(records: list[list[LaunchRecord]]) -> dict[str, object]:
@@ -155,24 +164,8 @@ def loads(records: list[list[LaunchRecord]]) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shapes", nargs="+", default=["qwen3-30b", "paper-8k"])
-    parser.add_argument("--zipf", type=float, default=0.5)
-    parser.add_argument("--imbalance", type=float, default=1.5)
-    parser.add_argument("--iterations", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    lines: list[str] = []
-
-    def tell(**what: object) -> None:
-        lines.append(json.dumps(what))
-        print(lines[-1], flush=True)
-        if options.out:
-            options.out.write_text("\n".join(lines) + "\n")
-
+def measure_planning(tell: Callable[..., None]) -> None:
+    """Tells what planning replicas of 256 experts adds to a launch."""
     small = MoEConfig(
         hidden=64,
         intermediate=64,
@@ -188,18 +181,39 @@ def main() -> None:
     routings |= {f"zipf {zipf}": skewed(small, zipf) for zipf in (0.0, 0.5, 1.0)}
     for name, routing in routings.items():
         plan_us = {slots: layer.plan_us(routing, 20) for slots, layer in both.items()}
+        without, with_slots = plan_us.values()
         layer_us = {slots: 1e3 * layer.time_ms(routing, 20) for slots, layer in both.items()}
         tell(
             measurement="plan, 256 experts",
             routing=name,
-            planning_us=round(plan_us[2] - plan_us[0], 2),
+            planning_us=round(with_slots - without, 2) if with_slots and without else None,
             forward_and_backward_us=round(layer_us[2] - layer_us[0], 2),
             plan_us=plan_us,
             layer_us=layer_us,
             **loads(both[2].records()),
         )
-    both.clear()
-    for shape in options.shapes:
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=["qwen3-30b", "paper-8k"])
+    parser.add_argument("--zipf", type=float, default=0.5)
+    parser.add_argument("--imbalance", type=float, default=1.33)
+    parser.add_argument("--iterations", type=int, default=7)
+    parser.add_argument("--only", choices=("shapes", "planning"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    lines: list[str] = []
+
+    def tell(**what: object) -> None:
+        lines.append(json.dumps(what))
+        print(lines[-1], flush=True)
+        if options.out:
+            options.out.write_text("\n".join(lines) + "\n")
+
+    for shape in options.shapes if options.only != "planning" else ():
         config = SHAPES[shape].config(RANKS)
         skew = skewed(config, options.zipf, options.imbalance)
         found = []
@@ -216,6 +230,8 @@ def main() -> None:
             slots_over_none=round(with_slots / without, 3),
             slots_over_uniform=round(with_slots / uniform, 3),
         )
+    if options.only != "shapes":
+        measure_planning(tell)
 
 
 if __name__ == "__main__":

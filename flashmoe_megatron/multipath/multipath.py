@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import itertools
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -442,15 +443,23 @@ class Multipath:
             scaled = [nbytes // (self.num_ranks - 1) for nbytes in carried]
             # Without rates there is no rest: a trial shows what each link does alone.
             rates = [0.0] * len(scaled)
-            runs = []
-            repeats = _TRIAL_REPEATS + 1 if self.device.type == "cuda" else 1
-            for _ in range(repeats):
-                if repeats > 1:  # GPUs begin together, else a time has the lateness of a peer
-                    first = [GRAIN if index == 0 else 0 for index in range(len(scaled))]
-                    self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
+            if self.device.type == "cpu":
+                flights = self.fly(what, pieces, scaled, chunks, rates)
+                return greatest(self._control.gather(_seconds(flights)))
+            first = [GRAIN if index == 0 else 0 for index in range(len(scaled))]
+            runs, issued = [], []
+            for _ in range(_TRIAL_REPEATS + 1):
+                began = time.perf_counter()
+                # GPUs begin together, else a time has the lateness of a peer.
+                self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
                 runs.append(self.fly(what, pieces, scaled, chunks, rates))
-            counted = runs[-_TRIAL_REPEATS:]
-            rows = [[one.seconds() if one else 0.0 for one in run] for run in counted]
+                issued.append(time.perf_counter() - began)
+            # Transfers in a row cannot follow each other faster than the host issues them. The
+            # meeting stands for what a call does beside.
+            rows = [
+                [max(seconds, host) if seconds else 0.0 for seconds in _seconds(run)]
+                for run, host in zip(runs[1:], issued[1:], strict=True)
+            ]
             of_ranks = self._control.gather(rows)
             transfers = [greatest(of_all) for of_all in zip(*of_ranks, strict=True)]
             return sorted(transfers, key=max)[len(transfers) // 2]
@@ -516,7 +525,7 @@ class _Times:
                 yield values[index * width : (index + 1) * width], nbytes
             self._asked = None
         if self._full:
-            values = [one.seconds() if one else 0.0 for row in self._full for one in row]
+            values = [one for row in self._full for one in _seconds(row)]
             moved = [[one.num_bytes() if one else 0 for one in row] for row in self._full]
             self._asked = (self._control.ask(values), moved)
         self._full, self._window = self._window, []
@@ -535,6 +544,10 @@ def _plan(carried: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[list[Part]
     counts = [-(-nbytes // chunk) for nbytes, chunk in zip(carried, chunks, strict=True)]
     moments = [(turn / count, link) for link, count in enumerate(counts) for turn in range(count)]
     return parts, [link for _, link in sorted(moments)]
+
+
+def _seconds(flights: Sequence[Flight | None]) -> list[float]:
+    return [flight.seconds() if flight else 0.0 for flight in flights]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -101,26 +101,27 @@ class _Clock:
         call()
         begin = time.perf_counter()
         call()
-        issue_s = 0.0 if of_host else 2 * (CALLS + 1) * (time.perf_counter() - begin)
-        turns = [self._turn(call, issue_s) for _ in range(self._turns)]
+        issue_s = 2 * (CALLS + 1) * (time.perf_counter() - begin)
+        is_of_host = of_host or self.device.type != "cuda"
+        turns = [
+            self._host_turn(call) if is_of_host else self._gpu_turn(call, issue_s)
+            for _ in range(self._turns)
+        ]
         taken = torch.tensor(turns, device=self.device)
         if self._group is not None:
             dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)
         return float(taken.median())
 
-    def _turn(self, call: Callable[[], object], issue_s: float) -> float:
-        is_gpu = self.device.type == "cuda"
-        if self._group is not None:
-            dist.barrier(self._group)
-        if not issue_s or not is_gpu:
-            if is_gpu:
-                torch.cuda.synchronize(self.device)
-            begin = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            if is_gpu:
-                torch.cuda.synchronize(self.device)
-            return (time.perf_counter() - begin) / CALLS
+    def _host_turn(self, call: Callable[[], object]) -> float:
+        self._meet()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        self._synchronize()
+        return (time.perf_counter() - begin) / CALLS
+
+    def _gpu_turn(self, call: Callable[[], object], issue_s: float) -> float:
+        self._meet()
         torch.cuda._sleep(int(issue_s * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         call()  # in which ranks that begin late are waited for
@@ -128,8 +129,18 @@ class _Clock:
         for _ in range(CALLS):
             call()
         events[1].record()
-        torch.cuda.synchronize(self.device)
+        self._synchronize()
         return float(events[0].elapsed_time(events[1])) / CALLS / 1e3
+
+    def _meet(self) -> None:
+        """Has all ranks begin a turn together, with nothing left of the last one."""
+        if self._group is not None:
+            dist.barrier(self._group)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 def even_ratios(most: int, points: int, span: int = SPAN) -> list[int]:

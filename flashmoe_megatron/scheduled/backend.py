@@ -301,10 +301,10 @@ class ScheduledBackend(OfGroup):
         routes, all_counts = self._plan(found, probs, routing_map)
         laps.lap("plan")
         parts = routes.parts(degree)
-        counts = [self._counts_of(routes, all_counts, part, degree) for part in range(degree)]
+        counts = self._counts_of(routes, all_counts, parts)
         is_whole = degree == 1
         (whole,) = routes.parts(1)
-        total = counts[0] if is_whole else self._counts_of(routes, all_counts, 0, 1)
+        (total,) = counts if is_whole else self._counts_of(routes, all_counts, [whole])
         of_probs = self._travel(found.row_probs[: len(routes.token_idx)], total, whole)
         ways = [
             self._dispatch(
@@ -469,10 +469,10 @@ class ScheduledBackend(OfGroup):
         routes: Routes = saved.routes
         degree = self._degree(1)
         parts = routes.parts(degree)
-        counts = [self._counts_of(routes, saved.all_counts, part, degree) for part in range(degree)]
+        counts = self._counts_of(routes, saved.all_counts, parts)
         is_whole = degree == 1
         (whole,) = routes.parts(1)
-        total = counts[0] if is_whole else self._counts_of(routes, saved.all_counts, 0, 1)
+        (total,) = counts if is_whole else self._counts_of(routes, saved.all_counts, [whole])
         laps.lap("plan")
         call = Call("backward", saved.layer)
         ways = [
@@ -691,31 +691,30 @@ class ScheduledBackend(OfGroup):
         return torch.stack(everyone)
 
     def _counts_of(
-        self,
-        routes: Routes,
-        all_counts: Table | None,
-        part: int,
-        degree: int,
-    ) -> Counts:
-        """``[source][target]`` rows of one part; without all ranks' counts, where this rank is."""
-        if degree == self.config.num_ranks == 1:
-            return [[sum(routes.host_sent[0])]]
-        local = self.config.num_local_experts
+        self, routes: Routes, all_counts: Table | None, parts: Sequence[Part]
+    ) -> list[Counts]:
+        """``[source][target]`` rows of each part; without all ranks' counts, where this rank is."""
+        local, ranks = self.config.num_local_experts, range(self.config.num_ranks)
 
-        def rows(counts: Sequence[int]) -> int:
-            return sum(part_size(count, part, degree) for count in counts)
+        def rows(counts: Sequence[int], part: int) -> int:
+            return sum(part_size(count, part, len(parts)) for count in counts)
 
-        ranks = range(self.config.num_ranks)
         if all_counts is not None:
             return [
-                [rows(of_rank[target * local : (target + 1) * local]) for target in ranks]
-                for of_rank in all_counts
+                [
+                    [rows(of_rank[target * local : (target + 1) * local], part) for target in ranks]
+                    for of_rank in all_counts
+                ]
+                for part in range(len(parts))
             ]
-        known = [[0] * len(ranks) for _ in ranks]
-        for other in ranks:
-            known[other][self.rank] = rows(routes.from_ranks[other])
-            known[self.rank][other] = rows(routes.host_sent[other])
-        return known
+        found: list[Counts] = []
+        for part in parts:
+            known = [[0] * len(ranks) for _ in ranks]
+            for other in ranks:
+                known[other][self.rank] = part.recv_counts[routes.first_source + other]
+                known[self.rank][other] = part.send_counts[other]
+            found.append(known)
+        return found
 
     def _travel(self, send: torch.Tensor, counts: Counts, part: Part) -> _Travel:
         """Begins to send rows that are complete on the current stream to their experts."""

@@ -92,7 +92,8 @@ class Routes:
     host_received: Table
     ends: torch.Tensor
     first_source: int = 0
-    _parts: dict[int, "list[Part]"] = field(default_factory=dict)
+    # Autograd, which builds these again from what it has saved, hands this over as it is.
+    _parts: dict[int, "list[Part]"] = field(default_factory=dict, repr=False, compare=False)
 
     def parts(self, degree: int) -> "list[Part]":
         """All rows in so many parts, made once for a forward and its backward."""

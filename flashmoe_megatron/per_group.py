@@ -25,7 +25,7 @@ def once_per_group(kind: type[Made], *key: Hashable, make: Callable[[], Made]) -
     Returns:
         The object.
     """
-    for known in [known for known in _made if any(map(_is_destroyed, known))]:
+    for known in [known for known in _made if any(map(is_destroyed, known))]:
         del _made[known]
     whole = (kind, *key)
     if whole not in _made:
@@ -34,5 +34,6 @@ def once_per_group(kind: type[Made], *key: Hashable, make: Callable[[], Made]) -
     return made
 
 
-def _is_destroyed(part: Hashable) -> bool:
+def is_destroyed(part: Hashable) -> bool:
+    """Whether something is a process group that has been destroyed."""
     return isinstance(part, dist.ProcessGroup) and part not in dist.distributed_c10d._world.pg_map

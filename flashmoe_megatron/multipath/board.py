@@ -5,11 +5,12 @@ Every rank owns one segment, which the others map. It begins with what others wr
 - for each peer and lane a word FULL, the chunks that the peer has sent, and a word FREE, the chunks
   of it that this rank has taken out of the ring again; both count modulo 2**32;
 - the last exchanges that the rank has begun, so that a peer sees that it has begun another one;
-- why the rank's links have failed, once they have.
+- why the rank's links have failed, once they have, and the factor for what they bring: 1, then NaN.
 
 What follows is the link's own.
 """
 
+import math
 import struct
 
 from flashmoe_megatron.errors import LinkError, ShapeError
@@ -25,6 +26,9 @@ _NUMBER, _TEXT_BYTES = struct.Struct("<Q"), 48
 _ENTRY_BYTES = 64
 _NOTICE = _LOG + _LOG_ENTRIES * _ENTRY_BYTES
 _LENGTH = struct.Struct("<I")
+VERDICT = HEADER_BYTES - 64
+"""Offset of the factor for outputs, a float."""
+_FACTOR = struct.Struct("<f")
 _LONGEST = 1000
 
 
@@ -65,8 +69,14 @@ def check(memory: SharedMemory, rank: int, peer: int, exchange: Exchange) -> Non
         )
 
 
+def clear(memory: SharedMemory) -> None:
+    """Says that a new rank's links are good."""
+    memory.write(VERDICT, _FACTOR.pack(1.0))
+
+
 def post(memory: SharedMemory, reason: str) -> None:
-    """Tells a rank that the links have failed; the first reason stays."""
+    """Tells a rank, and its GPU, that the links have failed; the first reason stays."""
+    memory.write(VERDICT, _FACTOR.pack(math.nan))
     if notice(memory) is None:
         text = reason.encode()[:_LONGEST]
         memory.write(_NOTICE + _LENGTH.size, text)

@@ -17,6 +17,7 @@ from flashmoe_megatron.errors import (
     reason_of,
     told_error,
 )
+from flashmoe_megatron.per_group import is_destroyed
 
 Value = TypeVar("Value")
 
@@ -57,6 +58,10 @@ class Control:
         _made[name] += 1
         self._numbers = itertools.count()
         self._store = _get_default_store()
+
+    def can_meet(self) -> bool:
+        """Whether the group is still there; the ranks of a destroyed one go their own ways."""
+        return not is_destroyed(self.group)
 
     def ask(self, value: Value) -> "Answers[Value]":
         """Tells the others a value and begins to wait for theirs. Collective."""

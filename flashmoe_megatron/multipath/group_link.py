@@ -79,6 +79,7 @@ class _GroupFlight(Flight):
                 work.wait()
         except RuntimeError as error:
             raise LinkError(f"link {self._link.name}: {error}") from error
+        self._works, self._operations = [], []  # flights are kept for their times, tensors are not
 
 
 class _HostFlight(_GroupFlight):

@@ -1,6 +1,7 @@
 """Collectives whose bytes go over all links of a machine at once."""
 
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import math
@@ -120,9 +121,13 @@ class Multipath:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         else:
             self._worker = concurrent.futures.ThreadPoolExecutor(1, "flashmoe-multipath")
-        if links == "auto":
-            self._leave_out_slower("peer", "nccl")
-        self.balancer = Balancer([link.name for link in self.links])
+        try:
+            if links == "auto":
+                self._leave_out_slower("peer", "nccl")
+            self.balancer = Balancer([link.name for link in self.links])
+        except BaseException:
+            self._close_links()
+            raise
         self._totals = {link.name: LinkTotals() for link in self.links}
 
     def all_gather(
@@ -257,16 +262,31 @@ class Multipath:
         return taken
 
     def close(self) -> None:
-        """Waits for what is under way and ends the links. Collective."""
+        """Waits for what is under way and ends the links. Collective while the group is there.
+
+        Raises:
+            FlashMoEError: A link has failed of which no call has told; the links have ended.
+        """
         if self.device.type == "cpu":
             self._worker.shutdown()
-        if self._broken is None:
-            # A rank that is still receiving must not find its peers gone.
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self._control.gather(None)
-        for link in self.links:
-            link.close()
+        try:
+            if self._broken is None:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                for link in self.links:
+                    link.raise_if_broken()
+                if self._control.can_meet():
+                    # A rank that is still receiving must not find its peers gone.
+                    self._control.gather(None)
+        finally:
+            self._broken = self._broken or LinkError("it has been closed")
+            self._close_links()
+
+    def _close_links(self) -> None:
+        links, self.links = self.links, []
+        with contextlib.ExitStack() as stack:  # an error of one leaves none of the others open
+            for link in links:
+                stack.callback(link.close)
 
     def __enter__(self) -> "Multipath":
         return self

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.errors import FlashMoEError, reason_of
+from flashmoe_megatron.errors import FlashMoEError, reason_of, told_error
 from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.balancer import CHUNKS
 from flashmoe_megatron.multipath.board import NUM_LANES
@@ -154,6 +154,7 @@ class RingLink(Link):
             node = node_of_gpu(driver.pci_bus_id(self.device.index))
             self.own = SharedMemory.create(board.HEADER_BYTES + own_bytes, node)
             self._stack.callback(self.own.close)
+            board.clear(self.own)
             self.own.hold()
             return self.own.place
 
@@ -173,7 +174,7 @@ class RingLink(Link):
                 headers[peer] = self.registered(memory, 0, board.HEADER_BYTES)
 
         control.agree(register)
-        self.own_header = headers[self.rank]
+        self._own_header = headers[self.rank]
         inbound, outbound = self._slots(control)
         self.inbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
         self.outbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
@@ -231,10 +232,18 @@ class RingLink(Link):
     def admit(self, stream: int, nbytes: int) -> None:
         """Called before a chunk is issued; a slower link can hold its stream back here."""
 
+    def problem(self) -> FlashMoEError | None:
+        """What has ended the link, here or on another rank, if anything has."""
+        told = board.notice(self.own)
+        if self.broken is None and told is not None:
+            rank, _, reason = told.partition(" ")
+            self.broken = told_error(int(rank), reason)
+        return self.broken
+
     def raise_if_broken(self) -> None:
         """Raises what has ended the link, if anything has."""
-        if self.broken is not None:
-            raise self.broken
+        if (problem := self.problem()) is not None:
+            raise problem
 
     def fail(self, error: FlashMoEError) -> None:
         """Ends the link with an error, on every rank."""
@@ -257,7 +266,7 @@ class RingLink(Link):
             if self._verdict is None:
                 self._verdict = torch.empty(1, device=output.device)
             stream = torch.cuda.current_stream(self.device.index).cuda_stream
-            driver.copy(self._verdict.data_ptr(), self.watch.verdict, 4, stream)
+            driver.copy(self._verdict.data_ptr(), self._own_header + board.VERDICT, 4, stream)
             output[:1].mul_(self._verdict)
 
     def close(self) -> None:

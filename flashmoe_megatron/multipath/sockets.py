@@ -237,6 +237,8 @@ class _SocketFlight(Flight):
             self.ledger.wait()
         finally:
             self._link.forget(self)
+        # Flights are kept for their times, tensors are not; no thread looks for them any more.
+        self._pieces, self.exchange = {}, self.exchange._replace(pieces=())
 
     def seconds(self) -> float:
         """From the beginning to the last chunk that this link sent or received."""

@@ -1,17 +1,13 @@
 """Ends transfers between GPUs that will never end by themselves, and says why."""
 
-import struct
 import threading
 import time
 from collections import deque
 from typing import Any
 
-from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError, told_error
-from flashmoe_megatron.multipath import board
+from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError
 
 _PERIOD_S = 0.02
-_VERDICT = board.HEADER_BYTES - 64
-"""Offset in a rank's segment of the factor 1, or NaN once the link has failed."""
 
 
 class Watch:
@@ -26,15 +22,10 @@ class Watch:
 
     Args:
         link: The :class:`~flashmoe_megatron.multipath.ring.RingLink`.
-
-    Attributes:
-        verdict: Where the GPU finds the factor for outputs: 1, or NaN once the link has failed.
     """
 
     def __init__(self, link: Any) -> None:
         self._link = link
-        link.own.write(_VERDICT, struct.pack("<f", 1.0))
-        self.verdict = link.own_header + _VERDICT
         self._flights: deque[Any] = deque()
         self._added, self._is_closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name=f"{link.name}-watch", daemon=True)
@@ -69,12 +60,11 @@ class Watch:
             # Until the stream gets there it waits for this rank's own work, not for a peer.
             if flight is not self._flights[0] or now != counts or not flight.started.query():
                 flight, moved_at, counts = self._flights[0], time.monotonic(), now
-            error = self._link.broken or self._problem(flight, time.monotonic() - moved_at)
+            error = self._link.problem() or self._problem(flight, time.monotonic() - moved_at)
             if error is not None:
                 self._end(error)
 
     def _end(self, error: FlashMoEError) -> None:
-        self._link.own.write(_VERDICT, struct.pack("<f", float("nan")))
         self._link.fail(error)
         self._link.release()
 
@@ -83,10 +73,6 @@ class Watch:
 
     def _problem(self, flight: Any, still: float) -> FlashMoEError | None:
         link = self._link
-        told = board.notice(link.own)
-        if told is not None:
-            rank, _, reason = told.partition(" ")
-            return told_error(int(rank), reason)
         where = f"link {link.name}, {flight.what}: rank {link.rank}"
         late = [
             peer

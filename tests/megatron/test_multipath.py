@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron import multipath
 from flashmoe_megatron.adapters.megatron.notices import find_notices
-from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.errors import ConfigError, LinkError
 from tests.distributed import RankPool
 from tests.megatron.harness import Case, Layout, train
 
@@ -47,6 +47,26 @@ def test_small_buckets_go_as_before(four_ranks: RankPool) -> None:
     plain = four_ranks.run(train, Case(EP2_DP2, ddp=DDP), "flashmoe")
     for one, want in zip(four_ranks.run(train, case, "flashmoe"), plain, strict=True):
         assert one.losses == want.losses
+
+
+def of_groups(group: dist.ProcessGroup) -> None:
+    """Asks for the links of a group that is destroyed then, and of another one."""
+    tensor = torch.ones(4)
+    first, second = (dist.new_group(backend="gloo") for _ in range(2))
+    gone = multipath._multipath(first, tensor)
+    dist.destroy_process_group(first)
+    there = multipath._multipath(second, tensor)
+    try:
+        with pytest.raises(LinkError, match="has been closed"):
+            gone.all_reduce(tensor)
+        assert list(multipath._made.values()) == [there]
+    finally:
+        multipath._made.pop(second).close()
+        dist.destroy_process_group(second)
+
+
+def test_links_end_with_their_group(four_ranks: RankPool) -> None:
+    four_ranks.run(of_groups)
 
 
 def test_what_has_no_effect_or_meaning_is_said() -> None:

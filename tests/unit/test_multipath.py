@@ -7,10 +7,12 @@ import random
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -404,6 +406,37 @@ def test_a_peer_that(fault: str, said: tuple[type, str], tmp_path: Path) -> None
     text = path.with_suffix(".0").read_text()
     assert text.startswith(f"{said[0].__name__}: ")
     assert said[1] in text
+
+
+def ends(group: dist.ProcessGroup) -> list[str]:
+    with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=20) as multipath:
+        memory = numpy.zeros(2**16 * multipath.num_ranks, numpy.uint8)
+        output = torch.from_numpy(memory)
+        multipath.balancer.tune(output.numel() // 2, lambda carried, chunks: [1.0, 1.0])
+        multipath.all_gather(output, torch.ones(2**16, dtype=torch.uint8))
+        assert int(output.sum()) == output.numel()
+        (flights,) = multipath._times.popitem()[1]._window
+        assert None not in flights
+        freed = weakref.ref(memory)
+        del memory, output
+        assert freed() is None, "flights are kept for their times, tensors are not"
+    multipath.close()
+    closed: list[str] = []
+
+    class Closes(SocketLink):
+        def close(self) -> None:
+            closed.append(self.name)
+            super().close()
+
+    with pytest.raises(LinkError, match="of no use since it has been closed"):
+        multipath.all_reduce(torch.ones(4))
+    with pytest.raises(ConfigError, match="each with its own name"):
+        Multipath(group, links=[Closes, Closes], timeout=20)
+    return closed
+
+
+def test_what_has_ended_holds_nothing(ranks: RankPool) -> None:
+    assert ranks.run(ends, num_ranks=2) == [["sockets", "sockets"]] * 2
 
 
 def test_links_are_those_that_metrics_know() -> None:

@@ -4,8 +4,10 @@ import contextlib
 import ctypes
 import itertools
 import json
+import math
 import queue
 import random
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError
-from flashmoe_megatron.multipath import driver, ring
+from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError
+from flashmoe_megatron.multipath import board, driver, ring
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.ring import HostRelay
@@ -242,3 +244,27 @@ def test_other_parts_of_memory_are_refused_on_every_rank(ranks: RankPool) -> Non
     for said in ranks.run(into_other_parts, num_ranks=2):
         assert "all_gather of 200 bytes to 0+0" in said
         assert "all_gather of 200 bytes to 0+4" in said
+
+
+def told_by_a_peer(group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    output, part = torch.zeros(200, dtype=torch.uint8), torch.ones(100, dtype=torch.uint8)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
+        links, device = LINKS[1:], torch.device("cpu")
+        multipath = Multipath(group, device=device, links=links, min_bytes=1, timeout=20)
+        relay = multipath.links[0]
+        assert isinstance(relay, HostRelay)
+        assert relay.own.read(board.VERDICT, 4) == struct.pack("<f", 1.0)
+        dist.barrier(group)
+        if rank == 1:
+            relay.fail(LinkError("a cable is loose"))
+        dist.barrier(group)
+        # No stream has gone on yet that waits for the peer, so that no output is taken for good.
+        assert math.isnan(*struct.unpack("<f", relay.own.read(board.VERDICT, 4)))
+        with pytest.raises(LinkError, match="a cable is loose"):
+            multipath.close() if rank == 0 else multipath.all_gather(output, part)
+        multipath.close()
+
+
+def test_what_a_peer_tells_counts_at_once(ranks: RankPool) -> None:
+    ranks.run(told_by_a_peer, num_ranks=2)

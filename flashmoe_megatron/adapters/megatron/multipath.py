@@ -19,7 +19,9 @@ from flashmoe_megatron.adapters.megatron.settings import (
     megatron_args,
 )
 from flashmoe_megatron.adapters.patch import Function
+from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.multipath import MIN_BYTES, LinkTotals, Multipath, Reduction
+from flashmoe_megatron.per_group import is_destroyed
 
 _made: dict[dist.ProcessGroup, Multipath] = {}
 _least_bytes = MIN_BYTES
@@ -141,7 +143,11 @@ def _is_large(tensor: torch.Tensor, group: Any) -> bool:
 
 def _multipath(group: Any, tensor: torch.Tensor) -> Multipath:
     """The links of a group. Collective when it is first asked for."""
+    group = group or dist.group.WORLD
     if group not in _made:
+        for gone in filter(is_destroyed, list(_made)):
+            with contextlib.suppress(FlashMoEError):  # nobody is left who could be told
+                _made.pop(gone).close()
         timeout = current_settings().backend_options()["timeout"]
         _made[group] = Multipath(
             group, device=tensor.device, min_bytes=_least_bytes, timeout=timeout

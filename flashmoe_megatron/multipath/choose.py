@@ -40,8 +40,8 @@ def make_links(
     names: dict[str, MakeLink] = {
         "peer": lambda control: PeerCopies(control, device),
         "host": lambda control: HostRelay(control, device),
-        "nccl": lambda control: GroupLink(control, "nccl"),
-        "gloo": lambda control: GroupLink(control, "gloo"),
+        "nccl": lambda control: GroupLink(control, "nccl", device),
+        "gloo": lambda control: GroupLink(control, "gloo", device),
         "sockets": lambda control: SocketLink(control),
     }
     usable = _ON_GPUS if device.type == "cuda" else _ON_CPUS

@@ -18,15 +18,18 @@ class GroupLink(Link):
     Args:
         control: The ranks.
         backend: "nccl" moves tensors on GPUs, "gloo" those in the host's memory.
+        device: Where tensors are.
 
     Raises:
         LinkError: The group has another backend for such tensors.
     """
 
-    def __init__(self, control: Control, backend: Literal["nccl", "gloo"]) -> None:
+    def __init__(
+        self, control: Control, backend: Literal["nccl", "gloo"], device: torch.device
+    ) -> None:
         self.name = backend
         self.device_type = "cuda" if backend == "nccl" else "cpu"
-        self.group = control.group
+        self.group, self.device = control.group, device
         try:
             found = self.group._get_backend(torch.device(self.device_type)).name()
         except RuntimeError as error:
@@ -35,7 +38,7 @@ class GroupLink(Link):
             raise LinkError(f"link {backend}: the group's backend is {found}, wanted {backend}")
         self.stream: torch.cuda.Stream | None = None
         if backend == "nccl":
-            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> Flight:
         """See the base class."""
@@ -110,7 +113,7 @@ class _DeviceFlight(_GroupFlight):
         """Issues it behind the current stream; NCCL cuts messages itself."""
         stream = self._link.stream
         assert stream is not None
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self._link.device))
         with torch.cuda.stream(stream):
             self._start_event = _timed_event()
             self._start()
@@ -120,7 +123,7 @@ class _DeviceFlight(_GroupFlight):
 
     def join(self) -> None:
         """Makes the current stream wait for it."""
-        torch.cuda.current_stream().wait_event(self._end_event)
+        torch.cuda.current_stream(self._link.device).wait_event(self._end_event)
 
     def seconds(self) -> float:
         """By the GPU's clock."""

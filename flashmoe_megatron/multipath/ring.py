@@ -388,4 +388,4 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 def _slot_bytes(num_peers: int) -> int:
     """The largest chunk for which the rings of all peers have room."""
     room = MOST_BYTES // (NUM_LANES * NUM_SLOTS * num_peers)
-    return max(LEAST_SLOT, *(chunk for chunk in CHUNKS if chunk <= room))
+    return max([LEAST_SLOT, *(chunk for chunk in CHUNKS if chunk <= room)])

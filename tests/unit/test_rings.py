@@ -246,6 +246,11 @@ def test_other_parts_of_memory_are_refused_on_every_rank(ranks: RankPool) -> Non
         assert "all_gather of 200 bytes to 0+4" in said
 
 
+def test_slots_of_many_ranks() -> None:
+    sizes = [ring._slot_bytes(peers) for peers in (1, 3, 7, board.MAX_RANKS - 1)]
+    assert sizes == [2**25, 2**23, 2**22, 2**22]
+
+
 def told_by_a_peer(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     output, part = torch.zeros(200, dtype=torch.uint8), torch.ones(100, dtype=torch.uint8)

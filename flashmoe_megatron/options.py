@@ -178,8 +178,8 @@ class BackendOptions:
         0,
         whole_number(least=0, most=MAX_EXPERTS),
         "Experts of other ranks that a rank may compute beside its own in each launch, as replicas "
-        "of those that get most tokens, at most as many as it has of its own. On the reference "
-        "alone so far.",
+        "of those that get most tokens, at most as many as it has of its own; not on the "
+        "scheduled backend.",
     )
     placement: When = option(
         "launch",

@@ -88,12 +88,7 @@ def select_backend(
     agreed |= {name: getattr(chosen_options, name) for name in _AGREED[chosen]}
     check_ranks_agree(group, agreed)
     check_tensor_group(tensor_group, chosen)
-    check_slots(
-        config,
-        chosen_options.spare_slots,
-        chosen_options.placement,
-        is_kernel=chosen == "kernel",
-    )
+    check_slots(config, chosen_options.spare_slots, chosen_options.placement)
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if kind == "auto":
         _announce(chosen, _describe(device)[1], dtype)

@@ -20,7 +20,6 @@ def main() -> int:
     for name, what in (
         ("trace", "with time stamps inside"),
         ("delays", "whose kernels wait at random before every acquire and release"),
-        ("replicas", "whose launches may have spare slots for replicas of hot experts"),
         ("coverage", "whose host code tells libFuzzer what it runs"),
     ):
         variant = nvcc_build.VARIANTS[name]

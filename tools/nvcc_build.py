@@ -33,6 +33,9 @@ COMPILE_FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
 ]
 MAY_SPILL = [flag.replace(",--warning-as-error", "") for flag in COMPILE_FLAGS]
+WITH_SLOTS = "with_slots"
+"""Folders of what is compiled for layers with spare slots. A backward has no register left for
+them, so these kernels may spill some bytes, which csrc/RESOURCES.md tells."""
 LINK_FLAGS = [
     *ARCH_FLAGS,
     "-shared",
@@ -76,8 +79,6 @@ VARIANTS = {
         Variant("trace", (*MAY_SPILL, "-DFLASHMOE_TRACE")),
         # Its kernels wait at random before every acquire and release.
         Variant("delays", (*MAY_SPILL, "-DFLASHMOE_DELAYS")),
-        # It has replicas of hot experts, which have not been proved on GPUs.
-        Variant("replicas", (*MAY_SPILL, "-DFLASHMOE_REPLICAS")),
         # It tells libFuzzer which branches of the host's code an input takes.
         Variant(
             "coverage",
@@ -363,6 +364,8 @@ def _compile(toolchain: Toolchain, source: Path, variant: Variant) -> Object:
     if variant.folders and source.relative_to(CSRC).parts[0] not in variant.folders:
         variant = SHIPPED
     flags = list(variant.flags)
+    if WITH_SLOTS in source.parts and flags == COMPILE_FLAGS:
+        flags = MAY_SPILL
     stem = (f"{variant.name}-" if variant.name else "") + name.replace("/", "-")
     target = CACHE / f"{stem}-{_key(toolchain, source, flags)}.o"
     log_path = target.with_suffix(".log")

@@ -17,7 +17,7 @@ _HEAD = """\
 
 Made by `python tools/build.py --resources` with {release}; a test compares it with what is built.
 Registers are those of a launch, per thread, before `setmaxnreg` moves them between warps. Shared
-memory is per CTA, in bytes. A spill fails the build.
+memory is per CTA, in bytes. A spill fails the build, but for kernels with slots.
 
 | kernel | registers | static shared | dynamic shared | spilled bytes | stack bytes |
 | --- | --- | --- | --- | --- | --- |
@@ -41,7 +41,7 @@ def render(objects: list[nvcc_build.Object]) -> str:
     names = [short_name(name) for name in demangled([one.kernel for one in kernels])]
     rows = []
     for name, one in sorted(zip(names, kernels, strict=True), key=lambda row: row[0]):
-        on_launch = dynamic.get(name.partition("<")[0], 0)
+        on_launch = dynamic.get(name.removeprefix("with_slots::").partition("<")[0], 0)
         rows.append(
             f"| `{name}` | {one.registers} | {one.shared_bytes} | {on_launch} | "
             f"{one.spilled_bytes} | {one.stack_bytes} |"
@@ -69,7 +69,8 @@ def demangled(names: list[str]) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without return type, namespace and arguments."""
-    name = re.sub(r"\(flashmoe::\w+\)", "", name)  # an enumerator's type among template arguments
+    """A kernel's name without return type and arguments, and of namespaces with_slots alone."""
+    name = re.sub(r"\(flashmoe\w*::\w+\)", "", name)  # an enumerator's type in template arguments
     name = name.partition("(")[0].removeprefix("void ")
-    return name.replace("flashmoe::", "").replace("> >", ">>")
+    with_slots = "with_slots::" if name.startswith("flashmoe_with_slots::") else ""
+    return with_slots + re.sub(r"flashmoe\w*::", "", name).replace("> >", ">>")

@@ -10,7 +10,7 @@ extern "C" {
 
 int flashmoe_abi_version(void) { return FLASHMOE_ABI_VERSION; }
 
-const char* flashmoe_last_error(void) { return flashmoe::last_error.c_str(); }
+const char* flashmoe_last_error(void) { return flashmoe_error.c_str(); }
 
 const char* flashmoe_wait_name(uint32_t wait) {
     static const char* const kNames[] = {

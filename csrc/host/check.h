@@ -100,13 +100,14 @@ inline int check_glu(const FlashMoEProblem* p) {
 
 // What a layer may have beyond the experts that each rank owns.
 inline int check_slots(const FlashMoEProblem* p) {
-    const bool is_asked = p->spare_slots != 0 or p->heap_experts != 0 or p->heap_slot_elements != 0;
-    if (not kHasReplicas and is_asked) {
-        return fail(
-            FLASHMOE_BAD_ARGUMENT,
-            "spare_slots %d, heap_experts %d, heap_slot_elements %lld: wanted 0, since replicas "
-            "have not been proved on GPUs, or the library of tools/build.py --replicas",
-            p->spare_slots, p->heap_experts, (long long)p->heap_slot_elements);
+    if (not kHasReplicas) return FLASHMOE_OK;
+    if (p->dtype != FLASHMOE_BFLOAT16) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "dtype %d in a group whose layers have spare slots: wanted bfloat16 (%d)",
+                    p->dtype, FLASHMOE_BFLOAT16);
+    }
+    if (p->replica_policy != FLASHMOE_BALANCE and p->replica_policy != FLASHMOE_POPULAR) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "replica_policy %d: wanted 0 or 1", p->replica_policy);
     }
     const Shape s = shape_of(p);
     const int most = std::min(kMaxSpareSlots, s.num_local_experts());
@@ -114,11 +115,13 @@ inline int check_slots(const FlashMoEProblem* p) {
         return fail(FLASHMOE_BAD_ARGUMENT, "spare_slots %d: wanted 0 to %d", p->spare_slots, most);
     }
     // A record has the rows of all slots, and who is in the spare ones.
-    if (s.num_local_slots() + p->spare_slots + 2 > kMaxLocalExperts and p->spare_slots > 0) {
+    if (s.num_local_slots() + p->spare_slots + Record::kReplicaWords > kMaxLocalExperts and
+        p->spare_slots > 0) {
         return fail(FLASHMOE_BAD_ARGUMENT,
                     "%d experts a rank and spare_slots %d: wanted at most %d experts and twice the "
                     "slots together",
-                    s.num_local_experts(), p->spare_slots, kMaxLocalExperts - 2);
+                    s.num_local_experts(), p->spare_slots,
+                    kMaxLocalExperts - Record::kReplicaWords);
     }
     if (p->heap_experts < 0 or p->heap_experts > kMaxLocalExperts * kMaxRanks or
         p->heap_slot_elements < 0 or p->heap_slot_elements > kMaxSlotElements or

@@ -9,9 +9,10 @@
 
 #include "include/flashmoe.h"
 
-namespace flashmoe {
+// One for the whole library, whose host code is in two namespaces.
+inline thread_local std::string flashmoe_error;
 
-inline thread_local std::string last_error;
+namespace flashmoe {
 
 __attribute__((format(printf, 2, 3))) inline int fail(int status, const char* format, ...) {
     char text[512];
@@ -19,7 +20,7 @@ __attribute__((format(printf, 2, 3))) inline int fail(int status, const char* fo
     va_start(args, format);
     vsnprintf(text, sizeof(text), format, args);
     va_end(args);
-    last_error = text;
+    flashmoe_error = text;
     return status;
 }
 

@@ -13,6 +13,7 @@
 #include "flashmoe/kernel/plan_kernel.cuh"
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/moe/deliver.cuh"
+#include "host/calls.h"
 #include "host/check.h"
 #include "host/mailbox.h"
 #include "host/tables.h"
@@ -61,28 +62,30 @@ Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
     return watchdog;
 }
 
+// With slots there are kernels for bfloat16 alone.
 KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
     using Select = KernelEntry (*)(bool);
-    constexpr Select kInstances[2][2][2] = {
-        {{forward_bf16, forward_bf16_transposed}, {forward_fp16, forward_fp16_transposed}},
-        {{backward_bf16, backward_bf16_transposed}, {backward_fp16, backward_fp16_transposed}},
-    };
-    const bool is_fp16 = p->dtype == FLASHMOE_FLOAT16;
-    return kInstances[is_backward][is_fp16][p->is_transposed != 0](p->is_gated != 0);
+    static constexpr Select kBfloat16[2][2] = {{forward_bf16, forward_bf16_transposed},
+                                               {backward_bf16, backward_bf16_transposed}};
+    const Select* of_layouts = kBfloat16[is_backward];
+    if constexpr (not kHasReplicas) {
+        static constexpr Select kFloat16[2][2] = {{forward_fp16, forward_fp16_transposed},
+                                                  {backward_fp16, backward_fp16_transposed}};
+        if (p->dtype == FLASHMOE_FLOAT16) of_layouts = kFloat16[is_backward];
+    }
+    return of_layouts[p->is_transposed != 0](p->is_gated != 0);
 }
 
 KernelEntry bias_grad_entry_of(const FlashMoEProblem* p, bool into_float32) {
-    return p->dtype == FLASHMOE_FLOAT16 ? bias_grad_fp16(into_float32)
-                                        : bias_grad_bf16(into_float32);
+    if constexpr (not kHasReplicas) {
+        if (p->dtype == FLASHMOE_FLOAT16) return bias_grad_fp16(into_float32);
+    }
+    return bias_grad_bf16(into_float32);
 }
 
-KernelEntry add_replicas_entry_of(const FlashMoEProblem* p, bool into_float32) {
-    if constexpr (kHasReplicas) {
-        return p->dtype == FLASHMOE_FLOAT16 ? add_replicas_fp16(into_float32)
-                                            : add_replicas_bf16(into_float32);
-    } else {
-        return {};
-    }
+KernelEntry add_replicas_entry_of(bool into_float32) {
+    if constexpr (kHasReplicas) return add_replicas_bf16(into_float32);
+    return {};
 }
 
 // Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
@@ -136,6 +139,7 @@ Args layer_args(const FlashMoEProblem* p,
     args.num_tokens = num_tokens;
     args.rows_per_ticket = rows_per_ticket(p);
     FLASHMOE_SET_SLOT_FIELD(args.first_spare, args.shape.num_local_experts());
+    FLASHMOE_SET_SLOT_FIELD(args.keeps_rows_local, p->replica_policy == FLASHMOE_POPULAR);
     return args;
 }
 
@@ -240,6 +244,20 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     const int64_t rows_of_token = ceil_div(p->topk, p->num_ranks);
     args->finishers_combine = kMostUnitRows * rows_of_token * shape_of(p).row_bytes() <=
                               kBytesPerStage * args->num_k_blocks[1];
+}
+
+// How many units of own rows a plan puts first, while the others' rows travel: what the schedule
+// advances by, or up to three times that where links bring rows later than a GEMM0 of them ends.
+void set_early_units(const FlashMoEProblem* p, const FlashMoEGroup* group, LayerArgs* args) {
+    constexpr double kFastLink = 200e9, kFlops = 700e12;  // bytes and products of a GPU in a second
+    constexpr int kSMs = 132;
+    int ratio = 1;
+    if (const double link = group->link_bytes_per_s; link > 0 and link < kFastLink) {
+        const double flops = kFlops * p->num_ctas / kSMs;
+        const double fetch_over_gemm = flops / (link * args->shape.fc1_rows());
+        ratio = int(std::clamp(fetch_over_gemm + 0.5, 1.0, 3.0));
+    }
+    args->early_units = ratio * args->group_units;
 }
 
 // SiLU keeps a branch of its own, where it has no other terms.
@@ -385,20 +403,14 @@ int launch_add_replicas(const FlashMoEProblem* p,
     args.grads = backward.weight_grads.pointers;
     args.has_biases = backward.biases[0] != nullptr;
     args.number = number;
-    const KernelEntry entry =
-        add_replicas_entry_of(p, backward.weight_grads.dtype == Dtype::kFloat32);
+    const KernelEntry entry = add_replicas_entry_of(backward.weight_grads.dtype == Dtype::kFloat32);
     return launch(entry.function, p->num_ctas, entry.num_threads, entry.smem_bytes, group->stream,
                   "launch that adds gradients of replicas", args);
 }
 
 }  // namespace
-}  // namespace flashmoe
 
-using namespace flashmoe;
-
-extern "C" {
-
-int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
+int sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     FLASHMOE_TRY(check_problem(problem));
     FLASHMOE_TRY(check_struct(sizes, "sizes"));
     const Shape s = shape_of(problem);
@@ -418,36 +430,33 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     return FLASHMOE_OK;
 }
 
-int flashmoe_preload(const FlashMoEProblem* problem) {
+int preload(const FlashMoEProblem* problem) {
     FLASHMOE_TRY(check_problem(problem));
     const void* const kernels[] = {
-        reinterpret_cast<const void*>(&plan_kernel),
-        reinterpret_cast<const void*>(&gather_kernel),
-        entry_of(problem, false).function,
-        entry_of(problem, true).function,
-        bias_grad_entry_of(problem, true).function,
-        bias_grad_entry_of(problem, false).function,
-        add_replicas_entry_of(problem, true).function,
-        add_replicas_entry_of(problem, false).function,
+        reinterpret_cast<const void*>(&plan_kernel), reinterpret_cast<const void*>(&gather_kernel),
+        entry_of(problem, false).function,           entry_of(problem, true).function,
+        bias_grad_entry_of(problem, true).function,  bias_grad_entry_of(problem, false).function,
+        add_replicas_entry_of(true).function,        add_replicas_entry_of(false).function,
     };
     for (const void* kernel : kernels) {
-        if (kernel == nullptr) continue;  // this library has no replicas
+        if (kernel == nullptr) continue;  // without slots, one for replicas
         cudaFuncAttributes attributes;
         FLASHMOE_TRY(check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel"));
     }
     return FLASHMOE_OK;
 }
 
-int flashmoe_plan(const FlashMoEProblem* problem,
-                  const FlashMoEGroup* group,
-                  const FlashMoEInput* input,
-                  void* plan) {
+int plan(const FlashMoEProblem* problem,
+         const FlashMoEGroup* group,
+         const FlashMoEInput* input,
+         void* plan) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_input(problem, input));
     FLASHMOE_TRY(check_pointer(plan, true, "plan"));
     auto args = layer_args<LayerArgs>(problem, group, plan, input->x, input->num_tokens);
     set_routing(problem, input, kCounted, &args);
     set_order(problem, false, &args);
+    set_early_units(problem, group, &args);
     auto* mailbox = static_cast<Mailbox*>(group->mailbox);
     if (input->refusal != nullptr) args.refusal = write_refusal(problem, input->refusal, mailbox);
     PlanReport* report = &mailbox->report;
@@ -456,11 +465,11 @@ int flashmoe_plan(const FlashMoEProblem* problem,
                   kPlanSmemBytes, group->stream, "plan launch", args, report);
 }
 
-int flashmoe_forward(const FlashMoEProblem* problem,
-                     const FlashMoEGroup* group,
-                     const FlashMoEInput* input,
-                     const FlashMoELaunch* launch_args,
-                     int32_t is_planned) {
+int forward(const FlashMoEProblem* problem,
+            const FlashMoEGroup* group,
+            const FlashMoEInput* input,
+            const FlashMoELaunch* launch_args,
+            int32_t is_planned) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_input(problem, input));
     FLASHMOE_TRY(check_pass(problem, launch_args, false));
@@ -478,15 +487,16 @@ int flashmoe_forward(const FlashMoEProblem* problem,
     }
     args.gathers = gathers(problem, launch_args);
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
+    set_early_units(problem, group, &args);
     const KernelEntry entry = entry_of(problem, false);
     return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
                   group->stream, "forward launch", args);
 }
 
-int flashmoe_gather(const FlashMoEProblem* problem,
-                    const FlashMoEGroup* group,
-                    const FlashMoELaunch* launch_args,
-                    const void* x) {
+int gather(const FlashMoEProblem* problem,
+           const FlashMoEGroup* group,
+           const FlashMoELaunch* launch_args,
+           const void* x) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_launch(problem, launch_args));
     FLASHMOE_TRY(check_pointer(x, launch_args->num_tokens > 0, "x"));
@@ -497,14 +507,14 @@ int flashmoe_gather(const FlashMoEProblem* problem,
                   kGatherWarps * 32, int(sizeof(GatherSmem)), group->stream, "gather launch", args);
 }
 
-int flashmoe_backward(const FlashMoEProblem* problem,
-                      const FlashMoEGroup* group,
-                      const FlashMoELaunch* launch_args,
-                      const void* grad_out,
-                      const void* grad_table,
-                      int32_t grads_dtype,
-                      int32_t accumulate,
-                      uint64_t number) {
+int backward(const FlashMoEProblem* problem,
+             const FlashMoEGroup* group,
+             const FlashMoELaunch* launch_args,
+             const void* grad_out,
+             const void* grad_table,
+             int32_t grads_dtype,
+             int32_t accumulate,
+             uint64_t number) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_pass(problem, launch_args, true));
     FLASHMOE_TRY(check_pointer(grad_out, launch_args->num_tokens > 0, "grad_out"));
@@ -527,4 +537,4 @@ int flashmoe_backward(const FlashMoEProblem* problem,
     return has_slots ? launch_add_replicas(problem, group, args, number) : int(FLASHMOE_OK);
 }
 
-}  // extern "C"
+}  // namespace flashmoe

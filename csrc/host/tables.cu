@@ -4,18 +4,17 @@
 #include <tuple>
 #include <utility>
 
+#include "host/calls.h"
 #include "host/check.h"
 #include "host/tables.h"
 #include "host/tensor_map.h"
 
-using namespace flashmoe;
+namespace flashmoe {
 
-extern "C" {
-
-int flashmoe_encode_weights(const FlashMoEProblem* problem,
-                            const void* const* fc1,
-                            const void* const* fc2,
-                            void* weight_maps) {
+int encode_weights(const FlashMoEProblem* problem,
+                   const void* const* fc1,
+                   const void* const* fc2,
+                   void* weight_maps) {
     FLASHMOE_TRY(check_problem(problem));
     const Shape s = shape_of(problem);
     const int experts = s.num_local_slots();
@@ -52,10 +51,7 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem,
     return FLASHMOE_OK;
 }
 
-int flashmoe_slot(const FlashMoEProblem* problem,
-                  void* heap,
-                  int32_t spare_slot,
-                  FlashMoESlot* slot) {
+int slot(const FlashMoEProblem* problem, void* heap, int32_t spare_slot, FlashMoESlot* slot) {
     FLASHMOE_TRY(check_problem(problem));
     FLASHMOE_TRY(check_struct(slot, "slot"));
     FLASHMOE_TRY(check_pointer(heap, true, "heap", 256));
@@ -83,11 +79,11 @@ int flashmoe_slot(const FlashMoEProblem* problem,
     return FLASHMOE_OK;
 }
 
-int flashmoe_encode_grads(const FlashMoEProblem* problem,
-                          void* const* grads,
-                          void* const* bias_grads,
-                          int32_t grads_dtype,
-                          void* grad_table) {
+int encode_grads(const FlashMoEProblem* problem,
+                 void* const* grads,
+                 void* const* bias_grads,
+                 int32_t grads_dtype,
+                 void* grad_table) {
     FLASHMOE_TRY(check_problem(problem));
     FLASHMOE_TRY(check_dtype(problem, grads_dtype, "grads_dtype"));
     if (grads == nullptr or grad_table == nullptr) {
@@ -121,4 +117,4 @@ int flashmoe_encode_grads(const FlashMoEProblem* problem,
     return FLASHMOE_OK;
 }
 
-}  // extern "C"
+}  // namespace flashmoe

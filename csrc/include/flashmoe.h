@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 15
+#define FLASHMOE_ABI_VERSION 16
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -69,6 +69,12 @@ typedef enum {
 
 typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1, FLASHMOE_FLOAT16 = 2 } FlashMoEDtype;
 
+/* What replicas are for. */
+typedef enum {
+    FLASHMOE_BALANCE = 0, /* even loads of ranks */
+    FLASHMOE_POPULAR = 1, /* rows that stay on their token's rank */
+} FlashMoEReplicaPolicy;
+
 /* A layer: what is computed. It is the same on every rank but for `rank`. */
 typedef struct {
     uint32_t struct_size; /* sizeof(FlashMoEProblem) */
@@ -99,8 +105,9 @@ typedef struct {
     int32_t
         heap_experts; /* most experts of any layer with spare slots that shares the heap, or 0 */
     /* Gated SiLU and quick GELU are act(min(gate, clamp)) * (up clamped on both sides + offset). */
-    float clamp_value;   /* above 0; 0: no clamp */
-    float linear_offset; /* 0: none */
+    float clamp_value;      /* above 0; 0: no clamp */
+    float linear_offset;    /* 0: none */
+    int32_t replica_policy; /* FlashMoEReplicaPolicy; read with spare slots */
     uint64_t timeout_ns;
     int64_t heap_slot_elements; /* most elements of weights and biases that all spare slots of a
                                    rank hold, of any such layer; or 0 */
@@ -131,6 +138,8 @@ typedef struct {
     void* mailbox; /* pinned host memory, readable by the device at the same address */
     void* stream;
     void* trace; /* device memory for time stamps, or null; read by a library built to trace */
+    double link_bytes_per_s; /* what comes from other ranks, or 0 where it is as fast as NVLink: the
+                                slower, the more of its own rows a forward computes first */
 } FlashMoEGroup;
 
 /* Says how much memory a problem needs. */
@@ -350,8 +359,8 @@ typedef struct {
     uint64_t end_ns;
     FlashMoECounters counters; /* sums over this launch and all before */
     /* Rows of each local slot. If there are spare ones, then the experts in these, or -1, how many
-     * replicas of this rank's experts there are, and an expert's elements of weights and biases,
-     * divided by 64. */
+     * replicas of this rank's experts there are, an expert's elements of weights and biases,
+     * divided by 64, how many routes of this rank's tokens stay on it, and how many there are. */
     int32_t expert_rows[FLASHMOE_MAX_LOCAL_EXPERTS];
 } FlashMoERecord;
 

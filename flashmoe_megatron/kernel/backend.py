@@ -149,13 +149,12 @@ class KernelBackend(OfGroup):
     ) -> None:
         self.config = config
         self.options = options or BackendOptions()
-        check_slots(config, self.options.spare_slots, self.options.placement, is_kernel=False)
+        check_slots(config, self.options.spare_slots, self.options.placement)
         self.spare_slots = self.options.filled_slots if config.num_ranks > 1 else 0
-        asked = self.options.placement, self.options.replica_policy
-        if self.spare_slots and asked != ("launch", "balance"):
+        if self.spare_slots and self.options.placement != "launch":
             raise ConfigError(
-                f"placement={asked[0]!r} and replica_policy={asked[1]!r} on the kernel, which "
-                "plans in each launch and evens out loads: wanted 'launch' and 'balance'"
+                f"placement={self.options.placement!r} on the kernel, which plans replicas in each "
+                "launch: wanted 'launch' or 'off', or the backend 'reference'"
             )
         self.keep: Keep = choose_keep(self.options.keep, config)
         self.device = torch.device(device)
@@ -582,6 +581,7 @@ class KernelBackend(OfGroup):
             heap=heap,
             timeout=self.options.timeout,
             spare_slots=self.spare_slots,
+            replica_policy=self.options.replica_policy,
         )
 
     def _row_block_bound(self, training: bool) -> int | None:
@@ -625,6 +625,11 @@ class KernelBackend(OfGroup):
         if dtype not in KERNEL_DTYPES:
             wanted = " or ".join(str(one) for one in KERNEL_DTYPES)
             raise ShapeError(f"the experts' weights are {dtype}, wanted {wanted} on the kernel")
+        if dtype != torch.bfloat16 and self.memory.bounds.slot_elements:
+            raise ShapeError(
+                f"the experts' weights are {dtype}, in a group whose layers have spare slots: "
+                "wanted torch.bfloat16, or spare_slots=0 in all of them"
+            )
         self._transposed, self._split, self._dtype = transposed, split, dtype
         self._problem = None
 

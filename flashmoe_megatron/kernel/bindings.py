@@ -20,14 +20,16 @@ from flashmoe_megatron.errors import (
     RowBoundError,
     told_error,
 )
+from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
 
 OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS, REFUSED = range(7)
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
+BALANCE, POPULAR = range(2)
 SOFTMAX_OF_CHOSEN, SOFTMAX, SIGMOID = range(3)
 ACTIVATIONS = {
     Activation.SILU: 0,
@@ -72,6 +74,7 @@ class FlashMoEProblem(_Sized):
         ("heap_experts", ctypes.c_int32),
         ("clamp_value", ctypes.c_float),
         ("linear_offset", ctypes.c_float),
+        ("replica_policy", ctypes.c_int32),
         ("timeout_ns", ctypes.c_uint64),
         ("heap_slot_elements", ctypes.c_int64),
     ]
@@ -116,6 +119,7 @@ def problem_of(
     heap: HeapBounds,
     timeout: float,
     spare_slots: int = 0,
+    replica_policy: Policy = "balance",
 ) -> FlashMoEProblem:
     """Makes the library's struct of a layer: its fields, and the bound of waits in seconds."""
     return FlashMoEProblem(
@@ -141,6 +145,7 @@ def problem_of(
         heap_slot_elements=heap.slot_elements,
         clamp_value=config.clamp_value or 0.0,
         linear_offset=config.linear_offset,
+        replica_policy={"balance": BALANCE, "popular": POPULAR}[replica_policy],
         timeout_ns=int(timeout * 1e9),
     )
 
@@ -174,6 +179,7 @@ class FlashMoEGroup(_Sized):
         ("mailbox", ctypes.c_void_p),
         ("stream", ctypes.c_void_p),
         ("trace", ctypes.c_void_p),
+        ("link_bytes_per_s", ctypes.c_double),
     ]
 
 

@@ -116,6 +116,9 @@ class GroupMemory:
                 len(self._heap.addresses),
                 self.options.symmetric_memory,
             )
+            if self._heap.link_bytes_per_s:
+                rate = self._heap.link_bytes_per_s / 1e9
+                logger.info("rows of another rank come at %.0f GB/s", rate)
             if self.bounds.slot_elements:
                 logger.warning(
                     "of these, replicas of experts and their gradients take %.1f MiB",
@@ -138,6 +141,7 @@ class GroupMemory:
                 workspace=self._workspace.data_ptr(),
                 mailbox=self._mailbox.data_ptr(),
                 stream=stream,
+                link_bytes_per_s=self._heap.link_bytes_per_s,
             )
         group.trace = self.trace.data_ptr() if self.trace is not None else None
         return group

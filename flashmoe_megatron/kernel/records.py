@@ -35,8 +35,8 @@ WARPS = 12
 """Warps of a CTA."""
 PROCESSOR_WARPS = 8
 """Warps of a CTA that multiply."""
-_REPLICA_WORDS = 2
-"""What a record says of replicas beside the rows and experts of the spare slots."""
+_REPLICA_WORDS = 4
+"""What a record says of replicas and routes beside the rows and experts of the spare slots."""
 _MOST_NS = 2**32 // WARPS
 """The longest launch whose times are known: all warps of a CTA add theirs into words of 32 bits."""
 
@@ -99,7 +99,8 @@ def launch_record(
         results_pushed=_moved(counters.results_pushed, earlier.results_pushed, num_ranks, is_known),
         phase_ns=phases,
         is_evaluation=is_evaluation,
-        replicas=_replicas(counts[num_experts:], spare, is_backward) if spare else None,
+        routes=(counts[-2], counts[-1]) if spare and not is_backward else None,
+        replicas=_replicas(counts[num_experts:-2], spare, is_backward) if spare else None,
     )
 
 

@@ -6,13 +6,16 @@ off before the first allocation.
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import ConfigError, HeapError
 from flashmoe_megatron.options import SymmetricMemory
+
+LINK_TRIAL_BYTES = 32 * 2**20
+"""What is copied to measure a link: so much that the copy's begin counts for little."""
 
 _TORCH_NAMES: dict[SymmetricMemory, Literal["CUDA", "NVSHMEM"]] = {
     "cuda": "CUDA",
@@ -27,10 +30,13 @@ class SymmetricAllocation:
     Attributes:
         local: This rank's bytes, ``[nbytes]`` uint8.
         addresses: Where each rank's bytes are mapped in this process, in rank order.
+        link_bytes_per_s: How fast another rank's bytes come while all ranks fetch some; 0 where
+            there is no other rank.
     """
 
     local: torch.Tensor
     addresses: tuple[int, ...]
+    link_bytes_per_s: float = 0.0
 
 
 def allocate(
@@ -85,7 +91,25 @@ def allocate(
     local.zero_()
     torch.cuda.synchronize(device)
     dist.barrier(ranks)  # nobody signals into memory that is still being zeroed
-    return SymmetricAllocation(local, tuple(int(address) for address in handle.buffer_ptrs))
+    rate = _link_rate(handle, nbytes, device)
+    return SymmetricAllocation(local, tuple(int(at) for at in handle.buffer_ptrs), rate)
+
+
+def _link_rate(handle: Any, nbytes: int, device: torch.device) -> float:
+    """Bytes a second that come from the next rank, the faster of two copies."""
+    size = min(nbytes, LINK_TRIAL_BYTES)
+    source = handle.get_buffer((handle.rank + 1) % handle.world_size, (size,), torch.uint8)
+    here = torch.empty(size, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(3):
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        here.copy_(source)
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return float(size / min(seconds[1:]))
 
 
 def _least(value: int, group: dist.ProcessGroup, device: torch.device) -> int:

@@ -138,7 +138,7 @@ class ReferenceBackend(OfGroup):
         options = options or BackendOptions()
         self.keep: Keep = choose_keep(options.keep, config)
         spare_slots = options.filled_slots
-        check_slots(config, spare_slots, options.placement, is_kernel=False)
+        check_slots(config, spare_slots, options.placement)
         if planner is None and spare_slots:
 
             def planner(counts: Counts, hosts: Hosts | None) -> Placement:

@@ -40,18 +40,16 @@ def plan_replicas(
     return popular(counts, spare_slots, hosts=hosts)
 
 
-def check_slots(config: MoEConfig, spare_slots: int, placement: When, *, is_kernel: bool) -> None:
+def check_slots(config: MoEConfig, spare_slots: int, placement: When) -> None:
     """Refuses spare slots that a layer cannot have; those that stay empty do no harm.
 
     Args:
         config: The layer's shape.
         spare_slots: Spare slots of each rank.
         placement: When replicas are planned.
-        is_kernel: Whether the kernel computes the layer.
 
     Raises:
-        ConfigError: There are more slots than a rank has experts, lookahead has no slot to fill, or
-            the kernel is asked for replicas.
+        ConfigError: There are more slots than a rank has experts, or lookahead has no slot to fill.
     """
     if placement == "off":
         return
@@ -65,9 +63,4 @@ def check_slots(config: MoEConfig, spare_slots: int, placement: When, *, is_kern
         raise ConfigError(
             "placement='lookahead' with spare_slots=0: there is no slot for a replica; wanted "
             "spare_slots of 1 or more, or placement='launch'"
-        )
-    if is_kernel and spare_slots:
-        raise ConfigError(
-            f"spare_slots={spare_slots} with the backend 'kernel', which computes every expert on "
-            "its own rank; wanted spare_slots=0, placement='off', or the backend 'reference'"
         )

@@ -1,5 +1,7 @@
 """The placement of CCFuser (PPoPP 2025), which keeps rows off slow links.
 
+``csrc/flashmoe/placement/popular.h`` is the same in C++ for a launch, whose links are equal.
+
 A rank that computes more than half of its own tokens' routes has enough of them at hand to work on
 while the others' rows arrive.
 """
@@ -86,4 +88,4 @@ def popular(
         rows[taker] += total[expert]
         for table in rank_of:
             table[expert] = taker
-    return placement_of(rank_of, chosen, spare_slots)
+    return placement_of(rank_of, [sorted(held) for held in chosen], spare_slots)

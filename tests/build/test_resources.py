@@ -87,4 +87,6 @@ def test_committed_table_is_what_is_built(tmp_path: Path) -> None:
         pytest.skip(f"the table is of another compiler than {resource_table.release()}")
     built = resource_table.render(nvcc_build.build_library(tmp_path / "libflashmoe.so"))
     assert committed == built, f"{resource_table.TABLE.name} is out of date: {update}"
-    assert all(int(row[4]) == int(row[5]) == 0 for row in rows(committed))
+    for name, _, _, _, spilled, stack in rows(committed):
+        most = 64 if name.startswith("`with_slots::") else 0
+        assert max(int(spilled), int(stack)) <= most, name

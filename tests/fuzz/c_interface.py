@@ -41,6 +41,7 @@ GOOD_PROBLEM: dict[str, float] = {
     "spare_slots": 0,
     "heap_experts": 0,
     "heap_slot_elements": 0,
+    "replica_policy": 0,
     "timeout_ns": 10**9,
     "dtype": 1,
     "glu_interleave": 32,

@@ -2,14 +2,13 @@
 
     python -m tests.gpu.skew --out skew.jsonl
 
-It wants FLASHMOE_LIBRARY to name the library of ``tools/build.py --replicas``.
-
 For each layer a forward and backward of all ranks is timed, under a uniform
 routing, and under a skewed one with no spare slots and with two; the median of some. Experts are
 as popular as words (Zipf), in the first order of some whose busiest rank has about ``--imbalance``
 times the mean rows. Planning is the time that launches record from their begin until their plan is
 there, with slots less without, in a small layer of 256 experts, also for a routing where nothing
-moves.
+moves. A slow link is made of heaps in the host's memory: forwards are timed by how many steps of
+own rows they compute first, and compared bit for bit.
 """
 
 # ruff: noqa: T201 - a program: it prints
@@ -25,6 +24,7 @@ import torch
 
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.kernel.symmetric import SymmetricAllocation
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 from tests.gpu.virtual import VirtualLayer, device, streams
 from tools.bench.shapes import SHAPES
@@ -88,6 +88,7 @@ class Layer:
             [tuple(random(*size, scale=size[1] ** -0.5) for _ in local) for size in sizes]
             for _ in range(RANKS)
         ]
+        self.out: dict[int, torch.Tensor] = {}
         self.weights = [ExpertWeights(*each) for each in kinds]
         self.grads = [
             [
@@ -105,19 +106,36 @@ class Layer:
         torch.cuda.synchronize()
         return max(one.num_row_blocks for one in saved)
 
-    def launch(self, routing: Routing, most: int) -> None:
+    def slow_links(self, ratio: int) -> None:
+        """Moves heaps to the host, and has so many steps of own rows computed first."""
+        self.layer.prepare()
+        torch.cuda.synchronize()
+        config, ctas = self.layer.config, self.layer.backends[0].num_ctas
+        rate = 700e12 * ctas / 132 / (ratio * config.fc1_rows)
+        for backend in self.layer.backends:
+            memory = backend.memory
+            assert memory._heap is not None
+            local = torch.zeros_like(memory._heap.local, device="cpu").pin_memory()
+            memory._heap = SymmetricAllocation(local, (local.data_ptr(),), min(rate, 199e9))
+            memory._groups.clear()
+
+    def launch(self, routing: Routing, most: int, *, training: bool) -> None:
         """The same as one launch in each direction, all ranks side by side; nothing waits."""
         begin = torch.cuda.current_stream()
         for rank, backend in enumerate(self.layer.backends):
             streams()[rank].wait_stream(begin)
             with torch.cuda.stream(streams()[rank]):
                 pending = backend.begin(self.x[rank], *routing[rank], most)
-                out, saved = backend.finish(pending, self.weights[rank], training=True)
-                backend.backward(out, saved, self.weights[rank], *self.grads[rank])
+                out, saved = backend.finish(pending, self.weights[rank], training=training)
+                self.out[rank] = out
+                if training:
+                    backend.backward(out, saved, self.weights[rank], *self.grads[rank])
         for stream in streams()[: len(self.layer.backends)]:
             begin.wait_stream(stream)
 
-    def times_ms(self, routing: Routing, iterations: int) -> Iterator[float]:
+    def times_ms(
+        self, routing: Routing, iterations: int, *, training: bool = True
+    ) -> Iterator[float]:
         """Times of all ranks' launches, which are behind a pause so that the host is ahead."""
         most = self.step(routing)
         for i in range(-2, iterations):
@@ -125,15 +143,15 @@ class Layer:
             # The first allocates, which must not wait for one rank's launch ahead of the others'.
             torch.cuda._sleep(HOST_CYCLES * (10 if i == -2 else 1))
             begin.record()
-            self.launch(routing, most)
+            self.launch(routing, most, training=training)
             end.record()
             torch.cuda.synchronize()
             self.layer.backends[0].raise_pending_fault()
             if i >= 0:
                 yield begin.elapsed_time(end)
 
-    def time_ms(self, routing: Routing, iterations: int) -> float:
-        return statistics.median(self.times_ms(routing, iterations))
+    def time_ms(self, routing: Routing, iterations: int, *, training: bool = True) -> float:
+        return statistics.median(self.times_ms(routing, iterations, training=training))
 
     def records(self) -> list[list[LaunchRecord]]:
         return [backend.take_records() for backend in self.layer.backends]
@@ -194,6 +212,23 @@ def measure_planning(tell: Callable[..., None]) -> None:
         )
 
 
+def measure_links(shape: str, iterations: int, tell: Callable[..., None]) -> None:
+    """Tells how long forwards over slow links take by the own rows that come first."""
+    config = SHAPES[shape].config(RANKS)
+    routing = skewed(config, 0.0)
+    first: dict[int, torch.Tensor] = {}
+    for ratio in (1, 2, 3, 1):
+        layer = Layer(config, 0)
+        layer.slow_links(ratio)
+        median = layer.time_ms(routing, iterations, training=False)
+        found = {rank: out.clone() for rank, out in layer.out.items()}
+        first = first or found
+        same = all(torch.equal(found[rank], first[rank]) for rank in range(RANKS))
+        tell(shape=shape, overlap_ratio=ratio, forward_ms=round(median, 3), has_equal_bits=same)
+        del layer
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -202,7 +237,7 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=0.5)
     parser.add_argument("--imbalance", type=float, default=1.33)
     parser.add_argument("--iterations", type=int, default=7)
-    parser.add_argument("--only", choices=("shapes", "planning"))
+    parser.add_argument("--only", choices=("shapes", "links", "planning"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     lines: list[str] = []
@@ -213,7 +248,7 @@ def main() -> None:
         if options.out:
             options.out.write_text("\n".join(lines) + "\n")
 
-    for shape in options.shapes if options.only != "planning" else ():
+    for shape in options.shapes if options.only in (None, "shapes") else ():
         config = SHAPES[shape].config(RANKS)
         skew = skewed(config, options.zipf, options.imbalance)
         found = []
@@ -230,7 +265,9 @@ def main() -> None:
             slots_over_none=round(with_slots / without, 3),
             slots_over_uniform=round(with_slots / uniform, 3),
         )
-    if options.only != "shapes":
+    for shape in options.shapes if options.only in (None, "links") else ():
+        measure_links(shape, options.iterations, tell)
+    if options.only in (None, "planning"):
         measure_planning(tell)
 
 

@@ -1,9 +1,5 @@
 """Replicas on the kernel: what the planner says, computed right wherever it is, the same each time.
 
-    python tools/build.py --replicas
-    export FLASHMOE_LIBRARY=$PWD/flashmoe_megatron/libflashmoe_replicas.so
-    python -m pytest tests/gpu/test_replicas.py
-
 Every case runs in memory that an earlier launch has filled with NaN, as in ``test_layer``.
 """
 
@@ -13,9 +9,9 @@ import pytest
 import torch
 
 from flashmoe_megatron.config import Activation
-from flashmoe_megatron.kernel import bindings
-from flashmoe_megatron.replicas.balance import balance
+from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.replicas.placement import Counts, Placement, rows_of_ranks
+from flashmoe_megatron.replicas.policy import Policy, plan_replicas
 from tests.gpu import steps, test_variants
 from tests.gpu.expected import Results, assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config, zipf
@@ -27,19 +23,15 @@ from tests.unit import cases
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _has_replicas() -> None:
-    if bindings.library_path().name != "libflashmoe_replicas.so":
-        pytest.skip("FLASHMOE_LIBRARY names no libflashmoe_replicas.so: tools/build.py --replicas")
-
-
 def counts_of(inputs: cases.Inputs) -> Counts:
     return [selected.sum(0).tolist() for selected in inputs.routing_map]
 
 
-def check_planned(layer: VirtualLayer, counts: Counts, spare_slots: int) -> Placement:
+def check_planned(
+    layer: VirtualLayer, counts: Counts, spare_slots: int, policy: Policy = "balance"
+) -> Placement:
     """Compares every launch that has left a record with what the planner makes of the counts."""
-    placement = balance(counts, spare_slots)
+    placement = plan_replicas(policy, counts, spare_slots)
     local = layer.config.num_local_experts
     for rank, (backend, rows) in enumerate(
         zip(layer.backends, rows_of_ranks(counts, placement), strict=True)
@@ -54,6 +46,10 @@ def check_planned(layer: VirtualLayer, counts: Counts, spare_slots: int) -> Plac
                 (expert, rows[first + local + i]) for i, expert in enumerate(placement.hosts[rank])
             )
             assert record.num_rows == sum(rows.values())
+            if record.direction == "forward":
+                routes = counts[rank]
+                stay = sum(n for e, n in enumerate(routes) if placement.rank_of(rank, e) == rank)
+                assert record.routes == (stay, sum(routes))
     return placement
 
 
@@ -80,6 +76,40 @@ def test_routing(routing: cases.Routing, num_ranks: int):
     check_planned(layer, counts_of(inputs), 2)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize(
+    "routing", [zipf, cases.skewed, cases.to_one_expert], ids=lambda routing: routing.__name__
+)
+def test_rows_stay_where_their_tokens_are(routing: cases.Routing, num_ranks: int):
+    config = make_config(num_ranks, topk=2)
+    inputs = steps.make_inputs(config, routing, TOKENS[num_ranks])
+    layer = VirtualLayer(config, spare_slots=2, replica_policy="popular")
+    weights = steps.weights_of(config, inputs)
+    got = steps.step(layer, inputs, weights)
+    assert_as_good(got, expected(config, inputs))
+    steps.assert_same_bits(steps.step(layer, inputs, weights), got)
+    layer.check_guards()
+    placement = check_planned(layer, counts_of(inputs), 2, "popular")
+    assert any(placement.hosts)
+
+
+@pytest.mark.parametrize("spare_slots", [0, 2])
+def test_more_own_rows_first_change_no_bit(spare_slots: int):
+    """As over a slow link; a rank has more than three steps of its own rows."""
+    config = make_config(2, hidden=64, intermediate=768, topk=1, max_tokens=16_384, num_experts=4)
+    inputs = steps.make_inputs(config, zipf, [16_384, 9_000])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, spare_slots=spare_slots)
+    want = steps.step(layer, inputs, weights)
+    for rate in (1.0, 1e9):
+        for memory in layer.group.memories:
+            assert memory._heap is not None
+            memory._heap = replace(memory._heap, link_bytes_per_s=rate)
+            memory._groups.clear()
+        steps.assert_same_bits(steps.step(layer, inputs, weights), want)
+    layer.check_guards()
+
+
 def test_many_experts_and_tokens():
     """Attempts of the planner beyond the first, and replicas of many tiles."""
     config = make_config(8, hidden=128, intermediate=128, num_experts=64, topk=2, max_tokens=1200)
@@ -102,8 +132,16 @@ def test_many_experts_and_tokens():
 def test_forms(gated: bool, transposed: bool):
     activation = Activation.SILU if gated else Activation.GELU
     config = make_config(4, hidden=320, activation=activation, gated=gated)
-    inputs = steps.make_inputs(config, zipf, TOKENS[4], dtype=torch.float16)
+    inputs = steps.make_inputs(config, zipf, TOKENS[4])
     steps.check(config, inputs, transposed=transposed, spare_slots=3)
+
+
+def test_float16_is_refused_by_name():
+    config = make_config(2)
+    inputs = steps.make_inputs(config, zipf, TOKENS[2], dtype=torch.float16)
+    layer = VirtualLayer(config, spare_slots=1)
+    with pytest.raises(ShapeError, match="weights are torch.float16, in a group .* spare slots"):
+        steps.step(layer, inputs, steps.weights_of(config, inputs))
 
 
 def test_rows_are_fetched_again_and_indices():

@@ -153,13 +153,11 @@ def load_kernels() -> None:
 class VirtualGroup:
     """What the layers of one expert-parallel group share, for all of its ranks."""
 
-    def __init__(
-        self, num_ranks: int, *, timeout_s: float = TIMEOUT_S, spare_slots: int = 0
-    ) -> None:
+    def __init__(self, num_ranks: int, *, timeout_s: float = TIMEOUT_S, **options: Any) -> None:
         if num_ranks > 1:
             load_kernels()
         self.num_ranks = num_ranks
-        self.options = BackendOptions(timeout=timeout_s, spare_slots=spare_slots)
+        self.options = BackendOptions(timeout=timeout_s, **options)
         self.memories = [_Memory(None, device(), self.options) for _ in range(num_ranks)]
         for memory in self.memories:
             memory.peers = self.memories

@@ -40,11 +40,14 @@ LATE_S = 3 * COLLECTIVE_TIMEOUT_S  # after its time a run shows where it is, and
 class RealRun:
     """This rank's share of every step."""
 
-    def __init__(self, group: dist.ProcessGroup, symmetric: str, seed: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, symmetric: str, seed: int, spare_slots: int
+    ) -> None:
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self._group = group
         self._symmetric = symmetric
+        self._spare_slots = spare_slots
         self._pauses = Pauses(1000 * seed + self.rank)
         self._backends: dict[int, KernelBackend] = {}
 
@@ -58,6 +61,7 @@ class RealRun:
             kind="kernel",
             symmetric_memory=self._symmetric,
             timeout=TIMEOUT_S,
+            spare_slots=min(self._spare_slots, scenario.config.num_local_experts),
         )
         assert isinstance(backend, KernelBackend)
         backend._use_weights(scenario.weights[self.rank])
@@ -87,6 +91,7 @@ class RealRun:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--symmetric", choices=("cuda", "nvshmem"), default="cuda")
+    parser.add_argument("--slots", type=int, default=0, help="spare slots for replicas")
     add_arguments(parser)
     options = parser.parse_args(arguments)
     faulthandler.dump_traceback_later(options.seconds + LATE_S, exit=True)
@@ -105,9 +110,9 @@ def main(arguments: list[str]) -> int:
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=agreeing)
         return bool(vote.item())
 
-    run = RealRun(group, options.symmetric, options.seed)
+    run = RealRun(group, options.symmetric, options.seed, options.slots)
     report = Report("real", run.num_ranks, bindings.library_path().name, options.seed)
-    stress(run, report, options.seconds, agree_to_stop)
+    stress(run, report, options.seconds, agree_to_stop, has_slots=options.slots > 0)
     everyone: list[Report] = [report] * run.num_ranks
     dist.all_gather_object(everyone, report, group=reporting)
     failures = [f"rank {rank}:\n{one.failure}" for rank, one in enumerate(everyone) if one.failure]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flashmoe_megatron.replicas.balance import PREFERENCES, balance
 from flashmoe_megatron.replicas.placement import home_placement, placement_of, rows_of_ranks
+from flashmoe_megatron.replicas.popular import popular
 from tests.protocol.programs import CSRC, compiler
 from tests.replicas import cases
 
@@ -98,6 +99,7 @@ PROGRAM = r"""
 #include <vector>
 
 #include "flashmoe/placement/balance.h"
+#include "flashmoe/placement/popular.h"
 
 using namespace flashmoe::placement;
 
@@ -149,7 +151,7 @@ struct Many {
 };
 
 struct Case {
-    int ranks, experts, spare, has_hosts;
+    int ranks, experts, spare, has_hosts;  // 2: planned by popular
     std::vector<int> hosts, counts, rows, chosen;
     std::vector<uint8_t> rank_of, holders;
     std::vector<uint16_t> slot_of;
@@ -162,25 +164,40 @@ void print(const char* name, const std::vector<int>& values) {
     std::printf("]");
 }
 
-// Writes every attempt's placement and load as a line of JSON.
+template <class Team>
+void print_placement(Case& c) {
+    number_slots<Team>(c.rank_of.data(), c.ranks, c.experts, c.spare, c.chosen.data(),
+                       c.slot_of.data());
+    if (Team::index() == 0) {
+        print("rank_of", {c.rank_of.begin(), c.rank_of.end()});
+        print("hosts", c.chosen);
+        print("slot_of", {c.slot_of.begin(), c.slot_of.end()});
+        std::printf("}");
+    }
+    Team::sync();
+}
+
+// Writes every attempt's placement and load, or the one of popular, as a line of JSON.
 template <class Team>
 void plan(Case& c) {
+    if (c.has_hosts == 2) {
+        popular<Team>(c.counts.data(), c.ranks, c.experts, c.spare, c.rank_of.data(),
+                      c.rows.data(), c.holders.data(), &c.loads);
+        if (Team::index() == 0) std::printf("[{\"most\": 0");
+        print_placement<Team>(c);
+        if (Team::index() == 0) std::printf("]\n");
+        return;
+    }
     for (int number = 0; number < kNumPreferences; ++number) {
         Attempt<Team> attempt{c.counts.data(), c.ranks, c.experts, c.rank_of.data(),
                               c.rows.data(), c.holders.data(), &c.loads};
-        attempt.begin(c.spare, c.has_hosts ? c.hosts.data() : nullptr, preference(number));
+        attempt.begin(c.spare, c.has_hosts == 1 ? c.hosts.data() : nullptr, preference(number));
         attempt.run();
-        number_slots<Team>(c.rank_of.data(), c.ranks, c.experts, c.spare, c.chosen.data(),
-                           c.slot_of.data());
         if (Team::index() == 0) {
             std::printf("%s{\"most\": %lld, \"is_good\": %d", number ? ", " : "[",
                         (long long)attempt.most(), int(attempt.is_good()));
-            print("rank_of", {c.rank_of.begin(), c.rank_of.end()});
-            print("hosts", c.chosen);
-            print("slot_of", {c.slot_of.begin(), c.slot_of.end()});
-            std::printf("}");
         }
-        Team::sync();
+        print_placement<Team>(c);
     }
     if (Team::index() == 0) std::printf("]\n");
 }
@@ -194,7 +211,9 @@ int main(int argc, char**) {
         c.rank_of.resize(all);
         c.slot_of.resize(all);
         c.holders.resize(c.experts);
-        for (int i = 0; c.has_hosts && i < int(c.hosts.size()); ++i) std::scanf("%d", &c.hosts[i]);
+        for (int& host : c.hosts) {
+            if (c.has_hosts == 1) std::scanf("%d", &host);
+        }
         for (int& count : c.counts) std::scanf("%d", &count);
         if (argc == 1) {
             plan<One>(c);
@@ -213,7 +232,7 @@ int main(int argc, char**) {
 
 
 @pytest.mark.parametrize("team", ["one", "many"])
-def test_the_kernels_planner_plans_the_same(tmp_path: Path, team: str):
+def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
     """Also where threads share the work, whose races ThreadSanitizer looks for."""
     from flashmoe_megatron.replicas.balance import _Attempt
 
@@ -238,11 +257,20 @@ def test_the_kernels_planner_plans_the_same(tmp_path: Path, team: str):
         routings.append((rng.integers(0, 900, (ranks, ranks * local)).tolist(), spare))
     given = [(counts, spare, None) for counts, spare in routings]
     given += [(counts, spare, balance(counts, spare).hosts) for counts, spare in routings[:6]]
-    lines = []
-    for counts, spare, hosts in given:
+
+    def line(counts, spare, hosts, kind: int) -> str:
         flat = [slot for experts in hosts or () for slot in [*experts, *[-1] * spare][:spare]]
-        numbers = [len(counts), len(counts[0]), spare, int(hosts is not None), *flat]
-        lines.append(" ".join(map(str, [*numbers, *(count for row in counts for count in row)])))
+        numbers = [len(counts), len(counts[0]), spare, kind, *flat]
+        return " ".join(map(str, [*numbers, *(count for row in counts for count in row)]))
+
+    def assert_same(got, want) -> None:
+        assert got["slot_of"] == [slot for row in want.slot_of for slot in row]
+        padded = [slot for row in want.hosts for slot in [*row, *[-1] * spare][:spare]]
+        assert got["hosts"] == padded
+
+    shared = [(counts, spare) for counts, spare in routings if len(counts) > 1 and spare]
+    lines = [line(counts, spare, hosts, int(hosts is not None)) for counts, spare, hosts in given]
+    lines += [line(counts, spare, None, 2) for counts, spare in shared]
     done = subprocess.run(
         [str(program), *["many"] * (team == "many")],
         input="\n".join(lines),
@@ -252,14 +280,17 @@ def test_the_kernels_planner_plans_the_same(tmp_path: Path, team: str):
     )
     assert (done.returncode, done.stderr) == (0, "")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(given)
-    for (counts, spare, hosts), answer in zip(given, answers, strict=True):
+    assert len(answers) == len(given) + len(shared)
+    for (counts, spare, hosts), answer in zip(given, answers[: len(given)], strict=True):
         for preference, got in zip(PREFERENCES, answer, strict=True):
             attempt = _Attempt(counts, spare, preference, hosts)
             attempt.run()
             assert (got["most"], bool(got["is_good"])) == (attempt.most(), attempt.is_good())
             assert got["rank_of"] == [rank for row in attempt.rank_of for rank in row]
-            want = placement_of(attempt.rank_of, attempt.replicas(), spare)
-            assert got["slot_of"] == [slot for row in want.slot_of for slot in row]
-            padded = [slot for row in want.hosts for slot in [*row, *[-1] * spare][:spare]]
-            assert got["hosts"] == padded
+            assert_same(got, placement_of(attempt.rank_of, attempt.replicas(), spare))
+    moved = 0
+    for (counts, spare), (got,) in zip(shared, answers[len(given) :], strict=True):
+        want = popular(counts, spare)
+        assert_same(got, want)
+        moved += sum(map(len, want.hosts))
+    assert moved > 50

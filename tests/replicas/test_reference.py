@@ -214,22 +214,13 @@ def test_bad_input_is_refused_on_every_rank(ranks: RankPool):
             assert part in text
 
 
-def test_the_kernel_is_not_asked_for_replicas():
-    from flashmoe_megatron.errors import ConfigError
-    from flashmoe_megatron.replicas.policy import check_slots
-
-    config = cases.make_config(num_ranks=2)
-    with pytest.raises(ConfigError, match="spare_slots=1 with the backend 'kernel'"):
-        check_slots(config, 1, "launch", is_kernel=True)
-
-
 def test_slots_that_stay_empty_are_no_replicas():
     from flashmoe_megatron.replicas.policy import check_slots
     from flashmoe_megatron.scheduled.backend import ScheduledBackend
 
     off = BackendOptions(spare_slots=9, placement="off")
     assert (off.filled_slots, BackendOptions(spare_slots=9).filled_slots) == (0, 9)
-    check_slots(cases.make_config(num_ranks=2), 9, "off", is_kernel=True)
+    check_slots(cases.make_config(num_ranks=2), 9, "off")
     ScheduledBackend(cases.CONFIG, options=off)
     backend = ReferenceBackend(cases.CONFIG, options=off)
     inputs = cases.make_inputs(cases.CONFIG, cases.uniform, [4], dtype=torch.float32)

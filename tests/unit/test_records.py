@@ -8,7 +8,7 @@ import pytest
 from flashmoe_megatron.config import TILE_M
 from flashmoe_megatron.kernel import bindings, records
 from flashmoe_megatron.kernel.backend import CLUSTER_SIZE
-from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
+from flashmoe_megatron.telemetry.record import LaunchRecord, Phase, ReplicaRecord
 from tools.timeline.records import KINDS_HEADER, enumerators
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc" / "flashmoe"
@@ -93,6 +93,21 @@ def test_a_launch_too_long_to_count_has_no_phases(
     assert one.phase_ns == {}
     assert one.duration_ns == duration_ns
     assert one.rows_pulled == (0, 7), "rows are counted one by one"
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_words_of_replicas_and_routes(is_backward: bool) -> None:
+    """Two home slots and two spare ones, of which one is empty; two replicas of own experts."""
+    words = [10, 20, 30, 0, 7, -1, 2, 3, 40, 90]
+    record = bindings.FlashMoERecord(
+        sequence=1, num_ctas=1, num_counts=len(words), spare_slots=2, is_backward=is_backward
+    )
+    record.expert_rows[: len(words)] = words
+    one = records.launch_record(record, bindings.FlashMoERecord(), num_ranks=2)
+    assert one.expert_rows == (10, 20)
+    moved = 2 + 4 * 2 * is_backward
+    assert one.replicas == ReplicaRecord(rows=((7, 30),), num_bytes=64 * 3 * moved)
+    assert one.routes == (None if is_backward else (40, 90))
 
 
 def test_nothing_is_known_of_a_launch_whose_predecessor_is_not(

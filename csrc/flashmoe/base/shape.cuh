@@ -7,9 +7,8 @@
 
 namespace flashmoe {
 
-// Replicas of hot experts are in libflashmoe_replicas.so alone (tools/build.py --replicas), until
-// they have been proved on GPUs. Any other library has no spare slots at compile time: its kernels
-// are what they are without them, and a field for them is a constant, zero.
+// Replicas of hot experts are for sources that include with_slots.h first. Any other has no spare
+// slots at compile time, and a field for them is a constant, zero.
 #ifdef FLASHMOE_REPLICAS
 constexpr bool kHasReplicas = true;
 #define FLASHMOE_SLOT_FIELD(type, name) type name

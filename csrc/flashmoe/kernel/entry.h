@@ -25,6 +25,5 @@ KernelEntry bias_grad_fp16(bool into_float32);
 
 // From spare slots, into buffers of another type or the tokens'.
 KernelEntry add_replicas_bf16(bool into_float32);
-KernelEntry add_replicas_fp16(bool into_float32);
 
 }  // namespace flashmoe

@@ -63,6 +63,7 @@ struct LayerArgs {
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];
     int group_units;         // row units that the schedule advances by
+    int early_units;         // units of own rows that come first, as far as there are any
     int lag;                 // steps of it by which GEMM1 is behind GEMM0
     int rows_per_ticket;     // that a dispatch warp takes at a time
     bool finishers_combine;  // while GEMM1's outputs are not there yet
@@ -89,6 +90,7 @@ struct LayerArgs {
     // experts are, on the device in the order of their maps, or null if no replica is to get them.
     FLASHMOE_SLOT_FIELD(int, first_spare);
     FLASHMOE_SLOT_FIELD(const void* const*, home_weights);
+    FLASHMOE_SLOT_FIELD(bool, keeps_rows_local);  // what replicas are for; else for even loads
 
     CUtensorMap load_map[2];  // A of each GEMM
 };

@@ -248,12 +248,12 @@ __device__ __forceinline__ int early_units(const LayerArgs& args, int expert) {
     return (rows + kFewRows) / (kClusterSize * BLOCK_M);
 }
 
-// The place of an expert's unit in the order. The first group takes units of the own rank's rows,
-// as far as there are any: while these are computed, the others' rows travel. All other units
-// follow expert by expert.
+// The place of an expert's unit in the order. The first take the own rank's rows, as far as there
+// are any: while these are computed, the others' rows travel. All other units follow expert by
+// expert.
 __device__ __forceinline__ int place_of_unit(
-    const PlacementSmem& smem, int num_slots, int group_units, int expert, int unit) {
-    const auto early_before = [&](int e) { return min(smem.expert_own[e], group_units); };
+    const PlacementSmem& smem, int num_slots, int most_early, int expert, int unit) {
+    const auto early_before = [&](int e) { return min(smem.expert_own[e], most_early); };
     const int before = early_before(expert), early = early_before(expert + 1) - before;
     if (unit < early) return before + unit;
     return early_before(num_slots) + smem.expert_unit[expert] - before + unit - early;
@@ -351,7 +351,7 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
              block += kClusterSize * Planners::size()) {
             const int halves = ceil_div(smem.expert_rows[expert] - block * BLOCK_M, kHalfRows);
             const int place =
-                place_of_unit(smem, num_slots, args.group_units, expert, block / kClusterSize);
+                place_of_unit(smem, num_slots, args.early_units, expert, block / kClusterSize);
             plan.units[place] = {begin + block, int16_t(expert),
                                  int16_t(min(halves, kClusterSize * BLOCK_M / kHalfRows))};
         }
@@ -375,6 +375,7 @@ __device__ __forceinline__ void leave_no_rows(const LayerArgs& args) {
     for (int i = first; i < num_hosts and blockIdx.x == 0; i += Planners::size()) {
         plan.hosts[i] = -1;
     }
+    if (num_hosts > 0 and first < 2) plan.own_routes[first] = 0;
 #pragma unroll 1
     for (int i = first; i < args.num_tokens * plan.topk; i += step) plan.own_columns[i] = -1;
 #pragma unroll 1

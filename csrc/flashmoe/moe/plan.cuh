@@ -78,7 +78,7 @@ __host__ __device__ inline PlanLayout plan_layout(const Shape& s) {
     at.own_columns = take(uint64_t(s.max_tokens) * s.topk * sizeof(int32_t));
     at.own_ranks = take(uint64_t(s.max_tokens) * sizeof(uint32_t));
     FLASHMOE_SET_SLOT_FIELD(at.hosts,
-                            take(uint64_t(s.num_ranks) * s.spare_slots * sizeof(int32_t)));
+                            take((uint64_t(s.num_ranks) * s.spare_slots + 2) * sizeof(int32_t)));
     at.bytes = end;
     return at;
 }
@@ -97,6 +97,8 @@ struct Plan {
     int topk;
     // [rank][spare slot]: the expert whose replica it holds, or -1
     FLASHMOE_SLOT_FIELD(int32_t*, hosts);
+    // How many routes of this rank's tokens stay on it, and how many there are.
+    FLASHMOE_SLOT_FIELD(int32_t*, own_routes);
 
     static Plan at(void* base, const Shape& s) {
         const PlanLayout layout = plan_layout(s);
@@ -113,6 +115,7 @@ struct Plan {
                   s.max_tokens,
                   s.topk};
         FLASHMOE_SET_SLOT_FIELD(plan.hosts, reinterpret_cast<int32_t*>(place(layout.hosts)));
+        FLASHMOE_SET_SLOT_FIELD(plan.own_routes, plan.hosts + s.num_ranks * s.spare_slots);
         return plan;
     }
     __device__ __forceinline__ int32_t* rows_of(int src_rank, int token) const {

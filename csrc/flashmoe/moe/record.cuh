@@ -36,6 +36,7 @@ struct Record {
     static constexpr int kChecksumWord = 2;
     static constexpr int kHeadWords = sizeof(RecordHead) / 4;
     static constexpr int kFrontWords = (sizeof(RecordHead) + sizeof(Totals)) / 4;
+    static constexpr int kReplicaWords = 4;  // with spare slots, behind their rows and experts
 
     // What one word adds to the checksum.
     __host__ __device__ static uint32_t checksum_of(uint32_t index, uint32_t word) {

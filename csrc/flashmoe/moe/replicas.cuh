@@ -5,6 +5,7 @@
 #include "flashmoe/comm/grid.cuh"
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/placement/balance.h"
+#include "flashmoe/placement/popular.h"
 
 namespace flashmoe {
 
@@ -145,6 +146,22 @@ __device__ __forceinline__ bool try_others(const LayerArgs& args,
     return true;
 }
 
+// Counts this rank's own routes, and those that stay on it. Scope: one warp.
+__device__ __forceinline__ void count_own_routes(const LayerArgs& args, const ReplicaSmem& smem) {
+    const Shape& s = args.shape;
+    const int own = s.rank * s.num_experts;
+    int stay = 0, all = 0;
+#pragma unroll 1
+    for (int expert = int(threadIdx.x % 32); expert < s.num_experts; expert += 32) {
+        const int count = smem.counts[own + expert];
+        all += count;
+        if (smem.rank_of[own + expert] == s.rank) stay += count;
+    }
+    stay = __reduce_add_sync(~0u, stay);
+    all = __reduce_add_sync(~0u, all);
+    if (threadIdx.x % 32 == 0) args.plan.own_routes[0] = stay, args.plan.own_routes[1] = all;
+}
+
 // Plans which rank computes an expert for each rank's tokens. The most common routings are settled
 // by the first attempt, which every CTA makes for itself. False if some CTA cannot go on. Scope:
 // the planners of the grid, once all ranks' routes have come.
@@ -172,11 +189,19 @@ __device__ __forceinline__ bool plan_replicas(const LayerArgs& args,
             }
         }
         Planners::sync();
-        attempt.begin(s.spare_slots, nullptr, placement::preference(0));
-        attempt.run();
-        is_settled = attempt.is_good();
+        if (args.keeps_rows_local) {
+            placement::popular<PlannerTeam>(smem.counts, s.num_ranks, s.num_experts, s.spare_slots,
+                                            smem.rank_of, smem.rows, smem.holders, smem.loads);
+            is_settled = true;
+        } else {
+            attempt.begin(s.spare_slots, nullptr, placement::preference(0));
+            attempt.run();
+            is_settled = attempt.is_good();
+        }
     }
+    if (args.keeps_rows_local and not may_go_on) return false;  // all hear of it at their barrier
     if (not is_settled and not try_others(args, smem, attempt, may_go_on)) return false;
+    if (blockIdx.x == 0 and threadIdx.x < 32) count_own_routes(args, smem);
     placement::number_slots<PlannerTeam>(smem.rank_of, s.num_ranks, s.num_experts, s.spare_slots,
                                          blockIdx.x == 0 ? args.plan.hosts : nullptr, smem.slot_of);
     return true;

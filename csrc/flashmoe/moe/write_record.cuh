@@ -12,12 +12,13 @@ __device__ __forceinline__ void begin_record(const LayerArgs& args) {
 }
 
 // What a record says of replicas, behind the rows of all slots: the experts in the spare ones, how
-// many replicas of this rank's experts there are, and the size of one in multiples of 64 elements.
-constexpr int kReplicaWords = 2;
+// many replicas of this rank's experts there are, the size of one in multiples of 64 elements, and
+// the plan's own routes.
 __device__ __forceinline__ uint32_t replica_word(const LayerArgs& args, int i) {
     const Shape& s = args.shape;
     if (i < s.spare_slots) return uint32_t(args.plan.hosts[s.rank * s.spare_slots + i]);
-    if (i > s.spare_slots) return uint32_t(s.expert_elements() / 64);
+    if (i == s.spare_slots + 1) return uint32_t(s.expert_elements() / 64);
+    if (i > s.spare_slots + 1) return uint32_t(args.plan.own_routes[i - s.spare_slots - 2]);
     uint32_t replicas = 0;
     for (int place = 0; place < s.num_ranks * s.spare_slots; ++place) {
         const int expert = args.plan.hosts[place];
@@ -35,7 +36,8 @@ __device__ __forceinline__ void write_record(const LayerArgs& args,
     __shared__ RecordHead head;
     const Workspace& workspace = args.workspace;
     const int num_slots = args.shape.num_local_slots(), num_spare = args.shape.spare_slots;
-    const int num_counts = num_spare > 0 ? num_slots + num_spare + kReplicaWords : num_slots;
+    const int num_counts =
+        num_spare > 0 ? num_slots + num_spare + Record::kReplicaWords : num_slots;
     // A thread loads its first word along with the head, since each round of loads delays the end.
     const auto* totals = reinterpret_cast<const volatile uint32_t*>(workspace.totals);
     const auto word_behind_head = [&](int i) {

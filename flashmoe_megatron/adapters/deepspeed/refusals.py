@@ -43,9 +43,7 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
     except FlashMoEError as error:
         return str(error)
     try:
-        check_slots(
-            info.shape, settings.spare_slots, settings.placement, is_kernel=kind == "kernel"
-        )
+        check_slots(info.shape, settings.spare_slots, settings.placement)
     except FlashMoEError as error:
         return str(error)
     return kernel_problem(info) if kind == "kernel" else _dtype_problem(info.dtype)

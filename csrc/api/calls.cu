@@ -1,0 +1,96 @@
+// The calls of the C interface that are compiled twice: a group whose layers have spare slots takes
+// those with slots, any other the same as if there were none.
+#include "host/calls.h"
+
+#define flashmoe flashmoe_with_slots
+#include "host/calls.h"
+#undef flashmoe
+
+namespace {
+
+bool has_slots(const FlashMoEProblem* p) {
+    if (p == nullptr or p->struct_size != sizeof(FlashMoEProblem)) return false;
+    return p->spare_slots != 0 or p->heap_experts != 0 or p->heap_slot_elements != 0;
+}
+
+// Calls either of two functions that take the same.
+template <class... Args>
+int choose(int (*without)(const FlashMoEProblem*, Args...),
+           int (*with)(const FlashMoEProblem*, Args...),
+           const FlashMoEProblem* problem,
+           Args... args) {
+    return has_slots(problem) ? with(problem, args...) : without(problem, args...);
+}
+
+}  // namespace
+
+extern "C" {
+
+int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
+    return choose(flashmoe::sizes, flashmoe_with_slots::sizes, problem, sizes);
+}
+
+int flashmoe_preload(const FlashMoEProblem* problem) {
+    return choose(flashmoe::preload, flashmoe_with_slots::preload, problem);
+}
+
+int flashmoe_slot(const FlashMoEProblem* problem,
+                  void* heap,
+                  int32_t spare_slot,
+                  FlashMoESlot* slot) {
+    return choose(flashmoe::slot, flashmoe_with_slots::slot, problem, heap, spare_slot, slot);
+}
+
+int flashmoe_encode_weights(const FlashMoEProblem* problem,
+                            const void* const* fc1,
+                            const void* const* fc2,
+                            void* weight_maps) {
+    return choose(flashmoe::encode_weights, flashmoe_with_slots::encode_weights, problem, fc1, fc2,
+                  weight_maps);
+}
+
+int flashmoe_encode_grads(const FlashMoEProblem* problem,
+                          void* const* grads,
+                          void* const* bias_grads,
+                          int32_t grads_dtype,
+                          void* grad_table) {
+    return choose(flashmoe::encode_grads, flashmoe_with_slots::encode_grads, problem, grads,
+                  bias_grads, grads_dtype, grad_table);
+}
+
+int flashmoe_plan(const FlashMoEProblem* problem,
+                  const FlashMoEGroup* group,
+                  const FlashMoEInput* input,
+                  void* plan) {
+    return choose(flashmoe::plan, flashmoe_with_slots::plan, problem, group, input, plan);
+}
+
+int flashmoe_forward(const FlashMoEProblem* problem,
+                     const FlashMoEGroup* group,
+                     const FlashMoEInput* input,
+                     const FlashMoELaunch* launch,
+                     int32_t is_planned) {
+    return choose(flashmoe::forward, flashmoe_with_slots::forward, problem, group, input, launch,
+                  is_planned);
+}
+
+int flashmoe_gather(const FlashMoEProblem* problem,
+                    const FlashMoEGroup* group,
+                    const FlashMoELaunch* launch,
+                    const void* x) {
+    return choose(flashmoe::gather, flashmoe_with_slots::gather, problem, group, launch, x);
+}
+
+int flashmoe_backward(const FlashMoEProblem* problem,
+                      const FlashMoEGroup* group,
+                      const FlashMoELaunch* launch,
+                      const void* grad_out,
+                      const void* grad_table,
+                      int32_t grads_dtype,
+                      int32_t accumulate,
+                      uint64_t number) {
+    return choose(flashmoe::backward, flashmoe_with_slots::backward, problem, group, launch,
+                  grad_out, grad_table, grads_dtype, accumulate, number);
+}
+
+}  // extern "C"

@@ -1,0 +1,143 @@
+// The placement that keeps rows off slow links, in plain C++ for a launch and for the host.
+// flashmoe_megatron/replicas/popular.py is the same program, says what it does and why, and has the
+// same results: whoever changes one changes both. A Team is as in balance.h.
+#pragma once
+
+#include "flashmoe/placement/balance.h"
+
+namespace flashmoe::placement {
+
+// `counts` are [source rank][expert] routes. Writes `rank_of`, [source rank][expert]; `scratch` has
+// as many words, at least two ranks', and `in_heads` a byte for each expert.
+template <class Team>
+FLASHMOE_PLACEMENT void popular(const int* counts,
+                                int num_ranks,
+                                int num_experts,
+                                int spare_slots,
+                                uint8_t* rank_of,
+                                int* scratch,
+                                uint8_t* in_heads,
+                                Loads* loads) {
+    const int local = num_experts / num_ranks;
+    // Each rank's head: experts with together more than half of its routes, in descending order.
+    FLASHMOE_PLACEMENT_LOOP
+    for (int rank = Team::group(); rank < num_ranks; rank += Team::num_groups()) {
+        const int* routes = counts + rank * num_experts;
+        int sum = 0, num_held = 0;
+        FLASHMOE_PLACEMENT_LOOP
+        for (int expert = Team::lane(); expert < num_experts; expert += Team::kLanes) {
+            sum += routes[expert];
+        }
+        sum = Team::sum(sum);
+        FLASHMOE_PLACEMENT_LOOP
+        for (int expert = Team::lane(); expert < num_experts; expert += Team::kLanes) {
+            const int count = routes[expert], home = expert / local;
+            int before = 0, foreign_before = 0;
+            FLASHMOE_PLACEMENT_LOOP
+            for (int other = 0; count > 0 && other < num_experts; ++other) {
+                const int more = routes[other];
+                if (more < count || (more == count && other >= expert)) continue;
+                before += more;
+                foreign_before += other / local != rank;
+            }
+            const bool is_in_head = count > 0 && 2 * before <= sum;
+            const bool is_held = is_in_head && home != rank && foreign_before < spare_slots;
+            scratch[rank * num_experts + expert] = is_in_head;
+            rank_of[rank * num_experts + expert] = uint8_t(is_held ? rank : home);
+            num_held += is_held;
+        }
+        num_held = Team::sum(num_held);
+        if (Team::lane() == 0) loads->num_held[rank] = num_held;
+    }
+    Team::sync();
+    FLASHMOE_PLACEMENT_LOOP
+    for (int expert = Team::index(); expert < num_experts; expert += Team::size()) {
+        bool is_in_head = false;
+        FLASHMOE_PLACEMENT_LOOP
+        for (int rank = 0; rank < num_ranks; ++rank) {
+            is_in_head |= scratch[rank * num_experts + expert] != 0;
+        }
+        in_heads[expert] = is_in_head;
+    }
+    FLASHMOE_PLACEMENT_LOOP
+    for (int rank = Team::group(); rank < num_ranks; rank += Team::num_groups()) {
+        int rows = 0;
+        FLASHMOE_PLACEMENT_LOOP
+        for (int i = Team::lane(); i < num_ranks * num_experts; i += Team::kLanes) {
+            if (rank_of[i] == rank) rows += counts[i];
+        }
+        rows = Team::sum(rows);
+        if (Team::lane() == 0) loads->total[rank] = rows;
+    }
+    Team::sync();
+    // Experts in nobody's head, by ascending routes.
+    int* const totals = scratch;
+    int* const order = scratch + num_experts;
+    FLASHMOE_PLACEMENT_LOOP
+    for (int expert = Team::index(); expert < num_experts; expert += Team::size()) {
+        int total = 0;
+        FLASHMOE_PLACEMENT_LOOP
+        for (int rank = 0; rank < num_ranks; ++rank) total += counts[rank * num_experts + expert];
+        totals[expert] = in_heads[expert] ? 0 : total;
+    }
+    Team::sync();
+    FLASHMOE_PLACEMENT_LOOP
+    for (int expert = Team::index(); expert < num_experts; expert += Team::size()) {
+        const int total = totals[expert];
+        int place = 0;
+        FLASHMOE_PLACEMENT_LOOP
+        for (int other = 0; total > 0 && other < num_experts; ++other) {
+            const int less = totals[other];
+            place += less > 0 && (less < total || (less == total && other < expert));
+        }
+        if (total > 0) order[place] = expert;
+    }
+    int num_cold = 0;
+    FLASHMOE_PLACEMENT_LOOP
+    for (int expert = 0; expert < num_experts; ++expert) num_cold += totals[expert] > 0;
+    Team::sync();
+    // Each leaves a busy rank for the one that has most of its tokens. Every thread of a group
+    // comes to the same.
+    if (Team::group() == 0) {
+        int rows[kMaxRanks], num_held[kMaxRanks];
+        int64_t sum = 0;
+        FLASHMOE_PLACEMENT_UNROLLED
+        for (int rank = 0; rank < kMaxRanks; ++rank) {
+            rows[rank] = rank < num_ranks ? loads->total[rank] : 0;
+            num_held[rank] = rank < num_ranks ? loads->num_held[rank] : 0;
+            sum += rows[rank];
+        }
+        FLASHMOE_PLACEMENT_LOOP
+        for (int i = 0; i < num_cold; ++i) {
+            const int expert = order[i], total = totals[expert], owner = expert / local;
+            bool is_busy = false;
+            FLASHMOE_PLACEMENT_UNROLLED
+            for (int rank = 0; rank < kMaxRanks; ++rank) {
+                is_busy |= rank == owner && int64_t(rows[rank]) * num_ranks > sum;
+            }
+            if (!is_busy) continue;
+            int taker = -1, most = -1;
+            FLASHMOE_PLACEMENT_UNROLLED
+            for (int rank = 0; rank < kMaxRanks; ++rank) {
+                const bool may_take = rank < num_ranks && rank != owner &&
+                                      num_held[rank] < spare_slots &&
+                                      int64_t(rows[rank] + total) * num_ranks <= sum;
+                const int near = may_take ? counts[rank * num_experts + expert] : -1;
+                if (near > most) most = near, taker = rank;
+            }
+            if (taker < 0) continue;
+            FLASHMOE_PLACEMENT_UNROLLED
+            for (int rank = 0; rank < kMaxRanks; ++rank) {
+                rows[rank] += rank == taker ? total : rank == owner ? -total : 0;
+                num_held[rank] += rank == taker;
+            }
+            FLASHMOE_PLACEMENT_LOOP
+            for (int rank = Team::lane(); rank < num_ranks; rank += Team::kLanes) {
+                rank_of[rank * num_experts + expert] = uint8_t(taker);
+            }
+        }
+    }
+    Team::sync();
+}
+
+}  // namespace flashmoe::placement

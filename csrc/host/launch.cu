@@ -114,11 +114,24 @@ int launch(const void* function,
     return check_cuda(cudaLaunchKernelExC(&config, function, arguments), what);
 }
 
+// How a rank that is alone gets at its rows, but for a forward that gathers() all of them. To
+// gather a stage takes longer than TMA does, so experts whose products are short gain by it, as
+// they would wait for copies; with wide ones the first tiles gain by rows that come before any
+// other is copied.
+RowAccess row_access(const FlashMoEProblem* p) {
+    constexpr int kNarrow = 1024;
+    if (p->num_ranks > 1) return RowAccess::kCopied;
+    return p->intermediate <= kNarrow ? RowAccess::kInPlaceUntilCopied : RowAccess::kFirstCopied;
+}
+
 // Where experts are narrow, products wait for rows: enough of them per ticket give each of a
-// dispatch warp's lanes a token. Else few, so that the next tile's rows are the next to come.
+// dispatch warp's lanes a token. Else few, so that the next tile's rows are the next to come,
+// unless no tile waits for them.
 int rows_per_ticket(const FlashMoEProblem* p) {
     constexpr int kNarrow = 512;
-    return p->intermediate <= kNarrow ? kMostRowsPerTicket : kDispatchLanes;
+    const bool are_many =
+        p->intermediate <= kNarrow or row_access(p) == RowAccess::kInPlaceUntilCopied;
+    return are_many ? kMostRowsPerTicket : kDispatchLanes;
 }
 
 // The layer, its memory, and what this rank brings to it.
@@ -137,6 +150,7 @@ Args layer_args(const FlashMoEProblem* p,
     if (group->counters) args.records = static_cast<Mailbox*>(group->mailbox)->records;
     args.x = static_cast<const char*>(x);
     args.num_tokens = num_tokens;
+    args.row_access = row_access(p);
     args.rows_per_ticket = rows_per_ticket(p);
     FLASHMOE_SET_SLOT_FIELD(args.first_spare, args.shape.num_local_experts());
     FLASHMOE_SET_SLOT_FIELD(args.keeps_rows_local, p->replica_policy == FLASHMOE_POPULAR);
@@ -239,11 +253,18 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     const int64_t stages_between =
         int64_t(args->group_units) * args->num_n_tiles[1] * args->num_k_blocks[1] / num_clusters;
     args->lag = stages_between < kFinishersStages ? 2 : 1;
+    // Few rows at a time where these are long: the last units would keep some warps while all
+    // others are done.
+    constexpr int64_t kMostUnitBytes = 64 * 1024;
+    const int64_t token_bytes = ceil_div(p->topk, p->num_ranks) * shape_of(p).row_bytes();
+    args->rows_per_unit = std::min(32 / power_of_two(p->topk), kMostUnitRows);
+    while (args->rows_per_unit > 1 and args->rows_per_unit * token_bytes > kMostUnitBytes) {
+        args->rows_per_unit /= 2;
+    }
     // What a finisher sums at a time must not keep it much longer than a product of GEMM1 takes.
     constexpr int64_t kBytesPerStage = 28 * 1024;
-    const int64_t rows_of_token = ceil_div(p->topk, p->num_ranks);
-    args->finishers_combine = kMostUnitRows * rows_of_token * shape_of(p).row_bytes() <=
-                              kBytesPerStage * args->num_k_blocks[1];
+    args->finishers_combine =
+        args->rows_per_unit * token_bytes <= kBytesPerStage * args->num_k_blocks[1];
 }
 
 // How many units of own rows a plan puts first, while the others' rows travel: what the schedule
@@ -485,7 +506,7 @@ int forward(const FlashMoEProblem* problem,
     if (not is_planned) {
         set_routing(problem, input, uint32_t(launch_args->num_row_blocks), &args);
     }
-    args.gathers = gathers(problem, launch_args);
+    if (gathers(problem, launch_args)) args.row_access = RowAccess::kInPlace;
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
     set_early_units(problem, group, &args);
     const KernelEntry entry = entry_of(problem, false);

@@ -13,8 +13,8 @@ from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
 
-NARROW, WIDE = 192, 320
-"""FFN widths of two tiles of fc1, and of more."""
+NARROW, WIDE, WIDEST = 192, 320, 1088
+"""FFN widths of two tiles of fc1, of more, and of more than rows are read in place for."""
 
 
 @pytest.mark.parametrize("case", ["uniform", "to_one_rank", "with_empty_experts"])
@@ -48,6 +48,16 @@ def test_any_number_of_rows(num_tokens: int):
     (want,), _ = layer.forward(*arguments)
     (got,), _ = layer.forward(*arguments, training=False)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("routing", [cases.uniform, cases.to_one_expert, cases.with_dropped_tokens])
+@pytest.mark.parametrize("intermediate", [NARROW, WIDE, WIDEST])
+def test_rows_that_are_read_in_place_until_they_are_copied_or_copied_apart(
+    intermediate: int, routing: cases.Routing
+):
+    """In both directions; of 1,000 tokens only some are in the first tiles."""
+    config = make_config(1, intermediate=intermediate, max_tokens=1000)
+    steps.check(config, steps.make_inputs(config, routing, [1000]))
 
 
 @pytest.mark.parametrize(("intermediate", "gathers"), [(NARROW, True), (WIDE, False)])

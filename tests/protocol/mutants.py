@@ -478,20 +478,20 @@ MUTANTS = [
     Mutant(
         "a block is taken for full one row short",
         "ranks2",
-        BY_TMA,
+        HANG,
         False,
         (
             (
                 FORWARD,
-                "here_.rows_ready(s_, block), s_.block_rows,",
-                "here_.rows_ready(s_, block), s_.block_rows - 1,",
+                "gemm == 0 ? s_.block_rows : s_.warps * s_.n_tiles[0];",
+                "gemm == 0 ? s_.block_rows - 1 : s_.warps * s_.n_tiles[0];",
             ),
         ),
     ),
     Mutant(
         "a block's tiles are taken for done one warp short",
         "ranks2",
-        "a token's sum is wrong",
+        UNWRITTEN,
         False,
         (
             (
@@ -635,6 +635,91 @@ MUTANTS = [
                 "            if (gemm == 0 or launch.kind == Kind::kBackward) {",
             ),
         ),
+    ),
+    # Rows in place.
+    Mutant(
+        "what a look that goes ahead has not found is not awaited",
+        "in_place",
+        BY_TMA,
+        True,
+        ((QUEUE, "    if (not is_seen) await<A>(counter, target, wait);\n", ""),),
+    ),
+    Mutant(
+        "a look that goes ahead does not acquire",
+        "in_place",
+        BY_TMA,
+        True,
+        (
+            (
+                QUEUE,
+                "return A::template load_acquire<Scope::kGpu>(counter) == target;",
+                "return A::load(counter) == target;",
+            ),
+        ),
+    ),
+    Mutant(
+        "weight gradients do not wait for the copies of rows that were read in place",
+        "in_place",
+        BY_TMA,
+        False,
+        (
+            (
+                FORWARD,
+                'wait("weight gradients wait for rows", load, done);',
+                "(void)load, (void)done;",
+            ),
+        ),
+    ),
+    Mutant(
+        "the first dispatch warp that is done tells that all are",
+        "in_place",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "here_.counter(M::kDispatched), uint32_t(s_.ctas),",
+                "here_.counter(M::kDispatched), 1u,",
+            ),
+        ),
+    ),
+    Mutant(
+        "a dispatch warp tells that it is done before its last rows",
+        "in_place",
+        BY_TMA,
+        False,
+        (
+            (
+                FORWARD,
+                "        while (access_ != RowAccess::kInPlace) {\n",
+                "        if (access_ == RowAccess::kInPlaceUntilCopied) {\n"
+                "            protocol::publish<A>(here_.counter(M::kDispatched));\n"
+                "        }\n"
+                "        while (access_ != RowAccess::kInPlace) {\n",
+            ),
+            (
+                FORWARD,
+                "        if (access_ == RowAccess::kInPlaceUntilCopied) {\n"
+                "            protocol::publish<A>(here_.counter(M::kDispatched));\n"
+                "        }\n"
+                "        if (not has_heard) await_rows(epoch);\n",
+                "        if (not has_heard) await_rows(epoch);\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "rows that were copied for the first tiles alone are copied again",
+        "first_copied",
+        TWICE,
+        False,
+        ((FORWARD, "            first_row = row_behind(copied_blocks);\n", ""),),
+    ),
+    Mutant(
+        "nobody copies the other rows of the first tiles' tokens",
+        "first_copied",
+        HANG,
+        False,
+        ((FORWARD, "            copied_blocks = 0;\n", ""),),
     ),
     Mutant(
         "a gather ends before its rows have been read",

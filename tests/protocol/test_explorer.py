@@ -17,6 +17,8 @@ COMPLETE = {
     "ranks3_refused_twice": 50,
     "ctas2": 900,
     "ctas2_grads": 2_000,
+    "first_copied": 16_000,
+    "in_place": 1_200,
 }
 BOUNDED = {
     "ranks2_backward": 10_000,

@@ -222,14 +222,19 @@ __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
         [] {}, take, announce);
 }
 
-// Weight gradients read what finishers have made of GEMM0 in all blocks; the rows, which they read
-// as well, were there before.
+// Weight gradients read what finishers have made of GEMM0 in all blocks. The rows, which they read
+// as well, were there before, unless GEMM0 has read them elsewhere.
 __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
     const uint32_t target =
         uint32_t(kNumProcessors * args.num_n_tiles[0]) * uint32_t(args.plan.header->num_row_blocks);
     protocol::await_for_tma<Atomics>(
         &args.workspace.tickets->differentiated, target, [&](auto load, auto done) {
             wait_for(args.watchdog, {Wait::kLoaderAct, -1, -1, target}, load, done);
+        });
+    if (not reads_in_place(args)) return;
+    protocol::await_for_tma<Atomics>(
+        &args.workspace.tickets->dispatched, gridDim.x, [&](auto load, auto done) {
+            wait_for(args.watchdog, {Wait::kLoaderRows, -1, -1, gridDim.x}, load, done);
         });
 }
 
@@ -263,7 +268,12 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                 const int behind = ticket - schedule.order.num_tickets();
                 if (behind >= 0) return weight_grad_pair(args, behind);
             }
-            return schedule.pair(ticket);
+            TileInfo pair = schedule.pair(ticket);
+            if (pair.gemm == 0 and pair.pair == Pair::kAlongN and reads_in_place(args)) {
+                pair.is_in_place =
+                    not protocol::is_complete<Atomics>(args.workspace.rows_ready + pair.m, BLOCK_M);
+            }
+            return pair;
         },
         [&](const TileInfo& tile, auto take, auto announce) {
             if constexpr (Pass::kIsBackward) {
@@ -301,8 +311,20 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                         return begin_of_b<Pass>(args.shape, tile.gemm, tile.n, of_matrix);
                     });
             };
-            if constexpr (not Pass::kIsBackward) {
-                if (args.gathers and tile.gemm == 0) {
+            const uint32_t* counter =
+                tile.gemm == 0 ? args.workspace.rows_ready + tile.m
+                               : args.workspace.tile_ready + args.workspace.tile_counter(0, tile.m);
+            const uint32_t target =
+                tile.gemm == 0 ? BLOCK_M : uint32_t(kNumProcessors * args.num_n_tiles[0]);
+            // A look whose way to the L2 and back is over by the time that a stage is free.
+            bool is_there = false;
+            if (cute::elect_one_sync()) {
+                is_there = protocol::is_complete<Atomics>(counter, target);
+            }
+            __syncwarp();
+            if (tile.gemm == 0 and reads_in_place(args)) {
+                const bool is_copied = __any_sync(~0u, is_there);
+                if (tile.pair == Pair::kAlongN ? tile.is_in_place : not is_copied) {
                     const GatheredTokens tokens(args.plan, tile.m * BLOCK_M);
                     stream_gathered_tile(
                         args.watchdog, ring, cursor, args.num_k_blocks[0], load_b,
@@ -326,19 +348,13 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                     },
                     load_b,
                     [&] {
-                        const Workspace& workspace = args.workspace;
-                        const uint32_t* counter =
-                            tile.gemm == 0
-                                ? workspace.rows_ready + tile.m
-                                : workspace.tile_ready + workspace.tile_counter(0, tile.m);
-                        const uint32_t target =
-                            tile.gemm == 0 ? BLOCK_M
-                                           : uint32_t(kNumProcessors * args.num_n_tiles[0]);
                         const Wait wait = tile.gemm == 0 ? Wait::kLoaderRows : Wait::kLoaderAct;
                         protocol::await_for_tma<Atomics>(
-                            counter, target, [&](auto load, auto done) {
+                            counter, target,
+                            [&](auto load, auto done) {
                                 wait_for(args.watchdog, {wait, -1, tile.m, target}, load, done);
-                            });
+                            },
+                            is_there);
                     },
                     take, announce);
             }

@@ -27,7 +27,7 @@ struct TileSchedule {
         const int left = order.num_tickets() - ticket;
         const bool is_late = left <= kLateWaves * int(gridDim.x) / kClusterSize;
         return {int16_t(place.gemm),     unit.expert, is_single ? Pair::kAlongN : Pair::kAlongM,
-                int8_t(unit.num_halves), is_late,     0,
+                int8_t(unit.num_halves), is_late,     false,
                 unit.first_block,        place.n};
     }
 };

@@ -13,7 +13,7 @@ enum class Wait : uint32_t {
     kDispatchCopy,       // dispatch: a row on its way from the peer
     kLoaderStage,        // loader: a free stage of the pipeline
     kLoaderTile,         // loader: the other roles take the next tile
-    kLoaderRows,         // loader: rows of a block for GEMM0
+    kLoaderRows,         // loader: rows of a block for GEMM0, or (-1) of all
     kLoaderAct,          // loader: what finishers make of GEMM0, of a block or (-1) of all
     kProcessorTile,      // processor: the next tile
     kProcessorStage,     // processor: a full stage of the pipeline

@@ -42,6 +42,15 @@ struct Choices {
     }
 };
 
+// How GEMM0 gets at the rows of its tokens. A rank that is alone has all of them at home, and so a
+// choice; it is the same for a plan and all launches along it, but where a forward keeps nothing.
+enum class RowAccess : int {
+    kCopied,       // in copies; of the first tiles' tokens all warps copy all rows
+    kFirstCopied,  // in copies; of these tokens all warps copy what the first tiles read alone
+    kInPlaceUntilCopied,  // where tokens have them, until a block's copies are complete
+    kInPlace,             // where tokens have them; nothing is dispatched
+};
+
 struct LayerArgs {
     Shape shape;
     Heap heap;
@@ -58,7 +67,7 @@ struct LayerArgs {
     Router router;
     uint32_t row_block_bound;  // blocks that the row buffers hold, or kCounted
     const Fault* refusal;      // pinned: why the host refuses this call, or null
-    bool gathers;              // rows are read where their tokens are; nothing is dispatched
+    RowAccess row_access;
 
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];
@@ -66,6 +75,7 @@ struct LayerArgs {
     int early_units;         // units of own rows that come first, as far as there are any
     int lag;                 // steps of it by which GEMM1 is behind GEMM0
     int rows_per_ticket;     // that a dispatch warp takes at a time
+    int rows_per_unit;       // that a warp delivers at a time
     bool finishers_combine;  // while GEMM1's outputs are not there yet
     Activation activation;
     SwishTerms swish;              // read where that is kSwish
@@ -116,6 +126,12 @@ struct WeightGrads {
 struct BackwardArgs : LayerArgs {
     WeightGrads weight_grads;
 };
+
+// Whether GEMM0 reads rows where tokens have them, as long as they are not copied.
+__device__ __forceinline__ bool reads_in_place(const LayerArgs& args) {
+    return args.row_access == RowAccess::kInPlaceUntilCopied or
+           args.row_access == RowAccess::kInPlace;
+}
 
 // Where the sum of a token's rows on this rank goes. Usually that is a slot of the token's rank,
 // which sums the slots of all ranks; a token whose rows are all at home has its result there.

@@ -5,7 +5,7 @@
 
 namespace flashmoe {
 
-constexpr int kMostUnitRows = 4;  // most rows that a warp delivers at a time
+constexpr int kMostUnitRows = 4;  // most of LayerArgs::rows_per_unit
 
 // The gradient of a route's probability, from the partial sums of its row's tiles.
 __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) {
@@ -14,9 +14,10 @@ __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) 
     return sum;
 }
 
-// <dY, fc2's bias>: what the bias adds to the gradient of a route's probability. Scope: one warp.
+// <dY, fc2's bias>: what the bias adds to the gradient of a route's probability, whose row of dY is
+// given. Scope: one warp.
 template <class T>
-__device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row) {
+__device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row, const T* dy) {
     const int32_t* blocks = args.plan.expert_block;  // ascending, one more than experts
     int expert = 0;
     for (int step = 256; step > 0; step /= 2) {
@@ -26,7 +27,6 @@ __device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row) {
         }
     }
     const int hidden = args.shape.hidden;
-    const T* dy = reinterpret_cast<const T*>(args.rows) + int64_t(row) * hidden;
     const T* bias = static_cast<const T*>(args.biases[1][expert]);
     float dot = 0.0f;
     for (int i = int(threadIdx.x % 32); i < hidden; i += 32) dot += float(dy[i]) * float(bias[i]);
@@ -50,7 +50,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
     const int rank = args.shape.rank;
     const uint32_t block_target = uint32_t(kNumProcessors * args.num_n_tiles[1]);
     const int lane = threadIdx.x % 32;
-    const int width = power_of_two(plan.topk), rows_of_unit = min(32 / width, kMostUnitRows);
+    const int width = power_of_two(plan.topk), rows_of_unit = args.rows_per_unit;
 
     int unit = 0;
     if (lane == 0) {
@@ -120,8 +120,13 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
                               args.num_n_tiles[0]);
         }
         for (uint32_t left = args.biases[1] ? all_routes : 0; left; left &= left - 1) {
-            const int of = __ffs(left) - 1;
-            const float dot = dot_with_bias<T>(args, __shfl_sync(~0u, row, of));
+            const int of = __ffs(left) - 1, row_of = __shfl_sync(~0u, row, of);
+            // Nobody has to have copied an own row.
+            const int own = token.src_rank == rank ? token.token : -1;
+            const int own_of = __shfl_sync(~0u, own, of);
+            const char* dy =
+                own_of >= 0 ? args.x + own_of * row_bytes : args.rows + row_of * row_bytes;
+            const float dot = dot_with_bias(args, row_of, reinterpret_cast<const T*>(dy));
             if (lane == of) dprob += dot;
         }
         if (row >= 0) heap.dprobs(token.src_rank, token.token)[k] = dprob;

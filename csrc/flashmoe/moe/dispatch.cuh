@@ -23,10 +23,11 @@ __device__ __forceinline__ void await_published_rows(const LayerArgs& args, uint
         });
 }
 
-// Copies one row, piece by piece, to all of the token's rows. Scope: one thread with its own piece
-// of shared memory; up to kDispatchLanes threads of a warp do this at once.
+// Copies one row, piece by piece, to the token's rows from `first_row` on. Scope: one thread with
+// its own piece of shared memory; up to kDispatchLanes threads of a warp do this at once.
 __device__ __forceinline__ void fetch_row(const LayerArgs& args,
                                           RowMeta meta,
+                                          int first_row,
                                           uint8_t (&piece)[kDispatchPiece],
                                           Barrier& arrived,
                                           uint32_t& parity) {
@@ -45,7 +46,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
         wait_barrier<Waiter::kThread>(args.watchdog, Wait::kDispatchCopy, arrived, parity);
         parity ^= 1;
         for (int k = 0; k < plan.topk; ++k) {
-            if (const int row = token_rows[k]; row >= 0) {
+            if (const int row = token_rows[k]; row >= first_row) {
                 cute::SM90_BULK_COPY_S2G::copy(piece, args.rows + int64_t(row) * row_bytes + offset,
                                                bytes);
             }
@@ -54,7 +55,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
     }
     protocol::publish_copies<Atomics>([&](auto count) {
         for (int k = 0; k < plan.topk; ++k) {
-            if (const int row = token_rows[k]; row >= 0) {
+            if (const int row = token_rows[k]; row >= first_row) {
                 count(args.workspace.rows_ready + row / BLOCK_M);
             }
         }
@@ -64,12 +65,20 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
 // The number of places that the first tiles read. This rank's own rows among them are not
 // dispatched: all warps copy them, since none has anything else to do until they are there.
 __device__ __forceinline__ int num_first_places(const LayerArgs& args) {
-    if (args.gathers) return 0;
+    if (reads_in_place(args)) return 0;
     return min(args.plan.header->num_units, args.group_units) * kClusterSize * BLOCK_M;
 }
 
-// Copies the own rows of the first tiles. Half a warp takes a row, so that the grid takes as many
-// rows at a time as there are. Scope: the grid.
+// The row behind those of the first `num_places`, where rows lie in the order of their tiles.
+__device__ __forceinline__ int row_behind(const Plan& plan, int num_places) {
+    const int unit = num_places / (kClusterSize * BLOCK_M);
+    return BLOCK_M * (unit < plan.header->num_units ? plan.units[unit].first_block
+                                                    : plan.header->num_row_blocks);
+}
+
+// Copies the own rows of the first tiles, and all other rows of their tokens unless these are left
+// to dispatch. Half a warp takes a row, so that the grid takes as many rows at a time as there are.
+// Scope: the grid.
 __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
     constexpr int kLanes = 16, kUnroll = 16;
     const int64_t begin = Trace::now();
@@ -77,11 +86,13 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
     const int lane = threadIdx.x % kLanes, rank = args.shape.rank, chunks = args.shape.hidden / 8;
     const uint32_t lanes = 0xFFFFu << (threadIdx.x % 32 / kLanes * kLanes);
     const int places = num_first_places(args), step = int(blockDim.x / kLanes * gridDim.x);
+    const bool is_apart = args.row_access == RowAccess::kFirstCopied;
     for (int place = int(threadIdx.x / kLanes * gridDim.x + blockIdx.x); place < places;
          place += step) {
         const int row = plan.row_at(place);
         const RowMeta meta = row >= 0 ? plan.row_meta[row] : RowMeta{};
-        if (not meta.is_owner() or meta.src_rank != rank) continue;
+        const bool is_copied = is_apart ? row >= 0 and not meta.is_pad() : meta.is_owner();
+        if (not is_copied or meta.src_rank != rank) continue;
         const auto* source = reinterpret_cast<const uint4*>(args.x) + int64_t(meta.token) * chunks;
         const int32_t* token_rows = plan.rows_of(rank, meta.token);
         for (int first = lane; first < chunks; first += kLanes * kUnroll) {
@@ -90,8 +101,8 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
             for (int i = 0; i < kUnroll; ++i) {
                 if (first + i * kLanes < chunks) loaded[i] = source[first + i * kLanes];
             }
-            for (int k = 0; k < plan.topk; ++k) {
-                const int64_t to = token_rows[k];
+            for (int k = 0; k < (is_apart ? 1 : plan.topk); ++k) {
+                const int64_t to = is_apart ? row : token_rows[k];
                 if (to < 0) continue;
                 auto* target = reinterpret_cast<uint4*>(args.rows) + to * chunks;
 #pragma unroll
@@ -100,10 +111,11 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
                 }
             }
         }
-        const int to = lane < plan.topk ? token_rows[lane] : -1;
+        int to = lane < plan.topk ? token_rows[lane] : -1;
+        if (is_apart) to = lane == 0 ? row : -1;
         __syncwarp(lanes);
         if (to >= 0) protocol::publish<Atomics>(args.workspace.rows_ready + to / BLOCK_M);
-        if (lane == 0) atomicAdd_block(&counters().rows_pulled[rank], 1u);
+        if (lane == 0 and not is_apart) atomicAdd_block(&counters().rows_pulled[rank], 1u);
     }
     __syncwarp();
     args.watchdog.trace.add(event_of(Span::kDispatch), kFirstRows, begin);
@@ -125,8 +137,9 @@ __device__ __forceinline__ int share_out(uint32_t& left, int lane) {
 }
 
 // Dispatches rows in the order in which they are computed. This rank's own rows come first, since
-// no peer is awaited for them; those in the first `num_copied` places have been copied. Weights of
-// replicas are pushed in between, once every rank has left the launch before. Scope: one warp.
+// no peer is awaited for them; those in the first `num_copied` places have been copied, and with
+// RowAccess::kCopied all rows of their tokens. Weights of replicas are pushed in between, once
+// every rank has left the launch before. Scope: one warp.
 template <bool kPushes>
 __device__ __forceinline__ void dispatch(const LayerArgs& args,
                                          DispatchPieces& pieces,
@@ -150,7 +163,12 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     uint32_t parity = 0;
     bool has_pushes = kPushes and kHasReplicas and args.home_weights != nullptr;
     int pad_rows_pulled = 0, pad_rows_made = 0;
-    while (not args.gathers) {
+    int first_row = 0;  // that is left to copy
+    if (args.row_access == RowAccess::kFirstCopied) {
+        first_row = row_behind(plan, num_copied);
+        num_copied = 0;
+    }
+    while (args.row_access != RowAccess::kInPlace) {
         const int place = take_tickets(&workspace.tickets->dispatch, args.rows_per_ticket);
         if (place >= plan.num_places()) break;
         const int first = plan.row_at(place);
@@ -165,7 +183,7 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
             const int from = share_out(left, lane);
             const RowMeta fetched = shuffled(meta, max(from, 0));
             if (from >= 0) {
-                fetch_row(args, fetched, pieces[lane], arrived[lane], parity);
+                fetch_row(args, fetched, first_row, pieces[lane], arrived[lane], parity);
                 atomicAdd_block(&counters().rows_pulled[fetched.src_rank], 1u);
                 pad_rows_pulled += fetched.is_pad();
             }
@@ -186,6 +204,9 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
                 has_pushes = push_weights(args, pieces, arrived, parity);
             }
         }
+    }
+    if (args.row_access == RowAccess::kInPlaceUntilCopied and lane == 0) {
+        protocol::publish<Atomics>(&workspace.tickets->dispatched);
     }
     if (not has_heard) hear();
     if constexpr (kPushes) {

@@ -241,10 +241,12 @@ __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) 
     return fit;
 }
 
-// How many of an expert's units hold the own rank's rows, and at most a few others.
+// How many of an expert's units hold the own rank's rows, and at most a few others: all units of a
+// rank that is alone, where its rows are to lie in the order of their tiles.
 __device__ __forceinline__ int early_units(const LayerArgs& args, int expert) {
     constexpr int kFewRows = 64;
     const int rows = int(args.workspace.own_selections[expert]);
+    if (args.row_access == RowAccess::kFirstCopied) return ceil_div(rows, kClusterSize * BLOCK_M);
     return (rows + kFewRows) / (kClusterSize * BLOCK_M);
 }
 

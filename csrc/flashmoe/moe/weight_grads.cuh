@@ -38,7 +38,7 @@ __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, i
                     Pair::kAlongM,
                     kClusterSize * kNumProcessors,
                     false,
-                    0,
+                    false,
                     place.m * kClusterSize,
                     place.n};
         }

@@ -16,6 +16,7 @@ struct Tickets {
     uint32_t tile, dispatch;
     uint32_t differentiated;    // finishers' shares of a backward's GEMM0 tiles, over all blocks
     uint32_t fc2_grads_stored;  // finishers that have sent all of their fc2 gradients
+    uint32_t dispatched;        // dispatch warps whose rows are all copied
     uint32_t routes_published, rows_published, rows_taken, leaving;
     uint32_t barrier[3];   // rows are counted, rows are placed, replicas are planned
     uint32_t pushed;       // tickets for weights that replicas get

@@ -48,10 +48,14 @@ FLASHMOE_PROTOCOL bool is_complete(const typename A::U32* counter, uint32_t targ
     return A::template load_acquire<Scope::kGpu>(counter) == target;
 }
 
-// Waits like `await`, but to read them by TMA from the same thread.
+// Waits like `await`, but to read them by TMA from the same thread; `is_seen` if that has found
+// them complete before.
 template <class A, class Wait>
-FLASHMOE_PROTOCOL void await_for_tma(const typename A::U32* counter, uint32_t target, Wait wait) {
-    await<A>(counter, target, wait);
+FLASHMOE_PROTOCOL void await_for_tma(const typename A::U32* counter,
+                                     uint32_t target,
+                                     Wait wait,
+                                     bool is_seen = false) {
+    if (not is_seen) await<A>(counter, target, wait);
     A::fence_proxy_async();
 }
 

@@ -24,18 +24,18 @@ struct alignas(16) TileInfo {
     Pair pair;
     int8_t num_halves;  // halves that have rows: the pair's, or after `of` the tile's
     bool is_late;       // one of the layer's last
-    int8_t reserved;
+    bool is_in_place;   // both CTAs of a pair along N read rows where tokens have them
     int32_t m;
     int32_t n;
 
     static constexpr int16_t kNoTile = -1, kSkip = -2;
 
     static __device__ __forceinline__ TileInfo nothing(int16_t why) {
-        return {why, 0, Pair::kAlongM, 0, false, 0, 0, 0};
+        return {why, 0, Pair::kAlongM, 0, false, false, 0, 0};
     }
     // All zeros.
     static __device__ __forceinline__ TileInfo unknown() {
-        return {0, 0, Pair{}, 0, false, 0, 0, 0};
+        return {0, 0, Pair{}, 0, false, false, 0, 0};
     }
     // What one thread of a warp knows, where the others' are zeros. Scope: one warp.
     __device__ __forceinline__ TileInfo of_warp() const {

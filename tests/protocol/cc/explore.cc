@@ -71,10 +71,11 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
         s.n_tiles[0] = 1 + random.below(2), s.n_tiles[1] = 1 + random.below(2);
         s.rows_per_ticket = 1 + random.below(3), s.chunk_tokens = 1 + random.below(2);
         s.unit_rows = 1 + random.below(3), s.finishers_combine = random.below(2) == 0;
+        if (s.ranks == 1) s.row_access = RowAccess(random.below(4));
         if (is_late) {  // few threads, so that what is rare is met
             s.ranks = 2 + random.below(2), s.agents = 1, s.experts = s.ranks;
             s.topk = 1 + random.below(2), s.tokens = 1, s.n_tiles[0] = s.n_tiles[1] = 1;
-            s.rows_per_ticket = s.unit_rows = 4;
+            s.rows_per_ticket = s.unit_rows = 4, s.row_access = RowAccess::kCopied;
         }
         auto sequence = random_launches(s, is_late ? 1 : 4, random());
         if (is_late and random.below(4) == 0) {

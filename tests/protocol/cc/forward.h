@@ -24,6 +24,9 @@ namespace protocol = flashmoe::protocol;
 
 constexpr int kMaxRanks = 4, kMaxTopk = 4, kMaxTokens = 16, kMaxExperts = 16, kMaxWidth = 2;
 
+// How a rank that is alone gets at its rows: moe/args.cuh.
+enum class RowAccess { kCopied, kFirstCopied, kInPlaceUntilCopied, kInPlace };
+
 struct Sizes {
     int ranks;
     int ctas;    // CTAs of each rank
@@ -40,6 +43,7 @@ struct Sizes {
     int unit_rows;           // of deliver
     int chunk_tokens;        // of reduce
     bool finishers_combine;  // a little, before each tile
+    RowAccess row_access = RowAccess::kCopied;
 
     int local_experts() const { return experts / ranks; }
     int local_routes() const { return topk < local_experts() ? topk : local_experts(); }
@@ -186,9 +190,9 @@ struct Memory {
             for (int i = 0; i < count; ++i) A::name(&counters[first + i], what, i);
         };
         static const char* const tickets[kTickets] = {
-            "tickets.tile",     "tickets.dispatch", "differentiated", "fc2_grads_stored",
-            "routes_published", "rows_published",   "rows_taken",     "leaving",
-            "barrier0",         "barrier1"};
+            "tickets.tile", "tickets.dispatch", "differentiated", "fc2_grads_stored",
+            "dispatched",   "routes_published", "rows_published", "rows_taken",
+            "leaving",      "barrier0",         "barrier1"};
         for (int i = 0; i < kTickets; ++i) name(i, 1, tickets[i]);
         const int blocks = s.max_blocks();
         name(kTickets, blocks, "rows_ready");
@@ -204,6 +208,7 @@ struct Memory {
         kDispatch,
         kDifferentiated,
         kFc2GradsStored,
+        kDispatched,
         kRoutes,
         kRows,
         kTaken,
@@ -265,6 +270,11 @@ class Agent {
         A::set_in_time(launch.is_in_time);
         topk_ = launch.topk;
         width_ = launch.width;
+        access_ = s_.row_access;
+        // Whatever follows a forward wants copies.
+        if (access_ == RowAccess::kInPlace and launch.kind != Kind::kForward) {
+            access_ = RowAccess::kInPlaceUntilCopied;
+        }
         const uint32_t epoch = uint32_t(A::read(&here_.epoch[0])) + 1;
         bool go_on = true;
         if (launch.kind != Kind::kPlanned) {
@@ -607,8 +617,13 @@ class Agent {
             [&](int, auto load, auto done) { wait("dispatch waits for rows", load, done); });
     }
 
+    bool reads_in_place() const {
+        return access_ == RowAccess::kInPlaceUntilCopied or access_ == RowAccess::kInPlace;
+    }
+
     // The blocks of the first tiles, a bit each.
     uint32_t first_blocks() {
+        if (reads_in_place()) return 0;
         const int units = int(A::read(&here_.header[0]) & 0xffff);
         uint32_t blocks = 0;
         for (int i = 0; i < units and i < s_.group_units; ++i) {
@@ -626,8 +641,10 @@ class Agent {
         for (int row = cta_; row < num_rows; row += s_.ctas) {
             if (not is_first(blocks, row)) continue;
             const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
-            if (not meta.owner or meta.src != rank_) continue;
-            const uint64_t rows = A::read(&here_.token_rows[rank_ * s_.tokens + meta.token]);
+            const bool is_apart = access_ == RowAccess::kFirstCopied;
+            if (not(is_apart ? not meta.pad : meta.owner) or meta.src != rank_) continue;
+            uint64_t rows = A::read(&here_.token_rows[rank_ * s_.tokens + meta.token]);
+            if (is_apart) rows = with_entry(~0ull, 0, row);
             for_each_row(rows, [&](int to) {
                 A::write(&here_.received[to], x_value(epoch, rank_, meta.token));
             });
@@ -645,11 +662,23 @@ class Agent {
         }
     }
 
+    // The row behind the last of some blocks.
+    int row_behind(uint32_t blocks) const {
+        int row = 0;
+        for (; blocks != 0; blocks >>= 1) row += s_.block_rows;
+        return row;
+    }
+
     // All rows but this rank's own ones of the blocks that are copied.
     void dispatch(uint32_t epoch, uint32_t copied_blocks) {
         const int num_rows = num_blocks() * s_.block_rows;
         bool has_heard = false;  // that every peer's rows are in place
-        for (;;) {
+        int first_row = 0;       // that is left to copy
+        if (access_ == RowAccess::kFirstCopied) {
+            first_row = row_behind(copied_blocks);
+            copied_blocks = 0;
+        }
+        while (access_ != RowAccess::kInPlace) {
             forget(has_heard ? 3 : 10);
             const int first =
                 int(protocol::take<A>(here_.counter(M::kDispatch), s_.rows_per_ticket));
@@ -662,7 +691,7 @@ class Agent {
                     has_heard = true;
                 }
                 if (meta.owner and not(is_own and is_first(copied_blocks, row))) {
-                    fetch_row(epoch, meta);
+                    fetch_row(epoch, meta, first_row);
                 }
                 if (meta.pad) {
                     A::write(&here_.received[row], 0);
@@ -670,15 +699,21 @@ class Agent {
                 }
             }
         }
+        if (access_ == RowAccess::kInPlaceUntilCopied) {
+            protocol::publish<A>(here_.counter(M::kDispatched));
+        }
         if (not has_heard) await_rows(epoch);
     }
 
-    void fetch_row(uint32_t epoch, const Row& meta) {
+    void fetch_row(uint32_t epoch, const Row& meta, int first_row) {
         const uint64_t value = meta.src == rank_ ? x_value(epoch, rank_, meta.token)
                                                  : A::read_by_tma(row_of(meta.src, meta.token));
         A::check(value == x_value(epoch, meta.src, meta.token) or A::is_void(),
                  "a row of another epoch is read");
-        const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
+        uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
+        for (int k = 0; k < topk_; ++k) {
+            if (entry(rows, k) < first_row) rows = with_entry(rows, k, -1);
+        }
         for_each_row(rows, [&](int row) { A::write_by_bulk(&here_.received[row], value); });
         protocol::publish_copies<A>([&](auto count) {
             for_each_row(rows, [&](int row) { count(here_.rows_ready(s_, row / s_.block_rows)); });
@@ -712,31 +747,52 @@ class Agent {
             const int block = int(unit >> 16 & 0xffff), local = int(unit >> 8 & 255);
             const int expert = rank_ * s_.local_experts() + local;
             if ((unit & 255) == 2) {
-                compute_tile(launch, epoch, pair.gemm, block, pair.n, expert);
-                compute_tile(launch, epoch, pair.gemm, block + 1, pair.n, expert);
-            } else if (pair.n % 2 == 0) {  // a single block has two tiles along N
-                compute_tile(launch, epoch, pair.gemm, block, pair.n, expert);
+                for (int of_pair : {0, 1}) {
+                    const bool in_place =
+                        pair.gemm == 0 and reads_in_place() and not is_copied(block + of_pair);
+                    compute_tile(launch, epoch, pair.gemm, block + of_pair, pair.n, expert,
+                                 in_place);
+                }
+            } else if (pair.n % 2 == 0) {  // a single block has two tiles along N, which share A
+                const bool in_place = pair.gemm == 0 and reads_in_place() and not is_copied(block);
+                compute_tile(launch, epoch, pair.gemm, block, pair.n, expert, in_place);
                 if (pair.n + 1 < s_.n_tiles[pair.gemm]) {
-                    compute_tile(launch, epoch, pair.gemm, block, pair.n + 1, expert);
+                    compute_tile(launch, epoch, pair.gemm, block, pair.n + 1, expert, in_place);
                 }
             }
         }
     }
 
-    void compute_tile(
-        const Launch& launch, uint32_t epoch, int gemm, int block, int n, int expert) {
-        if (gemm == 0) {
+    bool is_copied(int block) {
+        return protocol::is_complete<A>(here_.rows_ready(s_, block), s_.block_rows);
+    }
+
+    // A look goes ahead of the wait for what a tile reads.
+    void compute_tile(const Launch& launch,
+                      uint32_t epoch,
+                      int gemm,
+                      int block,
+                      int n,
+                      int expert,
+                      bool in_place) {
+        if (not in_place) {
+            const auto* counter =
+                gemm == 0 ? here_.rows_ready(s_, block) : here_.tile_ready(s_, 0, block);
+            const uint32_t target = gemm == 0 ? s_.block_rows : s_.warps * s_.n_tiles[0];
+            const bool is_seen = protocol::is_complete<A>(counter, target);
             protocol::await_for_tma<A>(
-                here_.rows_ready(s_, block), s_.block_rows,
-                [&](auto load, auto done) { wait("GEMM0 waits for rows", load, done); });
-        } else {
-            protocol::await_for_tma<A>(
-                here_.tile_ready(s_, 0, block), s_.warps * s_.n_tiles[0],
-                [&](auto load, auto done) { wait("GEMM1 waits for GEMM0", load, done); });
+                counter, target,
+                [&](auto load, auto done) {
+                    wait(gemm == 0 ? "GEMM0 waits for rows" : "GEMM1 waits for GEMM0", load, done);
+                },
+                is_seen);
         }
         for (int row = block * s_.block_rows; row < (block + 1) * s_.block_rows; ++row) {
             uint64_t input = 0;
-            if (gemm == 0) {
+            if (in_place) {
+                const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+                input = meta.pad ? 0 : x_value(epoch, rank_, meta.token);
+            } else if (gemm == 0) {
                 input = A::read_by_tma(&here_.received[row]);
             } else {
                 for (int i = 0; i < s_.n_tiles[0]; ++i) {
@@ -778,6 +834,11 @@ class Agent {
         protocol::await_for_tma<A>(
             here_.counter(M::kDifferentiated), uint32_t(s_.warps * s_.n_tiles[0] * num_blocks()),
             [&](auto load, auto done) { wait("weight gradients wait for GEMM0", load, done); });
+        if (reads_in_place()) {
+            protocol::await_for_tma<A>(
+                here_.counter(M::kDispatched), uint32_t(s_.ctas),
+                [&](auto load, auto done) { wait("weight gradients wait for rows", load, done); });
+        }
         const int expert = rank_ * s_.local_experts() + local;
         const int num_units = int(A::read(&here_.header[0]) & 0xffff);
         uint64_t sum = 0;
@@ -1050,7 +1111,9 @@ class Agent {
                                               rank_ * s_.local_experts() + local),
                      "a weight gradient was lost, or is wrong and passes for right");
         }
-        for (int row = 0; row < num_blocks() * s_.block_rows and gathers and not is_raised; ++row) {
+        const bool copies = gathers or (computes and access_ != RowAccess::kInPlace);
+        const int num_rows = copies and go_on and not is_raised ? num_blocks() * s_.block_rows : 0;
+        for (int row = 0; row < num_rows; ++row) {
             const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
             A::check(A::read(&here_.received[row]) ==
                          (meta.pad ? 0 : x_value(epoch, meta.src, meta.token)),
@@ -1080,6 +1143,7 @@ class Agent {
     const int rank_, cta_, role_;
     int launch_index_ = 0;
     int topk_ = 0, width_ = 0;  // what the launch under way has
+    RowAccess access_ = RowAccess::kCopied;
 };
 
 }  // namespace protocol_test

@@ -132,6 +132,12 @@ inline std::vector<Scenario> small_scenarios() {
         two.ranks = 2, two.tokens = 2, two.topk = 1, two.chunk_tokens = 1;
         const Launch across = launch_of(Kind::kForward, two, {{{1}, {1}}, {}});
         all.push_back({"ctas2_backward", two, {across, again(across, Kind::kBackward)}});
+        Sizes few = s;  // the first tiles read one of a token's two rows
+        few.row_access = RowAccess::kFirstCopied;
+        all.push_back({"first_copied", few, {both, again(both, Kind::kBackward)}});
+        Sizes placed = s;
+        placed.row_access = RowAccess::kInPlaceUntilCopied;
+        all.push_back({"in_place", placed, {one, again(one, Kind::kBackward)}});
         s.agents = 2;
         all.push_back({"ctas2_agents2", s, {one, one, one}});
     }

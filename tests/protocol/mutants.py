@@ -737,7 +737,7 @@ MUTANTS = [
     Mutant(
         "a gather tells that rows have been read before they are",
         "ranks2_gather",
-        BY_TMA,
+        STILL_READ,
         False,
         (
             (

@@ -9,14 +9,14 @@ from tests.protocol.programs import run, summary
 
 # States that each has; a search that ends earlier has lost some.
 COMPLETE = {
-    "ranks2": 40_000,
-    "ranks3": 520,
-    "ranks3_apart": 1_000,
-    "ranks3_split": 55,
-    "ranks3_refused": 70,
+    "ranks2": 55_000,
+    "ranks3": 1_300,
+    "ranks3_apart": 4_400,
+    "ranks3_split": 290,
+    "ranks3_refused": 190,
     "ranks3_refused_twice": 50,
-    "ctas2": 900,
-    "ctas2_grads": 2_000,
+    "ctas2": 2_400,
+    "ctas2_grads": 5_500,
     "first_copied": 16_000,
     "in_place": 1_200,
 }

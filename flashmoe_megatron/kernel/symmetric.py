@@ -15,7 +15,10 @@ from flashmoe_megatron.errors import ConfigError, HeapError
 from flashmoe_megatron.options import SymmetricMemory
 
 LINK_TRIAL_BYTES = 32 * 2**20
-"""What is copied to measure a link: so much that the copy's begin counts for little."""
+"""What is copied to measure a link: so much that the begin of the first copy counts for little."""
+MOST_LINK_COPIES = 32
+"""In how many copies at most. A heap that would take more tells nothing, since copies that small
+last as long as their begins."""
 
 _TORCH_NAMES: dict[SymmetricMemory, Literal["CUDA", "NVSHMEM"]] = {
     "cuda": "CUDA",
@@ -31,7 +34,7 @@ class SymmetricAllocation:
         local: This rank's bytes, ``[nbytes]`` uint8.
         addresses: Where each rank's bytes are mapped in this process, in rank order.
         link_bytes_per_s: How fast another rank's bytes come while all ranks fetch some; 0 where
-            there is no other rank.
+            there is no other rank, or too small a heap to tell.
     """
 
     local: torch.Tensor
@@ -96,8 +99,11 @@ def allocate(
 
 
 def _link_rate(handle: Any, nbytes: int, device: torch.device) -> float:
-    """Bytes a second that come from the next rank, the faster of two copies."""
+    """Bytes a second that come from the next rank, the faster of two trials."""
     size = min(nbytes, LINK_TRIAL_BYTES)
+    copies = LINK_TRIAL_BYTES // size
+    if copies > MOST_LINK_COPIES:
+        return 0.0
     source = handle.get_buffer((handle.rank + 1) % handle.world_size, (size,), torch.uint8)
     here = torch.empty(size, dtype=torch.uint8, device=device)
     seconds = []
@@ -105,11 +111,12 @@ def _link_rate(handle: Any, nbytes: int, device: torch.device) -> float:
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
-        here.copy_(source)
+        for _ in range(copies):
+            here.copy_(source)
         end.record()
         end.synchronize()
         seconds.append(begin.elapsed_time(end) / 1e3)
-    return float(size / min(seconds[1:]))
+    return float(copies * size / min(seconds[1:]))
 
 
 def _least(value: int, group: dist.ProcessGroup, device: torch.device) -> int:

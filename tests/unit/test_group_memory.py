@@ -4,7 +4,6 @@ import gc
 import logging
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> GroupMemory:
     monkeypatch.setattr(
         group_memory.symmetric,
         "allocate",
-        lambda *_: SimpleNamespace(addresses=[4096], local=torch.empty(0)),
+        lambda *_: symmetric.SymmetricAllocation(torch.empty(0), (4096,)),
     )
     memory = GroupMemory(None, torch.device("cpu"), BackendOptions())
     memory.register(make_config(max_tokens=32, topk=2))

@@ -290,7 +290,7 @@ PARTS: dict[str, Part] = {
 }
 
 SCRIPT = """
---transformer-impl transformer_engine --bf16 --num-layers 4 --seq-length 1024
+--transformer-impl transformer_engine --bf16 --num-layers 2 --seq-length 1024
 --max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16
 --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
 --attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear --num-experts 16

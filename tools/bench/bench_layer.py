@@ -30,6 +30,7 @@ launch and behind a router of torch's operators, and ``--early`` when fc2's grad
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -271,6 +272,8 @@ def measure(
     name: str,
     shape: Shape,
     dtype: str,
+    zipf: float,
+    spare_slots: int,
     options: argparse.Namespace,
     timer: Timer,
     ceilings: Ceilings,
@@ -282,7 +285,7 @@ def measure(
     Raises:
         SystemExit: The layer does not pass the correctness gate.
     """
-    problem = make_problem(shape, num_ranks, zipf=options.zipf, dtype=DTYPES[dtype])
+    problem = make_problem(shape, num_ranks, zipf=zipf, dtype=DTYPES[dtype])
     use_main_grad = options.grads == "main_grad"
     fused = kernel_layer(
         problem,
@@ -290,6 +293,7 @@ def measure(
         kind=options.backend if stopwatch.HAS_GPU else "reference",
         symmetric_memory=options.symmetric,
         row_bound=options.row_bound,
+        spare_slots=spare_slots,
     )
     backend = fused.backend
     floor_ms = ceilings.floor_ms(shape, problem)
@@ -298,12 +302,18 @@ def measure(
         **vars(shape),
         "dtype": dtype,
         "num_ranks": num_ranks,
+        "zipf": zipf,
         "imbalance": round(problem.imbalance(), 3),
+        "spare_slots": spare_slots,
         "grads": options.grads,
     }
 
     if dtype != "bf16":
         name = f"{name} {dtype}"
+    if zipf:
+        name = f"{name}, Zipf {zipf}, imbalance {about['imbalance']}"
+    if spare_slots:
+        name = f"{name}, {spare_slots} spare slots"
     errors = relative_errors(problem, fused.results())
     record.write(measurement="gate", implementation="fused", relative_l2=errors, **about)
     worst = max(errors.values(), key=lambda error: error if error == error else float("inf"))
@@ -347,7 +357,7 @@ def measure(
     if options.router:
         for way, call in routed_calls(problem, backend).items():
             take(f"forward, {way}", timer(without_grad(call)), 1)
-    if options.no_baselines or dtype != "bf16":
+    if options.no_baselines or dtype != "bf16" or spare_slots:
         return
     for tensor in (problem.x, problem.probs, *problem.parameters):
         tensor.grad = None
@@ -389,7 +399,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="what is measured as fused, on a GPU",
     )
     parser.add_argument("--grads", choices=("bf16", "main_grad"), default="bf16")
-    parser.add_argument("--zipf", type=float, default=0.0, help="exponent of a skewed routing")
+    parser.add_argument(
+        "--zipf", type=float, nargs="+", default=[0.0], help="exponents of skewed routings; 0: none"
+    )
+    parser.add_argument(
+        "--spare-slots",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="for replicas, on each rank; baselines are measured without any",
+    )
     parser.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")
     parser.add_argument("--symmetric", choices=("cuda", "nvshmem"), default="cuda")
     parser.add_argument(
@@ -432,7 +451,6 @@ def main(arguments: list[str]) -> int:
         command=common.called("tools.bench.bench_layer", arguments),
         symmetric=options.symmetric,
         row_bound=options.row_bound,
-        zipf=options.zipf,
         one_of=options.one_of,
         cublas_tflops=round(ceilings.tflops, 1),
         link_gbps=ceilings.link_gbps and round(ceilings.link_gbps, 1),
@@ -443,8 +461,8 @@ def main(arguments: list[str]) -> int:
     log(f"bf16 product {ceilings.tflops:.3g} TFLOP/s{link}; medians:")
     for name, whole in options.shapes.items():
         shape = whole.one_of(options.one_of)
-        for dtype in options.dtypes:
-            measure(name, shape, dtype, options, timer, ceilings, record, num_ranks)
+        for dtype, zipf, slots in product(options.dtypes, options.zipf, options.spare_slots):
+            measure(name, shape, dtype, zipf, slots, options, timer, ceilings, record, num_ranks)
             torch.cuda.empty_cache()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -216,7 +216,11 @@ def install(gpus: Gpus, monkeypatch: Any) -> None:
         (torch, "empty_like", kept_empty_like),
         (bindings, "read_fault", library.read_fault),
         (bindings, "clear_fault", library.clear_fault),
-        (symmetric, "allocate", lambda *_: type("Heap", (), {"addresses": (4096,)})),
+        (
+            symmetric,
+            "allocate",
+            lambda *_: symmetric.SymmetricAllocation(torch.empty(0), (4096,)),
+        ),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_properties", lambda *_: properties),

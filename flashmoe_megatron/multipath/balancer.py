@@ -26,6 +26,9 @@ CHUNKS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 32))
 FEWER_CHUNKS = 0.03
 """How much longer a link alone may take with larger chunks, which cost the host less."""
 
+MOST_CHUNKS = 16
+"""Chunks of a transfer by a link alone, as far as :data:`CHUNKS` go: each one costs the host."""
+
 MAX_TRIALS = 64
 """Most trials of stage one for a size."""
 
@@ -245,7 +248,9 @@ class _Tuning:
         # Several links share the trials; those of the share search have to remain.
         room = (MAX_TRIALS * 5 // 8) // self._num_links - 1
         tried = {}
-        for chunk in CHUNKS[-max(1, min(room, len(CHUNKS))) :]:
+        least_chunk = min(self._nbytes / MOST_CHUNKS, CHUNKS[-1])
+        candidates = [chunk for chunk in CHUNKS if chunk >= least_chunk]
+        for chunk in candidates[-max(1, room) :]:
             tried[chunk] = self._alone_for(link, self._nbytes, chunk)
         least = min(tried.values())
         chunk = max(size for size, took in tried.items() if took <= (1 + FEWER_CHUNKS) * least)

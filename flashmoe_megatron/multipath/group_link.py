@@ -132,6 +132,6 @@ class _DeviceFlight(_GroupFlight):
 
 
 def _timed_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

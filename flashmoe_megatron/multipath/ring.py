@@ -12,6 +12,7 @@ if the streams of a GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -310,7 +311,7 @@ class RingFlight(Flight):
     Attributes:
         what: The operation, for messages.
         started: Recorded in the current stream when the link may begin.
-        ended: Recorded in every stream of the link behind its last chunk.
+        ended: Recorded behind its last chunk.
     """
 
     def __init__(self, link: RingLink, exchange: Exchange, index: int) -> None:
@@ -325,9 +326,11 @@ class RingFlight(Flight):
         link, (begin, end, chunk) = self.link, self.part
         chunk = min(chunk, link.slot_bytes)
         lanes = link.streams[: -(-(end - begin) // chunk)]
-        self.enter([stream for lane in lanes for stream in lane])
         sends = [_bounded(link.outbound, piece.peer, piece.send) for piece in self.pieces]
         receives = [_bounded(link.inbound, piece.peer, piece.receive) for piece in self.pieces]
+        # Streams that carry nothing would cost the host calls of the driver all the same.
+        ways = [any(length > begin for _, _, length in way) for way in (sends, receives)]
+        self.enter([stream for lane in lanes for stream in itertools.compress(lane, ways)])
         for number, at in enumerate(range(begin, end, chunk)):
             lane, behind = number % NUM_LANES, min(at + chunk, end)
             for rings, address, length in sends:
@@ -341,8 +344,8 @@ class RingFlight(Flight):
         self.leave()
 
     def enter(self, streams: list[torch.cuda.Stream]) -> None:
-        """Lets the streams that take part begin behind the current stream."""
-        self._streams = streams
+        """Lets the streams that take part, if any, begin behind the current stream."""
+        self._streams = streams or [self.link.streams[0][0]]
         self.started = _event(torch.cuda.current_stream(self.link.device.index))
         for stream in self._streams:
             stream.wait_event(self.started)
@@ -350,22 +353,21 @@ class RingFlight(Flight):
     def leave(self) -> None:
         """Marks the end of what has been issued."""
         self.pieces = ()  # flights are kept for their times, tensors are not
-        self.ended = [_event(stream) for stream in self._streams]
+        first, *others = self._streams
+        for stream in others:
+            first.wait_stream(stream)
+        self.ended = _event(first)
         self.link.watch.add(self)
 
     def join(self) -> None:
         """Makes the current stream wait for it."""
         self.link.raise_if_broken()
-        current = torch.cuda.current_stream(self.link.device.index)
-        for event in self.ended:
-            current.wait_event(event)
+        torch.cuda.current_stream(self.link.device.index).wait_event(self.ended)
 
     def seconds(self) -> float:
         """By the GPU's clock, from when this rank could begin."""
-        for event in self.ended:
-            event.synchronize()
-        took = [self.started.elapsed_time(event) for event in self.ended]
-        return float(max(took)) * 1e-3
+        self.ended.synchronize()
+        return float(self.started.elapsed_time(self.ended)) * 1e-3
 
     def num_bytes(self) -> int:
         """What this rank received by it."""
@@ -380,7 +382,8 @@ def _bounded(
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    # One that blocks would interrupt every process of the GPU each time that it is reached.
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError
 
-_PERIOD_S = 0.02
+_PERIOD_S = 0.1
 
 
 class Watch:
     """A thread that looks after the transfers of a link; it sleeps nearly all of the time.
 
-    It looks 50 times a second while there are transfers, however many there are, and none of them
+    It looks 10 times a second while there are transfers, however many there are, and none of them
     wakes it: it would take the interpreter's lock from the thread that issues chunks.
 
     A stream that waits for a word waits for ever if nobody writes it. Where a peer has died, has
@@ -49,7 +49,7 @@ class Watch:
         while self._added.wait():
             time.sleep(_PERIOD_S)
             self._added.clear()
-            while self._flights and all(event.query() for event in self._flights[0].ended):
+            while self._flights and self._flights[0].ended.query():
                 self._flights.popleft()
             if not self._flights:
                 if self._is_closed:

@@ -30,6 +30,7 @@ from flashmoe_megatron.multipath.balancer import (
     CHUNKS,
     FEWER_CHUNKS,
     MAX_TRIALS,
+    MOST_CHUNKS,
     WINDOW,
     Balancer,
     cut,
@@ -41,7 +42,7 @@ from flashmoe_megatron.multipath.sockets import Pace, SocketLink
 from flashmoe_megatron.multipath.tickets import Tickets
 from flashmoe_megatron.telemetry.totals import LINKS
 from tests.distributed import RankError, RankPool, run_ranks
-from tools.bench.multipath import table
+from tools.bench.multipath import _right, table
 
 MACHINES = {
     "H800": [("nvlink", 132, 20), ("pcie", 22, 170), ("rdma", 13, 100)],
@@ -82,8 +83,18 @@ def test_tuning_is_short_and_never_loses(machine: str) -> None:
             assert balancer.trials(nbytes) <= MAX_TRIALS
             alone = min(link.seconds(nbytes, chunk) for link in links for chunk in CHUNKS)
             # What a link loses by larger chunks is the price of less work for the host.
-            assert max(seconds(links, balancer, nbytes)) <= alone * (1 + FEWER_CHUNKS)
+            price = max(FEWER_CHUNKS, 1 / MOST_CHUNKS)
+            assert max(seconds(links, balancer, nbytes)) <= alone * (1 + price)
             assert sum(balancer.shares(nbytes)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("mib", "least"), [(8, 1), (64, 4), (256, 16), (512, 32), (2048, 32)])
+def test_a_large_transfer_has_few_chunks(mib: int, least: int) -> None:
+    # A link that is faster the smaller its chunks are, as a measurement may have it by chance.
+    balancer = Balancer(["host"])
+    balancer.tune(mib * 2**20, lambda carried, chunks: [1e-9 * (carried[0] + chunks[0])])
+    assert balancer.chunks(mib * 2**20) == [least * 2**20]
+    assert balancer.trials(mib * 2**20) <= len(CHUNKS) + 3
 
 
 def test_a_link_whose_latency_loses_is_off_and_comes_with_size() -> None:
@@ -406,6 +417,20 @@ def test_a_peer_that(fault: str, said: tuple[type, str], tmp_path: Path) -> None
     text = path.with_suffix(".0").read_text()
     assert text.startswith(f"{said[0].__name__}: ")
     assert said[1] in text
+
+
+def every_byte(group: dist.ProcessGroup) -> dict[str, Any]:
+    with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=60) as multipath:
+        with pytest.raises(SystemExit, match="wanted some by every link"):
+            _right(multipath, 0)
+        return _right(multipath, 40, largest=2**16)
+
+
+def test_the_bench_counts_what_went_by_each_link(ranks: RankPool) -> None:
+    for found in ranks.run(every_byte, num_ranks=2):
+        assert found["sizes"] == 40
+        assert found["wrong"] == 0
+        assert min(found["bytes"].values()) > 40_000
 
 
 def ends(group: dist.ProcessGroup) -> list[str]:

@@ -76,6 +76,11 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.queue.push(event.synchronize)
 
+    def wait_stream(self, other: "Stream") -> None:
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
     def synchronize(self) -> None:
         event = Event()
         event.record(self)

@@ -20,6 +20,7 @@ import functools
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -413,26 +414,38 @@ def _meet(both: Multipath) -> None:
     dist.barrier()
 
 
-def _right(both: Multipath, count: int) -> dict[str, Any]:
-    """Gathers random numbers of random lengths over both links, and looks at every byte."""
-    lengths = torch.Generator().manual_seed(1)
+def _right(both: Multipath, count: int, largest: int = 2**26) -> dict[str, Any]:
+    """Gathers random numbers of random lengths by random shares, and looks at every byte."""
+    draw = random.Random(1)  # the same on every rank
+    moved, fly = dict.fromkeys((link.name for link in both.links), 0), both.fly
+    shares: list[float] = []
+
+    def counted(*args: Any) -> list[Any]:
+        flights = fly(*args)
+        for link, flight in zip(both.links, flights, strict=True):
+            moved[link.name] += flight.num_bytes() if flight else 0
+        return flights
+
+    both.fly = counted  # type: ignore[method-assign]
+    both.balancer.shares = lambda nbytes: tuple(shares)  # type: ignore[method-assign]
     wrong = 0
     for index in range(count):
-        scale = float(torch.rand((), generator=lengths)) * 26
-        size = max(1, int(2**scale * (1 + float(torch.rand((), generator=lengths)))))
+        size = int(largest ** draw.random() * (1 + draw.random()))
+        weights = [draw.random() for _ in both.links]
+        shares[:] = [weight / sum(weights) for weight in weights]
+        inbound = size * (both.num_ranks - 1)
+        if not both.balancer.is_tuned(inbound):  # by a rate that needs no trial
+            both.balancer.tune(inbound, lambda carried, chunks: [1e-11 * one for one in carried])
         inputs = []
         for rank in range(both.num_ranks):
-            torch.cuda.manual_seed(index * both.num_ranks + rank)
+            torch.manual_seed(index * both.num_ranks + rank)
             inputs.append(torch.randint(256, (size,), dtype=torch.uint8, device=both.device))
         output = torch.zeros(both.num_ranks * size, dtype=torch.uint8, device=both.device)
         both.all_gather(output, inputs[both.rank])
         wrong += not torch.equal(output, torch.cat(inputs))
-    totals = both.take_totals()
-    return {
-        "sizes": count,
-        "wrong": wrong,
-        "bytes": {name: total.nbytes for name, total in totals.items()},
-    }
+    if not all(moved.values()):
+        raise SystemExit(f"{count} gathers moved {moved} bytes: wanted some by every link")
+    return {"sizes": count, "wrong": wrong, "bytes": moved}
 
 
 def _wall(call: Callable[[], Any], repeats: int) -> float:

@@ -55,7 +55,7 @@ def stand_in_for_the_gpu() -> None:
 
     replaced: list[tuple[Any, str, Any]] = [
         (bindings, "function", functools.cache(function)),
-        (symmetric, "allocate", lambda *_: SimpleNamespace(addresses=(4096,))),
+        (symmetric, "allocate", lambda *_: symmetric.SymmetricAllocation(torch.empty(0), (4096,))),
         (
             experts,
             "select_backend",

@@ -5,38 +5,15 @@
 
 namespace flashmoe {
 
-int sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes);
-int preload(const FlashMoEProblem* problem);
-int slot(const FlashMoEProblem* problem, void* heap, int32_t spare_slot, FlashMoESlot* slot);
-int encode_weights(const FlashMoEProblem* problem,
-                   const void* const* fc1,
-                   const void* const* fc2,
-                   void* weight_maps);
-int encode_grads(const FlashMoEProblem* problem,
-                 void* const* grads,
-                 void* const* bias_grads,
-                 int32_t grads_dtype,
-                 void* grad_table);
-int plan(const FlashMoEProblem* problem,
-         const FlashMoEGroup* group,
-         const FlashMoEInput* input,
-         void* plan);
-int forward(const FlashMoEProblem* problem,
-            const FlashMoEGroup* group,
-            const FlashMoEInput* input,
-            const FlashMoELaunch* launch_args,
-            int32_t is_planned);
-int gather(const FlashMoEProblem* problem,
-           const FlashMoEGroup* group,
-           const FlashMoELaunch* launch_args,
-           const void* x);
-int backward(const FlashMoEProblem* problem,
-             const FlashMoEGroup* group,
-             const FlashMoELaunch* launch_args,
-             const void* grad_out,
-             const void* grad_table,
-             int32_t grads_dtype,
-             int32_t accumulate,
-             uint64_t number);
+// With the parameters that the interface has.
+decltype(flashmoe_sizes) sizes;
+decltype(flashmoe_preload) preload;
+decltype(flashmoe_slot) slot;
+decltype(flashmoe_encode_weights) encode_weights;
+decltype(flashmoe_encode_grads) encode_grads;
+decltype(flashmoe_plan) plan;
+decltype(flashmoe_forward) forward;
+decltype(flashmoe_gather) gather;
+decltype(flashmoe_backward) backward;
 
 }  // namespace flashmoe

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.errors import LinkError
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange, Flight, Link
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link, timed_event
 
 
 class GroupLink(Link):
@@ -115,10 +115,10 @@ class _DeviceFlight(_GroupFlight):
         assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(self._link.device))
         with torch.cuda.stream(stream):
-            self._start_event = _timed_event()
+            self._start_event = timed_event(stream)
             self._start()
             self._finish()
-            self._end_event = _timed_event()
+            self._end_event = timed_event(stream)
         yield
 
     def join(self) -> None:
@@ -129,9 +129,3 @@ class _DeviceFlight(_GroupFlight):
         """By the GPU's clock."""
         self._end_event.synchronize()
         return float(self._start_event.elapsed_time(self._end_event)) * 1e-3
-
-
-def _timed_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -138,3 +138,13 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Frees what the link holds."""
+
+
+def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """A moment of a stream with its time.
+
+    An event for which a host may sleep would interrupt every process of the GPU when it is reached.
+    """
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

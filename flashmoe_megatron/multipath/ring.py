@@ -23,7 +23,7 @@ from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.balancer import CHUNKS
 from flashmoe_megatron.multipath.board import NUM_LANES
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange, Flight, Link
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link, timed_event
 from flashmoe_megatron.multipath.shared import SharedMemory, node_of_gpu
 from flashmoe_megatron.multipath.watch import Watch
 
@@ -346,7 +346,7 @@ class RingFlight(Flight):
     def enter(self, streams: list[torch.cuda.Stream]) -> None:
         """Lets the streams that take part, if any, begin behind the current stream."""
         self._streams = streams or [self.link.streams[0][0]]
-        self.started = _event(torch.cuda.current_stream(self.link.device.index))
+        self.started = timed_event(torch.cuda.current_stream(self.link.device.index))
         for stream in self._streams:
             stream.wait_event(self.started)
 
@@ -356,7 +356,7 @@ class RingFlight(Flight):
         first, *others = self._streams
         for stream in others:
             first.wait_stream(stream)
-        self.ended = _event(first)
+        self.ended = timed_event(first)
         self.link.watch.add(self)
 
     def join(self) -> None:
@@ -379,13 +379,6 @@ def _bounded(
 ) -> tuple[list[_Ring], int, int]:
     """A peer's rings, and where a tensor lies and how long it is."""
     return rings[peer], tensor.data_ptr(), tensor.numel()
-
-
-def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # One that blocks would interrupt every process of the GPU each time that it is reached.
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
 
 
 def _slot_bytes(num_peers: int) -> int:

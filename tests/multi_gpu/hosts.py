@@ -22,13 +22,9 @@ import json
 import math
 import os
 import random
-import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +44,8 @@ from flashmoe_megatron.reference.oracle import assert_close
 from flashmoe_megatron.select import OVERLAP_CTAS, find_grid, select_backend
 from tests.gpu.spinner import SHARED_BYTES, Wait
 from tests.gpu.two_hosts import PARTS as OVER_SOCKETS
-from tests.gpu.two_hosts import SOCKETS, Part, World, free_port, make_parser, parse, start, work
+from tests.gpu.two_hosts import SOCKETS, Part, World, make_parser, parse, start, work
+from tests.multi_gpu import stock_training
 from tests.unit import cases
 
 MODELS = {
@@ -289,21 +286,7 @@ PARTS: dict[str, Part] = {
     "reduction": check_reduction,
 }
 
-SCRIPT = """
---transformer-impl transformer_engine --bf16 --num-layers 2 --seq-length 1024
---max-position-embeddings 1024 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16
---normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
---attention-dropout 0 --hidden-dropout 0 --swiglu --disable-bias-linear --num-experts 16
---moe-ffn-hidden-size 1024 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
---moe-aux-loss-coeff 1e-3 --moe-router-dtype fp32 --moe-grouped-gemm --use-distributed-optimizer
---overlap-grad-reduce --overlap-param-gather --mock-data --tokenizer-type NullTokenizer
---vocab-size 32000 --split 1,0,0 --no-create-attention-mask-in-dataloader --lr 1e-4 --min-lr 1e-5
---lr-decay-style constant --no-gradient-accumulation-fusion --log-interval 1 --eval-iters 0
---eval-interval 100000 --seed 1234 --micro-batch-size 2 --num-workers 2 --manual-gc
-"""
 TRAININGS = ["flashmoe:2:1", "flashmoe:2:8", "flashmoe:0:8", "alltoall:0:1"]
-LOSS = re.compile(r"iteration +(\d+)/.*lm loss: +(\S+) ")
-TIME = re.compile(r"elapsed time per iteration \(ms\): +(\S+)")
 
 
 def train(args: argparse.Namespace, dispatcher: str, overlap: str, queues: str) -> list[float]:
@@ -317,56 +300,38 @@ def train(args: argparse.Namespace, dispatcher: str, overlap: str, queues: str) 
     per_host = args.ranks // args.hosts
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
     name = f"{dispatcher}, overlap {overlap}, queues {queues}"
-    arguments = [*SCRIPT.split(), "--moe-token-dispatcher-type", dispatcher]
+    arguments = [*stock_training.SMALL.split(), "--moe-token-dispatcher-type", dispatcher]
     arguments += ["--expert-model-parallel-size", str(args.ranks)]
     arguments += ["--global-batch-size", str(2 * args.ranks)]
     arguments += ["--train-iters", str(args.train_iterations)]
     if dispatcher == "flashmoe":
         arguments += ["--flashmoe-host-overlap", overlap, "--flashmoe-timeout", "30"]
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="flashmoe-hosts-") as folder, ExitStack() as stack:
-        processes = []
-        for host in range(args.hosts):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(args.hosts)]
-            command += ["--node-rank", str(host), "--nproc-per-node", str(per_host)]
-            command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-            command += ["-m", "flashmoe_megatron.run", str(args.megatron / "pretrain_gpt.py")]
-            gpus = [visible[(host * per_host + i) % args.gpus] for i in range(per_host)]
-            own = {HOST_VARIABLE: f"host{host}", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-            if args.gpus < args.ranks:
-                own |= {**SOCKETS, "NCCL_HOSTID": f"host{host}"}
-            own |= {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "OMP_NUM_THREADS": "1"}
-            own["PYTHONPATH"] = f"{args.megatron}:{os.environ.get('PYTHONPATH', '')}"
-            processes.append(
-                subprocess.Popen(
-                    command + arguments,
-                    env={**os.environ, **own},
-                    stdout=stack.enter_context(Path(folder, str(host)).open("w")),
-                    stderr=subprocess.STDOUT,
-                )
-            )
-        deadline = time.monotonic() + args.limit
-        for process in processes:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun then ends its ranks
-        codes = [process.wait() for process in processes]
-        logs = [Path(folder, str(host)).read_text() for host in range(args.hosts)]
-    losses = [float(loss) for log in logs for _, loss in LOSS.findall(log)]
-    times = sorted(float(ms) for log in logs for ms in TIME.findall(log)[10:])
-    is_right = not any(codes) and len(losses) == args.train_iterations
-    is_right = is_right and all(map(math.isfinite, losses))
-    said = f"exit codes {codes}, {len(losses)} losses"
+    environments = []
+    for host in range(args.hosts):
+        gpus = [visible[(host * per_host + i) % args.gpus] for i in range(per_host)]
+        own = {HOST_VARIABLE: f"host{host}", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        if args.gpus < args.ranks:
+            own |= {**SOCKETS, "NCCL_HOSTID": f"host{host}"}
+        environments.append({**own, "CUDA_DEVICE_MAX_CONNECTIONS": queues})
+    found = stock_training.train(
+        args.megatron,
+        arguments,
+        ranks_per_host=per_host,
+        limit_s=args.limit,
+        environments=environments,
+    )
+    losses, ms = found.losses, found.median_ms(warm=10)
+    is_right = found.is_right(args.train_iterations)
+    said = f"exit codes {found.codes}, {len(losses)} losses"
     if is_right:
         said = f"loss {losses[0]:.4f} to {losses[-1]:.4f}"
-    if times:
-        said += f", {times[len(times) // 2]:.1f} ms an iteration"
+    if not math.isnan(ms):
+        said += f", {ms:.1f} ms an iteration"
     print(f"training, {name}: {args.train_iterations} iterations, {said}", flush=True)
     if not is_right:
-        print(*(log[-3000:] for log in logs), sep="\n----\n", flush=True)
-    record = {"part": "training", "run": name, "codes": codes, "losses": losses[-1:]}
-    record |= {"iterations": len(losses), "ms": times[len(times) // 2] if times else None}
+        print(found.ends(), flush=True)
+    record = {"part": "training", "run": name, "codes": found.codes, "losses": losses[-1:]}
+    record |= {"iterations": len(losses), "ms": None if math.isnan(ms) else ms}
     if args.out is not None:
         with args.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -377,11 +342,7 @@ def check_training(args: argparse.Namespace) -> bool:
     """Trainings whose first losses have to agree."""
     found = [train(args, *run.split(":")) for run in args.trainings]
     same = [losses[:10] for losses in found if losses]
-    agree = all(
-        math.isclose(a, b, rel_tol=2e-3)
-        for other in same[1:]
-        for a, b in zip(same[0], other, strict=True)
-    )
+    agree = stock_training.agree(same)
     print(f"trainings: first losses {'agree' if agree else 'differ'}: {same}", flush=True)
     return agree and all(found)
 

@@ -169,6 +169,7 @@ class Report:
         scenarios: Distinct ones that were run.
         compared: Values compared with the first run's.
         differences: Values that differed.
+        replicas: What spare slots held in the last launches, on real ranks.
         seconds: How long it took.
         failure: What went wrong, if anything.
     """
@@ -182,6 +183,7 @@ class Report:
     scenarios: int = 0
     compared: int = 0
     differences: int = 0
+    replicas: int = 0
     seconds: float = 0.0
     failure: str = ""
 

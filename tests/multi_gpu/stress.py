@@ -14,6 +14,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.metrics import take_records
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.select import select_backend
@@ -87,6 +88,11 @@ class RealRun:
         """Compares this rank's results with the oracle."""
         check_first(scenario, got, self.rank)
 
+    def count_replicas(self) -> int:
+        """What this rank's spare slots held in the last launches, as far as records are kept."""
+        records = take_records(self._backends.values())
+        return sum(len(record.replicas.rows) for record in records if record.replicas)
+
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -113,12 +119,14 @@ def main(arguments: list[str]) -> int:
     run = RealRun(group, options.symmetric, options.seed, options.slots)
     report = Report("real", run.num_ranks, bindings.library_path().name, options.seed)
     stress(run, report, options.seconds, agree_to_stop, has_slots=options.slots > 0)
+    report.replicas = run.count_replicas()
     everyone: list[Report] = [report] * run.num_ranks
     dist.all_gather_object(everyone, report, group=reporting)
     failures = [f"rank {rank}:\n{one.failure}" for rank, one in enumerate(everyone) if one.failure]
     report.failure = "\n".join(failures)
     report.compared = sum(one.compared for one in everyone)
     report.differences = sum(one.differences for one in everyone)
+    report.replicas = sum(one.replicas for one in everyone)
     return finish(report, options.out) if run.rank == 0 else int(bool(failures))
 
 

@@ -50,7 +50,9 @@ class Job:
     device: torch.device
     symmetric: str
 
-    def backend(self, config: MoEConfig, *, timeout_s: float = TIMEOUT_S) -> KernelBackend:
+    def backend(
+        self, config: MoEConfig, *, timeout_s: float = TIMEOUT_S, spare_slots: int = 0
+    ) -> KernelBackend:
         backend = select_backend(
             config,
             self.group,
@@ -58,6 +60,7 @@ class Job:
             kind="kernel",
             symmetric_memory=self.symmetric,
             timeout=timeout_s,
+            spare_slots=spare_slots,
         )
         assert isinstance(backend, KernelBackend)
         return backend
@@ -291,6 +294,38 @@ def early_reductions(job: Job) -> None:
         torch.testing.assert_close(reduced, want, rtol=0, atol=0)
 
 
+def early_reductions_with_slots(job: Job) -> None:
+    """Ranks sum fc2's gradients behind those of replicas, which their owners add."""
+    config = make_config(job.num_ranks, hidden=1024, intermediate=1024, topk=2, max_tokens=4096)
+    backend, tokens = job.backend(config, spare_slots=2), [4096] * job.num_ranks
+    inputs = job.inputs(config, zipf, tokens)
+    weights = job.weights(config, inputs)
+    want = expected(config, inputs).share(config, tokens, job.rank)
+    assert_as_good(job.step(backend, inputs, weights), want)
+    call = (inputs.x[job.rank], inputs.probs[job.rank], inputs.routing_map[job.rank], weights)
+    grads = [
+        [WeightGrad(torch.zeros_like(weight, dtype=torch.float32), True) for weight in share]
+        for share in (weights.fc1, weights.fc2)
+    ]
+    for _ in range(20):
+        _, saved = backend.forward(*call, training=True)
+        backend.backward(inputs.grad_out[job.rank], saved, weights, *grads)
+        early = backend.early_fc2_grads()
+        assert early is not None
+        with early:
+            reduced = torch.stack([grad.buffer for grad in grads[1]])
+            work = dist.all_reduce(reduced, group=job.group, async_op=True)
+        work.wait()
+        late = torch.stack([grad.buffer for grad in grads[1]])
+        dist.all_reduce(late, group=job.group)
+        torch.testing.assert_close(reduced, late, rtol=0, atol=0)
+    torch.cuda.synchronize()
+    held = [len(record.replicas.rows) for record in backend.take_records() if record.replicas]
+    counts = torch.tensor([sum(held)])
+    dist.all_reduce(counts, group=job.gloo)
+    assert counts > 0, "no rank held a replica"
+
+
 def bad_routing(job: Job) -> None:
     """A NaN on the last rank is an error on every rank; the next launch is right."""
     config = make_config(job.num_ranks)
@@ -346,6 +381,7 @@ CASES: dict[str, Callable[[Job], None]] = {
         main_grads,
         layers_in_flight,
         early_reductions,
+        early_reductions_with_slots,
         bad_routing,
         a_thousand_launches,
         a_peer_that_never_calls,

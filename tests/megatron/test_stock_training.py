@@ -1,0 +1,144 @@
+"""Programs that train by the stock script: what they read of it, and what they call wrong."""
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import PATIENCE_S
+from tests.multi_gpu import replicas, stock_training
+from tests.multi_gpu.replicas import Loads, Run
+from tests.multi_gpu.stock_training import Outcome
+from tools.bench.bench_training.logs import Iteration
+
+pytestmark = pytest.mark.timeout(4 * PATIENCE_S)
+
+SCRIPT = """
+import json, os, pathlib, sys, time
+if "--hang" in sys.argv:
+    print("it begins", flush=True)
+    time.sleep(1e6)
+if os.environ["RANK"] == "1":
+    for i in range(1, 5):
+        print(f" [now] iteration {i:8}/       4 | elapsed time per iteration (ms): {100 / i:.1f} | "
+              f"lm loss: {5 - i:.6E} | loss scale: 1.0 |", flush=True)
+    folder = pathlib.Path(sys.argv[sys.argv.index("--tensorboard-dir") + 1])
+    folder.mkdir()
+    report = {"step": 2, "seen": os.environ["SEEN"]}
+    (folder / "flashmoe_metrics.jsonl").write_text(json.dumps(report))
+    if "--fail" in sys.argv:
+        raise SystemExit("SomeError: the reason")
+"""
+
+
+def train(folder: Path, *arguments: str, limit_s: float = PATIENCE_S) -> Outcome:
+    (folder / "pretrain_gpt.py").write_text(SCRIPT)
+    return stock_training.train(
+        folder,
+        arguments,
+        ranks_per_host=2,
+        limit_s=limit_s,
+        environments=[{"SEEN": "yes"}],
+        launcher=(),
+        with_reports=True,
+    )
+
+
+def test_a_training_is_read(tmp_path: Path) -> None:
+    found = train(tmp_path)
+    assert found.is_right(4)
+    assert not found.is_right(5)
+    assert found.losses == [4, 3, 2, 1]
+    assert found.median_ms(2) == pytest.approx((33.3 + 25) / 2)
+    assert math.isnan(found.median_ms(4))
+    assert found.reports == [{"step": 2, "seen": "yes"}]
+
+
+def test_a_training_that_fails_says_why(tmp_path: Path) -> None:
+    found = train(tmp_path, "--fail")
+    assert found.codes == [1]
+    assert not found.is_right(4)
+    assert found.ends().startswith("SomeError: the reason")
+
+
+def test_a_training_that_hangs_is_ended(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    found = train(tmp_path, "--hang", limit_s=8)
+    assert time.monotonic() - begin < PATIENCE_S
+    assert any(found.codes)
+    assert found.iterations == {}
+    assert found.reports == []
+
+
+def test_losses_agree_or_do_not() -> None:
+    agree = stock_training.agree
+    assert agree([])
+    assert agree([[10.0, 9.0], [10.01, 9.01]])
+    assert not agree([[10.0, 9.0], [10.0, 9.1]])
+    assert not agree([[10.0, 9.0], [10.0]])
+    assert not agree([[10.0], [math.nan]])
+
+
+REPORT = {
+    "step": 9,
+    # Four experts on two ranks: all is even in one layer, and rank 1 has 1.5 in the other.
+    **{f"flashmoe/layer_0/expert_rows/{expert}": 8.0 for expert in range(4)},
+    **{
+        f"flashmoe/layer_1/expert_rows/{expert}": rows for expert, rows in enumerate((8, 0, 12, 12))
+    },
+    "flashmoe/rank_imbalance": 1.1,
+    "flashmoe/forward/kernel_ms": 2.0,
+    "flashmoe/backward/kernel_ms": 5.0,
+}
+WITH_SLOTS = {**REPORT, "flashmoe/rank_imbalance_before": 1.5, "flashmoe/replicas": 0.5}
+
+
+def test_loads_are_those_of_the_reports() -> None:
+    loads = Loads.of([WITH_SLOTS, {**WITH_SLOTS, "flashmoe/replicas": 0.0}], num_ranks=2)
+    assert loads == Loads(1.25, 1.5, 1.1, replicas=0.25, moved=0.5, forward_ms=2, backward_ms=5)
+    assert Loads.of([REPORT], 2) == replace(loads, before=None, replicas=0, moved=0)
+
+
+def test_what_a_training_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    log = "flashmoe: backend kernel, 4 experts\nflashmoe: replicas of at most 2 experts of"
+    good = Outcome([0], {1: Iteration(1, 2), 2: Iteration(1, 1.5)}, [WITH_SLOTS], [log], 1.0)
+    loads = Loads.of(good.reports, 2)
+    skewed, alltoall = Run.of("skewed:2"), Run.of("learned:alltoall")
+    assert replicas.is_right(skewed, good, loads, 2, "kernel")
+    assert replicas.is_right(alltoall, replace(good, logs=[""]), None, 2, "kernel")
+    assert not capsys.readouterr().out
+    for words, run, outcome, seen in [
+        ("wanted 2 finite losses", skewed, replace(good, codes=[1]), loads),
+        ("runs on the backend kernel", skewed, replace(good, logs=[log[20:]]), loads),
+        ("that it has slots", skewed, replace(good, logs=[log[:30]]), loads),
+        ("no launch is reported", skewed, good, None),
+        ("wanted replicas in 100%", skewed, good, replace(loads, moved=0.9)),
+        ("runs on flashmoe", alltoall, good, None),
+    ]:
+        assert not replicas.is_right(run, outcome, seen, 2, "kernel")
+        assert words in capsys.readouterr().out
+
+
+def test_replicas_are_judged_over_balanced_routing(capsys: pytest.CaptureFixture[str]) -> None:
+    from types import SimpleNamespace
+
+    times = {("learned", 2): 102.0, ("balanced", 0): 100.0, ("skewed", 2): 104.0}
+    replicas.say_ratios({**times, ("learned", None): 204.0}, SimpleNamespace(out=None))
+    assert capsys.readouterr().out.splitlines() == [
+        "learned, 2 slots, over balanced, 0 slots: 1.020, asked 1.03: kept",
+        "skewed, 2 slots, over balanced, 0 slots: 1.040",
+        "alltoall over 2 slots, learned: 2.000",
+    ]
+
+
+def test_trainings_with_slots_run_on_processors(
+    megatron_lm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--gpus", "0", "--megatron", str(megatron_lm), "--train-iterations", "4"]
+    trainings = ["--parts", "training", "--trainings", "learned:2:1", "learned:0:1"]
+    assert replicas.main([*arguments, *trainings]) == 0
+    out = capsys.readouterr().out
+    assert "learned: first losses of 2 trainings agree" in out
+    assert out.endswith("all right\n")

@@ -1,0 +1,412 @@
+"""Replicas of hot experts on several GPUs: what a training takes and says, and what stands it.
+
+    python -m tests.multi_gpu.replicas --gpus 2 --megatron FOLDER [--parts step training ...]
+
+| part | what |
+| --- | --- |
+| step | an iteration of Megatron's stock script with four of Qwen3-30B's layers: routing as |
+| | the router learns it, balanced and skewed, with slots and without, and alltoall |
+| training | a thousand iterations of a small model with the distributed optimizer and both of |
+| | its overlaps, with one hardware queue and with several (CUDA_DEVICE_MAX_CONNECTIONS) |
+| lookahead | a training that asks for it is refused by name |
+| early | reductions of fc2's gradients that begin before the backward's stream may go on |
+| stress | :mod:`tests.multi_gpu.stress` with slots, in the library that FLASHMOE_LIBRARY names |
+
+Four layers fit two GPUs of 80 GB: a rank's 64 experts of a layer are 302 million parameters of 18
+bytes each, 22 GB in all four, and such a training took 39 GB at most.
+
+Megatron's ``--moe-router-force-biased``, which 0.16.1 does not have, makes the skew: logits are
+drawn at random, as where loads are balanced by force, and each expert has a bias. With the seed of
+"skewed", the biases that a GPU draws give one of two ranks 1.26 to 1.32 times the mean in each of
+the four layers. Slots take no more than two experts from there, after which the planner leaves 1.00
+to 1.06 times the mean. In "moving", each forward has other biases, so that owners change with it.
+
+``--gpus 0`` is a dry run of the first two parts with a smaller model on two processors.
+"""
+
+# ruff: noqa: T201 - a program: it prints
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.megatron.stock_script import BRIDGE, MODEL
+from tests.megatron.trainings import COMMON, QWEN3, WARM
+from tests.multi_gpu import stock_training
+from tests.multi_gpu.jobs import run_job
+from tests.multi_gpu.stock_training import LAUNCHER, SMALL, Outcome, agree
+
+ROUTINGS = {
+    "learned": "",
+    "balanced": "--moe-router-force-load-balancing",
+    "skewed": "--moe-router-force-biased -1 --seed 1943",
+    "moving": "--moe-router-force-biased 1",
+}
+STEPS = ["learned:2", "balanced:0", "learned:0", "skewed:2", "skewed:0"]
+STEPS += ["learned:alltoall", "balanced:2", "skewed:4"]
+TRAININGS = ["learned:2:1", "moving:2:8", "learned:0:8", "moving:0:8"]
+ASKED = 1.03
+"""An iteration with slots, routed as learned, over one that is balanced."""
+LEAST_MOVED = {"skewed": 1.0, "moving": 0.5}
+"""Share of iterations with replicas, by routing; what "moving" draws is even at times."""
+COMPARED = 10
+"""First iterations, whose losses have to agree with and without slots."""
+METRICS = "kernel_ms,rank_imbalance,rank_imbalance_before,replicas,replica_mib,expert_rows"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        routing: Key of ``ROUTINGS``.
+        slots: Spare slots of each rank; ``None`` with alltoall.
+        queues: CUDA_DEVICE_MAX_CONNECTIONS.
+        ends: The iteration behind which it ends, the last one by default.
+    """
+
+    routing: str
+    slots: int | None
+    queues: str = "1"
+    ends: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> "Run":
+        """From a routing, the slots or "alltoall", and the queues, with colons between them."""
+        routing, slots, *queues = text.split(":")
+        return cls(routing, None if slots == "alltoall" else int(slots), *queues)
+
+    def __str__(self) -> str:
+        slots = "alltoall" if self.slots is None else f"{self.slots} slots"
+        return f"{self.routing}, {slots}, queues {self.queues}"
+
+    def arguments(self, num_ranks: int, num_iterations: int) -> list[str]:
+        """The flags that differ between trainings."""
+        flags = [*ROUTINGS[self.routing].split(), "--expert-model-parallel-size", str(num_ranks)]
+        flags += ["--train-iters", str(num_iterations)]
+        flags += ["--exit-interval", str(self.ends)] if self.ends else []
+        if self.slots is None:
+            return [*flags, "--moe-token-dispatcher-type", "alltoall"]
+        flags += ["--moe-token-dispatcher-type", "flashmoe", "--flashmoe-metrics", METRICS]
+        flags += ["--flashmoe-timeout", "30"]
+        return flags + (["--flashmoe-spare-slots", str(self.slots)] if self.slots else [])
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What the reports of a training say, means of those behind the first iterations.
+
+    Attributes:
+        home: Busiest rank over mean as the router has it, the mean of layers.
+        before: The same in the worst layer, where there are slots.
+        after: Busiest rank over mean in the worst layer, as computed.
+        replicas: In a forward, per rank.
+        moved: The share of reports that have some replicas.
+        forward_ms: One launch.
+        backward_ms: One launch.
+    """
+
+    home: float
+    before: float | None
+    after: float
+    replicas: float
+    moved: float
+    forward_ms: float
+    backward_ms: float
+
+    @classmethod
+    def of(cls, reports: Sequence[dict[str, float]], num_ranks: int) -> "Loads":
+        """From at least one report."""
+
+        def mean(key: str) -> float:
+            return statistics.mean(report[f"flashmoe/{key}"] for report in reports)
+
+        has_slots = "flashmoe/rank_imbalance_before" in reports[0]
+        moved = [report.get("flashmoe/replicas", 0.0) for report in reports]
+        return cls(
+            home=statistics.mean(home_imbalance(report, num_ranks) for report in reports),
+            before=mean("rank_imbalance_before") if has_slots else None,
+            after=mean("rank_imbalance"),
+            replicas=statistics.mean(moved),
+            moved=statistics.mean(map(bool, moved)),
+            forward_ms=mean("forward/kernel_ms"),
+            backward_ms=mean("backward/kernel_ms"),
+        )
+
+    def __str__(self) -> str:
+        worst = "" if self.before is None else f" ({self.before:.3f} in the worst layer)"
+        return (
+            f"busiest rank over mean {self.home:.3f} at home{worst}, computed {self.after:.3f} in "
+            f"the worst layer; {self.replicas:.2f} replicas a rank, some in {self.moved:.0%} of "
+            f"iterations; a launch takes {self.forward_ms:.3f} and {self.backward_ms:.3f} ms"
+        )
+
+
+def home_imbalance(report: dict[str, float], num_ranks: int) -> float:
+    """Busiest rank over mean, if each expert is computed where it lives; the mean of layers."""
+    layers: dict[str, list[tuple[int, float]]] = {}
+    for key, rows in report.items():
+        if "/expert_rows/" in key and key.startswith("flashmoe/layer_"):
+            layer, expert = key.split("/expert_rows/")
+            layers.setdefault(layer, []).append((int(expert), rows))
+    found = []
+    for experts in layers.values():
+        rows = [count for _, count in sorted(experts)]
+        local = len(rows) // num_ranks
+        of_ranks = [sum(rows[first : first + local]) for first in range(0, len(rows), local)]
+        found.append(max(of_ranks) * num_ranks / sum(of_ranks))
+    return statistics.mean(found)
+
+
+def small_on_processors() -> list[str]:
+    """A model's flags, with replicas although each expert's rows are one block."""
+    return [*MODEL, "--moe-aux-loss-coeff", "0"]
+
+
+def train(
+    args: argparse.Namespace, run: Run, model: list[str], iterations: int, limit_s: float
+) -> tuple[Outcome, Loads | None]:
+    """One training, and what it reports; says and writes down both."""
+    num_ranks, launcher = args.gpus or 2, LAUNCHER
+    arguments = [*model, *run.arguments(num_ranks, iterations)]
+    if not args.gpus:
+        launcher = (str(BRIDGE), *LAUNCHER)
+        arguments += ["--flashmoe-replica-policy", "popular"] if run.slots else []
+    found = stock_training.train(
+        args.megatron,
+        arguments,
+        ranks_per_host=num_ranks,
+        limit_s=limit_s,
+        environments=[{"CUDA_DEVICE_MAX_CONNECTIONS": run.queues}],
+        launcher=launcher,
+        with_reports=True,
+    )
+    late = [report for report in found.reports if report["step"] > WARM]
+    loads = Loads.of(late or found.reports, num_ranks) if found.reports else None
+    losses, ms = found.losses, found.median_ms(WARM)
+    said = f"{run}: {len(losses)} iterations, exit codes {found.codes}, {found.seconds} s"
+    if losses:
+        said += f", {ms:.1f} ms an iteration, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    print(said, *([str(loads)] if loads else []), sep="; ", flush=True)
+    tell(
+        args,
+        run=str(run),
+        ms=ms,
+        losses=losses[:COMPARED] + losses[-1:],
+        seconds=found.seconds,
+        loads=loads and asdict(loads),
+    )
+    return found, loads
+
+
+def is_right(
+    run: Run,
+    outcome: Outcome,
+    loads: Loads | None,
+    count: int,
+    kind: str,
+    least_moved: float = 0.0,
+) -> bool:
+    """Whether a training did what was asked, in our code; says what is wrong."""
+    log = outcome.logs[0]
+    wrong = []
+    if not outcome.is_right(count):
+        wrong.append(f"wanted {count} finite losses and no error")
+    if run.slots is not None:
+        if f"flashmoe: backend {kind}, " not in log:
+            wrong.append(f"no layer says that it runs on the backend {kind}")
+        if loads is None or not loads.forward_ms > 0:
+            wrong.append("no launch is reported")
+        if run.slots and f"replicas of at most {run.slots} experts" not in log:
+            wrong.append("no layer says that it has slots")
+        least = LEAST_MOVED.get(run.routing, least_moved)
+        if run.slots and loads is not None and loads.moved < least:
+            wrong.append(f"wanted replicas in {least:.0%} of iterations")
+    elif "flashmoe: backend" in log:
+        wrong.append("a layer says that it runs on flashmoe")
+    for sentence in wrong:
+        print(f"wrong, {run}: {sentence}", flush=True)
+    if wrong:
+        print(outcome.ends(), flush=True)
+    return not wrong
+
+
+def check_step(args: argparse.Namespace) -> bool:
+    """Times of an iteration by routing and slots."""
+    model = small_on_processors()
+    if args.gpus:
+        batch = ["--global-batch-size", str(8 * args.gpus)]  # four micro-batches
+        model = [*COMMON.split(), *QWEN3.split(), "--num-experts", "128", *batch]
+    end = time.monotonic() + args.step_seconds
+    outcomes: dict[tuple[str, int | None], Outcome] = {}
+    right = True
+    for run in map(Run.of, args.steps):
+        if time.monotonic() > end:
+            print(f"{run}: not begun, {args.step_seconds:.0f} s are over", flush=True)
+            continue
+        outcome, loads = train(args, run, model, args.step_iterations, args.limit)
+        right &= is_right(run, outcome, loads, args.step_iterations, args.kind)
+        outcomes[run.routing, run.slots] = outcome
+    for routing in ROUTINGS:
+        same = [one.losses[:5] for (name, _), one in outcomes.items() if name == routing]
+        if len(same) > 1 and not agree(same):
+            print(f"wrong, {routing}: first losses differ: {same}", flush=True)
+            right = False
+    say_ratios({key: one.median_ms(WARM) for key, one in outcomes.items()}, args)
+    return right
+
+
+def say_ratios(ms: dict[tuple[str, int | None], float], args: argparse.Namespace) -> None:
+    """Says what each training takes over balanced ones, and what alltoall over ours."""
+    for slots in (0, 2):
+        base = ms.get(("balanced", slots), math.nan)
+        for (routing, own), each in ms.items():
+            ratio = each / base
+            if routing == "balanced" or own is None or math.isnan(ratio):
+                continue
+            verdict = ""
+            if routing == "learned" and own and not slots:
+                verdict = f", asked {ASKED}: {'kept' if ratio <= ASKED else 'missed'}"
+            print(f"{routing}, {own} slots, over balanced, {slots} slots: {ratio:.3f}{verdict}")
+            tell(args, run=f"{routing}:{own}", over=f"balanced:{slots}", ratio=ratio)
+    for own in (0, 2):
+        ratio = ms.get(("learned", None), math.nan) / ms.get(("learned", own), math.nan)
+        if not math.isnan(ratio):
+            print(f"alltoall over {own} slots, learned: {ratio:.3f}", flush=True)
+
+
+def check_training(args: argparse.Namespace) -> bool:
+    """Long trainings with slots, whose first losses are those of short ones without."""
+    model = small_on_processors()
+    if args.gpus:
+        model = [*SMALL.split(), "--global-batch-size", str(2 * args.gpus)]
+        # Nothing makes the learned routing even, so that there is something to move.
+        model += ["--moe-router-load-balancing-type", "none", "--moe-aux-loss-coeff", "0"]
+    by_routing: dict[str, list[list[float]]] = {}
+    right = True
+    for text in args.trainings:
+        run = Run.of(text)
+        if not run.slots:
+            run = Run(run.routing, run.slots, run.queues, ends=min(COMPARED, args.train_iterations))
+        count = run.ends or args.train_iterations
+        outcome, loads = train(args, run, model, args.train_iterations, args.training_limit)
+        if not is_right(run, outcome, loads, count, args.kind, least_moved=0.1):
+            return False  # the others may take as long to fail
+        by_routing.setdefault(run.routing, []).append(outcome.losses[:COMPARED])
+    for routing, losses in by_routing.items():
+        is_same = agree(losses)
+        said = "agree" if is_same else f"differ: {losses}"
+        print(f"{routing}: first losses of {len(losses)} trainings {said}", flush=True)
+        right &= is_same
+    return right
+
+
+def check_lookahead(args: argparse.Namespace) -> bool:
+    """The kernel plans in the launch alone, and says so."""
+    run = Run("learned", 2)
+    model = [*SMALL.split(), "--global-batch-size", str(2 * args.gpus)]
+    model += ["--flashmoe-placement", "lookahead"]
+    outcome, _ = train(args, run, model, 2, args.limit)
+    said = "placement='lookahead' on the kernel, which plans replicas in each launch"
+    right = any(outcome.codes) and said in outcome.logs[0]
+    print(f"lookahead: {'refused by name' if right else 'wanted a refusal'}", flush=True)
+    if not right:
+        print(outcome.ends(), flush=True)
+    return right
+
+
+def check_early(args: argparse.Namespace) -> bool:
+    """The cases of the job on real ranks, without slots and with."""
+    cases = ("early_reductions", "early_reductions_with_slots")
+    records, log = run_job(
+        "tests.multi_gpu.worker", args.gpus, "--cases", *cases, timeout_s=args.limit, grace_s=15
+    )
+    right = all(records.get(case, {}).get("passed") for case in cases)
+    for record in records.values():
+        print(f"{record['case']}: {'passed' if record['passed'] else 'failed'}", flush=True)
+        tell(args, **record)
+    if not right:
+        print(log, flush=True)
+    return right
+
+
+def check_stress(args: argparse.Namespace) -> bool:
+    """Random launches of all ranks, with replicas."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(args.gpus), "-m", "tests.multi_gpu.stress"]
+    command += ["--slots", "2", "--seconds", str(args.seconds)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "stress.json")
+        process = subprocess.Popen([*command, "--out", str(out)])
+        try:
+            process.wait(args.seconds + args.limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its ranks
+        code = process.wait()
+        report: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    tell(args, stress=report)
+    shown = ("library", "steps", "launches", "replicas", "compared", "differences", "failure")
+    print(f"stress: exit code {code}, { {key: report.get(key) for key in shown} }", flush=True)
+    has_run = bool(report) and report["compared"] > 0 and report["replicas"] > 0
+    return has_run and not code and not report["differences"] and not report["failure"]
+
+
+def tell(args: argparse.Namespace, **record: object) -> None:
+    """A line of the results."""
+    if args.out is not None:
+        with args.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], bool]] = {
+    "step": check_step,
+    "training": check_training,
+    "lookahead": check_lookahead,
+    "early": check_early,
+    "stress": check_stress,
+}
+ON_PROCESSORS = ("step", "training")
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; the exit status is 1 if a part has failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--gpus", type=int, default=2, help="one for each rank; 0 for two processors")
+    add("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
+    add("--parts", nargs="+", choices=PARTS, help="default: all that there can be")
+    add("--steps", nargs="+", default=STEPS, help="routing, and slots or alltoall")
+    add("--step-iterations", type=int, default=20)
+    add("--step-seconds", type=float, default=300.0, help="in which trainings begin")
+    add("--trainings", nargs="+", default=TRAININGS, help="routing, slots and queues")
+    add("--train-iterations", type=int, default=1000)
+    add("--training-limit", type=float, default=150.0, help="seconds for each of them")
+    add("--seconds", type=float, default=40.0, help="of stress")
+    add("--limit", type=float, default=90.0, help="seconds until what hangs is ended")
+    add("--out", type=Path, help="takes a line of JSON for each result")
+    args = parser.parse_args(arguments)
+    args.kind = "kernel" if args.gpus else "reference"
+    right = True
+    for name in args.parts or (PARTS if args.gpus else ON_PROCESSORS):
+        begin = time.monotonic()
+        passed = PARTS[name](args)
+        right &= passed
+        said = "all right" if passed else "failed"
+        print(f"{name}: {said}, {time.monotonic() - begin:.0f} s", flush=True)
+    print("all right" if right else "failed")
+    return int(not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -154,6 +154,7 @@ Args layer_args(const FlashMoEProblem* p,
     args.rows_per_ticket = rows_per_ticket(p);
     FLASHMOE_SET_SLOT_FIELD(args.first_spare, args.shape.num_local_experts());
     FLASHMOE_SET_SLOT_FIELD(args.keeps_rows_local, p->replica_policy == FLASHMOE_POPULAR);
+    FLASHMOE_SET_SLOT_FIELD(args.least_replica_rows, group->least_replica_rows);
     return args;
 }
 

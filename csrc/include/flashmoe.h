@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 16
+#define FLASHMOE_ABI_VERSION 17
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -140,6 +140,8 @@ typedef struct {
     void* trace; /* device memory for time stamps, or null; read by a library built to trace */
     double link_bytes_per_s; /* what comes from other ranks, or 0 where it is as fast as NVLink: the
                                 slower, the more of its own rows a forward computes first */
+    int32_t least_replica_rows; /* under the policy of even loads a replica takes at least so many
+                                   rows of its expert, or is not worth its push; all ranks alike */
 } FlashMoEGroup;
 
 /* Says how much memory a problem needs. */

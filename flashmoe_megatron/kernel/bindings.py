@@ -22,7 +22,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -180,6 +180,7 @@ class FlashMoEGroup(_Sized):
         ("stream", ctypes.c_void_p),
         ("trace", ctypes.c_void_p),
         ("link_bytes_per_s", ctypes.c_double),
+        ("least_replica_rows", ctypes.c_int32),
     ]
 
 

@@ -17,6 +17,7 @@ from flashmoe_megatron.kernel.memory import SLOT_BYTES
 from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.per_group import once_per_group
+from flashmoe_megatron.replicas.policy import least_rows_of
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -43,6 +44,7 @@ class GroupMemory:
         """Bounds of all layers registered so far; none of them can use a heap of other bounds."""
         self._heap: symmetric.SymmetricAllocation | None = None
         self._heap_bounds = self.bounds
+        self._least_replica_rows = 0
         self.heap_bytes = 0
         """Bytes of the symmetric heap; 0 before the first call."""
         self._workspace = torch.empty(0)
@@ -103,6 +105,7 @@ class GroupMemory:
         self._heap = symmetric.allocate(
             heap_bytes, self.group, self.device, self.options.symmetric_memory, obstacle
         )
+        self._least_replica_rows = least_rows_of(self._heap.link_bytes_per_s)
         self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
         self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
         self._heap_bounds = self.bounds
@@ -142,6 +145,7 @@ class GroupMemory:
                 mailbox=self._mailbox.data_ptr(),
                 stream=stream,
                 link_bytes_per_s=self._heap.link_bytes_per_s,
+                least_replica_rows=self._least_replica_rows,
             )
         group.trace = self.trace.data_ptr() if self.trace is not None else None
         return group

@@ -33,8 +33,8 @@ class SymmetricAllocation:
     Attributes:
         local: This rank's bytes, ``[nbytes]`` uint8.
         addresses: Where each rank's bytes are mapped in this process, in rank order.
-        link_bytes_per_s: How fast another rank's bytes come while all ranks fetch some; 0 where
-            there is no other rank, or too small a heap to tell.
+        link_bytes_per_s: How fast another rank's bytes come while all ranks fetch some, at the
+            slowest rank; 0 where there is no other rank, or too small a heap to tell.
     """
 
     local: torch.Tensor
@@ -94,7 +94,8 @@ def allocate(
     local.zero_()
     torch.cuda.synchronize(device)
     dist.barrier(ranks)  # nobody signals into memory that is still being zeroed
-    rate = _link_rate(handle, nbytes, device)
+    # Ranks that plan replicas by it have to agree.
+    rate = float(_least(int(_link_rate(handle, nbytes, device)), ranks, device))
     return SymmetricAllocation(local, tuple(int(at) for at in handle.buffer_ptrs), rate)
 
 

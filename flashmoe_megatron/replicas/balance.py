@@ -57,7 +57,10 @@ class _Move(NamedTuple):
 
 
 def balance(
-    counts: Counts, spare_slots: int, hosts: Sequence[Sequence[int]] | None = None
+    counts: Counts,
+    spare_slots: int,
+    hosts: Sequence[Sequence[int]] | None = None,
+    least_rows: int = 0,
 ) -> Placement:
     """Plans replicas so that the busiest rank has as little load as possible.
 
@@ -68,13 +71,15 @@ def balance(
         spare_slots: Spare slots of each rank.
         hosts: The experts in each rank's spare slots, if these are settled; by default the plan
             chooses them.
+        least_rows: A replica that would take fewer rows is not made, and a placement whose busiest
+            rank is over the mean by no more is good.
 
     Returns:
         The placement; without replicas if the home one is good.
     """
     best: _Attempt | None = None
     for preference in PREFERENCES:
-        attempt = _Attempt(counts, spare_slots, preference, hosts)
+        attempt = _Attempt(counts, spare_slots, preference, hosts, least_rows)
         attempt.run()
         if best is None or attempt.most() < best.most():
             best = attempt
@@ -95,11 +100,13 @@ class _Attempt:
         spare_slots: int,
         preference: Preference,
         hosts: Sequence[Sequence[int]] | None,
+        least_rows: int = 0,
     ) -> None:
         ranks, experts = range(len(counts)), range(len(counts[0]))
         local = len(experts) // len(ranks)
         self.counts = counts
         self.preference = preference
+        self.least_rows = least_rows
         self.local = local
         self.num_ranks, self.num_experts = len(ranks), len(experts)
         self.rank_of = [[expert // local for expert in experts] for _ in ranks]
@@ -131,7 +138,10 @@ class _Attempt:
 
     def is_good(self) -> bool:
         loads = sum(map(self.load, range(self.num_ranks)))
-        return self.most() * self.num_ranks * 100 <= loads * GOOD_PERCENT
+        over = self.most() * self.num_ranks - loads
+        # A row counts twice in a load: once itself, and once in its block.
+        most_over = max(loads * (GOOD_PERCENT - 100), 200 * self.least_rows * self.num_ranks)
+        return over * 100 <= most_over
 
     def replicas(self) -> list[list[int]]:
         """The experts that each rank computes rows of and does not own, ascending."""
@@ -177,6 +187,8 @@ class _Attempt:
                 if self.rank_of[source][expert] == giver and piece and rows + piece <= most:
                     rows += piece
                     sources |= 1 << source
+            if is_new and rows < self.least_rows:
+                continue
             is_better = best is None or rows > best.rows
             if best is not None and rows == best.rows:
                 is_better = best_is_new and not is_new

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flashmoe_megatron.replicas.balance import PREFERENCES, balance
 from flashmoe_megatron.replicas.placement import home_placement, placement_of, rows_of_ranks
+from flashmoe_megatron.replicas.policy import least_rows_of
 from flashmoe_megatron.replicas.popular import popular
 from tests.protocol.programs import CSRC, compiler
 from tests.replicas import cases
@@ -67,6 +68,31 @@ def test_settled_hosts_are_kept_and_used():
     settled.check(4, 64, 2)
     home = cases.imbalance(counts, home_placement(4, 64, 2))
     assert cases.imbalance(counts, settled)[0] <= 1 + (home[0] - 1) / 4
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+def test_replicas_take_no_fewer_rows_than_asked_for(exponent: float):
+    """What does not pay is not moved; what pays still is."""
+    for seed in range(10):
+        counts = cases.Zipf(64, 2, exponent, seed=seed).draw(8)
+        least = least_rows_of(340e9)
+        placement = balance(counts, 2, None, least)
+        rows = rows_of_ranks(counts, placement)
+        for rank, hosted in enumerate(placement.hosts):
+            first = rank * placement.slots_per_rank + 64 // 8
+            assert all(rows[rank][first + i] >= least for i in range(len(hosted)))
+        assert bool(any(placement.hosts)) == (exponent == 1.0)
+        home, after = (
+            max(sum(one.values()) for one in rows_of_ranks(counts, each))
+            for each in (home_placement(8, 64, 2), placement)
+        )
+        assert after <= home - least * (exponent == 1.0)
+
+
+def test_a_slow_link_makes_replicas_dear():
+    assert least_rows_of(0.0) == 0
+    assert 1_000 < least_rows_of(340e9) < 2_000
+    assert least_rows_of(34e9) == pytest.approx(10 * least_rows_of(340e9), rel=1e-3)
 
 
 def test_workloads_of_megatrons_benchmark():
@@ -151,7 +177,7 @@ struct Many {
 };
 
 struct Case {
-    int ranks, experts, spare, has_hosts;  // 2: planned by popular
+    int ranks, experts, spare, least_rows, has_hosts;  // 2: planned by popular
     std::vector<int> hosts, counts, rows, chosen;
     std::vector<uint8_t> rank_of, holders;
     std::vector<uint16_t> slot_of;
@@ -190,7 +216,7 @@ void plan(Case& c) {
     }
     for (int number = 0; number < kNumPreferences; ++number) {
         Attempt<Team> attempt{c.counts.data(), c.ranks, c.experts, c.rank_of.data(),
-                              c.rows.data(), c.holders.data(), &c.loads};
+                              c.rows.data(), c.holders.data(), &c.loads, c.least_rows};
         attempt.begin(c.spare, c.has_hosts == 1 ? c.hosts.data() : nullptr, preference(number));
         attempt.run();
         if (Team::index() == 0) {
@@ -204,7 +230,8 @@ void plan(Case& c) {
 
 int main(int argc, char**) {
     Case c;
-    while (std::scanf("%d %d %d %d", &c.ranks, &c.experts, &c.spare, &c.has_hosts) == 4) {
+    while (std::scanf("%d %d %d %d %d", &c.ranks, &c.experts, &c.spare, &c.least_rows,
+                      &c.has_hosts) == 5) {
         const int all = c.ranks * c.experts;
         for (auto* each : {&c.hosts, &c.chosen}) each->resize(c.ranks * c.spare);
         for (auto* each : {&c.counts, &c.rows}) each->resize(all);
@@ -255,12 +282,13 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
     rng = np.random.default_rng(3)
     for ranks, local, spare in ((1, 4, 2), (2, 1, 1), (3, 5, 2), (5, 4, 0), (8, 2, 2)):
         routings.append((rng.integers(0, 900, (ranks, ranks * local)).tolist(), spare))
-    given = [(counts, spare, None) for counts, spare in routings]
-    given += [(counts, spare, balance(counts, spare).hosts) for counts, spare in routings[:6]]
+    given = [(counts, spare, None, 0) for counts, spare in routings]
+    given += [(counts, spare, balance(counts, spare).hosts, 0) for counts, spare in routings[:6]]
+    given += [(counts, spare, None, 700) for counts, spare in routings]
 
-    def line(counts, spare, hosts, kind: int) -> str:
+    def line(counts, spare, hosts, least_rows: int, kind: int) -> str:
         flat = [slot for experts in hosts or () for slot in [*experts, *[-1] * spare][:spare]]
-        numbers = [len(counts), len(counts[0]), spare, kind, *flat]
+        numbers = [len(counts), len(counts[0]), spare, least_rows, kind, *flat]
         return " ".join(map(str, [*numbers, *(count for row in counts for count in row)]))
 
     def assert_same(got, want) -> None:
@@ -269,8 +297,8 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
         assert got["hosts"] == padded
 
     shared = [(counts, spare) for counts, spare in routings if len(counts) > 1 and spare]
-    lines = [line(counts, spare, hosts, int(hosts is not None)) for counts, spare, hosts in given]
-    lines += [line(counts, spare, None, 2) for counts, spare in shared]
+    lines = [line(*one, int(one[2] is not None)) for one in given]
+    lines += [line(counts, spare, None, 0, 2) for counts, spare in shared]
     done = subprocess.run(
         [str(program), *["many"] * (team == "many")],
         input="\n".join(lines),
@@ -281,9 +309,11 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
     assert (done.returncode, done.stderr) == (0, "")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(given) + len(shared)
-    for (counts, spare, hosts), answer in zip(given, answers[: len(given)], strict=True):
+    for (counts, spare, hosts, least_rows), answer in zip(
+        given, answers[: len(given)], strict=True
+    ):
         for preference, got in zip(PREFERENCES, answer, strict=True):
-            attempt = _Attempt(counts, spare, preference, hosts)
+            attempt = _Attempt(counts, spare, preference, hosts, least_rows)
             attempt.run()
             assert (got["most"], bool(got["is_good"])) == (attempt.most(), attempt.is_good())
             assert got["rank_of"] == [rank for row in attempt.rank_of for rank in row]

@@ -100,7 +100,8 @@ struct LayerArgs {
     // experts are, on the device in the order of their maps, or null if no replica is to get them.
     FLASHMOE_SLOT_FIELD(int, first_spare);
     FLASHMOE_SLOT_FIELD(const void* const*, home_weights);
-    FLASHMOE_SLOT_FIELD(bool, keeps_rows_local);  // what replicas are for; else for even loads
+    FLASHMOE_SLOT_FIELD(bool, keeps_rows_local);   // what replicas are for; else for even loads
+    FLASHMOE_SLOT_FIELD(int, least_replica_rows);  // with even loads, for which an expert is pushed
 
     CUtensorMap load_map[2];  // A of each GEMM
 };

@@ -171,7 +171,7 @@ __device__ __forceinline__ bool plan_replicas(const LayerArgs& args,
                                               bool may_go_on) {
     const Shape& s = args.shape;
     PlacementAttempt attempt{smem.counts, s.num_ranks,  s.num_experts, smem.rank_of,
-                             smem.rows,   smem.holders, smem.loads,    {}};
+                             smem.rows,   smem.holders, smem.loads,    args.least_replica_rows};
     bool is_settled = false;
     if (may_go_on) {
 #pragma unroll 1

@@ -72,6 +72,7 @@ struct Attempt {
     int* rows;         // [rank][expert]
     uint8_t* holders;  // [expert], a bit for each rank
     Loads* loads;
+    int least_rows;  // that a replica takes
     Preference preference;
     int most_rows;
     int most_blocks;
@@ -171,7 +172,11 @@ struct Attempt {
         FLASHMOE_PLACEMENT_UNROLLED
         for (int rank = 0; rank < kMaxRanks; ++rank)
             sum += rank < num_ranks ? loads->load[rank] : 0;
-        return most() * num_ranks * 100 <= sum * kGoodPercent;
+        const int64_t over = most() * num_ranks - sum;
+        // A row counts twice in a load: once itself, and once in its block.
+        const int64_t uneven = sum * (kGoodPercent - 100);
+        const int64_t unpaid = int64_t(200) * least_rows * num_ranks;
+        return over * 100 <= (uneven > unpaid ? uneven : unpaid);
     }
 
  private:
@@ -258,6 +263,7 @@ struct Attempt {
                     sources |= 1 << source_of(taker, nth);
                 }
             }
+            if (is_new && moved < least_rows) continue;
             const int key = (is_new ? kNew : 0) + expert;
             if (moved > best_rows || (moved && moved == best_rows && key < best_key)) {
                 best_rows = moved, best_key = key, best_sources = sources;

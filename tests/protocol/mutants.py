@@ -509,8 +509,35 @@ MUTANTS = [
         (
             (
                 FORWARD,
-                "if (not must_wait and A::compare_and_swap(next_unit, unit, unit + 1) != unit) {",
-                "A::compare_and_swap(next_unit, unit, unit + 1);\n        if (s_.ranks < 0) {",
+                "if (not must_wait and "
+                "A::compare_and_swap(next_unit, unit, unit + taken) != unit) {",
+                "A::compare_and_swap(next_unit, unit, unit + taken);\n        if (s_.ranks < 0) {",
+            ),
+        ),
+    ),
+    Mutant(
+        "of units that are taken together all but the first are left to others, too",
+        "walk",
+        "a token is summed twice",
+        False,
+        (
+            (
+                FORWARD,
+                "A::compare_and_swap(next_unit, unit, unit + taken) != unit",
+                "A::compare_and_swap(next_unit, unit, unit + 1) != unit",
+            ),
+        ),
+    ),
+    Mutant(
+        "units ahead are taken although rows of their tokens are not there",
+        "meanwhile",
+        STILL_READ,
+        False,
+        (
+            (
+                FORWARD,
+                "if (tokens < 0 or tokens > left) break;",
+                "if ((tokens < 0 and taken == 0) or tokens > left) break;",
             ),
         ),
     ),

@@ -63,7 +63,8 @@ template <class Pass>
 __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem) {
     using T = typename Pass::Element;
     int64_t begin = Trace::now();
-    while (deliver_unit<T, Pass::kIsBackward, 4>(args, smem, true) != Progress::kFinished) {
+    while (deliver_some<T, Pass::kIsBackward, 4>(args, smem, Deliver::kAwaited) !=
+           Progress::kFinished) {
     }
     args.watchdog.trace.add(event_of(Span::kDeliver), kWhole, begin);
 

@@ -10,12 +10,15 @@
 
 namespace flashmoe {
 
-// Combines a little, without waiting for anything: it delivers a unit of rows, or else reduces one
-// token or all complete tokens of a chunk. `chunk` is where this warp looks first. Scope: one warp.
+// Combines a little, without waiting for anything: it delivers rows, or else reduces tokens of a
+// chunk. With `is_one`, for a warp that has other things to do, that is a unit of rows, or a token;
+// else units ahead, or all complete tokens. `chunk` is where this warp looks first. Scope: one
+// warp.
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ Progress
 combine_some(const LayerArgs& args, CombineSmem& smem, int& chunk, bool is_one) {
-    const Progress delivered = deliver_unit<T, kIsBackward, kUnroll>(args, smem, false);
+    const Progress delivered = deliver_some<T, kIsBackward, kUnroll>(
+        args, smem, is_one ? Deliver::kThere : Deliver::kAhead);
     if (delivered == Progress::kSome) return delivered;
     const ReduceChunks chunks(args);
     const auto reduce_one = [&](int of_chunk) {

@@ -1,6 +1,8 @@
 // Delivery: the rows of a token on this rank are summed here, and one row goes to the token's rank.
 #pragma once
 
+#include <cute/arch/copy_sm90_tma.hpp>
+
 #include "flashmoe/moe/sums.cuh"
 
 namespace flashmoe {
@@ -34,16 +36,24 @@ __device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row, c
     return dot;
 }
 
+// What a warp takes of the rows that are left to deliver.
+enum class Deliver {
+    kAwaited,  // the next unit, whose rows it waits for
+    kThere,    // the next unit, if all rows of its tokens are there
+    kAhead,    // as many of the next units as have no more tokens than one may have, all there
+};
+
 // Rows are delivered in units. A unit has few rows, so that a CTA's warps share what comes at the
 // end, and no more than leave a lane for each route of their tokens. A CTA owns every gridDim'th
-// unit, so its warps share them through shared memory alone.
+// unit, so its warps share them through shared memory alone. Where tokens have many rows here most
+// units have no token's last row: who looks ahead looks at 32 rows, a lane each, and has the L2
+// fetch all that it sums.
 //
-// Delivers the next unit of this CTA. With `must_wait` it waits for the rows; without, it takes the
-// unit only if all rows of its tokens are there. Scope: one warp; any number share the work.
+// Delivers the next unit or units of this CTA. Scope: one warp; any number share the work.
 template <class T, bool kIsBackward, int kUnroll>
-__device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
+__device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
                                                  CombineSmem& smem,
-                                                 bool must_wait) {
+                                                 Deliver what) {
     const Heap& heap = args.heap;
     const Plan& plan = args.plan;
     const Workspace& workspace = args.workspace;
@@ -51,31 +61,48 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
     const uint32_t block_target = uint32_t(kNumProcessors * args.num_n_tiles[1]);
     const int lane = threadIdx.x % 32;
     const int width = power_of_two(plan.topk), rows_of_unit = args.rows_per_unit;
+    const int units = what == Deliver::kAhead ? 32 / rows_of_unit : 1;  // that are looked at
 
     int unit = 0;
     if (lane == 0) {
-        unit = must_wait ? atomicAdd_block(&smem.next_unit, 1)
-                         : *static_cast<volatile int*>(&smem.next_unit);
+        unit = what == Deliver::kAwaited ? atomicAdd_block(&smem.next_unit, 1)
+                                         : *static_cast<volatile int*>(&smem.next_unit);
     }
     unit = __shfl_sync(~0u, unit, 0);
-    const int64_t place = (int64_t(unit) * gridDim.x + blockIdx.x) * rows_of_unit;
-    if (place >= plan.num_places()) return Progress::kFinished;
-    const int first = plan.row_at(int(place));
+    const auto place_of = [&](int each) {
+        return (int64_t(each) * gridDim.x + blockIdx.x) * rows_of_unit;
+    };
+    if (place_of(unit) >= plan.num_places()) return Progress::kFinished;
+    const int nth_unit = units == 1 ? 0 : lane / rows_of_unit;
+    const int in_unit = lane - nth_unit * rows_of_unit;
+    const int64_t place = place_of(unit + nth_unit) + in_unit;
+    const bool is_looked_at = in_unit < rows_of_unit and place < plan.num_places();
+    const int of_place = is_looked_at ? plan.row_at(int(place)) : -1;
 
     RowMeta meta{};
-    if (lane < rows_of_unit and first >= 0) meta = plan.row_meta[first + lane];
-    const bool is_last = lane < rows_of_unit and first >= 0 and meta.is_last();
-    const uint32_t last = __ballot_sync(~0u, is_last);
-    const int count = __popc(last), nth = lane / width, k = lane % width;
-    int at = 0;  // the lane of the nth token
-    for (int i = 0; i < rows_of_unit; ++i) {
-        if (last >> i & 1 and __popc(last & ((1u << i) - 1)) == nth) at = i;
+    if (of_place >= 0) meta = plan.row_meta[of_place];
+    uint32_t last = __ballot_sync(~0u, meta.is_last());
+    int taken = units;
+    const auto take_fewer = [&](int lane_behind) {
+        taken = lane_behind / rows_of_unit;
+        last &= (1u << taken * rows_of_unit) - 1;
+    };
+    if (units > 1) {
+        uint32_t behind = last;  // those that are too many
+        for (int i = 0; i < rows_of_unit; ++i) behind &= behind - 1;
+        if (behind != 0) take_fewer(__ffs(behind) - 1);
     }
+    const int nth = lane / width, k = lane % width;
+    uint32_t from_nth = last;
+    for (int i = 1; i < rows_of_unit; ++i) {
+        if (i <= nth) from_nth &= from_nth - 1;
+    }
+    const int at = max(__ffs(from_nth) - 1, 0);  // the lane of the nth token
     const RowMeta token = shuffled(meta, at);
     int row = -1;
-    if (nth < count and k < plan.topk) row = plan.rows_of(token.src_rank, token.token)[k];
+    if (nth < __popc(last) and k < plan.topk) row = plan.rows_of(token.src_rank, token.token)[k];
     const uint32_t* ready = workspace.tile_ready + workspace.tile_counter(1, max(row, 0) / BLOCK_M);
-    if (must_wait) {
+    if (what == Deliver::kAwaited) {
         begin_span(Span::kResultWait);
         if (row >= 0) {
             protocol::await<Atomics>(ready, block_target, [&](auto load, auto done) {
@@ -86,12 +113,17 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
         __syncwarp();
         end_span(Span::kResultWait);
     } else {
-        if (not __all_sync(~0u, row < 0 or protocol::is_complete<Atomics>(ready, block_target))) {
-            return Progress::kNone;
+        const bool is_missing =
+            row >= 0 and not protocol::is_complete<Atomics>(ready, block_target);
+        if (const uint32_t missing = __ballot_sync(~0u, is_missing)) {
+            if (units == 1) return Progress::kNone;
+            take_fewer(__shfl_sync(~0u, at, __ffs(missing) - 1));
+            if (taken == 0) return Progress::kNone;
+            if (nth >= __popc(last)) row = -1;
         }
         __syncwarp();  // all lanes may read the rows that one lane's counter tells of
         bool is_mine = false;
-        if (lane == 0) is_mine = atomicCAS_block(&smem.next_unit, unit, unit + 1) == unit;
+        if (lane == 0) is_mine = atomicCAS_block(&smem.next_unit, unit, unit + taken) == unit;
         if (not __shfl_sync(~0u, is_mine, 0)) return Progress::kSome;
     }
 
@@ -99,9 +131,14 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
     begin_span(Span::kDeliver);
     const int64_t row_bytes = heap.row_bytes();
     const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
+    const auto routes_of = [&](int of) { return all_routes & (((1u << width) - 1) << of * width); };
+    if (what == Deliver::kAhead and row >= 0 and __popc(routes_of(nth)) > 1) {
+        cute::SM90_BULK_COPY_G2S::PREFETCH::copy(args.result + row * row_bytes, int(row_bytes));
+    }
+    const int count = __popc(last);
     for (int i = 0; i < count; ++i) {
         const int base = i * width;
-        const uint32_t routes = all_routes & (((1u << width) - 1) << base);
+        const uint32_t routes = routes_of(i);
         if (__popc(routes) == 1) continue;  // its finishers have sent it
         char* target = target_of(args, shuffled(token, base));
         sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
@@ -134,7 +171,7 @@ __device__ __forceinline__ Progress deliver_unit(const LayerArgs& args,
     __syncwarp();
     args.watchdog.trace.add(event_of(Span::kDeliver), kOne, begin);
     const int64_t summed = Trace::now();
-    if (is_last) {
+    if (last >> lane & 1) {
         if (kIsBackward or not meta.is_home()) {  // else nobody waits for it
             protocol::publish_result<Atomics>(heap.result_signal(meta.src_rank, meta.token, rank),
                                               current_epoch(workspace));

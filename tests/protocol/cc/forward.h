@@ -742,7 +742,7 @@ class Agent {
                 has_counted_grads |= product == 1;
                 continue;
             }
-            if (s_.finishers_combine) combine_some(launch, epoch);
+            if (s_.finishers_combine) combine_some(launch, epoch, Deliver::kThere);
             const uint64_t unit = A::read(&here_.units[pair.unit]);
             const int block = int(unit >> 16 & 0xffff), local = int(unit >> 8 & 255);
             const int expert = rank_ * s_.local_experts() + local;
@@ -893,51 +893,77 @@ class Agent {
 
     enum class Progress { kNone, kSome, kFinished };
 
+    // What a warp takes: the next unit, awaited or if it is there, or as many units ahead as are
+    // there and have no more tokens than one may have.
+    enum class Deliver { kAwaited, kThere, kAhead };
+
     // A CTA owns every so manieth unit of rows; its warps take them from a word in shared memory.
-    // If it must wait it does, else it takes the unit only if all rows of its tokens are there.
-    Progress deliver_unit(const Launch& launch, uint32_t epoch, bool must_wait) {
+    Progress deliver_some(const Launch& launch, uint32_t epoch, Deliver what) {
+        constexpr int kUnitsAhead = 3;
         auto* next_unit = &here_.next_unit[cta_];
+        const bool must_wait = what == Deliver::kAwaited;
         const uint32_t unit = must_wait ? protocol::take<A>(next_unit, 1) : A::load(next_unit);
-        const int first = (int(unit) * s_.ctas + cta_) * s_.unit_rows;
         const int num_rows = num_blocks() * s_.block_rows;
-        if (first >= num_rows) return Progress::kFinished;
-        const int end = first + s_.unit_rows < num_rows ? first + s_.unit_rows : num_rows;
+        const auto first_row = [&](int nth) {
+            return (int(unit + nth) * s_.ctas + cta_) * s_.unit_rows;
+        };
+        if (first_row(0) >= num_rows) return Progress::kFinished;
+        const auto end_row = [&](int nth) {
+            const int end = first_row(nth) + s_.unit_rows;
+            return end < num_rows ? end : num_rows;
+        };
         const uint32_t target = s_.warps * s_.n_tiles[1];
-        for (int row = first; row < end; ++row) {
-            const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
-            if (not meta.last) continue;
-            const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
-            for (int k = 0; k < topk_; ++k) {
-                const int one = entry(rows, k);
-                if (one < 0) continue;
-                const auto* ready = here_.tile_ready(s_, 1, one / s_.block_rows);
-                if (must_wait) {
-                    protocol::await<A>(ready, target, [&](auto load, auto done) {
-                        wait("deliver waits for GEMM1", load, done);
-                    });
-                } else if (not protocol::is_complete<A>(ready, target)) {
-                    return Progress::kNone;
+        // How many tokens have their last row in a unit, or -1 if rows of them are not there.
+        const auto tokens_of = [&](int nth) {
+            int tokens = 0;
+            for (int row = first_row(nth); row < end_row(nth); ++row) {
+                const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+                if (not meta.last) continue;
+                ++tokens;
+                const uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
+                for (int k = 0; k < topk_; ++k) {
+                    const int one = entry(rows, k);
+                    if (one < 0) continue;
+                    const auto* ready = here_.tile_ready(s_, 1, one / s_.block_rows);
+                    if (must_wait) {
+                        protocol::await<A>(ready, target, [&](auto load, auto done) {
+                            wait("deliver waits for GEMM1", load, done);
+                        });
+                    } else if (not protocol::is_complete<A>(ready, target)) {
+                        return -1;
+                    }
                 }
             }
+            return tokens;
+        };
+        int taken = 0;
+        for (int left = s_.unit_rows; taken < (what == Deliver::kAhead ? kUnitsAhead : 1);
+             ++taken) {
+            const int tokens = tokens_of(taken);
+            if (tokens < 0 or tokens > left) break;
+            left -= tokens;
         }
-        if (not must_wait and A::compare_and_swap(next_unit, unit, unit + 1) != unit) {
+        if (taken == 0) return Progress::kNone;
+        if (not must_wait and A::compare_and_swap(next_unit, unit, unit + taken) != unit) {
             return Progress::kSome;
         }
-        for (int row = first; row < end; ++row) {
-            const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
-            if (meta.last) deliver_token(launch, epoch, meta);
+        for (int nth = 0; nth < taken; ++nth) {
+            for (int row = first_row(nth); row < end_row(nth); ++row) {
+                const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+                if (meta.last) deliver_token(launch, epoch, meta);
+            }
         }
         return Progress::kSome;
     }
 
     void deliver(const Launch& launch, uint32_t epoch) {
         do forget(5);
-        while (deliver_unit(launch, epoch, true) != Progress::kFinished);
+        while (deliver_some(launch, epoch, Deliver::kAwaited) != Progress::kFinished);
     }
 
-    // A unit of rows or a token, without waiting for anything.
-    Progress combine_some(const Launch& launch, uint32_t epoch) {
-        const Progress delivered = deliver_unit(launch, epoch, false);
+    // A unit of rows, or units ahead, or a token, without waiting for anything.
+    Progress combine_some(const Launch& launch, uint32_t epoch, Deliver what) {
+        const Progress delivered = deliver_some(launch, epoch, what);
         if (delivered == Progress::kSome) return delivered;
         const int chunks = (launch.tokens[rank_] + s_.chunk_tokens - 1) / s_.chunk_tokens;
         Progress reduced = Progress::kFinished;
@@ -953,7 +979,7 @@ class Agent {
     void combine_meanwhile(const Launch& launch, uint32_t epoch) {
         for (int idle = 0; idle < 2;) {
             forget(8 + idle);
-            const Progress progress = combine_some(launch, epoch);
+            const Progress progress = combine_some(launch, epoch, Deliver::kAhead);
             if (progress == Progress::kFinished) return;
             idle = progress == Progress::kSome ? 0 : idle + 1;
         }

@@ -262,9 +262,12 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     while (args->rows_per_unit > 1 and args->rows_per_unit * token_bytes > kMostUnitBytes) {
         args->rows_per_unit /= 2;
     }
-    // What a finisher sums at a time must not keep it much longer than a product of GEMM1 takes.
+    // What a finisher sums at a time must not keep it much longer than a product of GEMM1 takes,
+    // and where that is short it is late whatever it sums.
     constexpr int64_t kBytesPerStage = 28 * 1024;
+    constexpr int kFewStages = 12;
     args->finishers_combine =
+        args->num_k_blocks[1] >= kFewStages and
         args->rows_per_unit * token_bytes <= kBytesPerStage * args->num_k_blocks[1];
 }
 

@@ -1,8 +1,6 @@
 // Delivery: the rows of a token on this rank are summed here, and one row goes to the token's rank.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "flashmoe/moe/sums.cuh"
 
 namespace flashmoe {
@@ -46,8 +44,7 @@ enum class Deliver {
 // Rows are delivered in units. A unit has few rows, so that a CTA's warps share what comes at the
 // end, and no more than leave a lane for each route of their tokens. A CTA owns every gridDim'th
 // unit, so its warps share them through shared memory alone. Where tokens have many rows here most
-// units have no token's last row: who looks ahead looks at 32 rows, a lane each, and has the L2
-// fetch all that it sums.
+// units have no token's last row: who looks ahead looks at 32 rows, a lane each.
 //
 // Delivers the next unit or units of this CTA. Scope: one warp; any number share the work.
 template <class T, bool kIsBackward, int kUnroll>
@@ -131,14 +128,10 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
     begin_span(Span::kDeliver);
     const int64_t row_bytes = heap.row_bytes();
     const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
-    const auto routes_of = [&](int of) { return all_routes & (((1u << width) - 1) << of * width); };
-    if (what == Deliver::kAhead and row >= 0 and __popc(routes_of(nth)) > 1) {
-        cute::SM90_BULK_COPY_G2S::PREFETCH::copy(args.result + row * row_bytes, int(row_bytes));
-    }
     const int count = __popc(last);
     for (int i = 0; i < count; ++i) {
         const int base = i * width;
-        const uint32_t routes = routes_of(i);
+        const uint32_t routes = all_routes & (((1u << width) - 1) << base);
         if (__popc(routes) == 1) continue;  // its finishers have sent it
         char* target = target_of(args, shuffled(token, base));
         sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {

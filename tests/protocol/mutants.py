@@ -517,7 +517,7 @@ MUTANTS = [
     ),
     Mutant(
         "of units that are taken together all but the first are left to others, too",
-        "walk",
+        "ahead",
         "a token is summed twice",
         False,
         (
@@ -530,7 +530,7 @@ MUTANTS = [
     ),
     Mutant(
         "units ahead are taken although rows of their tokens are not there",
-        "meanwhile",
+        "ahead",
         STILL_READ,
         False,
         (

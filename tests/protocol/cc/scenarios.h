@@ -81,6 +81,10 @@ inline std::vector<Scenario> small_scenarios() {
         s.rows_per_ticket = s.unit_rows = 1, s.chunk_tokens = 1, s.finishers_combine = true;
         const Launch both = launch_of(Kind::kForward, s, {{{0, 1}}});
         all.push_back({"meanwhile", s, {both, again(both, Kind::kBackward)}});
+        // Two units, each with a token's last row, which the third agent may take together.
+        s.experts = 3, s.tokens = 2, s.block_rows = s.unit_rows = s.chunk_tokens = 2;
+        s.finishers_combine = false, s.row_access = RowAccess::kInPlace;
+        all.push_back({"ahead", s, {launch_of(Kind::kForward, s, {{{0, 1}, {0, 2}}})}});
     }
     {
         // Three GPUs, one agent each; empty experts, a rank without tokens.

@@ -23,6 +23,28 @@ __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens,
     return {src, token < num_tokens[src] ? token : -1};
 }
 
+// What a loop that is not unrolled reads, some turns ahead, since its loads take longer than a
+// turn.
+template <class T>
+struct Ahead {
+    static constexpr int kTurns = 4;
+    T values[kTurns];
+
+    template <class At>
+    __device__ __forceinline__ explicit Ahead(At at) {
+#pragma unroll
+        for (int i = 0; i < kTurns; ++i) values[i] = at(i);
+    }
+    template <class At>
+    __device__ __forceinline__ T take(int k, At at) {
+        const T value = values[0];
+#pragma unroll
+        for (int i = 1; i < kTurns; ++i) values[i - 1] = values[i];
+        values[kTurns - 1] = at(k + kTurns);
+        return value;
+    }
+};
+
 // Walks the routes of a chunk's tokens, one lane per token. The first walk counts them: routes to
 // local slots in `counts`, routes to any slot in `selections`. The second walk gives rows to the
 // routes to local slots, and describes them: `counts[e]` is then the chunk's first row for slot e.
@@ -46,11 +68,10 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
     };
     uint32_t ranks = 0;  // that compute for the token
     int first_row = INT32_MAX, last_row = -1;
-    Route next = route_at(0);
+    Ahead<Route> next(route_at);
 #pragma unroll 1
     for (int k = 0; k < s.topk; ++k) {
-        const Route route = next;
-        next = route_at(k + 1);
+        const Route route = next.take(k, route_at);
         const bool is_route = route.expert >= 0;
         int slot = route.expert;
         if (slot_of != nullptr and is_route) slot = slot_of[slot];
@@ -78,9 +99,11 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
     if (not is_placing or not is_token) return;
     const uint8_t result_slot = uint8_t(__popc(protocol::slots_before(ranks, s.rank)));
     const bool is_at_home = is_home(ranks, chunk.src_rank);
+    const auto row_at = [&](int k) { return k < s.topk ? rows[k] : -1; };
+    Ahead<int32_t> row_of(row_at);
 #pragma unroll 1
     for (int k = 0; k < s.topk; ++k) {
-        const int row = rows[k];
+        const int row = row_of.take(k, row_at);
         if (row < 0) continue;
         const uint8_t flags = (row == first_row ? RowMeta::kOwner : 0) |
                               (row == last_row ? RowMeta::kLast : 0) |
@@ -393,9 +416,7 @@ __device__ __forceinline__ void leave_no_rows(const LayerArgs& args) {
 // From the routing map to the plan: exchanges the routing with all ranks and places the rows that
 // this rank's experts receive. The last warp copies this rank's rows meanwhile, to where its peers
 // find them. False on every rank if one cannot go on; the host then finds a fault. Scope: the grid.
-static __device__ __noinline__ bool plan_layer(const LayerArgs& args,
-                                               uint32_t epoch,
-                                               void* smem_base) {
+__device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch, void* smem_base) {
     __shared__ int num_tokens[kMaxRanks];
     bool goes_on = false;
     if (not Planners::has_me()) {

@@ -52,7 +52,8 @@ __device__ __forceinline__ uint32_t selected_experts(const LayerArgs& args, int 
 }
 
 // Turns `count` rows of the routing map into at most topk routes each, and sends them to every
-// rank. `count` is at most the tokens that a warp has lanes for. Scope: one warp.
+// rank, a lane for each route. `count` is at most the tokens that a warp has lanes for. Scope: one
+// warp.
 __device__ __forceinline__ void publish_tokens(
     const LayerArgs& args, uint32_t epoch, uint32_t* counts, int first_token, int count) {
     const Shape& s = args.shape;
@@ -66,32 +67,38 @@ __device__ __forceinline__ void publish_tokens(
 #pragma unroll 1
     for (int base = 0; base < s.num_experts; base += width * kLaneExperts) {
         const int first = base + nth * kLaneExperts;
-        uint32_t selected = is_here ? selected_experts(args, token, first) : 0;
+        const uint32_t selected = is_here ? selected_experts(args, token, first) : 0;
         int up_to = __popc(selected);  // this lane's
 #pragma unroll 1
         for (int step = 1; step < width; step *= 2) {
             const int before = __shfl_up_sync(~0u, up_to, step, width);
             if (nth >= step) up_to += before;
         }
-        const auto next_route = [&]() -> Route {
-            if (selected == 0) return {-1, 0.0f};
-            const int expert = first + __ffs(selected) - 1;
-            selected &= selected - 1;
-            const int64_t at = int64_t(token) * s.num_experts + expert;
-            return {expert, load_as_float(args.probs, args.probs_dtype, at)};
-        };
-        int k = num_routes + up_to - __popc(selected);
-        Route next = next_route();
+        const int found = __shfl_sync(~0u, up_to, width - 1, width);
 #pragma unroll 1
-        while (next.expert >= 0 and k < s.topk) {
-            const Route route = next;
-            next = next_route();  // on its way while this one is sent
+        for (int each = 0; each < s.topk; each += width) {
+            const int wanted = each + nth;
+            int from = 0;  // the lane that has found it
+#pragma unroll 1
+            for (int step = width / 2; step > 0; step /= 2) {
+                const bool is_behind = __shfl_sync(~0u, up_to, from + step - 1, width) <= wanted;
+                if (is_behind) from += step;
+            }
+            uint32_t left = __shfl_sync(~0u, selected, from, width);
+            int passed = __shfl_sync(~0u, up_to, from, width) - __popc(left);
+            const int k = num_routes + wanted;
+            if (wanted >= found or k >= s.topk) continue;
+#pragma unroll 1
+            for (; passed < wanted; ++passed) left &= left - 1;
+            const int expert = base + from * kLaneExperts + __ffs(left) - 1;
+            const int64_t at = int64_t(token) * s.num_experts + expert;
+            const Route route{expert, load_as_float(args.probs, args.probs_dtype, at)};
             if (isnan(route.prob)) {
                 args.watchdog.raise(kFaultRouting, Wait::kRouting, -1, token, 0, route.expert);
             }
-            send(k++, route);
+            send(k, route);
         }
-        num_routes += __shfl_sync(~0u, up_to, width - 1, width);
+        num_routes += found;
     }
     if (not is_here) return;
     if (num_routes > s.topk and nth == 0) {

@@ -195,8 +195,7 @@ __device__ __forceinline__ bool plan_replicas(const LayerArgs& args,
             is_settled = true;
         } else {
             attempt.begin(s.spare_slots, nullptr, placement::preference(0));
-            attempt.run();
-            is_settled = attempt.is_good();
+            is_settled = attempt.run();
         }
     }
     if (args.keeps_rows_local and not may_go_on) return false;  // all hear of it at their barrier

@@ -150,10 +150,12 @@ struct Attempt {
         most_steps = kStepsPerSlot * num_ranks * (spare_slots > 1 ? spare_slots : 1);
     }
 
-    FLASHMOE_PLACEMENT void run() {
+    // Whether the load is even behind it.
+    FLASHMOE_PLACEMENT bool run() {
         FLASHMOE_PLACEMENT_LOOP
-        for (int i = 0; i < most_steps; ++i) {
-            if (is_good() || !step()) return;
+        for (int i = 0;; ++i) {
+            if (is_good()) return true;
+            if (i == most_steps || !step()) return false;
         }
     }
 
@@ -336,32 +338,41 @@ FLASHMOE_PLACEMENT void number_slots(const uint8_t* rank_of,
                                      uint16_t* slot_of) {
     const int local = num_experts / num_ranks;
     FLASHMOE_PLACEMENT_LOOP
+    for (int expert = Team::index(); expert < num_experts; expert += Team::size()) {
+        const int home = expert / local;
+        FLASHMOE_PLACEMENT_UNROLLED
+        for (int source = 0; source < kMaxRanks; ++source) {
+            if (source < num_ranks && rank_of[source * num_experts + expert] == home) {
+                slot_of[source * num_experts + expert] = uint16_t(expert + home * spare_slots);
+            }
+        }
+    }
+    FLASHMOE_PLACEMENT_LOOP
     for (int rank = Team::group(); rank < num_ranks; rank += Team::num_groups()) {
-        const int first_slot = rank * (local + spare_slots);
+        const int first_spare = rank * (local + spare_slots) + local;
         int used = 0;
         FLASHMOE_PLACEMENT_LOOP
-        for (int home = 0; home < num_ranks; ++home) {
-            FLASHMOE_PLACEMENT_LOOP
-            for (int first = 0; first < local; first += Team::kLanes) {
-                const int i = first + Team::lane(), expert = home * local + i;
-                uint32_t sources = 0;
-                FLASHMOE_PLACEMENT_UNROLLED
-                for (int source = 0; source < kMaxRanks; ++source) {
-                    if (source < num_ranks && i < local) {
-                        sources |= uint32_t(rank_of[source * num_experts + expert] == rank)
-                                   << source;
-                    }
+        for (int first = 0; first < num_experts; first += Team::kLanes) {
+            const int expert = first + Team::lane();
+            const bool is_foreign = expert < num_experts && expert / local != rank;
+            uint32_t sources = 0;
+            FLASHMOE_PLACEMENT_UNROLLED
+            for (int source = 0; source < kMaxRanks; ++source) {
+                if (source < num_ranks && is_foreign) {
+                    sources |= uint32_t(rank_of[source * num_experts + expert] == rank) << source;
                 }
-                const bool is_replica = sources && home != rank;
-                const int spare = used + Team::before(is_replica);
-                const int slot = first_slot + (is_replica ? local + spare : i);
-                FLASHMOE_PLACEMENT_LOOP
-                for (uint32_t left = sources, source = 0; left; left >>= 1, ++source) {
-                    if (left & 1) slot_of[source * num_experts + expert] = uint16_t(slot);
-                }
-                if (is_replica && hosts) hosts[rank * spare_slots + spare] = expert;
-                used += Team::count(is_replica);
             }
+            const int count = Team::count(sources);
+            if (!count) continue;
+            const int spare = used + Team::before(sources);
+            FLASHMOE_PLACEMENT_LOOP
+            for (uint32_t left = sources, source = 0; left; left >>= 1, ++source) {
+                if (left & 1) {
+                    slot_of[source * num_experts + expert] = uint16_t(first_spare + spare);
+                }
+            }
+            if (sources && hosts) hosts[rank * spare_slots + spare] = expert;
+            used += count;
         }
         for (int i = used + Team::lane(); i < spare_slots && hosts; i += Team::kLanes) {
             hosts[rank * spare_slots + i] = -1;

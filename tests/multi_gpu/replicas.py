@@ -288,7 +288,9 @@ def check_training(args: argparse.Namespace) -> bool:
     """Long trainings with slots, whose first losses are those of short ones without."""
     model = small_on_processors()
     if args.gpus:
-        model = [*SMALL.split(), "--global-batch-size", str(2 * args.gpus)]
+        # So many rows that replicas are worth their pushes.
+        model = [*SMALL.split(), *["--micro-batch-size", "8", "--moe-router-topk", "4"]]
+        model += ["--global-batch-size", str(8 * args.gpus)]
         # Nothing makes the learned routing even, so that there is something to move.
         model += ["--moe-router-load-balancing-type", "none", "--moe-aux-loss-coeff", "0"]
     by_routing: dict[str, list[list[float]]] = {}

@@ -29,6 +29,7 @@ from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.replicas import policy
 from flashmoe_megatron.select import select_backend
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import make_config, zipf
@@ -297,6 +298,7 @@ def early_reductions(job: Job) -> None:
 def early_reductions_with_slots(job: Job) -> None:
     """Ranks sum fc2's gradients behind those of replicas, which their owners add."""
     config = make_config(job.num_ranks, hidden=1024, intermediate=1024, topk=2, max_tokens=4096)
+    policy.HIDDEN_PUSH = 1.0  # a layer this small has replicas, too
     backend, tokens = job.backend(config, spare_slots=2), [4096] * job.num_ranks
     inputs = job.inputs(config, zipf, tokens)
     weights = job.weights(config, inputs)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -32,10 +33,9 @@ COMPILE_FLAGS = [
     "-Xptxas=-v,--warn-on-spills,--warning-as-error",  # a register spill fails the build
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
 ]
-MAY_SPILL = [flag.replace(",--warning-as-error", "") for flag in COMPILE_FLAGS]
 WITH_SLOTS = "with_slots"
-"""Folders of what is compiled for layers with spare slots. A backward has no register left for
-them, so these kernels may spill some bytes, which csrc/RESOURCES.md tells."""
+"""Folders of what is compiled for layers with spare slots. A backward and a plan have no register
+left for them, so these kernels may spill some bytes, which csrc/RESOURCES.md tells."""
 LINK_FLAGS = [
     *ARCH_FLAGS,
     "-shared",
@@ -45,6 +45,10 @@ LINK_FLAGS = [
 EXPORTS = "{ global: flashmoe_*; local: *; };\n"  # the C++ runtime's and cudart's are hidden too
 PERFORMANCE_LOSS = "Potential Performance Loss"
 """ptxas says it where it ignores setmaxnreg (C7508) or serializes wgmma: never what was meant."""
+
+
+def _may_spill(flags: Sequence[str]) -> list[str]:
+    return [flag.replace(",--warning-as-error", "") for flag in flags]
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,9 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         # Its kernels write time stamps.
-        Variant("trace", (*MAY_SPILL, "-DFLASHMOE_TRACE")),
+        Variant("trace", (*_may_spill(COMPILE_FLAGS), "-DFLASHMOE_TRACE")),
         # Its kernels wait at random before every acquire and release.
-        Variant("delays", (*MAY_SPILL, "-DFLASHMOE_DELAYS")),
+        Variant("delays", (*_may_spill(COMPILE_FLAGS), "-DFLASHMOE_DELAYS")),
         # It tells libFuzzer which branches of the host's code an input takes.
         Variant(
             "coverage",
@@ -363,9 +367,7 @@ def _compile(toolchain: Toolchain, source: Path, variant: Variant) -> Object:
     name = str(source.relative_to(CSRC))
     if variant.folders and source.relative_to(CSRC).parts[0] not in variant.folders:
         variant = SHIPPED
-    flags = list(variant.flags)
-    if WITH_SLOTS in source.parts and flags == COMPILE_FLAGS:
-        flags = MAY_SPILL
+    flags = _may_spill(variant.flags) if WITH_SLOTS in source.parts else list(variant.flags)
     stem = (f"{variant.name}-" if variant.name else "") + name.replace("/", "-")
     target = CACHE / f"{stem}-{_key(toolchain, source, flags)}.o"
     log_path = target.with_suffix(".log")

@@ -420,6 +420,25 @@ LINK_BYTES_PER_S = 370e9
 """What a Hopper GPU does a second: products in 16 bits, its memory, and NVLink in one direction."""
 CARD_BYTES_PER_S = 45e9
 """What a network card of 400 Gb/s carries a second in one direction."""
+HIDDEN_PUSH = 0.5
+"""How much of what replicas move is hidden behind rows; measured on two H100s."""
+
+
+def least_rows_of(link_bytes_per_s: float) -> int:
+    """Rows of an expert from which on a replica is worth what it moves, whatever the expert's size.
+
+    For each number of an expert's weights, a replica moves 2 bytes in either direction of a layer
+    and 4 bytes of its gradient, and each row takes 6 operations: 2 forward and 4 backward.
+
+    Args:
+        link_bytes_per_s: How fast another rank's bytes come; 0 where that is not known, and then
+            any replica is worth it.
+    """
+    if not link_bytes_per_s:
+        return 0
+    push_s = (1 - HIDDEN_PUSH) * 8 / link_bytes_per_s
+    return round(push_s * TENSOR_FLOPS / 6)
+
 
 MOST_FETCH_COST = 0.05
 """Rows are fetched again if that takes at most this share of a backward's products."""

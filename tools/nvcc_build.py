@@ -34,8 +34,8 @@ COMPILE_FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
 ]
 WITH_SLOTS = "with_slots"
-"""Folders of what is compiled for layers with spare slots. A backward and a plan have no register
-left for them, so these kernels may spill some bytes, which csrc/RESOURCES.md tells."""
+"""Folders of what is compiled for layers with spare slots. A plan has no register left for them, so
+these kernels may spill some bytes, which csrc/RESOURCES.md tells."""
 LINK_FLAGS = [
     *ARCH_FLAGS,
     "-shared",

@@ -17,7 +17,7 @@ from flashmoe_megatron.kernel.memory import SLOT_BYTES
 from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.per_group import once_per_group
-from flashmoe_megatron.replicas.policy import least_rows_of
+from flashmoe_megatron.planner import least_rows_of
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 logger = logging.getLogger("flashmoe_megatron")

@@ -100,7 +100,7 @@ class _Attempt:
         spare_slots: int,
         preference: Preference,
         hosts: Sequence[Sequence[int]] | None,
-        least_rows: int = 0,
+        least_rows: int,
     ) -> None:
         ranks, experts = range(len(counts)), range(len(counts[0]))
         local = len(experts) // len(ranks)

@@ -15,11 +15,6 @@ Policy = Literal["balance", "popular"]
 """What they are planned for; the option ``replica_policy`` says it."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-PRODUCTS_PER_S = 7e14
-"""Floating-point operations of a GPU in a second, in bfloat16."""
-HIDDEN_PUSH = 0.5
-"""How much of what replicas move is hidden behind rows; measured on two H100s."""
-
 ONLY_IN_MEGATRON = (
     "wanted launch or off, since only in Megatron is a layer's input seen before its attention"
 )
@@ -40,27 +35,12 @@ def plan_replicas(
         counts: ``[rank][expert]`` routes.
         spare_slots: Spare slots of each rank.
         hosts: The experts in each rank's spare slots, if these are settled.
-        least_rows: See :func:`least_rows_of`; read by ``balance``.
+        least_rows: A replica takes at least so many, under ``balance``; see
+            :func:`flashmoe_megatron.planner.least_rows_of`.
     """
     if policy == "balance":
         return balance(counts, spare_slots, hosts, least_rows)
     return popular(counts, spare_slots, hosts=hosts)
-
-
-def least_rows_of(link_bytes_per_s: float) -> int:
-    """Rows of an expert from which on a replica is worth what it moves, whatever the expert's size.
-
-    For each number of an expert's weights, a replica moves 2 bytes in either direction of a layer
-    and 4 bytes of its gradient, and each row takes 6 operations: 2 forward and 4 backward.
-
-    Args:
-        link_bytes_per_s: How fast another rank's bytes come; 0 where that is not known, and then
-            any replica is worth it.
-    """
-    if not link_bytes_per_s:
-        return 0
-    push_s = (1 - HIDDEN_PUSH) * 8 / link_bytes_per_s
-    return round(push_s / (6 / PRODUCTS_PER_S))
 
 
 def check_slots(config: MoEConfig, spare_slots: int, placement: When) -> None:

@@ -88,6 +88,6 @@ def test_committed_table_is_what_is_built(tmp_path: Path) -> None:
     built = resource_table.render(nvcc_build.build_library(tmp_path / "libflashmoe.so"))
     assert committed == built, f"{resource_table.TABLE.name} is out of date: {update}"
     for name, _, _, _, spilled, stack in rows(committed):
-        # A backward's products and a forward's plan of replicas lack some registers.
+        # A forward's plan of replicas lacks some registers.
         most = 128 if name.startswith("`with_slots::") else 0
         assert max(int(spilled), int(stack)) <= most, name

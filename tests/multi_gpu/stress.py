@@ -14,10 +14,10 @@ import sys
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import planner
 from flashmoe_megatron.adapters.metrics import take_records
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend
-from flashmoe_megatron.replicas import policy
 from flashmoe_megatron.select import select_backend
 from tests.gpu.stress import (
     TIMEOUT_S,
@@ -50,7 +50,7 @@ class RealRun:
         self._group = group
         self._symmetric = symmetric
         self._spare_slots = spare_slots
-        policy.HIDDEN_PUSH = 1.0  # layers this small have replicas, too
+        planner.HIDDEN_PUSH = 1.0  # layers this small have replicas, too
         self._pauses = Pauses(1000 * seed + self.rank)
         self._backends: dict[int, KernelBackend] = {}
 

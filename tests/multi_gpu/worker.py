@@ -24,12 +24,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import planner
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.kernel.backend import KernelBackend
-from flashmoe_megatron.replicas import policy
 from flashmoe_megatron.select import select_backend
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import make_config, zipf
@@ -269,21 +269,21 @@ def main_grads(job: Job) -> None:
     assert_as_good(Results(out.detach(), x.grad, probs.grad, fc1, fc2), want)
 
 
-def early_reductions(job: Job) -> None:
-    """Replicas of one rank each sum fc2's gradients while they still compute fc1's."""
-    config = make_config(1, hidden=1024, intermediate=1024, max_tokens=4096)
-    backend = KernelBackend(config, None, job.device)
-    inputs = job.inputs(config, cases.uniform, [4096], seed=job.rank)
-    weights = ExpertWeights(tuple(inputs.fc1), tuple(inputs.fc2))
+def reduce_early(
+    job: Job,
+    backend: KernelBackend,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grad_out: torch.Tensor,
+    weights: ExpertWeights,
+) -> None:
+    """Ranks sum fc2's gradients while a backward runs, with the bits of a sum behind it."""
     grads = [
         [WeightGrad(torch.zeros_like(weight, dtype=torch.float32), True) for weight in share]
         for share in (weights.fc1, weights.fc2)
     ]
     for _ in range(20):
-        _, saved = backend.forward(
-            inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights, training=True
-        )
-        backend.backward(inputs.grad_out[0], saved, weights, *grads)
+        _, saved = backend.forward(*given, weights, training=True)
+        backend.backward(grad_out, saved, weights, *grads)
         early = backend.early_fc2_grads()
         assert early is not None
         with early:
@@ -295,32 +295,27 @@ def early_reductions(job: Job) -> None:
         torch.testing.assert_close(reduced, want, rtol=0, atol=0)
 
 
+def early_reductions(job: Job) -> None:
+    """Replicas of one rank each sum fc2's gradients while they still compute fc1's."""
+    config = make_config(1, hidden=1024, intermediate=1024, max_tokens=4096)
+    backend = KernelBackend(config, None, job.device)
+    inputs = job.inputs(config, cases.uniform, [4096], seed=job.rank)
+    weights = ExpertWeights(tuple(inputs.fc1), tuple(inputs.fc2))
+    given = (inputs.x[0], inputs.probs[0], inputs.routing_map[0])
+    reduce_early(job, backend, given, inputs.grad_out[0], weights)
+
+
 def early_reductions_with_slots(job: Job) -> None:
     """Ranks sum fc2's gradients behind those of replicas, which their owners add."""
     config = make_config(job.num_ranks, hidden=1024, intermediate=1024, topk=2, max_tokens=4096)
-    policy.HIDDEN_PUSH = 1.0  # a layer this small has replicas, too
+    planner.HIDDEN_PUSH = 1.0  # a layer this small has replicas, too
     backend, tokens = job.backend(config, spare_slots=2), [4096] * job.num_ranks
     inputs = job.inputs(config, zipf, tokens)
     weights = job.weights(config, inputs)
     want = expected(config, inputs).share(config, tokens, job.rank)
     assert_as_good(job.step(backend, inputs, weights), want)
-    call = (inputs.x[job.rank], inputs.probs[job.rank], inputs.routing_map[job.rank], weights)
-    grads = [
-        [WeightGrad(torch.zeros_like(weight, dtype=torch.float32), True) for weight in share]
-        for share in (weights.fc1, weights.fc2)
-    ]
-    for _ in range(20):
-        _, saved = backend.forward(*call, training=True)
-        backend.backward(inputs.grad_out[job.rank], saved, weights, *grads)
-        early = backend.early_fc2_grads()
-        assert early is not None
-        with early:
-            reduced = torch.stack([grad.buffer for grad in grads[1]])
-            work = dist.all_reduce(reduced, group=job.group, async_op=True)
-        work.wait()
-        late = torch.stack([grad.buffer for grad in grads[1]])
-        dist.all_reduce(late, group=job.group)
-        torch.testing.assert_close(reduced, late, rtol=0, atol=0)
+    given = (inputs.x[job.rank], inputs.probs[job.rank], inputs.routing_map[job.rank])
+    reduce_early(job, backend, given, inputs.grad_out[job.rank], weights)
     torch.cuda.synchronize()
     held = [len(record.replicas.rows) for record in backend.take_records() if record.replicas]
     counts = torch.tensor([sum(held)])

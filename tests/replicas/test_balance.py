@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashmoe_megatron.planner import least_rows_of
 from flashmoe_megatron.replicas.balance import PREFERENCES, balance
 from flashmoe_megatron.replicas.placement import home_placement, placement_of, rows_of_ranks
-from flashmoe_megatron.replicas.policy import least_rows_of
 from flashmoe_megatron.replicas.popular import popular
 from tests.protocol.programs import CSRC, compiler
 from tests.replicas import cases

@@ -18,13 +18,13 @@ from tools.bench.bench_layer import (
 )
 from tools.bench.compare_libraries import Worker
 from tools.bench.correctness import relative_errors
-from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Shape, make_problem, shape_of
+from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Router, Shape, make_problem, shape_of
 
 
 def make(num_ranks: int, *, gated: bool, dtype: str = "bf16") -> Problem:
     shape = Shape(40, 64, 128, 8, 2, gated=gated)
     cpu = torch.device("cpu")
-    return make_problem(shape, num_ranks, device=cpu, zipf=0.7, dtype=DTYPES[dtype])
+    return make_problem(shape, num_ranks, device=cpu, router=Router(0.7), dtype=DTYPES[dtype])
 
 
 def measured_errors(
@@ -68,6 +68,19 @@ def test_float16_passes_the_gate_by_more():
         layer = FusedLayer(problem, ReferenceBackend(problem.config), use_main_grad=True)
         errors[dtype] = max(relative_errors(problem, layer.results()).values())
     assert errors["fp16"] < errors["bf16"] / 4 < GATE / 4
+
+
+def test_routers_keep_a_share_of_routes_on_their_rank_and_have_an_order():
+    config = Shape(40, 64, 64, 32, 2, gated=True).config(4)
+    device = torch.device("cpu")
+    for locality in (0.25, 0.7):
+        weights = Router(locality=locality).weights(config, 2, device)
+        assert weights[16:24].sum() / weights.sum() == pytest.approx(locality)
+    first, again, other = (Router(0.5, order).weights(config, 0, device) for order in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    in_order = Router(0.5).weights(config, 0, device)
+    assert torch.equal(in_order, first.sort(descending=True).values)
 
 
 @pytest.mark.parametrize("name", ODD_SHAPES)

@@ -45,7 +45,15 @@ from flashmoe_megatron.telemetry.record import Direction
 from tools.bench import common, stopwatch
 from tools.bench.common import Record, Timer, Timing, log
 from tools.bench.correctness import LayerResults, relative_errors
-from tools.bench.shapes import ALL_SHAPES, SHAPES, Problem, Shape, make_problem, shape_of
+from tools.bench.shapes import (
+    ALL_SHAPES,
+    SHAPES,
+    Problem,
+    Router,
+    Shape,
+    make_problem,
+    shape_of,
+)
 from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
 
 GATE = 6e-3
@@ -272,7 +280,7 @@ def measure(
     name: str,
     shape: Shape,
     dtype: str,
-    zipf: float,
+    router: Router,
     spare_slots: int,
     options: argparse.Namespace,
     timer: Timer,
@@ -285,7 +293,7 @@ def measure(
     Raises:
         SystemExit: The layer does not pass the correctness gate.
     """
-    problem = make_problem(shape, num_ranks, zipf=zipf, dtype=DTYPES[dtype])
+    problem = make_problem(shape, num_ranks, router=router, dtype=DTYPES[dtype])
     use_main_grad = options.grads == "main_grad"
     fused = kernel_layer(
         problem,
@@ -302,7 +310,7 @@ def measure(
         **vars(shape),
         "dtype": dtype,
         "num_ranks": num_ranks,
-        "zipf": zipf,
+        **vars(router),
         "imbalance": round(problem.imbalance(), 3),
         "spare_slots": spare_slots,
         "grads": options.grads,
@@ -310,8 +318,10 @@ def measure(
 
     if dtype != "bf16":
         name = f"{name} {dtype}"
-    if zipf:
-        name = f"{name}, Zipf {zipf}, imbalance {about['imbalance']}"
+    if router.zipf:
+        name = f"{name}, Zipf {router.zipf}, imbalance {about['imbalance']}"
+    if router.locality is not None:
+        name = f"{name}, locality {router.locality}"
     if spare_slots:
         name = f"{name}, {spare_slots} spare slots"
     errors = relative_errors(problem, fused.results())
@@ -375,6 +385,13 @@ def measure(
         take("forward+backward", timer(unfused.forward_and_backward), 3, "unfused")
 
 
+def share(text: str) -> float:
+    """A number above 0 and below 1."""
+    if not 0 < float(text) < 1:
+        raise ValueError(text)
+    return float(text)
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -401,6 +418,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--grads", choices=("bf16", "main_grad"), default="bf16")
     parser.add_argument(
         "--zipf", type=float, nargs="+", default=[0.0], help="exponents of skewed routings; 0: none"
+    )
+    parser.add_argument(
+        "--order",
+        type=int,
+        help="seed of the order in which a skewed routing prefers experts; without it the first "
+        "rank's come first",
+    )
+    parser.add_argument(
+        "--locality",
+        type=share,
+        nargs="+",
+        default=[None],
+        help="shares of routes that stay on their token's rank; on several ranks",
     )
     parser.add_argument(
         "--spare-slots",
@@ -442,6 +472,8 @@ def main(arguments: list[str]) -> int:
     num_ranks = common.join_group()
     if num_ranks > 1 and options.one_of > 1:
         raise SystemExit("--one-of is for one GPU; torchrun started several ranks")
+    if num_ranks == 1 and options.locality != [None]:
+        raise SystemExit("--locality is for several ranks; torchrun started one")
     timer = Timer(options.iterations, options.warmup)
     ceilings = Ceilings(timer, num_ranks, options.symmetric)
     machine = common.machine(options.commit)
@@ -461,8 +493,10 @@ def main(arguments: list[str]) -> int:
     log(f"bf16 product {ceilings.tflops:.3g} TFLOP/s{link}; medians:")
     for name, whole in options.shapes.items():
         shape = whole.one_of(options.one_of)
-        for dtype, zipf, slots in product(options.dtypes, options.zipf, options.spare_slots):
-            measure(name, shape, dtype, zipf, slots, options, timer, ceilings, record, num_ranks)
+        cases = product(options.dtypes, options.zipf, options.locality, options.spare_slots)
+        for dtype, zipf, locality, slots in cases:
+            router = Router(zipf, options.order, locality)
+            measure(name, shape, dtype, router, slots, options, timer, ceilings, record, num_ranks)
             torch.cuda.empty_cache()
     if dist.is_initialized():
         dist.destroy_process_group()

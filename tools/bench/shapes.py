@@ -169,12 +169,42 @@ class Problem:
         return float(rows.max() / rows.mean())
 
 
+@dataclass(frozen=True)
+class Router:
+    """How experts are chosen.
+
+    Attributes:
+        zipf: The expert at place ``i`` of an order is chosen with a weight of ``(i + 1) ** -zipf``;
+            0 is uniform.
+        order: Seed of that order; ``None`` has the first rank's experts first, which no router is
+            likely to learn.
+        locality: Share of routes that stay on their token's rank, if experts are otherwise alike,
+            less than 1; ``None`` prefers none.
+    """
+
+    zipf: float = 0.0
+    order: int | None = None
+    locality: float | None = None
+
+    def weights(self, config: MoEConfig, rank: int, device: torch.device) -> torch.Tensor:
+        """``[num_experts]`` float32, what each expert is chosen with by one rank's tokens."""
+        places = torch.arange(1, config.num_experts + 1, dtype=torch.float32)
+        if self.order is not None:
+            g = torch.Generator().manual_seed(self.order)
+            places = places[torch.randperm(config.num_experts, generator=g)]
+        found = places**-self.zipf
+        if self.locality is not None:
+            own = slice(rank * config.num_local_experts, (rank + 1) * config.num_local_experts)
+            found[own] *= self.locality / (1 - self.locality) * (config.num_ranks - 1)
+        return found.to(device)
+
+
 def make_problem(
     shape: Shape,
     num_ranks: int = 1,
     *,
     device: torch.device | None = None,
-    zipf: float = 0.0,
+    router: Router | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:
     """Random tokens, weights and routing, others on every rank and the same in every run.
@@ -184,11 +214,12 @@ def make_problem(
         num_ranks: Ranks of the default group; 1 without one.
         device: Where everything is made; this process's GPU, or its processor without a GPU, if
             not given.
-        zipf: Expert ``e`` is chosen with a weight of ``(e + 1) ** -zipf``; 0 is uniform.
+        router: How experts are chosen; uniformly if not given.
         dtype: Tokens and weights have it.
     """
     device = device or device_here()
-    g = torch.Generator(device).manual_seed(SEED + (dist.get_rank() if num_ranks > 1 else 0))
+    rank = dist.get_rank() if num_ranks > 1 else 0
+    g = torch.Generator(device).manual_seed(SEED + rank)
 
     def random(*size: int, scale: float = 1.0) -> torch.Tensor:
         values = torch.empty(size, dtype=dtype, device=device)
@@ -197,8 +228,8 @@ def make_problem(
     config = shape.config(num_ranks)
     local = config.num_local_experts
     noise = torch.rand(shape.tokens, shape.num_experts, device=device, generator=g)
-    popularity = torch.arange(1, shape.num_experts + 1, device=device, dtype=torch.float32)
-    scores = -(-noise.clamp(1e-9, 1 - 1e-7).log()).log() - zipf * popularity.log()
+    popularity = (router or Router()).weights(config, rank, device)
+    scores = -(-noise.clamp(1e-9, 1 - 1e-7).log()).log() + popularity.log()
     topk_weight, topk_idx = scores.softmax(1).topk(shape.topk, dim=1)
     topk_weight = topk_weight / topk_weight.sum(1, keepdim=True)
     empty = torch.zeros_like(noise)

@@ -1,0 +1,130 @@
+"""Times the scheduled layer at several degrees, beside the degree that a fit gives.
+
+    torchrun --nproc-per-node 4 -m flashmoe_megatron.schedule fit fit.json
+    torchrun --nproc-per-node 4 -m tools.bench.bench_degrees fit.json --out degrees.jsonl
+
+For every shape, in one run, are timed: forwards at each degree, then forwards and backwards whose
+backward has each degree and whose forward has the fit's, the kernel, and the unfused baseline.
+Times are medians over iterations of the slowest rank, each from an idle GPU. At the end stands at
+how many shapes the fit's degree is the fastest one or a neighbour of it among those measured.
+
+``--allow-cpu`` runs over gloo where there is no GPU, without the kernel: to try, not to tell.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tools.bench import common, stopwatch
+from tools.bench.bench_layer import UnfusedLayer, kernel_layer, without_grad
+from tools.bench.common import Record, Timer, log
+from tools.bench.shapes import Shape, make_problem
+
+DEGREES = (1, 2, 3, 4, 6, 8)
+SIZES = (
+    "2048x768x128x8 2048x2048x64x2 4096x14336x8x2 7168x2048x64x8 2048x1408x64x6 4096x1536x32x8 "
+    "1024x4096x16x2 5120x1536x32x6"
+)
+SHAPES = [f"{tokens}x{sizes}" for tokens in (2048, 4096, 8192) for sizes in SIZES.split()]
+"""Gated, by tokens of a rank, hidden, intermediate, experts and top-k."""
+
+
+def near(predicted: int, ms: dict[int, float]) -> bool:
+    """Whether a degree is the fastest one, or the next one below or above it."""
+    ordered = sorted(ms)
+    fastest = min(ordered, key=lambda degree: ms[degree])
+    return abs(ordered.index(predicted) - ordered.index(fastest)) <= 1
+
+
+def measure(
+    name: str, options: argparse.Namespace, timer: Timer, record: Record
+) -> tuple[bool, bool]:
+    """Measures one shape. Collective over the default group.
+
+    Returns:
+        Whether the fit's degrees of forward and backward are as good as asked.
+    """
+    shape = Shape(*map(int, name.split("x")), gated=True)
+    problem = make_problem(shape, dist.get_world_size())
+    auto = {"degree": "auto", "degree_fit": str(options.fit)}
+    layer = kernel_layer(problem, use_main_grad=False, kind="scheduled", **auto)
+    backend = layer.backend
+    forward, backward = predicted = backend.degrees
+    ms: list[dict[int, float]] = [{}, {}]
+    for degree in sorted({*options.degrees, forward}):
+        backend.degrees = (degree, 1)
+        ms[0][degree] = timer(without_grad(layer)).median_ms
+    for degree in sorted({*options.degrees, backward}):
+        backend.degrees = (forward, degree)
+        ms[1][degree] = timer(layer.forward_and_backward).median_ms
+    beside = {}
+    if stopwatch.HAS_GPU:
+        kernel = kernel_layer(problem, use_main_grad=False, row_bound=common.ROW_BOUND)
+        unfused = UnfusedLayer(problem, use_main_grad=False)
+        for other, taker in (("kernel", kernel), ("unfused", unfused)):
+            calls = (without_grad(taker), taker.forward_and_backward)
+            beside[other] = [timer(call).median_ms for call in calls]
+    good = near(forward, ms[0]), near(backward, ms[1])
+    record.write(
+        measurement="degrees", shape=name, predicted=predicted, ms=ms, beside=beside, near=good
+    )
+    for what, times, degree, is_near in zip(
+        ("forward", "forward and backward"), ms, predicted, good, strict=True
+    ):
+        said = ", ".join(f"{one}: {times[one]:.3f}" for one in sorted(times))
+        gain = times[1] / times[degree]
+        verdict = "near the fastest" if is_near else "far from the fastest"
+        log(f"{name} {what}: {said} ms; by the fit {degree}, {verdict}, {gain:.3f} x as fast as 1")
+    for other, both in beside.items():
+        log(f"{name} {other}: {both[0]:.3f} and {both[1]:.3f} ms")
+    return good
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("fit", type=Path, help="the file of flashmoe_megatron.schedule fit, of as many ranks")
+    add("--shapes", nargs="+", default=SHAPES, metavar="SHAPE",
+        help="TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK")  # fmt: skip
+    add("--degrees", type=int, nargs="+", default=list(DEGREES), help="1 among them")
+    add("--iterations", type=int, default=9)
+    add("--warmup", type=int, default=2)
+    add("--allow-cpu", action="store_true", help="without a GPU: over gloo")
+    common.add_record_flags(parser, a_line="shape")
+    options = parser.parse_args(arguments)
+    if 1 not in options.degrees:
+        parser.error(f"--degrees {options.degrees}: wanted 1 among them, which others are beside")
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    options = parse(arguments)
+    if not options.allow_cpu and not common.has_gpu():
+        return 2
+    if common.join_group() == 1:
+        raise SystemExit("1 rank, with which nothing travels: wanted several, by torchrun")
+    timer = Timer(options.iterations, options.warmup)
+    record = Record(
+        options.out,
+        **common.machine(options.commit),
+        command=common.called("tools.bench.bench_degrees", arguments),
+        num_ranks=dist.get_world_size(),
+    )
+    good = []
+    for name in options.shapes:
+        good.append(measure(name, options, timer, record))
+        if stopwatch.HAS_GPU:
+            torch.cuda.empty_cache()
+    for what, are_near in zip(("forward", "backward"), zip(*good, strict=True), strict=True):
+        log(f"{what}: near the fastest degree at {sum(are_near)} of {len(good)} shapes")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -420,8 +420,8 @@ LINK_BYTES_PER_S = 370e9
 """What a Hopper GPU does a second: products in 16 bits, its memory, and NVLink in one direction."""
 CARD_BYTES_PER_S = 45e9
 """What a network card of 400 Gb/s carries a second in one direction."""
-HIDDEN_PUSH = 0.5
-"""How much of what replicas move is hidden behind rows; measured on two H100s."""
+HIDDEN_PUSH = 0.0
+"""How much of what replicas move is hidden behind rows; none was on four H200s."""
 
 
 def least_rows_of(link_bytes_per_s: float) -> int:

@@ -33,6 +33,10 @@ inline Shape shape_of(const FlashMoEProblem* p) {
                 p->skip_zero_probs != 0,
                 p->is_split != 0,
                 GluRows::of(p->intermediate, p->glu_interleave)};
+    const int local = p->num_ranks > 0 ? p->num_experts / p->num_ranks : 0;
+    FLASHMOE_SET_SLOT_FIELD(shape.experts_of_rank, local);
+    FLASHMOE_SET_SLOT_FIELD(shape.by_experts, Divisor::of(local));
+    FLASHMOE_SET_SLOT_FIELD(shape.by_slots, Divisor::of(local + p->spare_slots));
     FLASHMOE_SET_SLOT_FIELD(shape.spare_slots, p->spare_slots);
     FLASHMOE_SET_SLOT_FIELD(shape.heap_experts, p->heap_experts);
     FLASHMOE_SET_SLOT_FIELD(shape.heap_slot_elements, p->heap_slot_elements);

@@ -179,7 +179,7 @@ struct Many {
 struct Case {
     int ranks, experts, spare, least_rows, has_hosts;  // 2: planned by popular
     std::vector<int> hosts, counts, rows, chosen;
-    std::vector<uint8_t> rank_of, holders;
+    std::vector<uint8_t> sources, holders;
     std::vector<uint16_t> slot_of;
     Loads loads;
 };
@@ -192,10 +192,10 @@ void print(const char* name, const std::vector<int>& values) {
 
 template <class Team>
 void print_placement(Case& c) {
-    number_slots<Team>(c.rank_of.data(), c.ranks, c.experts, c.spare, c.chosen.data(),
+    number_slots<Team>(c.sources.data(), c.ranks, c.experts, c.spare, c.chosen.data(),
                        c.slot_of.data());
     if (Team::index() == 0) {
-        print("rank_of", {c.rank_of.begin(), c.rank_of.end()});
+        print("sources", {c.sources.begin(), c.sources.end()});
         print("hosts", c.chosen);
         print("slot_of", {c.slot_of.begin(), c.slot_of.end()});
         std::printf("}");
@@ -207,7 +207,7 @@ void print_placement(Case& c) {
 template <class Team>
 void plan(Case& c) {
     if (c.has_hosts == 2) {
-        popular<Team>(c.counts.data(), c.ranks, c.experts, c.spare, c.rank_of.data(),
+        popular<Team>(c.counts.data(), c.ranks, c.experts, c.spare, c.sources.data(),
                       c.rows.data(), c.holders.data(), &c.loads);
         if (Team::index() == 0) std::printf("[{\"most\": 0");
         print_placement<Team>(c);
@@ -215,13 +215,15 @@ void plan(Case& c) {
         return;
     }
     for (int number = 0; number < kNumPreferences; ++number) {
-        Attempt<Team> attempt{c.counts.data(), c.ranks, c.experts, c.rank_of.data(),
+        Attempt<Team> attempt{c.counts.data(), c.ranks, c.experts, c.sources.data(),
                               c.rows.data(), c.holders.data(), &c.loads, c.least_rows};
-        attempt.begin(c.spare, c.has_hosts == 1 ? c.hosts.data() : nullptr, preference(number));
-        attempt.run();
+        attempt.begin(c.spare, c.has_hosts == 1 ? c.hosts.data() : nullptr, preference(number),
+                      c.counts.data(), c.experts);
+        const bool is_good = attempt.run();
+        if (!attempt.is_laid_out) attempt.lay_out();
         if (Team::index() == 0) {
-            std::printf("%s{\"most\": %lld, \"is_good\": %d", number ? ", " : "[",
-                        (long long)attempt.most(), int(attempt.is_good()));
+            std::printf("%s{\"most\": %d, \"is_good\": %d", number ? ", " : "[", attempt.most,
+                        int(is_good));
         }
         print_placement<Team>(c);
     }
@@ -235,7 +237,7 @@ int main(int argc, char**) {
         const int all = c.ranks * c.experts;
         for (auto* each : {&c.hosts, &c.chosen}) each->resize(c.ranks * c.spare);
         for (auto* each : {&c.counts, &c.rows}) each->resize(all);
-        c.rank_of.resize(all);
+        c.sources.resize(all);
         c.slot_of.resize(all);
         c.holders.resize(c.experts);
         for (int& host : c.hosts) {
@@ -291,6 +293,10 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
         numbers = [len(counts), len(counts[0]), spare, least_rows, kind, *flat]
         return " ".join(map(str, [*numbers, *(count for row in counts for count in row)]))
 
+    def sources_of(rank_of: list[list[int]]) -> list[int]:
+        ranks, experts = range(len(rank_of)), range(len(rank_of[0]))
+        return [sum((rank_of[s][e] == r) << s for s in ranks) for r in ranks for e in experts]
+
     def assert_same(got, want) -> None:
         assert got["slot_of"] == [slot for row in want.slot_of for slot in row]
         padded = [slot for row in want.hosts for slot in [*row, *[-1] * spare][:spare]]
@@ -316,7 +322,7 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
             attempt = _Attempt(counts, spare, preference, hosts, least_rows)
             attempt.run()
             assert (got["most"], bool(got["is_good"])) == (attempt.most(), attempt.is_good())
-            assert got["rank_of"] == [rank for row in attempt.rank_of for rank in row]
+            assert got["sources"] == sources_of(attempt.rank_of)
             assert_same(got, placement_of(attempt.rank_of, attempt.replicas(), spare))
     moved = 0
     for (counts, spare), (got,) in zip(shared, answers[len(given) :], strict=True):

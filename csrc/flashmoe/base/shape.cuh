@@ -68,6 +68,21 @@ struct GluRows {
     __host__ __device__ constexpr int gate(int column) const { return column + (column & blocks); }
 };
 
+// Divides by a number that is known before the launch: a multiplication, and exact where both are
+// below 2^16.
+struct Divisor {
+    uint32_t scale;  // the greatest number that fits, over the divisor
+
+    static constexpr Divisor of(int divisor) {
+        return {divisor > 0 ? UINT32_MAX / uint32_t(divisor) : 0};
+    }
+    __host__ __device__ constexpr int divide(int value) const {
+        return int(uint64_t(uint32_t(value) + 1) * scale >> 32);
+    }
+};
+static_assert(Divisor::of(65535).divide(65534) == 0 and Divisor::of(65535).divide(65535) == 1 and
+              Divisor::of(3).divide(65534) == 21844 and Divisor::of(3).divide(65535) == 21845);
+
 struct Shape {
     int rank;
     int num_ranks;
@@ -83,13 +98,19 @@ struct Shape {
     bool is_split;  // gate and up rows of fc1 are matrices of their own, all gates' ahead of all
                     // ups'
     GluRows glu;
+    // What a plan with slots would otherwise divide for at every route.
+    FLASHMOE_SLOT_FIELD(int, experts_of_rank);
+    FLASHMOE_SLOT_FIELD(Divisor, by_experts);
+    FLASHMOE_SLOT_FIELD(Divisor, by_slots);
     // Places of a rank for replicas, behind those of its own experts. What is largest of all layers
     // with such places that share the heap: experts, and elements of weights in a rank's places.
     FLASHMOE_SLOT_FIELD(int, spare_slots);
     FLASHMOE_SLOT_FIELD(int, heap_experts);
     FLASHMOE_SLOT_FIELD(int64_t, heap_slot_elements);
 
-    __host__ __device__ int num_local_experts() const { return num_experts / num_ranks; }
+    __host__ __device__ int num_local_experts() const {
+        return kHasReplicas ? experts_of_rank : num_experts / num_ranks;
+    }
     __host__ __device__ int first_expert() const { return rank * num_local_experts(); }
     // A slot is a place that computes an expert. Without spare ones, slots are experts.
     __host__ __device__ int num_local_slots() const { return num_local_experts() + spare_slots; }
@@ -116,6 +137,14 @@ struct Shape {
     __host__ __device__ int64_t max_row_blocks() const {
         const int64_t rows = int64_t(num_ranks) * max_tokens * max_local_routes();
         return ceil_div<int64_t>(rows, BLOCK_M) + num_local_slots();
+    }
+
+    // The slot of an expert on the rank that owns it, and the rank that a slot is on.
+    __device__ int home_slot(int expert) const {
+        return expert + (kHasReplicas ? by_experts.divide(expert) * spare_slots : 0);
+    }
+    __device__ int rank_of_slot(int slot) const {
+        return kHasReplicas ? by_slots.divide(slot) : slot / num_local_slots();
     }
 
     // Routing is processed in chunks of one warp's width; chunks of all sources are interleaved.

@@ -48,7 +48,8 @@ struct Ahead {
 // Walks the routes of a chunk's tokens, one lane per token. The first walk counts them: routes to
 // local slots in `counts`, routes to any slot in `selections`. The second walk gives rows to the
 // routes to local slots, and describes them: `counts[e]` is then the chunk's first row for slot e.
-// `slot_of` names the source's slot of each expert; null where slots are experts. Scope: one warp.
+// `slot_of` names the source's slot of each expert; null where experts are at home. Scope: one
+// warp.
 __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
                                            uint32_t epoch,
                                            Chunk chunk,
@@ -74,7 +75,7 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
         const Route route = next.take(k, route_at);
         const bool is_route = route.expert >= 0;
         int slot = route.expert;
-        if (slot_of != nullptr and is_route) slot = slot_of[slot];
+        if (is_route) slot = slot_of != nullptr ? slot_of[slot] : s.home_slot(slot);
         const int local = slot - s.first_slot();
         const bool is_ours = is_route and local >= 0 and local < s.num_local_slots();
         const uint32_t same = __match_any_sync(~0u, is_ours ? local : -1);
@@ -86,7 +87,7 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
             if (is_route) atomicAdd(selections + slot, 1u);
             continue;
         }
-        if (is_route) ranks |= 1u << (slot / s.num_local_slots());
+        if (is_route) ranks |= 1u << s.rank_of_slot(slot);
         int row = -1;
         if (is_ours) {
             row = int(before + __popc(same & lanes_below));
@@ -188,13 +189,14 @@ __device__ __forceinline__ void walk_chunks(const LayerArgs& args,
                                             uint32_t epoch,
                                             const PlacementSmem& smem,
                                             const int (&num_tokens)[kMaxRanks],
+                                            bool has_table,
                                             bool is_placing) {
     const Shape& s = args.shape;
 #pragma unroll 1
     for (int i = int(threadIdx.x / 32); i < smem.num_chunks; i += Planners::size() / 32) {
         const Chunk chunk = chunk_at(s, num_tokens, smem.first_chunk + i);
-        const uint16_t* slot_of = smem.replicas.slot_of;
-        if (slot_of != nullptr) slot_of += chunk.src_rank * s.num_experts;
+        const uint16_t* slot_of =
+            has_table ? smem.replicas.slot_of + chunk.src_rank * s.num_experts : nullptr;
         walk_chunk(args, epoch, chunk, slot_of, smem.counts + i * s.num_local_slots(),
                    smem.selections, is_placing);
     }
@@ -440,6 +442,7 @@ __device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch
         ptx::barrier_arrive(kRoutesPublished, int(blockDim.x));
         traced(0);
         smem.clear(args.shape);
+        Placed placed = Placed::kAtHome;
         // Routes are counted, then placed. In one loop, since what a launch does once takes as long
         // as its instructions take to come, and the second round finds those of the first.
 #pragma unroll 1
@@ -448,13 +451,14 @@ __device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch
             bool may_go_on;
             if (not is_placing) {
                 may_go_on = await_routes(args, epoch, num_tokens);
-                if (has_slots and not plan_replicas(args, epoch, smem.replicas, may_go_on)) break;
+                if (has_slots) placed = plan_replicas(args, epoch, smem.replicas, may_go_on);
+                if (placed == Placed::kNot) break;
             } else {
                 may_go_on = rows_fit(args, epoch);
                 place_experts(args, smem);
                 place_units(args, smem);
             }
-            walk_chunks(args, epoch, smem, num_tokens, is_placing);
+            walk_chunks(args, epoch, smem, num_tokens, placed == Placed::kBySlots, is_placing);
             if (not is_placing) share_counts(args, smem);
             traced(1 + 2 * round);
             goes_on =

@@ -38,24 +38,24 @@ struct ReplicaSmem {
     int* counts;        // [source rank][expert]: routes
     int* rows;          // [rank][expert]
     uint16_t* slot_of;  // [source rank][expert], where `rows` was, or null without spare slots
-    uint8_t* rank_of;   // [source rank][expert]
+    uint8_t* sources;   // [rank][expert]: a bit for each source rank
     uint8_t* holders;   // [expert]
 
-    __host__ __device__ static int64_t words_of_ranks(const Shape& s) {
+    __host__ __device__ static int64_t words_of_sources(const Shape& s) {
         return ceil_div<int64_t>(int64_t(s.num_ranks) * s.num_experts, 4);
     }
     __host__ __device__ static int64_t words(const Shape& s) {
         if (s.spare_slots == 0) return 0;
         return int64_t(sizeof(placement::Loads) / 4) + 2 * int64_t(s.num_ranks) * s.num_experts +
-               words_of_ranks(s) + ceil_div(s.num_experts, 4);
+               words_of_sources(s) + ceil_div(s.num_experts, 4);
     }
     __device__ ReplicaSmem(const Shape& s, void* smem) {
         loads = static_cast<placement::Loads*>(smem);
         counts = reinterpret_cast<int*>(loads + 1);
         rows = counts + s.num_ranks * s.num_experts;
         slot_of = s.spare_slots > 0 ? reinterpret_cast<uint16_t*>(rows) : nullptr;
-        rank_of = reinterpret_cast<uint8_t*>(rows + s.num_ranks * s.num_experts);
-        holders = rank_of + 4 * words_of_ranks(s);
+        sources = reinterpret_cast<uint8_t*>(rows + s.num_ranks * s.num_experts);
+        holders = sources + 4 * words_of_sources(s);
     }
 };
 
@@ -65,7 +65,7 @@ struct AttemptResult {
     int32_t is_good;
 
     __host__ __device__ static int64_t words(const Shape& s) {
-        return align_up<int64_t>(sizeof(AttemptResult) / 4 + ReplicaSmem::words_of_ranks(s), 4);
+        return align_up<int64_t>(sizeof(AttemptResult) / 4 + ReplicaSmem::words_of_sources(s), 4);
     }
     // Whether all attempts have room there.
     __host__ __device__ static bool fit(const Shape& s, int num_ctas) {
@@ -78,7 +78,7 @@ struct AttemptResult {
         uint32_t* words_of = args.workspace.cta_counts + counts + number * words(s);
         return reinterpret_cast<AttemptResult*>(words_of);
     }
-    __device__ uint32_t* rank_of() { return reinterpret_cast<uint32_t*>(this + 1); }
+    __device__ uint32_t* sources() { return reinterpret_cast<uint32_t*>(this + 1); }
 };
 
 // Adds what a CTA has counted of this rank's routes; the last one to do so sends all to every rank.
@@ -102,31 +102,39 @@ __device__ __forceinline__ void send_route_counts(const LayerArgs& args, uint32_
     }
 }
 
-// Tries what the first attempt may not have found, each CTA its share, and takes the best. False if
-// some CTA cannot go on. Scope: the planners of the grid.
-__device__ __forceinline__ bool try_others(const LayerArgs& args,
-                                           const ReplicaSmem& smem,
-                                           PlacementAttempt& attempt,
-                                           bool may_go_on) {
+// What came of planning replicas.
+enum class Placed {
+    kNot,      // some CTA cannot go on
+    kAtHome,   // there are no replicas, hence no tables
+    kBySlots,  // a table names the slots
+};
+
+// Counts this rank's own routes, and those that stay on it. Scope: one warp.
+__device__ __forceinline__ void count_own_routes(const LayerArgs& args,
+                                                 const ReplicaSmem& smem,
+                                                 Placed placed) {
     const Shape& s = args.shape;
-    auto* ranks = reinterpret_cast<uint32_t*>(smem.rank_of);
-    const int num_words = int(ReplicaSmem::words_of_ranks(s));
-    // The first attempt is there already, in every CTA.
+    const int own = s.rank * s.num_experts;
+    int stay = 0, all = 0;
 #pragma unroll 1
-    for (int number = int(blockIdx.x); number < placement::kNumPreferences and may_go_on;
-         number += int(gridDim.x)) {
-        if (number > 0) {
-            Planners::sync();
-            attempt.begin(s.spare_slots, nullptr, placement::preference(number));
-            attempt.run();
-        }
-        AttemptResult* result = AttemptResult::at(args, number);
-        if (threadIdx.x == 0) *result = {int32_t(attempt.most()), attempt.is_good()};
-#pragma unroll 1
-        for (int i = threadIdx.x; i < num_words; i += Planners::size()) {
-            result->rank_of()[i] = ranks[i];
-        }
+    for (int expert = int(threadIdx.x % 32); expert < s.num_experts; expert += 32) {
+        const int count = smem.counts[own + expert];
+        all += count;
+        const bool is_home = uint32_t(expert - s.first_expert()) < uint32_t(s.num_local_experts());
+        const bool stays =
+            placed == Placed::kAtHome ? is_home : smem.sources[own + expert] >> s.rank & 1;
+        if (stays) stay += count;
     }
+    stay = __reduce_add_sync(~0u, stay);
+    all = __reduce_add_sync(~0u, all);
+    if (threadIdx.x % 32 == 0) args.plan.own_routes[0] = stay, args.plan.own_routes[1] = all;
+}
+
+// Takes the best of what attempts have left for the grid. False if some CTA cannot go on. Scope:
+// the planners of the grid.
+__device__ __forceinline__ bool take_best(const LayerArgs& args,
+                                          const ReplicaSmem& smem,
+                                          bool may_go_on) {
     if (not grid_barrier(args.watchdog, &args.workspace.tickets->barrier[2], may_go_on)) {
         return false;
     }
@@ -138,72 +146,91 @@ __device__ __forceinline__ bool try_others(const LayerArgs& args,
     const bool counts = good == 0 or lane < __ffs(good);
     const int least = __reduce_min_sync(~0u, counts ? result.most : INT32_MAX);
     const int best = __ffs(__ballot_sync(~0u, counts and result.most == least)) - 1;
+    auto* sources = reinterpret_cast<uint32_t*>(smem.sources);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < num_words; i += Planners::size()) {
-        ranks[i] = AttemptResult::at(args, best)->rank_of()[i];
+    for (int i = threadIdx.x; i < int(ReplicaSmem::words_of_sources(args.shape));
+         i += Planners::size()) {
+        sources[i] = AttemptResult::at(args, best)->sources()[i];
     }
     Planners::sync();
     return true;
 }
 
-// Counts this rank's own routes, and those that stay on it. Scope: one warp.
-__device__ __forceinline__ void count_own_routes(const LayerArgs& args, const ReplicaSmem& smem) {
+// Attempts one placement after the other: the first one, which settles the most common routings, in
+// every CTA, and where it is not good all others, each CTA its share. Routes of a source to an
+// expert are at `routes`, a source's `stride` behind the one before. Scope: the planners of the
+// grid.
+__device__ __forceinline__ Placed balance(
+    const LayerArgs& args, const ReplicaSmem& smem, bool may_go_on, const int* routes, int stride) {
     const Shape& s = args.shape;
-    const int own = s.rank * s.num_experts;
-    int stay = 0, all = 0;
+    PlacementAttempt attempt{smem.counts, s.num_ranks,  s.num_experts, smem.sources,
+                             smem.rows,   smem.holders, smem.loads,    args.least_replica_rows};
+    const auto* sources = reinterpret_cast<const uint32_t*>(smem.sources);
+    int number = 0;
+    bool is_first = true;
 #pragma unroll 1
-    for (int expert = int(threadIdx.x % 32); expert < s.num_experts; expert += 32) {
-        const int count = smem.counts[own + expert];
-        all += count;
-        if (smem.rank_of[own + expert] == s.rank) stay += count;
+    while (may_go_on and number < placement::kNumPreferences) {
+        attempt.begin(s.spare_slots, nullptr, placement::preference(number),
+                      is_first ? routes : smem.counts, is_first ? stride : s.num_experts);
+        const bool is_good = attempt.run();
+        if (is_first and is_good) return attempt.is_laid_out ? Placed::kBySlots : Placed::kAtHome;
+        if (not is_first or blockIdx.x == 0) {
+            AttemptResult* result = AttemptResult::at(args, number);
+            if (threadIdx.x == 0) *result = {int32_t(attempt.most), is_good};
+#pragma unroll 1
+            for (int i = threadIdx.x; i < int(ReplicaSmem::words_of_sources(s));
+                 i += Planners::size()) {
+                result->sources()[i] = sources[i];
+            }
+        }
+        number = is_first and blockIdx.x > 0 ? int(blockIdx.x) : number + int(gridDim.x);
+        is_first = false;
+        Planners::sync();
     }
-    stay = __reduce_add_sync(~0u, stay);
-    all = __reduce_add_sync(~0u, all);
-    if (threadIdx.x % 32 == 0) args.plan.own_routes[0] = stay, args.plan.own_routes[1] = all;
+    return take_best(args, smem, may_go_on) ? Placed::kBySlots : Placed::kNot;
 }
 
-// Plans which rank computes an expert for each rank's tokens. The most common routings are settled
-// by the first attempt, which every CTA makes for itself. False if some CTA cannot go on. Scope:
-// the planners of the grid, once all ranks' routes have come.
-__device__ __forceinline__ bool plan_replicas(const LayerArgs& args,
-                                              uint32_t epoch,
-                                              const ReplicaSmem& smem,
-                                              bool may_go_on) {
+// Plans which rank computes an expert for each rank's tokens. Scope: the planners of the grid, once
+// all ranks' routes have come.
+__device__ __forceinline__ Placed plan_replicas(const LayerArgs& args,
+                                                uint32_t epoch,
+                                                const ReplicaSmem& smem,
+                                                bool may_go_on) {
     const Shape& s = args.shape;
-    PlacementAttempt attempt{smem.counts, s.num_ranks,  s.num_experts, smem.rank_of,
-                             smem.rows,   smem.holders, smem.loads,    args.least_replica_rows};
-    bool is_settled = false;
-    if (may_go_on) {
+    const auto* routes = reinterpret_cast<const int*>(args.heap.route_counts(s.rank, epoch, 0));
+    const int stride = int(args.heap.heap_experts);
+    Placed placed = Placed::kBySlots;
+    if (args.keeps_rows_local) {
+        if (not may_go_on) return Placed::kNot;  // all hear of it at their barrier
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
-            uint32_t counts[kMaxRanks];
-#pragma unroll  // so that all loads are on their way at once
-            for (int src = 0; src < kMaxRanks; ++src) {
-                if (src < s.num_ranks) {
-                    counts[src] = args.heap.route_counts(s.rank, epoch, src)[expert];
-                }
-            }
 #pragma unroll
             for (int src = 0; src < kMaxRanks; ++src) {
-                if (src < s.num_ranks) smem.counts[src * s.num_experts + expert] = int(counts[src]);
+                if (src >= s.num_ranks) break;
+                smem.counts[src * s.num_experts + expert] = routes[src * stride + expert];
             }
         }
         Planners::sync();
-        if (args.keeps_rows_local) {
-            placement::popular<PlannerTeam>(smem.counts, s.num_ranks, s.num_experts, s.spare_slots,
-                                            smem.rank_of, smem.rows, smem.holders, smem.loads);
-            is_settled = true;
-        } else {
-            attempt.begin(s.spare_slots, nullptr, placement::preference(0));
-            is_settled = attempt.run();
+        placement::popular<PlannerTeam>(smem.counts, s.num_ranks, s.num_experts, s.spare_slots,
+                                        smem.sources, smem.rows, smem.holders, smem.loads);
+    } else {
+        placed = balance(args, smem, may_go_on, routes, stride);
+    }
+    int* hosts = blockIdx.x == 0 ? args.plan.hosts : nullptr;
+    if (placed == Placed::kBySlots) {
+        placement::number_slots<PlannerTeam>(smem.sources, s.num_ranks, s.num_experts,
+                                             s.spare_slots, hosts, smem.slot_of);
+    } else if (placed == Placed::kAtHome and hosts != nullptr) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < s.num_ranks * s.spare_slots; i += Planners::size()) {
+            hosts[i] = -1;
         }
     }
-    if (args.keeps_rows_local and not may_go_on) return false;  // all hear of it at their barrier
-    if (not is_settled and not try_others(args, smem, attempt, may_go_on)) return false;
-    if (blockIdx.x == 0 and threadIdx.x < 32) count_own_routes(args, smem);
-    placement::number_slots<PlannerTeam>(smem.rank_of, s.num_ranks, s.num_experts, s.spare_slots,
-                                         blockIdx.x == 0 ? args.plan.hosts : nullptr, smem.slot_of);
-    return true;
+    // By the warp that has the fewest chunks.
+    if (placed != Placed::kNot and blockIdx.x == 0 and threadIdx.x >= Planners::size() - 32) {
+        count_own_routes(args, smem, placed);
+    }
+    return placed;
 }
 
 }  // namespace flashmoe

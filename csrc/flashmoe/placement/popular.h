@@ -7,18 +7,20 @@
 
 namespace flashmoe::placement {
 
-// `counts` are [source rank][expert] routes. Writes `rank_of`, [source rank][expert]; `scratch` has
-// as many words, at least two ranks', and `in_heads` a byte for each expert.
+// `counts` are [source rank][expert] routes. Writes `sources`, [rank][expert], a bit for each
+// source rank whose tokens it computes; `scratch` has as many words, at least two ranks', and
+// `in_heads` a byte for each expert.
 template <class Team>
 FLASHMOE_PLACEMENT void popular(const int* counts,
                                 int num_ranks,
                                 int num_experts,
                                 int spare_slots,
-                                uint8_t* rank_of,
+                                uint8_t* sources,
                                 int* scratch,
                                 uint8_t* in_heads,
                                 Loads* loads) {
     const int local = num_experts / num_ranks;
+    uint8_t* const rank_of = sources;  // [source rank][expert], until the end
     // Each rank's head: experts with together more than half of its routes, in descending order.
     FLASHMOE_PLACEMENT_LOOP
     for (int rank = Team::group(); rank < num_ranks; rank += Team::num_groups()) {
@@ -135,6 +137,19 @@ FLASHMOE_PLACEMENT void popular(const int* counts,
             for (int rank = Team::lane(); rank < num_ranks; rank += Team::kLanes) {
                 rank_of[rank * num_experts + expert] = uint8_t(taker);
             }
+        }
+    }
+    Team::sync();
+    FLASHMOE_PLACEMENT_LOOP
+    for (int expert = Team::index(); expert < num_experts; expert += Team::size()) {
+        uint64_t of_ranks = 0;  // a byte for each
+        FLASHMOE_PLACEMENT_LOOP
+        for (int source = 0; source < num_ranks; ++source) {
+            of_ranks |= uint64_t(1) << (rank_of[source * num_experts + expert] * 8 + source);
+        }
+        FLASHMOE_PLACEMENT_LOOP
+        for (int rank = 0; rank < num_ranks; ++rank, of_ranks >>= 8) {
+            sources[rank * num_experts + expert] = uint8_t(of_ranks);
         }
     }
     Team::sync();

@@ -414,23 +414,13 @@ int launch_bias_grads(const FlashMoEProblem* p,
                       "bias gradient launch");
 }
 
-// Adds what is in other ranks' spare slots to the gradients of this rank's experts.
+// Adds what is in other ranks' spare slots, but fc2's, to the gradients of this rank's experts.
 int launch_add_replicas(const FlashMoEProblem* p,
                         const FlashMoEGroup* group,
-                        const BackwardArgs& backward,
-                        uint64_t number) {
-    AddReplicasArgs args{};
-    args.shape = backward.shape;
-    args.heap = backward.heap;
-    args.plan = backward.plan;
-    args.workspace = backward.workspace;
-    args.watchdog = backward.watchdog;
-    args.grads = backward.weight_grads.pointers;
-    args.has_biases = backward.biases[0] != nullptr;
-    args.number = number;
+                        const BackwardArgs& backward) {
     const KernelEntry entry = add_replicas_entry_of(backward.weight_grads.dtype == Dtype::kFloat32);
     return launch(entry.function, p->num_ctas, entry.num_threads, entry.smem_bytes, group->stream,
-                  "launch that adds gradients of replicas", args);
+                  "launch that adds gradients of replicas", backward);
 }
 
 }  // namespace
@@ -548,18 +538,17 @@ int backward(const FlashMoEProblem* problem,
     auto args = layer_args<BackwardArgs>(problem, group, launch_args->plan, grad_out,
                                          launch_args->num_tokens);
     FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
-    // Gradients of fc2 are complete once those of replicas are added.
-    const bool has_slots = problem->spare_slots > 0;
     FLASHMOE_TRY(set_weight_grads(problem, launch_args, grad_table, grads_dtype, accumulate != 0,
-                                  has_slots ? 0 : number, &args));
+                                  number, &args));
     const KernelEntry entry = entry_of(problem, true);
     FLASHMOE_TRY(launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
                         group->stream, "backward launch", args));
+    const bool has_slots = problem->spare_slots > 0;
     if (launch_args->biases != nullptr) {
         FLASHMOE_TRY(launch_bias_grads(problem, group, args, false));
         if (has_slots) FLASHMOE_TRY(launch_bias_grads(problem, group, args, true));
     }
-    return has_slots ? launch_add_replicas(problem, group, args, number) : int(FLASHMOE_OK);
+    return has_slots ? launch_add_replicas(problem, group, args) : int(FLASHMOE_OK);
 }
 
 }  // namespace flashmoe

@@ -12,20 +12,27 @@ PROTOCOL = "flashmoe/protocol/replicas.h"
 MODEL = "replicas.h"
 
 # States that each has; a search that ends earlier has lost some.
-SCENARIOS = {"forwards": 0, "training": 20, "owners_change": 1_000, "everywhere": 90}
+SCENARIOS = {
+    "forwards": 0,
+    "training": 4_000,
+    "one_ahead": 4_000,
+    "owners_change": 1_000,
+    "everywhere": 200,
+}
 
 LEFT = "[=](uint32_t seen) { return epoch_reached(seen, epoch); });"
 WEIGHTS = """A::bulk_wait_complete();
     A::template release_fence<Scope::kSystem>();
     A::template store<Scope::kSystem>(weights_ready, epoch);"""
-GRAD = WEIGHTS.replace("weights_ready", "grad_ready")
+GRADS = """A::bulk_wait_complete();
+    A::template release_fence<Scope::kSystem>();
+    FLASHMOE_KEEP_LOOP"""
 WAITS_FOR_HOST = 'protocol::await_left<A>(&here_.row_signals[host], epoch, waiting("a push"));\n'
-WAITS_FOR_ALL = """for (int src = 0; src < s_.ranks; ++src) {
-            protocol::await_left<A>(&here_.row_signals[src], epoch, waiting("a slot's gradient"));
-        }
-"""
-WAITS_FOR_OWN = 'protocol::await<A>(&here_.stored[product], 1u, waiting("an addition"));\n'
-TELLS = "            if (product == 0) tell_of_fc2(launch, epoch);\n"
+WAITS_FOR_ALL = "if (is_host) hear_all(epoch);\n"
+WAITS_FOR_OWN = "bool is_awaited = src == rank_;\n"
+WAITS_FOR_HOSTS = "for_replicas(launch, [&](int host, int, int) { is_awaited |= host == src; });\n"
+STORED = "if (product == 0) publish_slot_grads(epoch, product);\n"
+TELLS = "[&] { tell_of_fc2(launch, epoch); }"
 
 MUTANTS = [
     Mutant(
@@ -90,7 +97,7 @@ MUTANTS = [
     Mutant(
         "weights of any launch will do",
         "training",
-        "other weights than its owner",
+        BY_TMA,
         False,
         (
             (
@@ -146,7 +153,7 @@ MUTANTS = [
         "training",
         UNWRITTEN,
         False,
-        ((PROTOCOL, GRAD, GRAD.replace("A::bulk_wait_complete();", "")),),
+        ((PROTOCOL, GRADS, GRADS.replace("A::bulk_wait_complete();", "")),),
     ),
     Mutant(
         "a slot's gradient is added without acquiring",
@@ -156,17 +163,38 @@ MUTANTS = [
         (
             (
                 PROTOCOL,
-                "load_acquire<Scope::kSystem>(grad_ready)",
-                "load_acquire<Scope::kGpu>(grad_ready)",
+                "load_acquire<Scope::kSystem>(grads_ready)",
+                "load_acquire<Scope::kGpu>(grads_ready)",
+            ),
+        ),
+    ),
+    Mutant(
+        "a slot's gradient has to be of this very epoch",
+        "one_ahead",
+        "has gone past what is waited for",
+        False,
+        (
+            (
+                PROTOCOL,
+                f"load_acquire<Scope::kSystem>(grads_ready); }},\n         {LEFT}",
+                "load_acquire<Scope::kSystem>(grads_ready); },\n"
+                "         [=](uint32_t seen) { return seen == epoch; });",
             ),
         ),
     ),
     Mutant(
         "gradients are added before the owner's own",
         "training",
-        "told of before replicas' are added",
+        UNWRITTEN,
         False,
-        ((MODEL, WAITS_FOR_OWN, ""),),
+        ((MODEL, WAITS_FOR_OWN, "bool is_awaited = false;\n"),),
+    ),
+    Mutant(
+        "gradients are added before their hosts have stored them",
+        "training",
+        STILL_READ,
+        False,
+        ((MODEL, WAITS_FOR_HOSTS, ""),),
     ),
     Mutant(
         "fc2's gradients are told of before replicas' are added",
@@ -174,8 +202,21 @@ MUTANTS = [
         "told of before replicas' are added",
         False,
         (
-            (MODEL, TELLS, ""),
-            (MODEL, WAITS_FOR_OWN, WAITS_FOR_OWN + TELLS),
+            (MODEL, TELLS, "[] {}"),
+            (MODEL, STORED, STORED + "            if (product == 0) tell_of_fc2(launch, epoch);\n"),
+        ),
+    ),
+    Mutant(
+        "fc2's gradients are told of when the first piece is added",
+        "training",
+        "told of before replicas' are added",
+        False,
+        (
+            (
+                MODEL,
+                f"protocol::arrive<A>(&here_.tickets[1], count, {TELLS}",
+                f"protocol::arrive<A>(&here_.tickets[1], 1, {TELLS}",
+            ),
         ),
     ),
     Mutant(
@@ -193,13 +234,10 @@ MUTANTS = [
             ),
             (
                 MODEL,
-                WAITS_FOR_OWN,
-                WAITS_FOR_OWN + "            adding_ = true;\n",
-            ),
-            (
-                MODEL,
-                TELLS,
-                "            adding_ = false;\n" + TELLS,
+                "            add_piece(launch, 0, int(piece));\n",
+                "            adding_ = true;\n"
+                "            add_piece(launch, 0, int(piece));\n"
+                "            adding_ = false;\n",
             ),
             (
                 MODEL,

@@ -93,6 +93,11 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
     }
     if constexpr (Pass::kIsBackward) {
         ptx::bulk_wait_complete();  // weight gradients, which nobody in this launch waits for
+        if constexpr (kHasReplicas) {
+            // But owners of replicas wait for fc2's, of this finisher's processor, too.
+            ptx::barrier_sync(kProcessorEnds + processor, (kProcessorWarps + 1) * 32);
+            if (not has_counted_grads) count_fc2_grads(args);
+        }
     }
     end_span(Span::kFinish);
 }

@@ -96,6 +96,8 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
                                                    warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(event_of(Span::kWeightGrad), tile.expert, begin);
             if (leave_rounded(args, kHasReplicas and grad.are_spare(args))) {
+                // Ends copies of a spare slot's tile before: its finisher relies on it.
+                if constexpr (kHasReplicas) ptx::bulk_wait_complete();
                 give_outputs<T>(args.watchdog, room, handover_cursor, handover_wait, accumulator);
                 continue;
             }
@@ -107,6 +109,10 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             args.watchdog.trace.add(event_of(Span::kStoreGrad), tile.expert, stored);
         }
         ptx::bulk_wait_complete();  // weight gradients, which nobody in this launch waits for
+        if constexpr (kHasReplicas) {
+            // But its finisher waits for fc2's, where it has had no tile of fc1's.
+            ptx::barrier_arrive(kProcessorEnds + warpgroup, (kProcessorWarps + 1) * 32);
+        }
     }
     count_time(Span::kStageWait, waited);
     count_time(Span::kHandoverWait, handover_wait);

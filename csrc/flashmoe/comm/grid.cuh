@@ -14,6 +14,7 @@ enum NamedBarrier {
     kRoutesPublished,
     kGradsPublished,
     kProcessorsBarrier,  // the first processor's; the second has the next
+    kProcessorEnds = kProcessorsBarrier + kNumProcessors,  // likewise
 };
 
 // The threads of a CTA that plan: all warps but the last, which copies rows meanwhile.

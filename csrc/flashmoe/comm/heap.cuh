@@ -22,6 +22,9 @@ struct alignas(8) Route {
 
 using protocol::RouteSignal;
 
+// Ranks tell of fc2's gradients within a backward, and of the others behind it.
+enum class SlotGrads : int { kFc2, kOthers };
+
 // Layers of different shapes share a heap, and a rank may begin with the next layer while a peer is
 // not done with this one. What a rank writes before it hears of that peer, up to `routes`, has the
 // same place for every layer; what follows is written only once its owner has published its rows,
@@ -37,8 +40,8 @@ struct HeapLayout {
     uint64_t routes;            // Route[parity 2][rank][token][heap_topk], every rank's routing
     // These are there if some layer has spare slots: every rank's routes by expert, u32[parity
     // 2][rank][heap_experts]; epochs whose weights owners have pushed, u32[spare slot], and whose
-    // gradients other ranks' slots hold, u32[rank]; and what is in slots, of expert_elements each,
-    // bf16 that owners write and f32 that they read.
+    // gradients ranks have stored, u32[SlotGrads][rank]; and what is in slots, of expert_elements
+    // each, bf16 that owners write and f32 that they read.
     FLASHMOE_SLOT_FIELD(uint64_t, route_counts);
     FLASHMOE_SLOT_FIELD(uint64_t, weights_ready);
     FLASHMOE_SLOT_FIELD(uint64_t, grads_ready);
@@ -72,7 +75,7 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     FLASHMOE_SET_SLOT_FIELD(at.route_counts, take(2 * ranks * s.heap_experts * sizeof(uint32_t)));
     FLASHMOE_SET_SLOT_FIELD(at.weights_ready,
                             take(has_slots ? kMaxSpareSlots * sizeof(uint32_t) : 0));
-    FLASHMOE_SET_SLOT_FIELD(at.grads_ready, take(has_slots ? ranks * sizeof(uint32_t) : 0));
+    FLASHMOE_SET_SLOT_FIELD(at.grads_ready, take(has_slots ? 2 * ranks * sizeof(uint32_t) : 0));
     FLASHMOE_SET_SLOT_FIELD(at.slot_weights, take(uint64_t(s.heap_slot_elements) * kElementBytes));
     FLASHMOE_SET_SLOT_FIELD(at.slot_grads, take(uint64_t(s.heap_slot_elements) * sizeof(float)));
     at.rows = take(tokens * row_bytes);
@@ -131,8 +134,8 @@ struct Heap {
     __device__ __forceinline__ uint32_t* weights_ready(int owner, int spare_slot) const {
         return address<uint32_t>(owner, at.weights_ready) + spare_slot;
     }
-    __device__ __forceinline__ uint32_t* grads_ready(int owner, int src) const {
-        return address<uint32_t>(owner, at.grads_ready) + src;
+    __device__ __forceinline__ uint32_t* grads_ready(int owner, SlotGrads which, int src) const {
+        return address<uint32_t>(owner, at.grads_ready) + int(which) * num_ranks + src;
     }
     __device__ __forceinline__ char* slot_weights(int owner, int spare_slot) const {
         return address<char>(owner, at.slot_weights) + spare_slot * expert_elements * kElementBytes;

@@ -16,6 +16,7 @@
 #include "flashmoe/moe/combine.cuh"
 #include "flashmoe/moe/dispatch.cuh"
 #include "flashmoe/moe/place.cuh"
+#include "flashmoe/moe/slot_grads.cuh"
 #include "flashmoe/moe/write_record.cuh"
 
 namespace flashmoe {
@@ -167,6 +168,9 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
                 finish_tiles<Pass>(args, words.mailbox, handover, words.combine, warp - 2);
             }
             combine<Pass>(args, words.combine);
+            if constexpr (kHasReplicas and Pass::kIsBackward) {
+                add_fc2_replicas<typename Pass::Element>(args);
+            }
         }
         args.watchdog.trace.close();
     }

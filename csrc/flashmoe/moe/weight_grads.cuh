@@ -3,11 +3,13 @@
 // cluster owns a whole pair of 128 x 256 tiles, with all rows of the expert as K. No split along K,
 // hence no atomics in the order of sums, and the same bits at every run. Pad rows are zeros. fc2's
 // tiles come first: its gradients are complete while fc1's are computed, and a stream that waits
-// for them alone, such as their reduction over replicas, is told so.
+// for them alone, such as their reduction over replicas, is told so. Where there are spare slots,
+// that is once owners have added what is in them (slot_grads.cuh).
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/protocol/order.h"
+#include "flashmoe/protocol/replicas.h"
 #include "flashmoe/tile/float_half.cuh"
 
 namespace flashmoe {
@@ -204,14 +206,31 @@ __device__ __forceinline__ void tell_fc2_grads(const BackwardArgs& args) {
     if (number != 0) Atomics::store<protocol::Scope::kSystem>(args.workspace.fc2_grads, number);
 }
 
+// Tells all ranks that gradients are stored here. Scope: one thread, once all of them are.
+__device__ __forceinline__ void publish_slot_grads(const BackwardArgs& args,
+                                                   SlotGrads which,
+                                                   uint32_t epoch) {
+    const int src = args.shape.rank;
+    protocol::publish_slot_grads<Atomics>(args.shape.num_ranks, epoch, [&](int rank) {
+        return args.heap.grads_ready(rank, which, src);
+    });
+}
+
 // Counts that a processor and its finisher have stored all of their fc2 gradients; the GPU's last
-// finisher tells the streams. Where some CTA has no tile of fc1, the end of the launch tells them.
-// Scope: a finisher, behind its bulk copies and what its processor's warps have handed over since.
+// finisher tells the streams, or with spare slots all ranks. Where some CTA has no tile of fc1, the
+// end of the launch tells the streams; ranks are told by then, since owners wait for it. Scope: a
+// finisher, behind its bulk copies and what its processor's warps have handed over since.
 __device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
-    protocol::arrive<Atomics>(&args.workspace.tickets->fc2_grads_stored, kNumProcessors * gridDim.x,
-                              [&] { tell_fc2_grads(args); });
+    protocol::arrive<Atomics>(
+        &args.workspace.tickets->fc2_grads_stored, kNumProcessors * gridDim.x, [&] {
+            if constexpr (kHasReplicas) {
+                publish_slot_grads(args, SlotGrads::kFc2, current_epoch(args.workspace));
+            } else {
+                tell_fc2_grads(args);
+            }
+        });
 }
 
 // Sends the half of a tile that processors leave to it, in pieces over half the time of the next

@@ -20,7 +20,8 @@ struct Tickets {
     uint32_t routes_published, rows_published, rows_taken, leaving;
     uint32_t barrier[3];   // rows are counted, rows are placed, replicas are planned
     uint32_t pushed;       // tickets for weights that replicas get
-    uint32_t grads_added;  // CTAs that have added replicas' gradients
+    uint32_t pulled;       // tickets for fc2's gradients that replicas have
+    uint32_t grads_added;  // of these tickets, those whose gradients are added
 };
 
 // Takes the next `count` items off a counter. Scope: one warp.

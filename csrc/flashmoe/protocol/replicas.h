@@ -40,22 +40,28 @@ FLASHMOE_PROTOCOL void await_weights(const typename A::U32* weights_ready,
     A::fence_proxy_async();
 }
 
-// Tells an owner that a product's gradient is in the slot of its replica. Scope: the thread whose
-// bulk copies have stored the last of it, behind those of all others.
-template <class A>
-FLASHMOE_PROTOCOL void publish_slot_grad(typename A::U32* grad_ready, uint32_t epoch) {
+// Tells every rank that a product's gradients are stored here, of this rank's own experts and of
+// those in its slots. Scope: the thread whose bulk copies have stored the last of them, behind
+// those of all others.
+template <class A, class WordOf>
+FLASHMOE_PROTOCOL void publish_slot_grads(int num_ranks, uint32_t epoch, WordOf word_of) {
     A::bulk_wait_complete();
     A::template release_fence<Scope::kSystem>();
-    A::template store<Scope::kSystem>(grad_ready, epoch);
+    FLASHMOE_KEEP_LOOP
+    for (int rank = 0; rank < num_ranks; ++rank) {
+        A::template store<Scope::kSystem>(word_of(rank), epoch);
+    }
 }
 
-// Waits for a replica's gradient, to add it to the owner's. Scope: the thread that adds.
+// Waits for a rank's gradients, to add those in its slots to the owner's. A later epoch will do: a
+// peer that needs nothing from here may be one ahead, and what it holds of this rank's it writes
+// over only behind this rank's row signal. Scope: the thread that adds.
 template <class A, class Wait>
-FLASHMOE_PROTOCOL void await_slot_grad(const typename A::U32* grad_ready,
-                                       uint32_t epoch,
-                                       Wait wait) {
-    wait([=] { return A::template load_acquire<Scope::kSystem>(grad_ready); },
-         [=](uint32_t seen) { return seen == epoch; });
+FLASHMOE_PROTOCOL void await_slot_grads(const typename A::U32* grads_ready,
+                                        uint32_t epoch,
+                                        Wait wait) {
+    wait([=] { return A::template load_acquire<Scope::kSystem>(grads_ready); },
+         [=](uint32_t seen) { return epoch_reached(seen, epoch); });
 }
 
 }  // namespace flashmoe::protocol

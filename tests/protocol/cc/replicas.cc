@@ -19,11 +19,13 @@ struct ReplicaScenario {
 };
 
 std::vector<ReplicaScenario> scenarios() {
-    const ReplicaSizes two{2, 1, 1}, three{3, 1, 1};
+    const ReplicaSizes two{2, 1, 1, 2}, three{3, 1, 1, 1};
     return {
         // A replica in each launch, then none, then one again.
         {"forwards", two, {{false, {{-1}, {0}}}, {false, {{-1}, {0}}}, {false, {{1}, {-1}}}}},
         {"training", two, {{false, {{-1}, {0}}}, {true, {{-1}, {0}}}, {true, {{-1}, {0}}}}},
+        // The last rank has a replica, then none, so that it may be one launch ahead of its owner.
+        {"one_ahead", two, {{true, {{-1}, {0}}}, {true, {{-1}, {-1}}}}},
         // The slot of the last rank has another owner in each launch; the owner before may be late.
         {"owners_change", three, {{true, {{-1}, {-1}, {0}}}, {true, {{-1}, {-1}, {1}}}}},
         // An expert on all ranks, whose gradients are added in the order of ranks.

@@ -1,7 +1,8 @@
 // The life of replicas over some launches: weights that come to slots, gradients that go back. What
 // else a launch does is in forward.h; of that there is here what orders the two, the row signals.
 //
-// A rank has two agents: dispatch, which pushes and adds, and tiles, which read and store. Weights
+// A rank has two agents: dispatch, which pushes, and tiles, which read and store. Both add
+// fc2's gradients, as they have nothing else to do then; fc1's are added behind the launch. Weights
 // are numbers that tell their launch and expert, gradients also who computed them.
 #pragma once
 
@@ -20,8 +21,9 @@ constexpr int kProducts = 2;  // fc2, whose gradients come first, and fc1
 
 struct ReplicaSizes {
     int ranks;
-    int local;  // experts of a rank
-    int slots;  // spare ones of a rank
+    int local;   // experts of a rank
+    int slots;   // spare ones of a rank
+    int pieces;  // of a gradient, each added for a ticket; both agents add if there are some
 };
 
 struct ReplicaLaunch {
@@ -30,8 +32,8 @@ struct ReplicaLaunch {
 };
 
 inline uint64_t weight_value(uint32_t epoch, int expert) { return mix(epoch, 3u << 20 | expert); }
-inline uint64_t slot_grad_value(uint32_t epoch, int rank, int expert, int product) {
-    return mix(mix(epoch, uint64_t(rank) << 8 | product), 5u << 20 | expert);
+inline uint64_t slot_grad_value(uint32_t epoch, int rank, int expert, int piece) {
+    return mix(mix(epoch, uint64_t(rank) << 8 | piece), 5u << 20 | expert);
 }
 
 template <class A>
@@ -41,20 +43,20 @@ struct ReplicaMemory {
     typename A::template Array<typename A::Plain> slot_weights, slot_grads;
     // This GPU's own.
     typename A::template Array<typename A::Plain> weights, grads, epoch;
-    typename A::template Array<typename A::U32> stored;
+    typename A::template Array<typename A::U32> tickets;  // pulled, and added
     typename A::Join launch_join, end_join;
 
     ReplicaMemory(const ReplicaSizes& s, int rank)
         : row_signals(s.ranks, "row_signal", rank),
           weights_ready(s.slots, "weights_ready", rank),
-          grads_ready(kProducts * s.ranks * s.slots, "grads_ready", rank),
+          grads_ready(kProducts * s.ranks, "grads_ready", rank),
           gave_up(1, "gave_up", rank),
           slot_weights(s.slots, "slot_weights", rank),
-          slot_grads(kProducts * s.slots, "slot_grads", rank),
+          slot_grads(kProducts * s.pieces * s.slots, "slot_grads", rank),
           weights(s.local, "weights", rank),
-          grads(kProducts * s.local, "grads", rank),
+          grads(kProducts * s.pieces * s.local, "grads", rank),
           epoch(1, "epoch", rank),
-          stored(kProducts, "stored", rank),
+          tickets(2, "tickets", rank),
           launch_join(2),
           end_join(2) {}
 };
@@ -79,18 +81,23 @@ class ReplicaAgent {
     void run() {
         for (size_t i = 0; i < world_.launches.size(); ++i) {
             A::join(here_.launch_join, true);
-            A::forget(int(i) * 16, int(i) * 3);
+            const auto forget = [=](int step) { A::forget(int(i) * 16 + step, int(i) * 3 + step); };
+            forget(0);
             const ReplicaLaunch& launch = world_.launches[i];
             const uint32_t epoch = uint32_t(A::read(&here_.epoch[0])) + 1;
             if (is_dispatch_) {
                 begin(epoch);
                 push_weights(launch, epoch);
-                if (launch.is_backward) add_slot_grads(launch, epoch);
+                hear_all(epoch);
             } else {
                 read_weights(launch, epoch);
                 if (launch.is_backward) store_grads(launch, epoch);
             }
+            forget(1);
+            const bool adds = launch.is_backward and (is_dispatch_ or s_.pieces > 1);
+            if (adds) add_fc2_replicas(launch, epoch);
             A::join(here_.end_join, true);
+            forget(2);
             if (is_dispatch_) leave(launch, epoch);
         }
     }
@@ -125,6 +132,13 @@ class ReplicaAgent {
         });
     }
 
+    // In any case: a rank is at most one launch ahead of another.
+    void hear_all(uint32_t epoch) {
+        for (int src = 0; src < s_.ranks; ++src) {
+            protocol::await_left<A>(&here_.row_signals[src], epoch, waiting("a row signal"));
+        }
+    }
+
     void read_weights(const ReplicaLaunch& launch, uint32_t epoch) {
         for (int slot = 0; slot < s_.slots; ++slot) {
             const int expert = launch.hosts[rank_][slot];
@@ -135,44 +149,82 @@ class ReplicaAgent {
         }
     }
 
-    typename A::U32* grad_ready(int owner, int product, int host, int slot) {
-        const int place = (product * s_.ranks + host) * s_.slots + slot;
-        return &world_.ranks[owner]->grads_ready[place];
+    int place_of(int product, int piece, int index, int count) const {
+        return (product * s_.pieces + piece) * count + index;
+    }
+    auto* slot_grad(int host, int product, int piece, int slot) {
+        return &world_.ranks[host]->slot_grads[place_of(product, piece, slot, s_.slots)];
+    }
+    auto* own_grad(int product, int piece, int expert) {
+        return &here_.grads[place_of(product, piece, expert % s_.local, s_.local)];
     }
 
     void store_grads(const ReplicaLaunch& launch, uint32_t epoch) {
-        for (int src = 0; src < s_.ranks; ++src) {
-            protocol::await_left<A>(&here_.row_signals[src], epoch, waiting("a slot's gradient"));
-        }
+        bool is_host = false;
+        for (int expert : launch.hosts[rank_]) is_host |= expert >= 0;
+        if (is_host) hear_all(epoch);
         for (int product = 0; product < kProducts; ++product) {
-            for (int slot = 0; slot < s_.slots; ++slot) {
-                const int expert = launch.hosts[rank_][slot];
-                if (expert < 0) continue;
-                A::write_by_bulk(&here_.slot_grads[product * s_.slots + slot],
-                                 slot_grad_value(epoch, rank_, expert, product));
-                protocol::publish_slot_grad<A>(grad_ready(expert / s_.local, product, rank_, slot),
-                                               epoch);
+            for (int piece = 0; piece < s_.pieces; ++piece) {
+                const int part = product * s_.pieces + piece;
+                for (int slot = 0; slot < s_.slots; ++slot) {
+                    const int expert = launch.hosts[rank_][slot];
+                    if (expert < 0) continue;
+                    A::write_by_bulk(slot_grad(rank_, product, piece, slot),
+                                     slot_grad_value(epoch, rank_, expert, part));
+                }
+                for (int i = 0; i < s_.local; ++i) {
+                    const int expert = rank_ * s_.local + i;
+                    A::write_by_bulk(own_grad(product, piece, expert),
+                                     slot_grad_value(epoch, rank_, expert, part));
+                }
             }
-            for (int i = 0; i < s_.local; ++i) {
-                A::write_by_bulk(&here_.grads[product * s_.local + i],
-                                 slot_grad_value(epoch, rank_, rank_ * s_.local + i, product));
-            }
-            protocol::publish_copies<A>([&](auto count) { count(&here_.stored[product]); });
+            if (product == 0) publish_slot_grads(epoch, product);
+        }
+        A::bulk_wait_complete();
+    }
+
+    void publish_slot_grads(uint32_t epoch, int product) {
+        protocol::publish_slot_grads<A>(s_.ranks, epoch, [&](int rank) {
+            return &world_.ranks[rank]->grads_ready[product * s_.ranks + rank_];
+        });
+    }
+
+    void await_slot_grads(const ReplicaLaunch& launch, uint32_t epoch, int product) {
+        for (int src = 0; src < s_.ranks; ++src) {
+            bool is_awaited = src == rank_;
+            for_replicas(launch, [&](int host, int, int) { is_awaited |= host == src; });
+            if (not is_awaited) continue;
+            protocol::await_slot_grads<A>(&here_.grads_ready[product * s_.ranks + src], epoch,
+                                          waiting("an addition"));
         }
     }
 
-    void add_slot_grads(const ReplicaLaunch& launch, uint32_t epoch) {
-        for (int product = 0; product < kProducts; ++product) {
-            protocol::await<A>(&here_.stored[product], 1u, waiting("an addition"));
-            for_replicas(launch, [&](int host, int slot, int expert) {
-                protocol::await_slot_grad<A>(grad_ready(rank_, product, host, slot), epoch,
-                                             waiting("an addition"));
-                auto* grad = &here_.grads[product * s_.local + expert % s_.local];
-                const auto* there = &world_.ranks[host]->slot_grads[product * s_.slots + slot];
-                A::write(grad, mix(A::read(grad), A::read(there)));  // in this order alone
-            });
-            if (product == 0) tell_of_fc2(launch, epoch);
+    void add_piece(const ReplicaLaunch& launch, int product, int piece) {
+        for_replicas(launch, [&](int host, int slot, int expert) {
+            auto* grad = own_grad(product, piece, expert);
+            const auto* there = slot_grad(host, product, piece, slot);
+            A::write(grad, mix(A::read(grad), A::read(there)));  // in this order alone
+        });
+    }
+
+    void add_fc2_replicas(const ReplicaLaunch& launch, uint32_t epoch) {
+        bool has_replicas = false;
+        for_replicas(launch, [&](int, int, int) { has_replicas = true; });
+        const uint32_t count = has_replicas ? s_.pieces : 1;
+        for (bool has_heard = false;; has_heard = true) {
+            const uint32_t piece = protocol::take<A>(&here_.tickets[0], 1);
+            if (piece >= count) return;
+            if (not has_heard) await_slot_grads(launch, epoch, 0);
+            add_piece(launch, 0, int(piece));
+            protocol::arrive<A>(&here_.tickets[1], count, [&] { tell_of_fc2(launch, epoch); });
         }
+    }
+
+    // A launch of its own.
+    void add_fc1_replicas(const ReplicaLaunch& launch, uint32_t epoch) {
+        publish_slot_grads(epoch, 1);
+        await_slot_grads(launch, epoch, 1);
+        for (int piece = 0; piece < s_.pieces; ++piece) add_piece(launch, 1, piece);
     }
 
     void tell_of_fc2(const ReplicaLaunch& launch, uint32_t epoch) {
@@ -183,21 +235,23 @@ class ReplicaAgent {
                      uint32_t epoch,
                      int product,
                      const char* message) {
-        for (int i = 0; i < s_.local; ++i) {
-            const int own = rank_ * s_.local + i;
-            uint64_t sum = slot_grad_value(epoch, rank_, own, product);
+        for (int i = 0; i < s_.local * s_.pieces; ++i) {
+            const int own = rank_ * s_.local + i / s_.pieces, piece = i % s_.pieces;
+            const int part = product * s_.pieces + piece;
+            uint64_t sum = slot_grad_value(epoch, rank_, own, part);
             for_replicas(launch, [&](int host, int, int expert) {
-                if (expert == own) sum = mix(sum, slot_grad_value(epoch, host, own, product));
+                if (expert == own) sum = mix(sum, slot_grad_value(epoch, host, own, part));
             });
-            A::check(A::read(&here_.grads[product * s_.local + i]) == sum, message);
+            A::check(A::read(own_grad(product, piece, own)) == sum, message);
         }
     }
 
     void leave(const ReplicaLaunch& launch, uint32_t epoch) {
+        if (launch.is_backward) add_fc1_replicas(launch, epoch);
         for (int product = 0; product < kProducts and launch.is_backward; ++product) {
             check_grads(launch, epoch, product, "a gradient is not the sum of all replicas'");
         }
-        protocol::reset<A>(&here_.stored[0], 0, 1, kProducts);
+        protocol::reset<A>(&here_.tickets[0], 0, 1, 2);
         A::write(&here_.epoch[0], epoch);
     }
 

@@ -15,7 +15,8 @@ from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
-from tests.gpu.layers import TOKENS, make_config
+from tests.gpu.layers import TOKENS, make_config, zipf
+from tests.gpu.test_one_launch import enough_blocks
 from tests.gpu.virtual import VirtualLayer, device, streams
 from tests.unit import cases
 
@@ -175,3 +176,170 @@ def test_transposed_weights():
     )
     for _ in range(3):
         layer.check()
+
+
+class LayerWithSlots:
+    """A layer on virtual ranks, whose experts' replicas their owners add."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        dtype: torch.dtype,
+        initial: float | None,
+        *,
+        width: int,
+        tokens: list[int],
+        routing: cases.Routing = zipf,
+    ) -> None:
+        config = make_config(
+            num_ranks, hidden=width, intermediate=width, topk=2, max_tokens=max(tokens)
+        )
+        self.initial = initial
+        self.layer = VirtualLayer(config, is_guarded=False, spare_slots=2)
+        self.inputs = steps.make_inputs(config, routing, tokens)
+        self.weights = steps.weights_of(config, self.inputs)
+        self.fc1, self.fc2 = steps.make_grads(
+            self.layer, self.weights, dtype=dtype, initial=initial
+        )
+        self.num_replicas = 0  # counted over all backwards
+        for memory in self.layer.group.memories:
+            # Its hardware queue is not that of another rank's stream, as torch's next might be.
+            memory.early_fc2._stream = torch.cuda.Stream(priority=-1)
+        # Made before, since to allocate may wait for launches, which wait for later ranks'.
+        self.copies = [[torch.empty_like(grad.buffer) for grad in share] for share in self.fc2]
+
+    def check(self) -> list[float]:
+        """A step and early copies.
+
+        Returns:
+            For each rank, the share of its backward that comes behind the first copy.
+        """
+        inputs, layer = self.inputs, self.layer
+        _, saved = layer.forward(inputs.x, inputs.probs, inputs.routing_map, self.weights)
+        for share in (*self.fc1, *self.fc2):
+            for grad in share:
+                grad.buffer.fill_(float("nan") if self.initial is None else self.initial)
+        torch.cuda.synchronize()
+        end, copied = (
+            [torch.cuda.Event(enable_timing=True) for _ in layer.backends] for _ in range(2)
+        )
+        layer.backward(inputs.grad_out, saved, self.weights, self.fc1, self.fc2)
+        for rank, event in enumerate(end):
+            event.record(streams()[rank])
+        for backend, share, copies, event in zip(
+            layer.backends, self.fc2, self.copies, copied, strict=True
+        ):
+            early = backend.early_fc2_grads()
+            assert early is not None
+            with early:
+                for i, (grad, copy) in enumerate(zip(share, copies, strict=True)):
+                    copy.copy_(grad.buffer)
+                    if i == 0:
+                        event.record()
+        torch.cuda.synchronize()
+        for share, copies in zip(self.fc2, self.copies, strict=True):
+            for grad, copy in zip(share, copies, strict=True):
+                torch.testing.assert_close(copy, grad.buffer, rtol=0, atol=0, equal_nan=False)
+        return [
+            copy.elapsed_time(last) / self._backward_ms(backend)
+            for copy, last, backend in zip(copied, end, layer.backends, strict=True)
+        ]
+
+    def _backward_ms(self, backend: KernelBackend) -> float:
+        record = backend.take_records()[-1]
+        assert record.direction == "backward"
+        assert record.replicas is not None
+        self.num_replicas += len(record.replicas.rows)
+        return record.duration_ns / 1e6
+
+
+kinds = pytest.mark.parametrize(
+    ("dtype", "initial"),
+    [(torch.float32, 1.0), (torch.float32, None), (torch.bfloat16, 1.0), (torch.bfloat16, None)],
+    ids=["main_grad", "float32", "added", "bfloat16"],
+)
+
+
+@kinds
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_replicas_are_added_before_the_end(
+    num_ranks: int, dtype: torch.dtype, initial: float | None
+):
+    layer = LayerWithSlots(num_ranks, dtype, initial, width=LARGE, tokens=[16_384] * num_ranks)
+    first = None
+    most = [0.0] * num_ranks
+    for _ in range(8):
+        shares = layer.check()
+        most = list(map(max, most, shares))
+        if first is None:
+            first = [[copy.clone() for copy in copies] for copies in layer.copies]
+        for before, copies in zip(first, layer.copies, strict=True):
+            assert all(map(torch.equal, before, copies)), "bits are not repeated"
+    assert layer.num_replicas > 0
+    # Warps that add have combined before. So a rank that waits for the busiest one's results to the
+    # end adds there, and tells of fc2's gradients with little left; the busiest one has some of
+    # fc1's left. It would have nothing if they were told of behind the launch.
+    assert max(most) > 0.03, f"shares behind the first copies, by rank: {most}"
+    assert min(most) > 0, f"shares behind the first copies, by rank: {most}"
+
+
+@kinds
+@pytest.mark.parametrize("routing", [zipf, cases.to_one_expert, cases.to_nobody])
+@pytest.mark.parametrize("width", [64, 192])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_whoever_waits_sees_replicas_added(
+    num_ranks: int,
+    width: int,
+    routing: cases.Routing,
+    dtype: torch.dtype,
+    initial: float | None,
+):
+    """Also where a CTA has no tile of fc1, or where nothing moves."""
+    layer = LayerWithSlots(
+        num_ranks, dtype, initial, width=width, tokens=TOKENS[num_ranks], routing=routing
+    )
+    for _ in range(3):
+        layer.check()
+    if routing is cases.to_one_expert:
+        assert layer.num_replicas > 0
+
+
+def test_graphs_with_slots_tell_nobody():
+    """What a replay computes is what launches compute, and its waits are for its own epoch."""
+    config = make_config(2, topk=2)
+    inputs = steps.make_inputs(config, zipf, TOKENS[2])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, is_guarded=False, spare_slots=2)
+    grads = steps.make_grads(layer, weights, initial=1.0)
+
+    def reset() -> None:
+        for grad in (grad for kind in grads for share in kind for grad in share):
+            grad.buffer.fill_(1.0)
+        torch.cuda.synchronize()
+
+    reset()
+    want = steps.step(layer, inputs, weights, grads)
+    torch.cuda.synchronize()
+    blocks = enough_blocks(layer)
+    graphs = []
+    for rank, backend in enumerate(layer.backends):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams()[rank]):
+            pending = backend.begin(
+                inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank], blocks
+            )
+            out, saved = backend.finish(pending, weights[rank], training=True)
+            found = backend.backward(
+                inputs.grad_out[rank], saved, weights[rank], grads[0][rank], grads[1][rank]
+            )
+            assert backend.early_fc2_grads() is None
+        graphs.append((graph, out, *found))
+    for _ in range(3):
+        reset()
+        for rank, (graph, *_) in enumerate(graphs):
+            with torch.cuda.stream(streams()[rank]):
+                graph.replay()
+        torch.cuda.synchronize()
+        results = ([each[i] for each in graphs] for i in (1, 2, 3))
+        steps.assert_same_bits(steps.collect(*results, *grads), want)
+    assert all(backend.early_fc2_grads() is None for backend in layer.backends)

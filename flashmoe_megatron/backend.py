@@ -5,10 +5,10 @@ function, the adapters and the tests know nothing else of them.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 
@@ -344,6 +344,33 @@ class Backend(Protocol):
             A context: what is put on the current stream within it waits for the gradients of fc2's
             weights, and for all that the backward itself has waited for, but not for its end.
             ``None`` where they are complete no earlier than the rest.
+        """
+        ...
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """A backend that can settle on a forward's replicas before the forward."""
+
+    def settle(
+        self,
+        routing_map: torch.Tensor,
+        read_weights: Callable[[], ExpertWeights],
+        *,
+        layer: int,
+    ) -> None:
+        """Settles on the experts in spare slots for the next forward of a layer. Collective.
+
+        That forward plans from its own routing which slot computes what. A forward for which
+        nothing is settled plans both; so does one on the kernel between which and its settlement
+        the group has launched anything else, since layers share their slots.
+
+        Args:
+            routing_map: ``[num_tokens, num_experts]`` bool, what is expected of the routing.
+            read_weights: Gives the local experts that the forward will have. Where they are read
+                ahead of the forward it is called on the stream that reads them, to wait there for
+                them; and what it finds wrong is left to the forward to tell all ranks.
+            layer: The number that the forward will have.
         """
         ...
 

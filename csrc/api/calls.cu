@@ -74,6 +74,15 @@ int flashmoe_forward(const FlashMoEProblem* problem,
                   is_planned);
 }
 
+int flashmoe_settle(const FlashMoEProblem* problem,
+                    const FlashMoEGroup* group,
+                    const uint32_t* route_counts,
+                    const void* weight_maps,
+                    const void* biases) {
+    return choose(flashmoe::settle, flashmoe_with_slots::settle, problem, group, route_counts,
+                  weight_maps, biases);
+}
+
 int flashmoe_gather(const FlashMoEProblem* problem,
                     const FlashMoEGroup* group,
                     const FlashMoELaunch* launch,

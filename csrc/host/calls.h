@@ -13,6 +13,7 @@ decltype(flashmoe_encode_weights) encode_weights;
 decltype(flashmoe_encode_grads) encode_grads;
 decltype(flashmoe_plan) plan;
 decltype(flashmoe_forward) forward;
+decltype(flashmoe_settle) settle;
 decltype(flashmoe_gather) gather;
 decltype(flashmoe_backward) backward;
 

@@ -311,6 +311,9 @@ inline int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
     FLASHMOE_TRY(check_struct(input, "input"));
     FLASHMOE_TRY(check_tokens(p, input->num_tokens));
     FLASHMOE_TRY(check_dtype(p, input->probs_dtype, "probs_dtype"));
+    if (input->is_settled and p->spare_slots == 0) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "is_settled with spare_slots 0: wanted slots or 0");
+    }
     const bool has_tokens = input->num_tokens > 0;
     if (input->refusal != nullptr and has_tokens) {
         return fail(FLASHMOE_BAD_ARGUMENT, "%d tokens of a call that is refused: wanted none",

@@ -88,6 +88,11 @@ KernelEntry add_replicas_entry_of(bool into_float32) {
     return {};
 }
 
+KernelEntry settle_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
+    if constexpr (kHasReplicas) return settle_entry(shape_of(p));
+    return {};
+}
+
 // Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
 template <class... Args>
 int launch(const void* function,
@@ -207,6 +212,7 @@ void set_routing(const FlashMoEProblem* p,
                  LayerArgs* args) {
     args->probs = input->probs;
     args->probs_dtype = Dtype(input->probs_dtype);
+    FLASHMOE_SET_SLOT_FIELD(args->uses_settled, input->is_settled != 0);
     // Null means that the plan exists; without tokens a framework's pointer may be null, too, and
     // with indices there is no map.
     const bool has_map = input->num_tokens > 0 and input->index_bytes == 0;
@@ -304,6 +310,18 @@ bool gathers(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
     return p->num_ranks == 1 and launch->preact == nullptr and forward_tiles(p) <= kMostTiles;
 }
 
+// Where owners find what they push.
+void set_home_weights(const void* weight_maps, LayerArgs* args) {
+    const char* begin = static_cast<const char*>(weight_maps) + home_weights_begin(args->shape);
+    FLASHMOE_SET_SLOT_FIELD(args->home_weights, reinterpret_cast<const void* const*>(begin));
+}
+
+void set_biases(const void* biases, LayerArgs* args) {
+    if (biases == nullptr) return;
+    args->biases[0] = static_cast<const void* const*>(biases);
+    args->biases[1] = args->biases[0] + args->shape.num_local_slots();
+}
+
 // The buffers of a pass and the order of its tiles.
 int set_buffers(const FlashMoEProblem* p,
                 const FlashMoELaunch* launch,
@@ -312,12 +330,7 @@ int set_buffers(const FlashMoEProblem* p,
     const Shape& s = args->shape;
     args->weight_maps =
         static_cast<const CUtensorMap*>(launch->weight_maps) + (is_backward ? s.num_matrices() : 0);
-    if (s.spare_slots > 0) {
-        const char* home_weights =
-            static_cast<const char*>(launch->weight_maps) + home_weights_begin(s);
-        FLASHMOE_SET_SLOT_FIELD(args->home_weights,
-                                reinterpret_cast<const void* const*>(home_weights));
-    }
+    if (s.spare_slots > 0) set_home_weights(launch->weight_maps, args);
     const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, is_backward);
     args->rows = is_backward ? scratch.rows : static_cast<char*>(launch->rows);
     args->preact = static_cast<char*>(launch->preact);
@@ -332,10 +345,7 @@ int set_buffers(const FlashMoEProblem* p,
     set_activation(p, args);
     args->layer = launch->layer;
     set_order(p, is_backward, args);
-    if (launch->biases != nullptr) {
-        args->biases[0] = static_cast<const void* const*>(launch->biases);
-        args->biases[1] = args->biases[0] + s.num_local_slots();
-    }
+    set_biases(launch->biases, args);
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
         FLASHMOE_TRY(encode_map(&args->load_map[0], BoxKind::kKMajor, args->rows, rows, p->hidden));
@@ -452,6 +462,7 @@ int preload(const FlashMoEProblem* problem) {
         entry_of(problem, false).function,           entry_of(problem, true).function,
         bias_grad_entry_of(problem, true).function,  bias_grad_entry_of(problem, false).function,
         add_replicas_entry_of(true).function,        add_replicas_entry_of(false).function,
+        settle_entry_of(problem).function,
     };
     for (const void* kernel : kernels) {
         if (kernel == nullptr) continue;  // without slots, one for replicas
@@ -502,10 +513,38 @@ int forward(const FlashMoEProblem* problem,
     }
     if (gathers(problem, launch_args)) args.row_access = RowAccess::kInPlace;
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
+    if (input->is_settled) {  // replicas have their weights, also where the plan exists
+        FLASHMOE_SET_SLOT_FIELD(args.uses_settled, true);
+        FLASHMOE_SET_SLOT_FIELD(args.home_weights, nullptr);
+    }
     set_early_units(problem, group, &args);
     const KernelEntry entry = entry_of(problem, false);
     return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
                   group->stream, "forward launch", args);
+}
+
+int settle(const FlashMoEProblem* problem,
+           const FlashMoEGroup* group,
+           const uint32_t* route_counts,
+           const void* weight_maps,
+           const void* biases) {
+    FLASHMOE_TRY(check_group(problem, group));
+    if (problem->spare_slots == 0) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "spare_slots 0: wanted slots for replicas to settle on");
+    }
+    FLASHMOE_TRY(check_pointer(route_counts, true, "route_counts"));
+    FLASHMOE_TRY(
+        check_pointer(weight_maps, weight_maps != nullptr, "weight_maps", alignof(CUtensorMap)));
+    FLASHMOE_TRY(check_pointer(biases, biases != nullptr, "biases", alignof(void*)));
+    auto args = layer_args<LayerArgs>(problem, group, nullptr, nullptr, 0);
+    if (weight_maps != nullptr) set_home_weights(weight_maps, &args);
+    set_biases(biases, &args);
+    FLASHMOE_SET_SLOT_FIELD(args.plan.hosts, args.workspace.settled->hosts);
+    FLASHMOE_SET_SLOT_FIELD(args.plan.own_routes, args.workspace.settled->own_routes);
+    const KernelEntry entry = settle_entry_of(problem);
+    return launch(entry.function, std::min(kSettleCtas, problem->num_ctas), entry.num_threads,
+                  entry.smem_bytes, group->stream, "launch that settles on replicas", args,
+                  route_counts);
 }
 
 int gather(const FlashMoEProblem* problem,

@@ -7,8 +7,8 @@
  *
  * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward; or flashmoe_forward alone,
  * which then plans. One backward of it is flashmoe_backward, with flashmoe_gather before it if the
- * received rows were not kept. Each plan and each backward takes the next epoch, a gather the next
- * two.
+ * received rows were not kept. Each plan, each backward and each flashmoe_settle takes the next
+ * epoch, a gather the next two.
  *
  * Structs and versions. A struct that a caller fills in begins with struct_size, which the caller
  * sets to sizeof(the struct) of the header that it was compiled with. The library refuses any other
@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 17
+#define FLASHMOE_ABI_VERSION 18
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -214,6 +214,8 @@ typedef struct {
     int32_t score;        /* FlashMoEScore, of the router */
     int32_t index_bytes;  /* of each index: 4 or 8; 0: routing_map is read, or the router runs */
     int32_t num_choices;  /* indices of each token, at most topk */
+    int32_t is_settled;   /* the group's last launch was flashmoe_settle for this forward, on all
+                             ranks or on none: its replicas are used; 0: the plan chooses some */
     const void* x;        /* [num_tokens, hidden] of the problem's dtype */
     void* probs;          /* [num_tokens, num_experts] of probs_dtype; with indices
                              [num_tokens, num_choices] */
@@ -274,6 +276,19 @@ FLASHMOE_EXPORT int flashmoe_forward(const FlashMoEProblem* problem,
                                      const FlashMoEInput* input,
                                      const FlashMoELaunch* launch,
                                      int32_t is_planned);
+
+/* Collective. Settles on the replicas of the next forward, ahead of it: from the routes that are
+ * expected of it all ranks plan which experts the spare slots hold, and owners push their weights,
+ * on few SMs beside other streams' kernels. The forward plans from its own routing who uses them,
+ * and its backward pushes weights again.
+ *   route_counts  device, [num_experts]: this rank's routes to each expert
+ *   weight_maps   device copy; or NULL on a rank that pushes nothing, whose forward is to refuse
+ *   biases        as in FlashMoELaunch */
+FLASHMOE_EXPORT int flashmoe_settle(const FlashMoEProblem* problem,
+                                    const FlashMoEGroup* group,
+                                    const uint32_t* route_counts,
+                                    const void* weight_maps,
+                                    const void* biases);
 
 /* Collective. Pulls the rows of a forward again, from the same x, along its saved plan into
  * launch->rows. It reads only num_row_blocks, num_tokens, plan and rows of `launch`. */

@@ -80,6 +80,8 @@ class PendingForward:
     router: Router | None
     num_row_blocks: int | None
     """Blocks of 128 rows that the buffers hold; ``None`` if the plan under way counts them."""
+    is_settled: bool
+    """Its replicas have been settled on before."""
     has_failed: bool = False
     """The plan has failed on every rank, and none waits for another any more."""
 
@@ -96,6 +98,11 @@ class _PlanOutcome(NamedTuple):
     status: int
     num_row_blocks: int
     is_heard_late: bool
+
+
+def count_routes(routing_map: torch.Tensor) -> torch.Tensor:
+    """Routes to each expert, as :data:`~flashmoe_megatron.kernel.ops.settle` takes them."""
+    return routing_map.sum(0, dtype=torch.int32)
 
 
 def _addresses(problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup) -> tuple[int, int]:
@@ -151,11 +158,6 @@ class KernelBackend(OfGroup):
         self.options = options or BackendOptions()
         check_slots(config, self.options.spare_slots, self.options.placement)
         self.spare_slots = self.options.filled_slots if config.num_ranks > 1 else 0
-        if self.spare_slots and self.options.placement != "launch":
-            raise ConfigError(
-                f"placement={self.options.placement!r} on the kernel, which plans replicas in each "
-                "launch: wanted 'launch' or 'off', or the backend 'reference'"
-            )
         self.keep: Keep = choose_keep(self.options.keep, config)
         self.device = torch.device(device)
         if self.device.index is None:
@@ -214,7 +216,8 @@ class KernelBackend(OfGroup):
             self._describe()
         with Together(self, may_be_void=True) as together:
             self._raise_shared()
-            pending = self._begin(x, probs, routing_map, router, self._bounds[training])
+            bound = self._bounds[training]
+            pending = self._begin(x, probs, routing_map, router, bound, layer=layer)
         if together.void is not None:
             return self._end(together.void, x, probs, router)
         try:
@@ -226,9 +229,42 @@ class KernelBackend(OfGroup):
             raise
 
     @_on_own_device
+    def settle(
+        self,
+        routing_map: torch.Tensor,
+        read_weights: Callable[[], ExpertWeights],
+        *,
+        layer: int,
+    ) -> None:
+        """See :class:`~flashmoe_megatron.backend.LooksAhead`; runs on a stream of its own."""
+        if not self.spare_slots:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "placement='lookahead' in a CUDA graph, whose replays would not tell whether "
+                "replicas are settled on: wanted 'launch'"
+            )
+        with self.memory.ahead(routing_map):
+            tables: WeightTables | None = None
+            # The others are on their way, and are told by this rank's forward.
+            with contextlib.suppress(ConfigError, ShapeError):
+                tables = self._use_weights(read_weights())
+            maps, biases = (tables.maps, tables.biases) if tables else (None, None)
+            problem = self._prepare()
+            counts = count_routes(routing_map)
+            ops.settle(counts, maps, biases, *_addresses(problem, self.memory.open()))
+        self.memory.settled_for = (self, layer)
+
+    def _take_settled(self, layer: int) -> bool:
+        """Whether the last launch has settled on the replicas of this forward; the next has not."""
+        settled_for, self.memory.settled_for = self.memory.settled_for, None
+        return settled_for == (self, layer) and not torch.cuda.is_current_stream_capturing()
+
+    @_on_own_device
     def refuse(self, reason: str) -> Void | None:
         """See :class:`flashmoe_megatron.backend.Backend`."""
         self.num_calls += 1
+        self.memory.settled_for = None
         if self.config.num_ranks == 1 or torch.cuda.is_current_stream_capturing():
             return None
         problem, group = self._prepare(), self.memory.open()
@@ -319,7 +355,7 @@ class KernelBackend(OfGroup):
                 rows.
         """
         self._use_layout(self._transposed, self._split, x.dtype)
-        return self._begin(x, probs, routing_map, None, num_row_blocks)
+        return self._begin(x, probs, routing_map, None, num_row_blocks, layer=0)
 
     @_on_own_device
     def finish(
@@ -335,17 +371,23 @@ class KernelBackend(OfGroup):
         routing_map: torch.Tensor,
         router: Router | None,
         num_row_blocks: int | None,
+        *,
+        layer: int,
     ) -> PendingForward:
         check_tokens(self.config, x, probs, routing_map, dtype=self._dtype, device=self.device)
         if router is not None:
             check_kernel_tensor("router weight", router.weight, self.device, self._dtype)
         self.num_calls += 1  # what comes now concerns every rank
         problem = self._prepare()
+        is_settled = self._take_settled(layer)
         group = self.memory.open()
         plan = self._empty(self._sizes.plan_bytes)
         if num_row_blocks is None:
-            ops.plan(plan, *_addresses(problem, group), *ops.given(x, probs, routing_map, router))
-        return PendingForward(group, plan, x, probs, routing_map, router, num_row_blocks)
+            given = ops.given(x, probs, routing_map, router, is_settled=is_settled)
+            ops.plan(plan, *_addresses(problem, group), *given)
+        return PendingForward(
+            group, plan, x, probs, routing_map, router, num_row_blocks, is_settled
+        )
 
     def _finish(
         self, pending: PendingForward, tables: WeightTables, *, training: bool, layer: int
@@ -384,7 +426,13 @@ class KernelBackend(OfGroup):
             is_planned,
             layer,
             *_addresses(problem, pending.group),
-            *ops.given(pending.x, pending.probs, pending.routing_map, router),
+            *ops.given(
+                pending.x,
+                pending.probs,
+                pending.routing_map,
+                router,
+                is_settled=pending.is_settled,
+            ),
         )
         if preact is None:
             return out, None
@@ -447,6 +495,7 @@ class KernelBackend(OfGroup):
             grads, table = self._use_grads(list(itertools.chain(*scratch_grads)))
             is_void = True
         problem = self._prepare()
+        self.memory.settled_for = None
         addresses = _addresses(problem, self.memory.open())
         number = self.memory.early_fc2.next_backward()
         blocks, rows = saved.num_row_blocks, saved.rows

@@ -22,7 +22,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -270,6 +270,7 @@ class FlashMoEInput(_Sized):
         ("score", ctypes.c_int32),
         ("index_bytes", ctypes.c_int32),
         ("num_choices", ctypes.c_int32),
+        ("is_settled", ctypes.c_int32),
         ("x", ctypes.c_void_p),
         ("probs", ctypes.c_void_p),
         ("routing_map", ctypes.c_void_p),
@@ -333,6 +334,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "encode_weights": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "encode_grads": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32, _ADDRESS),
     "forward": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32),
+    "settle": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "gather": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "backward": (
         _STATUS,

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import logging
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,9 @@ class GroupMemory:
         self._known_since: float | None = None
         self._last_record = bindings.FlashMoERecord()
         self._last_stream: int | None = None
+        self._stream_ahead: torch.cuda.Stream | None = None
+        self.settled_for: object = None
+        """The forward whose replicas the last launch has settled on, if it has."""
 
     def register(self, config: MoEConfig, spare_slots: int = 0) -> None:
         """Adds a layer; a larger one than any before grows the memory at its first call."""
@@ -112,6 +116,7 @@ class GroupMemory:
         self._groups.clear()
         self._last_record = bindings.FlashMoERecord()
         self.is_void = False
+        self.settled_for = None
         if self.group is None or dist.get_rank(self.group) == 0:
             logger.warning(
                 "symmetric heap: %.1f MiB on each of %d ranks (%s), shared by all MoE layers",
@@ -157,6 +162,25 @@ class GroupMemory:
             # Not ExternalStream, which makes a stream of its own of 0, the default stream's handle.
             before = torch.cuda.get_stream_from_external(last, self.device)
             torch.cuda.current_stream(self.device).wait_stream(before)
+
+    @contextlib.contextmanager
+    def ahead(self, *used: torch.Tensor) -> Iterator[None]:
+        """Launches what is called within beside what the current stream gets behind it.
+
+        Args:
+            *used: What the current stream has made for it.
+        """
+        if self._stream_ahead is None:
+            self._stream_ahead = self._make_stream_ahead()
+        self._stream_ahead.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream_ahead):
+            yield
+        for tensor in used:
+            tensor.record_stream(self._stream_ahead)
+
+    def _make_stream_ahead(self) -> torch.cuda.Stream:
+        """A stream whose launches get their few SMs before the current stream's get the rest."""
+        return torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def last_group(self) -> bindings.FlashMoEGroup:
         """The group as the last launch had it: a new one would ask CUDA, which may be broken."""

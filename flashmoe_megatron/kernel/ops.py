@@ -20,13 +20,15 @@ _LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-c
 # router's weight and what the router writes: logits, probs and routing_map.
 _INPUT = (
     "Tensor x, Tensor? probs, Tensor? routing_map, Tensor? router_weight, Tensor(g!)[]"
-    " router_outputs, int score, float scaling_factor"
+    " router_outputs, int score, float scaling_factor, bool is_settled"
 )
 for _schema in (
     f"plan(Tensor(a!) plan, int problem, int group, {_INPUT}) -> ()",
     "forward(Tensor(a!) plan, Tensor weight_maps, Tensor? biases, Tensor(b!) rows,"
     " Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out, int num_row_blocks,"
     f" bool is_planned, int layer, int problem, int group, {_INPUT}) -> ()",
+    "settle(Tensor route_counts, Tensor? weight_maps, Tensor? biases, int problem, int group)"
+    " -> ()",
     "gather(Tensor x, Tensor plan, Tensor(a!) rows, int num_row_blocks, int problem, int group)"
     " -> ()",
     "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor rows,"
@@ -56,17 +58,30 @@ def _call(function: str, problem: int, group: int, *arguments: object) -> None:
 
 
 def given(
-    x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, router: Router | None = None
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    router: Router | None = None,
+    *,
+    is_settled: bool = False,
 ) -> tuple[object, ...]:
-    """What :data:`plan` and :data:`forward` take last: tokens, and their routing or a router."""
+    """What :data:`plan` and :data:`forward` take last: tokens, their routing or a router.
+
+    Args:
+        x: The tokens.
+        probs: Their probabilities.
+        routing_map: Their routing.
+        router: Computes the last two.
+        is_settled: Whether the last launch was :data:`settle`, for this forward.
+    """
     if router is None:
-        return x, probs, routing_map, None, [], 0, 1.0
+        return x, probs, routing_map, None, [], 0, 1.0, is_settled
     config = router.config
     score = bindings.SOFTMAX if config.pre_softmax else bindings.SOFTMAX_OF_CHOSEN
     if config.score == "sigmoid":
         score = bindings.SIGMOID
     written = [router.logits, router.probs, router.routing_map]
-    return x, None, None, router.weight, written, score, config.scaling_factor
+    return x, None, None, router.weight, written, score, config.scaling_factor, is_settled
 
 
 def _input(
@@ -77,6 +92,7 @@ def _input(
     router_outputs: list[torch.Tensor],
     score: int,
     scaling_factor: float,
+    is_settled: bool,
 ) -> object:
     logits = None
     if router_weight is not None:
@@ -91,6 +107,7 @@ def _input(
             score,
             0 if is_map else routing_map.element_size(),
             0 if is_map else routing_map.shape[1],
+            is_settled,
             x.data_ptr(),
             probs.data_ptr(),
             routing if is_map else None,
@@ -137,6 +154,17 @@ def _forward(
         None,
     )
     _call("forward", problem, group, _input(*given), ctypes.byref(launch), is_planned)
+
+
+def _settle(
+    route_counts: torch.Tensor,
+    weight_maps: torch.Tensor | None,
+    biases: torch.Tensor | None,
+    problem: int,
+    group: int,
+) -> None:
+    tables = (None if table is None else table.data_ptr() for table in (weight_maps, biases))
+    _call("settle", problem, group, route_counts.data_ptr(), *tables)
 
 
 def _gather(
@@ -210,6 +238,7 @@ def _writes_only(*_: object) -> None:
 for _name, _body in (
     ("plan", _plan),
     ("forward", _forward),
+    ("settle", _settle),
     ("gather", _gather),
     ("backward", _backward),
 ):
@@ -218,5 +247,6 @@ for _name, _body in (
 
 plan = torch.ops.flashmoe.plan.default
 forward = torch.ops.flashmoe.forward.default
+settle = torch.ops.flashmoe.settle.default
 gather = torch.ops.flashmoe.gather.default
 backward = torch.ops.flashmoe.backward.default

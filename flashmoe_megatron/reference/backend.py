@@ -6,7 +6,7 @@ has a fixed order, and nothing is dropped.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,16 +239,14 @@ class ReferenceBackend(OfGroup):
         kept, tokens = (rows, None) if self.keep != "preactivations" else (None, x)
         return out, _Saved(plan, len(x), probs.shape[1], kept, tokens, row_probs, preact, layer)
 
-    def settle(self, routing_map: torch.Tensor, *, layer: int) -> None:
-        """Settles on the experts in spare slots for the next forward of a layer. Collective.
-
-        That forward plans from its own routing which slot computes what. A forward for which
-        nothing is settled plans both.
-
-        Args:
-            routing_map: ``[num_tokens, num_experts]`` bool, what is expected of the routing.
-            layer: The number that the forward will have.
-        """
+    def settle(
+        self,
+        routing_map: torch.Tensor,
+        read_weights: Callable[[], ExpertWeights],
+        *,
+        layer: int,
+    ) -> None:
+        """See :class:`~flashmoe_megatron.backend.LooksAhead`; weights travel in the forward."""
         self._settled[layer] = self._rows.foresee(routing_map)
 
     def raise_pending_fault(self) -> None:

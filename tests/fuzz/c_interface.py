@@ -196,6 +196,7 @@ def _input(choices: Choices) -> Any:
             "index_bytes": choices.pick((0, 4, 8, 5)),
             "num_choices": _count(choices),
             "topk_idx": _pointer(choices),
+            "is_settled": int(choices.integer(1) % 8 == 7),
         },
     )
 
@@ -247,6 +248,11 @@ def _await_plan(library: Any, choices: Choices, problem: Any, fields: Any) -> in
 def _forward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
     group, given, launch = _group(choices), _input(choices), _launch(choices)
     return int(library.flashmoe_forward(problem, group, given, launch, _int32(choices.number())))
+
+
+def _settle(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    group, tables = _group(choices), [_pointer(choices) for _ in range(3)]
+    return int(library.flashmoe_settle(problem, group, *tables))
 
 
 def _gather(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
@@ -363,6 +369,7 @@ _CALLS = {
     "read_record": _read_record,
     "names": _names,
     "slot": _slot,
+    "settle": _settle,
 }
 
 
@@ -389,7 +396,8 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     plan += 4 * ranks * spare
     # Words: what outlives a launch, the counts of all CTAs, tickets, and the counters of blocks
     # and slots, and of routes by expert and of what is pushed to spare slots, if there are any.
-    workspace = 256 + bindings.MAX_LOCAL_EXPERTS * MOST_CTAS + 64
+    has_slots = spare or fields["heap_experts"] or fields["heap_slot_elements"]
+    workspace = (1024 if has_slots else 256) + bindings.MAX_LOCAL_EXPERTS * MOST_CTAS + 64
     workspace += 3 * blocks + (ranks + 1) * slots
     workspace += fields["num_experts"] + ranks * spare if spare else 0
     exact = {

@@ -73,6 +73,10 @@ def test_a_good_problem_is_accepted():
         index = list(c_interface._CALLS).index(function)
         outcome = c_interface.exercise(bytes([index]) + bytes(300))
         assert "launch: " in outcome, outcome  # as far as it gets without a GPU
+    settle, slots, experts, elements = 16, 15, 16, 17  # the function, and the problem's fields
+    with_slots = [settle, 0, 3, slots, 0, 0, 1, experts, 0, 0, 8, elements, 0, 2, 3, 0, 0, 0, 1, 0]
+    outcome = c_interface.exercise(bytes(with_slots) + bytes(300))
+    assert outcome.startswith("settle: launch that settles on replicas: "), outcome
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,29 @@ Every case runs in memory that an earlier launch has filled with NaN, as in ``te
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from flashmoe_megatron.config import Activation
-from flashmoe_megatron.errors import ShapeError
-from flashmoe_megatron.replicas.placement import Counts, Placement, rows_of_ranks
+from flashmoe_megatron.errors import PeerTimeoutError, ShapeError
+from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, rows_of_ranks
 from flashmoe_megatron.replicas.policy import Policy, plan_replicas
 from tests.gpu import steps, test_variants
 from tests.gpu.expected import Results, assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config, zipf
 from tests.gpu.test_choices import by_indices, spread
 from tests.gpu.test_split import apart, joined
-from tests.gpu.virtual import VirtualLayer
+from tests.gpu.virtual import VirtualLayer, mispredicted
 from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
+
+Options = dict[str, Any]
+LAUNCH: Options = {"spare_slots": 2}
+AHEAD: Options = {"spare_slots": 2, "placement": "lookahead", "replica_policy": "popular"}
+WHEN = ["launch", "lookahead"]
 
 
 def counts_of(inputs: cases.Inputs) -> Counts:
@@ -28,10 +34,22 @@ def counts_of(inputs: cases.Inputs) -> Counts:
 
 
 def check_planned(
-    layer: VirtualLayer, counts: Counts, spare_slots: int, policy: Policy = "balance"
+    layer: VirtualLayer,
+    counts: Counts,
+    spare_slots: int,
+    policy: Policy = "balance",
+    hosts: Hosts | None = None,
 ) -> Placement:
-    """Compares every launch that has left a record with what the planner makes of the counts."""
-    placement = plan_replicas(policy, counts, spare_slots)
+    """Compares every launch that has left a record with what the planner makes of the counts.
+
+    Args:
+        layer: The layer, of which all steps have been alike.
+        counts: Routes.
+        spare_slots: Spare slots of each rank.
+        policy: The layer's.
+        hosts: The experts in spare slots, if these were settled on ahead of every forward.
+    """
+    placement = plan_replicas(policy, counts, spare_slots, hosts)
     local = layer.config.num_local_experts
     for rank, (backend, rows) in enumerate(
         zip(layer.backends, rows_of_ranks(counts, placement), strict=True)
@@ -42,8 +60,9 @@ def check_planned(
         for record in records:
             assert record.expert_rows == tuple(rows.get(first + i, 0) for i in range(local))
             assert record.replicas is not None
+            spare = enumerate(placement.hosts[rank], start=first + local)
             assert record.replicas.rows == tuple(
-                (expert, rows[first + local + i]) for i, expert in enumerate(placement.hosts[rank])
+                (expert, rows[slot]) for slot, expert in spare if slot in rows
             )
             assert record.num_rows == sum(rows.values())
             if record.direction == "forward":
@@ -91,6 +110,67 @@ def test_rows_stay_where_their_tokens_are(routing: cases.Routing, num_ranks: int
     layer.check_guards()
     placement = check_planned(layer, counts_of(inputs), 2, "popular")
     assert any(placement.hosts)
+
+
+@pytest.mark.parametrize("policy", ["balance", "popular"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_replicas_are_settled_on_ahead(num_ranks: int, policy: Policy):
+    """From another routing than the forward has, so that some slots are of no use to it."""
+    config = make_config(
+        num_ranks, hidden=128, intermediate=128, num_experts=64, topk=2, max_tokens=1200
+    )
+    inputs = steps.make_inputs(config, zipf, [1200 - 50 * rank for rank in range(num_ranks)])
+    layer = VirtualLayer(config, spare_slots=2, placement="lookahead", replica_policy=policy)
+    weights = steps.weights_of(config, inputs)
+    want = expected(config, inputs)
+    first = None
+    for _ in range(2):
+        steps.spoil(layer, inputs, weights)
+        got = steps.step(layer, inputs, weights)
+        assert_as_good(got, want)
+        steps.assert_same_bits(got, first or got)
+        first = got
+    layer.check_guards()
+    counts = counts_of(inputs)
+    foreseen = [mispredicted(selected).sum(0).tolist() for selected in inputs.routing_map]
+    hosts = plan_replicas(policy, foreseen, 2).hosts
+    assert any(hosts)
+    assert hosts != plan_replicas(policy, counts, 2).hosts
+    check_planned(layer, counts, 2, policy, hosts)
+
+
+def test_another_launch_ends_what_was_settled():
+    """Two layers share the slots; then a forward plans as if nothing had been settled."""
+    config = make_config(4, hidden=128, intermediate=128, num_experts=64, topk=2, max_tokens=1200)
+    group = VirtualLayer(config, spare_slots=2, placement="lookahead").group
+    layers = []
+    for seed in range(2):
+        inputs = steps.make_inputs(config, zipf, [1200, 900, 1100, 1000], seed=seed)
+        layers.append((VirtualLayer(config, group), inputs, steps.weights_of(config, inputs)))
+    for layer, inputs, weights in layers * 2:  # settles, and takes the records of both
+        assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
+        layer.check_guards()
+    (layer, inputs, weights), (other, others_inputs, others_weights) = layers
+    layer.settle([*map(mispredicted, inputs.routing_map)], weights)
+    steps.step(other, others_inputs, others_weights)
+    for backend in layer.backends:
+        backend.take_records()
+    pending = layer.begin(inputs.x, inputs.probs, inputs.routing_map)
+    got = steps.backward(layer, inputs, weights, layer.finish(pending, weights))
+    assert_as_good(got, expected(config, inputs))
+    assert any(check_planned(layer, counts_of(inputs), 2).hosts)
+
+
+def test_a_rank_that_does_not_settle_is_named():
+    config = make_config(2, topk=2)
+    inputs = steps.make_inputs(config, zipf, TOKENS[2])
+    layer = VirtualLayer(
+        config, timeout_s=1.0, is_guarded=False, spare_slots=1, placement="lookahead"
+    )
+    layer.settle(inputs.routing_map[:1], steps.weights_of(config, inputs))
+    torch.cuda.synchronize()
+    with pytest.raises(PeerTimeoutError, match="rank 0 waited too long from rank 1 .*routing of a"):
+        layer.backends[0].raise_pending_fault()
 
 
 @pytest.mark.parametrize("spare_slots", [0, 2])
@@ -157,11 +237,12 @@ def test_rows_are_fetched_again_and_indices():
     layer.check_guards()
 
 
-def test_one_launch_is_two():
+@pytest.mark.parametrize("options", [LAUNCH, AHEAD], ids=WHEN)
+def test_one_launch_is_two(options: Options):
     config = make_config(8, topk=2)
     inputs = steps.make_inputs(config, zipf, TOKENS[8])
     weights = steps.weights_of(config, inputs)
-    layer = VirtualLayer(config, spare_slots=2)
+    layer = VirtualLayer(config, **options)
     want = steps.step(layer, inputs, weights)
     most = int(layer.backends[0]._sizes.max_row_blocks)
     given = (inputs.x, inputs.probs, inputs.routing_map, weights)
@@ -189,9 +270,10 @@ def test_kinds_of_gradients(dtype: torch.dtype, initial: float | None):
         assert float((ours - theirs).norm() / theirs.norm()) < bound, name
 
 
-def test_layers_of_other_shapes_share_slots():
+@pytest.mark.parametrize("options", [LAUNCH, AHEAD], ids=WHEN)
+def test_layers_of_other_shapes_share_slots(options: Options):
     """A heap of layers with other experts, and a backward behind other layers' launches."""
-    group = VirtualLayer(make_config(4), spare_slots=2).group
+    group = VirtualLayer(make_config(4), **options).group
     layers, held = [], []
     for changes in ({"hidden": 128, "num_experts": 8}, {"intermediate": 320}, {"topk": 1}):
         config = make_config(4, **changes)
@@ -218,18 +300,20 @@ def test_a_balanced_routing_moves_nothing():
     assert not any(placement.hosts)
 
 
+@pytest.mark.parametrize("options", [LAUNCH, AHEAD], ids=WHEN)
 @pytest.mark.parametrize("form", test_variants.FORMS)
 @pytest.mark.parametrize("grads_in", ["main_grad", "grad", "both"])
-def test_biases(form: str, grads_in: str):
-    test_variants.check_biases(4, form, grads_in, torch.bfloat16, spare_slots=2)
+def test_biases(form: str, grads_in: str, options: Options):
+    test_variants.check_biases(4, form, grads_in, torch.bfloat16, **options)
 
 
+@pytest.mark.parametrize("options", [LAUNCH, AHEAD], ids=WHEN)
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=["main_grad", "grad"])
-def test_split_weights_change_no_bit(into: torch.dtype):
+def test_split_weights_change_no_bit(into: torch.dtype, options: Options):
     config = make_config(2, intermediate=192)
     inputs = steps.make_inputs(config, zipf, TOKENS[2])
     weights = steps.weights_of(config, inputs)
-    layer = VirtualLayer(config, spare_slots=2)
+    layer = VirtualLayer(config, **options)
     initial = 0.5 if into == torch.float32 else None
     grads = steps.make_grads(layer, weights, dtype=into, initial=initial)
     want = steps.step(layer, inputs, weights, grads)

@@ -1,5 +1,7 @@
 """The kernel beyond bfloat16 weights without biases: float16, and experts with biases."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def test_biases(num_ranks: int, form: str, grads_in: str, dtype: torch.dtype) ->
 
 
 def check_biases(
-    num_ranks: int, form: str, grads_in: str, dtype: torch.dtype, **group_options: int
+    num_ranks: int, form: str, grads_in: str, dtype: torch.dtype, **group_options: Any
 ) -> None:
     """All gradients are added to main_grad, or with "both" those of the weights alone."""
     config = make_config(num_ranks, hidden=320, **FORMS[form])

@@ -16,7 +16,12 @@ import torch
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel import bindings
-from flashmoe_megatron.kernel.backend import CLUSTER_SIZE, KernelBackend, PendingForward
+from flashmoe_megatron.kernel.backend import (
+    CLUSTER_SIZE,
+    KernelBackend,
+    PendingForward,
+    count_routes,
+)
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
 
@@ -38,6 +43,18 @@ def device() -> torch.device:
 def streams() -> list[torch.cuda.Stream]:
     """One stream per rank for the whole process: few enough for a hardware queue each."""
     return [torch.cuda.Stream() for _ in range(8)]
+
+
+@functools.cache
+def streams_ahead() -> list[torch.cuda.Stream]:
+    """Those on which ranks settle on replicas, which are of another kind: none is both."""
+    return [torch.cuda.Stream(priority=-1) for _ in range(8)]
+
+
+def mispredicted(routing_map: torch.Tensor) -> torch.Tensor:
+    """What lookahead may expect of a routing: half of the tokens will choose other experts."""
+    half = len(routing_map) // 2
+    return torch.cat([routing_map[:half], routing_map[half:].roll(2, dims=1)])
 
 
 @contextlib.contextmanager
@@ -92,6 +109,9 @@ class _Memory(GroupMemory):
     """One virtual rank's memory."""
 
     peers: Sequence["_Memory"] = ()
+
+    def _make_stream_ahead(self) -> torch.cuda.Stream:
+        return streams_ahead()[self.peers.index(self)]
 
     @property
     def epoch(self) -> int:
@@ -258,9 +278,26 @@ class VirtualLayer:
         training: bool = True,
         num_row_blocks: int | None = None,
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        """One launch per rank with ``num_row_blocks``, else two, as a backend's forward has."""
+        """One launch per rank with ``num_row_blocks``, else two, as a backend's forward has.
+
+        With lookahead one more, ahead of it, which expects another routing.
+        """
+        if self.group.options.placement == "lookahead":
+            self.settle([*map(mispredicted, routing_map)], weights)
         pending = self.begin(x, probs, routing_map, num_row_blocks)
         return self.finish(pending, weights, training=training)
+
+    def settle(self, routing_map: Sequence[torch.Tensor], weights: Sequence[ExpertWeights]) -> None:
+        """Settles on replicas, on the ranks for which there are maps in the list."""
+        self.prepare()
+        for backend, share in zip(self.backends, weights, strict=True):
+            backend._use_weights(share)  # see finish()
+        for expected in routing_map:
+            count_routes(expected)  # see load_kernels(); which kernel counts depends on the shape
+        for rank, expected in enumerate(routing_map):
+            with self._on_stream(rank):
+                share = weights[rank]
+                self.backends[rank].settle(expected, lambda share=share: share, layer=0)
 
     def backward(
         self,

@@ -127,6 +127,47 @@ def early_routing(group: dist.ProcessGroup) -> tuple[list[bool], list[str]]:
     return found, refused
 
 
+def read_ahead(group: dist.ProcessGroup) -> list[tuple[str, int]]:
+    """What is called in a forward, layer by layer, if the backend reads weights ahead of it."""
+    from flashmoe_megatron.adapters.megatron.layer import ROUTED
+
+    layout = Layout(expert=2)
+    prepare(layout, placement="lookahead", **REPLICAS)
+    chunk = build_model(transformer_config(layout, "flashmoe"), layout)[0]
+    called: list[tuple[str, int]] = []
+    for number, layer in enumerate(chunk.decoder.layers):
+        routed, experts = getattr(layer.mlp, ROUTED), layer.mlp.experts
+        layer.self_attention.register_forward_pre_hook(
+            lambda *_, number=number: called.append(("attention", number))
+        )
+        experts.register_forward_pre_hook(
+            lambda *_, number=number: called.append(("experts", number))
+        )
+        backend = routed.backend
+        if "settle" in vars(backend):  # the layers share it
+            continue
+        settle = backend.settle
+
+        def read_and_settle(routing_map, read_weights, *, layer, settle=settle) -> None:
+            called.append(("settle", layer))
+            read_weights()
+            settle(routing_map, read_weights, layer=layer)
+
+        backend.settle = read_and_settle
+    tokens = torch.arange(2 * SEQ_LENGTH).view(2, SEQ_LENGTH)
+    mask = torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH, dtype=torch.bool).triu(1)
+    position = torch.arange(SEQ_LENGTH).expand(2, -1)
+    chunk(tokens, position, mask, labels=tokens)
+    return called
+
+
+def test_weights_are_read_ahead_behind_the_experts_hooks(two_ranks: RankPool) -> None:
+    """These wait for parameters that other ranks have updated."""
+    for called in two_ranks.run(read_ahead):
+        steps = ("settle", "experts", "attention", "experts")
+        assert called == [(step, number) for number in range(2) for step in steps]
+
+
 def test_no_graph_holds_a_lookahead() -> None:
     """Whatever part of a layer it captures: the host settles on replicas before attention."""
     from types import SimpleNamespace

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.protocol.mutants import BY_TMA, STILL_READ, TWICE, UNWRITTEN, Mutant
+from tests.protocol.mutants import BY_TMA, HANG, STILL_READ, TWICE, UNWRITTEN, Mutant
 from tests.protocol.programs import build, run, summary
 
 PROTOCOL = "flashmoe/protocol/replicas.h"
@@ -18,6 +18,11 @@ SCENARIOS = {
     "one_ahead": 4_000,
     "owners_change": 1_000,
     "everywhere": 200,
+    "ahead": 25,
+    "ahead_again": 35,
+    "ahead_unused": 20,
+    "ahead_of_another": 1_500,
+    "owners_ahead": 4_000,
 }
 
 LEFT = "[=](uint32_t seen) { return epoch_reached(seen, epoch); });"
@@ -33,6 +38,17 @@ WAITS_FOR_OWN = "bool is_awaited = src == rank_;\n"
 WAITS_FOR_HOSTS = "for_replicas(launch, [&](int host, int, int) { is_awaited |= host == src; });\n"
 STORED = "if (product == 0) publish_slot_grads(epoch, product);\n"
 TELLS = "[&] { tell_of_fc2(launch, epoch); }"
+PUSHES_AHEAD_AT_ONCE = f"if (launch.kind != ReplicaKind::kSettle) {WAITS_FOR_HOST}"
+WAITS_FOR_WEIGHTS = (
+    'protocol::await_weights<A>(&here_.weights_ready[slot], epoch, waiting("a tile"));'
+)
+IS_OWN_EPOCH = "epoch == uint32_t(A::read(&here_.epoch[0])) + 1"
+ANY_WEIGHTS = (
+    "load_acquire<Scope::kSystem>(weights_ready); },\n"
+    "         [=](uint32_t seen) { return seen == epoch; });",
+    "load_acquire<Scope::kSystem>(weights_ready); },\n"
+    "         [=](uint32_t seen) { return seen != 0; });",
+)
 
 MUTANTS = [
     Mutant(
@@ -40,13 +56,7 @@ MUTANTS = [
         "forwards",
         "other weights than its owner",
         False,
-        (
-            (
-                MODEL,
-                'protocol::await_weights<A>(&here_.weights_ready[slot], epoch, waiting("a tile"));',
-                "",
-            ),
-        ),
+        ((MODEL, WAITS_FOR_WEIGHTS, ""),),
     ),
     Mutant(
         "weights are told of before their copies are complete",
@@ -99,15 +109,7 @@ MUTANTS = [
         "training",
         BY_TMA,
         False,
-        (
-            (
-                PROTOCOL,
-                "load_acquire<Scope::kSystem>(weights_ready); },\n"
-                "         [=](uint32_t seen) { return seen == epoch; });",
-                "load_acquire<Scope::kSystem>(weights_ready); },\n"
-                "         [=](uint32_t seen) { return seen != 0; });",
-            ),
-        ),
+        ((PROTOCOL, *ANY_WEIGHTS),),
     ),
     Mutant(
         "weights are pushed before the host left the last launch",
@@ -243,6 +245,69 @@ MUTANTS = [
                 MODEL,
                 "const bool is_dispatch_;\n",
                 "const bool is_dispatch_;\n    bool adding_ = false;\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "weights are pushed ahead before the host left the last launch",
+        "ahead",
+        STILL_READ,
+        False,
+        ((MODEL, WAITS_FOR_HOST, PUSHES_AHEAD_AT_ONCE),),
+    ),
+    Mutant(
+        "a slot is written over ahead by another owner before its host left",
+        "owners_ahead",
+        TWICE,
+        False,
+        ((MODEL, WAITS_FOR_HOST, PUSHES_AHEAD_AT_ONCE),),
+    ),
+    Mutant(
+        "weights that were pushed ahead are not awaited",
+        "ahead_again",
+        "other weights than its owner",
+        False,
+        ((MODEL, WAITS_FOR_WEIGHTS, f"if ({IS_OWN_EPOCH}) {WAITS_FOR_WEIGHTS}"),),
+    ),
+    Mutant(
+        "weights of an earlier launch ahead will do",
+        "ahead_again",
+        "other weights than its owner",
+        False,
+        ((PROTOCOL, *ANY_WEIGHTS),),
+    ),
+    Mutant(
+        "weights that were pushed ahead are awaited with the forward's epoch",
+        "ahead",
+        HANG,
+        False,
+        (
+            (
+                MODEL,
+                "is_settled ? uint32_t(A::read(&here_.settled[0])) : epoch",
+                "epoch",
+            ),
+        ),
+    ),
+    Mutant(
+        "a forward whose weights were pushed ahead pushes again",
+        "ahead",
+        STILL_READ,
+        False,
+        ((MODEL, "if (not is_settled) push_weights", "push_weights"),),
+    ),
+    Mutant(
+        "a forward uses what was settled on before another launch",
+        "ahead_of_another",
+        HANG,
+        False,
+        (
+            (
+                MODEL,
+                "world_.launches[i - 1].kind == ReplicaKind::kSettle;",
+                "(world_.launches[i - 1].kind == ReplicaKind::kSettle or\n"
+                "                                        world_.launches[0].kind == "
+                "ReplicaKind::kSettle);",
             ),
         ),
     ),

@@ -126,6 +126,7 @@ PROGRAM = r"""
 
 #include "flashmoe/placement/balance.h"
 #include "flashmoe/placement/popular.h"
+#include "flashmoe/placement/settled.h"
 
 using namespace flashmoe::placement;
 
@@ -177,7 +178,7 @@ struct Many {
 };
 
 struct Case {
-    int ranks, experts, spare, least_rows, has_hosts;  // 2: planned by popular
+    int ranks, experts, spare, least_rows, has_hosts, is_popular;
     std::vector<int> hosts, counts, rows, chosen;
     std::vector<uint8_t> sources, holders;
     std::vector<uint16_t> slot_of;
@@ -192,8 +193,12 @@ void print(const char* name, const std::vector<int>& values) {
 
 template <class Team>
 void print_placement(Case& c) {
-    number_slots<Team>(c.sources.data(), c.ranks, c.experts, c.spare, c.chosen.data(),
-                       c.slot_of.data());
+    int* chosen = c.has_hosts ? nullptr : c.chosen.data();
+    number_slots<Team>(c.sources.data(), c.ranks, c.experts, c.spare, chosen, c.slot_of.data());
+    if (c.has_hosts) {
+        keep_slots<Team>(c.hosts.data(), c.counts.data(), c.sources.data(), c.ranks, c.experts,
+                         c.spare, c.chosen.data(), c.slot_of.data());
+    }
     if (Team::index() == 0) {
         print("sources", {c.sources.begin(), c.sources.end()});
         print("hosts", c.chosen);
@@ -206,9 +211,13 @@ void print_placement(Case& c) {
 // Writes every attempt's placement and load, or the one of popular, as a line of JSON.
 template <class Team>
 void plan(Case& c) {
-    if (c.has_hosts == 2) {
-        popular<Team>(c.counts.data(), c.ranks, c.experts, c.spare, c.sources.data(),
-                      c.rows.data(), c.holders.data(), &c.loads);
+    if (c.is_popular) {
+        if (c.has_hosts) {
+            use_own_replicas<Team>(c.hosts.data(), c.ranks, c.experts, c.spare, c.sources.data());
+        } else {
+            popular<Team>(c.counts.data(), c.ranks, c.experts, c.spare, c.sources.data(),
+                          c.rows.data(), c.holders.data(), &c.loads);
+        }
         if (Team::index() == 0) std::printf("[{\"most\": 0");
         print_placement<Team>(c);
         if (Team::index() == 0) std::printf("]\n");
@@ -217,7 +226,7 @@ void plan(Case& c) {
     for (int number = 0; number < kNumPreferences; ++number) {
         Attempt<Team> attempt{c.counts.data(), c.ranks, c.experts, c.sources.data(),
                               c.rows.data(), c.holders.data(), &c.loads, c.least_rows};
-        attempt.begin(c.spare, c.has_hosts == 1 ? c.hosts.data() : nullptr, preference(number),
+        attempt.begin(c.spare, c.has_hosts ? c.hosts.data() : nullptr, preference(number),
                       c.counts.data(), c.experts);
         const bool is_good = attempt.run();
         if (!attempt.is_laid_out) attempt.lay_out();
@@ -232,8 +241,8 @@ void plan(Case& c) {
 
 int main(int argc, char**) {
     Case c;
-    while (std::scanf("%d %d %d %d %d", &c.ranks, &c.experts, &c.spare, &c.least_rows,
-                      &c.has_hosts) == 5) {
+    while (std::scanf("%d %d %d %d %d %d", &c.ranks, &c.experts, &c.spare, &c.least_rows,
+                      &c.has_hosts, &c.is_popular) == 6) {
         const int all = c.ranks * c.experts;
         for (auto* each : {&c.hosts, &c.chosen}) each->resize(c.ranks * c.spare);
         for (auto* each : {&c.counts, &c.rows}) each->resize(all);
@@ -241,7 +250,7 @@ int main(int argc, char**) {
         c.slot_of.resize(all);
         c.holders.resize(c.experts);
         for (int& host : c.hosts) {
-            if (c.has_hosts == 1) std::scanf("%d", &host);
+            if (c.has_hosts) std::scanf("%d", &host);
         }
         for (int& count : c.counts) std::scanf("%d", &count);
         if (argc == 1) {
@@ -286,25 +295,40 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
         routings.append((rng.integers(0, 900, (ranks, ranks * local)).tolist(), spare))
     given = [(counts, spare, None, 0) for counts, spare in routings]
     given += [(counts, spare, balance(counts, spare).hosts, 0) for counts, spare in routings[:6]]
+    given += [
+        (counts, spare, balance(counts[::-1], spare).hosts, 0) for counts, spare in routings[:6]
+    ]
     given += [(counts, spare, None, 700) for counts, spare in routings]
 
-    def line(counts, spare, hosts, least_rows: int, kind: int) -> str:
+    def line(counts, spare, hosts, least_rows: int, is_popular: bool) -> str:
         flat = [slot for experts in hosts or () for slot in [*experts, *[-1] * spare][:spare]]
-        numbers = [len(counts), len(counts[0]), spare, least_rows, kind, *flat]
+        kind = [int(hosts is not None), int(is_popular)]
+        numbers = [len(counts), len(counts[0]), spare, least_rows, *kind, *flat]
         return " ".join(map(str, [*numbers, *(count for row in counts for count in row)]))
 
     def sources_of(rank_of: list[list[int]]) -> list[int]:
         ranks, experts = range(len(rank_of)), range(len(rank_of[0]))
         return [sum((rank_of[s][e] == r) << s for s in ranks) for r in ranks for e in experts]
 
-    def assert_same(got, want) -> None:
+    def assert_same(got, want, counts) -> None:
+        """Replicas that nobody uses keep their slots, but are not told of."""
         assert got["slot_of"] == [slot for row in want.slot_of for slot in row]
-        padded = [slot for row in want.hosts for slot in [*row, *[-1] * spare][:spare]]
-        assert got["hosts"] == padded
+        used = [
+            [
+                expert if rows.get((rank + 1) * want.slots_per_rank - spare + i) else -1
+                for i, expert in enumerate(row)
+            ]
+            for rank, (row, rows) in enumerate(
+                zip(want.hosts, rows_of_ranks(counts, want), strict=True)
+            )
+        ]
+        assert got["hosts"] == [slot for row in used for slot in [*row, *[-1] * spare][:spare]]
 
     shared = [(counts, spare) for counts, spare in routings if len(counts) > 1 and spare]
-    lines = [line(*one, int(one[2] is not None)) for one in given]
-    lines += [line(counts, spare, None, 0, 2) for counts, spare in shared]
+    shared = [(counts, spare, None) for counts, spare in shared]
+    shared += [(counts, spare, popular(counts[::-1], spare).hosts) for counts, spare, _ in shared]
+    lines = [line(*one, is_popular=False) for one in given]
+    lines += [line(*one, 0, is_popular=True) for one in shared]
     done = subprocess.run(
         [str(program), *["many"] * (team == "many")],
         input="\n".join(lines),
@@ -323,10 +347,11 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
             attempt.run()
             assert (got["most"], bool(got["is_good"])) == (attempt.most(), attempt.is_good())
             assert got["sources"] == sources_of(attempt.rank_of)
-            assert_same(got, placement_of(attempt.rank_of, attempt.replicas(), spare))
+            held = attempt.replicas() if hosts is None else hosts
+            assert_same(got, placement_of(attempt.rank_of, held, spare), counts)
     moved = 0
-    for (counts, spare), (got,) in zip(shared, answers[len(given) :], strict=True):
-        want = popular(counts, spare)
-        assert_same(got, want)
+    for (counts, spare, hosts), (got,) in zip(shared, answers[len(given) :], strict=True):
+        want = popular(counts, spare, hosts=hosts)
+        assert_same(got, want, counts)
         moved += sum(map(len, want.hosts))
     assert moved > 50

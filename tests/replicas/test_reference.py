@@ -254,9 +254,9 @@ def settled_twice(group: dist.ProcessGroup) -> list[Hosts | None]:
     mine = slice(4 * rank, 4 * rank + 4)
     weights = ExpertWeights(tuple(inputs.fc1[mine]), tuple(inputs.fc2[mine]))
     probs, routing_map = inputs.probs[rank], inputs.routing_map[rank]
-    backend.settle(routing_map, layer=3)
+    backend.settle(routing_map, lambda: weights, layer=3)
     moe_apply(backend, inputs.x[rank], probs, routing_map, weights, layer=3)
-    backend.settle(routing_map, layer=3)
+    backend.settle(routing_map, lambda: weights, layer=3)
     x = inputs.x[rank][:, : 64 - rank]  # rank 1's is too narrow
     with pytest.raises(FlashMoEError, match="rank 1"):
         moe_apply(backend, x, probs, routing_map, weights, layer=3)

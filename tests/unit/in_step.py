@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights
-from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.backend import Backend, ExpertWeights, LooksAhead
+from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.layer import moe_forward
 from tests.unit import cases
 
@@ -65,6 +65,8 @@ class Rank(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.rank, self.backend, self.change = backend.rank, backend, change
+        self.looks_ahead = False
+        """Whether it settles on each call's replicas before the call."""
         self.wait, self.waits, self.device = wait, waits, device
         shapes = (
             (CONFIG.num_local_experts, CONFIG.fc1_rows, CONFIG.hidden),
@@ -106,6 +108,8 @@ class Rank(threading.Thread):
                 }
                 if (step, number, self.rank) == (BAD_STEP, 0, BAD_RANK):
                     call = self.change(call)
+                if self.looks_ahead:
+                    self.settle(number, call["weights"])
                 out = self.apply(**call)
                 self.outputs.append((step, out.detach()))
                 hidden = out if out.shape == hidden.shape else out.mean() * hidden
@@ -115,6 +119,19 @@ class Rank(threading.Thread):
             hidden.sum().backward()
         except FlashMoEError as error:
             self.errors.append((step, number, str(error)))
+
+    def settle(self, number: int, weights: ExpertWeights) -> None:
+        """Settles on a call's replicas; on one rank the weights of one call cannot be used."""
+        is_bad = (number, self.rank) == (1, BAD_RANK)
+
+        def read() -> ExpertWeights:
+            if is_bad:
+                raise ConfigError("a module of the experts has hooks")
+            return weights
+
+        assert isinstance(self.backend, LooksAhead)
+        routing_map = torch.ones(TOKENS, CONFIG.num_experts, dtype=torch.bool, device=self.device)
+        self.backend.settle(routing_map, read, layer=0)
 
     def apply(self, accumulate: bool = False, **call: Any) -> torch.Tensor:
         """Applies one layer, on one rank possibly with gradients for ``main_grad``."""

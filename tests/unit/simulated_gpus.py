@@ -5,6 +5,7 @@ computes is zeros, or NaN where the kernel would leave NaN. Ranks exchange what 
 a launch of another kind than the other ranks' is found.
 """
 
+import contextlib
 import ctypes
 import queue
 import random
@@ -51,6 +52,8 @@ class Gpus:
         self._launches: list[queue.Queue[Callable[[], None]]] = []
         self._counts = [0] * num_ranks
         self.plans: list[tuple[int, bool] | None] = [None] * num_ranks
+        self.settled: list[list[bool]] = [[] for _ in range(num_ranks)]
+        """By rank, which plans that went on used replicas that were settled on before."""
         for rank in range(num_ranks):
             self._launches.append(queue.Queue())
             threading.Thread(target=self._run, args=(rank,), daemon=True).start()
@@ -85,15 +88,26 @@ class Gpus:
                 raise OutOfStepError(f"step {key[0]} is a {kind} here alone: {self._told}")
             return [here[one] for one in range(self.num_ranks)]
 
-    def plan(self, rank: int, refusal: bytes | None, is_bad: bool, bound: int | None) -> bool:
+    def plan(
+        self,
+        rank: int,
+        refusal: bytes | None,
+        is_bad: bool,
+        bound: int | None,
+        is_settled: bool = False,
+    ) -> bool:
         """What planning does to the fault; whether it goes on."""
         if self.raised[rank] is None and (refusal is not None or is_bad):
             self._raise(rank, _fault(rank, refusal))
-        told = self.exchange(rank, "plan", (self.raised[rank], bound))
-        faults = [fault for fault, _ in told if fault is not None]
+        told = self.exchange(rank, "plan", (self.raised[rank], bound, is_settled))
+        faults = [fault for fault, _, _ in told if fault is not None]
         if faults and self.raised[rank] is None:
             self._raise(rank, faults[0])
-        self.plans[rank] = (int(not faults), any(bound is not None for _, bound in told))
+        self.plans[rank] = (int(not faults), any(bound is not None for _, bound, _ in told))
+        if not faults:
+            self.settled[rank].append(is_settled)
+            if any(theirs != is_settled for _, _, theirs in told):
+                raise OutOfStepError(f"ranks disagree on replicas: {told}")
         return not faults
 
     def _raise(self, rank: int, fault: bindings.FlashMoEFault) -> None:
@@ -138,8 +152,11 @@ class Library:
     def _plan(self, problem: Any, group: Any, given: Any, plan: Any) -> int:
         rank = self._rank_of(problem, group)
         refusal, is_bad = given._obj.refusal, _is_bad(given._obj)
+        is_settled = bool(given._obj.is_settled)
         self._gpus.plans[rank] = None
-        self._gpus.launch(rank, lambda: self._gpus.plan(rank, refusal, is_bad, None) and None)
+        self._gpus.launch(
+            rank, lambda: self._gpus.plan(rank, refusal, is_bad, None, is_settled) and None
+        )
         return bindings.OK
 
     def _await_plan(self, problem: Any, group: Any, blocks: Any, rows: Any, late: Any) -> int:
@@ -154,14 +171,20 @@ class Library:
     def _forward(self, problem: Any, group: Any, given: Any, launch: Any, is_planned: int) -> int:
         rank, wanted = self._rank_of(problem, group), launch._obj
         is_bad, out, blocks = _is_bad(given._obj), wanted.out, wanted.num_row_blocks
+        is_settled = bool(given._obj.is_settled)
         num_bytes = wanted.num_tokens * self._hidden * 2
 
         def run() -> None:
-            if is_planned or self._gpus.plan(rank, None, is_bad, blocks):
+            if is_planned or self._gpus.plan(rank, None, is_bad, blocks, is_settled):
                 self._gpus.exchange(rank, "layer", None)
             self._write(rank, out, num_bytes)
 
         self._gpus.launch(rank, run)
+        return bindings.OK
+
+    def _settle(self, problem: Any, group: Any, *_: Any) -> int:
+        rank = self._rank_of(problem, group)
+        self._gpus.launch(rank, lambda: self._gpus.exchange(rank, "settle", None) and None)
         return bindings.OK
 
     def _gather(self, problem: Any, group: Any, *_: Any) -> int:
@@ -209,7 +232,7 @@ def install(gpus: Gpus, monkeypatch: Any) -> None:
         written.append(empty_like(*args, **kwargs))
         return written[-1]
 
-    properties = type("Properties", (), {"multi_processor_count": 132})
+    properties = type("Properties", (), {"multi_processor_count": 132, "total_memory": 2**36})
     for owner, name, replacement in (
         (bindings, "function", library),
         (bindings, "load", lambda *_: None),
@@ -228,20 +251,23 @@ def install(gpus: Gpus, monkeypatch: Any) -> None:
         (torch.cuda, "synchronize", lambda *_: None),
         (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
         (torch.Tensor, "pin_memory", lambda tensor: tensor),
-        *((ops, name, getattr(ops, f"_{name}")) for name in ("plan", "forward", "gather")),
-        (ops, "backward", ops._backward),
+        (GroupMemory, "ahead", lambda *_: contextlib.nullcontext()),
+        *((ops, name, getattr(ops, f"_{name}")) for name in ("plan", "forward", "settle")),
+        *((ops, name, getattr(ops, f"_{name}")) for name in ("gather", "backward")),
     ):
         monkeypatch.setattr(owner, name, replacement, raising=False)
 
 
-def make_backend(config: MoEConfig, rank: int, **options: Any) -> backend.KernelBackend:
-    """One rank's backend, behind :func:`install`."""
+def make_backend(
+    config: MoEConfig, rank: int, memory: GroupMemory | None = None, **options: Any
+) -> backend.KernelBackend:
+    """One rank's backend, behind :func:`install`; another's memory makes it of one group."""
     chosen = BackendOptions(**options)
     made = backend.KernelBackend(
         config,
         None,
         "cpu:0",
-        memory=GroupMemory(None, CPU, chosen),
+        memory=memory or GroupMemory(None, CPU, chosen),
         rank=rank,
         num_ctas=8,
         options=chosen,

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit import in_step
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.kernel.backend import KernelBackend
+from tests.unit import cases, in_step
 from tests.unit.in_step import BAD, BAD_STEP, CONFIG, RANKS, Call, Rank, check_in_step
 from tests.unit.simulated_gpus import Gpus, install, make_backend
 
@@ -20,12 +22,18 @@ def train(
     waits: bool = False,
     **options: Any,
 ) -> list[Rank]:
+    """A training's ranks, once it is over; with lookahead every call's replicas were settled on."""
     gpus = Gpus(RANKS, seed, slow=seed % RANKS)
     install(gpus, monkeypatch)
     backends = [make_backend(CONFIG, rank, row_bound=2.0, **options) for rank in range(RANKS)]
     ranks = [Rank(one, change, partial(gpus.wait, one.rank), waits=waits) for one in backends]
+    for one in ranks:
+        one.looks_ahead = options.get("placement") == "lookahead"
     in_step.run_ranks(ranks)
     assert not gpus.problems
+    for one in ranks:
+        assert gpus.settled[one.rank]
+        assert set(gpus.settled[one.rank]) == {one.looks_ahead}
     return ranks
 
 
@@ -35,6 +43,66 @@ def test_all_raise_in_one_call(name: str, keep: str, monkeypatch: pytest.MonkeyP
     change, message = BAD[name]
     seed = 3 * list(BAD).index(name) + len(keep)
     check_in_step(train(change, monkeypatch, seed=seed, keep=keep), message)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_all_raise_in_one_call_with_lookahead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settling tells of nothing that is wrong, and holds nobody up."""
+    change, message = BAD[name]
+    seed = 5 + list(BAD).index(name)
+    ranks = train(change, monkeypatch, seed=seed, spare_slots=2, placement="lookahead")
+    check_in_step(ranks, message)
+
+
+def test_another_launch_ends_what_was_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers share their slots, and each forward is another's if its number or layer differs."""
+    gpus = Gpus(1, 0, slow=0)
+    install(gpus, monkeypatch)
+    config = cases.make_config(num_ranks=2, num_experts=6, topk=2, max_tokens=16)
+    options = {"spare_slots": 1, "placement": "lookahead", "row_bound": 2.0}
+    first = make_backend(config, 0, **options)
+    second = make_backend(config, 0, first.memory, **options)
+    tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
+    chosen = torch.arange(2).repeat(4, 1)
+    weights = ExpertWeights(
+        (torch.zeros(3, config.fc1_rows, config.hidden, dtype=torch.bfloat16),),
+        (torch.zeros(3, config.hidden, config.intermediate, dtype=torch.bfloat16),),
+    )
+
+    def settle(backend: KernelBackend, layer: int = 0) -> None:
+        backend.settle(torch.ones(4, 6, dtype=torch.bool), lambda: weights, layer=layer)
+
+    def forward(backend: KernelBackend, layer: int = 0) -> Any:
+        out, saved = backend.forward(
+            tokens, torch.ones(4, 2), chosen, weights, training=True, layer=layer
+        )
+        gpus.wait(0)
+        return out, saved
+
+    def backward(backend: KernelBackend, saved: Any) -> None:
+        grads = [
+            [WeightGrad(torch.zeros(one[0].shape), False)] for one in (weights.fc1, weights.fc2)
+        ]
+        backend.backward(tokens, saved, weights, *grads)
+
+    forward(first)
+    settle(first)
+    _, saved = forward(first)
+    forward(first)
+    settle(first)
+    backward(first, saved)
+    forward(first)
+    settle(first)
+    settle(second)
+    forward(first)
+    forward(second)
+    settle(second)
+    forward(second)
+    settle(first, layer=1)
+    forward(first)
+    settle(first, layer=1)
+    forward(first, layer=1)
+    assert gpus.settled[0] == [False, True, False, False, False, False, True, False, True]
 
 
 @pytest.mark.parametrize("name", ["values", "found by the GPU"])

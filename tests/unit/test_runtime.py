@@ -99,8 +99,8 @@ class Planned(KernelBackend):
     def _use_weights(self, _: object) -> Any:
         return None
 
-    def _begin(self, *_: object) -> PendingForward:
-        return PendingForward(None, None, None, None, None, None, None)  # type: ignore[arg-type]
+    def _begin(self, *_: object, **__: object) -> PendingForward:
+        return PendingForward(*[None] * 8)  # type: ignore[arg-type]
 
 
 def on_processor(backend: Planned) -> Planned:

@@ -241,7 +241,8 @@ __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
 // Waits for the weights in a spare slot, before B is loaded. Scope: one thread.
 __device__ __forceinline__ void await_replica(const LayerArgs& args, int slot) {
     const int spare_slot = slot - args.first_spare;
-    const uint32_t epoch = current_epoch(args.workspace);
+    const Workspace& workspace = args.workspace;
+    const uint32_t epoch = args.uses_settled ? workspace.settled->epoch : current_epoch(workspace);
     protocol::await_weights<Atomics>(
         args.heap.weights_ready(args.shape.rank, spare_slot), epoch, [&](auto load, auto done) {
             wait_for(args.watchdog, {Wait::kLoaderWeights, -1, spare_slot, epoch}, load, done);

@@ -2,6 +2,8 @@
 // weights, and layout of weights defines one function, and one those of biases.
 #pragma once
 
+#include "flashmoe/base/shape.cuh"
+
 namespace flashmoe {
 
 struct KernelEntry {
@@ -25,5 +27,9 @@ KernelEntry bias_grad_fp16(bool into_float32);
 
 // From spare slots, into buffers of another type or the tokens'.
 KernelEntry add_replicas_bf16(bool into_float32);
+
+// The launch that settles on replicas. It has few CTAs, so that other kernels have most of the GPU.
+constexpr int kSettleCtas = 8;
+KernelEntry settle_entry(const Shape& shape);
 
 }  // namespace flashmoe

@@ -101,6 +101,7 @@ struct LayerArgs {
     FLASHMOE_SLOT_FIELD(int, first_spare);
     FLASHMOE_SLOT_FIELD(const void* const*, home_weights);
     FLASHMOE_SLOT_FIELD(bool, keeps_rows_local);   // what replicas are for; else for even loads
+    FLASHMOE_SLOT_FIELD(bool, uses_settled);       // those that a launch ahead has settled on
     FLASHMOE_SLOT_FIELD(int, least_replica_rows);  // with even loads, for which an expert is pushed
 
     CUtensorMap load_map[2];  // A of each GEMM

@@ -177,7 +177,7 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args,
         bool is_last = false;
         last_arrival(arrivals, [&] { is_last = true; });
         if (Planners::any(is_last)) {
-            send_route_counts(args, epoch);
+            send_route_counts(args, epoch, args.workspace.route_counts);
             Planners::sync();
             if (threadIdx.x == 0) {
                 Atomics::fence<protocol::Scope::kSystem>();

@@ -6,6 +6,7 @@
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/placement/balance.h"
 #include "flashmoe/placement/popular.h"
+#include "flashmoe/placement/settled.h"
 
 namespace flashmoe {
 
@@ -39,6 +40,7 @@ struct ReplicaSmem {
     int* rows;          // [rank][expert]
     uint16_t* slot_of;  // [source rank][expert], where `rows` was, or null without spare slots
     uint8_t* sources;   // [rank][expert]: a bit for each source rank
+    int* hosts;         // [rank][spare slot], where replicas are settled
     uint8_t* holders;   // [expert]
 
     __host__ __device__ static int64_t words_of_sources(const Shape& s) {
@@ -47,7 +49,7 @@ struct ReplicaSmem {
     __host__ __device__ static int64_t words(const Shape& s) {
         if (s.spare_slots == 0) return 0;
         return int64_t(sizeof(placement::Loads) / 4) + 2 * int64_t(s.num_ranks) * s.num_experts +
-               words_of_sources(s) + ceil_div(s.num_experts, 4);
+               words_of_sources(s) + s.num_ranks * s.spare_slots + ceil_div(s.num_experts, 4);
     }
     __device__ ReplicaSmem(const Shape& s, void* smem) {
         loads = static_cast<placement::Loads*>(smem);
@@ -55,7 +57,8 @@ struct ReplicaSmem {
         rows = counts + s.num_ranks * s.num_experts;
         slot_of = s.spare_slots > 0 ? reinterpret_cast<uint16_t*>(rows) : nullptr;
         sources = reinterpret_cast<uint8_t*>(rows + s.num_ranks * s.num_experts);
-        holders = sources + 4 * words_of_sources(s);
+        hosts = reinterpret_cast<int*>(sources + 4 * words_of_sources(s));
+        holders = reinterpret_cast<uint8_t*>(hosts + s.num_ranks * s.spare_slots);
     }
 };
 
@@ -81,8 +84,7 @@ struct AttemptResult {
     __device__ uint32_t* sources() { return reinterpret_cast<uint32_t*>(this + 1); }
 };
 
-// Adds what a CTA has counted of this rank's routes; the last one to do so sends all to every rank.
-// Scope: the planners of the grid.
+// Adds what a CTA has counted of this rank's routes. Scope: the planners of the grid.
 __device__ __forceinline__ void add_route_counts(const LayerArgs& args, const uint32_t* counts) {
     Planners::sync();
 #pragma unroll 1
@@ -90,11 +92,14 @@ __device__ __forceinline__ void add_route_counts(const LayerArgs& args, const ui
         if (counts[expert] > 0) atomicAdd(args.workspace.route_counts + expert, counts[expert]);
     }
 }
-__device__ __forceinline__ void send_route_counts(const LayerArgs& args, uint32_t epoch) {
+// Sends all of them to every rank. Scope: the planners of a CTA.
+__device__ __forceinline__ void send_route_counts(const LayerArgs& args,
+                                                  uint32_t epoch,
+                                                  const uint32_t* counts) {
     const Shape& s = args.shape;
 #pragma unroll 1
     for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
-        const uint32_t count = args.workspace.route_counts[expert];
+        const uint32_t count = counts[expert];
 #pragma unroll 1
         for (int rank = 0; rank < s.num_ranks; ++rank) {
             args.heap.route_counts(rank, epoch, s.rank)[expert] = count;
@@ -166,11 +171,12 @@ __device__ __forceinline__ Placed balance(
     PlacementAttempt attempt{smem.counts, s.num_ranks,  s.num_experts, smem.sources,
                              smem.rows,   smem.holders, smem.loads,    args.least_replica_rows};
     const auto* sources = reinterpret_cast<const uint32_t*>(smem.sources);
+    const int* hosts = args.uses_settled ? smem.hosts : nullptr;
     int number = 0;
     bool is_first = true;
 #pragma unroll 1
     while (may_go_on and number < placement::kNumPreferences) {
-        attempt.begin(s.spare_slots, nullptr, placement::preference(number),
+        attempt.begin(s.spare_slots, hosts, placement::preference(number),
                       is_first ? routes : smem.counts, is_first ? stride : s.num_experts);
         const bool is_good = attempt.run();
         if (is_first and is_good) return attempt.is_laid_out ? Placed::kBySlots : Placed::kAtHome;
@@ -199,7 +205,15 @@ __device__ __forceinline__ Placed plan_replicas(const LayerArgs& args,
     const Shape& s = args.shape;
     const auto* routes = reinterpret_cast<const int*>(args.heap.route_counts(s.rank, epoch, 0));
     const int stride = int(args.heap.heap_experts);
+    const int num_hosts = s.num_ranks * s.spare_slots;
     Placed placed = Placed::kBySlots;
+    if (args.uses_settled) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < num_hosts; i += Planners::size()) {
+            smem.hosts[i] = args.workspace.settled->hosts[i];
+        }
+        Planners::sync();
+    }
     if (args.keeps_rows_local) {
         if (not may_go_on) return Placed::kNot;  // all hear of it at their barrier
 #pragma unroll 1
@@ -211,20 +225,28 @@ __device__ __forceinline__ Placed plan_replicas(const LayerArgs& args,
             }
         }
         Planners::sync();
-        placement::popular<PlannerTeam>(smem.counts, s.num_ranks, s.num_experts, s.spare_slots,
-                                        smem.sources, smem.rows, smem.holders, smem.loads);
+        if (args.uses_settled) {
+            placement::use_own_replicas<PlannerTeam>(smem.hosts, s.num_ranks, s.num_experts,
+                                                     s.spare_slots, smem.sources);
+        } else {
+            placement::popular<PlannerTeam>(smem.counts, s.num_ranks, s.num_experts, s.spare_slots,
+                                            smem.sources, smem.rows, smem.holders, smem.loads);
+        }
     } else {
         placed = balance(args, smem, may_go_on, routes, stride);
     }
     int* hosts = blockIdx.x == 0 ? args.plan.hosts : nullptr;
     if (placed == Placed::kBySlots) {
         placement::number_slots<PlannerTeam>(smem.sources, s.num_ranks, s.num_experts,
-                                             s.spare_slots, hosts, smem.slot_of);
+                                             s.spare_slots, args.uses_settled ? nullptr : hosts,
+                                             smem.slot_of);
+        if (args.uses_settled) {
+            placement::keep_slots<PlannerTeam>(smem.hosts, smem.counts, smem.sources, s.num_ranks,
+                                               s.num_experts, s.spare_slots, hosts, smem.slot_of);
+        }
     } else if (placed == Placed::kAtHome and hosts != nullptr) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < s.num_ranks * s.spare_slots; i += Planners::size()) {
-            hosts[i] = -1;
-        }
+        for (int i = threadIdx.x; i < num_hosts; i += Planners::size()) hosts[i] = -1;
     }
     // By the warp that has the fewest chunks.
     if (placed != Placed::kNot and blockIdx.x == 0 and threadIdx.x >= Planners::size() - 32) {

@@ -31,9 +31,17 @@ __device__ __forceinline__ int take_tickets(uint32_t* counter, int count) {
     return __shfl_sync(~0u, first, 0);
 }
 
+// Replicas that a launch has settled on, ahead of the forward that uses them.
+struct Settled {
+    uint32_t epoch;                             // that launch's, with which their weights came
+    int32_t hosts[kMaxRanks * kMaxSpareSlots];  // as in a plan of the same layer
+    int32_t own_routes[2];                      // likewise, of what was expected
+};
+
 struct Workspace {
     static constexpr int64_t kCtaCounts = int64_t(kMaxLocalExperts) * kMaxCtas;
-    static constexpr int kFc2GradsOffset = 24, kTotalsOffset = 128;  // bytes from the start
+    // Bytes from the start.
+    static constexpr int kFc2GradsOffset = 24, kTotalsOffset = 128, kSettledOffset = 1024;
 
     uint32_t* raised;       // first fault wins; never zeroed by a launch
     uint32_t* epoch;        // the last one that ended
@@ -51,6 +59,7 @@ struct Workspace {
     // With spare slots: [expert], routes of this rank; [rank][spare slot], pieces of weights there.
     FLASHMOE_SLOT_FIELD(uint32_t*, route_counts);
     FLASHMOE_SLOT_FIELD(uint32_t*, pushes);
+    FLASHMOE_SLOT_FIELD(Settled*, settled);  // never zeroed
     int64_t num_zeroed;  // words from `tickets` on that each launch leaves as zeros
 
     __device__ __forceinline__ int tile_counter(int gemm, int block) const {
@@ -62,8 +71,10 @@ struct Workspace {
     static uint64_t at(void* base, const Shape& s, Workspace* out) {
         const int64_t blocks = s.max_row_blocks();
         constexpr int64_t kHead = 64;  // words apart, so that polled words share no line
-        constexpr int64_t kFront = 256;
-        static_assert(kTotalsOffset + sizeof(Totals) <= kFront * sizeof(uint32_t));
+        constexpr int64_t kFront = kHasReplicas ? 1024 : 256;
+        static_assert(kTotalsOffset + sizeof(Totals) <= kSettledOffset);
+        static_assert(kSettledOffset + (kHasReplicas ? sizeof(Settled) : 0) <=
+                      kFront * sizeof(uint32_t));
         // Layers of other shapes share this memory: the words that are zero between launches begin
         // at one place for all of them, and no other words come behind.
         const int64_t counted = s.spare_slots > 0 ? s.num_experts : 0;
@@ -78,6 +89,8 @@ struct Workspace {
             out->fc2_grads =
                 reinterpret_cast<uint64_t*>(static_cast<char*>(base) + kFc2GradsOffset);
             out->totals = reinterpret_cast<Totals*>(static_cast<char*>(base) + kTotalsOffset);
+            FLASHMOE_SET_SLOT_FIELD(out->settled, reinterpret_cast<Settled*>(
+                                                      static_cast<char*>(base) + kSettledOffset));
             out->cta_counts = words + kFront;
             out->tickets = reinterpret_cast<Tickets*>(words + kFront + kCtaCounts);
             out->rows_ready = words + kFront + kCtaCounts + kHead;

@@ -52,8 +52,9 @@ def check_early_routing(config: Any, settings: Settings) -> None:
     """
     if settings.placement == "lookahead" and graphs_any(config):
         raise ConfigError(
-            f"{flag_of('placement')} lookahead with CUDA graphs: ahead of attention the host waits "
-            f"for all ranks' routes, which no graph can hold; pass {flag_of('placement')} launch"
+            f"{flag_of('placement')} lookahead with CUDA graphs: only hosts know which forward "
+            "uses what was settled on ahead of attention, and no replay asks them; pass "
+            f"{flag_of('placement')} launch"
         )
     if not settings.pre_gate:
         return

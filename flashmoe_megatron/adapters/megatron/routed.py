@@ -42,7 +42,7 @@ from flashmoe_megatron.adapters.megatron.shape import (
 )
 from flashmoe_megatron.adapters.megatron.weights import HeldWeights
 from flashmoe_megatron.autograd import OnSaved, moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.backend import Backend, ExpertWeights, LooksAhead
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
@@ -174,9 +174,15 @@ class RoutedExperts(LayerExperts):
             routing_map: ``[num_tokens, num_experts]`` bool, what the call's routing may be.
             layer: The layer's number in the model.
         """
+        backend = self.backend
         number = launch_number(layer, is_training=self._experts.training)
-        if isinstance(self.backend, ReferenceBackend):  # no other is made with lookahead
-            self.backend.settle(routing_map, layer=number)
+        if isinstance(backend, LooksAhead):  # no other is made with lookahead
+            backend.settle(routing_map, self._read_weights_ahead, layer=number)
+
+    def _read_weights_ahead(self) -> ExpertWeights:
+        """The experts' weights, behind what their pre-hooks have the current stream wait for."""
+        stand_in_for_forwards(self._experts, self._classes)
+        return self._weights.read()
 
     @property
     def is_trained(self) -> bool:

@@ -20,16 +20,33 @@ struct ReplicaScenario {
 
 std::vector<ReplicaScenario> scenarios() {
     const ReplicaSizes two{2, 1, 1, 2}, three{3, 1, 1, 1};
+    constexpr ReplicaKind forward = ReplicaKind::kForward, backward = ReplicaKind::kBackward,
+                          settle = ReplicaKind::kSettle;
+    const auto on = [](int expert) { return std::vector<std::vector<int>>{{-1}, {expert}}; };
+    const auto on_last = [](int expert) {
+        return std::vector<std::vector<int>>{{-1}, {-1}, {expert}};
+    };
     return {
         // A replica in each launch, then none, then one again.
-        {"forwards", two, {{false, {{-1}, {0}}}, {false, {{-1}, {0}}}, {false, {{1}, {-1}}}}},
-        {"training", two, {{false, {{-1}, {0}}}, {true, {{-1}, {0}}}, {true, {{-1}, {0}}}}},
+        {"forwards", two, {{forward, on(0)}, {forward, on(0)}, {forward, {{1}, {-1}}}}},
+        {"training", two, {{forward, on(0)}, {backward, on(0)}, {backward, on(0)}}},
         // The last rank has a replica, then none, so that it may be one launch ahead of its owner.
-        {"one_ahead", two, {{true, {{-1}, {0}}}, {true, {{-1}, {-1}}}}},
+        {"one_ahead", two, {{backward, on(0)}, {backward, on(-1)}}},
         // The slot of the last rank has another owner in each launch; the owner before may be late.
-        {"owners_change", three, {{true, {{-1}, {-1}, {0}}}, {true, {{-1}, {-1}, {1}}}}},
+        {"owners_change", three, {{backward, on_last(0)}, {backward, on_last(1)}}},
         // An expert on all ranks, whose gradients are added in the order of ranks.
-        {"everywhere", three, {{true, {{-1}, {0}, {0}}}}},
+        {"everywhere", three, {{backward, {{-1}, {0}, {0}}}}},
+        // Ahead of a forward that uses what was settled on, of one that leaves it unused, and of
+        // one between which and its settlement another launch has come.
+        {"ahead", two, {{forward, on(0)}, {settle, on(0)}, {forward, on(0)}}},
+        {"ahead_again",
+         two,
+         {{settle, on(0)}, {forward, on(0)}, {settle, on(0)}, {forward, on(0)}}},
+        {"ahead_unused", two, {{settle, on(0)}, {forward, on(-1)}, {forward, on(0)}}},
+        {"ahead_of_another", two, {{settle, on(0)}, {backward, on(0)}, {forward, on(0)}}},
+        {"owners_ahead",
+         three,
+         {{forward, on_last(0)}, {settle, on_last(1)}, {forward, on_last(1)}}},
     };
 }
 

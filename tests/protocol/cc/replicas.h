@@ -3,7 +3,9 @@
 //
 // A rank has two agents: dispatch, which pushes, and tiles, which read and store. Both add
 // fc2's gradients, as they have nothing else to do then; fc1's are added behind the launch. Weights
-// are numbers that tell their launch and expert, gradients also who computed them.
+// are numbers that tell their launch and expert, gradients also who computed them. A launch may
+// settle on the replicas of the next one, and push their weights ahead of it: then that one, if it
+// is a forward, pushes none.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +28,10 @@ struct ReplicaSizes {
     int pieces;  // of a gradient, each added for a ticket; both agents add if there are some
 };
 
+enum class ReplicaKind { kForward, kBackward, kSettle };
+
 struct ReplicaLaunch {
-    bool is_backward;
+    ReplicaKind kind;
     std::vector<std::vector<int>> hosts;  // [rank][slot], the expert or -1
 };
 
@@ -42,7 +46,7 @@ struct ReplicaMemory {
     typename A::template Array<typename A::U32> row_signals, weights_ready, grads_ready, gave_up;
     typename A::template Array<typename A::Plain> slot_weights, slot_grads;
     // This GPU's own.
-    typename A::template Array<typename A::Plain> weights, grads, epoch;
+    typename A::template Array<typename A::Plain> weights, grads, epoch, settled;
     typename A::template Array<typename A::U32> tickets;  // pulled, and added
     typename A::Join launch_join, end_join;
 
@@ -56,6 +60,7 @@ struct ReplicaMemory {
           weights(s.local, "weights", rank),
           grads(kProducts * s.pieces * s.local, "grads", rank),
           epoch(1, "epoch", rank),
+          settled(1, "settled", rank),
           tickets(2, "tickets", rank),
           launch_join(2),
           end_join(2) {}
@@ -85,16 +90,19 @@ class ReplicaAgent {
             forget(0);
             const ReplicaLaunch& launch = world_.launches[i];
             const uint32_t epoch = uint32_t(A::read(&here_.epoch[0])) + 1;
+            const bool is_settled = uses_settled(i);
+            const bool is_backward = launch.kind == ReplicaKind::kBackward;
             if (is_dispatch_) {
                 begin(epoch);
-                push_weights(launch, epoch);
+                if (not is_settled) push_weights(launch, epoch);
                 hear_all(epoch);
-            } else {
-                read_weights(launch, epoch);
-                if (launch.is_backward) store_grads(launch, epoch);
+            } else if (launch.kind != ReplicaKind::kSettle) {
+                const uint32_t pushed = is_settled ? uint32_t(A::read(&here_.settled[0])) : epoch;
+                read_weights(launch, pushed);
+                if (is_backward) store_grads(launch, epoch);
             }
             forget(1);
-            const bool adds = launch.is_backward and (is_dispatch_ or s_.pieces > 1);
+            const bool adds = is_backward and (is_dispatch_ or s_.pieces > 1);
             if (adds) add_fc2_replicas(launch, epoch);
             A::join(here_.end_join, true);
             forget(2);
@@ -103,6 +111,12 @@ class ReplicaAgent {
     }
 
  private:
+    // What the hosts of all ranks know: the last launch was for this one.
+    bool uses_settled(size_t i) const {
+        const bool is_ahead = i > 0 and world_.launches[i - 1].kind == ReplicaKind::kSettle;
+        return is_ahead and world_.launches[i].kind == ReplicaKind::kForward;
+    }
+
     // A launch of this GPU's before this one has changed the weights, as an optimizer does.
     void begin(uint32_t epoch) {
         for (int i = 0; i < s_.local; ++i) {
@@ -247,11 +261,13 @@ class ReplicaAgent {
     }
 
     void leave(const ReplicaLaunch& launch, uint32_t epoch) {
-        if (launch.is_backward) add_fc1_replicas(launch, epoch);
-        for (int product = 0; product < kProducts and launch.is_backward; ++product) {
+        const bool is_backward = launch.kind == ReplicaKind::kBackward;
+        if (is_backward) add_fc1_replicas(launch, epoch);
+        for (int product = 0; product < kProducts and is_backward; ++product) {
             check_grads(launch, epoch, product, "a gradient is not the sum of all replicas'");
         }
         protocol::reset<A>(&here_.tickets[0], 0, 1, 2);
+        if (launch.kind == ReplicaKind::kSettle) A::write(&here_.settled[0], epoch);
         A::write(&here_.epoch[0], epoch);
     }
 

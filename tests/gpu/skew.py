@@ -7,8 +7,9 @@ routing, and under a skewed one with no spare slots and with two; the median of 
 as popular as words (Zipf), in the first order of some whose busiest rank has about ``--imbalance``
 times the mean rows. Planning is the time that launches record from their begin until their plan is
 there, with slots less without, in a small layer of 256 experts, also for a routing where nothing
-moves. A slow link is made of heaps in the host's memory: forwards are timed by how many steps of
-own rows they compute first, and compared bit for bit.
+moves. The launch that settles on replicas ahead of a forward is timed by itself, and so are forward
+and backward behind it. A slow link is made of heaps in the host's memory: forwards are timed by how
+many steps of own rows they compute first, and compared bit for bit.
 """
 
 # ruff: noqa: T201 - a program: it prints
@@ -25,8 +26,9 @@ import torch
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel.symmetric import SymmetricAllocation
+from flashmoe_megatron.replicas.policy import When
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
-from tests.gpu.virtual import VirtualLayer, device, streams
+from tests.gpu.virtual import VirtualLayer, device, streams, streams_ahead
 from tools.bench.shapes import SHAPES
 
 RANKS = 8
@@ -73,8 +75,10 @@ def of_experts(config: MoEConfig, chosen: torch.Tensor) -> tuple[torch.Tensor, t
 class Layer:
     """A layer on all ranks, with data of its own."""
 
-    def __init__(self, config: MoEConfig, spare_slots: int) -> None:
-        self.layer = VirtualLayer(config, is_guarded=False, spare_slots=spare_slots)
+    def __init__(self, config: MoEConfig, spare_slots: int, placement: When = "launch") -> None:
+        self.layer = VirtualLayer(
+            config, is_guarded=False, spare_slots=spare_slots, placement=placement
+        )
         g = torch.Generator(device()).manual_seed(1)
 
         def random(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -119,6 +123,17 @@ class Layer:
             memory._heap = SymmetricAllocation(local, (local.data_ptr(),), min(rate, 199e9))
             memory._groups.clear()
 
+    def settle(self, routing: Routing) -> None:
+        """Settles on the replicas of the next launch, from its own routing; nothing waits."""
+        begin = torch.cuda.current_stream()
+        for rank, backend in enumerate(self.layer.backends):
+            weights = self.weights[rank]
+            streams()[rank].wait_stream(begin)
+            with torch.cuda.stream(streams()[rank]):
+                backend.settle(routing[rank][1], lambda weights=weights: weights, layer=0)
+        for stream in streams_ahead()[: len(self.layer.backends)]:
+            begin.wait_stream(stream)
+
     def launch(self, routing: Routing, most: int, *, training: bool) -> None:
         """The same as one launch in each direction, all ranks side by side; nothing waits."""
         begin = torch.cuda.current_stream()
@@ -137,18 +152,29 @@ class Layer:
         self, routing: Routing, iterations: int, *, training: bool = True
     ) -> Iterator[float]:
         """Times of all ranks' launches, which are behind a pause so that the host is ahead."""
+        for _, ms in self.both_times_ms(routing, iterations, training=training):
+            yield ms
+
+    def both_times_ms(
+        self, routing: Routing, iterations: int, *, training: bool = True
+    ) -> Iterator[tuple[float, float]]:
+        """The same, and of what settles on replicas ahead of them, where lookahead is asked for."""
+        looks_ahead = self.layer.group.options.placement == "lookahead"
         most = self.step(routing)
         for i in range(-2, iterations):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, settled, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             # The first allocates, which must not wait for one rank's launch ahead of the others'.
             torch.cuda._sleep(HOST_CYCLES * (10 if i == -2 else 1))
             begin.record()
+            if looks_ahead:
+                self.settle(routing)
+            settled.record()
             self.launch(routing, most, training=training)
             end.record()
             torch.cuda.synchronize()
             self.layer.backends[0].raise_pending_fault()
             if i >= 0:
-                yield begin.elapsed_time(end)
+                yield begin.elapsed_time(settled), settled.elapsed_time(end)
 
     def time_ms(self, routing: Routing, iterations: int, *, training: bool = True) -> float:
         return statistics.median(self.times_ms(routing, iterations, training=training))
@@ -212,6 +238,18 @@ def measure_planning(tell: Callable[..., None]) -> None:
         )
 
 
+def measure_ahead(shape: str, routing: Routing, iterations: int, tell: Callable[..., None]) -> None:
+    """Tells what settling on replicas ahead takes, and what it takes off the launches behind it."""
+    for placement in ("launch", "lookahead"):
+        layer = Layer(SHAPES[shape].config(RANKS), 2, placement)
+        both = [*zip(*layer.both_times_ms(routing, iterations), strict=True)]
+        ahead_ms, median_ms = (round(statistics.median(each), 3) for each in both)
+        about = {"shape": shape, "placement": placement, **loads(layer.records())}
+        tell(**about, ahead_ms=ahead_ms, median_ms=median_ms)
+        del layer
+        torch.cuda.empty_cache()
+
+
 def measure_links(shape: str, iterations: int, tell: Callable[..., None]) -> None:
     """Tells how long forwards over slow links take by the own rows that come first."""
     config = SHAPES[shape].config(RANKS)
@@ -237,7 +275,7 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=0.5)
     parser.add_argument("--imbalance", type=float, default=1.33)
     parser.add_argument("--iterations", type=int, default=7)
-    parser.add_argument("--only", choices=("shapes", "links", "planning"))
+    parser.add_argument("--only", choices=("shapes", "ahead", "links", "planning"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     lines: list[str] = []
@@ -265,6 +303,9 @@ def main() -> None:
             slots_over_none=round(with_slots / without, 3),
             slots_over_uniform=round(with_slots / uniform, 3),
         )
+    for shape in options.shapes if options.only in (None, "ahead") else ():
+        skew = skewed(SHAPES[shape].config(RANKS), options.zipf, options.imbalance)
+        measure_ahead(shape, skew, options.iterations, tell)
     for shape in options.shapes if options.only in (None, "links") else ():
         measure_links(shape, options.iterations, tell)
     if options.only in (None, "planning"):

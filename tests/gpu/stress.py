@@ -2,6 +2,7 @@
 
     python -m tests.gpu.stress --ranks 4 --seconds 120
     python -m tests.gpu.stress --ranks 4 --seconds 120 --slots 2
+    python -m tests.gpu.stress --ranks 4 --seconds 120 --slots 2 --ahead
     FLASHMOE_LIBRARY=$PWD/flashmoe_megatron/libflashmoe_delays.so python -m tests.gpu.stress ...
 
 A scenario is a layer of random shape, dtype and routing, all of it from one seed. Its first run is
@@ -9,7 +10,8 @@ compared with the oracle and kept; every later run has to repeat all results bit
 gradients of tokens, probabilities and weights. Runs of all scenarios are mixed at random, share one
 heap and one workspace, and follow one another without waiting. Before every launch its buffers are
 filled with NaN; now and then a whole run on NaN leaves them in the heap as well. Ranks launch in
-random order, after random pauses of the host and of the GPU.
+random order, after random pauses of the host and of the GPU. With ``--ahead`` the replicas of some
+forwards are settled on ahead of them, from another routing: these repeat the bits of one another.
 
 Here all ranks are virtual ones on one GPU; :mod:`tests.multi_gpu.stress` is the same on real ranks.
 """
@@ -34,11 +36,19 @@ from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.kernel import bindings
-from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.kernel.backend import KernelBackend, count_routes
+from flashmoe_megatron.replicas.policy import When
 from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import zipf
-from tests.gpu.virtual import VirtualGroup, VirtualLayer, device, poisoned_empties, streams
+from tests.gpu.virtual import (
+    VirtualGroup,
+    VirtualLayer,
+    device,
+    mispredicted,
+    poisoned_empties,
+    streams,
+)
 from tests.unit import cases
 
 TIMEOUT_S = 30.0
@@ -70,6 +80,7 @@ class Scenario:
     dtype: torch.dtype
     transposed: bool
     inputs: cases.Inputs
+    foreseen: list[torch.Tensor]  # the routing as lookahead has it
     weights: list[ExpertWeights]
 
     def on_nan(self) -> "Scenario":
@@ -111,8 +122,9 @@ def make_scenario(seed: int, num_ranks: int, *, has_slots: bool = False) -> Scen
     inputs = to_device(
         cases.make_inputs(config, draw.choice(ROUTINGS), tokens, dtype=dtype, seed=seed), device()
     )
+    foreseen = [mispredicted(routing_map) for routing_map in inputs.routing_map]
     weights = steps.weights_of(config, inputs, transposed=transposed)
-    return Scenario(seed, config, dtype, transposed, inputs, weights)
+    return Scenario(seed, config, dtype, transposed, inputs, foreseen, weights)
 
 
 @dataclass(frozen=True)
@@ -121,6 +133,7 @@ class Way:
 
     training: bool
     bounded: bool  # one launch that plans for itself
+    ahead: bool = False  # replicas are settled on before
 
 
 def phases(
@@ -133,6 +146,9 @@ def phases(
     """
     inputs, weights = scenario.inputs, scenario.weights[rank]
     given = inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank]
+    if way.ahead:
+        backend.settle(scenario.foreseen[rank], lambda: weights, layer=0)
+        yield
     if way.bounded:
         most = int(backend._sizes.max_row_blocks)  # known since the layer was prepared
         out, saved = backend.finish(backend.begin(*given, most), weights, training=way.training)
@@ -165,7 +181,7 @@ class Report:
         library: The file that was loaded.
         seed: What the order, the pauses and the poison are drawn from.
         steps: Forwards with or without backward, each by all ranks together.
-        launches: Launches of the layer, forward or backward, each by all ranks together.
+        launches: Forward, backward or ahead of a forward, each by all ranks together.
         scenarios: Distinct ones that were run.
         compared: Values compared with the first run's.
         differences: Values that differed.
@@ -193,14 +209,14 @@ class Ledger:
     """Keeps the first results of every scenario and counts where later ones differ."""
 
     report: Report
-    first: dict[tuple[int, int], Values] = field(default_factory=dict)
+    first: dict[tuple[int, int, bool], Values] = field(default_factory=dict)
     pending: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=list
     )
 
-    def enter(self, scenario: Scenario, rank: int, got: Values) -> None:
+    def enter(self, scenario: Scenario, way: Way, rank: int, got: Values) -> None:
         """Compares on the current stream; nothing waits."""
-        known = self.first.setdefault((scenario.seed, rank), got)
+        known = self.first.setdefault((scenario.seed, rank, way.ahead), got)
         for name, tensor in got.items():
             want = known.setdefault(name, tensor)
             if want is tensor or not tensor.numel():
@@ -256,7 +272,7 @@ class Pauses:
             torch.cuda._sleep(int(self._draw.expovariate(1 / 40_000)))  # cycles; on one SM
 
 
-def schedule(seed: int) -> Iterator[tuple[int, Way, bool]]:
+def schedule(seed: int, *, looks_ahead: bool) -> Iterator[tuple[int, Way, bool]]:
     """Without end: which scenario, how it is run, and whether on NaN. The same on every rank."""
     draw = random.Random(seed)
     seen = 0
@@ -266,7 +282,8 @@ def schedule(seed: int) -> Iterator[tuple[int, Way, bool]]:
         seen += is_new
         training = is_new or draw.randrange(EVALUATION_EVERY) != 0
         on_nan = not is_new and step % NAN_EVERY == NAN_EVERY - 1
-        yield scenario, Way(training, draw.random() < 0.4), on_nan
+        bounded, ahead = draw.random() < 0.4, looks_ahead and draw.random() < 0.7
+        yield scenario, Way(training, bounded, ahead), on_nan
 
 
 def check_first(scenario: Scenario, got: list[Values], rank: int | None = None) -> None:
@@ -341,11 +358,15 @@ class VirtualRun:
 
     rank = 0
 
-    def __init__(self, num_ranks: int, seed: int, spare_slots: int = 0) -> None:
+    def __init__(
+        self, num_ranks: int, seed: int, spare_slots: int = 0, placement: When = "launch"
+    ) -> None:
         self.num_ranks = num_ranks
         self._draw = random.Random(seed)
         self._pauses = Pauses(seed + 1)
-        self._group = VirtualGroup(num_ranks, timeout_s=TIMEOUT_S, spare_slots=spare_slots)
+        self._group = VirtualGroup(
+            num_ranks, timeout_s=TIMEOUT_S, spare_slots=spare_slots, placement=placement
+        )
         self._layers: dict[int, tuple[VirtualLayer, list[ExpertWeights]]] = {}
 
     def prepare(self, scenario: Scenario) -> None:
@@ -357,6 +378,9 @@ class VirtualRun:
         for known, of_ranks in self._layers.values():  # spare slots may lie elsewhere now
             for backend, weights in zip(known.backends, of_ranks, strict=True):
                 backend._use_weights(weights)
+        with poisoned_empties():
+            for foreseen in scenario.foreseen:
+                count_routes(foreseen)
 
     def run(self, scenario: Scenario, way: Way) -> list[Values]:
         """One step of all ranks; returns without waiting for its last launches."""
@@ -382,11 +406,11 @@ class VirtualRun:
         found = [(rank, memory.take_fault()) for rank, memory in enumerate(self._group.memories)]
         return [(rank, fault) for rank, fault in found if fault is not None]
 
-    def enter(self, ledger: Ledger, scenario: Scenario, got: list[Values]) -> None:
+    def enter(self, ledger: Ledger, scenario: Scenario, way: Way, got: list[Values]) -> None:
         """Compares each rank's results on its stream."""
         for rank, values in enumerate(got):
             with torch.cuda.stream(streams()[rank]):
-                ledger.enter(scenario, rank, values)
+                ledger.enter(scenario, way, rank, values)
 
     def check_first(self, scenario: Scenario, got: list[Values]) -> None:
         """Compares with the oracle."""
@@ -408,8 +432,9 @@ def load_kernels(seed: int) -> None:
         run.prepare(scenario)
         for bounded in (False, True):
             for training in (True, False):
-                got = run.run(scenario, Way(training, bounded))
-                run.enter(ledger, scenario, got)
+                way = Way(training, bounded)
+                got = run.run(scenario, way)
+                run.enter(ledger, scenario, way, got)
         ledger.settle()
 
 
@@ -420,6 +445,7 @@ def stress(
     agree_to_stop: Callable[[bool], bool],
     *,
     has_slots: bool = False,
+    looks_ahead: bool = False,
 ) -> None:
     """Runs until the time is over or something is wrong, and fills the report."""
     ledger = Ledger(report)
@@ -429,7 +455,7 @@ def stress(
     on_nan: dict[int, Scenario] = {}
     progress = Progress(report, seconds, is_shown=run.rank == 0)
     try:
-        for number, way, is_nan in schedule(report.seed):
+        for number, way, is_nan in schedule(report.seed, looks_ahead=looks_ahead):
             is_new = number not in scenarios
             if is_new:
                 scenarios[number] = make_scenario(number, run.num_ranks, has_slots=has_slots)
@@ -439,9 +465,9 @@ def stress(
             scenario = scenarios[number]
             got = run.run(on_nan[number] if is_nan else scenario, way)
             report.steps += 1
-            report.launches += 1 + way.training
+            report.launches += 1 + way.training + way.ahead
             if not is_nan:
-                run.enter(ledger, scenario, got)
+                run.enter(ledger, scenario, way, got)
             if is_new:
                 torch.cuda.synchronize()
                 run.check_first(scenario, got)
@@ -451,9 +477,9 @@ def stress(
                 if agree_to_stop(progress.is_over):
                     break
         ledger.settle()
-    except Exception:  # noqa: BLE001 - it is the record of the run
+    except Exception as error:  # noqa: BLE001 - it is the record of the run
         where = f"step {report.steps}, {way}, {scenario}"
-        report.failure = f"{where}:\n{traceback.format_exc()[-3000:]}"
+        report.failure = f"{error}: {where}:\n{traceback.format_exc()[-3000:]}"
         # At once, since other ranks may take long to find out.
         print(f"rank {run.rank}: {report.failure}", file=sys.stderr, flush=True)
     finally:
@@ -461,9 +487,16 @@ def stress(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--slots", type=int, default=0, help="spare slots for replicas")
+    parser.add_argument("--ahead", action="store_true", help="settle on replicas ahead of forwards")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file that takes the report as JSON")
+
+
+def placement_of(options: argparse.Namespace) -> When:
+    """When replicas are planned."""
+    return "lookahead" if options.ahead else "launch"
 
 
 def finish(report: Report, out: Path | None) -> int:
@@ -479,13 +512,19 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=4, choices=range(1, 9))
-    parser.add_argument("--slots", type=int, default=0, help="spare slots for replicas")
     add_arguments(parser)
     options = parser.parse_args(arguments)
     load_kernels(options.seed)
     report = Report("virtual", options.ranks, bindings.library_path().name, options.seed)
-    run = VirtualRun(options.ranks, options.seed, options.slots)
-    stress(run, report, options.seconds, bool, has_slots=options.slots > 0)
+    run = VirtualRun(options.ranks, options.seed, options.slots, placement_of(options))
+    stress(
+        run,
+        report,
+        options.seconds,
+        bool,
+        has_slots=options.slots > 0,
+        looks_ahead=options.ahead,
+    )
     if report.failure:
         report.failure += "".join(f"\nrank {rank}: {fault}" for rank, fault in run.faults())
     return finish(report, options.out)

@@ -18,6 +18,7 @@ from flashmoe_megatron import planner
 from flashmoe_megatron.adapters.metrics import take_records
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.replicas.policy import When
 from flashmoe_megatron.select import select_backend
 from tests.gpu.stress import (
     TIMEOUT_S,
@@ -31,6 +32,7 @@ from tests.gpu.stress import (
     check_first,
     finish,
     phases,
+    placement_of,
     stress,
 )
 from tests.gpu.virtual import poisoned_empties
@@ -43,13 +45,19 @@ class RealRun:
     """This rank's share of every step."""
 
     def __init__(
-        self, group: dist.ProcessGroup, symmetric: str, seed: int, spare_slots: int
+        self,
+        group: dist.ProcessGroup,
+        symmetric: str,
+        seed: int,
+        spare_slots: int,
+        placement: When,
     ) -> None:
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self._group = group
         self._symmetric = symmetric
         self._spare_slots = spare_slots
+        self._placement = placement
         planner.HIDDEN_PUSH = 1.0  # layers this small have replicas, too
         self._pauses = Pauses(1000 * seed + self.rank)
         self._backends: dict[int, KernelBackend] = {}
@@ -65,6 +73,7 @@ class RealRun:
             symmetric_memory=self._symmetric,
             timeout=TIMEOUT_S,
             spare_slots=min(self._spare_slots, scenario.config.num_local_experts),
+            placement=self._placement,
         )
         assert isinstance(backend, KernelBackend)
         backend._use_weights(scenario.weights[self.rank])
@@ -82,9 +91,9 @@ class RealRun:
                 except StopIteration as done:
                     return [done.value]
 
-    def enter(self, ledger: Ledger, scenario: Scenario, got: list[Values]) -> None:
+    def enter(self, ledger: Ledger, scenario: Scenario, way: Way, got: list[Values]) -> None:
         """Compares this rank's results."""
-        ledger.enter(scenario, self.rank, got[0])
+        ledger.enter(scenario, way, self.rank, got[0])
 
     def check_first(self, scenario: Scenario, got: list[Values]) -> None:
         """Compares this rank's results with the oracle."""
@@ -99,7 +108,6 @@ class RealRun:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--symmetric", choices=("cuda", "nvshmem"), default="cuda")
-    parser.add_argument("--slots", type=int, default=0, help="spare slots for replicas")
     add_arguments(parser)
     options = parser.parse_args(arguments)
     faulthandler.dump_traceback_later(options.seconds + LATE_S, exit=True)
@@ -118,9 +126,16 @@ def main(arguments: list[str]) -> int:
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=agreeing)
         return bool(vote.item())
 
-    run = RealRun(group, options.symmetric, options.seed, options.slots)
+    run = RealRun(group, options.symmetric, options.seed, options.slots, placement_of(options))
     report = Report("real", run.num_ranks, bindings.library_path().name, options.seed)
-    stress(run, report, options.seconds, agree_to_stop, has_slots=options.slots > 0)
+    stress(
+        run,
+        report,
+        options.seconds,
+        agree_to_stop,
+        has_slots=options.slots > 0,
+        looks_ahead=options.ahead,
+    )
     report.replicas = run.count_replicas()
     everyone: list[Report] = [report] * run.num_ranks
     dist.all_gather_object(everyone, report, group=reporting)

@@ -78,7 +78,7 @@ SCHEDULED = [
     ["backend"],
 ]
 SCHEDULE = [
-    ["line", "model"],
+    ["clock", "layer", "line", "model"],
     ["fit"],
     ["degree", "gradients", "measure", "trace"],
     ["__main__"],

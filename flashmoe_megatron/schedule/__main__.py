@@ -40,7 +40,7 @@ from flashmoe_megatron.schedule.trace import trace as stamps_of
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.telemetry.record import DIRECTIONS
 
-ON_GPU = Sizes(hidden=2048, intermediate=2048, num_experts=8, rows=65536, num_bytes=2**27)
+ON_GPU = Sizes(hidden=2048, intermediate=2048, num_experts=8, rows=65536, num_bytes=2**28)
 ON_PROCESSOR = Sizes(hidden=256, intermediate=256, num_experts=4, rows=2048, num_bytes=2**22)
 
 
@@ -79,6 +79,11 @@ def fit(options: argparse.Namespace) -> None:
             sys.stdout.write(
                 f"{name}: {1e6 * line.alpha_s:.1f} us and {per_second} a second, "
                 f"r squared {line.r_squared:.5f}\n"
+            )
+        for name, both in found.beside.items():
+            sys.stdout.write(
+                f"beside each other: a product {both.product:.2f} and {name} {both.exchange:.2f} "
+                "times as long as alone\n"
             )
 
 

@@ -12,7 +12,8 @@ from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import MAX_DEGREE, BackendOptions, read_degrees
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
-from flashmoe_megatron.schedule.model import Pass, Stage, best_degree
+from flashmoe_megatron.schedule.line import Line
+from flashmoe_megatron.schedule.model import Pass, Slowdown, Stage, Stream, best_degree
 from flashmoe_megatron.scheduled.exchange import Kind, kind_of
 
 
@@ -136,7 +137,6 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
         return Stage(name, "compute", alpha_s, whole_s, rows * size * cut * copy.beta_s)
 
     send = compute("rows", 1, hidden)
-    send = dataclasses.replace(send, alpha_s=send.alpha_s + lines["cut"].beta_s)
     dispatch, back = travel("dispatch"), travel("combine")
     there = (send, *dispatch)
     between = (wide + narrow) / 2  # read and written once, where a copy's are twice as many
@@ -148,4 +148,26 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
         slices_s=sum(stage.time_s(1) for stage in dispatch) if keep == "preactivations" else 0.0,
         weights_s=compute("experts", 0, 0).time_s(1),
     )
-    return forward, backward
+    slowdowns = _slowdowns(fit, exchange)
+
+    def issued(one: Pass, host: Line) -> Pass:
+        return dataclasses.replace(
+            one, issue_s=host.alpha_s, part_s=host.beta_s, slowdowns=slowdowns
+        )
+
+    return issued(forward, lines["host_forward"]), issued(backward, lines["host_backward"])
+
+
+def _slowdowns(fit: Fit, exchange: Kind) -> tuple[Slowdown, ...]:
+    """What products and exchanges do to each other; a leader's are taken to be between hosts."""
+    carriers: dict[Stream, str] = {"between": "all_to_all_rail"}
+    if exchange == "direct":
+        carriers = {"between": "all_to_all"}
+    elif exchange == "2dh":
+        carriers["within"] = "all_to_all_within"
+    found: list[Slowdown] = []
+    for stream, name in carriers.items():
+        both = fit.beside[name]
+        found.append(Slowdown("compute", stream, both.product))
+        found.append(Slowdown(stream, "compute", both.exchange))
+    return tuple(found)

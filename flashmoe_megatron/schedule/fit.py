@@ -19,13 +19,15 @@ from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.schedule.line import Line
 
 FORMAT = "flashmoe-schedule-fit"
-VERSION = 1
+VERSION = 2
 
 DTYPES = {str(one).removeprefix("torch."): one for one in TOKEN_DTYPES}
-ALONE = ("product", "copy", "cut")
-"""What one rank does: sizes are floating-point operations, bytes written, and parts."""
+ALONE = ("product", "copy")
+"""What one rank does: sizes are floating-point operations and bytes written."""
 TOGETHER = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 """What a group does; sizes are bytes of the larger of a rank's buffers."""
+HOST = ("host_forward", "host_backward")
+"""What the host takes to issue a pass of a layer; sizes are parts."""
 LEVELS = ("all_to_all_within", "all_to_all_rail")
 """What the ranks of a host do, and those of one place, where there are several of both."""
 
@@ -50,9 +52,16 @@ class Machine:
     @property
     def wanted(self) -> tuple[str, ...]:
         """The lines that a fit of it has."""
-        together = TOGETHER if self.hosts * self.ranks_per_host > 1 else ()
+        together = (*TOGETHER, *HOST) if self.hosts * self.ranks_per_host > 1 else ()
+        return (*ALONE, *together, *self.exchanges[1:])
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """What may carry a layer's rows, by their lines."""
+        if self.hosts * self.ranks_per_host == 1:
+            return ()
         levels = LEVELS if self.hosts > 1 and self.ranks_per_host > 1 else ()
-        return (*ALONE, *together, *levels)
+        return ("all_to_all", *levels)
 
 
 def machine_of(grid: HostGrid, device: torch.device) -> Machine:
@@ -65,6 +74,19 @@ def machine_of(grid: HostGrid, device: torch.device) -> Machine:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """How many times as long as alone two things take while both run, each on its stream.
+
+    Attributes:
+        product: What a product takes.
+        exchange: What an exchange takes.
+    """
+
+    product: float
+    exchange: float
+
+
+@dataclass(frozen=True)
 class Fit:
     """The lines of a machine.
 
@@ -73,12 +95,14 @@ class Fit:
         dtype: The rows' that were multiplied, "bfloat16" for one.
         lines: By name.
         samples: The sizes and times in seconds that each line was laid through.
+        beside: What products and exchanges take beside each other, by the exchange's line.
     """
 
     machine: Machine
     dtype: str
     lines: dict[str, Line]
     samples: dict[str, list[tuple[float, float]]]
+    beside: dict[str, Beside]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -138,7 +162,8 @@ def read_fit(path: Path, machine: Machine, dtype: torch.dtype | None = None) -> 
             str(name): [(float(size), float(time_s)) for size, time_s in pairs]
             for name, pairs in content["samples"].items()
         }
-        fit = Fit(of, str(content["dtype"]), lines, samples)
+        beside = {str(name): Beside(**both) for name, both in content["beside"].items()}
+        fit = Fit(of, str(content["dtype"]), lines, samples, beside)
         fit.torch_dtype  # noqa: B018 - an unknown name is an error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"fit {path}: it is not complete: {error!r}") from error
@@ -153,13 +178,24 @@ def read_fit(path: Path, machine: Machine, dtype: torch.dtype | None = None) -> 
             f"{str(dtype).removeprefix('torch.')}"
         )
     for name in machine.wanted:
-        if name not in lines or not all(map(_is_time, (lines[name].alpha_s, lines[name].beta_s))):
+        if name not in lines or not _is_line(lines[name]):
             raise ConfigError(
                 f"fit {path}: {name} is {lines.get(name)}, wanted an alpha and a beta in seconds"
+            )
+    for name in machine.exchanges:
+        both = beside.get(name)
+        if both is None or not all(_is_at_least(1, one) for one in (both.product, both.exchange)):
+            raise ConfigError(
+                f"fit {path}: beside each other, a product and {name} take {both}, wanted two "
+                "factors of at least 1"
             )
     return fit
 
 
-def _is_time(value: Any) -> bool:
+def _is_line(line: Line) -> bool:
+    return _is_at_least(0, line.alpha_s) and _is_at_least(0, line.beta_s)
+
+
+def _is_at_least(least: float, value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= 0
+    return is_number and math.isfinite(value) and value >= least

@@ -1,28 +1,26 @@
-"""Times exchanges, products and copies of several sizes, and lays a line through each.
+"""Times exchanges, products, copies and the host at several sizes, and lays a line through each."""
 
-A time is the slowest rank's, the median of several turns, of calls that follow one another. The
-host issues them while the GPU sleeps, as it is ahead of the GPU in a layer.
-"""
-
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.config import DIM_GRANULE, Activation, MoEConfig
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
-from flashmoe_megatron.schedule.fit import Fit, machine_of
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.schedule.clock import Clock, Work
+from flashmoe_megatron.schedule.fit import Beside, Fit, machine_of
+from flashmoe_megatron.schedule.layer import RandomLayer
 from flashmoe_megatron.schedule.line import fit_line
-from flashmoe_megatron.scheduled.plan import Routes, Table, make_parts
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.scheduled.products import product
 
-CALLS = 5
-CYCLES_PER_SECOND = 2e9
-"""A GPU's clock, about."""
 SPAN = 32
 COPY_SPAN = 8
-MOST_PARTS = 9
+PARTS = (1, 2, 3, 4, 6, 8)
+TOKENS = 256
+"""A layer's that keeps the host busy and a GPU idle."""
 Sample = tuple[float, float]
 
 
@@ -68,79 +66,25 @@ def measure(
         sizes: What is measured.
         timeout: Seconds that an exchange waits for a rank.
     """
-    clock = _Clock(group, device, sizes)
-    samples = {
-        "product": _products(clock, dtype, sizes),
-        "copy": _copies(clock, dtype, sizes),
-        "cut": _cuts(clock, grid.num_hosts * grid.ranks_per_host, sizes),
-    }
+    clock = Clock(group, device, sizes.turns)
+    samples = {"product": _products(clock, dtype, sizes), "copy": _copies(clock, dtype, sizes)}
+    beside: dict[str, Beside] = {}
     if group is not None and dist.get_world_size(group) > 1:
-        for name, exchange in _EXCHANGES.items():
-            samples[name] = _exchanges(clock, exchange, group, sizes)
+        carriers = {"all_to_all": group}
         if grid.num_hosts > 1 and grid.ranks_per_host > 1:
             groups = host_groups(group, grid, timeout=timeout)
             assert groups.within is not None
-            for name, part in (("within", groups.within), ("rail", groups.rail)):
-                samples[f"all_to_all_{name}"] = _exchanges(clock, _all_to_all, part, sizes)
+            carriers |= {"all_to_all_within": groups.within, "all_to_all_rail": groups.rail}
+        for name, exchange in _EXCHANGES.items():
+            samples[name] = _exchanges(clock, exchange, group, sizes)
+        for name, carrier in carriers.items():
+            if name not in samples:
+                samples[name] = _exchanges(clock, _all_to_all, carrier, sizes)
+            beside[name] = _beside(clock, dtype, sizes, carrier, samples["product"], samples[name])
+        samples |= _hosts(clock, group, grid, dtype, sizes)
     lines = {name: fit_line(*zip(*pairs, strict=True)) for name, pairs in samples.items()}
     dtype_name = str(dtype).removeprefix("torch.")
-    return Fit(machine_of(grid, device), dtype_name, lines, samples)
-
-
-class _Clock:
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, sizes: Sizes) -> None:
-        self.device = device
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._turns = sizes.turns
-
-    def seconds(self, call: Callable[[], object], *, of_host: bool = False) -> float:
-        """One call's, on a GPU without the host's, or of a host that waits for each turn.
-
-        Collective over the group.
-        """
-        call()
-        begin = time.perf_counter()
-        call()
-        issue_s = 2 * (CALLS + 1) * (time.perf_counter() - begin)
-        is_of_host = of_host or self.device.type != "cuda"
-        turns = [
-            self._host_turn(call) if is_of_host else self._gpu_turn(call, issue_s)
-            for _ in range(self._turns)
-        ]
-        taken = torch.tensor(turns, device=self.device)
-        if self._group is not None:
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)
-        return float(taken.median())
-
-    def _host_turn(self, call: Callable[[], object]) -> float:
-        self._meet()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        self._synchronize()
-        return (time.perf_counter() - begin) / CALLS
-
-    def _gpu_turn(self, call: Callable[[], object], issue_s: float) -> float:
-        self._meet()
-        torch.cuda._sleep(int(issue_s * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        call()  # in which ranks that begin late are waited for
-        events[0].record()
-        for _ in range(CALLS):
-            call()
-        events[1].record()
-        self._synchronize()
-        return float(events[0].elapsed_time(events[1])) / CALLS / 1e3
-
-    def _meet(self) -> None:
-        """Has all ranks begin a turn together, with nothing left of the last one."""
-        if self._group is not None:
-            dist.barrier(self._group)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    return Fit(machine_of(grid, device), dtype_name, lines, samples, beside)
 
 
 def even_ratios(most: int, points: int, span: int = SPAN) -> list[int]:
@@ -149,21 +93,25 @@ def even_ratios(most: int, points: int, span: int = SPAN) -> list[int]:
     return sorted({max(round(most / ratio**i), 1) for i in range(points)})
 
 
-def _products(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
+def _products(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
     """Times of grouped products by their floating-point operations."""
-    hidden, width, experts = sizes.hidden, sizes.intermediate, sizes.num_experts
-    weights = torch.randn(experts, hidden, width, device=clock.device).to(dtype)
     samples = []
-    for per_expert in even_ratios(sizes.rows // experts, sizes.points):
-        counts = [per_expert] * experts
-        ends = torch.tensor(counts, device=clock.device).cumsum(0).int()
-        rows = torch.randn(sum(counts), hidden, device=clock.device).to(dtype)
-        taken = clock.seconds(lambda: product(rows, weights, ends, counts))  # noqa: B023
-        samples.append((2.0 * len(rows) * hidden * width, taken))
+    for per_expert in even_ratios(sizes.rows // sizes.num_experts, sizes.points):
+        flops = 2.0 * per_expert * sizes.num_experts * sizes.hidden * sizes.intermediate
+        samples.append((flops, clock.seconds(_product(clock.device, dtype, sizes, per_expert))))
     return samples
 
 
-def _copies(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
+def _product(device: torch.device, dtype: torch.dtype, sizes: Sizes, per_expert: int) -> Work:
+    hidden, width, experts = sizes.hidden, sizes.intermediate, sizes.num_experts
+    weights = torch.randn(experts, hidden, width, device=device).to(dtype)
+    counts = [per_expert] * experts
+    ends = torch.tensor(counts, device=device).cumsum(0).int()
+    rows = torch.randn(sum(counts), hidden, device=device).to(dtype)
+    return lambda: product(rows, weights, ends, counts)
+
+
+def _copies(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
     """Times of rows that are picked, by bytes that are written; of more than a cache takes."""
     samples = []
     for count in even_ratios(sizes.rows, sizes.points, COPY_SPAN):
@@ -174,40 +122,74 @@ def _copies(clock: _Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
     return samples
 
 
-def _cuts(clock: _Clock, num_ranks: int, sizes: Sizes) -> list[Sample]:
-    """Times of finding out which rows parts have, by the number of parts."""
-    local, device = sizes.num_experts, clock.device
-    count = max(sizes.rows // (local * num_ranks), MOST_PARTS)
-    host = Table.of([count] * local * num_ranks, local)
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    ends = torch.empty(local, dtype=torch.int32, device=device)
-    routes = Routes(empty, empty, empty, host, host, ends)
-    return [
-        (float(n), clock.seconds(lambda: make_parts(routes, n), of_host=True))  # noqa: B023
-        for n in range(2, MOST_PARTS + 1)
-    ]
+def _beside(
+    clock: Clock,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    group: dist.ProcessGroup,
+    products: list[Sample],
+    exchanges: list[Sample],
+) -> Beside:
+    """What the largest product and the largest all-to-all take beside each other."""
+    product_s, exchange_s = products[-1][1], exchanges[-1][1]
+    calls = _product(clock.device, dtype, sizes, max(sizes.rows // sizes.num_experts, 1))
+    ranks = dist.get_world_size(group)
+    exchange = _all_to_all(_buffer(clock, ranks, _most_units(sizes, ranks)), group)
+    return Beside(
+        product=clock.factor(calls, product_s, exchange, exchange_s, meet=exchange),
+        exchange=clock.factor(exchange, exchange_s, calls, product_s, meet=exchange),
+    )
 
 
-def _all_to_all(buffer: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+def _hosts(
+    clock: Clock, group: dist.ProcessGroup, grid: HostGrid, dtype: torch.dtype, sizes: Sizes
+) -> dict[str, list[Sample]]:
+    """Times of forwards and backwards that take the host longer than the GPU, by their parts."""
+    ranks = dist.get_world_size(group)
+    config = MoEConfig(
+        hidden=DIM_GRANULE,
+        intermediate=DIM_GRANULE,
+        num_experts=sizes.num_experts * ranks,
+        topk=2,
+        activation=Activation.SILU,
+        gated=True,
+        num_ranks=ranks,
+        max_tokens=TOKENS,
+    )
+    options = BackendOptions(keep="all")
+    backend = ScheduledBackend(config, group, device=clock.device, options=options, grid=grid)
+    layer = RandomLayer(backend, TOKENS, dtype, clock.device)
+    samples: dict[str, list[Sample]] = {"host_forward": [], "host_backward": []}
+    for parts in PARTS:
+        backend.degrees = parts, parts
+        taken = clock.seconds(layer.forward, of_host=True)
+        samples["host_forward"].append((float(parts), taken))
+        saved = layer.forward()
+        taken = clock.seconds(lambda: layer.backward(saved), of_host=True)  # noqa: B023
+        samples["host_backward"].append((float(parts), taken))
+    return samples
+
+
+def _all_to_all(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
     received = torch.empty_like(buffer)
     return lambda: dist.all_to_all_single(received, buffer, group=group)
 
 
-def _all_gather(buffer: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+def _all_gather(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
     own = buffer[: len(buffer) // dist.get_world_size(group)].clone()
     return lambda: dist.all_gather_into_tensor(buffer, own, group=group)
 
 
-def _reduce_scatter(buffer: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+def _reduce_scatter(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
     own = torch.empty_like(buffer[: len(buffer) // dist.get_world_size(group)])
     return lambda: dist.reduce_scatter_tensor(own, buffer, group=group)
 
 
-def _all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+def _all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
     return lambda: dist.all_reduce(buffer, group=group)
 
 
-_Exchange = Callable[[torch.Tensor, dist.ProcessGroup], Callable[[], object]]
+_Exchange = Callable[[torch.Tensor, dist.ProcessGroup], Work]
 _EXCHANGES: dict[str, _Exchange] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
@@ -217,12 +199,24 @@ _EXCHANGES: dict[str, _Exchange] = {
 
 
 def _exchanges(
-    clock: _Clock, exchange: _Exchange, group: dist.ProcessGroup, sizes: Sizes
+    clock: Clock, exchange: _Exchange, group: dist.ProcessGroup, sizes: Sizes
 ) -> list[Sample]:
     """Times of a collective by the bytes of a rank's larger buffer, which is of float32."""
     ranks = dist.get_world_size(group)
     samples = []
-    for elements in even_ratios(max(sizes.num_bytes // 4 // ranks, 1), sizes.points):
-        buffer = torch.zeros(elements * ranks, device=clock.device)
+    for units in even_ratios(_most_units(sizes, ranks), sizes.points):
+        buffer = _buffer(clock, ranks, units)
         samples.append((float(buffer.nbytes), clock.seconds(exchange(buffer, group))))
     return samples
+
+
+def _most_units(sizes: Sizes, ranks: int) -> int:
+    return max(sizes.num_bytes // 4 // DIM_GRANULE // ranks, 2)
+
+
+def _buffer(clock: Clock, ranks: int, units: int) -> torch.Tensor:
+    """Pieces for so many ranks, of whole rows as narrow as a layer's can be.
+
+    Where a piece begins at no multiple of 16 bytes, NCCL takes up to twice as long.
+    """
+    return torch.zeros(units * DIM_GRANULE * ranks, device=clock.device)

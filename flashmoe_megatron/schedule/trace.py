@@ -7,7 +7,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.schedule.layer import RandomLayer
 from flashmoe_megatron.schedule.model import Stream
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
@@ -53,23 +53,7 @@ def trace(
         dtype: Theirs.
         device: Where they are.
     """
-    config = backend.config
-    generator = torch.Generator(device).manual_seed(backend.rank)
-    noise = torch.rand(num_tokens, config.num_experts, device=device, generator=generator)
-    routing_map = torch.zeros_like(noise, dtype=torch.bool)
-    routing_map.scatter_(1, noise.topk(config.topk, dim=1).indices, True)
-
-    def random(*shape: int) -> torch.Tensor:
-        values = torch.empty(shape, device=device, dtype=dtype)
-        return values.normal_(std=shape[-1] ** -0.5, generator=generator)
-
-    local = config.num_local_experts
-    weights = ExpertWeights(
-        (random(local, config.fc1_rows, config.hidden),),
-        (random(local, config.hidden, config.intermediate),),
-    )
-    x, grad = random(num_tokens, config.hidden), random(num_tokens, config.hidden)
-    probs = routing_map.float() / config.topk
+    layer = RandomLayer(backend, num_tokens, dtype, device)
     found: dict[Direction, list[Stamped]] = {}
     for turn in range(WARM_UP + 1):
         recorder = _Recorder(backend, device) if turn == WARM_UP else None
@@ -77,13 +61,9 @@ def trace(
             torch.cuda.synchronize(device)
         dist.barrier(group)
         begin = lanes.stamp(device)
-        _, saved = backend.forward(x, probs, routing_map, weights, training=True)
+        saved = layer.forward()
         middle = lanes.stamp(device)
-        grads = [
-            [WeightGrad(torch.empty_like(one), False) for one in kind]
-            for kind in (weights.fc1, weights.fc2)
-        ]
-        backend.backward(grad, saved, weights, *grads)
+        layer.backward(saved)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         records = backend.take_records()

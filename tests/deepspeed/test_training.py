@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.hosts.grid import HostGrid
-from flashmoe_megatron.schedule.fit import Fit, machine_of, write_fit
-from flashmoe_megatron.schedule.line import Line
+from flashmoe_megatron.schedule.fit import write_fit
 from tests.deepspeed.harness import (
     FUSED,
     Case,
@@ -26,6 +24,7 @@ from tests.deepspeed.harness import (
 )
 from tests.deepspeed.models import EXPERTS
 from tests.distributed import RankPool
+from tests.fits import make_fit
 
 
 @dataclass(frozen=True)
@@ -278,12 +277,8 @@ def assert_same(
 @pytest.fixture
 def fit(tmp_path: Path) -> str:
     """A machine on which some KB fit the gaps of this model's backward."""
-    beta = {"product": 1e-10, "copy": 1e-10, "cut": 1e-7}
-    names = (*beta, "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-    lines = {name: Line(1e-6, beta.get(name, 1e-9), 1.0) for name in names}
-    machine = machine_of(HostGrid(1, 2, 0), torch.device("cpu"))
     path = tmp_path / "fit.json"
-    write_fit(path, Fit(machine, "float32", lines, {name: [(1.0, 1.0)] for name in lines}))
+    write_fit(path, make_fit(product=(1e-6, 1e-10), copy=(1e-6, 1e-10)))
     return str(path)
 
 

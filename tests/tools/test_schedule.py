@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.schedule.fit import ALONE, TOGETHER, Fit, Machine, write_fit
+from flashmoe_megatron.schedule.fit import ALONE, HOST, TOGETHER, Beside, Fit, Machine, write_fit
 from flashmoe_megatron.schedule.line import Line
 from tools.bench.shapes import ALL_SHAPES
 from tools.simulate import __main__ as command
@@ -16,8 +16,10 @@ from tools.simulate.schedule import read_levels, speedups
 
 def write(path: Path, hosts: int, ranks: int, gbps: float) -> Path:
     lines = dict.fromkeys(TOGETHER, Line(2e-5, 1e-9 / gbps, 1.0))
+    lines |= dict.fromkeys(HOST, Line(1e-4, 1e-5, 1.0))
     lines |= dict.fromkeys(ALONE, Line(1e-5, 0.0, 1.0)) | {"product": Line(1e-5, 2e-15, 1.0)}
-    write_fit(path, Fit(Machine("a GPU", hosts, ranks), "bfloat16", lines, {}))
+    beside = {"all_to_all": Beside(1.1, 1.0)}
+    write_fit(path, Fit(Machine("a GPU", hosts, ranks), "bfloat16", lines, {}, beside))
     return path
 
 

@@ -5,19 +5,45 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flashmoe_megatron.schedule.model import Pass, Stage, best_degree, time_of
+import pytest
+
+from flashmoe_megatron.schedule.model import (
+    Pass,
+    Slowdown,
+    Stage,
+    best_degree,
+    schedule,
+    tasks_of,
+    time_of,
+)
 
 DEGREES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def simulate(
-    degree: int, a2a: int, gather: int, experts: int, scatter: int, slices: int, weights: int
+    degree: int,
+    a2a: int,
+    gather: int,
+    experts: int,
+    scatter: int,
+    slices: int,
+    weights: int,
+    host: tuple[int, int],
 ) -> int:
     """Plays one pass of FSMoE's schedule moment by moment, with a queue for each stream.
 
-    It knows nothing of tasks or of what begins first: streams look, whenever anything ends, at what
-    has arrived for them. Times are whole numbers.
+    It knows nothing of tasks or of what begins first: streams look, whenever anything ends or is
+    issued, at what has arrived for them. Times are whole numbers.
     """
+    issued: dict[tuple[str, int], int] = {}
+    clock, step = host
+    for names in ("DG", "ESC"):
+        for part, name in itertools.product(range(degree), names):
+            clock += step
+            issued[name, part] = clock
+        if names == "DG":
+            issued["slices", -1] = clock
+    issued["weights", -1] = clock
     between = deque([("D", part, a2a) for part in range(degree)])
     if slices:
         between.append(("slices", -1, slices))
@@ -42,14 +68,19 @@ def simulate(
                 if not queue:
                     continue
                 name, part, time = queue[0]
+                if issued[name, part] > now:
+                    continue
                 if name not in needs or (needs[name], part) in done:
                     queue.popleft()
                     running[stream] = (now + time, name, part)
                     break
-        if not running:
-            assert not any(queue for queues in streams.values() for queue in queues)
-            return now
-        now = min(end for end, _, _ in running.values())
+        left = [queue for queues in streams.values() for queue in queues if queue]
+        if not running and not left:
+            return max(now, clock)
+        moments = [end for end, _, _ in running.values()]
+        moments += [time for time in issued.values() if time > now]
+        assert moments, f"nothing ends, and {left} are left"
+        now = min(moments)
         for stream, (end, name, part) in list(running.items()):
             if end == now:
                 done.add((name, part))
@@ -70,6 +101,7 @@ class Layer:
     scatter: tuple[int, int]
     slices: int
     weights: int
+    host: tuple[int, int] = (0, 0)
 
     def part(self, name: str, degree: int) -> int:
         alpha, whole = getattr(self, name)
@@ -79,7 +111,11 @@ class Layer:
     def simulated(self, degree: int) -> int:
         stages = ("a2a", "gather", "experts", "scatter")
         return simulate(
-            degree, *(self.part(name, degree) for name in stages), self.slices, self.weights
+            degree,
+            *(self.part(name, degree) for name in stages),
+            self.slices,
+            self.weights,
+            self.host,
         )
 
     def as_pass(self) -> Pass:
@@ -87,7 +123,16 @@ class Layer:
         gather, scatter = (Stage(name, "within", *getattr(self, name)) for name in WITHIN)
         experts = Stage("experts", "compute", *self.experts)
         there, back = (dispatch, gather), (scatter, combine)
-        return Pass(there, experts, back, slices_s=self.slices, weights_s=self.weights)
+        begin, step = self.host
+        return Pass(
+            there,
+            experts,
+            back,
+            slices_s=self.slices,
+            weights_s=self.weights,
+            issue_s=begin,
+            part_s=step * (len(there) + 1 + len(back)),
+        )
 
 
 WITHIN = ("gather", "scatter")
@@ -97,7 +142,8 @@ def configurations() -> Iterator[tuple[Layer, Layer]]:
     """The forward and the backward of 1,458 layers and machines, in units of a microsecond.
 
     They are the batches, lengths, widths and capacities of FSMoE's grid on three machines; of every
-    three, one has whole experts, and gradients of other sizes are under way in the backwards.
+    three, one has whole experts, and gradients of other sizes are under way in the backwards. Hosts
+    take nothing up to longer than the streams.
     """
     grid = itertools.product(
         (1, 2, 4),
@@ -119,9 +165,10 @@ def configurations() -> Iterator[tuple[Layer, Layer]]:
         within = times(50, size * 6.7e-7 / speed) if place % 3 else (0, 0)
         once, twice = (times(30 * n, n * flops * 5.7e-11) for n in (1, 2))
         slices = place % 4 * 150 * UNIT
+        host = (place % 5 * 200 * UNIT, place % 7 * 30 * UNIT)
         yield (
-            Layer(a2a, within, once, within, 0, 0),
-            Layer(a2a, within, twice, within, slices, sum(once)),
+            Layer(a2a, within, once, within, 0, 0, host),
+            Layer(a2a, within, twice, within, slices, sum(once), host),
         )
 
 
@@ -149,7 +196,7 @@ def test_it_has_the_closed_forms_of_fsmoe_where_their_conditions_hold() -> None:
     """
     holds = Counter[str]()
     for layer, r in itertools.product(itertools.chain(*configurations()), DEGREES):
-        layer = replace(layer, weights=0)
+        layer = replace(layer, weights=0, host=(0, 0))
         a, g, e, s = (layer.part(name, r) for name in ("a2a", "gather", "experts", "scatter"))
         taken, slices = time_of(layer.as_pass(), r), layer.slices
         first, last = a + g + e + s, r * a + g + e + s  # a result comes in on its way back
@@ -170,3 +217,37 @@ def test_it_has_the_closed_forms_of_fsmoe_where_their_conditions_hold() -> None:
                 assert time_of(full.as_pass(), r) == 2 * r * a + g + s
     forms = ("between hosts", "experts", "within hosts", "all-to-all")
     assert all(holds[form] > 100 for form in forms), holds
+
+
+def test_no_task_begins_before_the_host_has_issued_it() -> None:
+    """A pass takes as long as a host that is slower than all streams, and its last result's way."""
+    stages = [Stage(name, "between", 1, 0) for name in ("dispatch", "combine")]
+    layer = Pass((stages[0],), Stage("experts", "compute", 1, 0), (stages[1],), 0, 0, 100, 60)
+    for degree in DEGREES:
+        spans = schedule(tasks_of(layer, degree))
+        assert [span.begin_s for span in spans] == [span.task.issued_s for span in spans]
+        assert time_of(layer, degree) == 100 + 60 * degree + 1
+    assert best_degree(layer, DEGREES) == 1
+
+
+def test_streams_slow_each_other_down_while_both_run() -> None:
+    """Two parts of exchanges of 4 and products of 10, moment by moment."""
+    ways = [Stage(name, "between", 0, 8) for name in ("dispatch", "combine")]
+    layer = Pass((ways[0],), Stage("experts", "compute", 0, 20), (ways[1],))
+    assert time_of(layer, 2) == 4 + 10 + 10 + 4
+    slowed = replace(layer, slowdowns=(Slowdown("compute", "between", 2),))
+    spans = schedule(tasks_of(slowed, 2), slowed.slowdowns)
+    found = {(one.task.name, one.task.part): (one.begin_s, one.end_s) for one in spans}
+    assert found == {
+        ("dispatch", 0): (0, 4),
+        ("dispatch", 1): (4, 8),
+        ("experts", 0): (4, 16),  # 2 are done when the second part has come
+        ("experts", 1): (16, 28),
+        ("combine", 0): (16, 20),
+        ("combine", 1): (28, 32),
+    }
+    both = (*slowed.slowdowns, Slowdown("between", "compute", 2))
+    for one, degree in itertools.product((layer, replace(layer, weights_s=9, slices_s=5)), DEGREES):
+        work = sum(task.time_s for task in tasks_of(one, degree))
+        taken = time_of(replace(one, slowdowns=both), degree)
+        assert taken == pytest.approx(work), "half as fast both is one after the other"

@@ -12,20 +12,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.schedule import __main__ as command
 from flashmoe_megatron.schedule.degree import passes_of
-from flashmoe_megatron.schedule.fit import Fit, Machine, machine_of, read_fit, write_fit
-from flashmoe_megatron.schedule.line import Line, fit_line
+from flashmoe_megatron.schedule.fit import (
+    HOST,
+    TOGETHER,
+    Beside,
+    Fit,
+    Machine,
+    machine_of,
+    read_fit,
+    write_fit,
+)
+from flashmoe_megatron.schedule.line import fit_line
 from flashmoe_megatron.schedule.measure import Sizes, even_ratios, measure
-from flashmoe_megatron.schedule.model import time_of
+from flashmoe_megatron.schedule.model import best_degree, time_of
 from flashmoe_megatron.schedule.trace import trace
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.select import select_backend
 from tests.distributed import RankPool
+from tests.fits import make_fit
 from tests.unit import cases
 
 CPU = torch.device("cpu")
@@ -63,15 +73,6 @@ def test_no_line_has_negative_terms() -> None:
             fit_line(sizes, times)
 
 
-def make_fit(hosts: int = 1, ranks: int = 2, **changes: tuple[float, float]) -> Fit:
-    """A machine whose exchanges take about as long as a small layer's products."""
-    machine = machine_of(HostGrid(hosts, ranks, 0), CPU)
-    terms = dict.fromkeys(machine.wanted, (1e-06, 1e-09))
-    terms |= {"product": (1e-6, 1e-11), "copy": (1e-6, 1e-12), "cut": (0, 1e-6), **changes}
-    lines = {name: Line(*pair, 1.0) for name, pair in terms.items()}
-    return Fit(machine, "float32", lines, {name: [(1.0, 1.0)] for name in lines})
-
-
 def test_a_file_is_read_again_and_another_machine_is_refused_by_name(tmp_path: Path) -> None:
     path, fit = tmp_path / "fit.json", make_fit(2, 2)
     write_fit(path, fit)
@@ -87,7 +88,12 @@ def test_a_file_is_read_again_and_another_machine_is_refused_by_name(tmp_path: P
         read_fit(path, fit.machine, torch.bfloat16)
     content = json.loads(path.read_text())
     for change, words in (
-        ({"version": 0}, "wanted an object of format 'flashmoe-schedule-fit' and version 1"),
+        ({"version": 1}, "format 'flashmoe-schedule-fit' and version 2; measure again with python"),
+        ({"beside": {}}, "a product and all_to_all take None, wanted two factors of at least 1"),
+        (
+            {"beside": {**content["beside"], "all_to_all_rail": {"product": 0.9, "exchange": 1}}},
+            "a product and all_to_all_rail take Beside",
+        ),
         ({"lines": {}}, "product is None, wanted an alpha"),
         ({"machine": {"device": "x"}}, "it is not complete: TypeError"),
         ({"dtype": "int8"}, "it is not complete: KeyError"),
@@ -131,6 +137,25 @@ def test_a_layer_is_as_long_as_its_stages() -> None:
     assert found["2dh"].there[1].stream == "within"
 
 
+def best_of(config: MoEConfig, fit: Fit) -> tuple[int, int]:
+    """The degrees that the model finds best up to 16."""
+    forward, backward = passes_of(config, fit, "direct", "all")
+    return best_degree(forward, range(1, 17)), best_degree(backward, range(1, 17))
+
+
+def test_a_slow_host_and_slowed_products_leave_one_part() -> None:
+    """Exchanges as long as products want several parts, unless these cost what they hide."""
+    config = cases.make_config(num_ranks=2, max_tokens=512, hidden=64)
+    free = {"copy": (0, 0), "product": (0, 3e-11), "all_to_all": (1e-6, 1e-9)}
+    assert min(best_of(config, make_fit(**free))) > 1
+    one = time_of(passes_of(config, make_fit(**free), "direct", "all")[0], 1)
+    for part_s, wanted in ((one / 100, False), (one, True)):
+        hosts = dict.fromkeys(HOST, (one, part_s))
+        assert (best_of(config, make_fit(**free, **hosts)) == (1, 1)) == wanted
+    assert best_of(config, make_fit(**free, beside=(2, 2))) == (1, 1), "nothing is hidden"
+    assert min(best_of(config, make_fit(**free, beside=(1.2, 1.1)))) > 1, "most is hidden"
+
+
 def stamps_are_of_every_part(group: dist.ProcessGroup, config: MoEConfig) -> None:
     """On a processor everything happens in the order in which it is issued."""
     backend = ScheduledBackend(config, group, options=BackendOptions(keep="all"), degrees=(3, 2))
@@ -162,10 +187,17 @@ def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
     assert set(found.lines) == set(found.machine.wanted)
     for name, pairs in found.samples.items():
         assert all(time > 0 for _, time in pairs), name
+        if name in TOGETHER:
+            assert all(size / 2 % ALIGNMENT_BYTES == 0 for size, _ in pairs), name
+    assert found.beside == {"all_to_all": Beside(2, 2)}, "a processor does one after the other"
+    for name in HOST:
+        (one, shortest), *_, (most, longest) = found.samples[name]
+        assert (one, most) == (1, 8)
+        assert longest > shortest, f"{name}: parts take time"
+        assert found.lines[name].beta_s > 0
     good = Path(folder, "good.json")
     if rank == 0:
-        slow = make_fit(all_to_all=(0, 1e-9), copy=(0, 0), product=(0, 3e-11))
-        write_fit(good, replace(slow, lines={**slow.lines, "cut": Line(0, 1e-6, 1)}))
+        write_fit(good, make_fit(copy=(0, 0), product=(0, 3e-11)))
         write_fit(Path(folder, "measured.json"), found)
         write_fit(Path(folder, "other.json"), replace(found, machine=Machine("moon", 1, 2)))
     dist.barrier(group)
@@ -212,7 +244,7 @@ def test_the_command_measures_one_rank(tmp_path: Path, capsys: pytest.CaptureFix
     small = ("--hidden", "64", "--intermediate", "64", "--rows", "64", "--mib", "0.01")
     assert command.main(["fit", str(path), *small]) == 0
     machine = machine_of(HostGrid(1, 1, 0), CPU)
-    assert set(read_fit(path, machine).lines) == {"product", "copy", "cut"}
+    assert set(read_fit(path, machine).lines) == {"product", "copy"}
     assert "product: " in capsys.readouterr().out
     layer = ("--hidden", "64", "--intermediate", "64", "--num-experts", "2", "--topk", "1")
     assert command.main(["trace", str(path), *layer, "--tokens", "8"]) == 1

@@ -47,9 +47,10 @@ def read_levels(between: Path, within: Path | None) -> Fit:
         if LEVELS[0] not in fit.lines:
             raise ConfigError(f"fit {between} has no exchange within hosts: wanted --within")
         return fit
-    lines = {"within": read(within).lines["all_to_all"], "rail": fit.lines["all_to_all"]}
-    lines = {f"all_to_all_{name}": line for name, line in lines.items()}
-    return replace(fit, lines={**fit.lines, **lines})
+    levels = dict(zip(LEVELS, (read(within), fit), strict=True))
+    lines = {name: of.lines["all_to_all"] for name, of in levels.items()}
+    beside = {name: of.beside["all_to_all"] for name, of in levels.items()}
+    return replace(fit, lines={**fit.lines, **lines}, beside={**fit.beside, **beside})
 
 
 def speedups(config: MoEConfig, fit: Fit) -> list[float]:

@@ -1,0 +1,123 @@
+"""Times calls on all ranks of a group: the GPU's time of them, or the host's.
+
+A time is the slowest rank's, the median of several turns, of calls that follow one another. For a
+GPU's time the host issues them while the GPU sleeps, as it is ahead of the GPU in a large layer.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.scheduled import lanes
+
+CALLS = 5
+CYCLES_PER_SECOND = 2e9
+"""A GPU's clock, about."""
+MOST_SLOWDOWN = 8
+"""What runs beside calls lasts until they take so many times as long as alone."""
+MOST_BESIDE = 128
+"""More would not fit what the driver queues while the GPU sleeps."""
+Work = Callable[[], object]
+
+
+class Clock:
+    """Times calls; every time is collective over the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, turns: int) -> None:
+        """Binds it to the ranks that measure together, ``None`` for one alone.
+
+        Args:
+            group: The ranks.
+            device: This one's.
+            turns: How often each call is timed.
+        """
+        self.device = device
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._turns = turns
+        self._lane = lanes.Lane(device)
+
+    def seconds(self, call: Work, *, of_host: bool = False) -> float:
+        """One call's, on a GPU without the host's, or of a host that waits for each turn."""
+        if of_host or self.device.type != "cuda":
+            call()
+            return self._median(lambda: self._host_turn(call))
+        return self._of_gpu(call, lambda: None, call, CALLS)
+
+    def factor(self, call: Work, call_s: float, other: Work, other_s: float, meet: Work) -> float:
+        """How many times as long as alone a call takes while another one runs beside it.
+
+        A processor does one after the other, so both take twice as long as alone.
+
+        Args:
+            call: Is timed on the current stream.
+            call_s: What it takes alone.
+            other: Is called again and again on another stream, until all timed calls have ended.
+            other_s: What it takes alone.
+            meet: Has ranks that begin late waited for.
+        """
+        if self.device.type != "cuda":
+            return 2.0
+        times = math.ceil(CALLS * min(1.0, other_s / call_s))
+        num_beside = min(math.ceil(MOST_SLOWDOWN * times * call_s / other_s), MOST_BESIDE)
+
+        def beside() -> None:
+            with self._lane.after(lanes.mark(self.device)):
+                for _ in range(num_beside):
+                    other()
+
+        return max(self._of_gpu(meet, beside, call, times) / call_s, 1.0)
+
+    def _of_gpu(self, meet: Work, beside: Work, call: Work, times: int) -> float:
+        """One call's of several, behind what ranks meet in and beside what is on another stream."""
+
+        def issue() -> list[torch.cuda.Event]:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            meet()
+            beside()
+            events[0].record()
+            for _ in range(times):
+                call()
+            events[1].record()
+            return events
+
+        def turn() -> float:
+            self._meet()
+            torch.cuda._sleep(int(2 * issue_s * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
+            begin, end = issue()
+            self._synchronize()
+            return float(begin.elapsed_time(end)) / times / 1e3
+
+        call()
+        issue()  # which takes longer the first time
+        self._meet()
+        begin = time.perf_counter()
+        issue()
+        issue_s = time.perf_counter() - begin
+        return self._median(turn)
+
+    def _median(self, turn: Callable[[], float]) -> float:
+        taken = torch.tensor([turn() for _ in range(self._turns)], device=self.device)
+        if self._group is not None:
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)
+        return float(taken.median())
+
+    def _host_turn(self, call: Work) -> float:
+        self._meet()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        self._synchronize()
+        return (time.perf_counter() - begin) / CALLS
+
+    def _meet(self) -> None:
+        """Has all ranks begin a turn together, with nothing left of the last one."""
+        if self._group is not None:
+            dist.barrier(self._group)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

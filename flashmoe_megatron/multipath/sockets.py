@@ -20,6 +20,8 @@ _HELLO = struct.Struct("<I")
 """Sent by whoever connects: its rank."""
 _HEADER = struct.Struct("<QQQ48s")
 """Before every chunk: the exchange's number, the chunk's first byte, its length, the operation."""
+_LAST_WORDS_S = 1.0
+"""How long what is sent last, or was, may take; a peer that does not read is not waited for."""
 
 
 class Pace:
@@ -76,16 +78,20 @@ class SocketLink(Link):
         self._flights: dict[int, _SocketFlight] = {}
         self._is_closed = False
         self._sockets = self._connected(host)
+        self._threads: dict[tuple[str, int], threading.Thread] = {}
         self.queues: dict[int, queue.SimpleQueue[_SocketFlight | None]] = {}
         for peer, connection in self._sockets.items():
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.queues[peer] = queue.SimpleQueue()
-            for target in (self._send, self._receive):
-                name_of_thread = f"{name}{target.__name__}-{peer}"
-                threading.Thread(
-                    target=target, args=(peer, connection), name=name_of_thread, daemon=True
-                ).start()
+            for what, target in (("send", self._send), ("receive", self._receive)):
+                self._threads[what, peer] = threading.Thread(
+                    target=target,
+                    args=(peer, connection),
+                    name=f"{name}-{what}-{peer}",
+                    daemon=True,
+                )
+                self._threads[what, peer].start()
 
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> "_SocketFlight":
         """See the base class; ``tickets`` is the exchange's ledger."""
@@ -107,8 +113,12 @@ class SocketLink(Link):
         with self._begun:
             self._is_closed = True
             self._begun.notify_all()
+        for sending in self.queues.values():
+            sending.put(None)
+        deadline = time.monotonic() + _LAST_WORDS_S
         for peer, connection in self._sockets.items():
-            self.queues[peer].put(None)
+            # What a peer has to know of this rank's calls is in front of what is sent.
+            self._threads["send", peer].join(max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(OSError):  # the peer was faster
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -167,6 +177,8 @@ class SocketLink(Link):
             try:
                 flight.send_to(peer, connection)
             except OSError as error:
+                # Why the peer has closed the connection may be in what it sent before.
+                self._threads["receive", peer].join(_LAST_WORDS_S)
                 flight.ledger.fail(self._broken(peer, error))
             finally:
                 flight.ledger.end_sending()

@@ -132,19 +132,22 @@ class PacedCopies(PeerCopies):
         self._memory = SharedMemory.create(4096 + 8 * 1024)
         self._words = driver.register(self._memory.address, self._memory.nbytes)
         self._count = 0
+        self._asked: dict[int, int] = {}
         context = multiprocessing.get_context("spawn")
         place = self._memory.place
         self._process = context.Process(target=_keep_pace, args=(place, gbps), daemon=True)
         self._process.start()
-        while self._memory.word(128).value != 1:
+        while self._memory.word(64).value != 1:
             time.sleep(0.01)
 
     def admit(self, stream: int, nbytes: int) -> None:
         """Asks for the chunk, in the stream, and waits for leave."""
         self._memory.word(4096 + self._count % 1024 * 4).value = nbytes
         self._count += 1
-        driver.write_value(stream, self._words, self._count)
-        driver.wait_value(stream, self._words + 64, self._count)
+        # Streams may ask out of turn, so that each of them has a word.
+        word = self._asked.setdefault(stream, 64 * (2 + len(self._asked)))
+        driver.write_value(stream, self._words + word, self._count)
+        driver.wait_value(stream, self._words, self._count)
 
     def close(self) -> None:
         """Ends the process, too."""
@@ -156,10 +159,11 @@ class PacedCopies(PeerCopies):
 def _keep_pace(place: tuple[int, int, int], gbps: float) -> None:
     """Gives leave for chunk after chunk, each when the one before would have ended."""
     memory = SharedMemory.open(place)
-    asked, given, ready = memory.word(0), memory.word(64), memory.word(128)
+    given, ready = memory.word(0), memory.word(64)
+    asked = [memory.word(at) for at in range(128, 640, 64)]
     ready.value, count, free_at, clock = 1, 0, 0.0, time.perf_counter
     while True:
-        if asked.value <= count:  # lanes may ask out of turn
+        if max(word.value for word in asked) <= count:
             continue
         now = clock()
         # A copy takes a part of its own time; the next may begin that much earlier.

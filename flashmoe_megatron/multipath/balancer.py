@@ -224,6 +224,8 @@ class Balancer:
             Whether shares have moved.
         """
         known = self._classes[size_class(nbytes)]
+        if max(known.shares) == 1 and not known.off_since:
+            return False  # there is nothing to compare it with
         known.window.append(tuple(seconds))
         if len(known.window) < WINDOW:
             return False

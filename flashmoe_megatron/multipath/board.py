@@ -10,6 +10,7 @@ Every rank owns one segment, which the others map. It begins with what others wr
 What follows is the link's own.
 """
 
+import functools
 import math
 import struct
 
@@ -47,8 +48,13 @@ def log(memory: SharedMemory, exchange: Exchange) -> None:
     at = _LOG + exchange.number % _LOG_ENTRIES * _ENTRY_BYTES
     # Whoever finds the number before and after the text has read the whole text.
     memory.write(at, _NUMBER.pack(0))
-    memory.write(at + _NUMBER.size, exchange.what.encode().ljust(_TEXT_BYTES, b"\0"))
+    memory.write(at + _NUMBER.size, _text(exchange.what))
     memory.write(at, _NUMBER.pack(exchange.number))
+
+
+@functools.lru_cache(maxsize=64)
+def _text(what: str) -> bytes:
+    return what.encode().ljust(_TEXT_BYTES, b"\0")
 
 
 def check(memory: SharedMemory, rank: int, peer: int, exchange: Exchange) -> None:

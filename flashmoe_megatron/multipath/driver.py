@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from flashmoe_megatron.errors import DeviceError
 
 _ADDRESS, _SIZE, _WORD = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32
 _GREATER_OR_EQUAL = 0  # compares the difference as a signed number, so counters may wrap
+WAIT_VALUE, WRITE_VALUE = 1, 2
 _PORTABLE_AND_MAPPED = 3
 _LAZY_PEER_ACCESS = 1
 HANDLE_BYTES = 64
@@ -31,10 +33,29 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
+class MemoryOp(ctypes.Structure):
+    """A stream's memory operation, as the driver takes it."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", _ADDRESS),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", _ADDRESS),
+        ("pad", ctypes.c_uint64),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyAsync": (_ADDRESS, _ADDRESS, _SIZE, ctypes.c_void_p),
     "cuStreamWaitValue32_v2": (ctypes.c_void_p, _ADDRESS, _WORD, ctypes.c_uint),
     "cuStreamWriteValue32_v2": (ctypes.c_void_p, _ADDRESS, _WORD, ctypes.c_uint),
+    "cuStreamBatchMemOp_v2": (
+        ctypes.c_void_p,
+        ctypes.c_uint,
+        ctypes.POINTER(MemoryOp),
+        ctypes.c_uint,
+    ),
     "cuMemHostRegister_v2": (ctypes.c_void_p, _SIZE, ctypes.c_uint),
     "cuMemHostUnregister": (ctypes.c_void_p,),
     "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_ADDRESS), ctypes.c_void_p, ctypes.c_uint),
@@ -82,6 +103,25 @@ def write_value(stream: int, address: int, value: int) -> None:
     _call("cuStreamWriteValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
 
 
+def memory_ops(writes: Sequence[int], waits: Sequence[int]) -> "ctypes.Array[MemoryOp]":
+    """Words that a stream is to write and then to wait for, by their addresses."""
+    kinds = [WRITE_VALUE] * len(writes) + [WAIT_VALUE] * len(waits)
+    flags = [0] * len(writes) + [_GREATER_OR_EQUAL] * len(waits)
+    places = (*writes, *waits)
+    ops = [
+        MemoryOp(kind, address, 0, flag)
+        for kind, address, flag in zip(kinds, places, flags, strict=True)
+    ]
+    return (MemoryOp * len(ops))(*ops)
+
+
+def issue(stream: int, ops: "ctypes.Array[MemoryOp]", values: Sequence[int]) -> None:
+    """Issues memory operations to a stream with one call, each with its value."""
+    for op, value in zip(ops, values, strict=True):
+        op.value = value & 0xFFFFFFFF
+    _call("cuStreamBatchMemOp_v2", stream, len(ops), ops, 0)
+
+
 def register(address: int, nbytes: int) -> int:
     """Pins host memory; returns where GPUs see it."""
     _call("cuMemHostRegister_v2", address, nbytes, _PORTABLE_AND_MAPPED)
@@ -108,7 +148,7 @@ def free(address: int) -> None:
 
 
 def tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of :func:`allocate` as bytes."""
+    """Memory that the GPU sees, as bytes."""
     return torch.as_tensor(_Bytes(address, nbytes), device=device)
 
 

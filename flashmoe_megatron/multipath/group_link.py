@@ -56,6 +56,7 @@ class _GroupFlight(Flight):
         self._link, self._works = link, list[Any]()
         part = exchange.parts[index]
         self._operations, self._received = [], 0
+        self._started = exchange.started
         for piece in exchange.pieces:
             send, receive = (
                 tensor[part.begin : part.end] for tensor in (piece.send, piece.receive)
@@ -113,9 +114,8 @@ class _DeviceFlight(_GroupFlight):
         """Issues it behind the current stream; NCCL cuts messages itself."""
         stream = self._link.stream
         assert stream is not None
-        stream.wait_stream(torch.cuda.current_stream(self._link.device))
+        stream.wait_event(self._started)
         with torch.cuda.stream(stream):
-            self._start_event = timed_event(stream)
             self._start()
             self._finish()
             self._end_event = timed_event(stream)
@@ -128,4 +128,4 @@ class _DeviceFlight(_GroupFlight):
     def seconds(self) -> float:
         """By the GPU's clock."""
         self._end_event.synchronize()
-        return float(self._start_event.elapsed_time(self._end_event)) * 1e-3
+        return float(self._started.elapsed_time(self._end_event)) * 1e-3

@@ -1,12 +1,26 @@
 """The interface of links, and what they carry."""
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from flashmoe_megatron.errors import FlashMoEError
+
+
+class Place(NamedTuple):
+    """Where the output of a gather lies in memory of :meth:`Link.allocate`.
+
+    Attributes:
+        name: Says where the whole begins, the same on every rank.
+        targets: Where each peer has this rank's part, by the peer's rank.
+        is_in_place: Whether that part is what this rank sends.
+    """
+
+    name: str
+    targets: Mapping[int, int]
+    is_in_place: bool
 
 
 class Piece(NamedTuple):
@@ -16,14 +30,13 @@ class Piece(NamedTuple):
         peer: The peer's rank in the group.
         send: Bytes to send, flat uint8.
         receive: Where the peer's bytes go, flat uint8; a different number is possible.
-        mirror: If ranks use memory of :meth:`Link.allocate` alike: what the sent bytes have as
-            their place at the peer, in this rank's own memory, flat uint8.
+        place: Where the whole lies, if peers can be written to without a detour.
     """
 
     peer: int
     send: torch.Tensor
     receive: torch.Tensor
-    mirror: torch.Tensor | None = None
+    place: Place | None = None
 
 
 class Part(NamedTuple):
@@ -49,6 +62,8 @@ class Exchange(NamedTuple):
         pieces: One for every peer.
         parts: One for every link.
         rates: Bytes per second of each link, as far as it is known.
+        stream: The current stream, for links of GPUs.
+        started: Its moment behind which they may begin.
     """
 
     number: int
@@ -56,6 +71,8 @@ class Exchange(NamedTuple):
     pieces: Sequence[Piece]
     parts: Sequence[Part]
     rates: Sequence[float]
+    stream: Any
+    started: Any
 
     @property
     def length(self) -> int:
@@ -124,6 +141,11 @@ class Link(abc.ABC):
             Flat uint8; ``None`` for most links, which write to any memory alike.
         """
         del nbytes
+        return None
+
+    def place_of(self, output: torch.Tensor, input: torch.Tensor) -> Place | None:
+        """Where the output of a gather lies, if that is in memory of :meth:`allocate`."""
+        del output, input
         return None
 
     def raise_if_broken(self) -> None:  # noqa: B027 - most links say it when they are used

@@ -9,18 +9,34 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import DEFAULT_TIMEOUT
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, LinkError, ShapeError
-from flashmoe_megatron.multipath.balancer import CHUNKS, GRAIN, WINDOW, Balancer, cut, size_class
+from flashmoe_megatron.multipath.balancer import (
+    CHUNKS,
+    GRAIN,
+    WINDOW,
+    Balancer,
+    chunks_of,
+    cut,
+    size_class,
+)
 from flashmoe_megatron.multipath.choose import MakeLink, make_links
 from flashmoe_megatron.multipath.control import Answers, Control, greatest
 from flashmoe_megatron.multipath.ledger import Ledger
-from flashmoe_megatron.multipath.links import Exchange, Flight, Link, Part, Piece
+from flashmoe_megatron.multipath.links import (
+    Exchange,
+    Flight,
+    Link,
+    Part,
+    Piece,
+    Place,
+    timed_event,
+)
 from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
 
 MIN_BYTES = 64 * 2**20
@@ -28,6 +44,9 @@ MIN_BYTES = 64 * 2**20
 
 _TRIAL_BYTES = 64 * 2**20
 """What links of one kind of wires move to each peer to find the faster one."""
+
+_DIRECT_PART = 2
+"""Gathers into memory of :meth:`Multipath.empty` pay from this part of ``min_bytes`` on."""
 
 _TRIAL_REPEATS = 5
 """Transfers of a trial between GPUs that count, behind one that does not; their median is taken."""
@@ -49,6 +68,14 @@ class LinkTotals:
 
     nbytes: int = 0
     seconds: float = 0.0
+
+
+class _Gather(NamedTuple):
+    """What :meth:`Multipath.exchange` wants to know of a gather."""
+
+    what: str
+    pieces: Sequence[Piece]
+    meanwhile: Callable[[], object] | None
 
 
 class Work:
@@ -114,11 +141,13 @@ class Multipath:
         self.links: list[Link] = make_links(self._control, self.device, links)
         if not self.links:
             raise ConfigError(f"no link can be made between the {self.num_ranks} ranks")
+        self._is_on_gpus = any(link.device_type == "cuda" for link in self.links)
         self._number = 0
         self._broken: FlashMoEError | None = None
         self._times: dict[int, _Times] = defaultdict(lambda: _Times(self._control))
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._last_stream: torch.cuda.Stream | None = None
         else:
             self._worker = concurrent.futures.ThreadPoolExecutor(1, "flashmoe-multipath")
         try:
@@ -129,6 +158,8 @@ class Multipath:
             self._close_links()
             raise
         self._totals = {link.name: LinkTotals() for link in self.links}
+        self._route = functools.lru_cache(maxsize=64)(self._route_by)
+        self._in_place: dict[tuple[int, int, int], _Gather] = {}
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
@@ -146,21 +177,12 @@ class Multipath:
         self._check(output=output, input=input)
         if output.numel() != self.num_ranks * input.numel():
             raise _uneven("all_gather", "output", output, self.num_ranks, input)
-        if self._is_small(output):
-            return _finished(
-                dist.all_gather_into_tensor(output, input, self._group, async_op=True), async_op
-            )
-        outputs = output.view(-1).chunk(self.num_ranks)
-        source = input.view(-1)
-
-        def keep_own() -> None:
-            if outputs[self.rank].data_ptr() != source.data_ptr():
-                outputs[self.rank].copy_(source)
+        gather = self._gather_of(output, input)
+        if gather is None:
+            return _plain(dist.all_gather_into_tensor(output, input, self._group, async_op))
 
         def run() -> None:
-            pieces = self._pieces([source] * self.num_ranks, outputs, outputs[self.rank])
-            self.exchange(f"all_gather of {_nbytes(output)} bytes", pieces, keep_own)
-            self._guard(output)
+            self._guard(output, self.exchange(*gather))
 
         return self._start(run, (output, input), async_op)
 
@@ -187,17 +209,15 @@ class Multipath:
         if input.numel() != self.num_ranks * output.numel():
             raise _uneven("reduce_scatter", "input", input, self.num_ranks, output)
         if self._is_small(input):
-            work = dist.reduce_scatter_tensor(
-                output, input, _reduce_op(op), self._group, async_op=True
+            return _plain(
+                dist.reduce_scatter_tensor(output, input, _reduce_op(op), self._group, async_op)
             )
-            return _finished(work, async_op)
         parts = input.view(-1).chunk(self.num_ranks)
         target = output.view(-1)
 
         def run() -> None:
-            what = f"reduce_scatter of {_nbytes(input)} bytes"
-            self._reduce(what, parts, target, op == "average")
-            self._guard(output)
+            what = f"reduce_scatter of {input.nbytes} bytes"
+            self._guard(output, self._reduce(what, parts, target, op == "average"))
 
         return self._start(run, (output, input), async_op)
 
@@ -217,18 +237,17 @@ class Multipath:
         self._check(tensor=tensor)
         check_summable(tensor.dtype, op == "average")
         if self._is_small(tensor):
-            work = dist.all_reduce(tensor, _reduce_op(op), self._group, async_op=True)
-            return _finished(work, async_op)
+            return _plain(dist.all_reduce(tensor, _reduce_op(op), self._group, async_op))
         flat = tensor.view(-1)
         length = -(-flat.numel() // self.num_ranks)
         parts = [flat[rank * length : (rank + 1) * length] for rank in range(self.num_ranks)]
         own = parts[self.rank]
 
         def run() -> None:
-            what = f"all_reduce of {_nbytes(tensor)} bytes"
-            self._reduce(what, parts, own, op == "average")
-            self.exchange(what, self._pieces([own] * self.num_ranks, parts))
-            self._guard(tensor)
+            what = f"all_reduce of {tensor.nbytes} bytes"
+            used = self._reduce(what, parts, own, op == "average")
+            used |= self.exchange(what, self._pieces([own] * self.num_ranks, parts))
+            self._guard(tensor, used)
 
         return self._start(run, (tensor,), async_op)
 
@@ -297,38 +316,46 @@ class Multipath:
     def _check(self, **tensors: torch.Tensor) -> None:
         """Refuses tensors that cannot take part, before anything is moved."""
         self._raise_if_broken()
-        dtypes = {tensor.dtype for tensor in tensors.values()}
         for name, tensor in tensors.items():
             if tensor.device != self.device:
                 raise ShapeError(f"{name} is on {tensor.device}: wanted {self.device}")
             if not tensor.is_contiguous():
                 raise ShapeError(f"{name} has strides {tensor.stride()}: wanted it contiguous")
-        if len(dtypes) > 1:
+        if len(dtypes := {tensor.dtype for tensor in tensors.values()}) > 1:
             raise ShapeError(f"tensors of {dtypes}: wanted one dtype")
 
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise LinkError(f"multipath is of no use since {self._broken}") from self._broken
 
-    def _is_small(self, tensor: torch.Tensor) -> bool:
-        return _nbytes(tensor) < max(self.min_bytes, 1)
+    def _is_small(self, tensor: torch.Tensor, factor: int = 1) -> bool:
+        return factor * tensor.nbytes < max(self.min_bytes, 1)
 
     def _start(
         self, run: Callable[[], None], tensors: Sequence[torch.Tensor], async_op: bool
     ) -> Work | None:
-        """Runs a collective: on GPUs behind the current stream, on CPUs in a thread."""
+        """Runs a collective: on CPUs in a thread, on GPUs in or behind the current stream."""
         if self.device.type == "cpu":
             future = self._worker.submit(self._noting_errors, run)
             work = Work(lambda: future.result(), tensors)
         else:
             index = self.device.index  # a number costs torch less than a device
+            current = torch.cuda.current_stream(index)
+            stream = self._stream if async_op else current
+            # Links take calls one after the other, whichever streams these are in.
+            for before in (current, self._last_stream):
+                if before is not None and before != stream:
+                    stream.wait_stream(before)
+            self._last_stream = stream
             with torch.cuda.device(index):
-                self._stream.wait_stream(torch.cuda.current_stream(index))
-                with torch.cuda.stream(self._stream):
+                if not async_op:
                     self._noting_errors(run)
-                    end = self._stream.record_event()
+                    return None
+                with torch.cuda.stream(stream):
+                    self._noting_errors(run)
+                    end = stream.record_event()
             for tensor in tensors:
-                tensor.record_stream(self._stream)
+                tensor.record_stream(stream)
             work = Work(lambda: self._wait_for(end), tensors)
         if async_op:
             return work
@@ -350,35 +377,61 @@ class Multipath:
                 link.fail(error)
             raise
 
-    def _guard(self, output: torch.Tensor) -> None:
-        for link in self.links:
-            link.guard(output.view(-1))
+    def _guard(self, output: torch.Tensor, links: set[Link]) -> None:
+        if output.is_floating_point():
+            for link in links:
+                link.guard(output.view(-1))
+
+    def _gather_of(self, output: torch.Tensor, input: torch.Tensor) -> "_Gather | None":
+        """How a gather goes over links, ``None`` if it goes by torch.distributed."""
+        key = (output.data_ptr(), input.data_ptr(), output.nbytes)
+        if key in self._in_place:
+            return self._in_place[key]
+        if self._is_small(output, _DIRECT_PART):
+            return None
+        places = [link.place_of(output, input) for link in self.links]
+        place = next(filter(None, places), None)
+        if place is None and self._is_small(output):
+            return None
+        what = f"all_gather of {output.nbytes} bytes"
+        parts, own = output.view(-1).chunk(self.num_ranks), input.view(-1)
+        if place is not None:
+            # Peers write where they find the place, so that it has to be the same on all of them.
+            what = f"{what} to {place.name}"
+        pieces = self._pieces([own] * self.num_ranks, parts, place)
+        if parts[self.rank].data_ptr() != own.data_ptr():
+            return _Gather(what, pieces, lambda: parts[self.rank].copy_(own))
+        gather = _Gather(what, pieces, None)
+        if place is not None:  # this memory is there as long as the links are
+            self._in_place[key] = gather
+        return gather
 
     def _pieces(
         self,
         sends: Sequence[torch.Tensor],
         receives: Sequence[torch.Tensor],
-        mirror: torch.Tensor | None = None,
+        place: Place | None = None,
     ) -> list[Piece]:
         """What goes to and comes from each peer, the next rank first."""
         order = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
         return [
-            Piece(peer, _bytes_of(sends[peer]), _bytes_of(receives[peer]), mirror) for peer in order
+            Piece(peer, _bytes_of(sends[peer]), _bytes_of(receives[peer]), place) for peer in order
         ]
 
     def _reduce(
         self, what: str, parts: Sequence[torch.Tensor], output: torch.Tensor, average: bool
-    ) -> None:
-        """Sends each rank its part and sums what comes of this rank's."""
+    ) -> set[Link]:
+        """Sends each rank its part and sums what comes of this rank's; gives the links used."""
         own = parts[self.rank]
         received = torch.empty((self.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
         contributions = [own if rank == self.rank else received[rank] for rank in range(len(parts))]
-        self.exchange(what, self._pieces(parts, contributions))
+        used = self.exchange(what, self._pieces(parts, contributions))
         sum_in_order(contributions, output, average)
+        return used
 
     def exchange(
-        self, what: str, pieces: Sequence[Piece], meanwhile: Callable[[], None] | None = None
-    ) -> None:
+        self, what: str, pieces: Sequence[Piece], meanwhile: Callable[[], object] | None = None
+    ) -> set[Link]:
         """Moves pieces over all links, by the shares of their size, behind the current stream.
 
         Args:
@@ -386,16 +439,26 @@ class Multipath:
             pieces: One for every peer. The longest of each rank is as long as those of the others,
                 so that all ranks cut at the same places.
             meanwhile: What the current stream, or this thread, does beside the transfer.
+
+        Returns:
+            The links that have carried something.
         """
         length = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
         inbound = length * (self.num_ranks - 1)
         if not self.balancer.is_tuned(inbound):
             self.tune(inbound, pieces, what)
-        carried = cut(self.balancer.shares(inbound), length)
-        rates = [model.rate for model in self.balancer.models(inbound)]
-        chunks = self.balancer.chunks(inbound)
+        carried, chunks, rates = self._route(length, self.balancer.shares(inbound))
         flights = self.fly(what, pieces, carried, chunks, rates, meanwhile)
         self._note(inbound, flights)
+        return {link for link, flight in zip(self.links, flights, strict=True) if flight}
+
+    def _route_by(
+        self, length: int, shares: tuple[float, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], list[float]]:
+        """What :meth:`fly` wants to know of the links for pieces of a length."""
+        models = self.balancer.models(length * (self.num_ranks - 1))
+        rates = [model.rate for model in models]
+        return tuple(cut(shares, length)), tuple(chunks_of(models, shares)), rates
 
     def fly(
         self,
@@ -404,7 +467,7 @@ class Multipath:
         carried: Sequence[int],
         chunks: Sequence[int],
         rates: Sequence[float],
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> list[Flight | None]:
         """Moves so many bytes of every piece over each link; the current stream waits for it.
 
@@ -421,9 +484,10 @@ class Multipath:
             What each link did, ``None`` for those that had nothing to do.
         """
         self._number += 1
-        parts, turns = _plan(tuple(carried), tuple(chunks))
-        exchange = Exchange(self._number, what, pieces, parts, rates)
-        used = [index for index, nbytes in enumerate(carried) if nbytes]
+        parts, used, turns = _plan(tuple(carried), tuple(chunks))
+        stream = torch.cuda.current_stream(self.device.index) if self._is_on_gpus else None
+        started = stream and timed_event(stream)
+        exchange = Exchange(self._number, what, pieces, parts, rates, stream, started)
         free = [index for index in used if self.links[index].takes_rest]
         ledger = None
         if free:
@@ -485,6 +549,7 @@ class Multipath:
             return sorted(transfers, key=max)[len(transfers) // 2]
 
         self.balancer.tune(inbound, measure)
+        self._route.cache_clear()
 
     def _leave_out_slower(self, *names: str) -> None:
         """Keeps the fastest of links that use the same wires. Collective."""
@@ -530,7 +595,7 @@ class _Times:
         self._control = control
         self._window: list[list[Flight | None]] = []
         self._full: list[list[Flight | None]] = []
-        self._asked: tuple[Answers[list[float]], list[list[int]]] | None = None
+        self._asked: tuple[Answers[list[float]] | None, list[float], list[list[int]]] | None = None
 
     def add(self, flights: list[Flight | None]) -> Iterator[tuple[Sequence[float], Sequence[int]]]:
         """Takes a transfer's flights; gives times and bytes of earlier ones, when it is time."""
@@ -538,8 +603,9 @@ class _Times:
         if len(self._window) < _WINDOWS * WINDOW:
             return
         if self._asked is not None:
-            asked, moved = self._asked
-            values = greatest(asked.wait())
+            asked, values, moved = self._asked
+            if asked is not None:
+                values = greatest(asked.wait())
             width = len(flights)
             for index, nbytes in enumerate(moved):
                 yield values[index * width : (index + 1) * width], nbytes
@@ -547,13 +613,17 @@ class _Times:
         if self._full:
             values = [one for row in self._full for one in _seconds(row)]
             moved = [[one.num_bytes() if one else 0 for one in row] for row in self._full]
-            self._asked = (self._control.ask(values), moved)
+            # Times of one link alone move nothing, so that nobody has to agree on them.
+            alone = all(sum(flight is not None for flight in row) == 1 for row in self._full)
+            self._asked = (None if alone else self._control.ask(values), values, moved)
         self._full, self._window = self._window, []
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(carried: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[list[Part], list[int]]:
-    """Each link's part, and the links in the order in which they issue their chunks.
+def _plan(
+    carried: tuple[int, ...], chunks: tuple[int, ...]
+) -> tuple[list[Part], list[int], list[int]]:
+    """Each link's part, the links that carry some, and these in the order of their chunks.
 
     The link that is least advanced is next: with one hardware queue, chunks of several links then
     run beside each other.
@@ -563,7 +633,8 @@ def _plan(carried: tuple[int, ...], chunks: tuple[int, ...]) -> tuple[list[Part]
     parts = [Part(end - nbytes, end, chunk) for nbytes, end, chunk in spans]
     counts = [-(-nbytes // chunk) for nbytes, chunk in zip(carried, chunks, strict=True)]
     moments = [(turn / count, link) for link, count in enumerate(counts) for turn in range(count)]
-    return parts, [link for _, link in sorted(moments)]
+    used = [index for index, nbytes in enumerate(carried) if nbytes]
+    return parts, used, [link for _, link in sorted(moments)]
 
 
 def _seconds(flights: Sequence[Flight | None]) -> list[float]:
@@ -574,20 +645,13 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _reduce_op(op: Reduction) -> Any:
     return dist.ReduceOp.AVG if op == "average" else dist.ReduceOp.SUM
 
 
-def _finished(work: Any, async_op: bool) -> Work | None:
-    """The work of torch.distributed as one of ours, or ``None`` once it is done."""
-    if async_op:
-        return Work(work.wait, ())
-    work.wait()
-    return None
+def _plain(work: Any) -> Work | None:
+    """The work of torch.distributed, if there is one, as one of ours."""
+    return None if work is None else Work(work.wait, ())
 
 
 def _uneven(

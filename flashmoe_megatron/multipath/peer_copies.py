@@ -8,7 +8,7 @@ import torch
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.multipath import driver
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange
+from flashmoe_megatron.multipath.links import Exchange, Place
 from flashmoe_megatron.multipath.ring import RingFlight, RingLink
 
 
@@ -23,8 +23,15 @@ class PeerCopies(RingLink):
 
     def _open(self, control: Control, own_bytes: int) -> None:
         self._control = control
-        self._allocated: list[tuple[int, int, dict[int, int]]] = []
+        self._blocks: list[tuple[int, int, dict[int, int]]] = []
         super()._open(control, own_bytes)
+        self._inward = [self.inbound[peer][0] for peer in self.peers]
+        self._outward = [self.outbound[peer][0] for peer in self.peers]
+        inward, outward = self._inward, self._outward
+        self._offers, self._arrivals = (
+            driver.memory_ops([one.counted for one in told], [one.awaited for one in awaited])
+            for told, awaited in ((inward, outward), (outward, inward))
+        )
 
     def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
         own, mapped = self._mapped(len(self.peers) * self.ring_bytes)
@@ -35,23 +42,38 @@ class PeerCopies(RingLink):
         """See the base class."""
         with torch.cuda.device(self.device):
             own, mapped = self._mapped(nbytes)
-        self._allocated.append((own, nbytes, mapped))
+        self._blocks.append((own, nbytes, mapped))
         return driver.tensor(own, nbytes, self.device)
+
+    def place_of(self, output: torch.Tensor, input: torch.Tensor) -> Place | None:
+        """See the base class."""
+        begin = output.data_ptr()
+        for number, (own, nbytes, mapped) in enumerate(self._blocks):
+            if own <= begin < own + nbytes:
+                part = begin - own + self.rank * input.nbytes
+                targets = {peer: address + part for peer, address in mapped.items()}
+                return Place(f"{number}+{begin - own:x}", targets, own + part == input.data_ptr())
+        return None
 
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> RingFlight:
         """See the base class."""
-        mirror = exchange.pieces[0].mirror
-        for number, (own, nbytes, mapped) in enumerate(self._allocated):
-            offset = -1 if mirror is None else mirror.data_ptr() - own
-            if 0 <= offset < nbytes:
-                # Ranks compare where the whole begins, which has to be the same on all of them.
-                first = min(0, *(one.receive.data_ptr() - own - offset for one in exchange.pieces))
-                what = f"{exchange.what} to {number}+{offset + first:x}"
-                exchange = exchange._replace(what=what)
-                self.announce(exchange)
-                targets = {peer: address + offset for peer, address in mapped.items()}
-                return _DirectFlight(self, exchange, index, targets)
-        return super().begin(exchange, index, tickets)
+        place = exchange.pieces[0].place
+        if place is None:
+            return super().begin(exchange, index, tickets)
+        self.announce(exchange)
+        return _DirectFlight(self, exchange, index, place)
+
+    def offer(self, stream: int) -> None:
+        """Tells peers that this rank's places may be written, and waits for theirs."""
+        counts = [lane.count + 1 for lane in (*self._inward, *self._outward)]
+        driver.issue(stream, self._offers, counts)
+
+    def arrive(self, stream: int) -> None:
+        """Tells peers that their places have been written, and waits for this rank's."""
+        lanes = (*self._outward, *self._inward)
+        driver.issue(stream, self._arrivals, [lane.count + 1 for lane in lanes])
+        for lane in lanes:
+            lane.pass_by()
 
     def _mapped(self, nbytes: int) -> tuple[int, dict[int, int]]:
         """Memory of this rank, and where that of the others is mapped, until the link is closed."""
@@ -79,30 +101,25 @@ class PeerCopies(RingLink):
 class _DirectFlight(RingFlight):
     """What goes to the receivers' memory without a detour: one copy to each peer.
 
-    Every rank first says that its memory may be written, so that nobody waits in front of that. One
-    stream does it all, since every event costs the host as much as a piece of a copy.
+    Ranks meet before and after it. Every call of the driver and every event costs as much as a
+    piece of a copy, so that one stream does it all, and it is the current one unless that has the
+    rank's own part to copy.
     """
 
-    def __init__(
-        self, link: PeerCopies, exchange: Exchange, index: int, targets: dict[int, int]
-    ) -> None:
+    def __init__(self, link: PeerCopies, exchange: Exchange, index: int, place: Place) -> None:
         super().__init__(link, exchange, index)
-        self._targets = targets
+        self._peer_copies, self._place = link, place
 
     def steps(self) -> Iterator[None]:
         """Issues everything at once; what has arrived is awaited behind what other links issue."""
-        link, (begin, end, _) = self.link, self.part
-        stream = link.streams[0][0]
-        self.enter([stream])
-        pieces = [piece for piece in self.pieces if begin < piece.receive.numel()]
-        for piece in pieces:
-            link.inbound[piece.peer][0].offer(stream.cuda_stream)
+        link, (begin, end, _) = self._peer_copies, self.part
+        self.enter([] if self._place.is_in_place else [link.streams[0][0]])
+        stream = self._streams[0].cuda_stream
+        link.offer(stream)
         for piece in self.pieces:
-            if (nbytes := min(end, piece.send.numel()) - begin) > 0:
-                ring = link.outbound[piece.peer][0]
-                link.admit(ring.stream, nbytes)
-                ring.put(self._targets[piece.peer] + begin, piece.send.data_ptr() + begin, nbytes)
+            link.admit(stream, end - begin)
+            target = self._place.targets[piece.peer] + begin
+            driver.copy(target, piece.send.data_ptr() + begin, end - begin, stream)
         yield
-        for piece in pieces:
-            link.inbound[piece.peer][0].arrive(stream.cuda_stream)
+        link.arrive(stream)
         self.leave()

@@ -62,7 +62,7 @@ class _Ring:
     ) -> None:
         self.stream = int(stream.cuda_stream)
         self._slots = [slots + index * slot_bytes for index in range(NUM_SLOTS)]
-        self._awaited, self._counted = awaited, counted
+        self.awaited, self.counted = awaited, counted
         self.word, self.count = word, 0
         self._slack = 0  # how many chunks the peer may be behind without this rank's waiting
 
@@ -76,36 +76,25 @@ class _Ring:
         free = self.count + 1 - NUM_SLOTS
         # The host may see already that the slot is free, which spares the stream the wait.
         if free > 0 and (int(self.word.value) - free) & 0xFFFFFFFF >= 2**31:
-            driver.wait_value(self.stream, self._awaited, free)
+            driver.wait_value(self.stream, self.awaited, free)
         driver.copy(self._slots[self.count % NUM_SLOTS], address, nbytes, self.stream)
         self._slack = NUM_SLOTS
         self._count()
 
     def receive(self, address: int, nbytes: int) -> None:
         """Issues the next chunk, from the peer to an address."""
-        driver.wait_value(self.stream, self._awaited, self.count + 1)
+        driver.wait_value(self.stream, self.awaited, self.count + 1)
         driver.copy(address, self._slots[self.count % NUM_SLOTS], nbytes, self.stream)
         self._count()
 
-    def offer(self, stream: int) -> None:
-        """Tells the peer that the place of the next chunk, which is in no slot, may be written."""
-        driver.write_value(stream, self._counted, self.count + 1)
-
-    def put(self, target: int, address: int, nbytes: int) -> None:
-        """Issues the next chunk, from an address to the peer's place for it."""
-        driver.wait_value(self.stream, self._awaited, self.count + 1)
-        driver.copy(target, address, nbytes, self.stream)
-        self._slack = 0
-        self._count()
-
-    def arrive(self, stream: int) -> None:
-        """Waits for the chunk whose place has been offered."""
-        driver.wait_value(stream, self._awaited, self.count + 1)
+    def pass_by(self) -> None:
+        """Counts a chunk that goes by no slot, and whose words are issued elsewhere."""
         self.count += 1
+        self._slack = 0
 
     def _count(self) -> None:
         self.count += 1
-        driver.write_value(self.stream, self._counted, self.count)
+        driver.write_value(self.stream, self.counted, self.count)
 
 
 class RingLink(Link):
@@ -265,9 +254,8 @@ class RingLink(Link):
         """
         if output.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             if self._verdict is None:
-                self._verdict = torch.empty(1, device=output.device)
-            stream = torch.cuda.current_stream(self.device.index).cuda_stream
-            driver.copy(self._verdict.data_ptr(), self._own_header + board.VERDICT, 4, stream)
+                place = self._own_header + board.VERDICT
+                self._verdict = driver.tensor(place, 4, self.device).view(torch.float32)
             output[:1].mul_(self._verdict)
 
     def close(self) -> None:
@@ -310,16 +298,17 @@ class RingFlight(Flight):
 
     Attributes:
         what: The operation, for messages.
-        started: Recorded in the current stream when the link may begin.
+        started: The exchange's.
         ended: Recorded behind its last chunk.
     """
 
     def __init__(self, link: RingLink, exchange: Exchange, index: int) -> None:
         self.what = exchange.what
         self.link, self.part, self.pieces = link, exchange.parts[index], exchange.pieces
-        begin, end, _ = self.part
-        lengths = [min(end, piece.receive.numel()) - begin for piece in self.pieces]
-        self._received = sum(length for length in lengths if length > 0)
+        self.started, self._stream = exchange.started, exchange.stream
+        self._received, (begin, end, _) = 0, self.part
+        for piece in self.pieces:
+            self._received += max(0, min(end, piece.receive.numel()) - begin)
 
     def steps(self) -> Iterator[None]:
         """Issues a chunk to and from every peer at a time."""
@@ -344,10 +333,9 @@ class RingFlight(Flight):
         self.leave()
 
     def enter(self, streams: list[torch.cuda.Stream]) -> None:
-        """Lets the streams that take part, if any, begin behind the current stream."""
-        self._streams = streams or [self.link.streams[0][0]]
-        self.started = timed_event(torch.cuda.current_stream(self.link.device.index))
-        for stream in self._streams:
+        """Lets streams take part besides the current one; without any it does all itself."""
+        self._streams = streams or [self._stream]
+        for stream in streams:
             stream.wait_event(self.started)
 
     def leave(self) -> None:
@@ -362,7 +350,8 @@ class RingFlight(Flight):
     def join(self) -> None:
         """Makes the current stream wait for it."""
         self.link.raise_if_broken()
-        torch.cuda.current_stream(self.link.device.index).wait_event(self.ended)
+        if self._streams[0] is not self._stream:
+            self._stream.wait_event(self.ended)
 
     def seconds(self) -> float:
         """By the GPU's clock, from when this rank could begin."""

@@ -106,6 +106,13 @@ def write_value(stream: int, address: int, value: int) -> None:
     queue_of.push(lambda: setattr(word, "value", wanted))
 
 
+def issue(stream: int, ops: Any, values: list[int]) -> None:
+    for op, value in zip(ops, values, strict=True):
+        (wait_value if op.operation == driver.WAIT_VALUE else write_value)(
+            stream, op.address, value
+        )
+
+
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     Stream.made[stream].queue.push(lambda: ctypes.memmove(target, source, nbytes))
 
@@ -154,6 +161,7 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
         "copy": copy,
         "wait_value": wait_value,
         "write_value": write_value,
+        "issue": issue,
     }.items():
         monkeypatch.setattr(driver, name, function)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -227,6 +235,28 @@ def test_a_peer_that_stays_away_is_named(ranks: RankPool) -> None:
     said = ranks.run(alone, num_ranks=2)
     assert "has waited 2" in said[0]
     assert "for ranks [1], longer than 2 s" in said[0]
+
+
+def by_their_size(group: dist.ProcessGroup) -> None:
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device, sizes = torch.device("cpu"), [2**16, 2**17, 2**18]
+        with Multipath(
+            group, device=device, links=LINKS, min_bytes=sizes[-1], timeout=30
+        ) as multipath:
+            moved, memory = list[int](), multipath.empty(sizes[-1])
+            patch.setattr(multipath, "exchange", lambda what, pieces, _: moved.append(len(pieces)))
+            for place, by_links in ((memory, [0, 1, 1]), (torch.empty_like(memory), [0, 0, 1])):
+                for nbytes, wanted in zip(sizes, by_links, strict=True):
+                    moved.clear()
+                    part = torch.full((nbytes // 2,), 3, dtype=torch.uint8)
+                    multipath.all_gather(place[:nbytes], part)
+                    current.synchronize()
+                    assert len(moved) == wanted
+                    assert wanted or bool((place[:nbytes] == 3).all())
+
+
+def test_small_gathers_go_by_torch(ranks: RankPool) -> None:
+    ranks.run(by_their_size, num_ranks=2)
 
 
 def into_other_parts(group: dist.ProcessGroup) -> str:

@@ -65,7 +65,7 @@ MULTIPATH = [
     ["balancer", "driver", "shared", "sums"],
     ["control", "links", "tickets"],
     ["board", "group_link", "ledger", "simulated"],
-    ["sockets", "watch"],
+    ["sockets", "trials", "watch"],
     ["ring"],
     ["peer_copies"],
     ["choose"],

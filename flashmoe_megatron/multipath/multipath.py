@@ -5,7 +5,6 @@ import contextlib
 import functools
 import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from flashmoe_megatron.multipath.links import (
     timed_event,
 )
 from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
+from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
 
 MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""
@@ -47,9 +47,6 @@ _TRIAL_BYTES = 64 * 2**20
 
 _DIRECT_PART = 2
 """Gathers into memory of :meth:`Multipath.empty` pay from this part of ``min_bytes`` on."""
-
-_TRIAL_REPEATS = 5
-"""Transfers of a trial between GPUs that count, behind one that does not; their median is taken."""
 
 _WINDOWS = 4
 """Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
@@ -112,6 +109,7 @@ class Multipath:
 
     Attributes:
         balancer: Has the shares.
+        direct: Has those of gathers into memory of :meth:`empty`, to which peer copies are faster.
         links: The links, in the order of the balancer's.
 
     Raises:
@@ -144,7 +142,7 @@ class Multipath:
         self._is_on_gpus = any(link.device_type == "cuda" for link in self.links)
         self._number = 0
         self._broken: FlashMoEError | None = None
-        self._times: dict[int, _Times] = defaultdict(lambda: _Times(self._control))
+        self._times: dict[tuple[Balancer, int], _Times] = defaultdict(lambda: _Times(self._control))
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._last_stream: torch.cuda.Stream | None = None
@@ -153,7 +151,8 @@ class Multipath:
         try:
             if links == "auto":
                 self._leave_out_slower("peer", "nccl")
-            self.balancer = Balancer([link.name for link in self.links])
+            names = [link.name for link in self.links]
+            self.balancer, self.direct = Balancer(names), Balancer(names)
         except BaseException:
             self._close_links()
             raise
@@ -443,20 +442,24 @@ class Multipath:
         Returns:
             The links that have carried something.
         """
+        balancer = self._balancer_of(pieces)
         length = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
         inbound = length * (self.num_ranks - 1)
-        if not self.balancer.is_tuned(inbound):
+        if not balancer.is_tuned(inbound):
             self.tune(inbound, pieces, what)
-        carried, chunks, rates = self._route(length, self.balancer.shares(inbound))
+        carried, chunks, rates = self._route(balancer, length, balancer.shares(inbound))
         flights = self.fly(what, pieces, carried, chunks, rates, meanwhile)
-        self._note(inbound, flights)
+        self._note(balancer, inbound, flights)
         return {link for link, flight in zip(self.links, flights, strict=True) if flight}
 
+    def _balancer_of(self, pieces: Sequence[Piece]) -> Balancer:
+        return self.balancer if pieces[0].place is None else self.direct
+
     def _route_by(
-        self, length: int, shares: tuple[float, ...]
+        self, balancer: Balancer, length: int, shares: tuple[float, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...], list[float]]:
         """What :meth:`fly` wants to know of the links for pieces of a length."""
-        models = self.balancer.models(length * (self.num_ranks - 1))
+        models = balancer.models(length * (self.num_ranks - 1))
         rates = [model.rate for model in models]
         return tuple(cut(shares, length)), tuple(chunks_of(models, shares)), rates
 
@@ -527,28 +530,17 @@ class Multipath:
             scaled = [nbytes // (self.num_ranks - 1) for nbytes in carried]
             # Without rates there is no rest: a trial shows what each link does alone.
             rates = [0.0] * len(scaled)
+            move = functools.partial(self.fly, what, pieces, scaled, chunks, rates)
             if self.device.type == "cpu":
-                flights = self.fly(what, pieces, scaled, chunks, rates)
-                return greatest(self._control.gather(_seconds(flights)))
+                return greatest(self._control.gather(seconds_of(move())))
+            # GPUs begin together, else a time has the lateness of a peer.
             first = [GRAIN if index == 0 else 0 for index in range(len(scaled))]
-            runs, issued = [], []
-            for _ in range(_TRIAL_REPEATS + 1):
-                began = time.perf_counter()
-                # GPUs begin together, else a time has the lateness of a peer.
-                self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
-                runs.append(self.fly(what, pieces, scaled, chunks, rates))
-                issued.append(time.perf_counter() - began)
-            # Transfers in a row cannot follow each other faster than the host issues them. The
-            # meeting stands for what a call does beside.
-            rows = [
-                [max(seconds, host) if seconds else 0.0 for seconds in _seconds(run)]
-                for run, host in zip(runs[1:], issued[1:], strict=True)
-            ]
-            of_ranks = self._control.gather(rows)
-            transfers = [greatest(of_all) for of_all in zip(*of_ranks, strict=True)]
-            return sorted(transfers, key=max)[len(transfers) // 2]
+            self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
+            current = torch.cuda.current_stream(self.device.index)
+            mark = functools.partial(timed_event, current)
+            return one_of_a_row(move, mark, self._control.gather)
 
-        self.balancer.tune(inbound, measure)
+        self._balancer_of(pieces).tune(inbound, measure)
         self._route.cache_clear()
 
     def _leave_out_slower(self, *names: str) -> None:
@@ -575,10 +567,10 @@ class Multipath:
             link for index, link in enumerate(self.links) if index == fastest or index not in rivals
         ]
 
-    def _note(self, inbound: int, flights: list[Flight | None]) -> None:
+    def _note(self, balancer: Balancer, inbound: int, flights: list[Flight | None]) -> None:
         """Hands times to the balancer, a window at a time and after all ranks have agreed."""
-        for seconds, moved in self._times[size_class(inbound)].add(flights):
-            self.balancer.observe(inbound, seconds)
+        for seconds, moved in self._times[balancer, size_class(inbound)].add(flights):
+            balancer.observe(inbound, seconds)
             for name, one, nbytes in zip(self._totals, seconds, moved, strict=True):
                 self._totals[name].seconds += one
                 self._totals[name].nbytes += nbytes
@@ -611,7 +603,7 @@ class _Times:
                 yield values[index * width : (index + 1) * width], nbytes
             self._asked = None
         if self._full:
-            values = [one for row in self._full for one in _seconds(row)]
+            values = [one for row in self._full for one in seconds_of(row)]
             moved = [[one.num_bytes() if one else 0 for one in row] for row in self._full]
             # Times of one link alone move nothing, so that nobody has to agree on them.
             alone = all(sum(flight is not None for flight in row) == 1 for row in self._full)
@@ -635,10 +627,6 @@ def _plan(
     moments = [(turn / count, link) for link, count in enumerate(counts) for turn in range(count)]
     used = [index for index, nbytes in enumerate(carried) if nbytes]
     return parts, used, [link for _, link in sorted(moments)]
-
-
-def _seconds(flights: Sequence[Flight | None]) -> list[float]:
-    return [flight.seconds() if flight else 0.0 for flight in flights]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

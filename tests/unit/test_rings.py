@@ -237,6 +237,32 @@ def test_a_peer_that_stays_away_is_named(ranks: RankPool) -> None:
     assert "for ranks [1], longer than 2 s" in said[0]
 
 
+def by_shares_of_their_own(group: dist.ProcessGroup) -> None:
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device = torch.device("cpu")
+        with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
+            nbytes, moved, fly = 2**16, list[tuple[int, ...]](), multipath.fly
+            multipath.balancer.tune(nbytes, lambda carried, chunks: [1e-9 * one for one in carried])
+            multipath.direct.tune(nbytes, lambda carried, chunks: [1e-9 * carried[0], 1.0])
+
+            def noted(what: str, pieces: Any, carried: tuple[int, ...], *rest: Any) -> Any:
+                moved.append(carried)
+                return fly(what, pieces, carried, *rest)
+
+            patch.setattr(multipath, "fly", noted)
+            part = torch.ones(nbytes, dtype=torch.uint8)
+            memory = multipath.empty(2 * nbytes)
+            for output in (memory, torch.empty_like(memory)):
+                multipath.all_gather(output, part)
+                current.synchronize()
+                assert bool((output == 1).all())
+            assert moved == [(nbytes, 0), (nbytes // 2, nbytes // 2)]
+
+
+def test_gathers_without_a_detour_have_shares_of_their_own(ranks: RankPool) -> None:
+    ranks.run(by_shares_of_their_own, num_ranks=2)
+
+
 def by_their_size(group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         device, sizes = torch.device("cpu"), [2**16, 2**17, 2**18]
@@ -264,7 +290,7 @@ def into_other_parts(group: dist.ProcessGroup) -> str:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
         device = torch.device("cpu")
         multipath = Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=20)
-        multipath.balancer.tune(100, lambda carried, chunks: [1e-6 * carried[0], 1.0])
+        multipath.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0], 1.0])
         memory = multipath.empty(1000, torch.int32)
         try:
             for _ in range(200):

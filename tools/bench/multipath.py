@@ -285,9 +285,9 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
             inbound = size * (num_ranks - 1)
             gbps = {name: round(inbound / max(of[name] for of in values) / 1e6, 1) for name in ways}
             shares = {}
-            if multipath.balancer.is_tuned(inbound):
+            if multipath.direct.is_tuned(inbound):
                 names = [link.name for link in multipath.links]
-                shares = dict(zip(names, multipath.balancer.shares(inbound), strict=True))
+                shares = dict(zip(names, multipath.direct.shares(inbound), strict=True))
             _say(rank, **about, gather_mib=mib, gbps=gbps, shares=shares, failed=failed)
             del ways, calls, way, given, output
 

@@ -1,0 +1,44 @@
+"""Trials of stage one between GPUs."""
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from flashmoe_megatron.multipath.control import greatest
+from flashmoe_megatron.multipath.links import Flight
+
+_REPEATS = 5
+"""Transfers of a trial that count, behind one that does not."""
+
+
+def one_of_a_row(
+    move: Callable[[], Sequence[Flight | None]],
+    mark: Callable[[], Any],
+    gather: Callable[[list[float]], list[list[float]]],
+) -> list[float]:
+    """Each link's seconds of one of several transfers that follow one another.
+
+    The slowest link's are what a caller gets: the time from the end of the first transfer to the
+    end of the last one over their number. So they have what a transfer hides behind the one before
+    it, and what the host and the meetings of ranks take. The others' are in proportion.
+
+    Args:
+        move: Issues a transfer; gives each link's flight, ``None`` for one without bytes.
+        mark: An event with a time, behind what has been issued.
+        gather: Tells all ranks a row of numbers and gives theirs.
+    """
+    move()
+    begin = mark()
+    runs = [move() for _ in range(_REPEATS)]
+    end = mark()
+    end.synchronize()
+    means = [fmean(column) for column in zip(*map(seconds_of, runs), strict=True)]
+    took = float(begin.elapsed_time(end)) * 1e-3 / _REPEATS
+    *means, took = greatest(gather([*means, took]))
+    slowest = max(means) or 1.0
+    return [took * mean / slowest for mean in means]
+
+
+def seconds_of(flights: Sequence[Flight | None]) -> list[float]:
+    """Each link's seconds, 0 for one without bytes."""
+    return [flight.seconds() if flight else 0.0 for flight in flights]

@@ -1,0 +1,136 @@
+"""Trials between GPUs, with a clock in their place."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from flashmoe_megatron.multipath.balancer import MAX_TRIALS, Balancer, chunks_of, cut
+from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
+
+MIB = 2**20
+LATENCY_S = 20e-6
+
+
+class Event:
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
+class Flight:
+    def __init__(self, took: float) -> None:
+        self.seconds = lambda: took
+
+
+class Pair:
+    """Two ranks, of which one sends or both do, by copies to the peer and by the host.
+
+    A transfer begins on each rank when the one before has ended there and the host has issued it.
+    What goes by the host is copied twice, and a chunk has to be there before it is copied on.
+    """
+
+    def __init__(self, gbps: Sequence[float], both_ways: bool, chunk_s: float) -> None:
+        self._gbps, self._both_ways, self._chunk_s = gbps, both_ways, chunk_s
+        self._host = self._sent = self._received = 0.0
+        self._free = [0.0, 0.0, 0.0]
+
+    def move(self, carried: Sequence[int], chunks: Sequence[int]) -> list[Any]:
+        pairs = list(zip(carried, chunks, strict=True))
+        self._host += sum(math.ceil(nbytes / chunk) for nbytes, chunk in pairs) * self._chunk_s
+        leaves, began = max(self._host, self._sent), max(self._host, self._received)
+        peer, relay = (1e9 * one for one in self._gbps)
+        (direct, _), (relayed, chunk) = pairs
+        sent, received = leaves, began
+        flights: list[Any] = [None, None]
+        if direct:
+            end = self._copy(0, leaves + LATENCY_S, direct / peer)
+            sent, received = max(sent, end), max(received, end)
+            flights[0] = Flight(end - began)
+        if relayed:
+            there = self._copy(1, leaves + LATENCY_S, relayed / relay)
+            first = there - (relayed - min(chunk, relayed)) / relay
+            end = self._copy(2, first, relayed / relay)
+            sent, received = max(sent, there), max(received, end)
+            flights[1] = Flight(end - began)
+        self._sent, self._received = received if self._both_ways else sent, received
+        return flights
+
+    def mark(self) -> Event:
+        return Event(max(self._host, self._received))
+
+    def _copy(self, engine: int, ready: float, takes: float) -> float:
+        self._free[engine] = max(ready, self._free[engine]) + takes
+        return self._free[engine]
+
+
+def of_one(move: Callable[[], list[Any]], mark: Callable[[], Event], gather: Any) -> list[float]:
+    """A trial of one transfer."""
+    return seconds_of(move())
+
+
+def seconds(pair: Pair, carried: Sequence[int], chunks: Sequence[int]) -> float:
+    begin = pair.mark().at
+    for _ in range(100):
+        pair.move(carried, chunks)
+    return (pair.mark().at - begin) / 100
+
+
+def tuned(make: Callable[[], Pair], nbytes: int, trial: Callable[..., list[float]]) -> Balancer:
+    def measure(carried: Sequence[int], chunks: Sequence[int]) -> list[float]:
+        pair = make()
+        return trial(functools.partial(pair.move, carried, chunks), pair.mark, lambda row: [row])
+
+    balancer = Balancer(["peer", "host"])
+    balancer.tune(nbytes, measure)
+    assert balancer.trials(nbytes) <= MAX_TRIALS
+    return balancer
+
+
+def rate(make: Callable[[], Pair], nbytes: int, trial: Callable[..., list[float]]) -> float:
+    """What the shares that trials choose give, as a part of what the best shares do."""
+    balancer = tuned(make, nbytes, trial)
+    models = balancer.models(nbytes)
+
+    def of(shares: Sequence[float]) -> float:
+        return seconds(make(), cut(shares, nbytes), chunks_of(models, shares))
+
+    best = min(of([1 - part / 200, part / 200]) for part in range(80))
+    return best / of(balancer.shares(nbytes))
+
+
+@pytest.mark.parametrize("mib", [128, 256, 1024])
+@pytest.mark.parametrize("chunk_s", [5e-6, 30e-6])
+def test_a_row_of_transfers_finds_the_best_shares(chunk_s: float, mib: int) -> None:
+    one_way = functools.partial(Pair, (200, 48), False, chunk_s)
+    both_ways = functools.partial(Pair, (387, 48), True, chunk_s)
+    for make in (one_way, both_ways):
+        assert rate(make, mib * MIB, one_of_a_row) >= 0.99
+
+
+def test_a_single_transfer_shows_neither_what_the_next_one_hides_nor_the_host() -> None:
+    one_way = functools.partial(Pair, (200, 48), False, 5e-6)
+    shares = [
+        tuned(one_way, 64 * MIB, trial).shares(64 * MIB)[1] for trial in (of_one, one_of_a_row)
+    ]
+    assert shares[0] < shares[1] - 0.01
+    assert rate(functools.partial(Pair, (200, 48), False, 30e-6), 64 * MIB, of_one) < 0.9
+
+
+def test_what_the_host_cannot_issue_in_time_is_left_to_the_peer() -> None:
+    make = functools.partial(Pair, (387, 48), True, 200e-6)
+    assert tuned(make, 32 * MIB, one_of_a_row).shares(32 * MIB) == (1.0, 0.0)
+    assert tuned(make, 32 * MIB, of_one).shares(32 * MIB)[1] > 0
+
+
+def test_no_bytes_take_no_time() -> None:
+    pair = Pair((200, 48), False, 5e-6)
+    move = functools.partial(pair.move, (0, 0), (MIB, MIB))
+    assert one_of_a_row(move, pair.mark, lambda row: [row]) == [0.0, 0.0]

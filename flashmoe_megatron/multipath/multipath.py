@@ -45,9 +45,6 @@ MIN_BYTES = 64 * 2**20
 _TRIAL_BYTES = 64 * 2**20
 """What links of one kind of wires move to each peer to find the faster one."""
 
-_DIRECT_PART = 2
-"""Gathers into memory of :meth:`Multipath.empty` pay from this part of ``min_bytes`` on."""
-
 _WINDOWS = 4
 """Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
 
@@ -327,8 +324,8 @@ class Multipath:
         if self._broken is not None:
             raise LinkError(f"multipath is of no use since {self._broken}") from self._broken
 
-    def _is_small(self, tensor: torch.Tensor, factor: int = 1) -> bool:
-        return factor * tensor.nbytes < max(self.min_bytes, 1)
+    def _is_small(self, tensor: torch.Tensor) -> bool:
+        return tensor.nbytes < max(self.min_bytes, 1)
 
     def _start(
         self, run: Callable[[], None], tensors: Sequence[torch.Tensor], async_op: bool
@@ -386,12 +383,10 @@ class Multipath:
         key = (output.data_ptr(), input.data_ptr(), output.nbytes)
         if key in self._in_place:
             return self._in_place[key]
-        if self._is_small(output, _DIRECT_PART):
+        if self._is_small(output):
             return None
         places = [link.place_of(output, input) for link in self.links]
         place = next(filter(None, places), None)
-        if place is None and self._is_small(output):
-            return None
         what = f"all_gather of {output.nbytes} bytes"
         parts, own = output.view(-1).chunk(self.num_ranks), input.view(-1)
         if place is not None:

@@ -64,8 +64,8 @@ class ReferenceRun:
             value.view(bits).view(-1)[-1] ^= 1
         return [found]
 
-    def enter(self, ledger: Any, scenario: Scenario, got: list[Values]) -> None:
-        ledger.enter(scenario, 0, got[0])
+    def enter(self, ledger: Any, scenario: Scenario, way: Way, got: list[Values]) -> None:
+        ledger.enter(scenario, way, 0, got[0])
 
     def check_first(self, scenario: Scenario, got: list[Values]) -> None:
         assert got[0]["out"].isfinite().all()
@@ -100,9 +100,11 @@ def test_ranks_draw_the_same_scenarios_and_order():
     assert first.config == second.config
     for one, other in zip(first.inputs.x, second.inputs.x, strict=True):
         assert torch.equal(one, other)
-    orders = [list(itertools.islice(schedule(7), 500)) for _ in range(2)]
+    orders = [list(itertools.islice(schedule(7, looks_ahead=True), 500)) for _ in range(2)]
     assert orders[0] == orders[1]
     number, way, on_nan = zip(*orders[0], strict=True)
     assert set(number) == set(range(stress.SCENARIOS))
     assert {one.bounded for one in way} == {one.training for one in way} == set(on_nan)
+    assert {one.ahead for one in way} == set(on_nan)
+    assert not any(one.ahead for _, one, _ in itertools.islice(schedule(7, looks_ahead=False), 500))
     assert not on_nan[: number.index(1) + 1].count(True), "a first run on NaN"

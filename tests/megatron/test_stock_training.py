@@ -124,12 +124,14 @@ def test_what_a_training_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> N
 def test_replicas_are_judged_over_balanced_routing(capsys: pytest.CaptureFixture[str]) -> None:
     from types import SimpleNamespace
 
-    times = {("learned", 2): 102.0, ("balanced", 0): 100.0, ("skewed", 2): 104.0}
-    replicas.say_ratios({**times, ("learned", None): 204.0}, SimpleNamespace(out=None))
+    times = {"learned:2": 102.0, "balanced:0": 100.0, "skewed:2:1:lookahead": 104.0}
+    ms = {Run.of(run): each for run, each in {**times, "learned:alltoall": 204.0}.items()}
+    replicas.say_ratios(ms, SimpleNamespace(out=None))
     assert capsys.readouterr().out.splitlines() == [
-        "learned, 2 slots, over balanced, 0 slots: 1.020, asked 1.03: kept",
-        "skewed, 2 slots, over balanced, 0 slots: 1.040",
-        "alltoall over 2 slots, learned: 2.000",
+        "learned, alltoall, queues 1, launch over learned, 2 slots, queues 1, launch: 2.000",
+        "learned, 2 slots, queues 1, launch over balanced, 0 slots, queues 1, launch: 1.020, "
+        "asked 1.03: kept",
+        "skewed, 2 slots, queues 1, lookahead over balanced, 0 slots, queues 1, launch: 1.040",
     ]
 
 

@@ -29,7 +29,6 @@ to 1.06 times the mean. In "moving", each forward has other biases, so that owne
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -256,7 +255,7 @@ def check_step(args: argparse.Namespace) -> bool:
         batch = ["--global-batch-size", str(8 * args.gpus)]  # four micro-batches
         model = [*COMMON.split(), *QWEN3.split(), "--num-experts", "128", *batch]
     end = time.monotonic() + args.step_seconds
-    outcomes: dict[tuple[str, int | None], Outcome] = {}
+    outcomes: dict[Run, Outcome] = {}
     right = True
     for run in map(Run.of, args.steps):
         if time.monotonic() > end:
@@ -264,33 +263,29 @@ def check_step(args: argparse.Namespace) -> bool:
             continue
         outcome, loads = train(args, run, model, args.step_iterations, args.limit)
         right &= is_right(run, outcome, loads, args.step_iterations, args.kind)
-        outcomes[run.routing, run.slots] = outcome
+        outcomes[run] = outcome
     for routing in ROUTINGS:
-        same = [one.losses[:5] for (name, _), one in outcomes.items() if name == routing]
+        same = [one.losses[:5] for run, one in outcomes.items() if run.routing == routing]
         if len(same) > 1 and not agree(same):
             print(f"wrong, {routing}: first losses differ: {same}", flush=True)
             right = False
-    say_ratios({key: one.median_ms(WARM) for key, one in outcomes.items()}, args)
+    say_ratios({run: one.median_ms(WARM) for run, one in outcomes.items()}, args)
     return right
 
 
-def say_ratios(ms: dict[tuple[str, int | None], float], args: argparse.Namespace) -> None:
-    """Says what each training takes over balanced ones, and what alltoall over ours."""
-    for slots in (0, 2):
-        base = ms.get(("balanced", slots), math.nan)
-        for (routing, own), each in ms.items():
-            ratio = each / base
-            if routing == "balanced" or own is None or math.isnan(ratio):
-                continue
-            verdict = ""
-            if routing == "learned" and own and not slots:
-                verdict = f", asked {ASKED}: {'kept' if ratio <= ASKED else 'missed'}"
-            print(f"{routing}, {own} slots, over balanced, {slots} slots: {ratio:.3f}{verdict}")
-            tell(args, run=f"{routing}:{own}", over=f"balanced:{slots}", ratio=ratio)
-    for own in (0, 2):
-        ratio = ms.get(("learned", None), math.nan) / ms.get(("learned", own), math.nan)
-        if not math.isnan(ratio):
-            print(f"alltoall over {own} slots, learned: {ratio:.3f}", flush=True)
+def say_ratios(ms: dict[Run, float], args: argparse.Namespace) -> None:
+    """Says what each training takes over balanced ones, and alltoall over ours."""
+    for base in ms:
+        for run, each in ms.items():
+            ratio = each / ms[base]
+            if base.routing == "balanced" != run.routing and run.slots is not None:
+                verdict = ""
+                if run.routing == "learned" and run.slots and not base.slots:
+                    verdict = f", asked {ASKED}: {'kept' if ratio <= ASKED else 'missed'}"
+                print(f"{run} over {base}: {ratio:.3f}{verdict}", flush=True)
+                tell(args, run=str(run), over=str(base), ratio=ratio)
+            if run.slots is None is not base.slots and run.routing == base.routing:
+                print(f"{run} over {base}: {ratio:.3f}", flush=True)
 
 
 def check_training(args: argparse.Namespace) -> bool:

@@ -11,7 +11,7 @@ latency alone is longer than what the others take carries nothing.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
@@ -76,6 +76,10 @@ class LinkModel:
         """
         grains = round(self.chunk * math.sqrt(share) / GRAIN)
         return max(min(self.chunk, CHUNKS[0]), grains * GRAIN)
+
+
+_NEVER = LinkModel(math.inf, 1.0)
+"""A link that carries nothing, whatever the size."""
 
 
 @dataclass(frozen=True)
@@ -163,15 +167,20 @@ class Balancer:
 
     Args:
         names: The links' names; used in messages and results.
+        without: Those that never carry anything.
 
     Raises:
-        ConfigError: There is no link, or two have one name.
+        ConfigError: No link is left, or two have one name.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        if not names or len(set(names)) < len(names):
-            raise ConfigError(f"links {list(names)}: wanted at least one, each with its own name")
+    def __init__(self, names: Sequence[str], without: Collection[str] = ()) -> None:
+        if not set(names) - set(without) or len(set(names)) < len(names):
+            raise ConfigError(
+                f"links {list(names)} without {list(without)}: wanted at least one, each with its "
+                "own name"
+            )
         self.names = tuple(names)
+        self._left_out = frozenset(i for i, name in enumerate(names) if name in without)
         self._classes: dict[int, _Class] = {}
 
     def is_tuned(self, nbytes: int) -> bool:
@@ -206,7 +215,7 @@ class Balancer:
             The shares that were fastest in trials of their own and in a last comparison with
             their neighbours and with the best link alone.
         """
-        tuning = _Tuning(len(self.names), nbytes, measure)
+        tuning = _Tuning(len(self.names), self._left_out, nbytes, measure)
         tuning.shrink_chunks()
         shares = tuning.settled(tuning.refined())
         self._classes[size_class(nbytes)] = _Class(tuning.models, shares, tuning.trials)
@@ -239,16 +248,22 @@ class Balancer:
 class _Tuning:
     """The trials of stage one for one size."""
 
-    def __init__(self, num_links: int, nbytes: int, measure: Measure) -> None:
+    def __init__(
+        self, num_links: int, left_out: Collection[int], nbytes: int, measure: Measure
+    ) -> None:
         self.trials = 0
         self._num_links, self._nbytes, self._measure = num_links, nbytes, measure
         self._alone: list[Trial] = []
-        self.models = [self._model_of(link) for link in range(num_links)]
+        each = (MAX_TRIALS * 5 // 8) // (num_links - len(left_out)) - 1
+        self.models = [
+            _NEVER if link in left_out else self._model_of(link, each) for link in range(num_links)
+        ]
 
-    def _model_of(self, link: int) -> LinkModel:
-        """Tries a link alone: each chunk size, then an eighth of the bytes."""
-        # Several links share the trials; those of the share search have to remain.
-        room = (MAX_TRIALS * 5 // 8) // self._num_links - 1
+    def _model_of(self, link: int, room: int) -> LinkModel:
+        """Tries a link alone: each chunk size that there is room for, then an eighth of the bytes.
+
+        Links share the trials, and those of the share search have to remain.
+        """
         tried = {}
         least_chunk = min(self._nbytes / MOST_CHUNKS, CHUNKS[-1])
         candidates = [chunk for chunk in CHUNKS if chunk >= least_chunk]

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,13 +38,16 @@ from flashmoe_megatron.multipath.links import (
     timed_event,
 )
 from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
-from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
+from flashmoe_megatron.multipath.trials import one_of_a_row, row_of, seconds_of
 
 MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""
 
 _TRIAL_BYTES = 64 * 2**20
 """What links of one kind of wires move to each peer to find the faster one."""
+
+_ROUNDS = 3
+"""How often gathers by links and by torch.distributed are compared; medians count."""
 
 _WINDOWS = 4
 """Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
@@ -137,8 +141,11 @@ class Multipath:
         if not self.links:
             raise ConfigError(f"no link can be made between the {self.num_ranks} ranks")
         self._is_on_gpus = any(link.device_type == "cuda" for link in self.links)
+        # Links that are asked for by name are used.
+        self._may_do_without = links == "auto" and self._is_on_gpus
         self._number = 0
         self._broken: FlashMoEError | None = None
+        self._faster: dict[tuple[Balancer, int], bool] = {}
         self._times: dict[tuple[Balancer, int], _Times] = defaultdict(lambda: _Times(self._control))
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -146,10 +153,11 @@ class Multipath:
         else:
             self._worker = concurrent.futures.ThreadPoolExecutor(1, "flashmoe-multipath")
         try:
-            if links == "auto":
-                self._leave_out_slower("peer", "nccl")
             names = [link.name for link in self.links]
-            self.balancer, self.direct = Balancer(names), Balancer(names)
+            slower = self._slower("peer", "nccl") if links == "auto" else None
+            self.balancer = Balancer(names, without={slower} if slower else ())
+            # Peer copies without a detour are never the slower ones.
+            self.direct = Balancer(names, without={"nccl"} if slower else ())
         except BaseException:
             self._close_links()
             raise
@@ -174,11 +182,15 @@ class Multipath:
         if output.numel() != self.num_ranks * input.numel():
             raise _uneven("all_gather", "output", output, self.num_ranks, input)
         gather = self._gather_of(output, input)
+        plain = functools.partial(dist.all_gather_into_tensor, output, input, self._group)
         if gather is None:
-            return _plain(dist.all_gather_into_tensor(output, input, self._group, async_op))
+            return _plain(plain(async_op))
 
         def run() -> None:
-            self._guard(output, self.exchange(*gather))
+            if self._may_do_without and not self._pays(gather, plain):
+                plain()
+            else:
+                self._guard(output, self.exchange(*gather))
 
         return self._start(run, (output, input), async_op)
 
@@ -438,14 +450,19 @@ class Multipath:
             The links that have carried something.
         """
         balancer = self._balancer_of(pieces)
-        length = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
-        inbound = length * (self.num_ranks - 1)
+        inbound = self._inbound(pieces)
         if not balancer.is_tuned(inbound):
             self.tune(inbound, pieces, what)
+        length = inbound // (self.num_ranks - 1)
         carried, chunks, rates = self._route(balancer, length, balancer.shares(inbound))
         flights = self.fly(what, pieces, carried, chunks, rates, meanwhile)
         self._note(balancer, inbound, flights)
         return {link for link, flight in zip(self.links, flights, strict=True) if flight}
+
+    def _inbound(self, pieces: Sequence[Piece]) -> int:
+        """Bytes that a rank receives of all others, if all pieces are as long as the longest."""
+        longest = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
+        return longest * (self.num_ranks - 1)
 
     def _balancer_of(self, pieces: Sequence[Piece]) -> Balancer:
         return self.balancer if pieces[0].place is None else self.direct
@@ -538,11 +555,11 @@ class Multipath:
         self._balancer_of(pieces).tune(inbound, measure)
         self._route.cache_clear()
 
-    def _leave_out_slower(self, *names: str) -> None:
-        """Keeps the fastest of links that use the same wires. Collective."""
+    def _slower(self, *names: str) -> str | None:
+        """The slower one of two links that use the same wires, if both are there. Collective."""
         rivals = [index for index, link in enumerate(self.links) if link.name in names]
         if len(rivals) < 2:
-            return
+            return None
         shape = (self.num_ranks + 1, _TRIAL_BYTES)
         empty = torch.empty(shape, dtype=torch.uint8, device=self.device)
         pieces = self._pieces([empty[-1]] * self.num_ranks, list(empty[:-1]))
@@ -554,13 +571,21 @@ class Multipath:
             flight = flights[index]
             assert flight is not None
             took[index] = min(took[index], *greatest(self._control.gather([flight.seconds()])))
-        fastest = min(rivals, key=lambda index: took[index])
-        for index in rivals:
-            if index != fastest:
-                self.links[index].close()
-        self.links = [
-            link for index, link in enumerate(self.links) if index == fastest or index not in rivals
-        ]
+        return self.links[max(rivals, key=lambda index: took[index])].name
+
+    def _pays(self, gather: "_Gather", plain: Callable[[], object]) -> bool:
+        """Whether links gather faster than torch.distributed; tried once for a size. Collective."""
+        balancer, inbound = self._balancer_of(gather.pieces), self._inbound(gather.pieces)
+        key = balancer, size_class(inbound)
+        if key not in self._faster:
+            ours = functools.partial(self.exchange, *gather)
+            ours()  # which tunes
+            mark = functools.partial(timed_event, torch.cuda.current_stream(self.device.index))
+            rounds = [(row_of(ours, mark)[1], row_of(plain, mark)[1]) for _ in range(_ROUNDS)]
+            own = [statistics.median(column) for column in zip(*rounds, strict=True)]
+            by_links, by_plain = greatest(self._control.gather(own))
+            self._faster[key] = by_links <= by_plain
+        return self._faster[key]
 
     def _note(self, balancer: Balancer, inbound: int, flights: list[Flight | None]) -> None:
         """Hands times to the balancer, a window at a time and after all ranks have agreed."""

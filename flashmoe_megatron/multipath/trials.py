@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from flashmoe_megatron.multipath.control import greatest
 from flashmoe_megatron.multipath.links import Flight
+
+_Moved = TypeVar("_Moved")
 
 _REPEATS = 5
 """Transfers of a trial that count, behind one that does not."""
@@ -27,16 +29,30 @@ def one_of_a_row(
         mark: An event with a time, behind what has been issued.
         gather: Tells all ranks a row of numbers and gives theirs.
     """
+    runs, took = row_of(move, mark)
+    means = [fmean(column) for column in zip(*map(seconds_of, runs), strict=True)]
+    *means, took = greatest(gather([*means, took]))
+    slowest = max(means) or 1.0
+    return [took * mean / slowest for mean in means]
+
+
+def row_of(move: Callable[[], _Moved], mark: Callable[[], Any]) -> tuple[list[_Moved], float]:
+    """Several transfers behind one that does not count.
+
+    Args:
+        move: Issues a transfer.
+        mark: As in :func:`one_of_a_row`.
+
+    Returns:
+        What each gave, and seconds from the end of the first one to that of the last one over their
+        number.
+    """
     move()
     begin = mark()
     runs = [move() for _ in range(_REPEATS)]
     end = mark()
     end.synchronize()
-    means = [fmean(column) for column in zip(*map(seconds_of, runs), strict=True)]
-    took = float(begin.elapsed_time(end)) * 1e-3 / _REPEATS
-    *means, took = greatest(gather([*means, took]))
-    slowest = max(means) or 1.0
-    return [took * mean / slowest for mean in means]
+    return runs, float(begin.elapsed_time(end)) * 1e-3 / _REPEATS
 
 
 def seconds_of(flights: Sequence[Flight | None]) -> list[float]:

@@ -1,12 +1,14 @@
 """The host relay and peer copies between two processes that share one GPU."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron import FlashMoELayer, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError, ShapeError
+from flashmoe_megatron.multipath import multipath as multipath_module
 from flashmoe_megatron.multipath.multipath import Multipath
 from tests.distributed import RankError, RankPool
 
@@ -75,6 +78,37 @@ def all_operations(group: dist.ProcessGroup, dtypes: list[torch.dtype]) -> None:
 
 def test_operations_are_right(pair: RankPool) -> None:
     pair.run(all_operations, [torch.bfloat16, torch.float32, torch.int32, torch.uint8])
+
+
+def gathers_by_what_is_faster(group: dist.ProcessGroup, links_take: float) -> None:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    parts = [contribution(one, LENGTH, torch.float32).cuda() for one in range(ranks)]
+    by_links: list[str] = []
+    with made(group, links="auto") as multipath, pytest.MonkeyPatch.context() as patch:
+        exchange, takes = multipath.exchange, itertools.cycle([links_take, 1.0])
+
+        def noted(what: str, *rest: Any) -> set[Any]:
+            by_links.append(what)
+            return exchange(what, *rest)
+
+        patch.setattr(multipath, "exchange", noted)
+        patch.setattr(multipath_module, "row_of", lambda move, mark: ([move()], next(takes)))
+        gathered = torch.zeros(ranks * LENGTH, device="cuda")
+        for async_op in (False, True):
+            multipath.all_gather(gathered, parts[rank])
+            assert torch.equal(gathered, torch.cat(parts))
+            by_links.clear()
+            gathered.zero_()
+            work = multipath.all_gather(gathered, parts[rank], async_op)
+            if work is not None:
+                work.wait()
+            assert torch.equal(gathered, torch.cat(parts))
+            assert len(by_links) == (links_take < 1.0)
+
+
+@pytest.mark.parametrize("links_take", [0.5, 2.0])
+def test_gathers_go_by_what_is_faster(links_take: float, pair: RankPool) -> None:
+    pair.run(gathers_by_what_is_faster, links_take)
 
 
 def beside_launches(group: dist.ProcessGroup) -> None:

@@ -106,6 +106,23 @@ def test_a_link_whose_latency_loses_is_off_and_comes_with_size() -> None:
     assert not balancer.is_tuned(small)
 
 
+def test_a_link_that_is_left_out_is_never_tried() -> None:
+    links = [SimulatedLink(*one) for one in (("a", 100, 1), ("b", 400, 1), ("c", 50, 1))]
+    balancer = Balancer([link.name for link in links], without={"b"})
+    carried_by_b = []
+
+    def measured(carried: Sequence[int], chunks: Sequence[int]) -> list[float]:
+        carried_by_b.append(carried[1])
+        return measure(links, carried, chunks)
+
+    balancer.tune(2**26, measured)
+    assert not any(carried_by_b)
+    assert balancer.shares(2**26) == pytest.approx((2 / 3, 0, 1 / 3), abs=0.03)
+    for _ in range(4 * WINDOW):
+        balancer.observe(2**26, (1.0, 0.0, 1.2))
+    assert balancer.shares(2**26)[1] == 0
+
+
 def test_a_link_without_bytes_is_never_the_fastest() -> None:
     links = [SimulatedLink("a", 10, 1), SimulatedLink("b", 10, 100_000)]
     balancer = tuned(links, 2**24)
@@ -177,6 +194,8 @@ def test_wrong_links_are_refused() -> None:
     for names in ([], ["a", "a"]):
         with pytest.raises(ConfigError, match="wanted at least one, each with its own name"):
             Balancer(names)
+    with pytest.raises(ConfigError, match=r"links \['a'\] without \['a'\]"):
+        Balancer(["a"], without=["a"])
     with pytest.raises(ConfigError, match="not initialized"):
         Multipath()
 

@@ -34,9 +34,12 @@ GRADS = """A::bulk_wait_complete();
     FLASHMOE_KEEP_LOOP"""
 WAITS_FOR_HOST = 'protocol::await_left<A>(&here_.row_signals[host], epoch, waiting("a push"));\n'
 WAITS_FOR_ALL = "if (is_host) hear_all(epoch);\n"
-WAITS_FOR_OWN = "bool is_awaited = src == rank_;\n"
+WAITS_FOR_OWN = 'protocol::await<A>(&here_.tickets[2], 1, waiting("an addition"));\n'
 WAITS_FOR_HOSTS = "for_replicas(launch, [&](int host, int, int) { is_awaited |= host == src; });\n"
+STORES = "store_in_slots(launch, epoch, product);\n"
 STORED = "if (product == 0) publish_slot_grads(epoch, product);\n"
+OWN_STORED = """A::bulk_wait_complete();
+            if (product == 0) protocol::publish<A>(&here_.tickets[2]);"""
 TELLS = "[&] { tell_of_fc2(launch, epoch); }"
 PUSHES_AHEAD_AT_ONCE = f"if (launch.kind != ReplicaKind::kSettle) {WAITS_FOR_HOST}"
 WAITS_FOR_WEIGHTS = (
@@ -158,6 +161,16 @@ MUTANTS = [
         ((PROTOCOL, GRADS, GRADS.replace("A::bulk_wait_complete();", "")),),
     ),
     Mutant(
+        "a slot's gradient is told of before it is stored",
+        "training",
+        STILL_READ,
+        False,
+        (
+            (MODEL, STORED, ""),
+            (MODEL, STORES, STORED + STORES),
+        ),
+    ),
+    Mutant(
         "a slot's gradient is added without acquiring",
         "training",
         UNWRITTEN,
@@ -189,7 +202,14 @@ MUTANTS = [
         "training",
         UNWRITTEN,
         False,
-        ((MODEL, WAITS_FOR_OWN, "bool is_awaited = false;\n"),),
+        ((MODEL, WAITS_FOR_OWN, ""),),
+    ),
+    Mutant(
+        "the owner's own gradients are counted before their copies are complete",
+        "training",
+        UNWRITTEN,
+        False,
+        ((MODEL, OWN_STORED, OWN_STORED.replace("A::bulk_wait_complete();\n", "")),),
     ),
     Mutant(
         "gradients are added before their hosts have stored them",

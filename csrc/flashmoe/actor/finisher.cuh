@@ -33,7 +33,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
     RingCursor<kTileSlots> slot;
     RingCursor<1> handover_cursor;
     int chunk = 0;
-    [[maybe_unused]] bool has_counted_grads = false;
+    [[maybe_unused]] CountedGrads counted;
     begin_span(Span::kFinish);
     if constexpr (Pass::kIsBackward) publish_grads(args, handover, processor);
     open_rooms(handover, processor);
@@ -43,8 +43,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (tile.gemm == TileInfo::kNoTile) break;
         if constexpr (Pass::kIsBackward) {
             if (is_weight_grad(tile)) {
-                finish_weight_grad(args, tile, handover, handover_cursor, processor,
-                                   has_counted_grads);
+                finish_weight_grad(args, tile, handover, handover_cursor, processor, counted);
                 continue;
             }
         }
@@ -94,9 +93,11 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
     if constexpr (Pass::kIsBackward) {
         ptx::bulk_wait_complete();  // weight gradients, which nobody in this launch waits for
         if constexpr (kHasReplicas) {
-            // But owners of replicas wait for fc2's, of this finisher's processor, too.
+            // But owners of replicas wait for fc2's, and this GPU's warps that add them, also for
+            // those of this finisher's processor.
             ptx::barrier_sync(kProcessorEnds + processor, (kProcessorWarps + 1) * 32);
-            if (not has_counted_grads) count_fc2_grads(args);
+            if (not counted.in_slots) count_slot_grads(args);
+            if (not counted.fc2) count_fc2_grads(args);
         }
     }
     end_span(Span::kFinish);

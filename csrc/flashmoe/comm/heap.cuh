@@ -40,8 +40,8 @@ struct HeapLayout {
     uint64_t routes;            // Route[parity 2][rank][token][heap_topk], every rank's routing
     // These are there if some layer has spare slots: every rank's routes by expert, u32[parity
     // 2][rank][heap_experts]; epochs whose weights owners have pushed, u32[spare slot], and whose
-    // gradients ranks have stored, u32[SlotGrads][rank]; and what is in slots, of expert_elements
-    // each, bf16 that owners write and f32 that they read.
+    // gradients ranks have stored in slots, u32[SlotGrads][rank]; and what is in slots, of
+    // expert_elements each, 16-bit weights that owners write and f32 gradients that they read.
     FLASHMOE_SLOT_FIELD(uint64_t, route_counts);
     FLASHMOE_SLOT_FIELD(uint64_t, weights_ready);
     FLASHMOE_SLOT_FIELD(uint64_t, grads_ready);

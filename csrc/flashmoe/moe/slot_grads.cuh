@@ -57,14 +57,13 @@ __device__ __forceinline__ void add_fours(
     }
 }
 
-// Waits until this rank has stored its gradients, and so have those that hold its experts. Scope: a
-// warp.
+// Waits until those that hold this rank's experts have stored their gradients. Scope: a warp.
 __device__ __forceinline__ void await_slot_grads(const BackwardArgs& args,
                                                  SlotGrads which,
                                                  uint32_t epoch) {
     const Shape& s = args.shape;
     const int rank = int(threadIdx.x % 32);
-    bool is_awaited = rank == s.rank;
+    bool is_awaited = false;
     for (int i = 0; i < s.spare_slots and rank < s.num_ranks; ++i) {
         const int expert = args.plan.hosts[rank * s.spare_slots + i];
         is_awaited |= expert >= 0 and expert / s.num_local_experts() == s.rank;
@@ -73,6 +72,19 @@ __device__ __forceinline__ void await_slot_grads(const BackwardArgs& args,
         protocol::await_slot_grads<Atomics>(
             args.heap.grads_ready(s.rank, which, rank), epoch, [&](auto load, auto done) {
                 wait_for(args.watchdog, {Wait::kReplicaGrads, rank, 0, epoch}, load, done);
+            });
+    }
+    __syncwarp();
+}
+
+// Waits until this rank has stored its own fc2 gradients. Scope: a warp.
+__device__ __forceinline__ void await_fc2_grads(const BackwardArgs& args) {
+    if (threadIdx.x % 32 == 0) {
+        const uint32_t target = kNumProcessors * gridDim.x;
+        protocol::await<Atomics>(
+            &args.workspace.tickets->fc2_grads_stored, target, [&](auto load, auto done) {
+                wait_for(args.watchdog, {Wait::kReplicaGrads, args.shape.rank, 0, target}, load,
+                         done);
             });
     }
     __syncwarp();
@@ -104,6 +116,7 @@ __device__ __forceinline__ void add_fc2_replicas(const BackwardArgs& args) {
         const int ticket = take_tickets(&args.workspace.tickets->pulled, 1);
         if (ticket >= tickets) return;
         if (not has_heard) {
+            await_fc2_grads(args);
             await_slot_grads(args, SlotGrads::kFc2, current_epoch(args.workspace));
             has_heard = true;
         }

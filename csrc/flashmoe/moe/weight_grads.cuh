@@ -4,7 +4,8 @@
 // hence no atomics in the order of sums, and the same bits at every run. Pad rows are zeros. fc2's
 // tiles come first: its gradients are complete while fc1's are computed, and a stream that waits
 // for them alone, such as their reduction over replicas, is told so. Where there are spare slots,
-// that is once owners have added what is in them (slot_grads.cuh).
+// that is once owners have added what is in them (slot_grads.cuh). These come first within a
+// product, and owners hear of fc2's while the own experts' are multiplied.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
@@ -25,6 +26,16 @@ __device__ __forceinline__ const WeightGradProduct& product_of(const BackwardArg
     return args.weight_grads.product[tile.gemm - kFirstWeightGrad];
 }
 
+// The slots in the order of their tiles.
+__device__ __forceinline__ int nth_slot(const BackwardArgs& args, int nth) {
+    if constexpr (kHasReplicas) {
+        const int slot = args.first_spare + nth, num_slots = args.shape.num_local_slots();
+        return slot < num_slots ? slot : slot - num_slots;
+    } else {
+        return nth;
+    }
+}
+
 // Ticket -> pair of tiles; an expert's pairs stay together.
 __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, int ticket) {
     for (int which = 0; which < 2; ++which) {
@@ -36,7 +47,7 @@ __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, i
         if (ticket < tiles) {
             const protocol::BandOrder::Place place = order.at(ticket % per_expert);
             return {int16_t(kFirstWeightGrad + which),
-                    int16_t(ticket / per_expert),
+                    int16_t(nth_slot(args, ticket / per_expert)),
                     Pair::kAlongM,
                     kClusterSize * kNumProcessors,
                     false,
@@ -206,7 +217,8 @@ __device__ __forceinline__ void tell_fc2_grads(const BackwardArgs& args) {
     if (number != 0) Atomics::store<protocol::Scope::kSystem>(args.workspace.fc2_grads, number);
 }
 
-// Tells all ranks that gradients are stored here. Scope: one thread, once all of them are.
+// Tells all ranks that the gradients in spare slots are stored here. Scope: one thread, once all of
+// them are.
 __device__ __forceinline__ void publish_slot_grads(const BackwardArgs& args,
                                                    SlotGrads which,
                                                    uint32_t epoch) {
@@ -216,21 +228,35 @@ __device__ __forceinline__ void publish_slot_grads(const BackwardArgs& args,
     });
 }
 
-// Counts that a processor and its finisher have stored all of their fc2 gradients; the GPU's last
-// finisher tells the streams, or with spare slots all ranks. Where some CTA has no tile of fc1, the
-// end of the launch tells the streams; ranks are told by then, since owners wait for it. Scope: a
-// finisher, behind its bulk copies and what its processor's warps have handed over since.
-__device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
+// What a finisher has counted of its own and its processor's fc2 gradients.
+struct CountedGrads {
+    bool in_slots = false;  // with spare slots
+    bool fc2 = false;       // all of them
+};
+
+// Counts that a processor and its finisher have stored their fc2 gradients of spare slots; the
+// GPU's last finisher tells all ranks. Scope: as below.
+__device__ __forceinline__ void count_slot_grads(const BackwardArgs& args) {
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
     protocol::arrive<Atomics>(
-        &args.workspace.tickets->fc2_grads_stored, kNumProcessors * gridDim.x, [&] {
-            if constexpr (kHasReplicas) {
-                publish_slot_grads(args, SlotGrads::kFc2, current_epoch(args.workspace));
-            } else {
-                tell_fc2_grads(args);
-            }
-        });
+        &args.workspace.tickets->slot_grads_stored, kNumProcessors * gridDim.x,
+        [&] { publish_slot_grads(args, SlotGrads::kFc2, current_epoch(args.workspace)); });
+}
+
+// Counts that they have stored all of their fc2 gradients; the GPU's last finisher tells the
+// streams. With spare slots those who add replicas' wait for the count, and tell them. Where some
+// CTA has no tile of fc1, the end of the launch tells the streams. Scope: a finisher, behind its
+// bulk copies and what its processor's warps have handed over since.
+__device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    if constexpr (kHasReplicas) {
+        protocol::publish<Atomics>(&args.workspace.tickets->fc2_grads_stored);
+    } else {
+        protocol::arrive<Atomics>(&args.workspace.tickets->fc2_grads_stored,
+                                  kNumProcessors * gridDim.x, [&] { tell_fc2_grads(args); });
+    }
 }
 
 // Sends the half of a tile that processors leave to it, in pieces over half the time of the next
@@ -240,13 +266,16 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
                                                    const Handover& handover,
                                                    RingCursor<1>& handover_cursor,
                                                    int processor,
-                                                   bool& has_counted) {
+                                                   CountedGrads& counted) {
     constexpr int kPieces = kProcessorWarps * kHalfBlocks;
     constexpr unsigned kBlockNs = 650;  // the time in which a block of K is multiplied
     const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
     if (num_k_blocks == 0) return;
-    const bool counts = not has_counted and tile.gemm == kFc1WeightGrad;
-    if (counts) ptx::bulk_wait_complete();  // fc2's last tile
+    const bool is_fc1 = tile.gemm == kFc1WeightGrad;
+    const bool counts_fc2 = not counted.fc2 and is_fc1;
+    const bool counts_slots =
+        kHasReplicas and not counted.in_slots and (is_fc1 or tile.expert < args.first_spare);
+    if (counts_fc2 or counts_slots) ptx::bulk_wait_complete();  // the last tile of what is counted
     GiveBack give_back;
 #pragma unroll 1
     for (int warp = 0; warp < kProcessorWarps; ++warp) {
@@ -262,8 +291,10 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
         }
         give_back.follow(room.empty);
     }
-    if (counts) count_fc2_grads(args);
-    has_counted |= counts;
+    if (counts_slots) count_slot_grads(args);
+    if (counts_fc2) count_fc2_grads(args);
+    counted.in_slots |= counts_slots;
+    counted.fc2 |= counts_fc2;
     give_back.finish();
     handover_cursor.advance();
 }

@@ -18,10 +18,11 @@ struct Tickets {
     uint32_t fc2_grads_stored;  // finishers that have sent all of their fc2 gradients
     uint32_t dispatched;        // dispatch warps whose rows are all copied
     uint32_t routes_published, rows_published, rows_taken, leaving;
-    uint32_t barrier[3];   // rows are counted, rows are placed, replicas are planned
-    uint32_t pushed;       // tickets for weights that replicas get
-    uint32_t pulled;       // tickets for fc2's gradients that replicas have
-    uint32_t grads_added;  // of these tickets, those whose gradients are added
+    uint32_t barrier[3];         // rows are counted, rows are placed, replicas are planned
+    uint32_t pushed;             // tickets for weights that replicas get
+    uint32_t pulled;             // tickets for fc2's gradients that replicas have
+    uint32_t grads_added;        // of these tickets, those whose gradients are added
+    uint32_t slot_grads_stored;  // finishers that have sent their fc2 gradients of spare slots
 };
 
 // Takes the next `count` items off a counter. Scope: one warp.

@@ -40,9 +40,8 @@ FLASHMOE_PROTOCOL void await_weights(const typename A::U32* weights_ready,
     A::fence_proxy_async();
 }
 
-// Tells every rank that a product's gradients are stored here, of this rank's own experts and of
-// those in its slots. Scope: the thread whose bulk copies have stored the last of them, behind
-// those of all others.
+// Tells every rank that a product's gradients of this rank's slots are stored. Scope: the thread
+// whose bulk copies have stored the last of them, behind those of all others.
 template <class A, class WordOf>
 FLASHMOE_PROTOCOL void publish_slot_grads(int num_ranks, uint32_t epoch, WordOf word_of) {
     A::bulk_wait_complete();

@@ -47,7 +47,7 @@ struct ReplicaMemory {
     typename A::template Array<typename A::Plain> slot_weights, slot_grads;
     // This GPU's own.
     typename A::template Array<typename A::Plain> weights, grads, epoch, settled;
-    typename A::template Array<typename A::U32> tickets;  // pulled, and added
+    typename A::template Array<typename A::U32> tickets;  // pulled, added, and stored of fc2
     typename A::Join launch_join, end_join;
 
     ReplicaMemory(const ReplicaSizes& s, int rank)
@@ -61,7 +61,7 @@ struct ReplicaMemory {
           grads(kProducts * s.pieces * s.local, "grads", rank),
           epoch(1, "epoch", rank),
           settled(1, "settled", rank),
-          tickets(2, "tickets", rank),
+          tickets(3, "tickets", rank),
           launch_join(2),
           end_join(2) {}
 };
@@ -178,23 +178,31 @@ class ReplicaAgent {
         for (int expert : launch.hosts[rank_]) is_host |= expert >= 0;
         if (is_host) hear_all(epoch);
         for (int product = 0; product < kProducts; ++product) {
-            for (int piece = 0; piece < s_.pieces; ++piece) {
-                const int part = product * s_.pieces + piece;
-                for (int slot = 0; slot < s_.slots; ++slot) {
-                    const int expert = launch.hosts[rank_][slot];
-                    if (expert < 0) continue;
-                    A::write_by_bulk(slot_grad(rank_, product, piece, slot),
-                                     slot_grad_value(epoch, rank_, expert, part));
-                }
-                for (int i = 0; i < s_.local; ++i) {
-                    const int expert = rank_ * s_.local + i;
-                    A::write_by_bulk(own_grad(product, piece, expert),
-                                     slot_grad_value(epoch, rank_, expert, part));
-                }
-            }
+            store_in_slots(launch, epoch, product);
             if (product == 0) publish_slot_grads(epoch, product);
+            store_own(epoch, product);
+            A::bulk_wait_complete();
+            if (product == 0) protocol::publish<A>(&here_.tickets[2]);
         }
-        A::bulk_wait_complete();
+    }
+    void store_in_slots(const ReplicaLaunch& launch, uint32_t epoch, int product) {
+        for (int piece = 0; piece < s_.pieces; ++piece) {
+            for (int slot = 0; slot < s_.slots; ++slot) {
+                const int expert = launch.hosts[rank_][slot], part = product * s_.pieces + piece;
+                if (expert < 0) continue;
+                A::write_by_bulk(slot_grad(rank_, product, piece, slot),
+                                 slot_grad_value(epoch, rank_, expert, part));
+            }
+        }
+    }
+    void store_own(uint32_t epoch, int product) {
+        for (int piece = 0; piece < s_.pieces; ++piece) {
+            for (int i = 0; i < s_.local; ++i) {
+                const int expert = rank_ * s_.local + i, part = product * s_.pieces + piece;
+                A::write_by_bulk(own_grad(product, piece, expert),
+                                 slot_grad_value(epoch, rank_, expert, part));
+            }
+        }
     }
 
     void publish_slot_grads(uint32_t epoch, int product) {
@@ -205,7 +213,7 @@ class ReplicaAgent {
 
     void await_slot_grads(const ReplicaLaunch& launch, uint32_t epoch, int product) {
         for (int src = 0; src < s_.ranks; ++src) {
-            bool is_awaited = src == rank_;
+            bool is_awaited = false;
             for_replicas(launch, [&](int host, int, int) { is_awaited |= host == src; });
             if (not is_awaited) continue;
             protocol::await_slot_grads<A>(&here_.grads_ready[product * s_.ranks + src], epoch,
@@ -228,7 +236,10 @@ class ReplicaAgent {
         for (bool has_heard = false;; has_heard = true) {
             const uint32_t piece = protocol::take<A>(&here_.tickets[0], 1);
             if (piece >= count) return;
-            if (not has_heard) await_slot_grads(launch, epoch, 0);
+            if (not has_heard) {
+                protocol::await<A>(&here_.tickets[2], 1, waiting("an addition"));
+                await_slot_grads(launch, epoch, 0);
+            }
             add_piece(launch, 0, int(piece));
             protocol::arrive<A>(&here_.tickets[1], count, [&] { tell_of_fc2(launch, epoch); });
         }
@@ -266,7 +277,7 @@ class ReplicaAgent {
         for (int product = 0; product < kProducts and is_backward; ++product) {
             check_grads(launch, epoch, product, "a gradient is not the sum of all replicas'");
         }
-        protocol::reset<A>(&here_.tickets[0], 0, 1, 2);
+        protocol::reset<A>(&here_.tickets[0], 0, 1, 3);
         if (launch.kind == ReplicaKind::kSettle) A::write(&here_.settled[0], epoch);
         A::write(&here_.epoch[0], epoch);
     }

@@ -105,11 +105,6 @@ inline int check_glu(const FlashMoEProblem* p) {
 // What a layer may have beyond the experts that each rank owns.
 inline int check_slots(const FlashMoEProblem* p) {
     if (not kHasReplicas) return FLASHMOE_OK;
-    if (p->dtype != FLASHMOE_BFLOAT16) {
-        return fail(FLASHMOE_BAD_ARGUMENT,
-                    "dtype %d in a group whose layers have spare slots: wanted bfloat16 (%d)",
-                    p->dtype, FLASHMOE_BFLOAT16);
-    }
     if (p->replica_policy != FLASHMOE_BALANCE and p->replica_policy != FLASHMOE_POPULAR) {
         return fail(FLASHMOE_BAD_ARGUMENT, "replica_policy %d: wanted 0 or 1", p->replica_policy);
     }

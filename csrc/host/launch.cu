@@ -62,29 +62,26 @@ Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
     return watchdog;
 }
 
-// With slots there are kernels for bfloat16 alone.
 KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
     using Select = KernelEntry (*)(bool);
-    static constexpr Select kBfloat16[2][2] = {{forward_bf16, forward_bf16_transposed},
-                                               {backward_bf16, backward_bf16_transposed}};
-    const Select* of_layouts = kBfloat16[is_backward];
-    if constexpr (not kHasReplicas) {
-        static constexpr Select kFloat16[2][2] = {{forward_fp16, forward_fp16_transposed},
-                                                  {backward_fp16, backward_fp16_transposed}};
-        if (p->dtype == FLASHMOE_FLOAT16) of_layouts = kFloat16[is_backward];
-    }
-    return of_layouts[p->is_transposed != 0](p->is_gated != 0);
+    static constexpr Select kEntries[2][2][2] = {
+        {{forward_bf16, forward_bf16_transposed}, {backward_bf16, backward_bf16_transposed}},
+        {{forward_fp16, forward_fp16_transposed}, {backward_fp16, backward_fp16_transposed}}};
+    const bool is_fp16 = p->dtype == FLASHMOE_FLOAT16;
+    return kEntries[is_fp16][is_backward][p->is_transposed != 0](p->is_gated != 0);
 }
 
 KernelEntry bias_grad_entry_of(const FlashMoEProblem* p, bool into_float32) {
-    if constexpr (not kHasReplicas) {
-        if (p->dtype == FLASHMOE_FLOAT16) return bias_grad_fp16(into_float32);
-    }
-    return bias_grad_bf16(into_float32);
+    return p->dtype == FLASHMOE_FLOAT16 ? bias_grad_fp16(into_float32)
+                                        : bias_grad_bf16(into_float32);
 }
 
-KernelEntry add_replicas_entry_of(bool into_float32) {
-    if constexpr (kHasReplicas) return add_replicas_bf16(into_float32);
+KernelEntry add_replicas_entry_of([[maybe_unused]] const FlashMoEProblem* p,
+                                  [[maybe_unused]] bool into_float32) {
+    if constexpr (kHasReplicas) {
+        return p->dtype == FLASHMOE_FLOAT16 ? add_replicas_fp16(into_float32)
+                                            : add_replicas_bf16(into_float32);
+    }
     return {};
 }
 
@@ -428,7 +425,8 @@ int launch_bias_grads(const FlashMoEProblem* p,
 int launch_add_replicas(const FlashMoEProblem* p,
                         const FlashMoEGroup* group,
                         const BackwardArgs& backward) {
-    const KernelEntry entry = add_replicas_entry_of(backward.weight_grads.dtype == Dtype::kFloat32);
+    const bool into_float32 = backward.weight_grads.dtype == Dtype::kFloat32;
+    const KernelEntry entry = add_replicas_entry_of(p, into_float32);
     return launch(entry.function, p->num_ctas, entry.num_threads, entry.smem_bytes, group->stream,
                   "launch that adds gradients of replicas", backward);
 }
@@ -458,10 +456,14 @@ int sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
 int preload(const FlashMoEProblem* problem) {
     FLASHMOE_TRY(check_problem(problem));
     const void* const kernels[] = {
-        reinterpret_cast<const void*>(&plan_kernel), reinterpret_cast<const void*>(&gather_kernel),
-        entry_of(problem, false).function,           entry_of(problem, true).function,
-        bias_grad_entry_of(problem, true).function,  bias_grad_entry_of(problem, false).function,
-        add_replicas_entry_of(true).function,        add_replicas_entry_of(false).function,
+        reinterpret_cast<const void*>(&plan_kernel),
+        reinterpret_cast<const void*>(&gather_kernel),
+        entry_of(problem, false).function,
+        entry_of(problem, true).function,
+        bias_grad_entry_of(problem, true).function,
+        bias_grad_entry_of(problem, false).function,
+        add_replicas_entry_of(problem, true).function,
+        add_replicas_entry_of(problem, false).function,
         settle_entry_of(problem).function,
     };
     for (const void* kernel : kernels) {

@@ -674,11 +674,6 @@ class KernelBackend(OfGroup):
         if dtype not in KERNEL_DTYPES:
             wanted = " or ".join(str(one) for one in KERNEL_DTYPES)
             raise ShapeError(f"the experts' weights are {dtype}, wanted {wanted} on the kernel")
-        if dtype != torch.bfloat16 and self.memory.bounds.slot_elements:
-            raise ShapeError(
-                f"the experts' weights are {dtype}, in a group whose layers have spare slots: "
-                "wanted torch.bfloat16, or spare_slots=0 in all of them"
-            )
         self._transposed, self._split, self._dtype = transposed, split, dtype
         self._problem = None
 

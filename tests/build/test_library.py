@@ -188,6 +188,27 @@ def test_it_takes_the_gated_experts_that_a_configuration_may_have():
     assert len(set(accepted)) == 2
 
 
+@pytest.mark.parametrize("spare_slots", [0, 2])
+def test_it_takes_either_type_alike(spare_slots: int):
+    sizes = {"hidden": 64, "intermediate": 192, "num_experts": 8, "topk": 2, "num_ranks": 2}
+    good = config.MoEConfig(**sizes, activation="silu", gated=True, max_tokens=64)
+    found = []
+    for dtype in (bindings.BFLOAT16, bindings.FLOAT16):
+        problem = bindings.problem_of(
+            good,
+            rank=0,
+            dtype=dtype,
+            transposed=False,
+            num_ctas=128,
+            heap=bindings.HeapBounds.of(good, spare_slots),
+            timeout=1.0,
+            spare_slots=spare_slots,
+        )
+        found.append(bindings.FlashMoESizes())
+        bindings.call("sizes", problem, found[-1])
+    assert bytes(found[0]) == bytes(found[1])
+
+
 def is_refused(make: Callable[[], object]) -> bool:
     try:
         make()

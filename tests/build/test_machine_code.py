@@ -86,7 +86,7 @@ def test_no_acquire_has_lost_its_load(kernels: machine_code.Kernels) -> None:
 @pytest.mark.timeout(900)
 def test_no_arrival_overtakes_a_load(kernels: machine_code.Kernels) -> None:
     layers = {name: code for name, code in kernels.items() if "layer_kernel" in name}
-    assert len(layers) == 16 + 8  # without slots, and with them
+    assert len(layers) == 2 * 16  # without slots, and with them
     for code in layers.values():
         assert sum(one.operation == machine_code.ARRIVAL for one in code) >= 5
     assert not any(machine_code.early_arrivals(layers).values())
@@ -99,5 +99,5 @@ def test_no_main_loop_moves_descriptors(kernels: machine_code.Kernels) -> None:
     found = machine_code.moves_in_loops(kernels)
     forwards = [counts for name, counts in found.items() if "ForwardPass" in name]
     backwards = [counts for name, counts in found.items() if "BackwardPass" in name]
-    assert forwards == [[0]] * (8 + 4)  # without slots, and with them
-    assert backwards == [[0, 0]] * (8 + 4)  # the layer's two products, and the weights' gradients
+    assert forwards == [[0]] * (2 * 8)  # without slots, and with them
+    assert backwards == [[0, 0]] * (2 * 8)  # the layer's two products, and the weights' gradients

@@ -99,7 +99,7 @@ class Scenario:
         )
 
 
-def make_scenario(seed: int, num_ranks: int, *, has_slots: bool = False) -> Scenario:
+def make_scenario(seed: int, num_ranks: int) -> Scenario:
     """Draws one; the same on every rank."""
     draw = random.Random(1000 * num_ranks + seed)
     num_experts = num_ranks * draw.choice((1, 2, 3, 4, 8))
@@ -116,8 +116,6 @@ def make_scenario(seed: int, num_ranks: int, *, has_slots: bool = False) -> Scen
     most = draw.choice((3, 40, 130, MAX_TOKENS))
     tokens = [draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(num_ranks)]
     dtype = draw.choice((torch.bfloat16, torch.bfloat16, torch.float16))
-    if has_slots:
-        dtype = torch.bfloat16  # the only one that has kernels with slots
     transposed = draw.random() < 0.25
     inputs = to_device(
         cases.make_inputs(config, draw.choice(ROUTINGS), tokens, dtype=dtype, seed=seed), device()
@@ -444,7 +442,6 @@ def stress(
     seconds: float,
     agree_to_stop: Callable[[bool], bool],
     *,
-    has_slots: bool = False,
     looks_ahead: bool = False,
 ) -> None:
     """Runs until the time is over or something is wrong, and fills the report."""
@@ -458,7 +455,7 @@ def stress(
         for number, way, is_nan in schedule(report.seed, looks_ahead=looks_ahead):
             is_new = number not in scenarios
             if is_new:
-                scenarios[number] = make_scenario(number, run.num_ranks, has_slots=has_slots)
+                scenarios[number] = make_scenario(number, run.num_ranks)
                 on_nan[number] = scenarios[number].on_nan()
                 run.prepare(scenarios[number])
                 report.scenarios = len(scenarios)
@@ -517,14 +514,7 @@ def main(arguments: list[str]) -> int:
     load_kernels(options.seed)
     report = Report("virtual", options.ranks, bindings.library_path().name, options.seed)
     run = VirtualRun(options.ranks, options.seed, options.slots, placement_of(options))
-    stress(
-        run,
-        report,
-        options.seconds,
-        bool,
-        has_slots=options.slots > 0,
-        looks_ahead=options.ahead,
-    )
+    stress(run, report, options.seconds, bool, looks_ahead=options.ahead)
     if report.failure:
         report.failure += "".join(f"\nrank {rank}: {fault}" for rank, fault in run.faults())
     return finish(report, options.out)

@@ -128,14 +128,7 @@ def main(arguments: list[str]) -> int:
 
     run = RealRun(group, options.symmetric, options.seed, options.slots, placement_of(options))
     report = Report("real", run.num_ranks, bindings.library_path().name, options.seed)
-    stress(
-        run,
-        report,
-        options.seconds,
-        agree_to_stop,
-        has_slots=options.slots > 0,
-        looks_ahead=options.ahead,
-    )
+    stress(run, report, options.seconds, agree_to_stop, looks_ahead=options.ahead)
     report.replicas = run.count_replicas()
     everyone: list[Report] = [report] * run.num_ranks
     dist.all_gather_object(everyone, report, group=reporting)

@@ -27,6 +27,7 @@ KernelEntry bias_grad_fp16(bool into_float32);
 
 // From spare slots, into buffers of another type or the tokens'.
 KernelEntry add_replicas_bf16(bool into_float32);
+KernelEntry add_replicas_fp16(bool into_float32);
 
 // The launch that settles on replicas. It has few CTAs, so that other kernels have most of the GPU.
 constexpr int kSettleCtas = 8;

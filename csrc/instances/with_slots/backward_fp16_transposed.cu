@@ -1,0 +1,3 @@
+#include "flashmoe/base/with_slots.h"
+
+#include "instances/backward_fp16_transposed.cu"

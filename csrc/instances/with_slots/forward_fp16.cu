@@ -1,0 +1,3 @@
+#include "flashmoe/base/with_slots.h"
+
+#include "instances/forward_fp16.cu"

@@ -68,9 +68,15 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
         std::this_thread::yield();
     }
     *is_heard_late = mailbox->report.is_heard_late;
+    // What another thread has found may come later than the report.
+    const bool has_failed = mailbox->report.num_row_blocks < 0;
+    while (has_failed and mailbox->fault.code == 0 and Clock::now() < deadline) {
+        std::this_thread::yield();
+    }
     if (mailbox->fault.code != 0) {
         return fail(int(mailbox->fault.code), "the plan failed");
     }
+    if (has_failed) return fail(FLASHMOE_PEER_TIMEOUT, "the plan failed and left no fault");
     *num_row_blocks = mailbox->report.num_row_blocks;
     *num_rows = mailbox->report.num_rows;
     return FLASHMOE_OK;

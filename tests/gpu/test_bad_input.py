@@ -20,7 +20,7 @@ from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config
-from tests.gpu.virtual import VirtualLayer, device, streams
+from tests.gpu.virtual import VirtualGroup, VirtualLayer, device, streams
 from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
@@ -275,7 +275,11 @@ def test_unusable_routing_of_one_rank_fails_all_and_nothing_else(kind: str):
 def test_a_call_that_one_rank_refuses_ends_on_all(is_bounded: bool):
     config = make_config(4)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
-    layer = VirtualLayer(config)
+    group = VirtualGroup(4)
+    # Layers take pairs of SMs of a GPC. If the refuser's plan comes first, it may leave odd numbers
+    # of them in all GPCs, and would wait for a layer that finds no room.
+    group.num_ctas -= 8
+    layer = VirtualLayer(config, group)
     weights = steps.weights_of(config, inputs)
     layer.prepare()
     refuser = layer.backends[3]
@@ -306,6 +310,28 @@ def test_a_call_that_one_rank_refuses_ends_on_all(is_bounded: bool):
     assert not any(backend.memory.has_fault for backend in layer.backends)
     for _ in range(2):
         assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
+
+
+def test_a_plan_ends_when_a_peer_has_given_up():
+    config = make_config(4)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, timeout_s=1.0)
+    patient = layer.backends[1]
+    patient.options = replace(patient.options, timeout=60.0)
+    start = time.monotonic()
+    pending = layer.begin(inputs.x[:2], inputs.probs[:2], inputs.routing_map[:2])
+    said = [
+        r"rank 0 waited too long from rank [23] in",
+        r"rank 1 .* from rank 0 .*gave up in another",
+    ]
+    for rank, sentence in enumerate(said):
+        with (
+            torch.cuda.stream(streams()[rank]),
+            pytest.raises(errors.PeerTimeoutError, match=sentence),
+        ):
+            layer.backends[rank].finish(pending[rank], weights[rank], training=True)
+    assert time.monotonic() - start < 20.0
 
 
 def test_a_peer_that_never_calls():

@@ -38,6 +38,12 @@ struct Watchdog {
         record->code = code;
         __threadfence_system();
     }
+    // Leaves a fault if some rank has given up, and tells whether one has.
+    __device__ __forceinline__ bool raise_if_given_up() const {
+        const uint32_t who = who_gave_up();
+        if (who != 0) raise(kFaultTimeout, Wait::kPeerGaveUp, int(who) - 1, 0, 0, 0);
+        return who != 0;
+    }
     // Leaves what a rank that refuses its call has told.
     __device__ __forceinline__ void repeat(const volatile Fault* told) const {
         if (atomicCAS(raised, 0u, 1u) == 0u) Fault::copy(told, fault);

@@ -101,12 +101,7 @@ __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
 // CTA.
 __device__ __forceinline__ void spoil_output(const LayerArgs& args) {
     bool is_void = *static_cast<volatile uint32_t*>(args.workspace.raised) != 0;
-    if (threadIdx.x == 0) {
-        if (const uint32_t by = args.watchdog.who_gave_up()) {
-            args.watchdog.raise(kFaultTimeout, Wait::kPeerGaveUp, int(by) - 1, 0, 0, 0);
-            is_void = true;
-        }
-    }
+    if (threadIdx.x == 0) is_void |= args.watchdog.raise_if_given_up();
     if (not __syncthreads_or(is_void)) return;
     const int64_t chunks = int64_t(args.num_tokens) * args.shape.hidden / 8;
     for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {

@@ -14,7 +14,9 @@ __global__ __launch_bounds__(kPlanThreads, 1)  //
     const uint32_t epoch = current_epoch(args.workspace);
     const bool go_on = plan_layer(args, epoch, smem);
     if (blockIdx.x == 0 and threadIdx.x == 0) {
-        report->num_row_blocks = go_on ? args.plan.header->num_row_blocks : 0;
+        // Else its host would hear of it from the layer, with what follows launched in vain.
+        if (not go_on) args.watchdog.raise_if_given_up();
+        report->num_row_blocks = go_on ? args.plan.header->num_row_blocks : -1;
         report->num_rows = go_on ? args.plan.header->num_rows : 0;
         report->is_heard_late = not go_on and is_heard_late(args, epoch);
         __threadfence_system();

@@ -73,6 +73,7 @@ class Run:
         slots: Spare slots of each rank; ``None`` with alltoall.
         queues: CUDA_DEVICE_MAX_CONNECTIONS.
         placement: When replicas are planned.
+        row_bound: Rows that a rank may receive over the mean; empty if the host waits for counts.
         ends: The iteration behind which it ends, the last one by default.
     """
 
@@ -80,17 +81,19 @@ class Run:
     slots: int | None
     queues: str = "1"
     placement: str = "launch"
+    row_bound: str = ""
     ends: int | None = None
 
     @classmethod
     def of(cls, text: str) -> "Run":
-        """From a routing, the slots or "alltoall", queues and placement, with colons between."""
+        """From a routing, the slots or "alltoall", and the others in order, colons between."""
         routing, slots, *others = text.split(":")
         return cls(routing, None if slots == "alltoall" else int(slots), *others)
 
     def __str__(self) -> str:
         slots = "alltoall" if self.slots is None else f"{self.slots} slots"
-        return f"{self.routing}, {slots}, queues {self.queues}, {self.placement}"
+        bound = f", row bound {self.row_bound}" if self.row_bound else ""
+        return f"{self.routing}, {slots}, queues {self.queues}, {self.placement}{bound}"
 
     def arguments(self, num_ranks: int, num_iterations: int) -> list[str]:
         """The flags that differ between trainings."""
@@ -101,6 +104,7 @@ class Run:
             return [*flags, "--moe-token-dispatcher-type", "alltoall"]
         flags += ["--moe-token-dispatcher-type", "flashmoe", "--flashmoe-metrics", METRICS]
         flags += ["--flashmoe-timeout", "30"]
+        flags += ["--flashmoe-row-bound", self.row_bound] if self.row_bound else []
         if self.slots:
             flags += ["--flashmoe-spare-slots", str(self.slots)]
             flags += ["--flashmoe-placement", self.placement]
@@ -394,11 +398,11 @@ def main(arguments: list[str]) -> int:
     add("--gpus", type=int, default=2, help="one for each rank; 0 for two processors")
     add("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
     add("--parts", nargs="+", choices=PARTS, help="default: all that there can be")
-    add("--steps", nargs="+", default=STEPS, help="routing, and slots or alltoall")
+    add("--steps", nargs="+", default=STEPS, help="routing, slots or alltoall, and as below")
     add("--step-iterations", type=int, default=20)
     add("--step-seconds", type=float, default=300.0, help="in which trainings begin")
-    add("--trainings", nargs="+", default=TRAININGS, help="routing, slots and queues")
-    add("--lookaheads", nargs="+", default=LOOKAHEADS, help="the same, and the placement")
+    add("--trainings", nargs="+", default=TRAININGS, help="routing, slots, queues, placement")
+    add("--lookaheads", nargs="+", default=LOOKAHEADS, help="the same, and a row bound")
     add("--lookahead-iterations", type=int, default=40)
     add("--train-iterations", type=int, default=1000)
     add("--training-limit", type=float, default=150.0, help="seconds for each of them")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import PATIENCE_S
-from tests.multi_gpu import replicas, stock_training
+from tests.multi_gpu import multipath, replicas, stock_training
 from tests.multi_gpu.replicas import Loads, Run
 from tests.multi_gpu.stock_training import Outcome
 from tools.bench.bench_training.logs import Iteration
@@ -133,6 +133,23 @@ def test_replicas_are_judged_over_balanced_routing(capsys: pytest.CaptureFixture
         "asked 1.03: kept",
         "skewed, 2 slots, queues 1, lookahead over balanced, 0 slots, queues 1, launch: 1.040",
     ]
+
+
+def test_what_a_training_over_links_lacks_is_named() -> None:
+    iterations = {1: Iteration(1, 2), 2: Iteration(1, 1.5)}
+    moved = {"step": 2, "flashmoe/link/peer/mib": 300.0, "flashmoe/link/host/mib": 20.0}
+    good = Outcome([0], iterations, [moved], ["flashmoe: backend kernel, 4 experts"], 1.0)
+    assert multipath.links_of(good) == {"peer": 300.0, "host": 20.0}
+    assert not multipath.what_is_wrong("auto", good, 2)
+    assert not multipath.what_is_wrong("off", replace(good, reports=[{"step": 2}]), 2)
+    for words, given, outcome in [
+        ("wanted 2 finite losses", "auto", replace(good, codes=[1])),
+        ("runs on the kernel", "auto", replace(good, logs=[""])),
+        ("with multipath off", "off", good),
+        ("with multipath auto", "auto", replace(good, reports=[{"step": 2}])),
+    ]:
+        (sentence,) = multipath.what_is_wrong(given, outcome, 2)
+        assert words in sentence
 
 
 def test_trainings_with_slots_run_on_processors(

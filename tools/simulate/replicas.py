@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmoe_megatron.planner import least_rows_of
 from flashmoe_megatron.replicas.balance import balance
 from flashmoe_megatron.replicas.placement import Placement, home_placement
 from tools.bench.shapes import Shape
@@ -47,6 +48,8 @@ def simulate_replicas(
 ) -> Outcome:
     """Draws a router whose experts are as popular as words are, and balances it.
 
+    As on the kernel, replicas that would move more than they bring are not made.
+
     Args:
         shape: The layer.
         num_ranks: Ranks of its group, within one NVLink domain.
@@ -63,7 +66,8 @@ def simulate_replicas(
         choices.append(np.argpartition(-scores, shape.topk - 1, axis=1)[:, : shape.topk])
     counts = [np.bincount(c.ravel(), minlength=shape.num_experts).tolist() for c in choices]
     before = home_placement(num_ranks, shape.num_experts, slots)
-    after = balance(counts, slots)
+    link_bytes_per_s = figures.nvlink_gbps * fitted.link_efficiency * 1e9
+    after = balance(counts, slots, least_rows=least_rows_of(link_bytes_per_s))
     loads = [list(_loads(shape, choices, placement)) for placement in (before, after)]
     layer_us = [
         sum(
@@ -83,7 +87,7 @@ def simulate_replicas(
     return Outcome(
         imbalance=(imbalance[0], imbalance[1]),
         layer_us=(layer_us[0], layer_us[1]),
-        moved_us=moved / (figures.nvlink_gbps * fitted.link_efficiency) / 1e3,
+        moved_us=moved / link_bytes_per_s * 1e6,
         slot_bytes=elements * ELEMENT_BYTES,
     )
 

@@ -7,7 +7,7 @@ namespace flashmoe {
 
 // Lies behind the fault in the mailbox.
 struct PlanReport {
-    uint32_t epoch;  // 0 until the plan is there
+    uint32_t epoch;          // 0 until the plan is there
     int32_t num_row_blocks;  // -1 if the plan failed
     int32_t num_rows;
     uint32_t has_begun;

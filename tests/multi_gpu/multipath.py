@@ -10,7 +10,6 @@ that gathers of their parameters and reductions of their gradients are large.
 # ruff: noqa: T201 - a program: it prints
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from tests.megatron.trainings import COMMON, QWEN3, WARM
 from tests.multi_gpu import stock_training
+from tests.multi_gpu.replicas import tell
 from tests.multi_gpu.stock_training import Outcome, agree
 
 BUCKET_ELEMENTS = 2**27
@@ -85,11 +85,9 @@ def main(arguments: Sequence[str]) -> int:
         losses.append(outcome.losses[:5])
         links = {link: round(mib, 1) for link, mib in links_of(outcome).items()}
         print(f"{multipath}: {ms[multipath][-1]:.1f} ms an iteration, links {links}", flush=True)
-        print(*wrong, *([outcome.ends()] if wrong else []), sep="\n", flush=True)
-        if args.out is not None:
-            record = {"multipath": multipath, "ms": ms[multipath][-1], "links": links}
-            with args.out.open("a") as file:
-                file.write(json.dumps(record | {"losses": losses[-1]}) + "\n")
+        if wrong:
+            print(*wrong, outcome.ends(), sep="\n", flush=True)
+        tell(args, multipath=multipath, ms=ms[multipath][-1], links=links, losses=losses[-1])
     if not agree(losses):
         print(f"wrong: first losses differ: {losses}")
         right = False

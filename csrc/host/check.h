@@ -258,7 +258,13 @@ inline int check_group(const FlashMoEProblem* p, const FlashMoEGroup* group) {
         FLASHMOE_TRY(check_pointer(group->heaps[rank], true, "a rank's heap"));
     }
     FLASHMOE_TRY(check_pointer(group->workspace, true, "workspace"));
-    return check_pointer(group->mailbox, true, "mailbox");
+    FLASHMOE_TRY(check_pointer(group->mailbox, true, "mailbox"));
+    if (not(group->link_bytes_per_s >= 0) or group->least_replica_rows < 0) {  // or it is no number
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "link_bytes_per_s %g, least_replica_rows %d: wanted neither below 0",
+                    group->link_bytes_per_s, group->least_replica_rows);
+    }
+    return FLASHMOE_OK;
 }
 
 inline int check_tokens(const FlashMoEProblem* p, int num_tokens) {

@@ -49,11 +49,12 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
     // The device bounds its own waits; this bound is for one that stands still. What is ahead on
     // the stream is not counted: it may be a collective that waits for ranks of another group.
     using Clock = std::chrono::steady_clock;
+    const auto stream = static_cast<cudaStream_t>(group->stream);
     const auto limit = std::chrono::nanoseconds(problem->timeout_ns) + std::chrono::seconds(30);
     auto deadline = Clock::now() + limit;
     for (uint64_t spin = 1; not has_come(); ++spin) {
         if (spin % 4096 != 0) continue;
-        const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(group->stream));
+        const cudaError_t state = cudaStreamQuery(stream);
         if (state != cudaSuccess and state != cudaErrorNotReady) {
             return check_cuda(state, "waiting for the plan");
         }
@@ -68,9 +69,10 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
         std::this_thread::yield();
     }
     *is_heard_late = mailbox->report.is_heard_late;
-    // What another thread has found may come later than the report.
+    // What another thread has found may come later than the report, but not after the plan's end.
     const bool has_failed = mailbox->report.num_row_blocks < 0;
-    while (has_failed and mailbox->fault.code == 0 and Clock::now() < deadline) {
+    while (has_failed and mailbox->fault.code == 0 and
+           cudaStreamQuery(stream) == cudaErrorNotReady and Clock::now() < deadline) {
         std::this_thread::yield();
     }
     if (mailbox->fault.code != 0) {

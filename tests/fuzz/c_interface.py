@@ -174,6 +174,9 @@ def _group(choices: Choices) -> Any:
     ctypes.memset(start, choices.pick(STATUSES), 1)
     ctypes.memset(start + faults, choices.integer(1), 512)
     fields = {"heaps": heaps, "workspace": _pointer(choices), "mailbox": _pointer(choices)}
+    if choices.flag():
+        fields["link_bytes_per_s"] = choices.pick((25e9, 5e-324, -1.0, math.inf, math.nan))
+        fields["least_replica_rows"] = _count(choices)
     return _struct(choices, arena().group, bindings.FlashMoEGroup, fields)
 
 

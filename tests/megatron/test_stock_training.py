@@ -2,6 +2,7 @@
 
 import math
 import time
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,10 +106,9 @@ def test_what_a_training_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> N
     log = "flashmoe: backend kernel, 4 experts\nflashmoe: replicas of at most 2 experts of"
     good = Outcome([0], {1: Iteration(1, 2), 2: Iteration(1, 1.5)}, [WITH_SLOTS], [log], 1.0)
     loads = Loads.of(good.reports, 2)
-    skewed, alltoall = Run.of("skewed:2"), Run.of("learned:alltoall")
-    assert replicas.is_right(skewed, good, loads, 2, "kernel")
-    assert replicas.is_right(alltoall, replace(good, logs=[""]), None, 2, "kernel")
-    assert not capsys.readouterr().out
+    skewed, alltoall = Run("skewed", slots=2), Run("learned", dispatcher="alltoall")
+    assert not replicas.what_is_wrong(skewed, good, loads, 2, "kernel")
+    assert not replicas.what_is_wrong(alltoall, replace(good, logs=[""]), None, 2, "kernel")
     for words, run, outcome, seen in [
         ("wanted 2 finite losses", skewed, replace(good, codes=[1]), loads),
         ("runs on the backend kernel", skewed, replace(good, logs=[log[20:]]), loads),
@@ -117,21 +117,45 @@ def test_what_a_training_lacks_is_named(capsys: pytest.CaptureFixture[str]) -> N
         ("wanted replicas in 100%", skewed, good, replace(loads, moved=0.9)),
         ("runs on flashmoe", alltoall, good, None),
     ]:
-        assert not replicas.is_right(run, outcome, seen, 2, "kernel")
-        assert words in capsys.readouterr().out
+        (sentence,) = replicas.what_is_wrong(run, outcome, seen, 2, "kernel")
+        assert words in sentence
+    assert good.say_wrong("a training", [])
+    assert not good.say_wrong("a training", [sentence])
+    assert capsys.readouterr().out == f"wrong, a training: {sentence}\n...\n{log}\n"
+
+
+def test_runs_are_read_as_they_are_written() -> None:
+    for text in (
+        "learned",
+        "balanced,slots=2,queues=8,placement=lookahead,row_bound=1.25",
+        "learned,dispatcher=alltoall",
+    ):
+        assert str(Run.of(text)) == text
+    for text, words in [
+        ("uneven", "wanted one of"),
+        ("learned,slot=2", "NAME=VALUE"),
+        ("learned,ends=2", "NAME=VALUE"),
+        ("learned,slots=two", "invalid literal"),
+    ]:
+        with pytest.raises(ArgumentTypeError, match=words):
+            Run.of(text)
 
 
 def test_replicas_are_judged_over_balanced_routing(capsys: pytest.CaptureFixture[str]) -> None:
     from types import SimpleNamespace
 
-    times = {"learned:2": 102.0, "balanced:0": 100.0, "skewed:2:1:lookahead": 104.0}
-    ms = {Run.of(run): each for run, each in {**times, "learned:alltoall": 204.0}.items()}
+    learned = Run("learned", slots=2)
+    ms = {
+        learned: 102.0,
+        Run("balanced"): 100.0,
+        Run("skewed", slots=2, placement="lookahead"): 104.0,
+        replace(learned, slots=0, dispatcher="alltoall"): 204.0,
+    }
     replicas.say_ratios(ms, SimpleNamespace(out=None))
     assert capsys.readouterr().out.splitlines() == [
-        "learned, alltoall, queues 1, launch over learned, 2 slots, queues 1, launch: 2.000",
-        "learned, 2 slots, queues 1, launch over balanced, 0 slots, queues 1, launch: 1.020, "
-        "asked 1.03: kept",
-        "skewed, 2 slots, queues 1, lookahead over balanced, 0 slots, queues 1, launch: 1.040",
+        "learned,dispatcher=alltoall over learned,slots=2: 2.000",
+        "learned,slots=2 over balanced: 1.020, asked 1.03: kept",
+        "skewed,slots=2,placement=lookahead over balanced: 1.040",
     ]
 
 
@@ -144,7 +168,7 @@ def test_what_a_training_over_links_lacks_is_named() -> None:
     assert not multipath.what_is_wrong("off", replace(good, reports=[{"step": 2}]), 2)
     for words, given, outcome in [
         ("wanted 2 finite losses", "auto", replace(good, codes=[1])),
-        ("runs on the kernel", "auto", replace(good, logs=[""])),
+        ("runs on the backend kernel", "auto", replace(good, logs=[""])),
         ("with multipath off", "off", good),
         ("with multipath auto", "auto", replace(good, reports=[{"step": 2}])),
     ]:
@@ -156,7 +180,7 @@ def test_trainings_with_slots_run_on_processors(
     megatron_lm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--gpus", "0", "--megatron", str(megatron_lm), "--train-iterations", "4"]
-    trainings = ["--parts", "training", "--trainings", "learned:2:1", "learned:0:1"]
+    trainings = ["--parts", "training", "--trainings", "learned,slots=2", "learned"]
     assert replicas.main([*arguments, *trainings]) == 0
     out = capsys.readouterr().out
     assert "learned: first losses of 2 trainings agree" in out

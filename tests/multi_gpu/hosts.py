@@ -18,13 +18,13 @@ anything to hide them, and are run with one hardware queue of the GPU and with s
 # ruff: noqa: T201 - a program: it prints
 
 import argparse
-import json
 import math
 import os
 import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ from tests.gpu.spinner import SHARED_BYTES, Wait
 from tests.gpu.two_hosts import PARTS as OVER_SOCKETS
 from tests.gpu.two_hosts import SOCKETS, Part, World, make_parser, parse, start, work
 from tests.multi_gpu import stock_training
+from tests.multi_gpu.jobs import tell
+from tests.multi_gpu.runs import Named
 from tests.unit import cases
 
 MODELS = {
@@ -286,10 +288,31 @@ PARTS: dict[str, Part] = {
     "reduction": check_reduction,
 }
 
-TRAININGS = ["flashmoe:2:1", "flashmoe:2:8", "flashmoe:0:8", "alltoall:0:1"]
+
+@dataclass(frozen=True)
+class Training(Named):
+    """A training of the stock script.
+
+    Attributes:
+        dispatcher: flashmoe or alltoall.
+        overlap: Steps in which exchanges between hosts overlap launches.
+        queues: CUDA_DEVICE_MAX_CONNECTIONS.
+    """
+
+    dispatcher: str
+    overlap: int = 0
+    queues: int = 1
 
 
-def train(args: argparse.Namespace, dispatcher: str, overlap: str, queues: str) -> list[float]:
+TRAININGS = [
+    Training("flashmoe", overlap=2),
+    Training("flashmoe", overlap=2, queues=8),
+    Training("flashmoe", queues=8),
+    Training("alltoall"),
+]
+
+
+def train(args: argparse.Namespace, run: Training) -> list[float]:
     """One training of the stock script, a torchrun for each host.
 
     Hosts that share a GPU are joined by sockets.
@@ -299,20 +322,20 @@ def train(args: argparse.Namespace, dispatcher: str, overlap: str, queues: str) 
     """
     per_host = args.ranks // args.hosts
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
-    name = f"{dispatcher}, overlap {overlap}, queues {queues}"
-    arguments = [*stock_training.SMALL.split(), "--moe-token-dispatcher-type", dispatcher]
+    is_ours = run.dispatcher == "flashmoe"
+    arguments = [*stock_training.SMALL.split(), "--moe-token-dispatcher-type", run.dispatcher]
     arguments += ["--expert-model-parallel-size", str(args.ranks)]
     arguments += ["--global-batch-size", str(2 * args.ranks)]
     arguments += ["--train-iters", str(args.train_iterations)]
-    if dispatcher == "flashmoe":
-        arguments += ["--flashmoe-host-overlap", overlap, "--flashmoe-timeout", "30"]
+    if is_ours:
+        arguments += ["--flashmoe-host-overlap", str(run.overlap), "--flashmoe-timeout", "30"]
     environments = []
     for host in range(args.hosts):
         gpus = [visible[(host * per_host + i) % args.gpus] for i in range(per_host)]
         own = {HOST_VARIABLE: f"host{host}", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         if args.gpus < args.ranks:
             own |= {**SOCKETS, "NCCL_HOSTID": f"host{host}"}
-        environments.append({**own, "CUDA_DEVICE_MAX_CONNECTIONS": queues})
+        environments.append({**own, "CUDA_DEVICE_MAX_CONNECTIONS": str(run.queues)})
     found = stock_training.train(
         args.megatron,
         arguments,
@@ -321,26 +344,28 @@ def train(args: argparse.Namespace, dispatcher: str, overlap: str, queues: str) 
         environments=environments,
     )
     losses, ms = found.losses, found.median_ms(warm=10)
-    is_right = found.is_right(args.train_iterations)
+    wrong = found.what_is_wrong(args.train_iterations, "kernel" if is_ours else None)
     said = f"exit codes {found.codes}, {len(losses)} losses"
-    if is_right:
+    if not wrong:
         said = f"loss {losses[0]:.4f} to {losses[-1]:.4f}"
     if not math.isnan(ms):
         said += f", {ms:.1f} ms an iteration"
-    print(f"training, {name}: {args.train_iterations} iterations, {said}", flush=True)
-    if not is_right:
-        print(found.ends(), flush=True)
-    record = {"part": "training", "run": name, "codes": found.codes, "losses": losses[-1:]}
-    record |= {"iterations": len(losses), "ms": None if math.isnan(ms) else ms}
-    if args.out is not None:
-        with args.out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-    return losses if is_right else []
+    print(f"training, {run}: {args.train_iterations} iterations, {said}", flush=True)
+    tell(
+        args.out,
+        part="training",
+        run=str(run),
+        codes=found.codes,
+        losses=losses[-1:],
+        iterations=len(losses),
+        ms=None if math.isnan(ms) else ms,
+    )
+    return losses if found.say_wrong(str(run), wrong) else []
 
 
 def check_training(args: argparse.Namespace) -> bool:
     """Trainings whose first losses have to agree."""
-    found = [train(args, *run.split(":")) for run in args.trainings]
+    found = [train(args, run) for run in args.trainings]
     same = [losses[:10] for losses in found if losses]
     agree = stock_training.agree(same)
     print(f"trainings: first losses {'agree' if agree else 'differ'}: {same}", flush=True)
@@ -352,7 +377,7 @@ def main() -> int:
     add = parser.add_argument
     add("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
     add("--train-iterations", type=int, default=1000)
-    add("--trainings", nargs="+", default=TRAININGS, help="dispatcher, host_overlap and queues")
+    add("--trainings", nargs="+", type=Training.of, default=TRAININGS, help="as flashmoe,overlap=2")
     add("--queues", nargs="+", default=["1", "8"], help="CUDA_DEVICE_MAX_CONNECTIONS")
     args = parse(parser)
     if args.rank is not None:

@@ -49,3 +49,10 @@ def run_job(
         lines = records_path.read_text().splitlines() if records_path.exists() else []
         records = {record["case"]: record for record in map(json.loads, lines)}
         return records, log_path.read_text()[-LOG_CHARACTERS:] + ending
+
+
+def tell(out: Path | None, **record: object) -> None:
+    """Appends a line of JSON to a file of results, if there is one."""
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(record) + "\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.megatron.trainings import COMMON, QWEN3, WARM
 from tests.multi_gpu import stock_training
-from tests.multi_gpu.replicas import tell
+from tests.multi_gpu.jobs import tell
 from tests.multi_gpu.stock_training import Outcome, agree
 
 BUCKET_ELEMENTS = 2**27
@@ -45,11 +45,7 @@ def links_of(outcome: Outcome) -> dict[str, float]:
 
 def what_is_wrong(multipath: str, outcome: Outcome, iterations: int) -> list[str]:
     """Sentences on a training that did not do what was asked, in our code."""
-    wrong = []
-    if not outcome.is_right(iterations):
-        wrong.append(f"wanted {iterations} finite losses and no error")
-    if "flashmoe: backend kernel, " not in outcome.logs[0]:
-        wrong.append("no layer says that it runs on the kernel")
+    wrong = outcome.what_is_wrong(iterations, "kernel")
     if (multipath == "auto") != bool(sum(links_of(outcome).values())):
         wrong.append(f"links carried {links_of(outcome)} MiB with multipath {multipath}")
     return wrong
@@ -79,15 +75,12 @@ def main(arguments: Sequence[str]) -> int:
             limit_s=args.limit,
             with_reports=True,
         )
-        wrong = what_is_wrong(multipath, outcome, args.iterations)
-        right &= not wrong
         ms[multipath].append(outcome.median_ms(WARM))
         losses.append(outcome.losses[:5])
         links = {link: round(mib, 1) for link, mib in links_of(outcome).items()}
         print(f"{multipath}: {ms[multipath][-1]:.1f} ms an iteration, links {links}", flush=True)
-        if wrong:
-            print(*wrong, outcome.ends(), sep="\n", flush=True)
-        tell(args, multipath=multipath, ms=ms[multipath][-1], links=links, losses=losses[-1])
+        right &= outcome.say_wrong(multipath, what_is_wrong(multipath, outcome, args.iterations))
+        tell(args.out, multipath=multipath, ms=ms[multipath][-1], links=links, losses=losses[-1])
     if not agree(losses):
         print(f"wrong: first losses differ: {losses}")
         right = False

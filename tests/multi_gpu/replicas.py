@@ -42,7 +42,8 @@ from typing import Any
 from tests.megatron.stock_script import BRIDGE, MODEL
 from tests.megatron.trainings import COMMON, QWEN3, WARM
 from tests.multi_gpu import stock_training
-from tests.multi_gpu.jobs import run_job
+from tests.multi_gpu.jobs import run_job, tell
+from tests.multi_gpu.runs import Named
 from tests.multi_gpu.stock_training import LAUNCHER, SMALL, Outcome, agree
 
 ROUTINGS = {
@@ -51,10 +52,6 @@ ROUTINGS = {
     "skewed": "--moe-router-force-biased -1 --seed 1943",
     "moving": "--moe-router-force-biased 1",
 }
-STEPS = ["learned:2", "balanced:0", "learned:0", "skewed:2", "skewed:0"]
-STEPS += ["learned:alltoall", "balanced:2", "skewed:4"]
-TRAININGS = ["learned:2:1", "moving:2:8", "learned:0:8", "moving:0:8"]
-LOOKAHEADS = ["learned:2:1:lookahead", "learned:2:8:lookahead", "learned:2:1"]
 ASKED = 1.03
 """An iteration with slots, routed as learned, over one that is balanced."""
 LEAST_MOVED = {"skewed": 1.0, "moving": 0.5}
@@ -65,50 +62,72 @@ METRICS = "kernel_ms,rank_imbalance,rank_imbalance_before,replicas,replica_mib,e
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Named):
     """One training.
 
     Attributes:
         routing: Key of ``ROUTINGS``.
-        slots: Spare slots of each rank; ``None`` with alltoall.
+        dispatcher: flashmoe or alltoall.
+        slots: Spare slots of each rank.
         queues: CUDA_DEVICE_MAX_CONNECTIONS.
         placement: When replicas are planned.
-        row_bound: Rows that a rank may receive over the mean; empty if the host waits for counts.
+        row_bound: Rows that a rank may receive over the mean; 0 if the host waits for counts.
         ends: The iteration behind which it ends, the last one by default.
     """
 
     routing: str
-    slots: int | None
-    queues: str = "1"
+    dispatcher: str = "flashmoe"
+    slots: int = 0
+    queues: int = 1
     placement: str = "launch"
-    row_bound: str = ""
+    row_bound: float = 0.0
     ends: int | None = None
 
-    @classmethod
-    def of(cls, text: str) -> "Run":
-        """From a routing, the slots or "alltoall", and the others in order, colons between."""
-        routing, slots, *others = text.split(":")
-        return cls(routing, None if slots == "alltoall" else int(slots), *others)
+    def __post_init__(self) -> None:
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"{self.routing}: wanted one of {[*ROUTINGS]}")
 
-    def __str__(self) -> str:
-        slots = "alltoall" if self.slots is None else f"{self.slots} slots"
-        bound = f", row bound {self.row_bound}" if self.row_bound else ""
-        return f"{self.routing}, {slots}, queues {self.queues}, {self.placement}{bound}"
+    @property
+    def is_ours(self) -> bool:
+        return self.dispatcher == "flashmoe"
 
     def arguments(self, num_ranks: int, num_iterations: int) -> list[str]:
         """The flags that differ between trainings."""
         flags = [*ROUTINGS[self.routing].split(), "--expert-model-parallel-size", str(num_ranks)]
         flags += ["--train-iters", str(num_iterations)]
         flags += ["--exit-interval", str(self.ends)] if self.ends else []
-        if self.slots is None:
-            return [*flags, "--moe-token-dispatcher-type", "alltoall"]
-        flags += ["--moe-token-dispatcher-type", "flashmoe", "--flashmoe-metrics", METRICS]
-        flags += ["--flashmoe-timeout", "30"]
-        flags += ["--flashmoe-row-bound", self.row_bound] if self.row_bound else []
+        flags += ["--moe-token-dispatcher-type", self.dispatcher]
+        if not self.is_ours:
+            return flags
+        flags += ["--flashmoe-metrics", METRICS, "--flashmoe-timeout", "30"]
+        flags += ["--flashmoe-row-bound", str(self.row_bound)] if self.row_bound else []
         if self.slots:
             flags += ["--flashmoe-spare-slots", str(self.slots)]
             flags += ["--flashmoe-placement", self.placement]
         return flags
+
+
+STEPS = [
+    Run("learned", slots=2),
+    Run("balanced"),
+    Run("learned"),
+    Run("skewed", slots=2),
+    Run("skewed"),
+    Run("learned", dispatcher="alltoall"),
+    Run("balanced", slots=2),
+    Run("skewed", slots=4),
+]
+TRAININGS = [
+    Run("learned", slots=2),
+    Run("moving", slots=2, queues=8),
+    Run("learned", queues=8),
+    Run("moving", queues=8),
+]
+LOOKAHEADS = [
+    Run("learned", slots=2, placement="lookahead"),
+    Run("learned", slots=2, placement="lookahead", queues=8),
+    Run("learned", slots=2),
+]
 
 
 @dataclass(frozen=True)
@@ -196,7 +215,7 @@ def train(
         arguments,
         ranks_per_host=num_ranks,
         limit_s=limit_s,
-        environments=[{"CUDA_DEVICE_MAX_CONNECTIONS": run.queues}],
+        environments=[{"CUDA_DEVICE_MAX_CONNECTIONS": str(run.queues)}],
         launcher=launcher,
         with_reports=True,
     )
@@ -208,7 +227,7 @@ def train(
         said += f", {ms:.1f} ms an iteration, loss {losses[0]:.4f} to {losses[-1]:.4f}"
     print(said, *([str(loads)] if loads else []), sep="; ", flush=True)
     tell(
-        args,
+        args.out,
         run=str(run),
         ms=ms,
         losses=losses[:COMPARED] + losses[-1:],
@@ -218,38 +237,29 @@ def train(
     return found, loads
 
 
-def is_right(
+def what_is_wrong(
     run: Run,
     outcome: Outcome,
     loads: Loads | None,
     count: int,
     kind: str,
     least_moved: float = 0.0,
-) -> bool:
-    """Whether a training did what was asked, in our code; says what is wrong."""
+) -> list[str]:
+    """Sentences on a training that did not do what was asked, in our code."""
+    wrong = outcome.what_is_wrong(count, kind if run.is_ours else None)
+    if not run.is_ours:
+        return wrong
     log = outcome.logs[0]
-    wrong = []
-    if not outcome.is_right(count):
-        wrong.append(f"wanted {count} finite losses and no error")
-    if run.slots is not None:
-        if f"flashmoe: backend {kind}, " not in log:
-            wrong.append(f"no layer says that it runs on the backend {kind}")
-        if loads is None or not loads.forward_ms > 0:
-            wrong.append("no launch is reported")
-        if run.slots and f"replicas of at most {run.slots} experts" not in log:
-            wrong.append("no layer says that it has slots")
-        if run.placement == "lookahead" and "planned ahead of attention" not in log:
-            wrong.append("no layer says that it looks ahead")
-        least = LEAST_MOVED.get(run.routing, least_moved)
-        if run.slots and loads is not None and loads.moved < least:
-            wrong.append(f"wanted replicas in {least:.0%} of iterations")
-    elif "flashmoe: backend" in log:
-        wrong.append("a layer says that it runs on flashmoe")
-    for sentence in wrong:
-        print(f"wrong, {run}: {sentence}", flush=True)
-    if wrong:
-        print(outcome.ends(), flush=True)
-    return not wrong
+    if loads is None or not loads.forward_ms > 0:
+        wrong.append("no launch is reported")
+    if run.slots and f"replicas of at most {run.slots} experts" not in log:
+        wrong.append("no layer says that it has slots")
+    if run.placement == "lookahead" and "planned ahead of attention" not in log:
+        wrong.append("no layer says that it looks ahead")
+    least = LEAST_MOVED.get(run.routing, least_moved)
+    if run.slots and loads is not None and loads.moved < least:
+        wrong.append(f"wanted replicas in {least:.0%} of iterations")
+    return wrong
 
 
 def check_step(args: argparse.Namespace) -> bool:
@@ -261,12 +271,13 @@ def check_step(args: argparse.Namespace) -> bool:
     end = time.monotonic() + args.step_seconds
     outcomes: dict[Run, Outcome] = {}
     right = True
-    for run in map(Run.of, args.steps):
+    for run in args.steps:
         if time.monotonic() > end:
             print(f"{run}: not begun, {args.step_seconds:.0f} s are over", flush=True)
             continue
         outcome, loads = train(args, run, model, args.step_iterations, args.limit)
-        right &= is_right(run, outcome, loads, args.step_iterations, args.kind)
+        wrong = what_is_wrong(run, outcome, loads, args.step_iterations, args.kind)
+        right &= outcome.say_wrong(str(run), wrong)
         outcomes[run] = outcome
     for routing in ROUTINGS:
         same = [one.losses[:5] for run, one in outcomes.items() if run.routing == routing]
@@ -282,20 +293,20 @@ def say_ratios(ms: dict[Run, float], args: argparse.Namespace) -> None:
     for base in ms:
         for run, each in ms.items():
             ratio = each / ms[base]
-            if base.routing == "balanced" != run.routing and run.slots is not None:
+            if base.routing == "balanced" != run.routing and run.is_ours:
                 verdict = ""
                 if run.routing == "learned" and run.slots and not base.slots:
                     verdict = f", asked {ASKED}: {'kept' if ratio <= ASKED else 'missed'}"
                 print(f"{run} over {base}: {ratio:.3f}{verdict}", flush=True)
-                tell(args, run=str(run), over=str(base), ratio=ratio)
-            if run.slots is None is not base.slots and run.routing == base.routing:
+                tell(args.out, run=str(run), over=str(base), ratio=ratio)
+            if base.is_ours and not run.is_ours and run.routing == base.routing:
                 print(f"{run} over {base}: {ratio:.3f}", flush=True)
 
 
 def check_training(args: argparse.Namespace) -> bool:
     """Long trainings with slots, whose first losses are those of short ones without."""
     runs = []
-    for run in map(Run.of, args.trainings):
+    for run in args.trainings:
         ends = None if run.slots else min(COMPARED, args.train_iterations)
         runs.append(replace(run, ends=ends))
     return trainings_agree(args, runs, args.train_iterations)
@@ -303,9 +314,8 @@ def check_training(args: argparse.Namespace) -> bool:
 
 def check_lookahead(args: argparse.Namespace) -> bool:
     """Trainings that settle on replicas ahead of attention."""
-    runs = [*map(Run.of, args.lookaheads)]
     # What is predicted is less uneven than what is routed.
-    return trainings_agree(args, runs, args.lookahead_iterations, micro_batch=32)
+    return trainings_agree(args, args.lookaheads, args.lookahead_iterations, micro_batch=32)
 
 
 def trainings_agree(
@@ -324,7 +334,8 @@ def trainings_agree(
     for run in runs:
         outcome, loads = train(args, run, model, iterations, args.training_limit)
         count = run.ends or iterations
-        if not is_right(run, outcome, loads, count, args.kind, least_moved=0.1):
+        wrong = what_is_wrong(run, outcome, loads, count, args.kind, least_moved=0.1)
+        if not outcome.say_wrong(str(run), wrong):
             return False  # the others may take as long to fail
         by_routing.setdefault(run.routing, []).append(outcome.losses[:COMPARED])
     right = True
@@ -345,7 +356,7 @@ def check_early(args: argparse.Namespace) -> bool:
     right = all(records.get(case, {}).get("passed") for case in cases)
     for record in records.values():
         print(f"{record['case']}: {'passed' if record['passed'] else 'failed'}", flush=True)
-        tell(args, **record)
+        tell(args.out, **record)
     if not right:
         print(log, flush=True)
     return right
@@ -365,18 +376,11 @@ def check_stress(args: argparse.Namespace) -> bool:
             process.terminate()  # torchrun then ends its ranks
         code = process.wait()
         report: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    tell(args, stress=report)
+    tell(args.out, stress=report)
     shown = ("library", "steps", "launches", "replicas", "compared", "differences", "failure")
     print(f"stress: exit code {code}, { {key: report.get(key) for key in shown} }", flush=True)
     has_run = bool(report) and report["compared"] > 0 and report["replicas"] > 0
     return has_run and not code and not report["differences"] and not report["failure"]
-
-
-def tell(args: argparse.Namespace, **record: object) -> None:
-    """A line of the results."""
-    if args.out is not None:
-        with args.out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], bool]] = {
@@ -398,11 +402,12 @@ def main(arguments: list[str]) -> int:
     add("--gpus", type=int, default=2, help="one for each rank; 0 for two processors")
     add("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
     add("--parts", nargs="+", choices=PARTS, help="default: all that there can be")
-    add("--steps", nargs="+", default=STEPS, help="routing, slots or alltoall, and as below")
+    runs = "routing, then what differs, as learned,slots=2,placement=lookahead"
+    add("--steps", nargs="+", type=Run.of, default=STEPS, help=runs)
     add("--step-iterations", type=int, default=20)
     add("--step-seconds", type=float, default=300.0, help="in which trainings begin")
-    add("--trainings", nargs="+", default=TRAININGS, help="routing, slots, queues, placement")
-    add("--lookaheads", nargs="+", default=LOOKAHEADS, help="the same, and a row bound")
+    add("--trainings", nargs="+", type=Run.of, default=TRAININGS, help="the same")
+    add("--lookaheads", nargs="+", type=Run.of, default=LOOKAHEADS, help="the same")
     add("--lookahead-iterations", type=int, default=40)
     add("--train-iterations", type=int, default=1000)
     add("--training-limit", type=float, default=150.0, help="seconds for each of them")

@@ -1,5 +1,7 @@
 """Trainings of Megatron's stock script in processes of their own, bounded, and what they say."""
 
+# ruff: noqa: T201 - for programs: it prints
+
 import json
 import math
 import os
@@ -71,6 +73,28 @@ class Outcome:
     def ends(self) -> str:
         """The last that each host has said, behind what first names an error."""
         return "\n----\n".join(map(_end_of, self.logs))
+
+    def what_is_wrong(self, count: int, backend: str | None) -> list[str]:
+        """Sentences on a training that did not end well, or not in our code.
+
+        Args:
+            count: Iterations.
+            backend: The one that layers have to say they run on; ``None`` if none may be ours.
+        """
+        wrong = [] if self.is_right(count) else [f"wanted {count} finite losses and no error"]
+        said = "flashmoe: backend"
+        if backend is None and said in self.logs[0]:
+            wrong.append("a layer says that it runs on flashmoe")
+        if backend is not None and f"{said} {backend}, " not in self.logs[0]:
+            wrong.append(f"no layer says that it runs on the backend {backend}")
+        return wrong
+
+    def say_wrong(self, name: str, wrong: Sequence[str]) -> bool:
+        """Prints what is wrong with a training, and its log's end; whether nothing was."""
+        if wrong:
+            print(*(f"wrong, {name}: {sentence}" for sentence in wrong), sep="\n")
+            print(self.ends(), flush=True)
+        return not wrong
 
 
 def _end_of(log: str) -> str:

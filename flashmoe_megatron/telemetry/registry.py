@@ -343,7 +343,7 @@ METRICS: dict[str, Metric] = {
             "higher",
             "ratio of sums",
             "routes of forwards whose expert is computed on their token's rank, over all routes; "
-            "on the reference alone so far",
+            "on the kernel only where there are spare slots",
             "CCFuser, PPoPP 2025",
         ),
         Metric(

@@ -73,8 +73,8 @@ MULTIPATH = [
 ]
 SCHEDULED = [
     ["hooks", "lanes", "plan", "products"],
-    ["exchange", "kernels", "plain", "slices", "tensor"],
-    ["steps"],
+    ["exchange", "kernels", "plain", "records", "slices", "tensor"],
+    ["agreement", "steps", "ways"],
     ["backend"],
 ]
 SCHEDULE = [

@@ -220,3 +220,8 @@ def _on_device(
     each = torch.split(numbers, lengths)
     found = {name: each[i * degree : (i + 1) * degree] for i, name in enumerate(runs)}
     return found, there.int().view(ends.shape).unbind()
+
+
+def picked(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """The rows of an index of a :class:`Part`."""
+    return rows if index is None else rows.index_select(0, index)

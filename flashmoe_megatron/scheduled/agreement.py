@@ -1,0 +1,213 @@
+"""What ranks tell each other before rows travel: how many there are, or what a rank refuses."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.checks import choices_problem, map_problem
+from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
+from flashmoe_megatron.errors import FlashMoEError, RoutingError, reason_of, told_error
+from flashmoe_megatron.reference.rows import RowExchange
+from flashmoe_megatron.scheduled.exchange import Counts
+from flashmoe_megatron.scheduled.plan import (
+    REFUSED,
+    Part,
+    Routes,
+    Sorted,
+    Table,
+    part_size,
+    rows_of_experts,
+)
+from flashmoe_megatron.scheduled.tensor import TensorGroup
+
+
+class Agreement:
+    """The numbers of one backend's calls; every method but the last two is collective.
+
+    Attributes:
+        is_alone: Whether there is no other rank.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: dist.ProcessGroup | None,
+        talk: RowExchange,
+        tensor: TensorGroup | None,
+        *,
+        needs_all_counts: bool,
+        most_blocks: int | None,
+    ) -> None:
+        """Binds it to the ranks.
+
+        Args:
+            config: The layer's shape.
+            group: The expert-parallel group, ``None`` for one rank.
+            talk: Between its ranks.
+            tensor: The ranks that share experts, if any do.
+            needs_all_counts: Whether every rank needs all that the others tell each other.
+            most_blocks: Blocks of rows that a rank may receive, ``None`` for any number.
+        """
+        self._config, self._group, self._talk, self._tensor = config, group, talk, tensor
+        self._needs_all_counts, self._most_blocks = needs_all_counts, most_blocks
+        self._here: torch.Tensor | None = None
+        self.is_alone = group is None and tensor is None
+
+    def plan(
+        self, found: Sorted, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[Routes, Table | None]:
+        """Tells all ranks the numbers of routes; the host waits once.
+
+        Returns:
+            The routes, and all ranks' counts if every rank needs them.
+
+        Raises:
+            FlashMoEError: What a rank refuses, or rows beyond the bound, on every rank.
+        """
+        config = self._config
+        num_experts, local = config.num_experts, config.num_local_experts
+        received, everyone = self._tell(found.counts)
+        first_source = 0
+        if self._tensor is not None:
+            received = self._tensor.every(received)
+            first_source = self._tensor.rank * config.num_ranks
+        if self.is_alone:
+            own = others = self.host_counts(found.counts)()
+        else:
+            heard = (found.counts, received, *([] if everyone is None else [everyone]))
+            host = torch.cat([one.reshape(-1) for one in heard]).tolist()  # the host waits here
+            own, others = host[:num_experts], host[num_experts:]
+        host_received = Table.of(others[: received.numel()], local)
+        self._raise_unusable(own, host_received, first_source, probs, routing_map)
+        all_counts = None
+        if everyone is not None:
+            all_counts = Table.of(others[received.numel() :], num_experts)
+        if self._most_blocks is not None:
+            blocks = sum(align_capacity(rows) for rows in rows_of_experts(host_received))
+            self._talk.check_bound(blocks // TILE_M, self._most_blocks, found.counts)
+        routes = found.routes(Table.of(own, local), host_received, first_source)
+        return routes, all_counts
+
+    def refuse(self, reason: str, device: torch.device) -> None:
+        """Ends the other ranks' :meth:`plan`."""
+        if self.is_alone:
+            return
+        told = torch.full((self._config.num_experts,), REFUSED, device=device)
+        received, _ = self._tell(told)
+        if self._tensor is not None:
+            self._tensor.every(received)
+        self._hear_refusal(reason, is_here=True)
+
+    def host_counts(self, counts: torch.Tensor) -> Callable[[], list[int]]:
+        """Begins to bring counts to the host; what is returned waits for them alone."""
+        if counts.device.type != "cuda":
+            return counts.tolist
+        if self._here is None:
+            self._here = torch.empty_like(counts, device="cpu", pin_memory=True)
+        here = self._here.copy_(counts, non_blocking=True)
+        arrived = torch.cuda.current_stream(counts.device).record_event()
+
+        def wait() -> list[int]:
+            arrived.synchronize()
+            return list(here.tolist())
+
+        return wait
+
+    def plan_alone(
+        self,
+        own: Sequence[int],
+        found: Sorted,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+    ) -> Routes:
+        """The routes of the only rank, once :meth:`host_counts` has its counts.
+
+        Raises:
+            RoutingError: They are unusable.
+        """
+        host = Table.of(own, len(own))
+        self._raise_unusable(own, host, 0, probs, routing_map)
+        return found.routes(host, host)
+
+    def counts_of(
+        self, routes: Routes, all_counts: Table | None, parts: Sequence[Part]
+    ) -> list[Counts]:
+        """``[source][target]`` rows of each part; without all ranks' counts, where this rank is."""
+        local, ranks = self._config.num_local_experts, range(self._config.num_ranks)
+        rank = self._talk.rank
+
+        def rows(counts: Sequence[int], part: int) -> int:
+            return sum(part_size(count, part, len(parts)) for count in counts)
+
+        if all_counts is not None:
+            return [
+                [
+                    [rows(of_rank[target * local : (target + 1) * local], part) for target in ranks]
+                    for of_rank in all_counts
+                ]
+                for part in range(len(parts))
+            ]
+        found: list[Counts] = []
+        for part in parts:
+            known = [[0] * len(ranks) for _ in ranks]
+            for other in ranks:
+                known[other][rank] = part.recv_counts[routes.first_source + other]
+                known[rank][other] = part.send_counts[other]
+            found.append(known)
+        return found
+
+    def _raise_unusable(
+        self,
+        own: Sequence[int],
+        host_received: Table,
+        first_source: int,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+    ) -> None:
+        """Raises what is wrong with a rank's routing, on all of them."""
+        config = self._config
+        if own[0] == REFUSED:
+            problem: str | None
+            if routing_map.dtype == torch.bool:
+                selected = routing_map & (probs != 0) if config.skip_zero_probs else routing_map
+                problem = map_problem(config, probs, selected)
+            else:
+                problem = choices_problem(config, routing_map, probs)
+            reason = reason_of(RoutingError(str(problem)))
+            if not self.is_alone:
+                self._hear_refusal(reason, is_here=True)
+            raise told_error(self._talk.rank, reason)
+        if min(map(min, host_received)) == REFUSED:
+            of_group = host_received[first_source : first_source + config.num_ranks]
+            raise self._hear_refusal(None, is_here=min(map(min, of_group)) == REFUSED)
+
+    def _tell(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tells the other ranks this one's counts.
+
+        Returns:
+            ``[num_ranks, num_local_experts]``, what each rank tells this one; and all that they
+            tell, ``[num_ranks, num_experts]``, where every rank needs it.
+        """
+        if not self._needs_all_counts:
+            return self._talk.tell_counts(told), None
+        everyone = [torch.empty_like(told) for _ in range(self._config.num_ranks)]
+        with self._talk.bounded():
+            dist.all_gather(everyone, told, group=self._group)
+        table = torch.stack(everyone)
+        local = self._config.num_local_experts
+        return table[:, self._talk.rank * local : (self._talk.rank + 1) * local], table
+
+    def _hear_refusal(self, own: str | None, *, is_here: bool) -> FlashMoEError:
+        """What the first rank that refuses this call has refused.
+
+        Args:
+            own: Why this one does, ``None`` if it does not.
+            is_here: Whether any of the expert-parallel group does, and not only of another one
+                whose ranks share experts with this one's.
+        """
+        found = self._talk.first_refusal(own) if is_here else None
+        if self._tensor is not None:
+            found = self._tensor.first(found)
+        assert found is not None
+        return told_error(*found)

@@ -7,7 +7,7 @@
 #   PYTHON                    the interpreter to make .venv with (3.10 to 3.13)
 #   CUDA_HOME                 a CUDA toolkit to compile with; else nvcc 13 in PATH; else from PyPI
 #   MAX_JOBS                  compilers at a time; else one for each core
-#   FLASHMOE_SKIP_CUDA_BUILD  1: do not compile csrc/; only the reference backend will work
+#   FLASHMOE_SKIP_CUDA_BUILD  1: do not compile csrc/; all but the kernel will work
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

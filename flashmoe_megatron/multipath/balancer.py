@@ -305,9 +305,10 @@ class _Tuning:
             The fastest trial, which is one link alone only if the models leave out all others.
         """
         shares, step, order = shares_of(self.models, self._nbytes), _FIRST_STEP, None
-        tried = []
+        tried: list[Trial] = []
         # The last comparison needs trials, too.
-        while step >= _LEAST_SHARE and self.trials < MAX_TRIALS - 5 * self._num_links:
+        most = MAX_TRIALS - 5 * self._num_links
+        while not tried or (step >= _LEAST_SHARE and self.trials < most):
             trial = self._try(shares)
             tried.append(trial)
             live = [i for i, share in enumerate(shares) if share > 0]

@@ -40,7 +40,12 @@ class Tickets:
     def with_rest(
         cls, carried: Sequence[int], chunks: Sequence[int], rates: Sequence[float]
     ) -> "Tickets":
-        """Tickets whose last tenth, by every link's share, is the rest."""
+        """Tickets whose last tenth, by every link's share, is the rest.
+
+        Links that carry nothing take none of it, however fast they are: the others do not leave the
+        last chunks to them.
+        """
+        rates = [rate if nbytes else 0.0 for rate, nbytes in zip(rates, carried, strict=True)]
         own = [int(nbytes * (1 - REST)) // GRAIN * GRAIN for nbytes in carried]
         tickets = cls(own, chunks, rates)
         tickets._rest = (sum(own), sum(carried))

@@ -106,6 +106,15 @@ def test_a_link_whose_latency_loses_is_off_and_comes_with_size() -> None:
     assert not balancer.is_tuned(small)
 
 
+@pytest.mark.parametrize("count", [6, 9, 20])
+def test_many_links_leave_room_for_one_trial_of_shares(count: int) -> None:
+    for nbytes in (2**12, 2**20, 2**29):
+        links = [SimulatedLink(f"card {index}", 10, 5) for index in range(count)]
+        balancer = tuned(links, nbytes)
+        assert balancer.trials(nbytes) <= MAX_TRIALS
+        assert sum(cut(balancer.shares(nbytes), nbytes)) == nbytes
+
+
 def test_a_link_that_is_left_out_is_never_tried() -> None:
     links = [SimulatedLink(*one) for one in (("a", 100, 1), ("b", 400, 1), ("c", 50, 1))]
     balancer = Balancer([link.name for link in links], without={"b"})
@@ -188,6 +197,16 @@ def test_the_rest_goes_by_whichever_link_is_free() -> None:
     assert sum(moved) == sum(carried)
     assert moved[1] < 19 * 2**20
     assert max(ends) < 0.95 * max(play(late, Tickets(carried, chunks, rates))[0])
+
+
+def test_no_chunk_is_left_to_a_faster_link_that_carries_nothing() -> None:
+    carried, rates = [0, 80 * 2**20, 20 * 2**20], [1000e9, 80e9, 20e9]
+    tickets = Tickets.with_rest(carried, [2**20] * 3, rates)
+    taken = 0
+    for link in (1, 2):
+        while (chunk := tickets.take(link)) is not None:
+            taken += chunk[1] - chunk[0]
+    assert taken == sum(carried)
 
 
 def test_wrong_links_are_refused() -> None:

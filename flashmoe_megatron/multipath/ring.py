@@ -24,7 +24,7 @@ from flashmoe_megatron.multipath.balancer import CHUNKS
 from flashmoe_megatron.multipath.board import NUM_LANES
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Flight, Link, timed_event
-from flashmoe_megatron.multipath.shared import SharedMemory, node_of_gpu
+from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory, node_of_gpu
 from flashmoe_megatron.multipath.watch import Watch
 
 NUM_SLOTS = 2
@@ -140,7 +140,7 @@ class RingLink(Link):
         ]
         self.streams[0][0].synchronize()  # makes the GPU's context this thread's
 
-        def create() -> tuple[int, int, int]:
+        def create() -> SegmentPlace:
             node = node_of_gpu(driver.pci_bus_id(self.device.index))
             self.own = SharedMemory.create(board.HEADER_BYTES + own_bytes, node)
             self._stack.callback(self.own.close)

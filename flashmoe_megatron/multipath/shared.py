@@ -5,12 +5,15 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 from pathlib import Path
 
 from flashmoe_megatron.errors import HeapError, LinkError
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED = 1
+SegmentPlace = tuple[int, int, int, str]
+"""Where another process finds a segment: the process, its descriptor, the size and the name."""
 
 
 class SharedMemory:
@@ -41,7 +44,8 @@ class SharedMemory:
         Raises:
             HeapError: The machine has no room for it.
         """
-        descriptor = os.memfd_create("flashmoe-multipath", os.MFD_CLOEXEC)
+        name = f"flashmoe-multipath-{secrets.token_hex(8)}"
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, nbytes)
             made = cls(descriptor, nbytes, node)
@@ -56,19 +60,24 @@ class SharedMemory:
         return made
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def place(self) -> SegmentPlace:
         """What :meth:`open` needs in another process."""
-        return os.getpid(), self._descriptor, self.nbytes
+        return os.getpid(), self._descriptor, self.nbytes, _name_of(os.getpid(), self._descriptor)
 
     @classmethod
-    def open(cls, place: tuple[int, int, int]) -> "SharedMemory":
+    def open(cls, place: SegmentPlace) -> "SharedMemory":
         """Maps another process's segment.
+
+        Processes of other hosts and containers may have the same numbers, and segments as large, so
+        that a segment's name tells whether it is the one.
 
         Raises:
             LinkError: The process is gone, or its memory is out of reach.
         """
-        process, number, nbytes = place
+        process, number, nbytes, name = place
         try:
+            if (found := _name_of(process, number)) != name:
+                raise OSError(f"there is {found!r} in place of {name!r}")
             descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise LinkError(
@@ -107,6 +116,11 @@ class SharedMemory:
         del self._base
         self._map.close()
         os.close(self._descriptor)
+
+
+def _name_of(process: int, descriptor: int) -> str:
+    """What a process's descriptor is of."""
+    return os.readlink(f"/proc/{process}/fd/{descriptor}")
 
 
 def node_of_gpu(pci_bus_id: str) -> int:

@@ -229,7 +229,17 @@ def test_memory_without_a_name() -> None:
     same.close()
     memory.close()
     with pytest.raises(LinkError, match="cannot be opened"):
-        SharedMemory.open((2**22 + 1, 3, 4096))
+        SharedMemory.open((2**22 + 1, 3, 4096, "name"))
+
+
+def test_memory_of_another_host_is_not_taken_for_one_s_own() -> None:
+    memory = SharedMemory.create(4096)
+    process, number, nbytes, name = memory.place
+    # A container on another host has the same processes, whose segments are as large.
+    theirs = process, number, nbytes, name.replace("multipath-", "multipath-other")
+    with pytest.raises(LinkError, match=r"in place of .*multipath-other.*wanted ranks of one host"):
+        SharedMemory.open(theirs)
+    memory.close()
 
 
 def test_full_memory_is_named() -> None:

@@ -37,7 +37,7 @@ from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Piece
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
-from flashmoe_megatron.multipath.shared import SharedMemory
+from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
 from tools.bench.bench_layer import kernel_layer
@@ -156,7 +156,7 @@ class PacedCopies(PeerCopies):
         driver.unregister(self._memory.address)
 
 
-def _keep_pace(place: tuple[int, int, int], gbps: float) -> None:
+def _keep_pace(place: SegmentPlace, gbps: float) -> None:
     """Gives leave for chunk after chunk, each when the one before would have ended."""
     memory = SharedMemory.open(place)
     given, ready = memory.word(0), memory.word(64)

@@ -1,5 +1,6 @@
 """torch.distributed as a link: NCCL's, or gloo's, sends and receives on a part of the bytes."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -30,6 +31,7 @@ class GroupLink(Link):
         self.name = backend
         self.device_type = "cuda" if backend == "nccl" else "cpu"
         self.group, self.device = control.group, device
+        self.rank = control.rank
         try:
             found = self.group._get_backend(torch.device(self.device_type)).name()
         except RuntimeError as error:
@@ -55,6 +57,7 @@ class _GroupFlight(Flight):
     def __init__(self, link: GroupLink, exchange: Exchange, index: int) -> None:
         self._link, self._works = link, list[Any]()
         part = exchange.parts[index]
+        self._peers = ", ".join(str(piece.peer) for piece in exchange.pieces)
         self._operations, self._received = [], 0
         self._started = exchange.started
         for piece in exchange.pieces:
@@ -73,16 +76,26 @@ class _GroupFlight(Flight):
         """What this rank received by it."""
         return self._received
 
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """What torch.distributed raises, also at the start where a peer is gone, as the link's."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise LinkError(
+                f"link {self._link.name} between ranks {self._link.rank} and {self._peers} broke: "
+                f"{error}"
+            ) from error
+
     def _start(self) -> None:
         if self._operations:
-            self._works = dist.batch_isend_irecv(self._operations)
+            with self._named_errors():
+                self._works = dist.batch_isend_irecv(self._operations)
 
     def _finish(self) -> None:
-        try:
+        with self._named_errors():
             for work in self._works:
                 work.wait()
-        except RuntimeError as error:
-            raise LinkError(f"link {self._link.name}: {error}") from error
         self._works, self._operations = [], []  # flights are kept for their times, tensors are not
 
 

@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import DEFAULT_TIMEOUT
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, LinkError, ShapeError
+from flashmoe_megatron.errors import (
+    ConfigError,
+    FlashMoEError,
+    LinkError,
+    ShapeError,
+    reason_of,
+)
 from flashmoe_megatron.multipath.balancer import (
     CHUNKS,
     GRAIN,
@@ -378,9 +384,13 @@ class Multipath:
     def _noting_errors(self, run: Callable[[], None]) -> None:
         self._raise_if_broken()
         try:
-            run()
-        except FlashMoEError as error:
-            self._broken = error
+            with torch.no_grad():  # a thread does not have its caller's mode
+                run()
+        except Exception as error:
+            # Whatever it is: peers are in this call, and would take the next one's bytes for its.
+            self._broken = (
+                error if isinstance(error, FlashMoEError) else LinkError(reason_of(error))
+            )
             for link in self.links:
                 link.fail(error)
             raise

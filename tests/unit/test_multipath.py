@@ -326,11 +326,21 @@ def check_operations(multipath: Multipath, dtype: torch.dtype, length: int) -> N
         )
 
 
+def check_parameters(multipath: Multipath) -> None:
+    """In place, as torch.distributed does it, whether or not autograd records."""
+    for records in (False, True):
+        parameter = torch.nn.Parameter(torch.ones(700))
+        with torch.set_grad_enabled(records):
+            multipath.all_reduce(parameter)
+        assert parameter.tolist() == [multipath.num_ranks] * 700
+
+
 def operations(group: dist.ProcessGroup) -> dict[str, int]:
     with Multipath(group, links=links_of(TokenPace), min_bytes=1, timeout=60) as multipath:
         for dtype in (torch.int32, torch.bfloat16, torch.float32, torch.uint8):
             for length in (1, 700, 40_009):
                 check_operations(multipath, dtype, length)
+        check_parameters(multipath)
         length = 2**20 * (multipath.num_ranks - 1)
         empty = torch.zeros((multipath.num_ranks, 2**20), dtype=torch.uint8)
         pieces = multipath._pieces(list(empty), list(empty.clone()))
@@ -414,6 +424,32 @@ def test_uneven_sizes_are_named_on_every_rank(ranks: RankPool) -> None:
         assert "404 bytes" in said
 
 
+def fails_alone(group: dist.ProcessGroup) -> list[str]:
+    said = []
+    multipath = Multipath(group, links=["sockets"], min_bytes=1, timeout=3)
+    multipath.all_reduce(torch.ones(4096))
+    reduce = multipath._reduce
+    if multipath.rank == 0:
+        multipath._reduce = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
+    for value in (1.0, 100.0):
+        whole = torch.full((4096,), value)
+        try:
+            multipath.all_reduce(whole)
+            said.append(str(whole[0]))
+        except (ArithmeticError, FlashMoEError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        multipath._reduce = reduce  # type: ignore[method-assign]
+    multipath.close()
+    return said
+
+
+def test_a_call_that_fails_on_one_rank_alone_is_not_taken_for_the_next(ranks: RankPool) -> None:
+    own, other = ranks.run(fails_alone, num_ranks=2)
+    assert own[0] == "ZeroDivisionError: division by zero"
+    assert own[1].startswith("LinkError: multipath is of no use since ZeroDivisionError")
+    assert all("Error: " in said for said in other)
+
+
 def unknown(group: dist.ProcessGroup) -> list[str]:
     said = []
     for links in (["carrier pigeon"], ["host"], [unreachable]):
@@ -473,6 +509,31 @@ def test_a_peer_that(fault: str, said: tuple[type, str], tmp_path: Path) -> None
     text = path.with_suffix(".0").read_text()
     assert text.startswith(f"{said[0].__name__}: ")
     assert said[1] in text
+
+
+def after_the_end_of_a_peer(group: dist.ProcessGroup, path: Path) -> None:
+    multipath = Multipath(group, links=["gloo"], min_bytes=1, timeout=20)
+    multipath.all_reduce(torch.ones(4096))
+    if multipath.rank:
+        os._exit(7)
+    time.sleep(1)  # so that the next call cannot even begin
+    said = []
+    for _ in range(2):
+        try:
+            multipath.all_reduce(torch.ones(4096))
+        except Exception as error:  # noqa: BLE001 - whichever it is
+            said.append(f"{type(error).__name__}: {error}")
+    path.write_text("\n".join(said))
+    os._exit(0)
+
+
+def test_a_call_to_a_peer_that_is_gone_names_the_link(tmp_path: Path) -> None:
+    path = tmp_path / "outcome"
+    with pytest.raises(RankError):
+        run_ranks(after_the_end_of_a_peer, 2, path)
+    first, second = path.read_text().splitlines()[:2]
+    assert first.startswith("LinkError: link gloo between ranks 0 and 1 broke: ")
+    assert second.startswith("LinkError: multipath is of no use since link gloo between ranks 0 ")
 
 
 def every_byte(group: dist.ProcessGroup) -> dict[str, Any]:

@@ -67,10 +67,12 @@ class LinkTotals:
 
     Attributes:
         nbytes: Bytes that this rank received by it.
-        seconds: How long it was at work, as the slowest rank saw it.
+        timed_bytes: Bytes of transfers whose times have become known, some windows later.
+        seconds: How long it was at work for them, as the slowest rank saw it.
     """
 
     nbytes: int = 0
+    timed_bytes: int = 0
     seconds: float = 0.0
 
 
@@ -289,7 +291,7 @@ class Multipath:
         return torch.empty(length, dtype=dtype, device=self.device)
 
     def take_totals(self) -> dict[str, LinkTotals]:
-        """What each link has carried since the last call, as far as its times are known."""
+        """What each link has carried since the last call, and the times that are known since."""
         taken = self._totals
         self._totals = {name: LinkTotals() for name in taken}
         return taken
@@ -392,7 +394,7 @@ class Multipath:
                 error if isinstance(error, FlashMoEError) else LinkError(reason_of(error))
             )
             for link in self.links:
-                link.fail(error)
+                link.fail(self._broken)
             raise
 
     def _guard(self, output: torch.Tensor, links: set[Link]) -> None:
@@ -599,11 +601,13 @@ class Multipath:
 
     def _note(self, balancer: Balancer, inbound: int, flights: list[Flight | None]) -> None:
         """Hands times to the balancer, a window at a time and after all ranks have agreed."""
+        for link, flight in zip(self.links, flights, strict=True):
+            self._totals[link.name].nbytes += flight.num_bytes() if flight else 0
         for seconds, moved in self._times[balancer, size_class(inbound)].add(flights):
             balancer.observe(inbound, seconds)
             for name, one, nbytes in zip(self._totals, seconds, moved, strict=True):
                 self._totals[name].seconds += one
-                self._totals[name].nbytes += nbytes
+                self._totals[name].timed_bytes += nbytes
 
 
 class _Times:

@@ -130,8 +130,8 @@ def _of_multipath(totals: Totals) -> Iterator[Named]:
         if nbytes:
             yield "link_mib", {"link": link}, nbytes / MIB
             yield "link_share", {"link": link}, nbytes / whole
-            if totals.link_seconds[link]:
-                yield "link_gbps", {"link": link}, nbytes / totals.link_seconds[link] / 1e9
+        if seconds := totals.link_seconds[link]:
+            yield "link_gbps", {"link": link}, totals.link_timed_bytes[link] / seconds / 1e9
 
 
 def _of_links(totals: Totals) -> Iterator[Named]:

@@ -420,8 +420,7 @@ METRICS: dict[str, Metric] = {
             "MiB",
             "neither",
             "sum",
-            "bytes that all ranks received by one link of a multipath since the last report; times "
-            "and bytes are known two windows of eight transfers later",
+            "bytes that all ranks received by one link of a multipath since the last report",
             _OURS,
         ),
         Metric(
@@ -439,7 +438,8 @@ METRICS: dict[str, Metric] = {
             "GB/s into a rank",
             "higher",
             "ratio of sums",
-            "a link's bytes over the time that it was at work, as the slowest rank saw it",
+            "a link's bytes over the time that it was at work, as the slowest rank saw it, of "
+            "transfers whose times have become known: 64 to 96 transfers of a size later",
             _OURS,
         ),
         Metric(

@@ -234,7 +234,8 @@ class Totals:
         crossed_bytes: Bytes that they did.
         crossing_ns: Their time in exchanges between hosts.
         link_bytes: Bytes that ranks received by each link of a multipath, by its name.
-        link_seconds: How long each of those links was at work.
+        link_timed_bytes: Bytes of transfers whose times have become known since.
+        link_seconds: How long each of those links was at work for them.
         heap_bytes: High-water mark of the symmetric heap; the highest of any rank.
     """
 
@@ -264,6 +265,7 @@ class Totals:
         self.crossed_bytes = 0.0
         self.crossing_ns = 0.0
         self.link_bytes = dict.fromkeys(LINKS, 0.0)
+        self.link_timed_bytes = dict.fromkeys(LINKS, 0.0)
         self.link_seconds = dict.fromkeys(LINKS, 0.0)
         self.seconds = 0.0
         self.heap_bytes = 0.0
@@ -350,6 +352,7 @@ class Totals:
             self.crossed_bytes,
             self.crossing_ns,
             *self.link_bytes.values(),
+            *self.link_timed_bytes.values(),
             *self.link_seconds.values(),
         ]
 
@@ -383,6 +386,7 @@ class Totals:
         totals.crossing_calls, totals.crossed_rows = take(2)
         totals.crossed_bytes, totals.crossing_ns = take(2)
         totals.link_bytes = dict(zip(LINKS, take(len(LINKS)), strict=True))
+        totals.link_timed_bytes = dict(zip(LINKS, take(len(LINKS)), strict=True))
         totals.link_seconds = dict(zip(LINKS, take(len(LINKS)), strict=True))
         *longest, totals.seconds, totals.heap_bytes = maxima
         totals.longest_ns = dict(zip(layout.slots, longest, strict=True))

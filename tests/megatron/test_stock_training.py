@@ -164,6 +164,9 @@ def test_what_a_training_over_links_lacks_is_named() -> None:
     moved = {"step": 2, "flashmoe/link/peer/mib": 300.0, "flashmoe/link/host/mib": 20.0}
     good = Outcome([0], iterations, [moved], ["flashmoe: backend kernel, 4 experts"], 1.0)
     assert multipath.links_of(good) == {"peer": 300.0, "host": 20.0}
+    compared = {"step": 2, "flashmoe/link/peer/mib": 6000.0}
+    with_first = replace(good, reports=[compared, moved, moved])
+    assert multipath.links_of(with_first) == {"peer": 300.0, "host": 20.0}
     assert not multipath.what_is_wrong("auto", good, 2)
     assert not multipath.what_is_wrong("off", replace(good, reports=[{"step": 2}]), 2)
     for words, given, outcome in [

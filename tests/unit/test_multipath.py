@@ -450,6 +450,28 @@ def test_a_call_that_fails_on_one_rank_alone_is_not_taken_for_the_next(ranks: Ra
     assert all("Error: " in said for said in other)
 
 
+def counts(group: dist.ProcessGroup) -> None:
+    with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=60) as multipath:
+        inbound = 4096 * (multipath.num_ranks - 1)
+        multipath.balancer.tune(inbound, lambda carried, chunks: [1.0, 1.0])
+        output = torch.empty(4096 * multipath.num_ranks, dtype=torch.uint8)
+
+        def gathered(times: int) -> tuple[int, int]:
+            for _ in range(times):
+                multipath.all_gather(output, torch.ones(4096, dtype=torch.uint8))
+            totals = multipath.take_totals().values()
+            return sum(one.nbytes for one in totals), sum(one.timed_bytes for one in totals)
+
+        assert gathered(3) == (3 * inbound, 0)
+        row = 4 * WINDOW  # times are told by rows, of which each is known two rows later
+        assert gathered(3 * row - 3) == ((3 * row - 3) * inbound, row * inbound)
+        assert gathered(row) == (row * inbound, row * inbound)
+
+
+def test_bytes_are_counted_at_once(ranks: RankPool) -> None:
+    ranks.run(counts, num_ranks=2)
+
+
 def unknown(group: dist.ProcessGroup) -> list[str]:
     said = []
     for links in (["carrier pigeon"], ["host"], [unreachable]):

@@ -248,7 +248,8 @@ def test_what_records_do_not_have() -> None:
         "flashmoe/crossing_ms": 2.0,
     }
     totals.link_bytes |= {"peer": 3e9, "host": 1e9}
-    totals.link_seconds |= {"peer": 0.01, "host": 0.02}
+    totals.link_timed_bytes |= {"peer": 6e9, "host": 1e9, "nccl": 2e9}
+    totals.link_seconds |= {"peer": 0.02, "host": 0.02, "nccl": 0.01}
     of_links = compute_metrics(totals, ["link_mib", "link_share", "link_gbps"])
     assert of_links == pytest.approx(
         {
@@ -258,6 +259,7 @@ def test_what_records_do_not_have() -> None:
             "flashmoe/link/host/mib": 1e9 / 2**20,
             "flashmoe/link/host/share": 0.25,
             "flashmoe/link/host/gbps": 50.0,
+            "flashmoe/link/nccl/gbps": 200.0,  # its transfers were in an earlier report
         }
     )
     values = compute_metrics(totals, ["heap_mib", "dropped_routes"])

@@ -146,6 +146,7 @@ class _Source:
         add_tokens(totals, list(self._layers), self._tokens)
         for name, one in take_link_totals().items():
             totals.link_bytes[name] += one.nbytes
+            totals.link_timed_bytes[name] += one.timed_bytes
             totals.link_seconds[name] += one.seconds
 
     def _backends(self) -> list[Backend]:

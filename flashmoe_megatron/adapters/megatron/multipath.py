@@ -58,6 +58,7 @@ def take_link_totals() -> dict[str, LinkTotals]:
         for name, one in multipath.take_totals().items():
             whole = sums.setdefault(name, LinkTotals())
             whole.nbytes += one.nbytes
+            whole.timed_bytes += one.timed_bytes
             whole.seconds += one.seconds
     return sums
 

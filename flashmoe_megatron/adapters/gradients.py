@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import Backend
-from flashmoe_megatron.errors import FlashMoEError, reason_of, told_error
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, reason_of, told_error
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import FrameworkOptions
@@ -89,7 +89,7 @@ def plan_reduction(
 
     Raises:
         ConfigError: On every rank, if any has no fit, one of another machine, or a layer whose
-            experts are all on one rank, whose backward has no gap.
+            experts are all on one rank, whose backward has no gap; or if ranks have different fits.
     """
     plan, reason = None, None
     grid = find_grid(group) if layers and group is not None else None
@@ -98,12 +98,26 @@ def plan_reduction(
             plan = _planned(layers, settings, grid, device, operation)
     except FlashMoEError as error:
         reason = reason_of(error)
-    reasons = [reason] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    for rank, other in enumerate(reasons):
+    everyone = [(plan, reason)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (plan, reason))
+    for rank, (_, other) in enumerate(everyone):
         if other is not None:
             raise told_error(rank, other)
+    _check_alike([of_rank for of_rank, _ in everyone])
     return plan
+
+
+def _check_alike(plans: Sequence[ReductionPlan | None]) -> None:
+    """Refuses plans of the same layers that differ: their ranks reduce the same buckets."""
+    first: dict[tuple[int, ...], int] = {}
+    for rank, plan in enumerate(plans):
+        if plan is not None:
+            other = first.setdefault(tuple(plan.in_gap), rank)
+            if plan != plans[other]:
+                raise ConfigError(
+                    f"the ranks' fits give different reductions of gradients: {plans[other]} on "
+                    f"rank {other}, {plan} on rank {rank}; wanted one fit"
+                )
 
 
 def _planned(

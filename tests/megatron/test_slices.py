@@ -172,6 +172,23 @@ def refusals(group: dist.ProcessGroup, fit: str) -> list[str]:
     return said
 
 
+def refused_fits(group: dist.ProcessGroup, fits: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        train(group, case_of(fits[dist.get_rank(group)], backend="reference"), "flashmoe")
+    return str(caught.value)
+
+
+def test_fits_that_differ_are_refused_on_every_rank(
+    fit: str, tmp_path: Path, two_ranks: RankPool
+) -> None:
+    other = tmp_path / "other.json"
+    slow = {"reduce_scatter": (1e-6, 2e-8), "all_reduce": (1e-6, 2e-8)}
+    write_fit(other, make_fit(product=(1e-6, 1e-10), copy=(1e-6, 1e-10), **slow))
+    for said in two_ranks.run(refused_fits, [fit, str(other)]):
+        assert said.startswith("the ranks' fits give different reductions of gradients: ")
+        assert said.endswith(" on rank 1; wanted one fit")
+
+
 def test_what_cannot_be_planned_is_refused_on_every_rank(fit: str, two_ranks: RankPool) -> None:
     for said in two_ranks.run(refusals, fit):
         assert "--flashmoe-slice-gradients wants --overlap-grad-reduce" in said[0]

@@ -194,12 +194,32 @@ class HostsBackend(OfGroup):
         plans = [plan_launches(config, num_hosts, need) for need in needs]
         most = max(tokens for _, tokens in plans)
         if not self._within or most > self.within.config.max_tokens:
+            make = self._make_within
             if self._within:
+                make = self._made_on_all_hosts
                 step = self.within.config.max_tokens * 5 // 4
                 most = max(most, plan_launches(config, num_hosts, step)[1])
             share = share_of_host(config, num_hosts, most)
-            self._within.append(self._make_within(share, self._options))
+            self._within.append(make(share, self._options))
         return self.within, [launches for launches, _ in plans]
+
+    def _made_on_all_hosts(self, share: MoEConfig, options: BackendOptions) -> Backend:
+        """A backend within the host, on all hosts or on none. Collective over the group.
+
+        Raises:
+            FlashMoEError: A host cannot make its own: the same on every rank.
+        """
+        made, problem = None, None
+        try:
+            made = self._make_within(share, options)
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            problem = self._on_this_host(error)
+        own = None if problem is None else reason_of(problem)
+        for rank, reason in enumerate(self._rail.tell(own)):
+            if reason is not None:
+                raise told_error(rank, reason) from problem
+        assert made is not None
+        return made
 
     def _distinct(self) -> Iterable[Backend]:
         """Backends within the host that count for themselves: some share one memory."""

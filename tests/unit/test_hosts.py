@@ -17,7 +17,7 @@ from flashmoe_megatron import planner
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, HeapError, ShapeError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid, arrange
 from flashmoe_megatron.hosts.lookout import Lookout
@@ -306,6 +306,32 @@ def test_sizes_follow_the_counts(ranks: RankPool):
         # A token goes to 0.75 other hosts on average.
         assert first == before == 896
         assert after == 1664  # whole tiles
+
+
+def growing_alone(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[int]:
+    """A host that has no room for larger launches ends the call on all of them."""
+    config = replace(CONFIG, num_experts=64, topk=1, max_tokens=400)
+    backend = make_backend(group, config, 4)
+    make = backend._make_within
+
+    def full(*_: object) -> Backend:
+        raise HeapError("no room")
+
+    if backend.rank == 2:
+        backend._make_within = full
+    bounds = []
+    with pytest.raises(HeapError, match=r"^rank 2: within host 2 \(ranks 2 to 2 .*: no room$"):
+        step(backend, inputs)
+    bounds.append(backend.within.config.max_tokens)
+    backend._make_within = make
+    step(backend, inputs)
+    return [*bounds, backend.within.config.max_tokens]
+
+
+def test_launches_grow_on_all_hosts_or_on_none(ranks: RankPool):
+    config = replace(CONFIG, num_experts=64, topk=1, max_tokens=400)
+    inputs = cases.make_inputs(config, cases.to_one_rank, [400] * 4, dtype=torch.float32)
+    assert ranks.run(growing_alone, inputs) == [[896, 1664]] * 4
 
 
 NAMES = {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError, ShapeError
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
@@ -310,6 +310,34 @@ def share_experts(group: dist.ProcessGroup, inputs: cases.Inputs) -> None:
         for one in made:
             if one is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(one)
+
+
+def refuse_gradients_alone(group: dist.ProcessGroup, inputs: cases.Inputs) -> str:
+    """Two ranks with slices of all experts, of which one has a gradient of another shape."""
+    mine, rank = cut(inputs, dist.get_rank(group)), dist.get_rank(group)
+    config = cases.make_config(num_ranks=1, max_tokens=64)
+    backend = ScheduledBackend(config, tensor_group=group)
+    weights = ExpertWeights((torch.stack(mine.fc1),), (torch.stack(mine.fc2),))
+    call = mine.x[0], mine.probs[0], mine.routing_map[0]
+    _, saved = backend.forward(*call, weights, training=True)
+    fc1, fc2 = (
+        [WeightGrad(torch.empty_like(kind[0]), False)] for kind in (weights.fc1, weights.fc2)
+    )
+    if rank == 0:
+        fc1 = [WeightGrad(torch.empty(3, 3, dtype=torch.float64), False)]
+    grad_x, _ = backend.backward(mine.grad_out[0], saved, weights, fc1, fc2)
+    assert bool(grad_x.isnan().all()) == (rank == 0)
+    with pytest.raises(ShapeError) as raised:
+        backend.forward(*call, weights, training=True)
+    backend.forward(*call, weights, training=True)
+    return str(raised.value)
+
+
+def test_gradients_that_one_of_those_who_share_experts_refuses(ranks: RankPool) -> None:
+    config = cases.make_config(num_ranks=1, intermediate=128, max_tokens=64)
+    inputs = cases.make_inputs(config, cases.skewed, [30], dtype=torch.float64)
+    for said in ranks.run(refuse_gradients_alone, inputs, num_ranks=2):
+        assert "a weight gradient has shape (3, 3)" in said
 
 
 PER_RANK = ("x", "probs", "routing_map", "grad_out")

@@ -75,6 +75,13 @@ class Ledger:
             self._error = self._error or error
             self._changed.notify_all()
 
+    def lose(self, peer: int, error: FlashMoEError) -> None:
+        """A peer sends no more, which ends the exchange unless all of its bytes are there."""
+        with self._changed:
+            is_missed = self._awaited[peer] > 0
+        if is_missed:
+            self.fail(error)
+
     def wait(self) -> None:
         """Waits until everything is sent and received.
 

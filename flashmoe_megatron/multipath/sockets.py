@@ -197,7 +197,7 @@ class SocketLink(Link):
             assert flight is not None
             flight.ledger.fail(error)
         except OSError as error:
-            self._fail_all(self._broken(peer, error))
+            self._lose(peer, self._broken(peer, error))
 
     def _flight(self, number: int) -> "_SocketFlight | None":
         """The exchange of a number, for which this waits; ``None`` once the link is closed."""
@@ -206,11 +206,11 @@ class SocketLink(Link):
                 self._begun.wait()
             return None if self._is_closed else self._flights[number]
 
-    def _fail_all(self, error: LinkError) -> None:
+    def _lose(self, peer: int, error: LinkError) -> None:
         with self._begun:
             self.broken = error
             for flight in self._flights.values():
-                flight.ledger.fail(error)
+                flight.ledger.lose(peer, error)
 
     def _broken(self, peer: int, error: OSError) -> LinkError:
         return LinkError(

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from flashmoe_megatron.multipath.balancer import (
     Balancer,
     cut,
 )
+from flashmoe_megatron.multipath.ledger import Ledger
+from flashmoe_megatron.multipath.links import Exchange, Part, Piece
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure, play
@@ -422,6 +425,18 @@ def test_uneven_sizes_are_named_on_every_rank(ranks: RankPool) -> None:
     for said in ranks.run(uneven, num_ranks=2):
         assert "400 bytes" in said
         assert "404 bytes" in said
+
+
+@pytest.mark.parametrize("received", [0, 3, 4])
+def test_a_peer_that_closes_behind_its_last_byte_ends_nothing(received: int) -> None:
+    piece = Piece(1, torch.zeros(4), torch.zeros(4))
+    exchange = Exchange(1, "a test", [piece], [Part(0, 4, 4)], [0.0], None, None)
+    ledger = Ledger(0, exchange, [0], takes_rest=False, timeout=5)
+    ledger.note_received(1, received)
+    ledger.lose(1, LinkError("the peer has closed it"))
+    missed = pytest.raises(LinkError, match="has closed it") if received < 4 else nullcontext()
+    with missed:
+        ledger.wait()
 
 
 def fails_alone(group: dist.ProcessGroup) -> list[str]:

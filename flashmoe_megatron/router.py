@@ -205,8 +205,9 @@ class _Opened(torch.autograd.Function):
             probs = router.config.probs_of(logits, router.routing_map)
         grad = torch.autograd.grad(probs, logits, grad_probs)[0] + grad_logits
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype)
+        with torch.autocast(x.device.type, enabled=False):  # which would narrow the products
+            if ctx.needs_input_grad[1]:
+                grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+            if ctx.needs_input_grad[2]:
+                grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype)
         return None, grad_x, grad_weight

@@ -242,6 +242,17 @@ def test_autocast_leaves_the_router_in_float32() -> None:
         assert torch.equal(layer(x), layer(x, ids, weights))
 
 
+def test_autocast_leaves_the_gradients_in_float32() -> None:
+    """A backward within it would multiply in bfloat16, the router's as well as the experts'."""
+    layer = make_layer(fuse_router=True)
+    x = torch.randn(50, cases.CONFIG.hidden, requires_grad=True)
+    inputs, loss = [x, *layer.parameters()], layer(x).square().sum()
+    want = torch.autograd.grad(loss, inputs, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad(loss, inputs)
+    assert all(map(torch.equal, got, want))
+
+
 def test_a_compiler_leaves_the_router_alone() -> None:
     """A compiler would read the router's tensors as they are before the layer fills them in."""
     from torch._dynamo import config as compiler

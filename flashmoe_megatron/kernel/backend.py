@@ -32,6 +32,7 @@ from flashmoe_megatron.config import ALIGNMENT_BYTES, Keep, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
     DeviceError,
+    FlashMoEError,
     ShapeError,
     reason_of,
 )
@@ -82,8 +83,15 @@ class PendingForward:
     """Blocks of 128 rows that the buffers hold; ``None`` if the plan under way counts them."""
     is_settled: bool
     """Its replicas have been settled on before."""
-    has_failed: bool = False
-    """The plan has failed on every rank, and none waits for another any more."""
+
+
+class _Buffers(NamedTuple):
+    """What the launch of a layer writes to, beside its plan."""
+
+    rows: torch.Tensor
+    preact: torch.Tensor | None
+    scratch: torch.Tensor
+    out: torch.Tensor
 
 
 class _PlanOutcome(NamedTuple):
@@ -216,17 +224,14 @@ class KernelBackend(OfGroup):
             self._describe()
         with Together(self, may_be_void=True) as together:
             self._raise_shared()
+            self._check_call(x, probs, routing_map, router)
             bound = self._bounds[training]
+            # A rank without room for them can still tell the others.
+            buffers = None if bound is None else self._make_buffers(bound, x, training=training)
             pending = self._begin(x, probs, routing_map, router, bound, layer=layer)
         if together.void is not None:
             return self._end(together.void, x, probs, router)
-        try:
-            return self._finish(pending, tables, training=training, layer=layer)
-        except BaseException:
-            if pending.num_row_blocks is None and not pending.has_failed:
-                # The peers will wait for this rank's layer in vain, and make new memory.
-                self.memory.is_void = True
-            raise
+        return self._finish(pending, tables, buffers, training=training, layer=layer)
 
     @_on_own_device
     def settle(
@@ -251,8 +256,9 @@ class KernelBackend(OfGroup):
                 tables = self._use_weights(read_weights())
             maps, biases = (tables.maps, tables.biases) if tables else (None, None)
             problem = self._prepare()
-            counts = count_routes(routing_map)
-            ops.settle(counts, maps, biases, *_addresses(problem, self.memory.open()))
+            with self.memory.promised:
+                counts = count_routes(routing_map)
+                ops.settle(counts, maps, biases, *_addresses(problem, self.memory.open()))
         self.memory.settled_for = (self, layer)
 
     def _take_settled(self, layer: int) -> bool:
@@ -269,18 +275,25 @@ class KernelBackend(OfGroup):
             return None
         problem, group = self._prepare(), self.memory.open()
         is_known = self.memory.has_fault
-        refusal = bindings.FlashMoEInput(refusal=reason.encode())
-        plan = self._empty(self._sizes.plan_bytes)
-        bindings.call("plan", problem, group, refusal, plan.data_ptr())
-        outcome = self._await_plan(problem, group)
+        with self.memory.promised:
+            refusal = bindings.FlashMoEInput(refusal=reason.encode())
+            plan = self._empty(self._sizes.plan_bytes)
+            bindings.call("plan", problem, group, refusal, plan.data_ptr())
+            outcome = self._await_plan(problem, group)
         if self._goes_on(outcome):
             if not is_known:
                 logger.error("outputs are NaN until a later call raises on all ranks: %s", reason)
             return self._void(plan, reason)
-        fault = self.memory.take_fault()
+        error = self._failure(outcome)
         if is_known or outcome.status != bindings.REFUSED:
-            raise fault or bindings.error(outcome.status)
+            raise error
         return None
+
+    def _failure(self, outcome: _PlanOutcome) -> FlashMoEError:
+        """Why a plan has failed; without a fault, by which all ranks stop, all make new memory."""
+        fault = self.memory.take_fault()  # it says more than the status does
+        self.memory.is_void = self.memory.is_void or fault is None
+        return fault or bindings.error(outcome.status)
 
     def _goes_on(self, outcome: _PlanOutcome) -> bool:
         """Whether a call ends by an error that is raised later, which is not put off for ever."""
@@ -355,6 +368,8 @@ class KernelBackend(OfGroup):
                 rows.
         """
         self._use_layout(self._transposed, self._split, x.dtype)
+        self._describe()
+        self._check_call(x, probs, routing_map, None)
         return self._begin(x, probs, routing_map, None, num_row_blocks, layer=0)
 
     @_on_own_device
@@ -363,6 +378,26 @@ class KernelBackend(OfGroup):
     ) -> tuple[torch.Tensor, SavedForward | Void | None]:
         """Launches the layer of :meth:`begin`; waits for its plan, if that counts. Collective."""
         return self._finish(pending, self._use_weights(weights), training=training, layer=0)
+
+    def _check_call(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        router: Router | None,
+    ) -> None:
+        check_tokens(self.config, x, probs, routing_map, dtype=self._dtype, device=self.device)
+        if router is not None:
+            check_kernel_tensor("router weight", router.weight, self.device, self._dtype)
+
+    def _make_buffers(self, num_row_blocks: int, x: torch.Tensor, *, training: bool) -> _Buffers:
+        sizes = self._sizes
+        return _Buffers(
+            rows=self._empty(num_row_blocks * sizes.row_block_bytes),
+            preact=self._empty(num_row_blocks * sizes.preact_block_bytes) if training else None,
+            scratch=self._empty(num_row_blocks * sizes.scratch_block_bytes[False]),
+            out=torch.empty_like(x),
+        )
 
     def _begin(
         self,
@@ -374,66 +409,66 @@ class KernelBackend(OfGroup):
         *,
         layer: int,
     ) -> PendingForward:
-        check_tokens(self.config, x, probs, routing_map, dtype=self._dtype, device=self.device)
-        if router is not None:
-            check_kernel_tensor("router weight", router.weight, self.device, self._dtype)
+        plan = self._empty(self._sizes.plan_bytes)
         self.num_calls += 1  # what comes now concerns every rank
         problem = self._prepare()
-        is_settled = self._take_settled(layer)
-        group = self.memory.open()
-        plan = self._empty(self._sizes.plan_bytes)
-        if num_row_blocks is None:
-            given = ops.given(x, probs, routing_map, router, is_settled=is_settled)
-            ops.plan(plan, *_addresses(problem, group), *given)
+        with self.memory.promised:
+            is_settled = self._take_settled(layer)
+            group = self.memory.open()
+            if num_row_blocks is None:
+                given = ops.given(x, probs, routing_map, router, is_settled=is_settled)
+                ops.plan(plan, *_addresses(problem, group), *given)
         return PendingForward(
             group, plan, x, probs, routing_map, router, num_row_blocks, is_settled
         )
 
     def _finish(
-        self, pending: PendingForward, tables: WeightTables, *, training: bool, layer: int
+        self,
+        pending: PendingForward,
+        tables: WeightTables,
+        buffers: _Buffers | None = None,
+        *,
+        training: bool,
+        layer: int,
     ) -> tuple[torch.Tensor, SavedForward | Void | None]:
         blocks, router = pending.num_row_blocks, pending.router
         is_planned = blocks is None
+        problem = self._describe()
         if blocks is None:
             # A fault that the plan has left by now is its outcome, which every rank has.
-            problem = self._describe()
-            outcome = self._await_plan(problem, pending.group)
+            with self.memory.promised:
+                outcome = self._await_plan(problem, pending.group)
             if self._goes_on(outcome):
                 void = self._void(pending.plan, reason_of(self.memory.fault()))
                 return self._end(void, pending.x, pending.probs, router)
             if outcome.status != bindings.OK:
-                fault = self.memory.take_fault()  # it says more than the status does
-                pending.has_failed = fault is not None and not self.memory.is_void
-                raise fault or bindings.error(outcome.status)
+                raise self._failure(outcome)
             blocks = outcome.num_row_blocks
             router = None  # it has run in the plan
-        else:
-            problem = self._describe()
-        sizes = self._sizes
-        rows = self._empty(blocks * sizes.row_block_bytes)
-        preact = self._empty(blocks * sizes.preact_block_bytes) if training else None
-        scratch = self._empty(blocks * sizes.scratch_block_bytes[False])
-        out = torch.empty_like(pending.x)
-        ops.forward(
-            pending.plan,
-            tables.maps,
-            tables.biases,
-            rows,
-            preact,
-            scratch,
-            out,
-            blocks,
-            is_planned,
-            layer,
-            *_addresses(problem, pending.group),
-            *ops.given(
-                pending.x,
-                pending.probs,
-                pending.routing_map,
-                router,
-                is_settled=pending.is_settled,
-            ),
-        )
+        with self.memory.promised:
+            if buffers is None:
+                buffers = self._make_buffers(blocks, pending.x, training=training)
+            rows, preact, scratch, out = buffers
+            ops.forward(
+                pending.plan,
+                tables.maps,
+                tables.biases,
+                rows,
+                preact,
+                scratch,
+                out,
+                blocks,
+                is_planned,
+                layer,
+                *_addresses(problem, pending.group),
+                *ops.given(
+                    pending.x,
+                    pending.probs,
+                    pending.routing_map,
+                    router,
+                    is_settled=pending.is_settled,
+                ),
+            )
         if preact is None:
             return out, None
         keeps_rows = self.keep != "preactivations"
@@ -478,54 +513,56 @@ class KernelBackend(OfGroup):
             kinds = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
             self.backward(none, saved.saved, weights, *kinds)
             return saved.gradients(grad_out)
-        check_grad_out(self.config, grad_out, saved.num_tokens)
-        grad_out = grad_out.contiguous()
-        if grad_out.data_ptr() % ALIGNMENT_BYTES:  # a slice of something else's gradient
-            grad_out = grad_out.clone()
-        tables = self._use_weights(weights)
-        check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
-        targets = [*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias]
-        try:
-            grads, table = self._use_grads(targets)
-            is_void = False
-        except ShapeError as error:
-            if self.config.num_ranks == 1:
-                raise
-            scratch_grads = self._untold.keep(error, weights, [targets])
-            grads, table = self._use_grads(list(itertools.chain(*scratch_grads)))
-            is_void = True
+        with self.memory.promised:
+            check_grad_out(self.config, grad_out, saved.num_tokens)
+            grad_out = grad_out.contiguous()
+            if grad_out.data_ptr() % ALIGNMENT_BYTES:  # a slice of something else's gradient
+                grad_out = grad_out.clone()
+            tables = self._use_weights(weights)
+            check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
+            targets = [*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias]
+            try:
+                grads, table = self._use_grads(targets)
+                is_void = False
+            except ShapeError as error:
+                if self.config.num_ranks == 1:
+                    raise
+                scratch_grads = self._untold.keep(error, weights, [targets])
+                grads, table = self._use_grads(list(itertools.chain(*scratch_grads)))
+                is_void = True
         problem = self._prepare()
-        self.memory.settled_for = None
-        addresses = _addresses(problem, self.memory.open())
-        number = self.memory.early_fc2.next_backward()
-        blocks, rows = saved.num_row_blocks, saved.rows
-        if rows is None:
-            assert saved.x is not None
-            rows = self._empty(blocks * self._sizes.row_block_bytes)
-            ops.gather(saved.x, saved.plan, rows, blocks, *addresses)
-        scratch = self._empty(blocks * self._sizes.scratch_block_bytes[True])
-        grad_x = torch.empty_like(grad_out)
-        grad_probs = torch.empty(
-            saved.num_tokens, saved.num_columns, dtype=saved.probs_dtype, device=self.device
-        )
-        ops.backward(
-            grad_out,
-            saved.plan,
-            tables.maps,
-            tables.biases,
-            rows,
-            saved.preact,
-            scratch,
-            grad_x,
-            grad_probs,
-            table,
-            blocks,
-            ops.dtype_code(grads.grads[0].buffer.dtype),
-            grads.grads[0].accumulate,
-            number,
-            saved.layer,
-            *addresses,
-        )
+        with self.memory.promised:
+            self.memory.settled_for = None
+            addresses = _addresses(problem, self.memory.open())
+            number = self.memory.early_fc2.next_backward()
+            blocks, rows = saved.num_row_blocks, saved.rows
+            if rows is None:
+                assert saved.x is not None
+                rows = self._empty(blocks * self._sizes.row_block_bytes)
+                ops.gather(saved.x, saved.plan, rows, blocks, *addresses)
+            scratch = self._empty(blocks * self._sizes.scratch_block_bytes[True])
+            grad_x = torch.empty_like(grad_out)
+            grad_probs = torch.empty(
+                saved.num_tokens, saved.num_columns, dtype=saved.probs_dtype, device=self.device
+            )
+            ops.backward(
+                grad_out,
+                saved.plan,
+                tables.maps,
+                tables.biases,
+                rows,
+                saved.preact,
+                scratch,
+                grad_x,
+                grad_probs,
+                table,
+                blocks,
+                ops.dtype_code(grads.grads[0].buffer.dtype),
+                grads.grads[0].accumulate,
+                number,
+                saved.layer,
+                *addresses,
+            )
         grads.settle()
         self._early_number = number if grads.are_own else 0
         if is_void:

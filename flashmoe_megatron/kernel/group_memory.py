@@ -24,6 +24,24 @@ from flashmoe_megatron.telemetry.record import LaunchRecord
 logger = logging.getLogger("flashmoe_megatron")
 
 
+class Promised:
+    """What the other ranks count on: if a rank breaks it off, all make new memory.
+
+    They wait for its launch in vain, and its next one must not take part in that of theirs.
+    """
+
+    def __init__(self, memory: "GroupMemory") -> None:
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        """Nothing is broken off yet."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Notes that it is."""
+        if error is not None:
+            self._memory.is_void = True
+
+
 class GroupMemory:
     """What all layers of one expert-parallel group share: heap, workspace and mailbox.
 
@@ -58,6 +76,8 @@ class GroupMemory:
         self.is_void = False
         """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
         allocate anew."""
+        self.promised = Promised(self)
+        """Encloses what a rank owes the others once they count on it: its part in a launch."""
         self._known_since: float | None = None
         self._last_record = bindings.FlashMoERecord()
         self._last_stream: int | None = None

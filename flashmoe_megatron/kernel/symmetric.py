@@ -34,7 +34,8 @@ class SymmetricAllocation:
         local: This rank's bytes, ``[nbytes]`` uint8.
         addresses: Where each rank's bytes are mapped in this process, in rank order.
         link_bytes_per_s: How fast another rank's bytes come while all ranks fetch some, at the
-            slowest rank; 0 where there is no other rank, or too small a heap to tell.
+            slowest rank; 0 where there is no other rank, or too small a heap or, on some rank, too
+            little memory to tell.
     """
 
     local: torch.Tensor
@@ -100,13 +101,16 @@ def allocate(
 
 
 def _link_rate(handle: Any, nbytes: int, device: torch.device) -> float:
-    """Bytes a second that come from the next rank, the faster of two trials."""
+    """Bytes a second that come from the next rank, the faster of two trials; 0 if none can tell."""
     size = min(nbytes, LINK_TRIAL_BYTES)
     copies = LINK_TRIAL_BYTES // size
     if copies > MOST_LINK_COPIES:
         return 0.0
     source = handle.get_buffer((handle.rank + 1) % handle.world_size, (size,), torch.uint8)
-    here = torch.empty(size, dtype=torch.uint8, device=device)
+    try:
+        here = torch.empty(size, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:  # the others wait for its rate all the same
+        return 0.0
     seconds = []
     for _ in range(3):
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ import gc
 import logging
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,18 @@ def test_a_heap_that_does_not_fit_is_refused_before_it_is_allocated(
     assert len(symmetric.allocate(free, None, torch.device("cpu")).addresses) == 1
     with pytest.raises(HeapError, match="needs 4097 bytes on every GPU, the fullest has 4096 free"):
         symmetric.allocate(free + 1, None, torch.device("cpu"))
+
+
+def test_a_rank_that_the_heap_leaves_no_room_knows_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error would come on this rank alone, as the others wait to agree on a rate."""
+
+    def fail(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    peer = torch.zeros(symmetric.LINK_TRIAL_BYTES, dtype=torch.uint8)
+    heap = SimpleNamespace(rank=1, world_size=2, get_buffer=lambda rank, shape, dtype: peer)
+    monkeypatch.setattr(torch, "empty", fail)
+    assert symmetric._link_rate(heap, len(peer), torch.device("cpu")) == 0.0
 
 
 @pytest.mark.parametrize("is_captured", [False, True], ids=["no graph", "a graph"])

@@ -105,6 +105,80 @@ def test_another_launch_ends_what_was_settled(monkeypatch: pytest.MonkeyPatch) -
     assert gpus.settled[0] == [False, True, False, False, False, False, True, False, True]
 
 
+def without_memory(backend: KernelBackend, after: int) -> None:
+    """Lets one of the backend's next buffers find no room, behind so many that do."""
+    left = iter([True] * after + [False])
+
+    def empty(num_bytes: int) -> torch.Tensor:
+        if next(left, True):
+            return KernelBackend._empty(backend, num_bytes)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    backend._empty = empty  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("after", range(4), ids=["plan", "rows", "preactivations", "scratch"])
+def test_a_rank_without_memory_tells_the_others(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it waits for nothing else: its peers launch, and would wait for it in vain."""
+
+    def change(call: Call) -> Call:
+        without_memory(call["backend"], after)
+        return call
+
+    ranks = train(change, monkeypatch, seed=after, keep="all")
+    check_in_step(ranks, "OutOfMemoryError: CUDA out of memory")
+
+
+@pytest.mark.parametrize("keep", ["all", "preactivations"])
+@pytest.mark.parametrize("row_bound", [None, 2.0])
+def test_a_launch_that_peers_count_on_ends_with_the_memory(
+    row_bound: float | None, keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A next one in the same memory would take part in the peers' launch that lacks this rank."""
+    gpus = Gpus(1, 0, slow=0)
+    install(gpus, monkeypatch)
+    backend = make_backend(cases.make_config(num_ranks=1), 0, keep=keep, row_bound=row_bound)
+    config, memory = backend.config, backend.memory
+    tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
+    chosen = torch.arange(config.topk).repeat(4, 1)
+    experts = range(config.num_experts)
+    weights = ExpertWeights(
+        tuple(torch.zeros(config.fc1_rows, config.hidden, dtype=torch.bfloat16) for _ in experts),
+        tuple(
+            torch.zeros(config.hidden, config.intermediate, dtype=torch.bfloat16) for _ in experts
+        ),
+    )
+
+    def forward() -> Any:
+        saved = backend.forward(tokens, torch.ones(chosen.shape), chosen, weights, training=True)[1]
+        gpus.wait(0)
+        return saved
+
+    def backward(saved: Any) -> None:
+        grads = [
+            [WeightGrad(torch.empty_like(one), False) for one in kind]
+            for kind in (weights.fc1, weights.fc2)
+        ]
+        backend.backward(tokens, saved, weights, *grads)
+        gpus.wait(0)
+
+    backward(forward())
+    saved = forward()
+    assert not memory.is_void
+    without_memory(backend, 0 if keep == "all" else 1)  # rows are fetched before
+    with pytest.raises(torch.OutOfMemoryError):
+        backward(saved)
+    assert memory.is_void
+    forward()
+    assert not memory.is_void
+    without_memory(backend, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        forward()
+    assert memory.is_void == (row_bound is None)  # with a bound nothing has begun
+
+
 @pytest.mark.parametrize("name", ["values", "found by the GPU"])
 def test_hosts_that_wait_raise_in_the_next_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for one in train(BAD[name][0], monkeypatch, seed=1, waits=True, keep="all"):

@@ -17,6 +17,7 @@ from flashmoe_megatron.kernel.backend import (
     _on_own_device,
     _PlanOutcome,
 )
+from flashmoe_megatron.kernel.group_memory import Promised
 from flashmoe_megatron.options import BackendOptions
 from tests.unit.cases import make_config
 
@@ -76,6 +77,7 @@ class Planned(KernelBackend):
             has_fault=False,
             has_shared_fault=False,
         )
+        self.memory.promised = Promised(self.memory)
         self.seconds_of_fault = 0.0
         self.options, self.keep = BackendOptions(timeout=5.0), "all"
         self._dtype, self._untold = torch.bfloat16, Untold()
@@ -98,6 +100,9 @@ class Planned(KernelBackend):
 
     def _use_weights(self, _: object) -> Any:
         return None
+
+    def _check_call(self, *_: object) -> None:
+        pass
 
     def _begin(self, *_: object, **__: object) -> PendingForward:
         return PendingForward(*[None] * 8)  # type: ignore[arg-type]
@@ -141,6 +146,16 @@ def test_a_refusal_is_not_put_off_for_ever() -> None:
     backend.seconds_of_fault = 6.0
     assert backend.refuse("ShapeError: x") is None
     assert not backend.faults
+    assert backend.memory.is_void
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_refusal_whose_plan_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end under the next call, which must not take its report for its own."""
+    monkeypatch.setattr(bindings, "error", lambda _: PeerTimeoutError("the plan did not finish"))
+    backend = on_processor(Planned(_PlanOutcome(bindings.PEER_TIMEOUT, 0, False), None))
+    with pytest.raises(PeerTimeoutError, match="did not finish"):
+        backend.refuse("ShapeError: x")
     assert backend.memory.is_void
 
 

@@ -33,7 +33,7 @@ from flashmoe_megatron.checks import (
     check_weights,
 )
 from flashmoe_megatron.config import TILE_M, Keep, MoEConfig, align_capacity
-from flashmoe_megatron.errors import ShapeError
+from flashmoe_megatron.errors import FlashMoEError, ShapeError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.activations import activate, activate_backward
@@ -223,7 +223,12 @@ class ReferenceBackend(OfGroup):
                 router.run(x, config.topk)
         self._device = x.device
         self.num_calls += 1
-        plan = self._rows.plan(probs, routing_map, self._settled.pop(layer, None))
+        hosts = self._settled.pop(layer, None)
+        try:
+            plan = self._rows.plan(probs, routing_map, hosts)
+        except FlashMoEError:
+            self._settled.clear()  # on every rank, as on one that refuses
+            raise
         weights, moved = self._with_replicas(weights, plan)
         watch.lap("plan")
         row_probs = self._rows.dispatch(probs[plan.token_idx, plan.column_idx], plan)
@@ -269,7 +274,7 @@ class ReferenceBackend(OfGroup):
 
     def refuse(self, reason: str) -> None:
         """Ends the other ranks' forward at once; see the protocol."""
-        self._settled.clear()  # the others' forward has taken what was settled for it
+        self._settled.clear()  # as the others do, whose forward fails
         self.num_calls += 1
         self._rows.refuse(reason, self._device)
 

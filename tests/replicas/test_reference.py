@@ -257,17 +257,20 @@ def settled_twice(group: dist.ProcessGroup) -> list[Hosts | None]:
     backend.settle(routing_map, lambda: weights, layer=3)
     moe_apply(backend, inputs.x[rank], probs, routing_map, weights, layer=3)
     backend.settle(routing_map, lambda: weights, layer=3)
+    backend.settle(routing_map, lambda: weights, layer=5)
     x = inputs.x[rank][:, : 64 - rank]  # rank 1's is too narrow
     with pytest.raises(FlashMoEError, match="rank 1"):
         moe_apply(backend, x, probs, routing_map, weights, layer=3)
-    moe_apply(backend, inputs.x[rank], probs, routing_map, weights, layer=3)
+    for layer in (3, 5):
+        moe_apply(backend, inputs.x[rank], probs, routing_map, weights, layer=layer)
     return told
 
 
 def test_a_refused_forward_leaves_nothing_settled(ranks: RankPool):
     for told in ranks.run(settled_twice, num_ranks=2):
-        # Settling, its forward, settling again; the refused forward plans nothing.
-        assert told == [None, ((), ()), None, None]
+        # Settling, its forward, settling twice; the refused forward plans nothing, and a rank that
+        # refuses does not know which layer's it was.
+        assert told == [None, ((), ()), None, None, None, None]
 
 
 def layers(group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:

@@ -62,14 +62,20 @@ MUTANTS = [
         "ctas2_grads",
         "weight_grads",
         False,
-        ((FORWARD, "A::bulk_wait_complete();\n        protocol::arrive", "protocol::arrive"),),
+        (
+            dropped(
+                FORWARD,
+                "        A::bulk_wait_complete();\n        auto* stored",
+                "        A::bulk_wait_complete();\n",
+            ),
+        ),
     ),
     Mutant(
         "the first CTA tells of fc2's gradients",
         "ctas2_grads",
         "weight_grads",
         True,
-        ((FORWARD, "M::kFc2GradsStored), s_.ctas", "M::kFc2GradsStored), 1"),),
+        ((FORWARD, "arrive<A>(stored, s_.ctas,", "arrive<A>(stored, 1,"),),
     ),
     Mutant(
         "a CTA counts fc2's gradients before it is done with them",
@@ -81,6 +87,51 @@ MUTANTS = [
                 FORWARD,
                 "if (product == 1 and not has_counted",
                 "if (product == 0 and not has_counted",
+            ),
+        ),
+    ),
+    Mutant(
+        "who has no tile of fc1's gradients does not count fc2's",
+        "ctas2_grads_slots",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "if (counts and not has_counted_grads) count_fc2_grads(launch, epoch);",
+                "(void)counts;",
+            ),
+        ),
+    ),
+    Mutant(
+        "fc2's gradients are counted with spare slots before their copies are complete",
+        "ctas2_grads_slots",
+        "weight_grads",
+        False,
+        (
+            (
+                FORWARD,
+                "                    A::bulk_wait_complete();\n"
+                "                    const bool counts",
+                "                    const bool counts",
+            ),
+            dropped(
+                FORWARD,
+                "        A::bulk_wait_complete();\n        auto* stored",
+                "        A::bulk_wait_complete();\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "with spare slots fc2's gradients are not awaited",
+        "ctas2_grads_slots",
+        "weight_grads",
+        False,
+        (
+            (
+                FORWARD,
+                'wait("an addition waits for fc2", load, done);',
+                "(void)load, (void)done;",
             ),
         ),
     ),

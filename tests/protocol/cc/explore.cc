@@ -43,10 +43,11 @@ int report(const char* name,
            uint64_t launches) {
     std::printf(
         "{\"scenario\": \"%s\", \"ok\": %s, \"complete\": %s, \"states\": %llu, \"runs\": %llu, "
-        "\"steps\": %llu, \"threads\": %d, \"launches\": %llu, \"failure\": \"%s\"}\n",
+        "\"steps\": %llu, \"ahead\": %llu, \"threads\": %d, \"launches\": %llu, "
+        "\"failure\": \"%s\"}\n",
         name, ok ? "true" : "false", setup.engine.is_complete() ? "true" : "false",
         (unsigned long long)statistics.states, (unsigned long long)statistics.runs,
-        (unsigned long long)statistics.steps,
+        (unsigned long long)statistics.steps, (unsigned long long)statistics.ahead,
         setup.world.sizes.ranks * setup.world.sizes.ctas * setup.world.sizes.agents,
         (unsigned long long)launches, setup.engine.failure().c_str());
     if (not ok) std::fprintf(stderr, "%s", setup.engine.trace().c_str());
@@ -71,6 +72,7 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
         s.n_tiles[0] = 1 + random.below(2), s.n_tiles[1] = 1 + random.below(2);
         s.rows_per_ticket = 1 + random.below(3), s.chunk_tokens = 1 + random.below(2);
         s.unit_rows = 1 + random.below(3), s.finishers_combine = random.below(2) == 0;
+        s.has_slots = random.below(2) == 0, s.idle_looks = kManyLooks;
         if (s.ranks == 1) s.row_access = RowAccess(random.below(4));
         if (is_late) {  // few threads, so that what is rare is met
             s.ranks = 2 + random.below(2), s.agents = 1, s.experts = s.ranks;
@@ -87,6 +89,7 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
         const bool ok = setup->engine.walk(kRunsEach, random(), &statistics);
         sum.runs += statistics.runs;
         sum.steps += statistics.steps;
+        sum.ahead += statistics.ahead;
         launches += sequence.size() * statistics.runs;
         if (not ok or done + kRunsEach >= runs) return report(name, *setup, ok, sum, launches);
     }

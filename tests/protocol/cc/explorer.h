@@ -115,7 +115,7 @@ struct JoinState {
 };
 
 struct Statistics {
-    uint64_t runs = 0, states = 0, steps = 0;
+    uint64_t runs = 0, states = 0, steps = 0, ahead = 0;
 };
 
 class Engine {
@@ -165,6 +165,8 @@ class Engine {
     }
     // Says whether the running thread's waits end in time, until told otherwise.
     void set_in_time(bool is_in_time) { running_->is_in_time = is_in_time; }
+    // Counts a delivery ahead, for the record.
+    void count_ahead() { ++ahead_; }
     bool is_void() const { return is_void_; }
 
     // All orders, up to `max_states`. False if a rule broke; `failure` then says which and how.
@@ -221,6 +223,7 @@ class Engine {
             });
             ++statistics->runs;
             statistics->steps = steps_;
+            statistics->ahead = ahead_;
             if (not ok) return false;
         }
         return true;
@@ -857,7 +860,7 @@ class Engine {
     Thread* running_ = nullptr;
     Thread* chosen_ = nullptr;
     jmp_buf scheduler_;
-    uint64_t steps_ = 0;
+    uint64_t steps_ = 0, ahead_ = 0;
     int early_timeouts_ = 0, timeouts_left_ = 0;
     bool has_timeouts_ = false, is_void_ = false;
     int last_choice_ = -1, stubbornness_ = 0;
@@ -980,6 +983,7 @@ struct Atomics {
     }
     static bool is_void() { return Engine::current()->is_void(); }
     static void set_in_time(bool is_in_time) { Engine::current()->set_in_time(is_in_time); }
+    static void count_ahead() { Engine::current()->count_ahead(); }
     static void forget(int place, int stage) { Engine::current()->forget(place, stage); }
     static void name(const U32* word, const char* name, int index) {
         Engine::current()->name_location(word->id, name, index);

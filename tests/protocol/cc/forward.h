@@ -5,7 +5,7 @@
 // A is the policy of the protocol (flashmoe/protocol/atomics.h). The harness asks more of it:
 // read_by_tma and write_by_bulk for the asynchronous proxy, `wait` with a name and with the word
 // that ends all waits, `join` where hardware or the stream brings threads together, `forget` where
-// what a thread knows is given by its place in the program, and `check`.
+// what a thread knows is given by its place in the program, `count_ahead`, and `check`.
 #pragma once
 
 #include <cstdint>
@@ -43,6 +43,8 @@ struct Sizes {
     int unit_rows;           // of deliver
     int chunk_tokens;        // of reduce
     bool finishers_combine;  // a little, before each tile
+    bool has_slots = false;  // for replicas, whose gradients of fc2 are added within a backward
+    int idle_looks = 2;      // in a row, behind which who combines early leaves the rest
     RowAccess row_access = RowAccess::kCopied;
 
     int local_experts() const { return experts / ranks; }
@@ -310,6 +312,7 @@ class Agent {
             if (role_ == 2) combine_meanwhile(launch, epoch);
             deliver(launch, epoch);
             reduce(launch, epoch);
+            if (s_.has_slots and launch.kind == Kind::kBackward) await_fc2_grads(launch, epoch);
         }
         forget(2);
         join_cta();
@@ -734,7 +737,10 @@ class Agent {
             if (pair.gemm == protocol::TilePlace::kNone) {
                 const int behind = ticket - order.num_tickets();
                 if (launch.kind != Kind::kBackward or behind >= 2 * s_.local_experts()) {
-                    return A::bulk_wait_complete();
+                    A::bulk_wait_complete();
+                    const bool counts = s_.has_slots and launch.kind == Kind::kBackward;
+                    if (counts and not has_counted_grads) count_fc2_grads(launch, epoch);
+                    return;
                 }
                 const int product = behind / s_.local_experts();
                 compute_weight_grad(epoch, product, behind % s_.local_experts());
@@ -860,18 +866,31 @@ class Agent {
         A::write_by_bulk(grad, value);
     }
 
-    // The last to come tells whoever waits for fc2's gradients alone, who then reads them.
+    // Without spare slots the last to come tells whoever waits for fc2's gradients alone.
     void count_fc2_grads(const Launch& launch, uint32_t epoch) {
         A::bulk_wait_complete();
-        protocol::arrive<A>(here_.counter(M::kFc2GradsStored), s_.ctas, [&] {
-            for (int local = 0; local < s_.local_experts(); ++local) {
-                const int expert = rank_ * s_.local_experts() + local;
-                A::check(A::read(&here_.weight_grads[local]) ==
-                                 expected_weight_grad(launch, epoch, 0, expert) or
-                             A::is_void(),
-                         "fc2's gradients are told of before they are complete");
-            }
-        });
+        auto* stored = here_.counter(M::kFc2GradsStored);
+        if (s_.has_slots) return protocol::publish<A>(stored);
+        protocol::arrive<A>(stored, s_.ctas, [&] { check_fc2_grads(launch, epoch); });
+    }
+
+    // With spare slots who adds replicas' gradients waits until all are stored: what is added, and
+    // who is told then, is in replicas.h.
+    void await_fc2_grads(const Launch& launch, uint32_t epoch) {
+        protocol::await<A>(
+            here_.counter(M::kFc2GradsStored), uint32_t(s_.ctas),
+            [&](auto load, auto done) { wait("an addition waits for fc2", load, done); });
+        check_fc2_grads(launch, epoch);
+    }
+
+    void check_fc2_grads(const Launch& launch, uint32_t epoch) {
+        for (int local = 0; local < s_.local_experts(); ++local) {
+            const int expert = rank_ * s_.local_experts() + local;
+            A::check(A::read(&here_.weight_grads[local]) ==
+                             expected_weight_grad(launch, epoch, 0, expert) or
+                         A::is_void(),
+                     "fc2's gradients are told of before they are complete");
+        }
     }
 
     uint64_t expected_weight_grad(const Launch& launch, uint32_t epoch, int product, int expert) {
@@ -947,6 +966,7 @@ class Agent {
         if (not must_wait and A::compare_and_swap(next_unit, unit, unit + taken) != unit) {
             return Progress::kSome;
         }
+        if (what == Deliver::kAhead) A::count_ahead();
         for (int nth = 0; nth < taken; ++nth) {
             for (int row = first_row(nth); row < end_row(nth); ++row) {
                 const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
@@ -977,8 +997,8 @@ class Agent {
 
     // Combines what there is while tiles are computed, until it has found nothing for long.
     void combine_meanwhile(const Launch& launch, uint32_t epoch) {
-        for (int idle = 0; idle < 2;) {
-            forget(8 + idle);
+        for (int idle = 0; idle < s_.idle_looks;) {
+            forget(idle == 0 ? 8 : 9);  // a search of all orders has two looks
             const Progress progress = combine_some(launch, epoch, Deliver::kAhead);
             if (progress == Progress::kFinished) return;
             idle = progress == Progress::kSome ? 0 : idle + 1;

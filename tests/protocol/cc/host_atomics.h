@@ -192,6 +192,7 @@ struct Atomics {
     static void join(Join& join, bool) { join.arrive(); }
     static bool is_void() { return false; }
     static void set_in_time(bool) {}
+    static void count_ahead() {}
     static void forget(int, int) {}
     static void name(U32*, const char*, int) {}
     static void check(bool is_right, const char* message) {

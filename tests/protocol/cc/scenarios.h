@@ -10,6 +10,9 @@
 
 namespace protocol_test {
 
+// Looks that a random order has time for: with few, hardly anything is delivered ahead.
+constexpr int kManyLooks = 16;
+
 struct Scenario {
     const char* name;
     Sizes sizes;
@@ -129,6 +132,8 @@ inline std::vector<Scenario> small_scenarios() {
         grads.experts = 3;
         const Launch lone = launch_of(Kind::kForward, grads, {{{1}}});
         all.push_back({"ctas2_grads", grads, {lone, again(lone, Kind::kBackward)}});
+        grads.has_slots = true;
+        all.push_back({"ctas2_grads_slots", grads, {lone, again(lone, Kind::kBackward)}});
         Sizes three = s;
         three.ctas = 3, three.tokens = 3, three.chunk_tokens = 1;
         all.push_back({"ctas3", three, {launch_of(Kind::kForward, three, {{{0}, {0}, {0}}})}});

@@ -66,8 +66,8 @@ MULTIPATH = [
     ["control", "links", "tickets"],
     ["board", "group_link", "ledger", "simulated"],
     ["sockets", "trials", "watch"],
-    ["ring"],
-    ["peer_copies"],
+    ["ring", "times"],
+    ["peer_copies", "transfers"],
     ["choose"],
     ["multipath"],
 ]

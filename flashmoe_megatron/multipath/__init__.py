@@ -1,11 +1,6 @@
 """Large transfers over all links of a machine at once; README.md says where they pay."""
 
-from flashmoe_megatron.multipath.multipath import (
-    MIN_BYTES,
-    LinkTotals,
-    Multipath,
-    Reduction,
-    Work,
-)
+from flashmoe_megatron.multipath.multipath import MIN_BYTES, Multipath, Reduction, Work
+from flashmoe_megatron.multipath.transfers import LinkTotals
 
 __all__ = ["MIN_BYTES", "LinkTotals", "Multipath", "Reduction", "Work"]

@@ -1,14 +1,9 @@
 """Collectives whose bytes go over all links of a machine at once."""
 
 import concurrent.futures
-import contextlib
 import functools
-import itertools
-import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,62 +17,25 @@ from flashmoe_megatron.errors import (
     ShapeError,
     reason_of,
 )
-from flashmoe_megatron.multipath.balancer import (
-    CHUNKS,
-    GRAIN,
-    WINDOW,
-    Balancer,
-    chunks_of,
-    cut,
-    size_class,
-)
+from flashmoe_megatron.multipath.balancer import Balancer, size_class
 from flashmoe_megatron.multipath.choose import MakeLink, make_links
-from flashmoe_megatron.multipath.control import Answers, Control, greatest
-from flashmoe_megatron.multipath.ledger import Ledger
-from flashmoe_megatron.multipath.links import (
-    Exchange,
-    Flight,
-    Link,
-    Part,
-    Piece,
-    Place,
-    timed_event,
-)
+from flashmoe_megatron.multipath.control import Control, greatest
+from flashmoe_megatron.multipath.links import Link, Piece, timed_event
 from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
-from flashmoe_megatron.multipath.trials import one_of_a_row, row_of, seconds_of
+from flashmoe_megatron.multipath.transfers import LinkTotals, Transfers
+from flashmoe_megatron.multipath.trials import row_of
 
 MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""
 
-_TRIAL_BYTES = 64 * 2**20
-"""What links of one kind of wires move to each peer to find the faster one."""
-
 _ROUNDS = 3
 """How often gathers by links and by torch.distributed are compared; medians count."""
-
-_WINDOWS = 4
-"""Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
 
 Reduction = Literal["sum", "average"]
 
 
-@dataclass
-class LinkTotals:
-    """What a link has carried.
-
-    Attributes:
-        nbytes: Bytes that this rank received by it.
-        timed_bytes: Bytes of transfers whose times have become known, some windows later.
-        seconds: How long it was at work for them, as the slowest rank saw it.
-    """
-
-    nbytes: int = 0
-    timed_bytes: int = 0
-    seconds: float = 0.0
-
-
 class _Gather(NamedTuple):
-    """What :meth:`Multipath.exchange` wants to know of a gather."""
+    """What :meth:`Transfers.exchange` wants to know of a gather."""
 
     what: str
     pieces: Sequence[Piece]
@@ -117,9 +75,7 @@ class Multipath:
         timeout: Seconds without progress that end a call with an error.
 
     Attributes:
-        balancer: Has the shares.
-        direct: Has those of gathers into memory of :meth:`empty`, to which peer copies are faster.
-        links: The links, in the order of the balancer's.
+        transfers: Moves bytes over the links, and has their shares.
 
     Raises:
         ConfigError: The group or a link's name is of no use.
@@ -145,32 +101,21 @@ class Multipath:
         self._control = Control(group, timeout)
         self._group = self._control.group
         self.rank, self.num_ranks = self._control.rank, self._control.num_ranks
-        self.links: list[Link] = make_links(self._control, self.device, links)
-        if not self.links:
+        made = make_links(self._control, self.device, links)
+        if not made:
             raise ConfigError(f"no link can be made between the {self.num_ranks} ranks")
-        self._is_on_gpus = any(link.device_type == "cuda" for link in self.links)
+        self.transfers = Transfers(
+            self._control, self.device, made, leaves_out_slower=links == "auto"
+        )
         # Links that are asked for by name are used.
-        self._may_do_without = links == "auto" and self._is_on_gpus
-        self._number = 0
+        self._may_do_without = links == "auto" and self.transfers.is_on_gpus
         self._broken: FlashMoEError | None = None
         self._faster: dict[tuple[Balancer, int], bool] = {}
-        self._times: dict[tuple[Balancer, int], _Times] = defaultdict(lambda: _Times(self._control))
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._last_stream: torch.cuda.Stream | None = None
         else:
             self._worker = concurrent.futures.ThreadPoolExecutor(1, "flashmoe-multipath")
-        try:
-            names = [link.name for link in self.links]
-            slower = self._slower("peer", "nccl") if links == "auto" else None
-            self.balancer = Balancer(names, without={slower} if slower else ())
-            # Peer copies without a detour are never the slower ones.
-            self.direct = Balancer(names, without={"nccl"} if slower else ())
-        except BaseException:
-            self._close_links()
-            raise
-        self._totals = {link.name: LinkTotals() for link in self.links}
-        self._route = functools.lru_cache(maxsize=64)(self._route_by)
         self._in_place: dict[tuple[int, int, int], _Gather] = {}
 
     def all_gather(
@@ -198,7 +143,7 @@ class Multipath:
             if self._may_do_without and not self._pays(gather, plain):
                 plain()
             else:
-                self._guard(output, self.exchange(*gather))
+                self._guard(output, self.transfers.exchange(*gather))
 
         return self._start(run, (output, input), async_op)
 
@@ -262,7 +207,8 @@ class Multipath:
         def run() -> None:
             what = f"all_reduce of {tensor.nbytes} bytes"
             used = self._reduce(what, parts, own, op == "average")
-            used |= self.exchange(what, self._pieces([own] * self.num_ranks, parts))
+            pieces = self.transfers.pieces([own] * self.num_ranks, parts)
+            used |= self.transfers.exchange(what, pieces)
             self._guard(tensor, used)
 
         return self._start(run, (tensor,), async_op)
@@ -284,7 +230,7 @@ class Multipath:
             DeviceError: The GPU has no room.
         """
         nbytes = length * dtype.itemsize
-        for link in self.links:
+        for link in self.transfers.links:
             memory = link.allocate(nbytes)
             if memory is not None:
                 return memory.view(dtype)
@@ -292,9 +238,7 @@ class Multipath:
 
     def take_totals(self) -> dict[str, LinkTotals]:
         """What each link has carried since the last call, and the times that are known since."""
-        taken = self._totals
-        self._totals = {name: LinkTotals() for name in taken}
-        return taken
+        return self.transfers.take_totals()
 
     def close(self) -> None:
         """Waits for what is under way and ends the links. Collective while the group is there.
@@ -308,20 +252,14 @@ class Multipath:
             if self._broken is None:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
-                for link in self.links:
+                for link in self.transfers.links:
                     link.raise_if_broken()
                 if self._control.can_meet():
                     # A rank that is still receiving must not find its peers gone.
                     self._control.gather(None)
         finally:
             self._broken = self._broken or LinkError("it has been closed")
-            self._close_links()
-
-    def _close_links(self) -> None:
-        links, self.links = self.links, []
-        with contextlib.ExitStack() as stack:  # an error of one leaves none of the others open
-            for link in links:
-                stack.callback(link.close)
+            self.transfers.close()
 
     def __enter__(self) -> "Multipath":
         return self
@@ -379,7 +317,7 @@ class Multipath:
         return None
 
     def _wait_for(self, end: torch.cuda.Event) -> None:
-        for link in self.links:
+        for link in self.transfers.links:
             link.raise_if_broken()
         torch.cuda.current_stream(self.device.index).wait_event(end)
 
@@ -393,7 +331,7 @@ class Multipath:
             self._broken = (
                 error if isinstance(error, FlashMoEError) else LinkError(reason_of(error))
             )
-            for link in self.links:
+            for link in self.transfers.links:
                 link.fail(self._broken)
             raise
 
@@ -409,32 +347,20 @@ class Multipath:
             return self._in_place[key]
         if self._is_small(output):
             return None
-        places = [link.place_of(output, input) for link in self.links]
+        places = [link.place_of(output, input) for link in self.transfers.links]
         place = next(filter(None, places), None)
         what = f"all_gather of {output.nbytes} bytes"
         parts, own = output.view(-1).chunk(self.num_ranks), input.view(-1)
         if place is not None:
             # Peers write where they find the place, so that it has to be the same on all of them.
             what = f"{what} to {place.name}"
-        pieces = self._pieces([own] * self.num_ranks, parts, place)
+        pieces = self.transfers.pieces([own] * self.num_ranks, parts, place)
         if parts[self.rank].data_ptr() != own.data_ptr():
             return _Gather(what, pieces, lambda: parts[self.rank].copy_(own))
         gather = _Gather(what, pieces, None)
         if place is not None:  # this memory is there as long as the links are
             self._in_place[key] = gather
         return gather
-
-    def _pieces(
-        self,
-        sends: Sequence[torch.Tensor],
-        receives: Sequence[torch.Tensor],
-        place: Place | None = None,
-    ) -> list[Piece]:
-        """What goes to and comes from each peer, the next rank first."""
-        order = [(self.rank + step) % self.num_ranks for step in range(1, self.num_ranks)]
-        return [
-            Piece(peer, _bytes_of(sends[peer]), _bytes_of(receives[peer]), place) for peer in order
-        ]
 
     def _reduce(
         self, what: str, parts: Sequence[torch.Tensor], output: torch.Tensor, average: bool
@@ -443,154 +369,17 @@ class Multipath:
         own = parts[self.rank]
         received = torch.empty((self.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
         contributions = [own if rank == self.rank else received[rank] for rank in range(len(parts))]
-        used = self.exchange(what, self._pieces(parts, contributions))
+        used = self.transfers.exchange(what, self.transfers.pieces(parts, contributions))
         sum_in_order(contributions, output, average)
         return used
 
-    def exchange(
-        self, what: str, pieces: Sequence[Piece], meanwhile: Callable[[], object] | None = None
-    ) -> set[Link]:
-        """Moves pieces over all links, by the shares of their size, behind the current stream.
-
-        Args:
-            what: Names it in messages, and is compared between ranks; at most 48 letters.
-            pieces: One for every peer. The longest of each rank is as long as those of the others,
-                so that all ranks cut at the same places.
-            meanwhile: What the current stream, or this thread, does beside the transfer.
-
-        Returns:
-            The links that have carried something.
-        """
-        balancer = self._balancer_of(pieces)
-        inbound = self._inbound(pieces)
-        if not balancer.is_tuned(inbound):
-            self.tune(inbound, pieces, what)
-        length = inbound // (self.num_ranks - 1)
-        carried, chunks, rates = self._route(balancer, length, balancer.shares(inbound))
-        flights = self.fly(what, pieces, carried, chunks, rates, meanwhile)
-        self._note(balancer, inbound, flights)
-        return {link for link, flight in zip(self.links, flights, strict=True) if flight}
-
-    def _inbound(self, pieces: Sequence[Piece]) -> int:
-        """Bytes that a rank receives of all others, if all pieces are as long as the longest."""
-        longest = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
-        return longest * (self.num_ranks - 1)
-
-    def _balancer_of(self, pieces: Sequence[Piece]) -> Balancer:
-        return self.balancer if pieces[0].place is None else self.direct
-
-    def _route_by(
-        self, balancer: Balancer, length: int, shares: tuple[float, ...]
-    ) -> tuple[tuple[int, ...], tuple[int, ...], list[float]]:
-        """What :meth:`fly` wants to know of the links for pieces of a length."""
-        models = balancer.models(length * (self.num_ranks - 1))
-        rates = [model.rate for model in models]
-        return tuple(cut(shares, length)), tuple(chunks_of(models, shares)), rates
-
-    def fly(
-        self,
-        what: str,
-        pieces: Sequence[Piece],
-        carried: Sequence[int],
-        chunks: Sequence[int],
-        rates: Sequence[float],
-        meanwhile: Callable[[], object] | None = None,
-    ) -> list[Flight | None]:
-        """Moves so many bytes of every piece over each link; the current stream waits for it.
-
-        Args:
-            what: As in :meth:`exchange`.
-            pieces: As there.
-            carried: Bytes of every piece for each link.
-            chunks: Bytes that each link moves at once.
-            rates: Bytes per second of each link, by which it takes chunks of the rest; with 0 there
-                is no rest.
-            meanwhile: As in :meth:`exchange`.
-
-        Returns:
-            What each link did, ``None`` for those that had nothing to do.
-        """
-        self._number += 1
-        parts, used, turns = _plan(tuple(carried), tuple(chunks))
-        stream = torch.cuda.current_stream(self.device.index) if self._is_on_gpus else None
-        started = stream and timed_event(stream)
-        exchange = Exchange(self._number, what, pieces, parts, rates, stream, started)
-        free = [index for index in used if self.links[index].takes_rest]
-        ledger = None
-        if free:
-            takes_rest = 1 < len(used) == len(free) and all(rates[index] > 0 for index in used)
-            ledger = Ledger(self.rank, exchange, free, takes_rest, self._control.timeout)
-        flights: list[Flight | None] = [None] * len(carried)
-        for index in used:
-            flights[index] = self.links[index].begin(exchange, index, ledger)
-        steps = [flight.steps() if flight else iter(()) for flight in flights]
-        for index in turns:
-            next(steps[index], None)
-        for index in used:
-            for _ in steps[index]:
-                pass
-        if meanwhile is not None:
-            meanwhile()
-        # Links with threads note their own ends, so it does no harm to wait for them last.
-        for index in sorted(used, key=lambda index: self.links[index].takes_rest):
-            flight = flights[index]
-            assert flight is not None
-            flight.join()
-        return flights
-
-    def tune(self, inbound: int, pieces: Sequence[Piece], what: str = "a trial") -> None:
-        """Finds the shares of a size class by moving bytes. Collective.
-
-        Args:
-            inbound: Bytes that each rank receives of all others.
-            pieces: What is moved for it, time and again.
-            what: As in :meth:`exchange`.
-        """
-        idle = torch.empty((self.num_ranks + 1, GRAIN), dtype=torch.uint8, device=self.device)
-        meeting = self._pieces([idle[-1]] * self.num_ranks, list(idle[:-1]))
-
-        def measure(carried: Sequence[int], chunks: Sequence[int]) -> Sequence[float]:
-            # The balancer counts what a rank receives of all peers, a link what it moves to each.
-            scaled = [nbytes // (self.num_ranks - 1) for nbytes in carried]
-            # Without rates there is no rest: a trial shows what each link does alone.
-            rates = [0.0] * len(scaled)
-            move = functools.partial(self.fly, what, pieces, scaled, chunks, rates)
-            if self.device.type == "cpu":
-                return greatest(self._control.gather(seconds_of(move())))
-            # GPUs begin together, else a time has the lateness of a peer.
-            first = [GRAIN if index == 0 else 0 for index in range(len(scaled))]
-            self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
-            current = torch.cuda.current_stream(self.device.index)
-            mark = functools.partial(timed_event, current)
-            return one_of_a_row(move, mark, self._control.gather)
-
-        self._balancer_of(pieces).tune(inbound, measure)
-        self._route.cache_clear()
-
-    def _slower(self, *names: str) -> str | None:
-        """The slower one of two links that use the same wires, if both are there. Collective."""
-        rivals = [index for index, link in enumerate(self.links) if link.name in names]
-        if len(rivals) < 2:
-            return None
-        shape = (self.num_ranks + 1, _TRIAL_BYTES)
-        empty = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        pieces = self._pieces([empty[-1]] * self.num_ranks, list(empty[:-1]))
-        took = dict.fromkeys(rivals, math.inf)
-        for index in rivals * 3:  # the first time also pays for what is made then
-            carried = [_TRIAL_BYTES * (one == index) for one in range(len(self.links))]
-            width = len(carried)
-            flights = self.fly("a trial", pieces, carried, [CHUNKS[-1]] * width, [0.0] * width)
-            flight = flights[index]
-            assert flight is not None
-            took[index] = min(took[index], *greatest(self._control.gather([flight.seconds()])))
-        return self.links[max(rivals, key=lambda index: took[index])].name
-
     def _pays(self, gather: "_Gather", plain: Callable[[], object]) -> bool:
         """Whether links gather faster than torch.distributed; tried once for a size. Collective."""
-        balancer, inbound = self._balancer_of(gather.pieces), self._inbound(gather.pieces)
+        transfers, pieces = self.transfers, gather.pieces
+        balancer, inbound = transfers.balancer_of(pieces), transfers.inbound(pieces)
         key = balancer, size_class(inbound)
         if key not in self._faster:
-            ours = functools.partial(self.exchange, *gather)
+            ours = functools.partial(transfers.exchange, *gather)
             ours()  # which tunes
             mark = functools.partial(timed_event, torch.cuda.current_stream(self.device.index))
             rounds = [(row_of(ours, mark)[1], row_of(plain, mark)[1]) for _ in range(_ROUNDS)]
@@ -598,73 +387,6 @@ class Multipath:
             by_links, by_plain = greatest(self._control.gather(own))
             self._faster[key] = by_links <= by_plain
         return self._faster[key]
-
-    def _note(self, balancer: Balancer, inbound: int, flights: list[Flight | None]) -> None:
-        """Hands times to the balancer, a window at a time and after all ranks have agreed."""
-        for link, flight in zip(self.links, flights, strict=True):
-            self._totals[link.name].nbytes += flight.num_bytes() if flight else 0
-        for seconds, moved in self._times[balancer, size_class(inbound)].add(flights):
-            balancer.observe(inbound, seconds)
-            for name, one, nbytes in zip(self._totals, seconds, moved, strict=True):
-                self._totals[name].seconds += one
-                self._totals[name].timed_bytes += nbytes
-
-
-class _Times:
-    """The times of the transfers of a size class, until all ranks have agreed on them.
-
-    The times of some windows are asked for when the next ones are full, so that nobody waits for a
-    transfer, and used when those after them are, so that nobody waits for a rank.
-    """
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._window: list[list[Flight | None]] = []
-        self._full: list[list[Flight | None]] = []
-        self._asked: tuple[Answers[list[float]] | None, list[float], list[list[int]]] | None = None
-
-    def add(self, flights: list[Flight | None]) -> Iterator[tuple[Sequence[float], Sequence[int]]]:
-        """Takes a transfer's flights; gives times and bytes of earlier ones, when it is time."""
-        self._window.append(flights)
-        if len(self._window) < _WINDOWS * WINDOW:
-            return
-        if self._asked is not None:
-            asked, values, moved = self._asked
-            if asked is not None:
-                values = greatest(asked.wait())
-            width = len(flights)
-            for index, nbytes in enumerate(moved):
-                yield values[index * width : (index + 1) * width], nbytes
-            self._asked = None
-        if self._full:
-            values = [one for row in self._full for one in seconds_of(row)]
-            moved = [[one.num_bytes() if one else 0 for one in row] for row in self._full]
-            # Times of one link alone move nothing, so that nobody has to agree on them.
-            alone = all(sum(flight is not None for flight in row) == 1 for row in self._full)
-            self._asked = (None if alone else self._control.ask(values), values, moved)
-        self._full, self._window = self._window, []
-
-
-@functools.lru_cache(maxsize=64)
-def _plan(
-    carried: tuple[int, ...], chunks: tuple[int, ...]
-) -> tuple[list[Part], list[int], list[int]]:
-    """Each link's part, the links that carry some, and these in the order of their chunks.
-
-    The link that is least advanced is next: with one hardware queue, chunks of several links then
-    run beside each other.
-    """
-    ends = list(itertools.accumulate(carried))
-    spans = zip(carried, ends, chunks, strict=True)
-    parts = [Part(end - nbytes, end, chunk) for nbytes, end, chunk in spans]
-    counts = [-(-nbytes // chunk) for nbytes, chunk in zip(carried, chunks, strict=True)]
-    moments = [(turn / count, link) for link, count in enumerate(counts) for turn in range(count)]
-    used = [index for index, nbytes in enumerate(carried) if nbytes]
-    return parts, used, [link for _, link in sorted(moments)]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
 
 
 def _reduce_op(op: Reduction) -> Any:

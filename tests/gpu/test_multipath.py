@@ -85,13 +85,13 @@ def gathers_by_what_is_faster(group: dist.ProcessGroup, links_take: float) -> No
     parts = [contribution(one, LENGTH, torch.float32).cuda() for one in range(ranks)]
     by_links: list[str] = []
     with made(group, links="auto") as multipath, pytest.MonkeyPatch.context() as patch:
-        exchange, takes = multipath.exchange, itertools.cycle([links_take, 1.0])
+        exchange, takes = multipath.transfers.exchange, itertools.cycle([links_take, 1.0])
 
         def noted(what: str, *rest: Any) -> set[Any]:
             by_links.append(what)
             return exchange(what, *rest)
 
-        patch.setattr(multipath, "exchange", noted)
+        patch.setattr(multipath.transfers, "exchange", noted)
         patch.setattr(multipath_module, "row_of", lambda move, mark: ([move()], next(takes)))
         gathered = torch.zeros(ranks * LENGTH, device="cuda")
         for async_op in (False, True):

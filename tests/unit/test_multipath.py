@@ -346,14 +346,14 @@ def operations(group: dist.ProcessGroup) -> dict[str, int]:
         check_parameters(multipath)
         length = 2**20 * (multipath.num_ranks - 1)
         empty = torch.zeros((multipath.num_ranks, 2**20), dtype=torch.uint8)
-        pieces = multipath._pieces(list(empty), list(empty.clone()))
-        multipath.tune(length, pieces)
-        carried = cut(multipath.balancer.shares(length), 2**20)
+        pieces = multipath.transfers.pieces(list(empty), list(empty.clone()))
+        multipath.transfers.tune(length, pieces)
+        carried = cut(multipath.transfers.balancer.shares(length), 2**20)
         # Who takes the rest is up to the machine's load here, so there is none.
-        flights = multipath.fly("a measurement", pieces, carried, [2**16] * 2, [0.0] * 2)
+        flights = multipath.transfers.fly("a measurement", pieces, carried, [2**16] * 2, [0.0] * 2)
         moved = {
             link.name: flight.num_bytes()
-            for link, flight in zip(multipath.links, flights, strict=True)
+            for link, flight in zip(multipath.transfers.links, flights, strict=True)
             if flight is not None
         }
         for tensor, said in (
@@ -410,7 +410,7 @@ def uneven(group: dist.ProcessGroup) -> str:
     # Rank 0 knows of rank 1's call, and closes, before it has sent anything.
     links = [lambda control: SocketLink(control, pace=Late(1e9))]
     multipath = Multipath(group, links=links, min_bytes=1, timeout=20)
-    multipath.balancer.tune(4096, lambda carried, chunks: [1e-6 * max(carried)])
+    multipath.transfers.balancer.tune(4096, lambda carried, chunks: [1e-6 * max(carried)])
     try:
         multipath.all_reduce(torch.ones(100 + multipath.rank))
     except ShapeError as error:
@@ -468,7 +468,7 @@ def test_a_call_that_fails_on_one_rank_alone_is_not_taken_for_the_next(ranks: Ra
 def counts(group: dist.ProcessGroup) -> None:
     with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=60) as multipath:
         inbound = 4096 * (multipath.num_ranks - 1)
-        multipath.balancer.tune(inbound, lambda carried, chunks: [1.0, 1.0])
+        multipath.transfers.balancer.tune(inbound, lambda carried, chunks: [1.0, 1.0])
         output = torch.empty(4096 * multipath.num_ranks, dtype=torch.uint8)
 
         def gathered(times: int) -> tuple[int, int]:
@@ -522,7 +522,7 @@ def with_a_peer_that(group: dist.ProcessGroup, fault: str, path: Path) -> None:
 
     links = [lambda control: SocketLink(control, "faulty", pace=Faulty(1e9))]
     multipath = Multipath(group, links=links, min_bytes=1, timeout=5.0)
-    multipath.balancer.tune(4096, lambda carried, chunks: [1e-6 * max(carried)])
+    multipath.transfers.balancer.tune(4096, lambda carried, chunks: [1e-6 * max(carried)])
     began = time.monotonic()
     try:
         multipath.all_reduce(torch.ones(2048))
@@ -591,10 +591,10 @@ def ends(group: dist.ProcessGroup) -> list[str]:
     with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=20) as multipath:
         memory = numpy.zeros(2**16 * multipath.num_ranks, numpy.uint8)
         output = torch.from_numpy(memory)
-        multipath.balancer.tune(output.numel() // 2, lambda carried, chunks: [1.0, 1.0])
+        multipath.transfers.balancer.tune(output.numel() // 2, lambda carried, chunks: [1.0, 1.0])
         multipath.all_gather(output, torch.ones(2**16, dtype=torch.uint8))
         assert int(output.sum()) == output.numel()
-        (flights,) = multipath._times.popitem()[1]._window
+        (flights,) = multipath.transfers._times.popitem()[1]._window
         assert None not in flights
         freed = weakref.ref(memory)
         del memory, output

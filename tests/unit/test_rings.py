@@ -219,7 +219,7 @@ def alone(group: dist.ProcessGroup) -> str:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         links, device = LINKS[1:], torch.device("cpu")
         multipath = Multipath(group, device=device, links=links, min_bytes=1, timeout=2)
-        multipath.balancer.tune(100, lambda carried, chunks: [1e-6 * max(carried)])
+        multipath.transfers.balancer.tune(100, lambda carried, chunks: [1e-6 * max(carried)])
         if rank == 0:
             multipath.all_gather(output, part)
             current.synchronize()  # which ends, since the link lets its streams go
@@ -241,15 +241,19 @@ def by_shares_of_their_own(group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         device = torch.device("cpu")
         with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
-            nbytes, moved, fly = 2**16, list[tuple[int, ...]](), multipath.fly
-            multipath.balancer.tune(nbytes, lambda carried, chunks: [1e-9 * one for one in carried])
-            multipath.direct.tune(nbytes, lambda carried, chunks: [1e-9 * carried[0], 1.0])
+            nbytes, moved, fly = 2**16, list[tuple[int, ...]](), multipath.transfers.fly
+            multipath.transfers.balancer.tune(
+                nbytes, lambda carried, chunks: [1e-9 * one for one in carried]
+            )
+            multipath.transfers.direct.tune(
+                nbytes, lambda carried, chunks: [1e-9 * carried[0], 1.0]
+            )
 
             def noted(what: str, pieces: Any, carried: tuple[int, ...], *rest: Any) -> Any:
                 moved.append(carried)
                 return fly(what, pieces, carried, *rest)
 
-            patch.setattr(multipath, "fly", noted)
+            patch.setattr(multipath.transfers, "fly", noted)
             part = torch.ones(nbytes, dtype=torch.uint8)
             memory = multipath.empty(2 * nbytes)
             for output in (memory, torch.empty_like(memory)):
@@ -270,7 +274,9 @@ def by_their_size(group: dist.ProcessGroup) -> None:
             group, device=device, links=LINKS, min_bytes=sizes[-1], timeout=30
         ) as multipath:
             moved, memory = list[int](), multipath.empty(sizes[-1])
-            patch.setattr(multipath, "exchange", lambda what, pieces, _: moved.append(len(pieces)))
+            patch.setattr(
+                multipath.transfers, "exchange", lambda what, pieces, _: moved.append(len(pieces))
+            )
             for place in (memory, torch.empty_like(memory)):
                 for nbytes, wanted in zip(sizes, (0, 1), strict=True):
                     moved.clear()
@@ -290,7 +296,7 @@ def into_other_parts(group: dist.ProcessGroup) -> str:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
         device = torch.device("cpu")
         multipath = Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=20)
-        multipath.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0], 1.0])
+        multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0], 1.0])
         memory = multipath.empty(1000, torch.int32)
         try:
             for _ in range(200):
@@ -318,7 +324,7 @@ def told_by_a_peer(group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
         links, device = LINKS[1:], torch.device("cpu")
         multipath = Multipath(group, device=device, links=links, min_bytes=1, timeout=20)
-        relay = multipath.links[0]
+        relay = multipath.transfers.links[0]
         assert isinstance(relay, HostRelay)
         assert relay.own.read(board.VERDICT, 4) == struct.pack("<f", 1.0)
         dist.barrier(group)

@@ -202,19 +202,20 @@ def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
 
 def _links(rank: int, about: dict[str, Any], both: Multipath) -> None:
     """Rates of every link alone, and of all together by the shares that the balancer chooses."""
-    names = [link.name for link in both.links]
+    transfers = both.transfers
+    names = [link.name for link in transfers.links]
     for size in SIZES:
         inbound, mib = size * (both.num_ranks - 1), size // 2**20
-        both.tune(inbound, _one_way(both, size))
+        transfers.tune(inbound, _one_way(both, size))
         for index, link in enumerate(names):
             alone = [float(i == index) for i in range(len(names))]
-            chunk = both.balancer.models(inbound)[index].chunk / 2**20
+            chunk = transfers.balancer.models(inbound)[index].chunk / 2**20
             for way in ("one way", "two ways, each"):
                 gbps, core = _rate(both, size, alone, way != "one way")
                 row = {"link": link, "way": way, "mib": mib, "chunk_mib": chunk}
                 _say(rank, **about, **row, gbps=gbps, core=core)
         if len(names) > 1:
-            shares = both.balancer.shares(inbound)
+            shares = transfers.balancer.shares(inbound)
             gbps, core = _rate(both, size, shares)
             row = {"link": "together", "way": "one way", "mib": mib, "shares": shares}
             _say(rank, **about, **row, gbps=gbps, core=core)
@@ -285,9 +286,9 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
             inbound = size * (num_ranks - 1)
             gbps = {name: round(inbound / max(of[name] for of in values) / 1e6, 1) for name in ways}
             shares = {}
-            if multipath.direct.is_tuned(inbound):
-                names = [link.name for link in multipath.links]
-                shares = dict(zip(names, multipath.direct.shares(inbound), strict=True))
+            if multipath.transfers.direct.is_tuned(inbound):
+                names = [link.name for link in multipath.transfers.links]
+                shares = dict(zip(names, multipath.transfers.direct.shares(inbound), strict=True))
             _say(rank, **about, gather_mib=mib, gbps=gbps, shares=shares, failed=failed)
             del ways, calls, way, given, output
 
@@ -327,9 +328,10 @@ def _beside_launch(rank: int, about: dict[str, Any], device: torch.device) -> No
 
 def _sweep(rank: int, about: dict[str, Any], both: Multipath, size: int) -> None:
     """Rates over the second link's share, one way, and what the balancer chooses."""
+    transfers = both.transfers
     inbound = size * (both.num_ranks - 1)
-    both.tune(inbound, _one_way(both, size))
-    chosen = both.balancer.shares(inbound)
+    transfers.tune(inbound, _one_way(both, size))
+    chosen = transfers.balancer.shares(inbound)
 
     def rate(share: float) -> float:
         return _rate(both, size, [1 - share, share], seconds=0.1)[0]
@@ -345,7 +347,7 @@ def _sweep(rank: int, about: dict[str, Any], both: Multipath, size: int) -> None
         by_host_percent=rates,
         best_percent=max(rates, key=lambda percent: rates[percent]),
         chosen_percent=round(100 * chosen[1], 1),
-        trials=both.balancer.trials(inbound),
+        trials=transfers.balancer.trials(inbound),
         peer_alone=alone,
         gbps=tuned,
         gain=round(tuned / alone - 1, 3),
@@ -379,15 +381,16 @@ def _rate(
     seconds: float = 0.2,
 ) -> tuple[float, float]:
     """GB/s into a rank, and the part of a core that this process has used meanwhile."""
+    transfers = both.transfers
     pieces = (_two_ways if two_way else _one_way)(both, size)
-    models = both.balancer.models(size * (both.num_ranks - 1))
+    models = transfers.balancer.models(size * (both.num_ranks - 1))
     carried, chunks = cut(shares, size), chunks_of(models, shares)
     repeats = max(8, min(500, int(seconds * 100e9 / size)))
     ends: list[torch.cuda.Event] = []
 
     def move(times: int) -> None:
         for index in range(times):
-            both.fly("a measurement", pieces, carried, chunks, [0.0] * len(chunks))
+            transfers.fly("a measurement", pieces, carried, chunks, [0.0] * len(chunks))
             if index % 4 == 3:  # the driver spins where more is issued than it holds
                 ends.append(_marked())
                 ends[-2 if len(ends) > 1 else -1].synchronize()
@@ -420,26 +423,29 @@ def _meet(both: Multipath) -> None:
 
 def _right(both: Multipath, count: int, largest: int = 2**26) -> dict[str, Any]:
     """Gathers random numbers of random lengths by random shares, and looks at every byte."""
+    transfers = both.transfers
     draw = random.Random(1)  # the same on every rank
-    moved, fly = dict.fromkeys((link.name for link in both.links), 0), both.fly
+    moved, fly = dict.fromkeys((link.name for link in transfers.links), 0), transfers.fly
     shares: list[float] = []
 
     def counted(*args: Any) -> list[Any]:
         flights = fly(*args)
-        for link, flight in zip(both.links, flights, strict=True):
+        for link, flight in zip(transfers.links, flights, strict=True):
             moved[link.name] += flight.num_bytes() if flight else 0
         return flights
 
-    both.fly = counted  # type: ignore[method-assign]
-    both.balancer.shares = lambda nbytes: tuple(shares)  # type: ignore[method-assign]
+    transfers.fly = counted  # type: ignore[method-assign]
+    transfers.balancer.shares = lambda nbytes: tuple(shares)  # type: ignore[method-assign]
     wrong = 0
     for index in range(count):
         size = int(largest ** draw.random() * (1 + draw.random()))
-        weights = [draw.random() for _ in both.links]
+        weights = [draw.random() for _ in transfers.links]
         shares[:] = [weight / sum(weights) for weight in weights]
         inbound = size * (both.num_ranks - 1)
-        if not both.balancer.is_tuned(inbound):  # by a rate that needs no trial
-            both.balancer.tune(inbound, lambda carried, chunks: [1e-11 * one for one in carried])
+        if not transfers.balancer.is_tuned(inbound):  # by a rate that needs no trial
+            transfers.balancer.tune(
+                inbound, lambda carried, chunks: [1e-11 * one for one in carried]
+            )
         inputs = []
         for rank in range(both.num_ranks):
             torch.manual_seed(index * both.num_ranks + rank)

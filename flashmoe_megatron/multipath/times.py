@@ -1,0 +1,46 @@
+"""The times of transfers, on which all ranks agree some windows at once."""
+
+from collections.abc import Iterator, Sequence
+
+from flashmoe_megatron.multipath.balancer import WINDOW
+from flashmoe_megatron.multipath.control import Answers, Control, greatest
+from flashmoe_megatron.multipath.links import Flight
+from flashmoe_megatron.multipath.trials import seconds_of
+
+_WINDOWS = 4
+"""Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
+
+
+class Times:
+    """The times of the transfers of a size class, until all ranks have agreed on them.
+
+    The times of some windows are asked for when the next ones are full, so that nobody waits for a
+    transfer, and used when those after them are, so that nobody waits for a rank.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._window: list[list[Flight | None]] = []
+        self._full: list[list[Flight | None]] = []
+        self._asked: tuple[Answers[list[float]] | None, list[float], list[list[int]]] | None = None
+
+    def add(self, flights: list[Flight | None]) -> Iterator[tuple[Sequence[float], Sequence[int]]]:
+        """Takes a transfer's flights; gives times and bytes of earlier ones, when it is time."""
+        self._window.append(flights)
+        if len(self._window) < _WINDOWS * WINDOW:
+            return
+        if self._asked is not None:
+            asked, values, moved = self._asked
+            if asked is not None:
+                values = greatest(asked.wait())
+            width = len(flights)
+            for index, nbytes in enumerate(moved):
+                yield values[index * width : (index + 1) * width], nbytes
+            self._asked = None
+        if self._full:
+            values = [one for row in self._full for one in seconds_of(row)]
+            moved = [[one.num_bytes() if one else 0 for one in row] for row in self._full]
+            # Times of one link alone move nothing, so that nobody has to agree on them.
+            alone = all(sum(flight is not None for flight in row) == 1 for row in self._full)
+            self._asked = (None if alone else self._control.ask(values), values, moved)
+        self._full, self._window = self._window, []

@@ -1,0 +1,288 @@
+"""Pieces that go to peers over several links, by the shares of their size."""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flashmoe_megatron.multipath.balancer import (
+    CHUNKS,
+    GRAIN,
+    Balancer,
+    chunks_of,
+    cut,
+    size_class,
+)
+from flashmoe_megatron.multipath.control import Control, greatest
+from flashmoe_megatron.multipath.ledger import Ledger
+from flashmoe_megatron.multipath.links import (
+    Exchange,
+    Flight,
+    Link,
+    Part,
+    Piece,
+    Place,
+    timed_event,
+)
+from flashmoe_megatron.multipath.times import Times
+from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
+
+_TRIAL_BYTES = 64 * 2**20
+"""What links of one kind of wires move to each peer to find the faster one."""
+
+
+@dataclass
+class LinkTotals:
+    """What a link has carried.
+
+    Attributes:
+        nbytes: Bytes that this rank received by it.
+        timed_bytes: Bytes of transfers whose times have become known, some windows later.
+        seconds: How long it was at work for them, as the slowest rank saw it.
+    """
+
+    nbytes: int = 0
+    timed_bytes: int = 0
+    seconds: float = 0.0
+
+
+class Transfers:
+    """What moves between the ranks of a group; every call is collective over it.
+
+    Attributes:
+        links: The links, in the order of the balancers'.
+        is_on_gpus: Whether they carry what GPUs have.
+        balancer: Has the shares.
+        direct: Has those of gathers into memory that peer copies reach without a detour.
+    """
+
+    def __init__(
+        self, control: Control, device: torch.device, links: list[Link], *, leaves_out_slower: bool
+    ) -> None:
+        """Binds them to links.
+
+        Args:
+            control: The ranks.
+            device: Where tensors are.
+            links: The links, which are closed if this fails.
+            leaves_out_slower: Whether the slower one of two links over the same wires carries
+                nothing, which is tried.
+        """
+        self.links = links
+        self.is_on_gpus = any(link.device_type == "cuda" for link in links)
+        self._control, self._device = control, device
+        self._rank, self._num_ranks = control.rank, control.num_ranks
+        self._number = 0
+        self._times: dict[tuple[Balancer, int], Times] = defaultdict(lambda: Times(control))
+        names = [link.name for link in links]
+        self._totals = {name: LinkTotals() for name in names}
+        self._route = functools.lru_cache(maxsize=64)(self._route_by)
+        try:
+            slower = self._slower("peer", "nccl") if leaves_out_slower else None
+            self.balancer = Balancer(names, without={slower} if slower else ())
+            # Peer copies without a detour are never the slower ones.
+            self.direct = Balancer(names, without={"nccl"} if slower else ())
+        except BaseException:
+            self.close()
+            raise
+
+    def pieces(
+        self,
+        sends: Sequence[torch.Tensor],
+        receives: Sequence[torch.Tensor],
+        place: Place | None = None,
+    ) -> list[Piece]:
+        """What goes to and comes from each peer, the next rank first."""
+        order = [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
+        return [
+            Piece(peer, _bytes_of(sends[peer]), _bytes_of(receives[peer]), place) for peer in order
+        ]
+
+    def exchange(
+        self, what: str, pieces: Sequence[Piece], meanwhile: Callable[[], object] | None = None
+    ) -> set[Link]:
+        """Moves pieces over all links, by the shares of their size, behind the current stream.
+
+        Args:
+            what: Names it in messages, and is compared between ranks; at most 48 letters.
+            pieces: One for every peer. The longest of each rank is as long as those of the others,
+                so that all ranks cut at the same places.
+            meanwhile: What the current stream, or this thread, does beside the transfer.
+
+        Returns:
+            The links that have carried something.
+        """
+        balancer = self.balancer_of(pieces)
+        inbound = self.inbound(pieces)
+        if not balancer.is_tuned(inbound):
+            self.tune(inbound, pieces, what)
+        length = inbound // (self._num_ranks - 1)
+        carried, chunks, rates = self._route(balancer, length, balancer.shares(inbound))
+        flights = self.fly(what, pieces, carried, chunks, rates, meanwhile)
+        self._note(balancer, inbound, flights)
+        return {link for link, flight in zip(self.links, flights, strict=True) if flight}
+
+    def inbound(self, pieces: Sequence[Piece]) -> int:
+        """Bytes that a rank receives of all others, if all pieces are as long as the longest."""
+        longest = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
+        return longest * (self._num_ranks - 1)
+
+    def balancer_of(self, pieces: Sequence[Piece]) -> Balancer:
+        """Has the shares of pieces like these."""
+        return self.balancer if pieces[0].place is None else self.direct
+
+    def _route_by(
+        self, balancer: Balancer, length: int, shares: tuple[float, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], list[float]]:
+        """What :meth:`fly` wants to know of the links for pieces of a length."""
+        models = balancer.models(length * (self._num_ranks - 1))
+        rates = [model.rate for model in models]
+        return tuple(cut(shares, length)), tuple(chunks_of(models, shares)), rates
+
+    def fly(
+        self,
+        what: str,
+        pieces: Sequence[Piece],
+        carried: Sequence[int],
+        chunks: Sequence[int],
+        rates: Sequence[float],
+        meanwhile: Callable[[], object] | None = None,
+    ) -> list[Flight | None]:
+        """Moves so many bytes of every piece over each link; the current stream waits for it.
+
+        Args:
+            what: As in :meth:`exchange`.
+            pieces: As there.
+            carried: Bytes of every piece for each link.
+            chunks: Bytes that each link moves at once.
+            rates: Bytes per second of each link, by which it takes chunks of the rest; with 0 there
+                is no rest.
+            meanwhile: As in :meth:`exchange`.
+
+        Returns:
+            What each link did, ``None`` for those that had nothing to do.
+        """
+        self._number += 1
+        parts, used, turns = _plan(tuple(carried), tuple(chunks))
+        stream = torch.cuda.current_stream(self._device.index) if self.is_on_gpus else None
+        started = stream and timed_event(stream)
+        exchange = Exchange(self._number, what, pieces, parts, rates, stream, started)
+        free = [index for index in used if self.links[index].takes_rest]
+        ledger = None
+        if free:
+            takes_rest = 1 < len(used) == len(free) and all(rates[index] > 0 for index in used)
+            ledger = Ledger(self._rank, exchange, free, takes_rest, self._control.timeout)
+        flights: list[Flight | None] = [None] * len(carried)
+        for index in used:
+            flights[index] = self.links[index].begin(exchange, index, ledger)
+        steps = [flight.steps() if flight else iter(()) for flight in flights]
+        for index in turns:
+            next(steps[index], None)
+        for index in used:
+            for _ in steps[index]:
+                pass
+        if meanwhile is not None:
+            meanwhile()
+        # Links with threads note their own ends, so it does no harm to wait for them last.
+        for index in sorted(used, key=lambda index: self.links[index].takes_rest):
+            flight = flights[index]
+            assert flight is not None
+            flight.join()
+        return flights
+
+    def tune(self, inbound: int, pieces: Sequence[Piece], what: str = "a trial") -> None:
+        """Finds the shares of a size class by moving bytes. Collective.
+
+        Args:
+            inbound: Bytes that each rank receives of all others.
+            pieces: What is moved for it, time and again.
+            what: As in :meth:`exchange`.
+        """
+        idle = torch.empty((self._num_ranks + 1, GRAIN), dtype=torch.uint8, device=self._device)
+        meeting = self.pieces([idle[-1]] * self._num_ranks, list(idle[:-1]))
+
+        def measure(carried: Sequence[int], chunks: Sequence[int]) -> Sequence[float]:
+            # The balancer counts what a rank receives of all peers, a link what it moves to each.
+            scaled = [nbytes // (self._num_ranks - 1) for nbytes in carried]
+            # Without rates there is no rest: a trial shows what each link does alone.
+            rates = [0.0] * len(scaled)
+            move = functools.partial(self.fly, what, pieces, scaled, chunks, rates)
+            if self._device.type == "cpu":
+                return greatest(self._control.gather(seconds_of(move())))
+            # GPUs begin together, else a time has the lateness of a peer.
+            first = [GRAIN if index == 0 else 0 for index in range(len(scaled))]
+            self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
+            current = torch.cuda.current_stream(self._device.index)
+            mark = functools.partial(timed_event, current)
+            return one_of_a_row(move, mark, self._control.gather)
+
+        self.balancer_of(pieces).tune(inbound, measure)
+        self._route.cache_clear()
+
+    def _slower(self, *names: str) -> str | None:
+        """The slower one of two links that use the same wires, if both are there. Collective."""
+        rivals = [index for index, link in enumerate(self.links) if link.name in names]
+        if len(rivals) < 2:
+            return None
+        shape = (self._num_ranks + 1, _TRIAL_BYTES)
+        empty = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        pieces = self.pieces([empty[-1]] * self._num_ranks, list(empty[:-1]))
+        took = dict.fromkeys(rivals, math.inf)
+        for index in rivals * 3:  # the first time also pays for what is made then
+            carried = [_TRIAL_BYTES * (one == index) for one in range(len(self.links))]
+            width = len(carried)
+            flights = self.fly("a trial", pieces, carried, [CHUNKS[-1]] * width, [0.0] * width)
+            flight = flights[index]
+            assert flight is not None
+            took[index] = min(took[index], *greatest(self._control.gather([flight.seconds()])))
+        return self.links[max(rivals, key=lambda index: took[index])].name
+
+    def _note(self, balancer: Balancer, inbound: int, flights: list[Flight | None]) -> None:
+        """Hands times to the balancer, a window at a time and after all ranks have agreed."""
+        for link, flight in zip(self.links, flights, strict=True):
+            self._totals[link.name].nbytes += flight.num_bytes() if flight else 0
+        for seconds, moved in self._times[balancer, size_class(inbound)].add(flights):
+            balancer.observe(inbound, seconds)
+            for name, one, nbytes in zip(self._totals, seconds, moved, strict=True):
+                self._totals[name].seconds += one
+                self._totals[name].timed_bytes += nbytes
+
+    def take_totals(self) -> dict[str, LinkTotals]:
+        """What each link has carried since the last call, and the times that are known since."""
+        taken = self._totals
+        self._totals = {name: LinkTotals() for name in taken}
+        return taken
+
+    def close(self) -> None:
+        """Ends the links."""
+        links, self.links = self.links, []
+        with contextlib.ExitStack() as stack:  # an error of one leaves none of the others open
+            for link in links:
+                stack.callback(link.close)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(
+    carried: tuple[int, ...], chunks: tuple[int, ...]
+) -> tuple[list[Part], list[int], list[int]]:
+    """Each link's part, the links that carry some, and these in the order of their chunks.
+
+    The link that is least advanced is next: with one hardware queue, chunks of several links then
+    run beside each other.
+    """
+    ends = list(itertools.accumulate(carried))
+    spans = zip(carried, ends, chunks, strict=True)
+    parts = [Part(end - nbytes, end, chunk) for nbytes, end, chunk in spans]
+    counts = [-(-nbytes // chunk) for nbytes, chunk in zip(carried, chunks, strict=True)]
+    moments = [(turn / count, link) for link, count in enumerate(counts) for turn in range(count)]
+    used = [index for index, nbytes in enumerate(carried) if nbytes]
+    return parts, used, [link for _, link in sorted(moments)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)

@@ -25,7 +25,7 @@ def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int]:
     multipath._least_bytes = 1
     try:
         losses = train(group, case, "flashmoe").losses
-        return losses, sum(one._number for one in multipath._made.values())
+        return losses, sum(one.transfers._number for one in multipath._made.values())
     finally:
         multipath._least_bytes = multipath.MIN_BYTES
         for one in multipath._made.values():

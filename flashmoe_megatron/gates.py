@@ -2,8 +2,8 @@
 
 A gate turns tokens into a :class:`Routing`, and :class:`GatedExperts` puts it in front of a
 :class:`~flashmoe_megatron.layer.FlashMoELayer`. Scores and weights are float32 (float64 if the
-tokens are). Every statistic is that of this rank's tokens, which are the group that the papers
-balance within.
+tokens are), also under ``torch.autocast``. Every statistic is that of this rank's tokens, which are
+the group that the papers balance within.
 """
 
 import math
@@ -55,7 +55,9 @@ class Routing:
             return out
         batch, num_tokens, slots = self.mixing.shape
         rows = out.view(batch, slots, -1).to(self.mixing.dtype)
-        return (self.mixing @ rows).to(out.dtype).view(batch * num_tokens, -1)
+        with torch.autocast(out.device.type, enabled=False):
+            mixed = self.mixing @ rows
+        return mixed.to(out.dtype).view(batch * num_tokens, -1)
 
 
 class Gate(nn.Module):
@@ -86,6 +88,11 @@ class Gate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Routing:
         """Routes tokens, ``[tokens, hidden]`` or, for SoftMoE, ``[batch, tokens, hidden]``."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.route(x)
+
+    def route(self, x: torch.Tensor) -> Routing:
+        """What a gate is: its :meth:`forward`, which ``torch.autocast`` does not reach."""
         raise NotImplementedError
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +148,7 @@ class GShardGate(Gate):
         self.generator = generator
         self.weight = _scorer(num_experts, hidden)
 
-    def forward(self, x: torch.Tensor) -> Routing:
+    def route(self, x: torch.Tensor) -> Routing:
         """Routes ``[tokens, hidden]``."""
         wide = self._wide(x)
         num_tokens = len(x)
@@ -192,7 +199,7 @@ class SigmoidGate(Gate):
         super().__init__(hidden, num_experts, topk)
         self.weight = _scorer(num_experts, hidden)
 
-    def forward(self, x: torch.Tensor) -> Routing:
+    def route(self, x: torch.Tensor) -> Routing:
         """Routes ``[tokens, hidden]``."""
         wide = self._wide(x)
         logits = wide @ self.weight.to(wide).t()
@@ -240,7 +247,7 @@ class XMoEGate(Gate):
         self.embeddings = _scorer(num_experts, width)
         self.temperature = nn.Parameter(torch.tensor(0.07))
 
-    def forward(self, x: torch.Tensor) -> Routing:
+    def route(self, x: torch.Tensor) -> Routing:
         """Routes ``[tokens, hidden]``."""
         wide = self._wide(x)
         projected = nn.functional.normalize(wide @ self.projection.to(wide).t(), dim=1)
@@ -292,7 +299,7 @@ class ExpertChoiceGate(Gate):
         self.capacity_factor = capacity_factor
         self.weight = _scorer(num_experts, hidden)
 
-    def forward(self, x: torch.Tensor) -> Routing:
+    def route(self, x: torch.Tensor) -> Routing:
         """Routes ``[tokens, hidden]``."""
         wide = self._wide(x)
         num_tokens = len(x)
@@ -336,7 +343,7 @@ class SoftMoEGate(Gate):
         self.weight = _scorer(num_experts * slots, hidden)
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> Routing:
+    def route(self, x: torch.Tensor) -> Routing:
         """Mixes ``[batch, tokens, hidden]``, or ``[tokens, hidden]`` as one sequence."""
         sequences = x[None] if x.dim() == 2 else x
         if sequences.dim() != 3 or x.shape[-1] != self.hidden:

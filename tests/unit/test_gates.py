@@ -236,6 +236,20 @@ def test_gradients_are_those_of_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
+def test_autocast_leaves_gates_in_float32(name: str) -> None:
+    """In bfloat16 other experts would be chosen."""
+    gate, x = make_gate(name, torch.float32), tokens().float()
+    want = gate(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gate(x)
+        out = found.finish(x.new_ones(found.tokens.shape))
+    for part in ("tokens", "topk_idx", "topk_weight", "aux_loss"):
+        assert torch.equal(getattr(found, part), getattr(want, part))
+        assert getattr(found, part).dtype == getattr(want, part).dtype
+    assert torch.equal(out, want.finish(x.new_ones(want.tokens.shape)))
+
+
+@pytest.mark.parametrize("name", MAKERS)
 def test_a_layer_follows_its_gate(name: str) -> None:
     """Outputs and all gradients are those of the oracle, in fp64."""
     gate = make_gate(name)

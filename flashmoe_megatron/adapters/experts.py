@@ -299,13 +299,13 @@ class LayerExperts(ABC):
 
     @property
     def place(self) -> LayerPlace:
-        """The layer as metrics see it."""
-        config, device = self.backend.config, self._backends.device
+        """The layer as metrics see it: of one shape on all ranks, whatever tokens each has had."""
+        device = self._backends.device
         num_sms = 0
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         return LayerPlace(
-            config=config,
+            config=self._shape,
             rank=self.rank,
             element_bytes=self.dtype.itemsize,
             capacity_factor=self.capacity_factor,

@@ -197,6 +197,28 @@ def test_the_rank_that_writes_needs_no_layer_for_the_efficiency(
     assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
 
 
+def report_uneven(group: dist.ProcessGroup, path: str) -> None:
+    """Two iterations without a bound of tokens, of which the second pair of ranks has more."""
+    from flashmoe_megatron.adapters.megatron.metrics import MoEMetrics
+    from flashmoe_megatron.telemetry.sinks import JsonLines
+
+    prepare(Layout(expert=2), max_tokens=None)
+    layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
+    report = MoEMetrics([JsonLines(Path(path))] if dist.get_rank() == 0 else [], model=[layer])
+    num_tokens = TOKENS if dist.get_rank() < 2 else 8 * TOKENS
+    for iteration in (1, 2):
+        layer(torch.randn(num_tokens, 1, 64))
+        report(iteration, is_last=iteration == 2)
+
+
+def test_groups_may_have_other_numbers_of_tokens(four_ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    four_ranks.run(report_uneven, str(path))
+    (line,) = reports(path)
+    # The mean over launches: the ranks of a group hold all of its tokens, of two experts each.
+    assert line["flashmoe/expert_rows/mean"] == 2 * 2 * (TOKENS + 8 * TOKENS) / 2 / 8
+
+
 def report_beside_evaluations(group: dist.ProcessGroup, evaluations: int, path: str) -> None:
     """Three iterations of a layer, and before each evaluations of half as many tokens."""
     from flashmoe_megatron.adapters.megatron.metrics import MoEMetrics

@@ -18,7 +18,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.calibration import Entry, write_entries
 from tests.deepspeed import pipeline
-from tests.deepspeed.harness import Case, batch, build, train_engine
+from tests.deepspeed.harness import Case, batch, build, train, train_engine
 from tests.distributed import RankPool, refusal, run_ranks
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
@@ -76,6 +76,55 @@ def test_the_monitor_and_the_breakdown_receive_our_figures(
     assert [line["flashmoe/dropped_routes"] for line in lines] == pytest.approx(
         values["flashmoe_dropped_routes"]
     )
+
+
+def run_compiled(group: dist.ProcessGroup, given: Case) -> tuple[list[float], list[str]]:
+    """The losses of a compiled engine, and the code that the compiler has put into its graphs."""
+    engine = build(given, fused=True)
+    traces: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        traces.extend(filter(None, (node.stack_trace for node in graph.graph.nodes)))
+        return graph.forward
+
+    torch.compiler.reset()
+    engine.compile(backend=backend)
+    try:
+        return train_engine(engine, given).losses, traces
+    finally:
+        torch.compiler.reset()
+
+
+def test_a_compiled_engine_compiles_neither_experts_nor_metrics(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    given = case(str(tmp_path / "compiled"))
+    plain = two_ranks.run(train, case(str(tmp_path / "plain")), True)
+    for (losses, traces), wanted in zip(two_ranks.run(run_compiled, given), plain, strict=True):
+        assert losses == pytest.approx(wanted.losses, rel=1e-5)
+        assert traces
+        for ours in ("flashmoe_megatron/telemetry/", "flashmoe_megatron/adapters/experts.py"):
+            assert not [trace for trace in traces if ours in trace]
+    assert [line["step"] for line in reports(tmp_path / "compiled" / "job")] == [2, 4, 6]
+
+
+def run_resumed(group: dist.ProcessGroup, given: Case, directory: str) -> None:
+    """Steps to a checkpoint, and as many again in an engine that loads it."""
+    first = build(given, fused=True)
+    train_engine(first, given)
+    first.save_checkpoint(directory)
+    again = build(given, fused=True)
+    again.load_checkpoint(directory)
+    train_engine(again, given, first_step=given.steps)
+
+
+def test_a_resumed_run_reports_its_own_steps(two_ranks: RankPool, tmp_path: Path) -> None:
+    given = replace(case(str(tmp_path)), steps=2 * INTERVAL)
+    two_ranks.run(run_resumed, given, str(tmp_path / "checkpoint"))
+    lines = reports(tmp_path / "job")
+    # The last report of each run would come with a forward of a later step.
+    assert [line["step"] for line in lines] == [2, 6]
+    assert all(line["flashmoe/forward/kernel_ms"] > 0 for line in lines)
 
 
 def run_beside_evaluations(group: dist.ProcessGroup, given: Case, evaluations: int) -> None:

@@ -28,6 +28,7 @@ from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
 from flashmoe_megatron.adapters.deepspeed.slices import size_buckets
 from flashmoe_megatron.adapters.experts import GroupBackends, read_calibration
+from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import host_name
 from flashmoe_megatron.select import resolve_kind
@@ -234,6 +235,7 @@ def _watch(
     Collective over all ranks if any has a fused layer: one without takes part in the metrics.
     """
 
+    @eager
     def refuse_late_layers(*_: Any) -> None:
         handle.remove()
         late = {

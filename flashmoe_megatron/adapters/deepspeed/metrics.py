@@ -20,6 +20,7 @@ from flashmoe_megatron.adapters.metrics import (
     warn_without_wandb,
 )
 from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.eager import eager
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
@@ -86,6 +87,7 @@ class EngineMetrics:
             interval=settings.metrics_interval,
         )
 
+    @eager  # engine.compile() takes the hooks of a forward along
     def __call__(self) -> None:
         """Ends a step, if one has ended. Collective over all ranks, whose steps agree."""
         is_training = self._engine.module.training
@@ -93,9 +95,9 @@ class EngineMetrics:
             experts.is_training = is_training
         for counter in self._counters:
             counter.is_on = is_training
-        step = int(self._engine.global_steps)
-        if step != self._last_step:
-            self._last_step = step
+        before, step = self._last_step, int(self._engine.global_steps)
+        self._last_step = step
+        if step == before + 1:  # any other that is new comes from a checkpoint
             self._reporter.step(step, now=int(self._engine.global_samples))
 
     def _take_records(self) -> list[LaunchRecord]:

@@ -5,6 +5,7 @@ import torch
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION
 from flashmoe_megatron.adapters.indexed import IndexedExperts
 from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import SplitWeights
 
@@ -17,6 +18,7 @@ class RoutedExperts(IndexedExperts):
     )
     ORDERED_GRADS = True  # ZeRO pairs the ranks' gradients by order
 
+    @eager
     def __call__(
         self,
         x: torch.Tensor,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, ShapeError
@@ -176,6 +177,22 @@ def test_a_module_keeps_no_trace() -> None:
             adapter.experts_forward(experts, x.repeat(2, 1), idx.repeat(2, 1), weight.repeat(2, 1))
     finally:
         adapter.configure()
+
+
+def test_the_first_call_may_be_of_any_kind() -> None:
+    """What experts compute is found in it, by gradients that are none of the call's."""
+    from flashmoe_megatron.adapters.transformers.experts import experts_forward
+
+    x, weight = torch.randn(8, 64, requires_grad=True), torch.full((8, 2), 0.5)
+    idx = torch.tensor([[0, 3]] * 8)
+    evaluated, trained = Experts(nn.functional.silu), Experts(nn.functional.silu)
+    trained.load_state_dict(evaluated.state_dict())
+    with torch.inference_mode():
+        want = experts_forward(evaluated, x, idx, weight)
+    out = checkpoint(experts_forward, trained, x, idx, weight, use_reentrant=False)
+    out.sum().backward()
+    assert torch.equal(out, want)
+    assert x.grad is not None
 
 
 def test_unknown_options_are_refused() -> None:

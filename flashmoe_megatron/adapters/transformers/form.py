@@ -6,6 +6,7 @@ projection's output is code of the model's, so that is put to the proof: it runs
 backward on random rows, and has to give the values and gradients of one formula of ours.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -108,7 +109,7 @@ def _read_activation(experts: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(1)
     width = sizes["intermediate"] * (2 if experts.has_gate else 1)
     forms = [(form, MoEConfig(**sizes, **form)) for form in _candidates(experts)]
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    with _as_in_no_other_call(device):
         for scale in PROBE_SCALES:
             rows = torch.randn(
                 PROBE_ROWS, width, dtype=torch.float64, device=device, generator=generator
@@ -133,6 +134,22 @@ def _read_activation(experts: Any, sizes: dict[str, Any]) -> dict[str, Any]:
             "with or without a gate; SiLU and quick GELU with a gate also clamped, with an offset"
         )
     return forms[0][0]
+
+
+@contextlib.contextmanager
+def _as_in_no_other_call(device: torch.device) -> Iterator[None]:
+    """Lets a function run forward and backward, whatever the call is in which that is asked for.
+
+    The call may be a forward of evaluation, or one that is checkpointed: then hooks count what is
+    saved, and find another number in the recomputation.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
+    ):
+        yield
 
 
 def _run(function: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

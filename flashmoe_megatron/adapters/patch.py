@@ -56,7 +56,8 @@ def when_imported(name: str, callback: Callback) -> None:
     Args:
         name: Full name of a module, for example "megatron.core.utils".
         callback: Called at once if the module is already imported; otherwise after its import,
-            before any importer sees it. What it raises fails that import.
+            before any importer sees it, and again where it is imported anew. What it raises fails
+            that import.
     """
     module = sys.modules.get(name)
     # A module that is being imported right now is in sys.modules, but not complete.
@@ -86,7 +87,8 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             self._searching.discard(fullname)
-        if spec is not None and spec.loader is not None:
+        # What is imported again, after its first import has failed, may have its loader already.
+        if spec is not None and not isinstance(spec.loader, _CallingLoader | None):
             spec.loader = _CallingLoader(spec.loader, self.callbacks[fullname])
         return spec
 
@@ -105,8 +107,8 @@ class _CallingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        while self._callbacks:
-            self._callbacks.pop(0)(module)
+        for callback in self._callbacks:
+            callback(module)
 
 
 def _finder() -> _PostImportFinder:

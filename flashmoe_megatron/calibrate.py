@@ -143,8 +143,11 @@ def main(arguments: list[str]) -> int:
             "run torchrun --nproc-per-node 2 -m flashmoe_megatron.calibrate ..."
         )
     try:
+        # What cannot be written in the end is refused before it takes time to measure.
         if options.file.exists():
-            read_entries(options.file)  # refuses another file before it takes time to measure
+            read_entries(options.file)
+        elif not options.file.parent.is_dir():
+            return _fail(f"{options.file}: there is no folder {options.file.parent}, make it first")
         config = MoEConfig(
             hidden=options.hidden,
             intermediate=options.intermediate,

@@ -122,6 +122,14 @@ def test_what_cannot_be_measured_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_without_a_folder_is_refused_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([str(tmp_path / "times" / "t2.json"), *QUICK]) == 1
+    assert f"there is no folder {tmp_path / 'times'}" in capsys.readouterr().err
+
+
 def test_another_file_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

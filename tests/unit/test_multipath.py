@@ -2,9 +2,11 @@
 
 import errno
 import functools
+import multiprocessing
 import os
 import random
 import resource
+import sys
 import threading
 import time
 import weakref
@@ -45,7 +47,8 @@ from flashmoe_megatron.multipath.sockets import Pace, SocketLink
 from flashmoe_megatron.multipath.tickets import Tickets
 from flashmoe_megatron.telemetry.totals import LINKS
 from tests.distributed import RankError, RankPool, run_ranks
-from tools.bench.multipath import _right, table
+from tools.bench import multipath as bench
+from tools.bench.multipath import _right, _wait_for_pacer, table
 
 MACHINES = {
     "H800": [("nvlink", 132, 20), ("pcie", 22, 170), ("rdma", 13, 100)],
@@ -577,14 +580,69 @@ def every_byte(group: dist.ProcessGroup) -> dict[str, Any]:
     with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=60) as multipath:
         with pytest.raises(SystemExit, match="wanted some by every link"):
             _right(multipath, 0)
-        return _right(multipath, 40, largest=2**16)
+        found = _right(multipath, 40, largest=2**16)
+        all_gather = multipath.all_gather
+
+        def gather_wrongly(output: torch.Tensor, given: torch.Tensor) -> None:
+            all_gather(output, given)
+            output[-1] ^= 1
+
+        multipath.all_gather = gather_wrongly
+        with pytest.raises(SystemExit, match=f"rank {multipath.rank}: 40 of 40 gathers have wrong"):
+            _right(multipath, 40, largest=2**16)
+        return found
 
 
 def test_the_bench_counts_what_went_by_each_link(ranks: RankPool) -> None:
     for found in ranks.run(every_byte, num_ranks=2):
         assert found["sizes"] == 40
-        assert found["wrong"] == 0
         assert min(found["bytes"].values()) > 40_000
+
+
+def test_random_shares_are_those_of_the_check_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened(nullcontext[Any]):
+        def __init__(self, **_: Any) -> None:
+            super().__init__(self)
+
+    used: dict[str, Any] = {}
+    monkeypatch.setattr(bench, "Multipath", Opened)
+    monkeypatch.setattr(bench, "_right", lambda both, _: used.update(right=both))
+    monkeypatch.setattr(bench, "_links", lambda *_: used.update(links=_[-1]))
+    monkeypatch.setattr(bench, "_sweep", lambda *_: used.update(shares=_[-2]))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    bench.gpus(0, 2, bench.parse(["gpus"]))
+    assert used["links"] is used["shares"]
+    assert used["right"] is not used["links"]
+
+
+def test_the_bench_measures_shares_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.parse(["gpus", "--links", "host", "peer"]).links == ["peer", "host"]
+    assert bench.parse(["gpus", "--links", "host"]).links == ["host"]
+    for arguments, told in (
+        (["plot", "lines"], "plot takes 2 files, got lines"),
+        (["table", "lines"], "table takes 0 files, got lines"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            bench.parse(arguments)
+        assert told in capsys.readouterr().err
+
+
+def test_the_bench_does_not_wait_for_a_pacer_that_cannot_come() -> None:
+    memory = SharedMemory.create(4096)
+    context = multiprocessing.get_context("spawn")
+    for target, argument, limit_s, told in (
+        (sys.exit, 3, 60, "ended with status 3 before it was ready"),
+        (time.sleep, 600, 0.1, r"not ready after 0\.1 s"),
+    ):
+        process = context.Process(target=target, args=(argument,), daemon=True)
+        process.start()
+        with pytest.raises(LinkError, match=told):
+            _wait_for_pacer(process, memory, limit_s)
+        process.join(30)
+        assert process.exitcode
+    memory.word(64).value = 1
+    _wait_for_pacer(process, memory)
 
 
 def ends(group: dist.ProcessGroup) -> list[str]:

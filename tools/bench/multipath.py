@@ -22,15 +22,18 @@ import multiprocessing
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from flashmoe_megatron.errors import LinkError
 from flashmoe_megatron.multipath import driver
 from flashmoe_megatron.multipath.balancer import Balancer, chunks_of, cut
 from flashmoe_megatron.multipath.control import Control
@@ -57,10 +60,14 @@ PUBLISHED = (
 PCIE_GBPS, RDMA_GBPS, LATENCY_US = 22.0, 13.0, 20.0
 """The constants of all rows beside NCCL's own rate: GB/s into each GPU, and each link's latency."""
 
+LINKS = ("peer", "host")
+"""In the order of shares: what is measured over them is the host's."""
+
 INPUT_BYTES = 256 * 10**6
 SIZES = tuple(2**20 * size for size in (1, 16, 64, 256, 1024))
 SHARED_SIZES = tuple(2**20 * size for size in (256, 512, 1024))
 GATHERED_MIB = (16, 32, 64, 128, 256, 512, 1024)
+PACER_LIMIT_S = 60.0  # its process imports torch first
 
 
 def table(step_us: float = 0.0) -> list[dict[str, Any]]:
@@ -137,8 +144,7 @@ class PacedCopies(PeerCopies):
         place = self._memory.place
         self._process = context.Process(target=_keep_pace, args=(place, gbps), daemon=True)
         self._process.start()
-        while self._memory.word(64).value != 1:
-            time.sleep(0.01)
+        _wait_for_pacer(self._process, self._memory)
 
     def admit(self, stream: int, nbytes: int) -> None:
         """Asks for the chunk, in the stream, and waits for leave."""
@@ -154,6 +160,19 @@ class PacedCopies(PeerCopies):
         super().close()
         self._process.terminate()
         driver.unregister(self._memory.address)
+
+
+def _wait_for_pacer(
+    process: BaseProcess, memory: SharedMemory, limit_s: float = PACER_LIMIT_S
+) -> None:
+    end = time.monotonic() + limit_s
+    while memory.word(64).value != 1:
+        if process.exitcode is not None:
+            raise LinkError(f"the pacer ended with status {process.exitcode} before it was ready")
+        if time.monotonic() > end:
+            process.terminate()
+            raise LinkError(f"the pacer is not ready after {limit_s:g} s")
+        process.join(0.01)
 
 
 def _keep_pace(place: SegmentPlace, gbps: float) -> None:
@@ -184,11 +203,13 @@ def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
         return PacedCopies(control, device, args.pace) if args.pace else PeerCopies(control, device)
 
     links: list[Any] = [peer if name == "peer" else name for name in args.links]
+    open_links = functools.partial(Multipath, links=links, min_bytes=1, timeout=60, device=device)
     about = {"bench": "gpus", "gpu": torch.cuda.get_device_name(), "ranks": ranks}
     about |= {"same_gpu": args.same_gpu, "pace": args.pace}
-    with Multipath(links=links, min_bytes=1, timeout=60, device=device) as both:
-        if "right" in args.only:
-            _say(rank, **about, right=_right(both, args.random_sizes))
+    if "right" in args.only:
+        with open_links() as spoilt:  # its shares stay random
+            _say(rank, **about, right=_right(spoilt, args.random_sizes))
+    with open_links() as both:
         if "links" in args.only:
             _links(rank, about, both)
         if "shares" in args.only and len(links) > 1:
@@ -422,7 +443,11 @@ def _meet(both: Multipath) -> None:
 
 
 def _right(both: Multipath, count: int, largest: int = 2**26) -> dict[str, Any]:
-    """Gathers random numbers of random lengths by random shares, and looks at every byte."""
+    """Gathers random numbers of random lengths by random shares, and looks at every byte.
+
+    Raises:
+        SystemExit: A byte is wrong on this rank, or a link has carried nothing.
+    """
     transfers = both.transfers
     draw = random.Random(1)  # the same on every rank
     moved, fly = dict.fromkeys((link.name for link in transfers.links), 0), transfers.fly
@@ -455,7 +480,9 @@ def _right(both: Multipath, count: int, largest: int = 2**26) -> dict[str, Any]:
         wrong += not torch.equal(output, torch.cat(inputs))
     if not all(moved.values()):
         raise SystemExit(f"{count} gathers moved {moved} bytes: wanted some by every link")
-    return {"sizes": count, "wrong": wrong, "bytes": moved}
+    if wrong:
+        raise SystemExit(f"rank {both.rank}: {wrong} of {count} gathers have wrong bytes")
+    return {"sizes": count, "bytes": moved}
 
 
 def _wall(call: Callable[[], Any], repeats: int) -> float:
@@ -506,7 +533,7 @@ def _rank(rank: int, ranks: int, store: str, run: Callable[..., None], args: Any
     dist.destroy_process_group()
 
 
-def main() -> int:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -520,7 +547,7 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=16, help="sockets: the size of the whole")
     parser.add_argument("--same-gpu", action="store_true", help="gpus: all processes on the first")
     parser.add_argument("--pace", type=float, default=0.0, help="gpus: GB/s of peer copies")
-    parser.add_argument("--links", nargs="+", default=["peer", "host"], choices=["peer", "host"])
+    parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS)
     parser.add_argument("--random-sizes", type=int, default=200)
     parser.add_argument(
         "--only",
@@ -528,7 +555,16 @@ def main() -> int:
         default=["right", "links", "shares"],
         choices=["right", "links", "shares", "gathers", "launch"],
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    args.links = [name for name in LINKS if name in args.links]
+    wanted = 2 if args.what == "plot" else 0
+    if len(args.files) != wanted:
+        parser.error(f"{args.what} takes {wanted} files, got {' '.join(args.files) or 'none'}")
+    return args
+
+
+def main(arguments: list[str]) -> int:
+    args = parse(arguments)
     if args.what == "table":
         for row in table(args.step_us):
             print(json.dumps(row))
@@ -544,4 +580,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """The league table: what is measured of each layer is true, and nothing drops out of it."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ def test_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert told.count("sonicmoe is left out: No module named") == 2  # once a call
     assert run(tmp_path, monkeypatch, *arguments, "--minutes", "0") == rows
+    added = run(tmp_path, monkeypatch, *arguments, "--tokens", "48")[len(rows) :]
+    assert [row["sizes"]["tokens"] for row in added] == [48, 48]  # other sizes are not done
 
 
 def test_a_layer_that_fails_is_recorded_and_shown(tmp_path: Path, monkeypatch):
@@ -110,6 +113,21 @@ def test_report_says_what_is_lost(tmp_path: Path, capsys):
     assert "| sonicmoe | 2.0e-03 | 2 of 2 | 0 |" in page
     assert all((tmp_path / f"league.{ending}").stat().st_size > 1000 for ending in ("png", "svg"))
     assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "league.md")
+
+
+def test_an_error_that_is_no_number_is_the_largest(tmp_path: Path):
+    row = row_of("8x64", 64, 2.0, 1.0)
+    row["layers"]["sonicmoe"]["errors"] = {"out": 1e-3, "grad_x": math.nan, "grad_probs": 2e-3}
+    assert "| sonicmoe | nan | 1 of 1 | 0 |" in peers_report.page([row])
+
+
+def test_pages_and_pictures_of_names_with_dots(tmp_path: Path):
+    record = tmp_path / "peers.jsonl"
+    record.write_text(json.dumps(row_of("8x64", 64, 2.0, 1.0)) + "\n")
+    for name in ("v1.1", "v1.2"):
+        assert peers_report.main([str(record), "--out", str(tmp_path / name)]) == 0
+    made = {f"{name}.{ending}" for name in ("v1.1", "v1.2") for ending in ("md", "png", "svg")}
+    assert {path.name for path in tmp_path.iterdir()} == {*made, "peers.jsonl"}
 
 
 def test_shapes_have_experts_of_every_width():

@@ -4,6 +4,8 @@ Every rank gathers all tokens and computes its own experts' share by the oracle,
 expert by expert; the shares are summed over the ranks.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +71,11 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
         for pair in sums.values():
             dist.all_reduce(pair)
     return {name: float((pair[0] / pair[1]).sqrt()) for name, pair in sums.items()}
+
+
+def worst_of(errors: Iterable[float]) -> float:
+    """The largest error; NaN and infinity are above all numbers."""
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 def expert_results(

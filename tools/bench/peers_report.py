@@ -14,6 +14,7 @@ from typing import Any
 
 from tools import markdown
 from tools.bench.bench_peers import PASSES
+from tools.bench.correctness import worst_of
 from tools.bench.peers import PEERS
 from tools.bench.shapes import Shape
 from tools.weak_scaling import style
@@ -71,7 +72,7 @@ def promises(rows: list[Row], name: str) -> list[str]:
     good = [one for one in found if "failed" not in one]
     errors = [error for one in good for error in one["errors"].values()]
     repeats = sum(one["repeats"] for one in good)
-    worst = f"{max(errors):.1e}" if errors else ""
+    worst = f"{worst_of(errors):.1e}" if errors else ""
     return [name, worst, f"{repeats} of {len(good)}", str(len(found) - len(good))]
 
 
@@ -122,7 +123,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="path without an ending")
     options = parser.parse_args(arguments)
     rows = load(options.record)
-    table = options.out.with_suffix(".md")
+    table = options.out.with_name(f"{options.out.name}.md")
     table.write_text(page(rows))
     print(*[table, *draw(rows, options.out)], sep="\n")
     return 0

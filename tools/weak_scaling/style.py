@@ -49,12 +49,12 @@ def legend_below(figure: Figure, ax: Axes) -> None:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """Writes ``path`` with the endings .png and .svg.
+    """Writes ``path`` with .png and .svg behind it, also where its name has a dot.
 
     Returns:
         Both.
     """
-    png, svg = path.with_suffix(".png"), path.with_suffix(".svg")
+    png, svg = (path.with_name(path.name + ending) for ending in (".png", ".svg"))
     figure.savefig(png, dpi=150, facecolor="white")
     figure.savefig(svg, facecolor="white", metadata={"Date": None})
     return [png, svg]

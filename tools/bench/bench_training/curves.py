@@ -127,7 +127,7 @@ def draw(record: Path) -> list[Path]:
         below.set_ylabel("relative distance from alltoall's loss")
         below.set_xlabel("iteration")
         below.legend()
-        return save(figure, record)
+        return save(figure, record.with_suffix(""))
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:

@@ -93,6 +93,17 @@ def test_weak_scaling_of_training(
     assert "exists" in again.stdout
 
 
+def test_a_job_writes_below_the_folder_of_its_caller(tmp_path: Path, monkeypatch):
+    given: list[str] = []
+    monkeypatch.setattr(training, "run_job", lambda *arguments: given.extend(arguments[2]) or "no")
+    monkeypatch.chdir(tmp_path)
+    folder = Path("run")
+    options, _ = training.parse(["megatron", "--out", str(folder)])
+    assert training.train_on(1, options, [], folder) == {"reason": "no"}
+    for flag in ("--out", "--output"):  # jobs run in the checkout
+        assert Path(given[given.index(flag) + 1]).parent == tmp_path / "run"
+
+
 def has_ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 

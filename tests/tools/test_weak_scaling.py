@@ -350,11 +350,24 @@ def test_a_broken_line_is_named(copy: Path):
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("arguments", [("--no-such-option",), ("--topk", "-1")])
+@pytest.mark.parametrize(
+    "arguments", [("--no-such-option",), ("--topk", "-1"), ("--topk", "0"), ("--base-tokens", "0")]
+)
 def test_what_the_bench_cannot_read_is_told_at_once(tmp_path: Path, arguments, capsys):
     with pytest.raises(SystemExit):
         run_here(tmp_path / "run", *arguments)
     assert "error: " in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    "arguments",
+    [("--zipf", "0", "0.5"), ("--locality", "0.5"), ("--spare-slots", "2"), ("--grads", "bf16")],
+)
+def test_points_that_would_not_be_as_reported_are_refused(tmp_path: Path, arguments):
+    with pytest.raises(UsageError, match=f"{arguments[0][2:].replace('-', '_')}=.*: every point"):
+        run_here(tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from examples.arguments import count
 from tools.bench import bench_layer
 from tools.bench.common import commit_of_checkout
 from tools.weak_scaling.points import (
@@ -15,7 +16,7 @@ from tools.weak_scaling.points import (
     points_of,
     read_results,
 )
-from tools.weak_scaling.ranks import StuckError, counts_of, run_job
+from tools.weak_scaling.ranks import StuckError, UsageError, counts_of, run_job
 from tools.weak_scaling.report import metrics_of, write_report
 from tools.weak_scaling.wandb_log import RunLog
 
@@ -30,6 +31,9 @@ SIZES = {
     "topk": (2, 2, "experts that each token selects"),
 }
 """The paper's sizes, those without a GPU, and what they are."""
+GRADS = ["--grads", "main_grad"]
+REPORTED = {"zipf": [0.0], "locality": [None], "spare_slots": [0], "grads": "main_grad"}
+"""What the report says of every point, by the names of ``bench_layer``'s options."""
 GPU_ARGUMENTS = ["--kernel", "--row-bound", "1.2"]
 CPU_ARGUMENTS = ["--allow-cpu", "--iterations", "5", "--warmup", "1"]
 
@@ -42,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, nargs="+", help="default: 1, 2, 4, ...; processes without a GPU")
     for name, (large, _, what) in SIZES.items():
         several = "+" if isinstance(large, list) else None
-        add(f"--{name.replace('_', '-')}", type=int, nargs=several, help=what)
+        add(f"--{name.replace('_', '-')}", type=count, nargs=several, help=what)
     add("--timeout", type=float, default=600.0, help="seconds for a number of GPUs")
     add("--commit", help="what is measured, where the checkout has no git")
 
@@ -51,7 +55,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """Everything that decides what is measured and how; the same in all of a folder's points.
 
     Raises:
-        UsageError: There are fewer GPUs than asked for.
+        UsageError: There are fewer GPUs than asked for, or points would not be as reported.
     """
     has_gpu = torch.cuda.is_available()
     sizes = {
@@ -66,7 +70,11 @@ def settings_of(options: argparse.Namespace) -> Settings:
         "bench": bench,
     }
     # What it cannot read is told at once, and not by every job.
-    bench_layer.parse(["--shapes", *(point.shape for point in points_of(settings)), *bench])
+    shapes = [point.shape for point in points_of(settings)]
+    parsed = bench_layer.parse(["--shapes", *shapes, *GRADS, *bench])
+    for name, wanted in REPORTED.items():
+        if (got := getattr(parsed, name)) != wanted:
+            raise UsageError(f"{name}={got}: every point of a sweep has {name}={wanted}")
     return settings
 
 
@@ -126,7 +134,7 @@ def _measure(job: list[Point], settings: Settings, folder: Path, limit_s: float)
     """Measures points of one number of ranks; returns why it ended early, if it did."""
     ranks = job[0].ranks
     results = folder.resolve() / "results.jsonl"
-    arguments = ["--shapes", *(point.shape for point in job), "--grads", "main_grad"]
+    arguments = ["--shapes", *(point.shape for point in job), *GRADS]
     arguments += ["--out", str(results), "--commit", settings["commit"], *settings["bench"]]
     log = folder / f"ranks{ranks}.log"
     print(f"{ranks} ranks, {len(job)} points ...", flush=True)

@@ -67,7 +67,7 @@ def train_on(count: int, options: argparse.Namespace, model: list[str], folder: 
     arguments = [options.framework, "--out", str(record.resolve())]
     arguments += ["--limit-s", str(options.timeout), *model]
     if options.framework == "megatron":
-        arguments += ["--noise-runs", "0", "--output", str(folder / "data")]
+        arguments += ["--noise-runs", "0", "--output", str((folder / "data").resolve())]
     log = folder / f"ranks{count}.log"
     reason = run_job(count, "tools.bench.bench_training", arguments, log, options.timeout)
     if reason or not record.exists():

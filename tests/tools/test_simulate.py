@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -417,6 +418,34 @@ def test_points_of_a_bench_are_what_launches_record():
     for row in taken:
         if row["implementation"] == "fused" and row["measurement"] == "backward kernel":
             assert found[row["shape"], True] == row["min_ms"]
+
+
+@pytest.mark.parametrize("apart", [{"zipf": 0.5}, {"locality": 0.5}, {"spare_slots": 2}])
+def test_points_that_the_model_does_not_know_are_left_out(tmp_path: Path, apart: dict[str, Any]):
+    taken = command.ROOT / "tools/bench/results/2026-11-22-layer-4x-own-rows.jsonl"
+    rows = [json.loads(line) for line in taken.read_text().splitlines()]
+    file = tmp_path / "results.jsonl"
+    same = {"zipf": 0.0, "locality": None, "spare_slots": 0}
+    for change, found in ((same, len(read_points(taken))), (apart, 0)):
+        file.write_text("".join(json.dumps({**row, **change}) + "\n" for row in rows))
+        if found:
+            assert len(read_points(file)) == found
+        else:
+            with pytest.raises(PointError):
+                read_points(file)
+
+
+def test_pictures_want_something_to_draw(tmp_path: Path, capsys):
+    out = tmp_path / "picture"
+    for arguments, told in (
+        ([], "wanted --trace or --fit, got neither"),
+        (["--trace", "a", "--within", "b"], "--within b: wanted --fit"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(["schedule", *arguments, "--out", str(out)])
+        assert told in capsys.readouterr().err
+    assert command.main(["schedule", "--trace", str(tmp_path / "none"), "--out", str(out)]) == 2
+    assert "none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", '{"status": "ok"}\n'])

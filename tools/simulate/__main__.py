@@ -66,7 +66,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     shapes = ["paper-8k", "qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"]
     schedule.add_argument("--shapes", choices=list(ALL_SHAPES), nargs="+", default=shapes)
     schedule.add_argument("--out", type=Path, default=Path("runs/schedule"), help="without ending")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.command == "schedule":
+        if not options.trace and not options.fit:
+            schedule.error("nothing to draw: wanted --trace or --fit, got neither")
+        if options.within and not options.fit:
+            schedule.error(f"--within {options.within}: wanted --fit, too, which it is put below")
+    return options
 
 
 def points_of(files: list[Path]) -> list[Measurement]:
@@ -211,7 +217,7 @@ def main(arguments: list[str]) -> int:
         figures, fitted = load_fitted()
         files = options.files or [ROOT / file for file in fitted.files]
         return judge(compare(points_of(files), figures, fitted), options)
-    except (FigureError, PointError, ValueError) as error:
+    except (FigureError, PointError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -77,7 +77,8 @@ def read_points(path: Path) -> list[Measurement]:
 def _of_bench(path: Path, row: dict[str, Any]) -> list[Measurement]:
     if row["implementation"] != "fused" or row["measurement"] not in OF_LAUNCHES:
         return []
-    if row.get("zipf") or row.get("dtype", "bf16") != "bf16":
+    is_skewed = row.get("zipf") or row.get("locality") is not None
+    if is_skewed or row.get("spare_slots") or row.get("dtype", "bf16") != "bf16":
         return []  # the model has none of it
     return [
         Measurement(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tools import memory_table
-from tools.bench import bench_layer, compare_libraries
+from tools.bench import bench_degrees, bench_layer, compare_libraries, stopwatch
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("ruff", "mypy", "clang-format", "codespell", "python", "pytest")
@@ -21,6 +21,23 @@ def test_without_a_gpu_nothing_is_measured(tool, tmp_path: Path, capsys, monkeyp
     wanted = "no CUDA GPU is usable here: nothing can be measured\n"
     assert capsys.readouterr().err == wanted
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--kernel", "--graph"])
+def test_what_a_gpu_alone_can_tell_is_refused(flag: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(stopwatch, "HAS_GPU", False)
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(SystemExit, match=f"{flag}.* want a GPU, got none"):
+        bench_layer.main(["--allow-cpu", flag, "--shapes", "64x64x64x4x2", "--out", str(out)])
+    assert not out.exists()
+
+
+def test_degrees_of_a_shape_that_is_none(capsys) -> None:
+    options = bench_degrees.parse(["fit.json", "--shapes", "2048x768x768x8x2"])
+    assert [shape.gated for shape in options.shapes.values()] == [True]
+    with pytest.raises(SystemExit, match="2"):
+        bench_degrees.parse(["fit.json", "--shapes", "2048x768"])
+    assert "shape 2048x768: wanted TOKENSx" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_ranks", [0, 3, 9])

@@ -108,6 +108,7 @@ def test_shapes_are_the_published_ones():
 
 def test_a_shape_is_named_or_described():
     assert shape_of("8192x2048x2048x64x2") == shape_of("paper-8k") == SHAPES["paper-8k"]
+    assert shape_of("8192x2048x768x128x8", gated=True) == SHAPES["qwen3-30b"]
     for name in ("paper-9k", "8192x2048x2048x64", "8192x2048x2048x64x0", "8192x2048x-1x64x2"):
         with pytest.raises(ValueError, match=f"shape {name}: wanted TOKENSx.* or one of paper-1k"):
             shape_of(name)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tools.bench import common, stopwatch
 from tools.bench.bench_layer import UnfusedLayer, kernel_layer, without_grad
 from tools.bench.common import Record, Timer, log
-from tools.bench.shapes import Shape, make_problem
+from tools.bench.shapes import Shape, make_problem, shape_of
 
 DEGREES = (1, 2, 3, 4, 6, 8)
 SIZES = (
@@ -40,14 +40,13 @@ def near(predicted: int, ms: dict[int, float]) -> bool:
 
 
 def measure(
-    name: str, options: argparse.Namespace, timer: Timer, record: Record
+    name: str, shape: Shape, options: argparse.Namespace, timer: Timer, record: Record
 ) -> tuple[bool, bool]:
     """Measures one shape. Collective over the default group.
 
     Returns:
         Whether the fit's degrees of forward and backward are as good as asked.
     """
-    shape = Shape(*map(int, name.split("x")), gated=True)
     problem = make_problem(shape, dist.get_world_size())
     auto = {"degree": "auto", "degree_fit": str(options.fit)}
     layer = kernel_layer(problem, use_main_grad=False, kind="scheduled", **auto)
@@ -90,7 +89,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("fit", type=Path, help="the file of flashmoe_megatron.schedule fit, of as many ranks")
     add("--shapes", nargs="+", default=SHAPES, metavar="SHAPE",
-        help="TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK")  # fmt: skip
+        help="TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, gated, or a name")  # fmt: skip
     add("--degrees", type=int, nargs="+", default=list(DEGREES), help="1 among them")
     add("--iterations", type=int, default=9)
     add("--warmup", type=int, default=2)
@@ -99,6 +98,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if 1 not in options.degrees:
         parser.error(f"--degrees {options.degrees}: wanted 1 among them, which others are beside")
+    try:
+        options.shapes = {name: shape_of(name, gated=True) for name in options.shapes}
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
@@ -116,8 +119,8 @@ def main(arguments: list[str]) -> int:
         num_ranks=dist.get_world_size(),
     )
     good = []
-    for name in options.shapes:
-        good.append(measure(name, options, timer, record))
+    for name, shape in options.shapes.items():
+        good.append(measure(name, shape, options, timer, record))
         if stopwatch.HAS_GPU:
             torch.cuda.empty_cache()
     for what, are_near in zip(("forward", "backward"), zip(*good, strict=True), strict=True):

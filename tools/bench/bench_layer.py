@@ -44,7 +44,7 @@ from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.record import Direction
 from tools.bench import common, stopwatch
 from tools.bench.common import Record, Timer, Timing, log
-from tools.bench.correctness import LayerResults, relative_errors
+from tools.bench.correctness import LayerResults, relative_errors, worst_of
 from tools.bench.shapes import (
     ALL_SHAPES,
     SHAPES,
@@ -326,7 +326,7 @@ def measure(
         name = f"{name}, {spare_slots} spare slots"
     errors = relative_errors(problem, fused.results())
     record.write(measurement="gate", implementation="fused", relative_l2=errors, **about)
-    worst = max(errors.values(), key=lambda error: error if error == error else float("inf"))
+    worst = worst_of(errors.values())
     log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
     if not worst <= GATE:
         raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {GATE}")
@@ -469,6 +469,8 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if not options.allow_cpu and not common.has_gpu():
         return 2
+    if not stopwatch.HAS_GPU and (options.kernel or options.graph):
+        raise SystemExit("--kernel and --graph want a GPU, got none")
     num_ranks = common.join_group()
     if num_ranks > 1 and options.one_of > 1:
         raise SystemExit("--one-of is for one GPU; torchrun started several ranks")

@@ -94,8 +94,12 @@ CCFUSER_SHAPES = {
 ALL_SHAPES = {**SHAPES, **ODD_SHAPES, **CCFUSER_SHAPES}
 
 
-def shape_of(name: str) -> Shape:
-    """One of ``ALL_SHAPES``, or the layer with GELU that ``8192x2048x2048x64x2`` describes.
+def shape_of(name: str, *, gated: bool = False) -> Shape:
+    """One of ``ALL_SHAPES``, or the layer that ``8192x2048x2048x64x2`` describes.
+
+    Args:
+        name: The name or the description.
+        gated: A layer that is described has SwiGLU, else GELU.
 
     Raises:
         ValueError: The name is neither, or a number of it is not positive.
@@ -108,7 +112,7 @@ def shape_of(name: str) -> Shape:
             f"shape {name}: wanted TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK or one of "
             f"{', '.join(ALL_SHAPES)}"
         )
-    return Shape(*map(int, sizes), gated=False)
+    return Shape(*map(int, sizes), gated=gated)
 
 
 @dataclass

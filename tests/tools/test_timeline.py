@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -387,6 +388,18 @@ def test_the_tables_have_every_rank_and_all_of_a_round(tmp_path: Path, capsys):
         assert sum(one.tiles for one in found) * warps == pytest.approx(products.sum())
         total = sum(one.duration * one.tiles for one in found) * warps
         assert total == pytest.approx((events.end - events.begin)[products].sum())
+
+
+def test_events_that_did_not_fit_are_told(tmp_path: Path):
+    launch = made_up()
+    assert not any("did not fit" in line for line in summary(launch))
+    launch.ranks[1].dropped[0, :2] = (3, 4)
+    launch.save(tmp_path / "forward.npz")
+    again = LaunchTrace.load(tmp_path / "forward.npz")
+    assert summary(again)[2] == "7 events did not fit and are missing."
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        _, svg = draw.draw_launch(again, tmp_path / "x")
+    assert "7 events did not fit and are missing" in svg.read_text()
 
 
 def test_a_launch_without_products_has_no_tables(tmp_path: Path, capsys):

@@ -136,10 +136,11 @@ def capture(options: argparse.Namespace) -> int:
             "machine": machine,
         }
         path = options.out / f"{direction}.npz"
-        LaunchTrace(about, kinds_of_sources(), ranks).save(path)
+        launch = LaunchTrace(about, kinds_of_sources(), ranks)
+        launch.save(path)
         events = sum(len(trace.kind) for trace in ranks)
-        dropped = sum(int(trace.dropped.sum()) for trace in ranks)
-        print(f"{path}: {events} events of {len(ranks)} ranks, {dropped} did not fit", flush=True)
+        parts = (f"{path}: {events} events of {len(ranks)} ranks", launch.incomplete)
+        print("; ".join(filter(None, parts)), flush=True)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

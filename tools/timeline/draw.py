@@ -40,7 +40,7 @@ def draw_launch(launch: LaunchTrace, path: Path) -> list[Path]:
 
     Args:
         launch: On all its ranks.
-        path: Where the figure goes; its ending is replaced.
+        path: Where the figure goes, without an ending.
 
     Returns:
         The PNG and the SVG.
@@ -144,6 +144,7 @@ def _title(launch: LaunchTrace, last: float) -> str:
     about = launch.about
     shape = about.get("shape", {})
     parts = ", ".join(f"{name}={shape[name]}" for name in shape)
+    parts += f"\n{launch.incomplete}" if launch.incomplete else ""
     return (
         f"{about.get('direction', 'launch')}, {about.get('name', '')} on {len(launch.ranks)} x "
         f"{about.get('gpu', 'GPU')}: {last:.0f} µs\n{parts}"

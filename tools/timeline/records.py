@@ -156,6 +156,12 @@ class LaunchTrace:
     roles: dict[int, str]
     ranks: list[RankTrace]
 
+    @property
+    def incomplete(self) -> str:
+        """Says how many events the buffers had no room for; empty if they had."""
+        dropped = sum(int(trace.dropped.sum()) for trace in self.ranks)
+        return f"{dropped} events did not fit and are missing" if dropped else ""
+
     def save(self, path: Path) -> None:
         """Writes a compressed ``.npz``."""
         arrays: dict[str, Any] = {

@@ -136,6 +136,8 @@ def summary(launch: LaunchTrace) -> list[str]:
     """
     kinds = Kinds(launch.roles)
     lines = [f"# {launch.about.get('name')}, {launch.about.get('direction')}; microseconds"]
+    if launch.incomplete:
+        lines += ["", f"{launch.incomplete}."]
     for rank, events in enumerate(on_common_axis(launch)):
         end = ending(events, kinds)
         tenth, median, last = end.products

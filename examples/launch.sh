@@ -3,6 +3,10 @@
 # processors. On several hosts, FLASHMOE_RENDEZVOUS names the first one and a free port of it, as
 # host:port, and FLASHMOE_HOSTS says how many there are.
 set -euo pipefail
+if [ -n "${FLASHMOE_HOSTS:-}" ] && [ -z "${FLASHMOE_RENDEZVOUS:-}" ]; then
+    echo "FLASHMOE_HOSTS=$FLASHMOE_HOSTS: wanted FLASHMOE_RENDEZVOUS=host:port, too, got none" >&2
+    exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
     export FLASHMOE_SKIP_CUDA_BUILD=${FLASHMOE_SKIP_CUDA_BUILD:-1} # no GPU here could run what it compiles

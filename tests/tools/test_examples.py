@@ -19,10 +19,10 @@ TIMEOUT_S = 200
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-def call(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def call(script: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     # The environment of the tests has everything: nothing is to be set up for the script.
-    environment = {**kept, "CUDA_VISIBLE_DEVICES": "", "FLASHMOE_PYTHON": sys.executable}
+    environment = {**kept, "CUDA_VISIBLE_DEVICES": "", "FLASHMOE_PYTHON": sys.executable, **more}
     return subprocess.run(
         ["bash", f"examples/{script}.sh", *arguments],
         cwd=ROOT,
@@ -42,6 +42,12 @@ def test_training_in_plain_pytorch():
     assert [int(iteration) for iteration, _ in lines] == [10, 20]
     first, last = map(float, re.findall(r"^loss ([\d.]+) to ([\d.]+)$", ran.stdout, re.M)[0])
     assert last < first - 1
+
+
+def test_several_hosts_want_a_place_to_meet():
+    ran = call("train_pytorch", "--help", FLASHMOE_HOSTS="2")
+    assert ran.returncode == 2
+    assert "FLASHMOE_HOSTS=2: wanted FLASHMOE_RENDEZVOUS=host:port" in ran.stdout
 
 
 @pytest.mark.parametrize(

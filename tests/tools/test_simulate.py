@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tools.simulate import figures as figures_file
 from tools.simulate import predict
 from tools.simulate.figures import FigureError, Figures, Fitted
 from tools.simulate.fit import Comparison, compare, fit, table
-from tools.simulate.measured import Measurement, PointError, read_points
+from tools.simulate.measured import FITTED_SHAPES, Measurement, PointError, read_points
 from tools.simulate.model import (
     BLOCK_M,
     BLOCK_N,
@@ -364,7 +365,8 @@ def test_what_is_kept_reproduces_what_was_measured(capsys):
     assert np.mean(errors) <= 0.05
 
 
-def test_compare_fails_where_the_model_is_wrong(tmp_path: Path, capsys):
+@pytest.mark.parametrize("shapes", [SHAPES, FITTED_SHAPES])
+def test_compare_fails_where_the_model_is_wrong(tmp_path: Path, capsys, shapes: Collection[str]):
     source = command.ROOT / next(file for file in KEPT.files if "layer" in file)
     file = tmp_path / "doubled.jsonl"
     with file.open("w") as out:
@@ -372,9 +374,11 @@ def test_compare_fails_where_the_model_is_wrong(tmp_path: Path, capsys):
             row = json.loads(line)
             if "min_ms" in row:
                 row["min_ms"] *= 2
-            out.write(json.dumps(row) + "\n")
+            if row["shape"] in shapes:
+                out.write(json.dumps(row) + "\n")
     assert command.main(["compare", str(file)]) == 1
-    assert "held out: 0 of" in capsys.readouterr().out
+    judged = "fitted" if shapes is FITTED_SHAPES else "held out"
+    assert f"{judged}: 0 of" in capsys.readouterr().out
 
 
 def test_points_of_a_sweep(tmp_path: Path):

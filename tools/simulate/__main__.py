@@ -84,11 +84,11 @@ def judge(comparisons: list[Comparison], options: argparse.Namespace) -> int:
     """Prints the comparison.
 
     Returns:
-        0 if all that was held out is within the tolerance, else 1.
+        0 if all that was held out is within the tolerance, or all where nothing was; else 1.
     """
     print("\n".join(comparison_table(comparisons, options.tolerance)))
-    held_out = [abs(c.error) for c in comparisons if not c.point.is_fitted]
-    return int(any(error > options.tolerance for error in held_out))
+    held_out = [c for c in comparisons if not c.point.is_fitted]
+    return int(any(abs(c.error) > options.tolerance for c in held_out or comparisons))
 
 
 def run_fit(options: argparse.Namespace) -> int:

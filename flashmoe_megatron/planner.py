@@ -121,8 +121,6 @@ def plan_capacity(
     """
     if not is_count(num_ranks, least=1):
         raise ConfigError(f"{got('num_ranks', num_ranks)}: must be an int, at least 1")
-    if not is_count(tile, least=1):
-        raise ConfigError(f"{got('tile', tile)}: must be an int, at least 1")
     capacity = expert_capacity(
         num_tokens, topk, num_experts, capacity_factor, min_capacity=min_capacity
     )

@@ -60,12 +60,35 @@ def test_no_routing_gets_worse(data: st.DataObject):
         assert {slot for slot in slots if slot >= local} == {local + i for i in range(len(experts))}
 
 
+def test_the_first_of_the_best_attempts_counts():
+    from flashmoe_megatron.replicas.balance import _Attempt
+
+    rng = np.random.default_rng(5)
+    places = set()
+    for _ in range(40):
+        counts = rng.integers(0, 400, (4, 8)).tolist()
+        attempts = []
+        for preference in PREFERENCES:
+            attempts.append(_Attempt(counts, 1, preference, None, 0))
+            attempts[-1].run()
+            if attempts[-1].is_good():
+                break
+        loads = [attempt.most() for attempt in attempts]
+        place = loads.index(min(loads))
+        best = attempts[place]
+        assert balance(counts, 1) == placement_of(best.rank_of, best.replicas(), 1)
+        places.add(place)
+    assert len(places) > 3
+
+
 def test_settled_hosts_are_kept_and_used():
     counts = cases.Zipf(64, 2, 1.0).draw(4)
     chosen = balance(counts, 2)
     settled = balance(counts, 2, chosen.hosts)
     assert settled.hosts == chosen.hosts
     settled.check(4, 64, 2)
+    # Also where nobody needs them.
+    assert balance([[10] * 4] * 2, 1, ((3,), (0,))).hosts == ((3,), (0,))
     home = cases.imbalance(counts, home_placement(4, 64, 2))
     assert cases.imbalance(counts, settled)[0] <= 1 + (home[0] - 1) / 4
 
@@ -326,6 +349,7 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
 
     shared = [(counts, spare) for counts, spare in routings if len(counts) > 1 and spare]
     shared = [(counts, spare, None) for counts, spare in shared]
+    shared += [(counts, 1, None) for counts, _ in cases.BY_HAND]
     shared += [(counts, spare, popular(counts[::-1], spare).hosts) for counts, spare, _ in shared]
     lines = [line(*one, is_popular=False) for one in given]
     lines += [line(*one, 0, is_popular=True) for one in shared]

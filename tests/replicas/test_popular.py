@@ -5,6 +5,8 @@ import pytest
 
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.replicas.placement import (
+    Counts,
+    Hosts,
     Placement,
     home_placement,
     locality,
@@ -12,6 +14,7 @@ from flashmoe_megatron.replicas.placement import (
     rows_of_ranks,
 )
 from flashmoe_megatron.replicas.popular import popular
+from tests.replicas import cases
 
 
 def zipf_counts(exponent: float, seed: int = 0) -> list[list[int]]:
@@ -50,17 +53,34 @@ def test_cold_experts_go_where_most_of_their_tokens_are():
     assert popular(counts, 1, links).hosts[2] == (1,)
 
 
+@pytest.mark.parametrize(("counts", "hosts"), cases.BY_HAND)
+def test_placements_by_hand(counts: Counts, hosts: Hosts):
+    assert popular(counts, 1).hosts == hosts
+
+
+def test_cold_experts_go_where_links_are_fast():
+    (counts, hosts), *_ = cases.BY_HAND
+    links = [[8, 1, 1], [1, 8, 1], [1, 99, 8]]
+    assert hosts == ((), (), (1,))
+    assert popular(counts, 1, links).hosts == ((), (1,), ())
+
+
 def test_placements_that_cannot_be_followed_are_refused():
     good = placement_of([[0, 0, 1, 1], [0, 1, 1, 1]], [(), (1,)], 1)
     good.check(2, 4, 1)
     rows = rows_of_ranks([[1, 2, 3, 4], [5, 6, 7, 8]], good)
     assert rows == [{0: 6, 1: 2}, {5: 6, 3: 10, 4: 12}]
+    assert (good.replicas_of(0), good.replicas_of(1)) == ([(1, 0, 1)], [])
     for bad, message in (
         (good._replace(hosts=((), (2,))), r"replicas of the experts \[2\]: wanted at most 1"),
         (good._replace(hosts=((), (0, 1))), r"\[0, 1\]: wanted at most 1 different"),
         (good._replace(hosts=((4,), (1,))), r"\[4\]: wanted .* of 0 to 3"),
         (good._replace(hosts=((), ())), "rank 1's table sends expert 1 to slot 5, which does not"),
-        (good._replace(slot_of=(good.slot_of[0], (0, 99, 3, 4))), "to slot 99"),
+        *(
+            (good._replace(slot_of=(good.slot_of[0], (0, slot, 3, 4))), f"to slot {slot}, which")
+            for slot in (-1, 6, 99)
+        ),
+        (good._replace(slot_of=(good.slot_of[0], (0, 5))), "rank 1's table has 2 experts, wanted"),
         (Placement(((),), good.slot_of, 3), "replicas for 1 ranks, tables for 2 and 3 slots"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -12,6 +12,7 @@ from flashmoe_megatron.config import TILE_M, Activation, MoEConfig, align_capaci
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import (
     MOST_FETCH_COST,
+    bounded_row_blocks,
     choose_keep,
     describe_hosts,
     dispatch_volume,
@@ -19,8 +20,12 @@ from flashmoe_megatron.planner import (
     fetch_cost,
     forward_over_hosts,
     kept_bytes,
+    least_rows_of,
     plan_buffer_rows,
     plan_capacity,
+    plan_hosts,
+    plan_launches,
+    tokens_within,
 )
 from tests.unit import cases
 
@@ -134,6 +139,18 @@ def test_worst_case_is_reached():
         plan_buffer_rows(config, capacity=-1)
 
 
+@pytest.mark.parametrize(("topk", "tiles"), [(1, 5), (2, 9), (4, 9)])
+def test_a_token_has_no_more_routes_here_than_choices_or_experts(topk: int, tiles: int):
+    config = cases.make_config(num_ranks=4, max_tokens=128, topk=topk)
+    assert plan_buffer_rows(config).worst_case == tiles * TILE_M
+
+
+def test_a_bound_holds_whole_blocks_and_one_more_for_each_expert():
+    config = cases.make_config(num_ranks=4, max_tokens=100)
+    assert bounded_row_blocks(config, 1.28) == 2 + 2  # 256 rows fill two blocks
+    assert bounded_row_blocks(config, 1.29) == 3 + 2
+
+
 def test_no_more_rows_are_expected_than_the_capacity_admits():
     config = cases.make_config(num_ranks=4, max_tokens=128)
     # 10 rows from each of 4 ranks for 2 local experts, each with half a tile of padding.
@@ -151,8 +168,21 @@ def test_volume():
     assert volume.saved_ratio == pytest.approx(0.2)
     empty = dispatch_volume(num_routes=0, num_experts=64, capacity=0, hidden=2048)
     assert empty.saved_ratio == 0
-    with pytest.raises(ConfigError, match="num_routes=11"):
-        dispatch_volume(num_routes=11, num_experts=2, capacity=5, hidden=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_routes": 11}, "num_routes=11"),
+        ({"num_routes": -1}, "num_routes=-1"),
+        ({"num_routes": 2.5}, "num_routes=2.5"),
+        ({"hidden": -64}, "hidden=-64"),
+    ],
+)
+def test_volumes_that_cannot_be_are_refused(changes: dict[str, int], named: str):
+    arguments = {"num_routes": 10, "num_experts": 2, "capacity": 5, "hidden": 64}
+    with pytest.raises(ConfigError, match=named):
+        dispatch_volume(**{**arguments, **changes})
 
 
 def wide_layer(num_ranks: int = 1, **changes: int) -> MoEConfig:
@@ -177,6 +207,11 @@ def test_rows_are_fetched_again_where_that_is_cheap():
     assert choose_keep("auto", wide_layer(intermediate=14336)) == "preactivations"
     assert choose_keep("auto", wide_layer(intermediate=64)) == "all"
     assert choose_keep("inputs", wide_layer()) == "inputs"
+
+
+def test_a_replica_pays_by_hand():
+    """For 8 bytes of each weight's number, a link of 350 GB/s needs as long as for 16,000 flops."""
+    assert least_rows_of(350e9) == round(16_000 / 6)
 
 
 PAGE = Path(__file__).parents[2] / "flashmoe_megatron" / "README.md"
@@ -209,6 +244,7 @@ def test_the_page_says_what_is_kept(name: str):
         2 * tokens * hidden + 4 * tokens * topk * intermediate,
     )
     ours = (kept_bytes(layers[0], keep) for keep in ("all", "preactivations"))
+    assert kept_bytes(layers[0], "inputs") == 2 * tokens * hidden
     chosen = [choose_keep("auto", layer) for layer in layers]
     words = f"{chosen[0]} on all" if name.startswith("Mixtral") else ", ".join(chosen)
     cells = [name, *(f"{size / 1e9:.2f}" for size in (*others, *ours)), words]
@@ -221,6 +257,35 @@ def test_a_forward_over_hosts():
     assert forward_over_hosts(1.0, 3.0, num_hosts=2, overlap=1) == pytest.approx(3.0 + 0.5 + 3.0)
     assert forward_over_hosts(1.0, 3.0, num_hosts=2, overlap=2) == pytest.approx(3.0 + 3.0)
     assert forward_over_hosts(4.0, 1.0, num_hosts=2, overlap=2) == pytest.approx(4.0 + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_tokens", "want"),
+    [
+        # 1.9 GB are 103 tiles of tokens of 5 rows, of 28,672 bytes each.
+        (16, 103 * TILE_M, (1, 103 * TILE_M)),
+        (16, 103 * TILE_M + 1, (2, 52 * TILE_M)),
+        (16, 0, (1, TILE_M)),
+        # A host of one rank has no such heap.
+        (2, 2**16, (1, 2**16)),
+        (2, 2**16 + 1, (2, 2**15 + TILE_M)),
+    ],
+)
+def test_launches_over_hosts_by_hand(num_ranks: int, num_tokens: int, want: tuple[int, int]):
+    config = cases.make_config(hidden=14336, num_experts=256, topk=4, num_ranks=num_ranks)
+    assert plan_launches(config, 2, num_tokens) == want
+
+
+def test_room_over_hosts_by_hand():
+    """One choice crosses to one of the other hosts; there are no more tokens than all."""
+    one = cases.make_config(topk=1, num_ranks=4, max_tokens=100)
+    assert tokens_within(one, 4) == math.ceil(100 * (1 + 3 / 4) * 1.1)
+    assert tokens_within(cases.make_config(topk=8, num_ranks=4, max_tokens=100), 4) == 400
+    plan = plan_hosts(one, 2)
+    assert (plan.rows, plan.launch_tokens) == (pytest.approx(1 / 2), 2 * TILE_M)
+    assert plan.heap_bytes == 2 * TILE_M * 64 * 2 * 2  # each token has itself and one result there
+    fixed = plan_hosts(one, 4, is_fixed=True)
+    assert (fixed.rows, fixed.launch_tokens, fixed.heap_bytes) == (3, 4 * TILE_M, 0)
 
 
 def test_what_is_said_of_hosts_before_training():

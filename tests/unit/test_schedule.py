@@ -219,6 +219,11 @@ def test_it_has_the_closed_forms_of_fsmoe_where_their_conditions_hold() -> None:
     assert all(holds[form] > 100 for form in forms), holds
 
 
+def test_copies_of_parts_cost_several_parts_alone() -> None:
+    stage = Stage("experts", "compute", 1, 8, cut_s=4)
+    assert [stage.time_s(degree) for degree in (1, 2, 4)] == [1 + 8, 1 + 6, 1 + 3]
+
+
 def test_no_task_begins_before_the_host_has_issued_it() -> None:
     """A pass takes as long as a host that is slower than all streams, and its last result's way."""
     stages = [Stage(name, "between", 1, 0) for name in ("dispatch", "combine")]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import statistics
 from dataclasses import replace
@@ -30,9 +31,10 @@ from flashmoe_megatron.schedule.fit import (
 )
 from flashmoe_megatron.schedule.line import fit_line
 from flashmoe_megatron.schedule.measure import Sizes, even_ratios, measure
-from flashmoe_megatron.schedule.model import best_degree, time_of
+from flashmoe_megatron.schedule.model import Stream, best_degree, time_of
 from flashmoe_megatron.schedule.trace import trace
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.scheduled.exchange import Kind
 from flashmoe_megatron.select import select_backend
 from tests.distributed import RankPool
 from tests.fits import make_fit
@@ -97,9 +99,10 @@ def test_a_file_is_read_again_and_another_machine_is_refused_by_name(tmp_path: P
         ({"lines": {}}, "product is None, wanted an alpha"),
         ({"machine": {"device": "x"}}, "it is not complete: TypeError"),
         ({"dtype": "int8"}, "it is not complete: KeyError"),
-        (
-            {"lines": {**content["lines"], "copy": {"alpha_s": -1, "beta_s": 0, "r_squared": 1}}},
-            "copy is Line",
+        *(
+            ({"lines": {**content["lines"], "copy": {**terms, "r_squared": 1}}}, "copy is Line")
+            for number in (-1, "1", True, math.nan, math.inf)
+            for terms in ({"alpha_s": number, "beta_s": 0}, {"alpha_s": 0, "beta_s": number})
         ),
     ):
         path.write_text(json.dumps({**content, **change}))
@@ -109,6 +112,53 @@ def test_a_file_is_read_again_and_another_machine_is_refused_by_name(tmp_path: P
         path.write_text(text)
         with pytest.raises(ConfigError, match="python -m flashmoe_megatron.schedule fit"):
             read_fit(path, fit.machine)
+
+
+def test_a_machine_has_the_lines_of_what_its_ranks_do() -> None:
+    assert machine_of(HostGrid(2, 4, 0), CPU).hosts == 2
+    levels = ("all_to_all_within", "all_to_all_rail")
+    for hosts, ranks, exchanges in (
+        (1, 1, ()),
+        (1, 2, ("all_to_all",)),
+        (2, 1, ("all_to_all",)),
+        (2, 2, ("all_to_all", *levels)),
+    ):
+        machine = Machine("x", hosts, ranks)
+        assert machine.exchanges == exchanges
+        together = (*TOGETHER, *HOST) if exchanges else ()
+        assert machine.wanted == ("product", "copy", *together, *exchanges[1:])
+
+
+def test_stages_by_hand() -> None:
+    """What is multiplied and copied for 128 rows of 192 float32, whose experts have width 64."""
+    config = cases.make_config(num_ranks=4, max_tokens=64, hidden=192, intermediate=64)
+    size = 128 * 4
+    forward, backward = passes_of(config, make_fit(2, 2, copy=(1, 1), product=(0, 0)), "2dh", "all")
+    assert (forward.there[0].alpha_s, forward.there[0].whole_s) == (1, size * 192)
+    for one, elements, cut in (
+        (forward.experts, 2 * 192 + (128 + 64) / 2, 128 + 192),
+        (backward.experts, 2 * 192 + (128 + 64), 2 * 128 + 192 + 64),
+    ):
+        assert (one.alpha_s, one.whole_s, one.cut_s) == (3, size * elements, size * cut)
+    assert backward.weights_s == 0
+    forward, backward = passes_of(config, make_fit(2, 2, copy=(0, 0), product=(1, 1)), "2dh", "all")
+    flops = 2 * 128 * 192 * (128 + 64)
+    assert (forward.experts.alpha_s, forward.experts.whole_s) == (2, flops)
+    assert backward.weights_s == 2 + flops
+
+
+@pytest.mark.parametrize(
+    ("exchange", "carriers"),
+    [("direct", ["between"]), ("1dh", ["between"]), ("2dh", ["between", "within"])],
+)
+def test_products_and_what_carries_rows_slow_each_other_down(
+    exchange: Kind, carriers: list[Stream]
+) -> None:
+    config = cases.make_config(num_ranks=4, max_tokens=64)
+    forward, _ = passes_of(config, make_fit(2, 2, beside=(2, 3)), exchange, "all")
+    assert {(one.stream, one.beside, one.factor) for one in forward.slowdowns} == {
+        pair for one in carriers for pair in (("compute", one, 2), (one, "compute", 3))
+    }
 
 
 def test_a_layer_is_as_long_as_its_stages() -> None:
@@ -232,8 +282,12 @@ def test_ranks_measure_and_choose_degrees(tmp_path: Path) -> None:
 
 def test_a_degree_beyond_the_rows_is_refused_and_one_rank_needs_no_fit() -> None:
     config = cases.make_config(max_tokens=4, topk=3)
-    with pytest.raises(ConfigError, match="degree='13': wanted at most 12, the routes of max_t"):
-        select_backend(config, None, "cpu", kind="scheduled", degree="13")
+    for degree in ("13", "1,13"):
+        with pytest.raises(ConfigError, match=f"'{degree}': wanted at most 12, the routes of max"):
+            select_backend(config, None, "cpu", kind="scheduled", degree=degree)
+    most = select_backend(config, None, "cpu", kind="scheduled", degree="12")
+    assert isinstance(most, ScheduledBackend)
+    assert most.degrees == (12, 12)
     alone = select_backend(config, None, "cpu", kind="scheduled", degree="auto")
     assert isinstance(alone, ScheduledBackend)
     assert alone.degrees == (1, 1)

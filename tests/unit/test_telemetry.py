@@ -138,6 +138,28 @@ def test_replicas_even_out_ranks_and_are_counted() -> None:
     assert not any("replica" in key or "locality" in key or "before" in key for key in alone)
 
 
+def test_locality_is_that_of_forwards() -> None:
+    again = records.record(direction="backward", routes=(0, 512))
+    values = metrics_of(records.record(routes=(200, 512)), again)
+    assert values["flashmoe/locality"] == pytest.approx(200 / 512)
+
+
+def test_vectors_are_told_apart() -> None:
+    """Every sum is another number, for two layers of which one has fewer ranks."""
+    config = records.CONFIG
+    alone = type(config)(**{**vars(config), "num_ranks": 1})
+    layout = Layout({5: records.place(), 3: records.place(config=alone)})
+    assert (list(layout.layers), layout.num_ranks) == ([3, 5], 2)
+    nothing = Totals(layout)
+    assert not any((*nothing.sums(), *nothing.maxima()))
+    sums = [float(number) for number in range(1, 1 + len(nothing.sums()))]
+    maxima = [float(-number) for number in range(1, 1 + len(nothing.maxima()))]
+    totals = Totals.from_vectors(layout, sums, maxima)
+    assert (totals.sums(), totals.maxima()) == (sums, maxima)
+    with pytest.raises(ConfigError, match="a record of layer 3: this rank has layers 5"):
+        Totals(layout, {5: records.place()}).add(records.RECORD)
+
+
 def test_a_rank_that_told_of_no_launch_is_compared_with_none() -> None:
     values = compute_metrics(totals_of(records.RECORD), ALL)
     assert values["flashmoe/expert_rows/min"] == 50
@@ -175,6 +197,17 @@ def test_exposed_wait_is_at_most_the_communication() -> None:
     assert values["flashmoe/forward/hidden_communication"] == 0.0
 
 
+@pytest.mark.parametrize(
+    "missing",
+    [{Phase.ROWS_WAIT}, {Phase.TAIL}, {Phase.DISPATCH, Phase.DELIVER, Phase.REDUCE}],
+)
+def test_no_wait_is_told_where_a_part_of_it_was_not_measured(missing: set[Phase]) -> None:
+    phases = {key: ns for key, ns in records.RECORD.phase_ns.items() if key not in missing}
+    values = metrics_of(records.record(phase_ns=phases))
+    for name in ("exposed_wait_ms", "hidden_communication"):
+        assert f"flashmoe/forward/{name}" not in values
+
+
 def test_late_peers_do_not_expose_communication() -> None:
     """A forward waits for a rank that begins late in HEAD alone: the loader waits for no rows yet.
 
@@ -208,6 +241,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_capacity_factor_widens_what_padding_sends() -> None:
     values = metrics_of(records.RECORD, capacity_factor=1.25)
     assert values["flashmoe/forward/padded_mib"] == pytest.approx(2 * 4 * 80 * 128 / 2**20)
+    assert values["flashmoe/forward/aligned_mib"] == pytest.approx(2 * 4 * 128 * 128 / 2**20)
 
 
 def test_tokens_per_second_is_a_mean_over_layers() -> None:

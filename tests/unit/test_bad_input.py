@@ -8,6 +8,12 @@ import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.checks import (
+    check_kernel_tensor,
+    check_split,
+    check_weight_grads,
+    check_weights,
+)
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, ShapeError
 from flashmoe_megatron.layer import moe_forward
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -15,6 +21,7 @@ from tests.distributed import RankPool
 from tests.unit import cases
 
 NUM_TOKENS = 6
+CPU = torch.device("cpu")
 BACKEND = ReferenceBackend(cases.CONFIG)
 
 
@@ -88,6 +95,15 @@ BAD = {
         ShapeError,
         "x has 513 tokens, .* at most max_tokens=512",
     ),
+    "too many tokens of everything": (
+        lambda c: {
+            "x": torch.zeros(513, 64),
+            "probs": torch.zeros(513, 8),
+            "routing_map": torch.zeros(513, 8, dtype=torch.bool),
+        },
+        ShapeError,
+        "x has 513 tokens, .* at most max_tokens=512",
+    ),
     "probs of other tokens": (
         lambda c: {"probs": c["probs"][1:]},
         ShapeError,
@@ -142,6 +158,11 @@ BAD = {
         lambda c: {"weights": with_weights(c, fc1=c["weights"].fc1[1:])},
         ShapeError,
         "7 fc1 weights, wanted one for each of the 8 local experts",
+    ),
+    "all fc2 are missing": (
+        lambda c: {"weights": with_weights(c, fc2=())},
+        ShapeError,
+        "0 fc2 weights, wanted one for each of the 8 local experts",
     ),
     "an up projection is missing": (
         lambda c: {"weights": with_weights(c, fc1=gates_and_ups(c)[:-1], split=True)},
@@ -271,7 +292,7 @@ def choice(idx: Any = None, weight: Any = None) -> dict[str, torch.Tensor]:
 
 BAD_CHOICES = {
     "id too large": (
-        choice(idx=torch.tensor([[0, 1]] * 5 + [[0, 8]])),
+        choice(idx=torch.tensor([[-1, 1]] * 5 + [[0, 8]])),
         RoutingError,
         r"topk_idx\[5, 1\] is 8, wanted an expert id of 0 to 7, or -1",
     ),
@@ -281,12 +302,15 @@ BAD_CHOICES = {
         r"topk_idx\[5, 0\] is -2",
     ),
     "id twice": (
-        choice(idx=torch.tensor([[0, 1]] * 5 + [[3, 3]])),
+        choice(idx=torch.tensor([[-1, -1]] * 5 + [[0, 0]])),
         RoutingError,
-        r"topk_idx\[5\] names expert 3 2 times, wanted distinct experts",
+        r"topk_idx\[5\] names expert 0 2 times, wanted distinct experts",
     ),
     "NaN": (
-        choice(weight=torch.tensor([[0.5, 0.5]] * 5 + [[0.5, float("nan")]])),
+        choice(
+            idx=torch.tensor([[-1, 0]] * NUM_TOKENS),
+            weight=torch.tensor([[float("nan"), 0.5]] * 5 + [[0.5, float("nan")]]),
+        ),
         RoutingError,
         r"topk_weight\[5, 1\] is NaN",
     ),
@@ -299,6 +323,11 @@ BAD_CHOICES = {
         choice(idx=torch.zeros(5, 2, dtype=torch.int64)),
         ShapeError,
         r"topk_idx has shape \(5, 2\)",
+    ),
+    "ids have one dimension": (
+        choice(idx=torch.zeros(NUM_TOKENS, dtype=torch.int64)),
+        ShapeError,
+        r"topk_idx has shape \(6,\), wanted \[6, topk\]",
     ),
     "ids are floats": (
         choice(idx=torch.zeros(NUM_TOKENS, 2)),
@@ -337,6 +366,67 @@ def test_good_input_is_accepted():
     assert moe_apply(BACKEND, **call).shape == (NUM_TOKENS, 64)
     out = moe_forward(call["x"], **choice(), weights=call["weights"], backend=BACKEND)
     assert out.shape == (NUM_TOKENS, 64)
+
+
+def test_fc2_is_transposed_with_fc1():
+    config = cases.make_config(hidden=128, intermediate=64, num_experts=1, topk=1)
+    fc1, fc2 = torch.zeros(128, 128), torch.zeros(128, 64)
+    padded = torch.zeros(128, 65)[:, :64]  # rows need not follow each other
+    for matrix in (fc2, padded):
+        check_weights(config, ExpertWeights((fc1,), (matrix,)), CPU)
+    turned = fc2.t().contiguous()
+    check_weights(config, ExpertWeights((fc1,), (turned,), transposed=True), CPU)
+    for matrix, transposed, wanted in ((turned, False, "128, 64"), (fc2, True, "64, 128")):
+        weights = ExpertWeights((fc1,), (matrix,), transposed=transposed)
+        with pytest.raises(ShapeError, match=rf"fc2 of local expert 0 .*, wanted \[{wanted}\]"):
+            check_weights(config, weights, CPU)
+
+
+@pytest.mark.parametrize("changes", [{"gated": False}, {"glu_interleave": 1}])
+def test_gates_and_ups_need_a_gate_and_no_blocks(changes: dict[str, Any]):
+    call = good()
+    weights = with_weights(call, fc1=gates_and_ups(call), split=True)
+    check_split(cases.CONFIG, weights)
+    with pytest.raises(ConfigError, match="gate and up projections apart"):
+        check_split(cases.make_config(**changes), weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda grads: grads[1:], "7 weight gradients, wanted 8"),
+        (lambda grads: [grads[0][1:], *grads[1:]], r"shape \(127, 64\) .* wanted \(128, 64\)"),
+        (lambda grads: [grads[0].to("meta"), *grads[1:]], "on meta, wanted .* on cpu"),
+        (lambda grads: [grads[0].int(), *grads[1:]], "is torch.int32 .* of a float dtype"),
+    ],
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_gradients_that_no_weight_has(stacked: bool, change: Any, words: str):
+    weights = good()["weights"]
+    fc1 = [torch.empty_like(weight) for weight in weights.fc1]
+    fc2 = [WeightGrad(torch.empty_like(weight), False) for weight in weights.fc2]
+    if stacked:
+        weights = with_weights({"weights": weights}, fc1=(torch.stack(weights.fc1),))
+    check_weight_grads(weights, [[WeightGrad(one, False) for one in fc1], fc2, (), ()])
+    bad = [WeightGrad(one, False) for one in change(fc1)]
+    with pytest.raises(ShapeError, match=words):
+        check_weight_grads(weights, [bad, fc2, (), ()])
+
+
+def test_what_the_kernel_cannot_read():
+    dtypes = (torch.bfloat16, torch.float32)
+    plain = torch.zeros(4, 8, dtype=torch.bfloat16)
+    # Single numbers are read from wherever they are, and nothing from nowhere.
+    for tensor in (plain, misaligned(plain.float()), misaligned(plain)[:0]):
+        check_kernel_tensor("out", tensor, CPU, *dtypes)
+    for tensor, words in (
+        (plain.to("meta"), "out: on meta, wanted cpu"),
+        (plain.half(), "out: dtype torch.float16, wanted torch.bfloat16 or torch.float32"),
+        (strided(plain), "out: strides .*, wanted contiguous"),
+        (misaligned(plain), "out: at address .*, wanted 16-byte aligned"),
+    ):
+        with pytest.raises(ShapeError, match=words):
+            check_kernel_tensor("out", tensor, CPU, *dtypes)
 
 
 def call_with_nan_on_rank_one(group: dist.ProcessGroup) -> str:

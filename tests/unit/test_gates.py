@@ -1,5 +1,6 @@
 """Gates against their definitions, written as loops, and against DeepSpeed's own."""
 
+import functools
 import importlib
 import math
 import sys
@@ -108,6 +109,9 @@ def test_gshard_is_its_loop(random_second: bool) -> None:
     assert routing.aux_loss.item() == pytest.approx(loss, rel=1e-9)
     assert int(routing.logs["dropped"]) == dropped > 0
     assert (int((table > 0).sum()) < 2 * TOKENS - dropped) == random_second
+    table, _, _ = gshard_by_loop(gate, x, [0.0] * TOKENS)
+    evaluated = as_table(gate.eval()(x))
+    torch.testing.assert_close(evaluated, table, rtol=1e-12, atol=1e-12)
 
 
 def test_gshard_routes_as_deepspeed_does() -> None:
@@ -139,6 +143,7 @@ def test_sigmoid_is_its_loop() -> None:
             table[token, expert] = 1 / (1 + math.exp(-row[expert]))
     routing = gate(x)
     torch.testing.assert_close(as_table(routing), table, rtol=1e-12, atol=1e-12)
+    assert int(routing.logs["dropped"]) == 0
     loss = 0.0
     for expert in range(EXPERTS):
         share = float((table[:, expert] > 0).sum()) / (2 * TOKENS)
@@ -167,7 +172,24 @@ def test_xmoe_is_its_loop(activation: str, temperature: float) -> None:
             scores = [1 / (1 + math.exp(-value)) for value in logits]
         for expert in sorted(range(EXPERTS), key=lambda e: -logits[e])[:2]:
             table[token, expert] = scores[expert]
-    torch.testing.assert_close(as_table(gate(x)), table, rtol=1e-9, atol=1e-15)
+    routing = gate(x)
+    torch.testing.assert_close(as_table(routing), table, rtol=1e-9, atol=1e-15)
+    assert int(routing.logs["dropped"]) == 0
+
+
+def test_xmoe_begins_as_its_paper_does() -> None:
+    gate = XMoEGate(HIDDEN, EXPERTS)
+    assert gate.projection.shape == (EXPERTS // 2, HIDDEN)
+    assert gate.temperature.item() == pytest.approx(0.07)
+    assert XMoEGate(HIDDEN, EXPERTS, width=1).projection.shape == (1, HIDDEN)
+    assert XMoEGate(HIDDEN, 1).projection.shape == (1, HIDDEN)
+
+
+@pytest.mark.parametrize("name", ["gshard", "sigmoid", "xmoe"])
+def test_the_loss_is_a_mean_over_tokens(name: str) -> None:
+    gate, x = make_gate(name), tokens()[:1]
+    twice = x.expand(2, -1)
+    assert gate(x).aux_loss.item() == pytest.approx(gate(twice).aux_loss.item(), rel=1e-12)
 
 
 def test_expert_choice_is_its_loop() -> None:
@@ -190,6 +212,14 @@ def test_expert_choice_is_its_loop() -> None:
     assert int(routing.logs["dropped"]) == dropped > 0
     assert int(routing.logs["unrouted"]) == sum(not experts for experts in chosen) > 0
     assert int(routing.logs["load"].sum()) == EXPERTS * takes - dropped
+    few = gate(x[:2]).logs  # an expert would take 0.3 of them
+    assert int(few["load"].sum() + few["dropped"]) == EXPERTS
+
+
+@pytest.mark.parametrize("num_experts", [1, 8])
+def test_every_expert_may_choose_all_tokens(num_experts: int) -> None:
+    gate = ExpertChoiceGate(64, num_experts, capacity_factor=num_experts, allow_future=True)
+    assert gate(torch.ones(4, 64)).logs["load"].tolist() == [4] * num_experts
 
 
 def test_soft_is_its_loop() -> None:
@@ -247,6 +277,10 @@ def test_autocast_leaves_gates_in_float32(name: str) -> None:
         assert torch.equal(getattr(found, part), getattr(want, part))
         assert getattr(found, part).dtype == getattr(want, part).dtype
     assert torch.equal(out, want.finish(x.new_ones(want.tokens.shape)))
+    exact = make_gate(name)(tokens())
+    close = functools.partial(torch.testing.assert_close, check_dtype=False, rtol=1e-4, atol=1e-5)
+    close(found.topk_weight, exact.topk_weight)
+    close(found.finish(found.tokens), exact.finish(exact.tokens))
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -344,6 +378,7 @@ def test_a_rank_without_tokens_is_served(name: str) -> None:
     ("make", "words"),
     [
         (lambda: GShardGate(64, 1), "experts of a token=2: wanted an int, 1 to 1"),
+        (lambda: SigmoidGate(0, 8), "hidden=0: wanted an int, at least 1"),
         (lambda: GShardGate(64, 8, capacity_factor=0), "capacity_factor=0: wanted a number"),
         (lambda: SigmoidGate(64, 32, topk=17), "experts of a token=17: wanted an int, 1 to 16"),
         (lambda: XMoEGate(64, 8, activation="relu"), "activation='relu': wanted one of softmax"),
@@ -351,6 +386,10 @@ def test_a_rank_without_tokens_is_served(name: str) -> None:
         (
             lambda: ExpertChoiceGate(64, 8, capacity_factor=9, allow_future=True),
             "capacity_factor=9: an expert would take more tokens than there are; wanted at most 8",
+        ),
+        (
+            lambda: ExpertChoiceGate(64, 8, capacity_factor=0, allow_future=True),
+            "capacity_factor=0: wanted a number",
         ),
         (lambda: ExpertChoiceGate(64, 8), "allow_future=False: expert choice lets"),
         (lambda: SoftMoEGate(64, 8), "allow_future=False: SoftMoE lets"),
@@ -393,5 +432,11 @@ def test_a_gate_of_another_layer_is_refused() -> None:
         GatedExperts(SigmoidGate(64, 8, topk=3), layer)
     with pytest.raises(ConfigError, match="num_experts=16, wanted the layer's, 8"):
         GatedExperts(SigmoidGate(64, 16), layer)
-    with pytest.raises(ShapeError, match=r"shape \(4, 32\), wanted \[tokens, 64\]"):
-        SigmoidGate(64, 8)(torch.zeros(4, 32))
+    for shape, got in (((4, 32), r"\(4, 32\)"), ((4, 64, 64), r"\(4, 64, 64\)")):
+        with pytest.raises(ShapeError, match=rf"shape {got}, wanted \[tokens, 64\]"):
+            SigmoidGate(64, 8)(torch.zeros(shape))
+    soft = SoftMoEGate(64, 8, allow_future=True)
+    assert soft.num_choices == 1
+    for shape in ((4, 32), (2, 4, 32), (2, 2, 4, 64)):
+        with pytest.raises(ShapeError, match=r"wanted \[batch, tokens, 64\] or \[tokens, 64\]"):
+            soft(torch.zeros(shape))

@@ -32,11 +32,14 @@ from flashmoe_megatron.multipath import choose
 from flashmoe_megatron.multipath.balancer import (
     CHUNKS,
     FEWER_CHUNKS,
+    GRAIN,
     MAX_TRIALS,
     MOST_CHUNKS,
     WINDOW,
     Balancer,
+    LinkModel,
     cut,
+    size_class,
 )
 from flashmoe_megatron.multipath.ledger import Ledger
 from flashmoe_megatron.multipath.links import Exchange, Part, Piece
@@ -101,6 +104,23 @@ def test_a_large_transfer_has_few_chunks(mib: int, least: int) -> None:
     balancer.tune(mib * 2**20, lambda carried, chunks: [1e-9 * (carried[0] + chunks[0])])
     assert balancer.chunks(mib * 2**20) == [least * 2**20]
     assert balancer.trials(mib * 2**20) <= len(CHUNKS) + 3
+
+
+@pytest.mark.parametrize(
+    ("chunk", "share", "want"),
+    [
+        (8 * 2**20, 1.0, 8 * 2**20),
+        (8 * 2**20, 1 / 4, 4 * 2**20),
+        (8 * 2**20, 1e-6, 2**20),  # smaller ones cost too much
+        (2**19, 1 / 4, 2**19),  # as this link alone showed
+    ],
+)
+def test_chunks_grow_with_the_root_of_a_share(chunk: int, share: float, want: int) -> None:
+    assert LinkModel(0.0, 1.0, chunk).chunk_of(share) == want
+
+
+def test_sizes_up_to_a_power_of_two_are_one_class() -> None:
+    assert [size_class(nbytes) for nbytes in (0, 1, 2, 3, 4, 5, 8)] == [1, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_link_whose_latency_loses_is_off_and_comes_with_size() -> None:
@@ -170,6 +190,27 @@ def test_a_link_that_halves_its_rate(noise: float) -> None:
     assert windows(20, 52) <= 1.02 * best(52)
 
 
+@pytest.mark.parametrize(
+    ("seconds_of_each", "share"),
+    [
+        # Off a link that is not the main one goes all that levels both, off the main one half.
+        ((1.0, 2.0), 2 / 3),
+        ((2.0, 1.0), 1 / 2 - 1 / 12),
+        ((1.0, 1.09), 1.09 / 2.09),
+        ((1.0, 1.02), 1 / 2),
+        ((1.09, 1.0), 1 / 2),
+    ],
+)
+def test_a_full_window_moves_shares(seconds_of_each: tuple[float, float], share: float) -> None:
+    nbytes = 2**28
+    balancer = tuned([SimulatedLink("a", 100, 0), SimulatedLink("b", 100, 0)], nbytes)
+    assert balancer.shares(nbytes) == (0.5, 0.5)
+    for _ in range(WINDOW - 1):
+        assert not balancer.observe(nbytes, seconds_of_each)
+    assert balancer.observe(nbytes, seconds_of_each) == (share != 1 / 2)
+    assert balancer.shares(nbytes) == pytest.approx((share, 1 - share))
+
+
 def test_a_link_that_stage_two_has_switched_off_is_tried_again() -> None:
     links = [SimulatedLink("a", 100, 1), SimulatedLink("b", 50, 1)]
     balancer = tuned(links, 2**26)
@@ -203,6 +244,40 @@ def test_the_rest_goes_by_whichever_link_is_free() -> None:
     assert sum(moved) == sum(carried)
     assert moved[1] < 19 * 2**20
     assert max(ends) < 0.95 * max(play(late, Tickets(carried, chunks, rates))[0])
+
+
+@pytest.mark.parametrize("make", [Tickets, Tickets.with_rest], ids=["own", "rest"])
+def test_every_byte_is_handed_out_once(make: Callable[..., Tickets]) -> None:
+    carried, chunks = [5 * 2**20 + 3, 0, 3 * 2**20, 1], [2**20, 2**20, 2**18, 2**20]
+    tickets = make(carried, chunks, [3e9, 9e9, 1e9, 2e9])
+    draw, taken = random.Random(0), []
+    links = [0, 1, 2, 3]
+    while links:
+        link = draw.choice(links)
+        if (chunk := tickets.take(link)) is None:
+            links.remove(link)
+        else:
+            assert 0 < chunk[1] - chunk[0] <= chunks[link]
+            taken.append(chunk)
+    ends = [0, *(end for _, end in sorted(taken))]
+    assert [begin for begin, _ in sorted(taken)] == ends[:-1]
+    assert ends[-1] == sum(carried)
+
+
+def test_tickets_by_hand() -> None:
+    tickets = Tickets.with_rest([100 * GRAIN, 10 * GRAIN + 5], [99 * GRAIN] * 2, [10.0, 1.0])
+    grains = [(link, tickets.take(link)) for link in (0, 1, 0, 1, 1)]
+    assert grains == [
+        (0, (0, 90 * GRAIN)),
+        (1, (90 * GRAIN, 99 * GRAIN)),
+        (0, (99 * GRAIN, 100 * GRAIN)),
+        (1, (100 * GRAIN, 101 * GRAIN)),  # as long as the fast link would need for all ten
+        (1, None),
+    ]
+    long = Tickets.with_rest([1000 * GRAIN], [99 * GRAIN], [1.0])
+    own = [long.take(0) for _ in range(10)]
+    assert own[-1] == (891 * GRAIN, 900 * GRAIN)
+    assert long.take(0) == (900 * GRAIN, 900 * GRAIN + 100 * GRAIN // 16)
 
 
 def test_no_chunk_is_left_to_a_faster_link_that_carries_nothing() -> None:

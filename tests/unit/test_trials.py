@@ -3,11 +3,13 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flashmoe_megatron.multipath.balancer import MAX_TRIALS, Balancer, chunks_of, cut
+from flashmoe_megatron.multipath.balancer import MAX_TRIALS, WINDOW, Balancer, chunks_of, cut
+from flashmoe_megatron.multipath.times import _WINDOWS, Times
 from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
 
 MIB = 2**20
@@ -28,6 +30,33 @@ class Event:
 class Flight:
     def __init__(self, took: float) -> None:
         self.seconds = lambda: took
+
+
+def test_times_are_the_slowest_ranks_and_come_two_spans_later() -> None:
+    """The other rank is twice as slow, and is not asked of a span of one link alone."""
+    span = _WINDOWS * WINDOW
+    asked: list[list[float]] = []
+
+    def ask(values: list[float]) -> Any:
+        asked.append(values)
+        return SimpleNamespace(wait=lambda: [values, [2 * one for one in values]])
+
+    def flight(seconds: float, nbytes: int) -> Any:
+        return SimpleNamespace(seconds=lambda: seconds, num_bytes=lambda: nbytes)
+
+    for num_pairs, num_asked in ((4 * span, 3), (1, 1), (0, 0)):
+        times, found, want = Times(SimpleNamespace(ask=ask)), [], []  # type: ignore[arg-type]
+        for index in range(4 * span):
+            is_pair = index < num_pairs
+            other = flight(index + 0.5, 2 * index) if is_pair else None
+            found.append(list(times.add([flight(index, index), other, None])))
+            slower = 1 + (index // span < num_asked)
+            seconds = [slower * index, slower * (index + 0.5) * is_pair, 0.0]
+            want.append((seconds, [index, 2 * index * is_pair, 0]))
+        given = {index: rows for index, rows in enumerate(found) if rows}
+        assert given == {3 * span - 1: want[:span], 4 * span - 1: want[span : 2 * span]}
+        assert [len(values) for values in asked] == [3 * span] * num_asked
+        asked.clear()
 
 
 class Pair:

@@ -233,6 +233,9 @@ def test_no_task_begins_before_the_host_has_issued_it() -> None:
         assert [span.begin_s for span in spans] == [span.task.issued_s for span in spans]
         assert time_of(layer, degree) == 100 + 60 * degree + 1
     assert best_degree(layer, DEGREES) == 1
+    # What takes no time is issued all the same.
+    nothing = replace(layer, experts=Stage("experts", "compute", 0, 0), back=())
+    assert time_of(nothing, 2) == 100 + 60 * 2
 
 
 def test_streams_slow_each_other_down_while_both_run() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,12 @@ from flashmoe_megatron.kernel import bindings
 from tests.distributed import RankPool
 
 HOPPER = (9, 0)
+ENDING = Path(__file__).parent / "ending"
+"""Has what every process of the tests does at its end."""
+
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(ENDING), os.environ.get("PYTHONPATH")])
+)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """The router in the layer's launch: its choice, its probabilities and its gradients."""
 
+import dataclasses
+import functools
 import gc
 import weakref
 
@@ -9,12 +11,13 @@ import torch.distributed as dist
 
 from flashmoe_megatron import MoEConfig, RouterConfig, moe_router_forward
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.backend import ExpertWeights, Void
 from flashmoe_megatron.config import KEEPS
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.router import open_router
+from flashmoe_megatron.weights import SplitWeights
 from tests.distributed import RankPool
 from tests.unit import cases
 
@@ -240,6 +243,29 @@ def test_autocast_leaves_the_router_in_float32() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(layer.route(x)[1], weights)
         assert torch.equal(layer(x), layer(x, ids, weights))
+
+
+def test_a_call_that_ends_without_a_result_has_chosen_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is refused when the router's tensors are made, and nobody has filled them in."""
+    config = dataclasses.replace(cases.CONFIG, gated=True, glu_interleave=32)
+    backend = ReferenceBackend(config)
+    monkeypatch.setattr(backend, "refuse", lambda reason: Void(None, reason))
+    monkeypatch.setattr(torch, "empty", functools.partial(torch.full, fill_value=1.0))
+    width, hidden = config.intermediate, config.hidden
+    gate, up, down = (
+        [torch.ones(shape)] * config.num_experts
+        for shape in ((width, hidden), (width, hidden), (hidden, width))
+    )
+    found = moe_router_forward(
+        torch.ones(3, hidden),
+        torch.ones(config.num_experts, hidden),
+        SplitWeights(gate, up, down),
+        backend=backend,
+    )
+    assert all(bool(one.isnan().all()) for one in (found.out, found.probs, found.logits))
+    assert not found.routing_map.any()
 
 
 def test_autocast_leaves_the_gradients_in_float32() -> None:

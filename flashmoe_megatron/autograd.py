@@ -306,6 +306,10 @@ class _RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kind = grad_outputs[0].device.type
+        if torch.is_autocast_enabled(kind):  # which would narrow what the forward has not
+            with torch.autocast(kind, enabled=False):
+                return _RoutedExperts.backward(ctx, *grad_outputs)
         refuse_second_derivative("layer")
         hooks: SharedHooks | None = ctx.shared_hooks
         num_weights = len(_tensors_of(ctx.owners))

@@ -4,12 +4,11 @@ It keeps the promises of the kernel that can be kept without one: rows travel un
 has a fixed order, and nothing is dropped.
 """
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,20 +76,6 @@ class _Saved:
     row_probs: torch.Tensor
     preact: torch.Tensor
     layer: int
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _in_its_dtypes(method: _Method) -> _Method:
-    """Computes a backward as its forward was, where ``torch.autocast`` would narrow its sums."""
-
-    @functools.wraps(method)
-    def run(backend: "ReferenceBackend", grad_out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(grad_out.device.type, enabled=False):
-            return method(backend, grad_out, *args, **kwargs)
-
-    return cast(_Method, run)
 
 
 class _Stopwatch:
@@ -282,7 +267,6 @@ class ReferenceBackend(OfGroup):
         """None are complete before the others; see the protocol."""
 
     @torch.no_grad()
-    @_in_its_dtypes
     def backward(
         self,
         grad_out: torch.Tensor,

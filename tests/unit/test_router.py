@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -139,12 +140,11 @@ def test_without_tokens_and_without_grad() -> None:
     assert torch.equal(again.routing_map.sum(1), torch.full((TOKENS,), config.topk))
 
 
-def make_layer(*, fuse_router: bool) -> FlashMoELayer:
+def make_layer(*, fuse_router: bool, **options: Any) -> FlashMoELayer:
     """Always with the same parameters."""
     torch.manual_seed(1)
-    return FlashMoELayer(
-        cases.CONFIG, fuse_router=fuse_router, router=True, device="cpu", dtype=torch.float32
-    )
+    given = {"router": True, "device": "cpu", "dtype": torch.float32, **options}
+    return FlashMoELayer(cases.CONFIG, fuse_router=fuse_router, **given)
 
 
 def test_layer_with_a_fused_router(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,9 +268,12 @@ def test_a_call_that_ends_without_a_result_has_chosen_nothing(
     assert not found.routing_map.any()
 
 
-def test_autocast_leaves_the_gradients_in_float32() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"keep": "inputs"}, {"backend": "scheduled"}], ids=lambda given: str(given)
+)
+def test_autocast_leaves_the_gradients_in_float32(options: dict[str, Any]) -> None:
     """A backward within it would multiply in bfloat16, the router's as well as the experts'."""
-    layer = make_layer(fuse_router=True)
+    layer = make_layer(fuse_router=True, **options)
     x = torch.randn(50, cases.CONFIG.hidden, requires_grad=True)
     inputs, loss = [x, *layer.parameters()], layer(x).square().sum()
     want = torch.autograd.grad(loss, inputs, retain_graph=True)

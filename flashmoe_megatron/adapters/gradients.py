@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import Backend
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, reason_of, told_error
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, first_told, reason_of
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import FrameworkOptions
@@ -100,9 +100,8 @@ def plan_reduction(
         reason = reason_of(error)
     everyone = [(plan, reason)] * dist.get_world_size()
     dist.all_gather_object(everyone, (plan, reason))
-    for rank, (_, other) in enumerate(everyone):
-        if other is not None:
-            raise told_error(rank, other)
+    if (told := first_told(other for _, other in everyone)) is not None:
+        raise told
     _check_alike([of_rank for of_rank, _ in everyone])
     return plan
 

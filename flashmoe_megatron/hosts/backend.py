@@ -28,8 +28,8 @@ from flashmoe_megatron.errors import (
     FlashMoEError,
     RoutingError,
     ShapeError,
+    first_told,
     reason_of,
-    told_error,
 )
 from flashmoe_megatron.hosts.crossing import (
     Crossing,
@@ -215,9 +215,8 @@ class HostsBackend(OfGroup):
         except Exception as error:  # noqa: BLE001 - raised below, on every rank
             problem = self._on_this_host(error)
         own = None if problem is None else reason_of(problem)
-        for rank, reason in enumerate(self._rail.tell(own)):
-            if reason is not None:
-                raise told_error(rank, reason) from problem
+        if (told := first_told(self._rail.tell(own))) is not None:
+            raise told from problem
         assert made is not None
         return made
 
@@ -549,9 +548,9 @@ class HostsBackend(OfGroup):
 
     def _hear(self, own: str | None) -> FlashMoEError:
         """What the first rank that refuses this call has refused. Collective over the group."""
-        reasons = enumerate(self._rail.tell(own))
-        rank, reason = next(pair for pair in reasons if pair[1] is not None)
-        return told_error(rank, str(reason))
+        told = first_told(self._rail.tell(own))
+        assert told is not None
+        return told
 
     def _raise_untold(self) -> None:
         """Raises what the other hosts have not been told of, which tells them."""

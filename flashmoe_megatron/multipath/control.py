@@ -14,8 +14,8 @@ from flashmoe_megatron.errors import (
     ConfigError,
     FlashMoEError,
     PeerTimeoutError,
+    first_told,
     reason_of,
-    told_error,
 )
 from flashmoe_megatron.per_group import is_destroyed
 
@@ -89,9 +89,8 @@ class Control:
         except (FlashMoEError, OSError, RuntimeError) as error:
             reason, problem = reason_of(error), error
         answers = self.gather((value, reason))
-        for rank, (_, why) in enumerate(answers):
-            if why is not None:
-                raise told_error(rank, why) from problem
+        if (told := first_told(why for _, why in answers)) is not None:
+            raise told from problem
         return [one for one, _ in answers]  # type: ignore[misc]
 
     def read(self, number: int) -> list[Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.errors import LinkError
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange, Flight, Link, timed_event
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link, broken_link, timed_event
 
 
 class GroupLink(Link):
@@ -82,10 +82,7 @@ class _GroupFlight(Flight):
         try:
             yield
         except RuntimeError as error:
-            raise LinkError(
-                f"link {self._link.name} between ranks {self._link.rank} and {self._peers} broke: "
-                f"{error}"
-            ) from error
+            raise broken_link(self._link.name, self._link.rank, self._peers, error) from error
 
     def _start(self) -> None:
         if self._operations:

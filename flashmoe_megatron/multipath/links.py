@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.errors import FlashMoEError, LinkError
 
 
 class Place(NamedTuple):
@@ -170,3 +170,8 @@ def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+def broken_link(name: str, rank: int, peers: object, error: Exception) -> LinkError:
+    """What a link's own error means: the link, and between which ranks."""
+    return LinkError(f"link {name} between ranks {rank} and {peers} broke: {error}")

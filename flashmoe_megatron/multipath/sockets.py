@@ -14,7 +14,7 @@ import torch
 from flashmoe_megatron.errors import FlashMoEError, LinkError, ShapeError
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.ledger import Ledger
-from flashmoe_megatron.multipath.links import Exchange, Flight, Link, Piece
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link, Piece, broken_link
 
 _HELLO = struct.Struct("<I")
 """Sent by whoever connects: its rank."""
@@ -213,9 +213,7 @@ class SocketLink(Link):
                 flight.ledger.lose(peer, error)
 
     def _broken(self, peer: int, error: OSError) -> LinkError:
-        return LinkError(
-            f"link {self.name} between ranks {self._control.rank} and {peer} broke: {error}"
-        )
+        return broken_link(self.name, self._control.rank, peer, error)
 
     broken: LinkError | None = None
     """Why the link is of no use any more."""

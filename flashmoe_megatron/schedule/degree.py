@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, reason_of, told_error
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, first_told, reason_of
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import MAX_DEGREE, BackendOptions, read_degrees
 from flashmoe_megatron.planner import choose_keep
@@ -66,9 +66,8 @@ def choose_degrees(
         told = (1, 1), reason_of(error)
     everyone = [told] * config.num_ranks
     dist.all_gather_object(everyone, told, group=group)
-    for rank, (_, reason) in enumerate(everyone):
-        if reason is not None:
-            raise told_error(rank, reason)
+    if (refused := first_told(reason for _, reason in everyone)) is not None:
+        raise refused
     if any(other != told for other in everyone):
         listed = ", ".join(f"{found} on rank {rank}" for rank, (found, _) in enumerate(everyone))
         raise ConfigError(f"the ranks' fits give different degrees: {listed}; wanted one fit")

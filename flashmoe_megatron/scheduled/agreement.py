@@ -23,10 +23,11 @@ from flashmoe_megatron.scheduled.tensor import TensorGroup
 
 
 class Agreement:
-    """The numbers of one backend's calls; every method but the last two is collective.
+    """The numbers of one backend's calls; :meth:`plan` and :meth:`refuse` are collective.
 
     Attributes:
         is_alone: Whether there is no other rank.
+        most_blocks: Blocks of rows that a rank may receive, ``None`` for any number.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class Agreement:
             talk: Between its ranks.
             tensor: The ranks that share experts, if any do.
             needs_all_counts: Whether every rank needs all that the others tell each other.
-            most_blocks: Blocks of rows that a rank may receive, ``None`` for any number.
+            most_blocks: As the attribute.
         """
         self._config, self._group, self._talk, self._tensor = config, group, talk, tensor
-        self._needs_all_counts, self._most_blocks = needs_all_counts, most_blocks
+        self._needs_all_counts, self.most_blocks = needs_all_counts, most_blocks
         self._here: torch.Tensor | None = None
         self.is_alone = group is None and tensor is None
 
@@ -83,9 +84,9 @@ class Agreement:
         all_counts = None
         if everyone is not None:
             all_counts = Table.of(others[received.numel() :], num_experts)
-        if self._most_blocks is not None:
+        if self.most_blocks is not None:
             blocks = sum(align_capacity(rows) for rows in rows_of_experts(host_received))
-            self._talk.check_bound(blocks // TILE_M, self._most_blocks, found.counts)
+            self._talk.check_bound(blocks // TILE_M, self.most_blocks, found.counts)
         routes = found.routes(Table.of(own, local), host_received, first_source)
         return routes, all_counts
 

@@ -149,7 +149,6 @@ class ScheduledBackend(OfGroup):
         most_blocks = None
         if options.row_bound is not None:
             most_blocks = bounded_row_blocks(config, options.row_bound)
-        self._is_bounded = most_blocks is not None
         self._agreement = Agreement(
             config,
             group,
@@ -303,7 +302,7 @@ class ScheduledBackend(OfGroup):
         return (
             self._agreement.is_alone
             and degree == 1
-            and not self._is_bounded
+            and self._agreement.most_blocks is None
             and not self.hooks
             and not weights.fc1_bias
             and not weights.fc2_bias

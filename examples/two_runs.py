@@ -1,7 +1,6 @@
 """What the examples print, and how they judge a run beside one of the framework's own layers."""
 
 import argparse
-import math
 import sys
 
 import torch
@@ -35,7 +34,7 @@ def compare(
         at = iteration - 1
         log(f"{iteration:>9} {losses[at]:>10.5f} {stock[at]:>10.5f} {differences[at]:>11.2e}")
     last = mean_of_last(losses, args) - mean_of_last(stock, args)
-    largest = max(differences[:num_first], key=lambda one: math.inf if math.isnan(one) else one)
+    largest = float(torch.tensor(differences[:num_first], dtype=torch.float64).max())  # or NaN
     bounds = (
         (f"first {num_first} iterations, largest", largest, first_bound),
         ("last tenth, of the means", abs(last), 1e-1 if HAS_GPU else 5e-2),

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import faulthandler
 import functools
-import json
 import os
 import sys
 import time
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.deepspeed import attach
+from tests.multi_gpu.jobs import tell
 from tools.bench.bench_training.decoder import (
     HAS_GPU,
     Experts,
@@ -243,9 +243,7 @@ def main(arguments: list[str]) -> None:
         if dist.get_rank() == 0:
             print(f"{'passed' if record['passed'] else 'FAILED'} {name} in {record['seconds']} s")
             print(record["error"], end="", flush=True)
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+            tell(options.out, **record)
         if not record["passed"]:
             status = 1
             break

@@ -51,7 +51,7 @@ def run_job(
         return records, log_path.read_text()[-LOG_CHARACTERS:] + ending
 
 
-def tell(out: Path | None, **record: object) -> None:
+def tell(out: Path | None, /, **record: object) -> None:
     """Appends a line of JSON to a file of results, if there is one."""
     if out is not None:
         with out.open("a") as file:

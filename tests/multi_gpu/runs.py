@@ -41,10 +41,9 @@ class Named:
     def __str__(self) -> str:
         """As :meth:`of` reads it."""
         name = getattr(self, fields(self)[0].name)  # type: ignore[arg-type]
-        values = {option: getattr(self, option) for option in self._options()}
         differing = [
-            f"{option}={values[option]}"
+            f"{option}={getattr(self, option)}"
             for option, one in self._options().items()
-            if values[option] != one.default
+            if getattr(self, option) != one.default
         ]
         return ",".join([name, *differing])

@@ -10,7 +10,6 @@ what comes next.
 
 import argparse
 import datetime
-import json
 import os
 import sys
 import time
@@ -34,6 +33,7 @@ from flashmoe_megatron.select import select_backend
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import make_config, zipf
 from tests.gpu.virtual import poisoned_empties
+from tests.multi_gpu.jobs import tell
 from tests.unit import cases
 
 TIMEOUT_S = 10.0
@@ -435,9 +435,7 @@ def main(arguments: list[str]) -> None:
         if job.rank == 0:
             print(f"{'passed' if record['passed'] else 'FAILED'} {name} in {record['seconds']} s")
             print(record["error"], end="", flush=True)
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+            tell(options.out, **record)
         if not record["passed"]:
             status = 1
             break

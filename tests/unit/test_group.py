@@ -6,7 +6,7 @@ import math
 import pytest
 
 from flashmoe_megatron.kernel import bindings
-from tests.unit import cases
+from tests.unit import cases, native
 
 pytestmark = pytest.mark.library
 
@@ -18,30 +18,18 @@ class Group:
     """One rank's group, whose memory is of nobody but for the mailbox."""
 
     def __init__(self, **fields: float) -> None:
-        config = cases.make_config(num_ranks=1)
-        self._problem = bindings.problem_of(
-            config,
-            rank=0,
-            dtype=bindings.BFLOAT16,
-            transposed=False,
-            num_ctas=128,
-            heap=bindings.HeapBounds.of(config),
-            timeout=1.0,
-        )
-        sizes = bindings.FlashMoESizes()
-        bindings.call("sizes", self._problem, sizes)
-        self._room = ctypes.create_string_buffer(int(sizes.mailbox_bytes) + 256)
-        self.mailbox = (ctypes.addressof(self._room) + 255) // 256 * 256
+        self._problem = native.problem_of(cases.make_config(num_ranks=1))
+        self.mailbox = native.Mailbox(self._problem)
         self._struct = bindings.FlashMoEGroup(
             heaps=(ctypes.c_void_p * 8)(0x200000),
             workspace=0x100000,
-            mailbox=self.mailbox,
+            mailbox=self.mailbox.address,
             **fields,
         )
 
     def report(self, word: int, value: int) -> None:
         behind = 2 * ctypes.sizeof(bindings.FlashMoEFault) + 4 * word
-        ctypes.c_int32.from_address(self.mailbox + behind).value = value
+        ctypes.c_int32.from_address(self.mailbox.address + behind).value = value
 
     def await_plan(self) -> tuple[int, str]:
         """Status and sentence of the call."""
@@ -79,5 +67,5 @@ def test_the_fault_of_a_failed_plan_is_told():
     group = Group()
     group.report(NUM_ROW_BLOCKS, -1)
     group.report(EPOCH, 1)
-    bindings.FlashMoEFault.from_address(group.mailbox).code = bindings.BAD_ROUTING
+    bindings.FlashMoEFault.from_address(group.mailbox.address).code = bindings.BAD_ROUTING
     assert group.await_plan() == (bindings.BAD_ROUTING, "the plan failed")

@@ -7,6 +7,7 @@ import pytest
 
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel import bindings
+from tests.unit import native
 
 pytestmark = pytest.mark.library
 
@@ -24,26 +25,16 @@ FLOAT32, BFLOAT16 = 0, 1
 
 
 def problem() -> bindings.FlashMoEProblem:
-    return bindings.problem_of(
-        CONFIG,
-        rank=0,
-        dtype=BFLOAT16,
-        transposed=False,
-        num_ctas=128,
-        heap=bindings.HeapBounds.of(CONFIG),
-        timeout=1.0,
-    )
+    return native.problem_of(CONFIG)
 
 
 def forward(**changes: int) -> tuple[int, str]:
     """Status and sentence of a forward whose pointers are of nobody, all aligned but these."""
-    sizes = bindings.FlashMoESizes()
-    bindings.call("sizes", problem(), sizes)
-    room = ctypes.create_string_buffer(int(sizes.mailbox_bytes) + 256)
+    mailbox = native.Mailbox(problem())
     group = bindings.FlashMoEGroup(
         heaps=(ctypes.c_void_p * 8)(0x200000),
         workspace=0x100000,
-        mailbox=(ctypes.addressof(room) + 255) // 256 * 256,
+        mailbox=mailbox.address,
     )
     given: dict[str, Any] = {"x": 0x500000, "probs": 0x300000, "routing_map": 0x600001}
     launched: dict[str, Any] = {"plan": 0x700000, "weight_maps": 0x400000, "out": 0x800000}

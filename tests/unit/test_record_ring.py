@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel import bindings
+from tests.unit import native
 
 pytestmark = pytest.mark.library
 
@@ -55,22 +56,10 @@ class Ring:
             num_ranks=1,
             max_tokens=8,
         )
-        problem = bindings.problem_of(
-            config,
-            rank=0,
-            dtype=bindings.BFLOAT16,
-            transposed=False,
-            num_ctas=2,
-            heap=bindings.HeapBounds.of(config),
-            timeout=1.0,
-        )
-        sizes = bindings.FlashMoESizes()
-        bindings.call("sizes", problem, sizes)
-        size = int(sizes.mailbox_bytes)
-        self._memory = (ctypes.c_uint64 * (size // 8 + 2))()
-        base = (ctypes.addressof(self._memory) + 15) // 16 * 16
-        self._records = base + size - NUM_RECORDS * ctypes.sizeof(bindings.FlashMoERecord)
-        self._group = bindings.FlashMoEGroup(mailbox=base)
+        self._mailbox = native.Mailbox(native.problem_of(config, num_ctas=2))
+        end = self._mailbox.address + self._mailbox.nbytes
+        self._records = end - NUM_RECORDS * ctypes.sizeof(bindings.FlashMoERecord)
+        self._group = bindings.FlashMoEGroup(mailbox=self._mailbox.address)
 
     def at(self, sequence: int) -> int:
         size = ctypes.sizeof(bindings.FlashMoERecord)

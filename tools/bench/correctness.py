@@ -4,7 +4,6 @@ Every rank gathers all tokens and computes its own experts' share by the oracle,
 expert by expert; the shares are summed over the ranks.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -74,8 +73,8 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
 
 
 def worst_of(errors: Iterable[float]) -> float:
-    """The largest error; NaN and infinity are above all numbers."""
-    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+    """The largest error; NaN if any is."""
+    return float(torch.tensor([*errors], dtype=torch.float64).max())
 
 
 def expert_results(

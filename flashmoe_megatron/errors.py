@@ -3,7 +3,7 @@
 Each message names what was got and what was wanted, so that it can be acted on without a debugger.
 """
 
-from collections.abc import Iterable
+from collections import abc
 
 
 class FlashMoEError(Exception):
@@ -72,7 +72,7 @@ def told_error(rank: int, reason: str) -> FlashMoEError:
     return FlashMoEError(f"rank {rank}: {reason}")
 
 
-def first_told(reasons: Iterable[str | None]) -> FlashMoEError | None:
+def first_told(reasons: abc.Iterable[str | None]) -> FlashMoEError | None:
     """The error of the first rank that had one, ``None`` if none had.
 
     Args:

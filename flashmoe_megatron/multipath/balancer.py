@@ -44,6 +44,8 @@ _CHUNK_FACTORS = (1.0, 0.5, 0.25)
 """How much smaller chunks of links with small shares are tried."""
 _NEIGHBOURS = (0.01, 0.025)
 """How far from the best shares the last comparison of stage one looks, to both sides."""
+_WORTH = 0.01
+"""How much faster several links have to be than one alone, for what the others cost the host."""
 _ROUNDS = 3
 """How often that comparison tries each; the median counts."""
 _THRESHOLD, _RETURN_THRESHOLD = 0.10, 0.03
@@ -340,7 +342,10 @@ class _Tuning:
         for _ in range(rounds):
             for shares in candidates:
                 took[shares].append(max(self._try(shares).seconds))
-        return min(candidates, key=lambda shares: median(took[shares]))
+        medians = {shares: median(each) for shares, each in took.items()}
+        if medians[alone.shares] <= (1 + _WORTH) * min(medians.values()):
+            return alone.shares
+        return min(candidates, key=lambda shares: medians[shares])
 
     def _alone_for(self, link: int, nbytes: int, chunk: int) -> float:
         self.trials += 1

@@ -61,6 +61,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemHostGetDevicePointer_v2": (ctypes.POINTER(_ADDRESS), ctypes.c_void_p, ctypes.c_uint),
     "cuMemAlloc_v2": (ctypes.POINTER(_ADDRESS), _SIZE),
     "cuMemFree_v2": (_ADDRESS,),
+    "cuMemGetAddressRange_v2": (ctypes.POINTER(_ADDRESS), ctypes.POINTER(_SIZE), _ADDRESS),
     "cuIpcGetMemHandle": (ctypes.POINTER(_IpcHandle), _ADDRESS),
     "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_ADDRESS), _IpcHandle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),
@@ -147,20 +148,30 @@ def free(address: int) -> None:
     _call("cuMemFree_v2", address)
 
 
+def allocation_of(address: int) -> int:
+    """Where the allocation begins in which an address lies."""
+    begin, size = _ADDRESS(), _SIZE()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), address)
+    return int(begin.value)
+
+
 def tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory that the GPU sees, as bytes."""
     return torch.as_tensor(_Bytes(address, nbytes), device=device)
 
 
 def share(address: int) -> bytes:
-    """What another process needs to map memory of :func:`allocate`."""
+    """What another process needs to map an allocation, given where that begins."""
     handle = _IpcHandle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
     return bytes(handle.data)
 
 
 def map_shared(handle: bytes) -> int:
-    """Maps another process's memory; its GPU has to be this one or a peer of it."""
+    """Maps another process's allocation; its GPU has to be this one or a peer of it.
+
+    What is mapped already is found at the same place, and has to be unmapped as often.
+    """
     address = _ADDRESS()
     _call(
         "cuIpcOpenMemHandle_v2",

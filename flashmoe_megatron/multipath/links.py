@@ -1,6 +1,7 @@
 """The interface of links, and what they carry."""
 
 import abc
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,17 +11,15 @@ from flashmoe_megatron.errors import FlashMoEError, LinkError
 
 
 class Place(NamedTuple):
-    """Where the output of a gather lies in memory of :meth:`Link.allocate`.
+    """Where peers write what this rank sends, in memory of :meth:`Link.allocate` and the like.
 
     Attributes:
         name: Says where the whole begins, the same on every rank.
-        targets: Where each peer has this rank's part, by the peer's rank.
-        is_in_place: Whether that part is what this rank sends.
+        targets: Where each peer has what this rank sends it, by the peer's rank.
     """
 
     name: str
     targets: Mapping[int, int]
-    is_in_place: bool
 
 
 class Piece(NamedTuple):
@@ -30,7 +29,7 @@ class Piece(NamedTuple):
         peer: The peer's rank in the group.
         send: Bytes to send, flat uint8.
         receive: Where the peer's bytes go, flat uint8; a different number is possible.
-        place: Where the whole lies, if peers can be written to without a detour.
+        place: Where it goes, if peers can be written to without a detour.
     """
 
     peer: int
@@ -64,6 +63,7 @@ class Exchange(NamedTuple):
         rates: Bytes per second of each link, as far as it is known.
         stream: The current stream, for links of GPUs.
         started: Its moment behind which they may begin.
+        is_beside: Whether the current stream has other work meanwhile.
     """
 
     number: int
@@ -73,6 +73,7 @@ class Exchange(NamedTuple):
     rates: Sequence[float]
     stream: Any
     started: Any
+    is_beside: bool = False
 
     @property
     def length(self) -> int:
@@ -143,9 +144,26 @@ class Link(abc.ABC):
         del nbytes
         return None
 
-    def place_of(self, output: torch.Tensor, input: torch.Tensor) -> Place | None:
-        """Where the output of a gather lies, if that is in memory of :meth:`allocate`."""
-        del output, input
+    def share(self, tensor: torch.Tensor) -> bool:
+        """Lets peers write to a tensor's memory without a detour. Collective.
+
+        Returns:
+            Whether they can until the link is closed, which keeps the memory that long.
+        """
+        del tensor
+        return False
+
+    def free(self, memory: torch.Tensor) -> None:  # noqa: B027 - most links have none
+        """Gives back what :meth:`allocate` gave, which no GPU may still use. Collective."""
+
+    def place_of(self, whole: torch.Tensor, offsets: Mapping[int, int]) -> Place | None:
+        """Where peers write, if a tensor lies in memory that they write to without a detour.
+
+        Args:
+            whole: What this rank receives; the peers' lie at the same place.
+            offsets: Where in its own each peer has what this rank sends it, in bytes.
+        """
+        del whole, offsets
         return None
 
     def raise_if_broken(self) -> None:  # noqa: B027 - most links say it when they are used
@@ -160,6 +178,17 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Frees what the link holds."""
+
+
+def current_stream(index: int) -> torch.cuda.Stream:
+    """The current stream of a GPU by its index; to ask torch for it costs as much as to use it."""
+    return _stream_of(index, torch._C._cuda_getCurrentRawStream(index))
+
+
+@functools.lru_cache(maxsize=64)
+def _stream_of(index: int, raw: int) -> torch.cuda.Stream:
+    del raw  # which names it
+    return torch.cuda.current_stream(index)
 
 
 def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -3,8 +3,8 @@
 import concurrent.futures
 import functools
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,29 +17,25 @@ from flashmoe_megatron.errors import (
     ShapeError,
     reason_of,
 )
-from flashmoe_megatron.multipath.balancer import Balancer, size_class
+from flashmoe_megatron.multipath.balancer import GRAIN, Balancer, size_class
 from flashmoe_megatron.multipath.choose import MakeLink, make_links
 from flashmoe_megatron.multipath.control import Control, greatest
-from flashmoe_megatron.multipath.links import Link, Piece, timed_event
+from flashmoe_megatron.multipath.inbox import Inbox
+from flashmoe_megatron.multipath.links import Link, Place, current_stream, timed_event
 from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
-from flashmoe_megatron.multipath.transfers import LinkTotals, Transfers
+from flashmoe_megatron.multipath.transfers import LinkTotals, Load, Transfers
 from flashmoe_megatron.multipath.trials import row_of
 
 MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""
 
+MIN_MAPPED_BYTES = 16 * 2**20
+"""The same for gathers to which peers write without a detour."""
+
 _ROUNDS = 3
 """How often gathers by links and by torch.distributed are compared; medians count."""
 
 Reduction = Literal["sum", "average"]
-
-
-class _Gather(NamedTuple):
-    """What :meth:`Transfers.exchange` wants to know of a gather."""
-
-    what: str
-    pieces: Sequence[Piece]
-    meanwhile: Callable[[], object] | None
 
 
 class Work:
@@ -71,7 +67,8 @@ class Multipath:
         device: Where tensors are; by default the current GPU, if there is one.
         links: "auto", or links by name or as functions that make them; see
             :func:`~flashmoe_megatron.multipath.choose.make_links`.
-        min_bytes: Tensors below this size go by torch.distributed.
+        min_bytes: Tensors below this size go by torch.distributed; gathers into memory of
+            :meth:`empty` and :meth:`share` only below 16 MiB if that is less.
         timeout: Seconds without progress that end a call with an error.
 
     Attributes:
@@ -116,7 +113,10 @@ class Multipath:
             self._last_stream: torch.cuda.Stream | None = None
         else:
             self._worker = concurrent.futures.ThreadPoolExecutor(1, "flashmoe-multipath")
-        self._in_place: dict[tuple[int, int, int], _Gather] = {}
+        self._in_place: dict[tuple[int, int, int], Load] = {}
+        self._can_share = True
+        self._shared: set[tuple[int, int]] = set()
+        self._inbox = Inbox(made, self.device)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
@@ -143,7 +143,7 @@ class Multipath:
             if self._may_do_without and not self._pays(gather, plain):
                 plain()
             else:
-                self._guard(output, self.transfers.exchange(*gather))
+                self._guard(output, self.transfers.exchange(gather))
 
         return self._start(run, (output, input), async_op)
 
@@ -207,8 +207,9 @@ class Multipath:
         def run() -> None:
             what = f"all_reduce of {tensor.nbytes} bytes"
             used = self._reduce(what, parts, own, op == "average")
-            pieces = self.transfers.pieces([own] * self.num_ranks, parts)
-            used |= self.transfers.exchange(what, pieces)
+            place = self._gathered_in(flat, length * flat.element_size())
+            pieces = self.transfers.pieces([own] * self.num_ranks, parts, place)
+            used |= self.transfers.exchange(self.transfers.load(what, pieces))
             self._guard(tensor, used)
 
         return self._start(run, (tensor,), async_op)
@@ -235,6 +236,30 @@ class Multipath:
             if memory is not None:
                 return memory.view(dtype)
         return torch.empty(length, dtype=dtype, device=self.device)
+
+    def share(self, tensor: torch.Tensor) -> bool:
+        """Lets peers write into a tensor's memory without a detour, as into that of :meth:`empty`.
+
+        Collective. The memory is kept until :meth:`close`, whoever else has done with it.
+
+        Args:
+            tensor: Contiguous, with the same number of bytes on every rank. Each rank has to gather
+                into the same part of it.
+
+        Returns:
+            Whether they can. Other processes cannot map memory of torch's expandable segments or of
+            other pools than torch's own; gathers into it go as before.
+
+        Raises:
+            ShapeError: Ranks have other numbers of bytes.
+        """
+        key = (tensor.data_ptr(), tensor.nbytes)
+        # One refusal is enough: every rank has it, and to ask again takes a millisecond.
+        if self._can_share and key not in self._shared:
+            self._check(tensor=tensor)
+            self._can_share = any(link.share(tensor) for link in self.transfers.links)
+            self._shared.add(key)
+        return self._can_share
 
     def take_totals(self) -> dict[str, LinkTotals]:
         """What each link has carried since the last call, and the times that are known since."""
@@ -293,8 +318,8 @@ class Multipath:
             future = self._worker.submit(self._noting_errors, run)
             work = Work(lambda: future.result(), tensors)
         else:
-            index = self.device.index  # a number costs torch less than a device
-            current = torch.cuda.current_stream(index)
+            index = self.device.index
+            current = current_stream(index)
             stream = self._stream if async_op else current
             # Links take calls one after the other, whichever streams these are in.
             for before in (current, self._last_stream):
@@ -319,13 +344,12 @@ class Multipath:
     def _wait_for(self, end: torch.cuda.Event) -> None:
         for link in self.transfers.links:
             link.raise_if_broken()
-        torch.cuda.current_stream(self.device.index).wait_event(end)
+        current_stream(self.device.index).wait_event(end)
 
     def _noting_errors(self, run: Callable[[], None]) -> None:
         self._raise_if_broken()
         try:
-            with torch.no_grad():  # a thread does not have its caller's mode
-                run()
+            run()
         except Exception as error:
             # Whatever it is: peers are in this call, and would take the next one's bytes for its.
             self._broken = (
@@ -337,18 +361,20 @@ class Multipath:
 
     def _guard(self, output: torch.Tensor, links: set[Link]) -> None:
         if output.is_floating_point():
-            for link in links:
-                link.guard(output.view(-1))
+            with torch.no_grad():
+                for link in links:
+                    link.guard(output.view(-1))
 
-    def _gather_of(self, output: torch.Tensor, input: torch.Tensor) -> "_Gather | None":
+    def _gather_of(self, output: torch.Tensor, input: torch.Tensor) -> Load | None:
         """How a gather goes over links, ``None`` if it goes by torch.distributed."""
         key = (output.data_ptr(), input.data_ptr(), output.nbytes)
         if key in self._in_place:
             return self._in_place[key]
-        if self._is_small(output):
+        if output.nbytes < min(max(self.min_bytes, 1), MIN_MAPPED_BYTES):
             return None
-        places = [link.place_of(output, input) for link in self.transfers.links]
-        place = next(filter(None, places), None)
+        place = self._gathered_in(output, input.nbytes)
+        if place is None and self._is_small(output):
+            return None
         what = f"all_gather of {output.nbytes} bytes"
         parts, own = output.view(-1).chunk(self.num_ranks), input.view(-1)
         if place is not None:
@@ -356,37 +382,60 @@ class Multipath:
             what = f"{what} to {place.name}"
         pieces = self.transfers.pieces([own] * self.num_ranks, parts, place)
         if parts[self.rank].data_ptr() != own.data_ptr():
-            return _Gather(what, pieces, lambda: parts[self.rank].copy_(own))
-        gather = _Gather(what, pieces, None)
+            return self.transfers.load(what, pieces, lambda: _copy(own, parts[self.rank]))
+        gather = self.transfers.load(what, pieces)
         if place is not None:  # this memory is there as long as the links are
             self._in_place[key] = gather
         return gather
 
+    def _gathered_in(self, whole: torch.Tensor, nbytes: int) -> Place | None:
+        """Where peers have this rank's part of a gather, whose parts are so many bytes apart."""
+        return self._place_in(whole, dict.fromkeys(range(self.num_ranks), nbytes * self.rank))
+
+    def _place_in(self, whole: torch.Tensor, offsets: Mapping[int, int]) -> Place | None:
+        """Where peers have what this rank sends them, if they can be written to."""
+        places = (link.place_of(whole, offsets) for link in self.transfers.links)
+        return next(filter(None, places), None)
+
+    @torch.no_grad()
     def _reduce(
         self, what: str, parts: Sequence[torch.Tensor], output: torch.Tensor, average: bool
     ) -> set[Link]:
         """Sends each rank its part and sums what comes of this rank's; gives the links used."""
-        own = parts[self.rank]
-        received = torch.empty((self.num_ranks, own.numel()), dtype=own.dtype, device=own.device)
-        contributions = [own if rank == self.rank else received[rank] for rank in range(len(parts))]
-        used = self.transfers.exchange(what, self.transfers.pieces(parts, contributions))
+        own, others = parts[self.rank], [rank for rank in range(len(parts)) if rank != self.rank]
+        # The last part may be shorter than the others.
+        slot = -(-parts[0].nbytes // GRAIN) * GRAIN
+        inbox = self._inbox.take(slot * len(others))
+        received = {
+            rank: inbox[index * slot :][: own.nbytes].view(own.dtype)
+            for index, rank in enumerate(others)
+        }
+        # A rank's slot is among those of a peer, which has none for itself.
+        offsets = {rank: slot * (self.rank - (self.rank > rank)) for rank in others}
+        place = self._place_in(inbox, offsets)
+        contributions = [received.get(rank, own) for rank in range(len(parts))]
+        pieces = self.transfers.pieces(parts, contributions, place)
+        used = self.transfers.exchange(self.transfers.load(what, pieces))
         sum_in_order(contributions, output, average)
         return used
 
-    def _pays(self, gather: "_Gather", plain: Callable[[], object]) -> bool:
+    def _pays(self, gather: Load, plain: Callable[[], object]) -> bool:
         """Whether links gather faster than torch.distributed; tried once for a size. Collective."""
-        transfers, pieces = self.transfers, gather.pieces
-        balancer, inbound = transfers.balancer_of(pieces), transfers.inbound(pieces)
-        key = balancer, size_class(inbound)
+        key = gather.balancer, size_class(gather.inbound)
         if key not in self._faster:
-            ours = functools.partial(transfers.exchange, *gather)
+            ours = functools.partial(self.transfers.exchange, gather)
             ours()  # which tunes
-            mark = functools.partial(timed_event, torch.cuda.current_stream(self.device.index))
+            mark = functools.partial(timed_event, current_stream(self.device.index))
             rounds = [(row_of(ours, mark)[1], row_of(plain, mark)[1]) for _ in range(_ROUNDS)]
             own = [statistics.median(column) for column in zip(*rounds, strict=True)]
             by_links, by_plain = greatest(self._control.gather(own))
             self._faster[key] = by_links <= by_plain
         return self._faster[key]
+
+
+@torch.no_grad()
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 def _reduce_op(op: Reduction) -> Any:

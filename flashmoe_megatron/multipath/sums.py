@@ -45,11 +45,17 @@ def sum_in_order(
         average: Divides by the number of ranks.
     """
     accumulator = _ACCUMULATORS[output.dtype]
-    for begin in range(0, output.numel(), _ELEMENTS):
-        first, *others = (one[begin : begin + _ELEMENTS] for one in contributions)
-        total = first.to(accumulator, copy=True)
+    # One addition alone is rounded once, whatever the type, and takes no memory.
+    is_one = len(contributions) == 2 and not average
+    step = output.numel() if is_one else _ELEMENTS
+    for begin in range(0, output.numel(), max(step, 1)):
+        total, *others, last = (one[begin : begin + step] for one in contributions)
+        target = output[begin : begin + step]
+        if not is_one:
+            total = total.to(accumulator)
         for other in others:
-            total.add_(other)
+            total = total + other
         if average:
-            total.div_(len(contributions))
-        output[begin : begin + _ELEMENTS].copy_(total)
+            target.copy_((total + last).div_(len(contributions)))
+        else:
+            torch.add(total, last, out=target)

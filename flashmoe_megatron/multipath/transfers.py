@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ from flashmoe_megatron.multipath.links import (
     Part,
     Piece,
     Place,
+    current_stream,
     timed_event,
 )
 from flashmoe_megatron.multipath.times import Times
@@ -34,6 +36,24 @@ from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
 
 _TRIAL_BYTES = 64 * 2**20
 """What links of one kind of wires move to each peer to find the faster one."""
+
+
+class Load(NamedTuple):
+    """What an exchange moves; see :meth:`Transfers.load`.
+
+    Attributes:
+        what: Names it in messages, and is compared between ranks.
+        pieces: One for every peer.
+        meanwhile: What the current stream, or this thread, does beside the transfer.
+        inbound: Bytes that a rank receives of all others, if all pieces are as long as the longest.
+        balancer: Has the shares of pieces like these.
+    """
+
+    what: str
+    pieces: Sequence[Piece]
+    meanwhile: Callable[[], object] | None
+    inbound: int
+    balancer: Balancer
 
 
 @dataclass
@@ -103,38 +123,35 @@ class Transfers:
             Piece(peer, _bytes_of(sends[peer]), _bytes_of(receives[peer]), place) for peer in order
         ]
 
-    def exchange(
+    def load(
         self, what: str, pieces: Sequence[Piece], meanwhile: Callable[[], object] | None = None
-    ) -> set[Link]:
-        """Moves pieces over all links, by the shares of their size, behind the current stream.
+    ) -> Load:
+        """What :meth:`exchange` can move, time and again.
 
         Args:
-            what: Names it in messages, and is compared between ranks; at most 48 letters.
-            pieces: One for every peer. The longest of each rank is as long as those of the others,
-                so that all ranks cut at the same places.
-            meanwhile: What the current stream, or this thread, does beside the transfer.
+            what: At most 48 letters.
+            pieces: The longest of each rank is as long as those of the others, so that all ranks
+                cut at the same places.
+            meanwhile: May be called beside the transfer.
+        """
+        longest = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
+        balancer = self.balancer if pieces[0].place is None else self.direct
+        return Load(what, pieces, meanwhile, longest * (self._num_ranks - 1), balancer)
+
+    def exchange(self, load: Load) -> set[Link]:
+        """Moves pieces over all links, by the shares of their size, behind the current stream.
 
         Returns:
             The links that have carried something.
         """
-        balancer = self.balancer_of(pieces)
-        inbound = self.inbound(pieces)
+        what, pieces, meanwhile, inbound, balancer = load
         if not balancer.is_tuned(inbound):
-            self.tune(inbound, pieces, what)
+            self.tune(load)
         length = inbound // (self._num_ranks - 1)
         carried, chunks, rates = self._route(balancer, length, balancer.shares(inbound))
         flights = self.fly(what, pieces, carried, chunks, rates, meanwhile)
         self._note(balancer, inbound, flights)
         return {link for link, flight in zip(self.links, flights, strict=True) if flight}
-
-    def inbound(self, pieces: Sequence[Piece]) -> int:
-        """Bytes that a rank receives of all others, if all pieces are as long as the longest."""
-        longest = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
-        return longest * (self._num_ranks - 1)
-
-    def balancer_of(self, pieces: Sequence[Piece]) -> Balancer:
-        """Has the shares of pieces like these."""
-        return self.balancer if pieces[0].place is None else self.direct
 
     def _route_by(
         self, balancer: Balancer, length: int, shares: tuple[float, ...]
@@ -156,22 +173,23 @@ class Transfers:
         """Moves so many bytes of every piece over each link; the current stream waits for it.
 
         Args:
-            what: As in :meth:`exchange`.
+            what: As in :class:`Load`.
             pieces: As there.
             carried: Bytes of every piece for each link.
             chunks: Bytes that each link moves at once.
             rates: Bytes per second of each link, by which it takes chunks of the rest; with 0 there
                 is no rest.
-            meanwhile: As in :meth:`exchange`.
+            meanwhile: As there.
 
         Returns:
             What each link did, ``None`` for those that had nothing to do.
         """
         self._number += 1
         parts, used, turns = _plan(tuple(carried), tuple(chunks))
-        stream = torch.cuda.current_stream(self._device.index) if self.is_on_gpus else None
+        stream = current_stream(self._device.index) if self.is_on_gpus else None
         started = stream and timed_event(stream)
-        exchange = Exchange(self._number, what, pieces, parts, rates, stream, started)
+        is_beside = meanwhile is not None
+        exchange = Exchange(self._number, what, pieces, parts, rates, stream, started, is_beside)
         free = [index for index in used if self.links[index].takes_rest]
         ledger = None
         if free:
@@ -195,14 +213,9 @@ class Transfers:
             flight.join()
         return flights
 
-    def tune(self, inbound: int, pieces: Sequence[Piece], what: str = "a trial") -> None:
-        """Finds the shares of a size class by moving bytes. Collective.
-
-        Args:
-            inbound: Bytes that each rank receives of all others.
-            pieces: What is moved for it, time and again.
-            what: As in :meth:`exchange`.
-        """
+    def tune(self, load: Load) -> None:
+        """Finds the shares of a size class by moving bytes, time and again. Collective."""
+        what, pieces, _, inbound, balancer = load
         idle = torch.empty((self._num_ranks + 1, GRAIN), dtype=torch.uint8, device=self._device)
         meeting = self.pieces([idle[-1]] * self._num_ranks, list(idle[:-1]))
 
@@ -217,11 +230,10 @@ class Transfers:
             # GPUs begin together, else a time has the lateness of a peer.
             first = [GRAIN if index == 0 else 0 for index in range(len(scaled))]
             self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
-            current = torch.cuda.current_stream(self._device.index)
-            mark = functools.partial(timed_event, current)
+            mark = functools.partial(timed_event, current_stream(self._device.index))
             return one_of_a_row(move, mark, self._control.gather)
 
-        self.balancer_of(pieces).tune(inbound, measure)
+        balancer.tune(inbound, measure)
         self._route.cache_clear()
 
     def _slower(self, *names: str) -> str | None:

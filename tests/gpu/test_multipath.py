@@ -87,9 +87,9 @@ def gathers_by_what_is_faster(group: dist.ProcessGroup, links_take: float) -> No
     with made(group, links="auto") as multipath, pytest.MonkeyPatch.context() as patch:
         exchange, takes = multipath.transfers.exchange, itertools.cycle([links_take, 1.0])
 
-        def noted(what: str, *rest: Any) -> set[Any]:
-            by_links.append(what)
-            return exchange(what, *rest)
+        def noted(load: Any) -> set[Any]:
+            by_links.append(load.what)
+            return exchange(load)
 
         patch.setattr(multipath.transfers, "exchange", noted)
         patch.setattr(multipath_module, "row_of", lambda move, mark: ([move()], next(takes)))
@@ -109,6 +109,33 @@ def gathers_by_what_is_faster(group: dist.ProcessGroup, links_take: float) -> No
 @pytest.mark.parametrize("links_take", [0.5, 2.0])
 def test_gathers_go_by_what_is_faster(links_take: float, pair: RankPool) -> None:
     pair.run(gathers_by_what_is_faster, links_take)
+
+
+def into_shared_tensors(group: dist.ProcessGroup, can_share: bool) -> None:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    pad = torch.zeros(1000 * (rank + 1), dtype=torch.uint8, device="cuda")  # other places in it
+    outputs = [torch.zeros(ranks * LENGTH, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    with made(group) as multipath:
+        assert [multipath.share(output) for output in outputs] == [can_share] * 2
+        for index, output in enumerate(outputs * 2):
+            parts = [contribution(one + index, LENGTH, torch.uint8).cuda() for one in range(ranks)]
+            own = output[rank * LENGTH : (rank + 1) * LENGTH]
+            own.copy_(parts[rank])
+            work = multipath.all_gather(output, own, async_op=index > 1)
+            if work is not None:
+                work.wait()
+            assert torch.equal(output, torch.cat(parts))
+        tuned = multipath.transfers.direct, multipath.transfers.balancer
+        assert [one.is_tuned(LENGTH) for one in tuned] == [can_share, not can_share]
+    del pad
+
+
+@pytest.mark.parametrize("segments", ["False", "True"])
+def test_tensors_of_torch_are_shared(
+    segments: str, monkeypatch: pytest.MonkeyPatch, pair: RankPool
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{segments}")
+    pair.run(into_shared_tensors, segments == "False")
 
 
 def beside_launches(group: dist.ProcessGroup) -> None:

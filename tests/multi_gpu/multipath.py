@@ -2,9 +2,10 @@
 
     python -m tests.multi_gpu.multipath --gpus 4 --megatron FOLDER --out steps.jsonl
 
-Trains by Megatron's stock script with the distributed optimizer and both of its overlaps, in turns
-with ``--flashmoe-multipath`` off and auto. Experts are expert-parallel over half of the GPUs, so
-that gathers of their parameters and reductions of their gradients are large.
+Trains by Megatron's stock script with the distributed optimizer and both of its overlaps: once with
+blocks of iterations that go by torch.distributed and over links in turns, and once without
+``--flashmoe-multipath``, whose first losses have to be the same. Experts are expert-parallel over
+half of the GPUs, so that gathers of their parameters and reductions of their gradients are large.
 """
 
 # ruff: noqa: T201 - a program: it prints
@@ -14,12 +15,15 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.megatron.trainings import COMMON, QWEN3, WARM
 from tests.multi_gpu import stock_training
+from tests.multi_gpu.alternating import BLOCK, VARIABLE, turn_of
 from tests.multi_gpu.jobs import tell
 from tests.multi_gpu.stock_training import Outcome, agree
 
+LAUNCHER = ("-m", "tests.multi_gpu.alternating")
 BUCKET_ELEMENTS = 2**27
 """A bucket's, so that one is larger than what several links pay for."""
 
@@ -46,12 +50,13 @@ def links_of(outcome: Outcome) -> dict[str, float]:
     return {link: statistics.median(each) for link, each in found.items()}
 
 
-def what_is_wrong(multipath: str, outcome: Outcome, iterations: int) -> list[str]:
-    """Sentences on a training that did not do what was asked, in our code."""
-    wrong = outcome.what_is_wrong(iterations, "kernel")
-    if (multipath == "auto") != bool(sum(links_of(outcome).values())):
-        wrong.append(f"links carried {links_of(outcome)} MiB with multipath {multipath}")
-    return wrong
+def ms_of(outcome: Outcome, turns: list[str]) -> dict[str, float]:
+    """The median iteration of each kind of block, without the first iteration of each."""
+    times: dict[str, list[float]] = {turn: [] for turn in turns}
+    for number, one in outcome.iterations.items():
+        if number > WARM * len(turns) and (number - 1) % BLOCK:
+            times[turn_of(turns, number)].append(one.ms)
+    return {turn: round(statistics.median(each), 1) for turn, each in times.items() if each}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,36 +67,43 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("--gpus", type=int, default=2)
     add("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
-    add("--turns", nargs="+", default=["off", "auto", "off", "auto"], choices=["off", "auto"])
-    add("--iterations", type=int, default=20)
-    add("--limit", type=float, default=110.0, help="seconds for each training")
-    add("--out", type=Path, help="takes a line of JSON for each")
+    add("--turns", nargs="+", default=["auto", "off"], help='"auto", "off", or a link\'s name')
+    add("--iterations", type=int, default=80)
+    add("--limit", type=float, default=150.0, help="seconds for each training")
+    add("--out", type=Path, help="takes a line of JSON")
     args = parser.parse_args(arguments)
-    right = True
-    ms: dict[str, list[float]] = {"off": [], "auto": []}
-    losses: list[list[float]] = []
-    for multipath in args.turns:
-        outcome = stock_training.train(
-            args.megatron,
-            arguments_of(multipath, args.gpus, args.iterations),
-            ranks_per_host=args.gpus,
-            limit_s=args.limit,
-            with_reports=True,
+
+    def run(multipath: str, iterations: int, **rest: Any) -> Outcome:
+        given = arguments_of(multipath, args.gpus, iterations)
+        return stock_training.train(
+            args.megatron, given, ranks_per_host=args.gpus, limit_s=args.limit, **rest
         )
-        ms[multipath].append(outcome.median_ms(WARM))
-        losses.append(outcome.losses[:5])
-        links = {link: round(mib, 1) for link, mib in links_of(outcome).items()}
-        print(f"{multipath}: {ms[multipath][-1]:.1f} ms an iteration, links {links}", flush=True)
-        right &= outcome.say_wrong(multipath, what_is_wrong(multipath, outcome, args.iterations))
-        tell(args.out, multipath=multipath, ms=ms[multipath][-1], links=links, losses=losses[-1])
+
+    environment = {VARIABLE: ",".join(args.turns)}
+    mixed = run(
+        "auto", args.iterations, environments=[environment], launcher=LAUNCHER, with_reports=True
+    )
+    plain = run("off", BLOCK)
+    ms, links = ms_of(mixed, args.turns), links_of(mixed)
+    for turn, each in ms.items():
+        print(f"{turn}: {each:.1f} ms an iteration, {each / ms.get('off', each):.3f} of off")
+    print(f"links carried {links} MiB")
+    wrong = mixed.what_is_wrong(args.iterations, "kernel")
+    if not sum(links.values()):
+        wrong.append("links carried nothing")
+    right = mixed.say_wrong("in turns", wrong)
+    right &= plain.say_wrong("off", plain.what_is_wrong(BLOCK, "kernel"))
+    losses = [mixed.losses[:BLOCK], plain.losses]
     if not agree(losses):
         print(f"wrong: first losses differ: {losses}")
         right = False
-    if all(ms.values()):
-        ratio = statistics.median(ms["auto"]) / statistics.median(ms["off"])
-        print(f"auto over off: {ratio:.3f}")
+    tell(args.out, turns=args.turns, ms=ms, links=links, losses=losses, all_ms=_all_ms(mixed))
     print("all right" if right else "failed")
     return int(not right)
+
+
+def _all_ms(outcome: Outcome) -> list[float]:
+    return [one.ms for _, one in sorted(outcome.iterations.items())]
 
 
 if __name__ == "__main__":

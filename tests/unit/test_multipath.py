@@ -141,6 +141,12 @@ def test_many_links_leave_room_for_one_trial_of_shares(count: int) -> None:
         assert sum(cut(balancer.shares(nbytes), nbytes)) == nbytes
 
 
+@pytest.mark.parametrize(("gbps", "is_used"), [(4.0, True), (0.5, False)])
+def test_a_link_has_to_make_up_for_what_it_costs_the_host(gbps: float, is_used: bool) -> None:
+    links = [SimulatedLink("a", 100, 0), SimulatedLink("b", gbps, 0)]
+    assert bool(tuned(links, 2**28).shares(2**28)[1]) == is_used
+
+
 def test_a_link_that_is_left_out_is_never_tried() -> None:
     links = [SimulatedLink(*one) for one in (("a", 100, 1), ("b", 400, 1), ("c", 50, 1))]
     balancer = Balancer([link.name for link in links], without={"b"})
@@ -425,7 +431,7 @@ def operations(group: dist.ProcessGroup) -> dict[str, int]:
         length = 2**20 * (multipath.num_ranks - 1)
         empty = torch.zeros((multipath.num_ranks, 2**20), dtype=torch.uint8)
         pieces = multipath.transfers.pieces(list(empty), list(empty.clone()))
-        multipath.transfers.tune(length, pieces)
+        multipath.transfers.tune(multipath.transfers.load("a trial", pieces))
         carried = cut(multipath.transfers.balancer.shares(length), 2**20)
         # Who takes the rest is up to the machine's load here, so there is none.
         flights = multipath.transfers.fly("a measurement", pieces, carried, [2**16] * 2, [0.0] * 2)
@@ -546,7 +552,9 @@ def test_a_call_that_fails_on_one_rank_alone_is_not_taken_for_the_next(ranks: Ra
 def counts(group: dist.ProcessGroup) -> None:
     with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=60) as multipath:
         inbound = 4096 * (multipath.num_ranks - 1)
-        multipath.transfers.balancer.tune(inbound, lambda carried, chunks: [1.0, 1.0])
+        multipath.transfers.balancer.tune(
+            inbound, lambda carried, chunks: [1e-9 * one for one in carried]
+        )
         output = torch.empty(4096 * multipath.num_ranks, dtype=torch.uint8)
 
         def gathered(times: int) -> tuple[int, int]:
@@ -724,7 +732,9 @@ def ends(group: dist.ProcessGroup) -> list[str]:
     with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=20) as multipath:
         memory = numpy.zeros(2**16 * multipath.num_ranks, numpy.uint8)
         output = torch.from_numpy(memory)
-        multipath.transfers.balancer.tune(output.numel() // 2, lambda carried, chunks: [1.0, 1.0])
+        multipath.transfers.balancer.tune(
+            output.numel() // 2, lambda carried, chunks: [1e-9 * one for one in carried]
+        )
         multipath.all_gather(output, torch.ones(2**16, dtype=torch.uint8))
         assert int(output.sum()) == output.numel()
         (flights,) = multipath.transfers._times.popitem()[1]._window

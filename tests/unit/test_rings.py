@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import json
 import math
@@ -17,12 +18,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError
+from flashmoe_megatron.errors import (
+    DeviceError,
+    FlashMoEError,
+    LinkError,
+    PeerTimeoutError,
+    ShapeError,
+)
 from flashmoe_megatron.multipath import board, driver, ring
-from flashmoe_megatron.multipath.multipath import Multipath
+from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.shared import SharedMemory
+from flashmoe_megatron.multipath.sums import sum_in_order
 from tests.distributed import RankPool
 
 DEVICE = torch.device("cuda", 0)
@@ -126,7 +134,15 @@ class Memory:
     def allocate(self, nbytes: int) -> int:
         return self._hold(SharedMemory.create(nbytes))
 
+    def allocation_of(self, address: int) -> int:
+        for begin, memory in self._held.items():
+            if begin <= address < begin + memory.nbytes:
+                return begin
+        return address  # of which nothing is known: it cannot be shared
+
     def share(self, address: int) -> bytes:
+        if address not in self._held:
+            raise DeviceError("cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE (1)")
         return json.dumps(self._held[address].place).encode()
 
     def map_shared(self, handle: bytes) -> int:
@@ -151,6 +167,7 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
     for name, function in {
         "allocate": memory.allocate,
         "free": memory.release,
+        "allocation_of": memory.allocation_of,
         "share": memory.share,
         "map_shared": memory.map_shared,
         "unmap": memory.release,
@@ -172,6 +189,8 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
     monkeypatch.setattr(ring, "CHUNKS", (2**12, 2**14))
     current = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: current.synchronize())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(current), False)
     yield current
 
 
@@ -267,6 +286,133 @@ def test_gathers_without_a_detour_have_shares_of_their_own(ranks: RankPool) -> N
     ranks.run(by_shares_of_their_own, num_ranks=2)
 
 
+def contribution(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-100, 100, (length,), generator=generator).div(7).to(dtype)
+
+
+def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
+    """Sums of parts that peers have written to this rank's inbox, which grows and is used again."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, num_queues) as current:
+        device, direct = torch.device("cpu"), list[bool]()
+        with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
+            exchange = multipath.transfers.exchange
+
+            def noted(load: Any) -> Any:
+                direct.append(load.pieces[0].place is not None)
+                return exchange(load)
+
+            patch.setattr(multipath.transfers, "exchange", noted)
+            # Processors take what has arrived at once, where a GPU's stream would be behind it.
+            patch.setattr(
+                "flashmoe_megatron.multipath.multipath.sum_in_order",
+                lambda *args: (current.synchronize(), sum_in_order(*args)),
+            )
+            memory = multipath.empty(4 * 5 * 30_000)
+            for dtype in (torch.bfloat16, torch.float32):
+                for length in (3, 30_000, 1000, 20_001):
+                    for average in (False, True):
+                        parts = [contribution(one, ranks * length, dtype) for one in range(ranks)]
+                        total = functools.reduce(torch.add, [part.float() for part in parts])
+                        want = (total / ranks if average else total).to(dtype)
+                        own = want[rank * length : (rank + 1) * length]
+                        shard = torch.zeros(length, dtype=dtype)
+                        op: Any = "average" if average else "sum"
+                        multipath.reduce_scatter(shard, parts[rank].clone(), op)
+                        assert torch.equal(shard, own)
+                        # The last rank's part is shorter, or there is none for it.
+                        nbytes = (ranks * length - 2) * dtype.itemsize
+                        for place in (torch.empty(nbytes, dtype=torch.uint8), memory[:nbytes]):
+                            whole = place.view(dtype)
+                            whole.copy_(parts[rank][:-2])
+                            direct.clear()
+                            multipath.all_reduce(whole, op)
+                            current.synchronize()
+                            assert torch.equal(whole, want[:-2])
+                            assert direct == [True, place.data_ptr() == memory.data_ptr()]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_queues"), [(2, 9), (3, 1)])
+def test_reductions_without_a_detour(num_ranks: int, num_queues: int, ranks: RankPool) -> None:
+    ranks.run(reductions, num_queues, num_ranks=num_ranks)
+
+
+def into_shared_tensors(group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device, moved = torch.device("cpu"), list[bool]()
+        with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
+            fly = multipath.transfers.fly
+
+            def noted(what: str, pieces: Any, *rest: Any) -> Any:
+                moved.append(pieces[0].place is not None)
+                return fly(what, pieces, *rest)
+
+            # A program's tensors lie somewhere in allocations, on each rank somewhere else.
+            allocation = driver.tensor(driver.allocate(2**17), 2**17, device)
+            output, alike = (
+                allocation[512 * rank :][:70_000],
+                torch.zeros(70_000, dtype=torch.uint8),
+            )
+            assert multipath.share(output)
+            assert multipath.share(output)  # again, which tells nobody anything
+            for target in (output, output[1000:3000], alike):
+                length = target.numel() // 2
+                part = torch.full((length,), rank + 1, dtype=torch.uint8)
+                multipath.all_gather(target, part)
+                current.synchronize()
+                patch.setattr(multipath.transfers, "fly", noted)
+                moved.clear()
+                target.zero_()
+                dist.barrier(group)
+                multipath.all_gather(target, part)
+                current.synchronize()
+                assert target.tolist() == [1] * length + [2] * length
+                assert moved == [target is not alike]
+                patch.setattr(multipath.transfers, "fly", fly)
+            refused = alike if rank else driver.tensor(driver.allocate(70_000), 70_000, device)
+            # What one rank cannot share none does; nothing else is asked of ranks after that.
+            assert not multipath.share(refused)
+            assert not multipath.share(output[: 100 + rank])
+        with (
+            Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath,
+            pytest.raises(ShapeError, match=r"memory of \[100, 101\] bytes"),
+        ):
+            multipath.share(allocation[: 100 + rank])
+
+
+def test_tensors_that_are_shared_are_written_to(ranks: RankPool) -> None:
+    ranks.run(into_shared_tensors, num_ranks=2)
+
+
+def without_room(group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device, allocate = torch.device("cpu"), driver.allocate
+        patch.setattr(
+            "flashmoe_megatron.multipath.multipath.sum_in_order",
+            lambda *args: (current.synchronize(), sum_in_order(*args)),
+        )
+
+        def allocated(nbytes: int) -> int:
+            if rank == 1 and nbytes > 2**17:
+                raise DeviceError("cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY (2)")
+            return allocate(nbytes)
+
+        with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
+            patch.setattr(driver, "allocate", allocated)
+            for length in (1000, 2**18, 1000):
+                whole = torch.full((length,), rank + 1, dtype=torch.int32)
+                multipath.all_reduce(whole)
+                current.synchronize()
+                assert whole.tolist() == [3] * length
+
+
+def test_reductions_without_room_take_a_detour(ranks: RankPool) -> None:
+    ranks.run(without_room, num_ranks=2)
+
+
 def by_their_size(group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         device, sizes = torch.device("cpu"), [2**17, 2**18]
@@ -275,16 +421,20 @@ def by_their_size(group: dist.ProcessGroup) -> None:
         ) as multipath:
             moved, memory = list[int](), multipath.empty(sizes[-1])
             patch.setattr(
-                multipath.transfers, "exchange", lambda what, pieces, _: moved.append(len(pieces))
+                multipath.transfers, "exchange", lambda load: moved.append(len(load.pieces))
             )
-            for place in (memory, torch.empty_like(memory)):
-                for nbytes, wanted in zip(sizes, (0, 1), strict=True):
-                    moved.clear()
-                    part = torch.full((nbytes // 2,), 3, dtype=torch.uint8)
-                    multipath.all_gather(place[:nbytes], part)
-                    current.synchronize()
-                    assert len(moved) == wanted
-                    assert wanted or bool((place[:nbytes] == 3).all())
+            for least in (MIN_MAPPED_BYTES, sizes[0]):
+                patch.setattr("flashmoe_megatron.multipath.multipath.MIN_MAPPED_BYTES", least)
+                for place in (memory, torch.empty_like(memory)):
+                    is_mapped = place is memory and least == sizes[0]
+                    for nbytes, wanted in zip(sizes, (int(is_mapped), 1), strict=True):
+                        moved.clear()
+                        part = torch.full((nbytes // 2,), 3, dtype=torch.uint8)
+                        place.zero_()
+                        multipath.all_gather(place[:nbytes], part)
+                        current.synchronize()
+                        assert len(moved) == wanted
+                        assert wanted or bool((place[:nbytes] == 3).all())
 
 
 def test_small_gathers_go_by_torch(ranks: RankPool) -> None:
@@ -309,8 +459,8 @@ def into_other_parts(group: dist.ProcessGroup) -> str:
 
 def test_other_parts_of_memory_are_refused_on_every_rank(ranks: RankPool) -> None:
     for said in ranks.run(into_other_parts, num_ranks=2):
-        assert "all_gather of 200 bytes to 0+0" in said
-        assert "all_gather of 200 bytes to 0+4" in said
+        assert "all_gather of 200 bytes to 1+0" in said
+        assert "all_gather of 200 bytes to 1+4" in said
 
 
 def test_slots_of_many_ranks() -> None:

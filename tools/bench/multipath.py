@@ -67,6 +67,7 @@ INPUT_BYTES = 256 * 10**6
 SIZES = tuple(2**20 * size for size in (1, 16, 64, 256, 1024))
 SHARED_SIZES = tuple(2**20 * size for size in (256, 512, 1024))
 GATHERED_MIB = (16, 32, 64, 128, 256, 512, 1024)
+REDUCED_MIB = (64, 128, 256, 512)
 PACER_LIMIT_S = 60.0  # its process imports torch first
 
 
@@ -217,6 +218,8 @@ def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
                 _sweep(rank, about, both, size)
     if "gathers" in args.only:
         _gathers(rank, about, device)
+    if "reductions" in args.only:
+        _reductions(rank, about, device)
     if "launch" in args.only:
         _beside_launch(rank, about, device)
 
@@ -227,7 +230,7 @@ def _links(rank: int, about: dict[str, Any], both: Multipath) -> None:
     names = [link.name for link in transfers.links]
     for size in SIZES:
         inbound, mib = size * (both.num_ranks - 1), size // 2**20
-        transfers.tune(inbound, _one_way(both, size))
+        transfers.tune(transfers.load("a trial", _one_way(both, size)))
         for index, link in enumerate(names):
             alone = [float(i == index) for i in range(len(names))]
             chunk = transfers.balancer.models(inbound)[index].chunk / 2**20
@@ -298,20 +301,47 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
                 if not all(bool((part == other + 1).all()) for other, part in parts):
                     raise SystemExit(f"{name}, {mib} MiB: rank {rank} has wrong bytes")
                 ways[name] = way
-            calls = {name: functools.partial(turn_ms, way, 5) for name, way in ways.items()}
-            taken = in_turns(calls, 5)
-            values: list[Any] = [None] * num_ranks
-            dist.all_gather_object(
-                values, {name: statistics.median(each) for name, each in taken.items()}
-            )
             inbound = size * (num_ranks - 1)
-            gbps = {name: round(inbound / max(of[name] for of in values) / 1e6, 1) for name in ways}
+            gbps = _gbps(ways, inbound)
             shares = {}
             if multipath.transfers.direct.is_tuned(inbound):
                 names = [link.name for link in multipath.transfers.links]
                 shares = dict(zip(names, multipath.transfers.direct.shares(inbound), strict=True))
             _say(rank, **about, gather_mib=mib, gbps=gbps, shares=shares, failed=failed)
-            del ways, calls, way, given, output
+            del ways, way, given, output
+
+
+def _reductions(rank: int, about: dict[str, Any], device: torch.device) -> None:
+    """Sums in float32 of 64 to 512 MiB a rank beside NCCL's, in turns; each is checked first."""
+    plain = dist.new_group(backend="nccl")
+    num_ranks = dist.get_world_size()
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with Multipath(plain, device=device, timeout=60) as multipath, torch.cuda.stream(side):
+        for mib in REDUCED_MIB:
+            length = mib * 2**18
+            given = torch.full((num_ranks * length,), float(rank + 1), device=device)
+            output = torch.zeros(length, device=device)
+            ways: dict[str, Callable[[], Any]] = {
+                "multipath": functools.partial(multipath.reduce_scatter, output, given),
+                "nccl": functools.partial(dist.reduce_scatter_tensor, output, given, group=plain),
+            }
+            for name, way in ways.items():
+                output.zero_()
+                way()
+                if not bool((output == num_ranks * (num_ranks + 1) / 2).all()):
+                    raise SystemExit(f"{name}, {mib} MiB: rank {rank} has a wrong sum")
+            gbps = _gbps(ways, mib * 2**20 * (num_ranks - 1))
+            _say(rank, **about, reduction_mib=mib, gbps=gbps)
+            del ways, way, given, output
+
+
+def _gbps(ways: dict[str, Callable[[], Any]], inbound: int) -> dict[str, float]:
+    """GB/s into a rank of each way, in turns, as the slowest rank has it."""
+    calls = {name: functools.partial(turn_ms, way, 5) for name, way in ways.items()}
+    taken = {name: statistics.median(each) for name, each in in_turns(calls, 5).items()}
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, taken)
+    return {name: round(inbound / max(of[name] for of in values) / 1e6, 1) for name in ways}
 
 
 def _beside_launch(rank: int, about: dict[str, Any], device: torch.device) -> None:
@@ -351,7 +381,7 @@ def _sweep(rank: int, about: dict[str, Any], both: Multipath, size: int) -> None
     """Rates over the second link's share, one way, and what the balancer chooses."""
     transfers = both.transfers
     inbound = size * (both.num_ranks - 1)
-    transfers.tune(inbound, _one_way(both, size))
+    transfers.tune(transfers.load("a trial", _one_way(both, size)))
     chosen = transfers.balancer.shares(inbound)
 
     def rate(share: float) -> float:
@@ -553,7 +583,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--only",
         nargs="+",
         default=["right", "links", "shares"],
-        choices=["right", "links", "shares", "gathers", "launch"],
+        choices=["right", "links", "shares", "gathers", "reductions", "launch"],
     )
     args = parser.parse_args(arguments)
     args.links = [name for name in LINKS if name in args.links]

@@ -20,7 +20,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
 )
 from flashmoe_megatron.adapters.patch import Function
 from flashmoe_megatron.errors import FlashMoEError
-from flashmoe_megatron.multipath import MIN_BYTES, LinkTotals, Multipath, Reduction
+from flashmoe_megatron.multipath import MIN_BYTES, LinkTotals, Multipath, Reduction, Work
 from flashmoe_megatron.per_group import is_destroyed
 
 _made: dict[dist.ProcessGroup, Multipath] = {}
@@ -105,7 +105,7 @@ def _in_place(module: ModuleType) -> Iterator[list[Callable[[], Any]]]:
     ) -> Any:
         if not _is_large(output, group):
             return gather(output, input, group=group, async_op=async_op)
-        calls.append(lambda: _multipath(group, output).all_gather(output, input, async_op))
+        calls.append(lambda: _gather(_multipath(group, output), output, input, async_op))
         return None
 
     def reduce_scatter(
@@ -128,6 +128,14 @@ def _in_place(module: ModuleType) -> Iterator[list[Callable[[], Any]]]:
     finally:
         module.dist_all_gather_func = gather  # type: ignore[attr-defined]
         module.dist_reduce_scatter_func = reduce  # type: ignore[attr-defined]
+
+
+def _gather(
+    multipath: Multipath, output: torch.Tensor, input: torch.Tensor, async_op: bool
+) -> Work | None:
+    """Gathers into a bucket, which is the same memory in every iteration."""
+    multipath.share(output)
+    return multipath.all_gather(output, input, async_op)
 
 
 def _kind_of(op: Any) -> Reduction | None:

@@ -1,0 +1,57 @@
+"""Where what a reduction receives is put."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from flashmoe_megatron.errors import DeviceError
+from flashmoe_megatron.multipath.links import Link
+
+logger = logging.getLogger("flashmoe_megatron")
+
+
+class Inbox:
+    """Memory to which peers write without a detour, if there is a link that offers it.
+
+    It is as large as the largest reduction so far, and is kept.
+
+    Args:
+        links: Some of which may offer memory.
+        device: Where other memory is taken.
+    """
+
+    def __init__(self, links: Sequence[Link], device: torch.device) -> None:
+        self._links, self._device = list(links), device
+        self._memory: torch.Tensor | None = None
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Memory for what the current stream receives; the next call gives the same one again.
+
+        Collective where it is larger than ever before.
+
+        Args:
+            nbytes: How much, the same on every rank.
+
+        Returns:
+            ``[nbytes]``, uint8.
+        """
+        if self._memory is None or self._memory.numel() < nbytes:
+            self._grow(nbytes)
+        if self._memory is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._memory[:nbytes]
+
+    def _grow(self, nbytes: int) -> None:
+        if self._memory is not None:
+            torch.cuda.synchronize(self._device)
+            memory, self._memory = self._memory, None
+            self._links[0].free(memory)
+        while self._links:
+            try:
+                self._memory = self._links[0].allocate(nbytes)
+            except DeviceError as error:  # the same on every rank
+                logger.warning("reductions take a detour: %s", error)
+            if self._memory is not None:
+                return
+            del self._links[0]

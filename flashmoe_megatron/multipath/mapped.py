@@ -1,0 +1,124 @@
+"""Memory of GPUs of one host that the processes of a group have mapped from one another."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from flashmoe_megatron.errors import ShapeError
+from flashmoe_megatron.multipath import driver
+from flashmoe_megatron.multipath.control import Control
+
+
+class Block(NamedTuple):
+    """Some memory of every rank, and where this rank sees it.
+
+    Attributes:
+        number: Counts the blocks, the same on every rank.
+        begin: Where this rank's is.
+        nbytes: Its size, the same on every rank.
+        mapped: Where each peer's is.
+    """
+
+    number: int
+    begin: int
+    nbytes: int
+    mapped: dict[int, int]
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this rank's."""
+        begin = tensor.data_ptr()
+        return self.begin <= begin and begin + tensor.nbytes <= self.begin + self.nbytes
+
+
+class MappedMemory:
+    """Blocks of memory that every rank of a group can write to. Every call is collective.
+
+    Args:
+        control: The ranks.
+        peers: The others.
+    """
+
+    def __init__(self, control: Control, peers: Iterable[int]) -> None:
+        self._control, self._peers = control, tuple(peers)
+        self._count = 0
+        self._held: dict[int, tuple[contextlib.ExitStack, contextlib.ExitStack]] = {}
+
+    def allocate(self, nbytes: int) -> Block:
+        """New memory of the current GPU.
+
+        Raises:
+            ShapeError: Ranks ask for other numbers of bytes.
+            DeviceError: A GPU has no room.
+        """
+
+        def place(own: contextlib.ExitStack) -> tuple[int, int]:
+            address = driver.allocate(nbytes)
+            own.callback(driver.free, address)
+            return address, 0
+
+        return self._made(nbytes, place)
+
+    def adopt(self, tensor: torch.Tensor) -> Block:
+        """A tensor's memory, which is kept until the block is released.
+
+        Raises:
+            ShapeError: Tensors of ranks differ in their bytes.
+            DeviceError: The driver cannot share the memory of one of them.
+        """
+
+        def place(own: contextlib.ExitStack) -> tuple[int, int]:
+            own.callback(_keep, tensor)
+            allocation = driver.allocation_of(tensor.data_ptr())
+            return allocation, tensor.data_ptr() - allocation
+
+        return self._made(tensor.nbytes, place)
+
+    def release(self, block: Block) -> None:
+        """Gives a block back, with which no rank's GPU may still be at work."""
+        own, theirs = self._held.pop(block.number)
+        with own:  # which nobody has mapped any more
+            self._control.agree(theirs.close)
+
+    def close(self) -> None:
+        """Gives all of them back, which is not collective."""
+        with contextlib.ExitStack() as stack:
+            for own, theirs in self._held.values():
+                stack.callback(own.close)
+                stack.callback(theirs.close)
+            self._held.clear()
+
+    def _made(self, nbytes: int, place: Callable[[contextlib.ExitStack], tuple[int, int]]) -> Block:
+        """A block of what is found, which tells the allocation and what lies before it there."""
+        number, own, theirs = self._count, contextlib.ExitStack(), contextlib.ExitStack()
+        self._count += 1
+        self._held[number] = own, theirs
+
+        def share() -> tuple[int, int, int, str]:
+            allocation, offset = place(own)
+            return nbytes, allocation + offset, offset, driver.share(allocation).hex()
+
+        def connect() -> None:
+            for peer in self._peers:
+                allocation = driver.map_shared(bytes.fromhex(shared[peer][3]))
+                theirs.callback(driver.unmap, allocation)
+                mapped[peer] = allocation + shared[peer][2]
+
+        mapped: dict[int, int] = {}
+        try:
+            shared: list[Any] = self._control.agree(share)
+            sizes = [size for size, *_ in shared]
+            if len(set(sizes)) > 1:
+                raise ShapeError(f"memory of {sizes} bytes: wanted as many on every rank")
+            self._control.agree(connect)
+        except BaseException:
+            del self._held[number]
+            with own:
+                theirs.close()
+            raise
+        return Block(number, shared[self._control.rank][1], nbytes, mapped)
+
+
+def _keep(tensor: torch.Tensor) -> None:
+    """Does nothing; whoever is to call it holds the tensor until then."""

@@ -1,0 +1,55 @@
+"""Runs a Megatron script whose buckets go by torch.distributed and over links in turns.
+
+A machine's processor makes two runs differ by more than links do, and one block of iterations from
+the next one by less. ``FLASHMOE_TURNS`` has what blocks go by, one after the other, separated by
+commas: "off", "auto" or one link's name.
+"""
+
+import itertools
+import os
+import sys
+from typing import Any
+
+from flashmoe_megatron.adapters.megatron import install, multipath
+from flashmoe_megatron.multipath import Multipath
+from flashmoe_megatron.run import main
+from flashmoe_megatron.telemetry.totals import LINKS
+
+VARIABLE = "FLASHMOE_TURNS"
+BLOCK = 4
+"""Iterations of a block, of which the first has begun in the one before."""
+
+
+def turn_of(turns: list[str], iteration: int) -> str:
+    """What an iteration goes by; they are counted from 1."""
+    return turns[(iteration - 1) // BLOCK % len(turns)]
+
+
+def alternate(turns: list[str]) -> None:
+    """Lets the adapter look at the iteration whenever a bucket begins."""
+    from megatron.training import training
+
+    iterations = itertools.count(1)
+    turn, is_on, made = turns[0], multipath._is_on, multipath.Multipath
+    by_turn: dict[str, dict[Any, Multipath]] = {one: {} for one in turns}
+    train_step = training.train_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal turn
+        turn = turn_of(turns, next(iterations))
+        multipath._made = by_turn[turn]
+        return train_step(*args, **kwargs)
+
+    def make(*args: Any, **kwargs: Any) -> Multipath:
+        links = (turn,) if turn in LINKS else "auto"
+        return made(*args, links=links, **kwargs)
+
+    training.train_step = counted
+    multipath._is_on = lambda config: turn != "off" and is_on(config)
+    multipath.Multipath = make  # type: ignore[assignment,misc]
+
+
+if __name__ == "__main__":
+    install()
+    alternate(os.environ[VARIABLE].split(","))
+    main(sys.argv[1:])

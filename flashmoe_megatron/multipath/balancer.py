@@ -44,7 +44,7 @@ _CHUNK_FACTORS = (1.0, 0.5, 0.25)
 """How much smaller chunks of links with small shares are tried."""
 _NEIGHBOURS = (0.01, 0.025)
 """How far from the best shares the last comparison of stage one looks, to both sides."""
-_WORTH = 0.01
+LEAST_GAIN = 0.01
 """How much faster several links have to be than one alone, for what the others cost the host."""
 _ROUNDS = 3
 """How often that comparison tries each; the median counts."""
@@ -170,12 +170,18 @@ class Balancer:
     Args:
         names: The links' names; used in messages and results.
         without: Those that never carry anything.
+        least_gain: How much faster several links have to be than the best one alone to be used.
 
     Raises:
         ConfigError: No link is left, or two have one name.
     """
 
-    def __init__(self, names: Sequence[str], without: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        without: Collection[str] = (),
+        least_gain: float = LEAST_GAIN,
+    ) -> None:
         if not set(names) - set(without) or len(set(names)) < len(names):
             raise ConfigError(
                 f"links {list(names)} without {list(without)}: wanted at least one, each with its "
@@ -183,6 +189,7 @@ class Balancer:
             )
         self.names = tuple(names)
         self._left_out = frozenset(i for i, name in enumerate(names) if name in without)
+        self._least_gain = least_gain
         self._classes: dict[int, _Class] = {}
 
     def is_tuned(self, nbytes: int) -> bool:
@@ -215,11 +222,11 @@ class Balancer:
 
         Returns:
             The shares that were fastest in trials of their own and in a last comparison with
-            their neighbours and with the best link alone.
+            their neighbours; or the best link alone, if they gain too little over it.
         """
         tuning = _Tuning(len(self.names), self._left_out, nbytes, measure)
         tuning.shrink_chunks()
-        shares = tuning.settled(tuning.refined())
+        shares = tuning.settled(tuning.refined(), self._least_gain)
         self._classes[size_class(nbytes)] = _Class(tuning.models, shares, tuning.trials)
         return shares
 
@@ -325,7 +332,7 @@ class _Tuning:
             shares = _moved(shares, slow, fast, step)
         return min(tried, key=lambda one: max(one.seconds))
 
-    def settled(self, best: Trial) -> tuple[float, ...]:
+    def settled(self, best: Trial, least_gain: float) -> tuple[float, ...]:
         """The best of a trial's shares, their neighbours and one link alone, tried in turns."""
         alone = min(self._alone, key=lambda one: max(one.seconds))
         candidates = {best.shares: None, alone.shares: None}  # each once, in this order
@@ -337,13 +344,14 @@ class _Tuning:
                     candidates[_moved(best.shares, other, main, amount)] = None
         rounds = min(_ROUNDS, (MAX_TRIALS - self.trials) // len(candidates))
         if rounds == 0 or len(candidates) == 1:
-            return min(best, alone, key=lambda one: max(one.seconds)).shares
+            gains = max(alone.seconds) > (1 + least_gain) * max(best.seconds)
+            return best.shares if gains else alone.shares
         took = {shares: list[float]() for shares in candidates}
         for _ in range(rounds):
             for shares in candidates:
                 took[shares].append(max(self._try(shares).seconds))
         medians = {shares: median(each) for shares, each in took.items()}
-        if medians[alone.shares] <= (1 + _WORTH) * min(medians.values()):
+        if medians[alone.shares] <= (1 + least_gain) * min(medians.values()):
             return alone.shares
         return min(candidates, key=lambda shares: medians[shares])
 

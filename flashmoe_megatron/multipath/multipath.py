@@ -17,7 +17,7 @@ from flashmoe_megatron.errors import (
     ShapeError,
     reason_of,
 )
-from flashmoe_megatron.multipath.balancer import GRAIN, Balancer, size_class
+from flashmoe_megatron.multipath.balancer import GRAIN, LEAST_GAIN, Balancer, size_class
 from flashmoe_megatron.multipath.choose import MakeLink, make_links
 from flashmoe_megatron.multipath.control import Control, greatest
 from flashmoe_megatron.multipath.inbox import Inbox
@@ -69,6 +69,8 @@ class Multipath:
             :func:`~flashmoe_megatron.multipath.choose.make_links`.
         min_bytes: Tensors below this size go by torch.distributed; gathers into memory of
             :meth:`empty` and :meth:`share` only below 16 MiB if that is less.
+        least_gain: How much faster several links have to be than the best one alone, by themselves,
+            to be used: 0.01 is one per cent. Beside other work a link costs more than its own time.
         timeout: Seconds without progress that end a call with an error.
 
     Attributes:
@@ -86,6 +88,7 @@ class Multipath:
         device: torch.device | None = None,
         links: str | Sequence[str | MakeLink] = "auto",
         min_bytes: int = MIN_BYTES,
+        least_gain: float = LEAST_GAIN,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         if device is None:
@@ -102,7 +105,11 @@ class Multipath:
         if not made:
             raise ConfigError(f"no link can be made between the {self.num_ranks} ranks")
         self.transfers = Transfers(
-            self._control, self.device, made, leaves_out_slower=links == "auto"
+            self._control,
+            self.device,
+            made,
+            leaves_out_slower=links == "auto",
+            least_gain=least_gain,
         )
         # Links that are asked for by name are used.
         self._may_do_without = links == "auto" and self.transfers.is_on_gpus

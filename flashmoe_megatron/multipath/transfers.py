@@ -82,7 +82,13 @@ class Transfers:
     """
 
     def __init__(
-        self, control: Control, device: torch.device, links: list[Link], *, leaves_out_slower: bool
+        self,
+        control: Control,
+        device: torch.device,
+        links: list[Link],
+        *,
+        leaves_out_slower: bool,
+        least_gain: float,
     ) -> None:
         """Binds them to links.
 
@@ -92,6 +98,7 @@ class Transfers:
             links: The links, which are closed if this fails.
             leaves_out_slower: Whether the slower one of two links over the same wires carries
                 nothing, which is tried.
+            least_gain: The balancers'.
         """
         self.links = links
         self.is_on_gpus = any(link.device_type == "cuda" for link in links)
@@ -104,9 +111,9 @@ class Transfers:
         self._route = functools.lru_cache(maxsize=64)(self._route_by)
         try:
             slower = self._slower("peer", "nccl") if leaves_out_slower else None
-            self.balancer = Balancer(names, without={slower} if slower else ())
+            self.balancer = Balancer(names, {slower} if slower else (), least_gain)
             # Peer copies without a detour are never the slower ones.
-            self.direct = Balancer(names, without={"nccl"} if slower else ())
+            self.direct = Balancer(names, {"nccl"} if slower else (), least_gain)
         except BaseException:
             self.close()
             raise

@@ -25,6 +25,8 @@ def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int]:
     multipath._least_bytes = 1
     try:
         losses = train(group, case, "flashmoe").losses
+        # Buckets have been offered to peers to write to, which these links refuse.
+        assert not any(one._can_share for one in multipath._made.values())
         return losses, sum(one.transfers._number for one in multipath._made.values())
     finally:
         multipath._least_bytes = multipath.MIN_BYTES

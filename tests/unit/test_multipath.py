@@ -141,10 +141,19 @@ def test_many_links_leave_room_for_one_trial_of_shares(count: int) -> None:
         assert sum(cut(balancer.shares(nbytes), nbytes)) == nbytes
 
 
-@pytest.mark.parametrize(("gbps", "is_used"), [(4.0, True), (0.5, False)])
-def test_a_link_has_to_make_up_for_what_it_costs_the_host(gbps: float, is_used: bool) -> None:
-    links = [SimulatedLink("a", 100, 0), SimulatedLink("b", gbps, 0)]
-    assert bool(tuned(links, 2**28).shares(2**28)[1]) == is_used
+@pytest.mark.parametrize(
+    ("gbps", "least_gain", "is_used"),
+    [(4.0, 0.01, True), (0.5, 0.01, False), (4.0, 0.1, False), (20.0, 0.1, True)],
+)
+@pytest.mark.parametrize("num_links", [2, 30])  # so many leave no trials for a last comparison
+def test_a_link_has_to_make_up_for_what_it_costs_the_host(
+    gbps: float, least_gain: float, is_used: bool, num_links: int
+) -> None:
+    rest = [SimulatedLink(f"slow {index}", 0.01, 1e6) for index in range(num_links - 2)]
+    links = [SimulatedLink("a", 100, 0), SimulatedLink("b", gbps, 0), *rest]
+    balancer = Balancer([link.name for link in links], least_gain=least_gain)
+    balancer.tune(2**28, functools.partial(measure, links))
+    assert bool(balancer.shares(2**28)[1]) == is_used
 
 
 def test_a_link_that_is_left_out_is_never_tried() -> None:

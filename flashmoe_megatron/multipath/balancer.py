@@ -44,8 +44,9 @@ _CHUNK_FACTORS = (1.0, 0.5, 0.25)
 """How much smaller chunks of links with small shares are tried."""
 _NEIGHBOURS = (0.01, 0.025)
 """How far from the best shares the last comparison of stage one looks, to both sides."""
-LEAST_GAIN = 0.01
-"""How much faster several links have to be than one alone, for what the others cost the host."""
+LEAST_GAIN = 0.02
+"""How much faster several links have to be than one alone, for what the others cost the host and
+since the best of several trials is in part the luckiest."""
 _ROUNDS = 3
 """How often that comparison tries each; the median counts."""
 _THRESHOLD, _RETURN_THRESHOLD = 0.10, 0.03

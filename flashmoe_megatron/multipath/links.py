@@ -62,7 +62,8 @@ class Exchange(NamedTuple):
         parts: One for every link.
         rates: Bytes per second of each link, as far as it is known.
         stream: The current stream, for links of GPUs.
-        started: Its moment behind which they may begin.
+        started: Its moment behind which they may begin; ``None`` where one link carries all in that
+            stream, and nobody asks for its time.
         is_beside: Whether the current stream has other work meanwhile.
     """
 
@@ -115,11 +116,13 @@ class Link(abc.ABC):
         device_type: The device of tensors that it moves, "cpu" or "cuda".
         takes_rest: Whether it may take chunks of a transfer's rest when it is free; the shares of
             the others are fixed when a transfer starts.
+        writes_to_places: Whether it writes to pieces' places, and then needs no event to be told.
     """
 
     name: str
     device_type: Literal["cpu", "cuda"]
     takes_rest: bool = False
+    writes_to_places: bool = False
 
     @abc.abstractmethod
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> Flight:

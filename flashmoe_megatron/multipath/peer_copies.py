@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.errors import DeviceError
-from flashmoe_megatron.multipath import driver
+from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Place
 from flashmoe_megatron.multipath.mapped import Block, MappedMemory
@@ -22,6 +22,7 @@ class PeerCopies(RingLink):
     """
 
     name = "peer"
+    writes_to_places = True
 
     def _open(self, control: Control, own_bytes: int) -> None:
         self._memory = MappedMemory(control, self.peers)
@@ -30,6 +31,7 @@ class PeerCopies(RingLink):
         super()._open(control, own_bytes)
         self._inward = [self.inbound[peer][0] for peer in self.peers]
         self._outward = [self.outbound[peer][0] for peer in self.peers]
+        self._offered = self.own.word(board.free_word(self.peers[0], 0))
         inward, outward = self._inward, self._outward
         self._offers, self._arrivals = (
             driver.memory_ops([one.counted for one in told], [one.awaited for one in awaited])
@@ -96,13 +98,31 @@ class PeerCopies(RingLink):
         for lane in lanes:
             lane.pass_by()
 
+    def meeting(self) -> list[int]:
+        """What the words count of each peer that it waits for, up to the last :meth:`arrive`."""
+        return [lane.count for lane in self._inward]
+
+    def has_offered(self, meeting: list[int]) -> bool:
+        """Whether this rank's stream has come to the offer of a meeting."""
+        return _has_counted(self._offered, meeting[0])
+
+    def has_received(self, meeting: list[int]) -> bool:
+        """Whether all peers have told that they have written, in a meeting."""
+        lanes = zip(self._inward, meeting, strict=True)
+        return all(_has_counted(lane.word, count) for lane, count in lanes)
+
+
+def _has_counted(word: Any, count: int) -> bool:
+    return (int(word.value) - count) & 0xFFFFFFFF < 2**31
+
 
 class _DirectFlight(RingFlight):
     """What goes to the receivers' memory without a detour: one copy to each peer.
 
     Ranks meet before and after it. Every call of the driver and every event costs as much as a
     piece of a copy, so that one stream does it all, and it is the current one unless that has other
-    work meanwhile.
+    work meanwhile. There are events only where it is timed: the words by which ranks meet tell the
+    host, too, how far it has come.
     """
 
     def __init__(self, link: PeerCopies, exchange: Exchange, index: int, place: Place) -> None:
@@ -123,4 +143,17 @@ class _DirectFlight(RingFlight):
                 driver.copy(target, piece.send.data_ptr() + begin, nbytes, stream)
         yield
         link.arrive(stream)
-        self.leave()
+        self._counts = link.meeting()
+        if self.started is not None:
+            self.leave()
+        else:
+            self.pieces = ()
+            link.watch.add(self)
+
+    def has_begun(self) -> bool:
+        """See the base class: the first of the words that the stream writes."""
+        return self._peer_copies.has_offered(self._counts)
+
+    def is_over(self) -> bool:
+        """See the base class: the last of the words that the stream waits for."""
+        return self._peer_copies.has_received(self._counts)

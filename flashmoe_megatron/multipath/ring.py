@@ -299,7 +299,7 @@ class RingFlight(Flight):
     Attributes:
         what: The operation, for messages.
         started: The exchange's.
-        ended: Recorded behind its last chunk.
+        ended: Recorded behind its last chunk, if it is timed.
     """
 
     def __init__(self, link: RingLink, exchange: Exchange, index: int) -> None:
@@ -346,6 +346,14 @@ class RingFlight(Flight):
             first.wait_stream(stream)
         self.ended = timed_event(first)
         self.link.watch.add(self)
+
+    def has_begun(self) -> bool:
+        """Whether the stream has come to it, so that it waits for peers if for anything."""
+        return bool(self.started.query())
+
+    def is_over(self) -> bool:
+        """Whether it waits for nothing any more."""
+        return bool(self.ended.query())  # type: ignore[no-untyped-call]
 
     def join(self) -> None:
         """Makes the current stream wait for it."""

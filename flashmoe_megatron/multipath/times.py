@@ -11,6 +11,10 @@ _WINDOWS = 4
 """Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
 
 
+_SAMPLES = 8
+"""One in so many transfers is timed where times decide nothing."""
+
+
 class Times:
     """The times of the transfers of a size class, until all ranks have agreed on them.
 
@@ -19,10 +23,15 @@ class Times:
     """
 
     def __init__(self, control: Control) -> None:
-        self._control = control
+        self._control, self._count = control, 0
         self._window: list[list[Flight | None]] = []
         self._full: list[list[Flight | None]] = []
         self._asked: tuple[Answers[list[float]] | None, list[float], list[list[int]]] | None = None
+
+    def is_sample(self) -> bool:
+        """Whether the next one is to be timed of transfers whose times decide nothing."""
+        self._count += 1
+        return self._count % _SAMPLES == 0
 
     def add(self, flights: list[Flight | None]) -> Iterator[tuple[Sequence[float], Sequence[int]]]:
         """Takes a transfer's flights; gives times and bytes of earlier ones, when it is time."""

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +54,19 @@ class Load(NamedTuple):
     meanwhile: Callable[[], object] | None
     inbound: int
     balancer: Balancer
+
+
+class _Route(NamedTuple):
+    """How pieces go over links: see :meth:`Transfers.fly`.
+
+    Attributes:
+        alone: The link that carries all, if one does.
+    """
+
+    carried: tuple[int, ...]
+    chunks: tuple[int, ...]
+    rates: list[float]
+    alone: int | None
 
 
 @dataclass
@@ -155,18 +168,30 @@ class Transfers:
         if not balancer.is_tuned(inbound):
             self.tune(load)
         length = inbound // (self._num_ranks - 1)
-        carried, chunks, rates = self._route(balancer, length, balancer.shares(inbound))
-        flights = self.fly(what, pieces, carried, chunks, rates, meanwhile)
-        self._note(balancer, inbound, flights)
-        return {link for link, flight in zip(self.links, flights, strict=True) if flight}
+        route = self._route(balancer, length, balancer.shares(inbound))
+        times = self._times[balancer, size_class(inbound)]
+        # One copy to each peer takes hardly longer than what it takes to time it.
+        is_one_copy = route.alone is not None and self.links[route.alone].writes_to_places
+        can_skip = is_one_copy and meanwhile is None and pieces[0].place is not None
+        is_timed = not can_skip or times.is_sample()
+        carried, chunks, rates, _ = route
+        flights = self.fly(what, pieces, carried, chunks, rates, meanwhile, is_timed)
+        used = set()
+        for link, flight in zip(self.links, flights, strict=True):
+            if flight is not None:
+                used.add(link)
+                self._totals[link.name].nbytes += flight.num_bytes()
+        if is_timed:
+            self._note(balancer, inbound, times.add(flights))
+        return used
 
-    def _route_by(
-        self, balancer: Balancer, length: int, shares: tuple[float, ...]
-    ) -> tuple[tuple[int, ...], tuple[int, ...], list[float]]:
-        """What :meth:`fly` wants to know of the links for pieces of a length."""
+    def _route_by(self, balancer: Balancer, length: int, shares: tuple[float, ...]) -> _Route:
+        """How pieces of a length go by a balancer's shares."""
         models = balancer.models(length * (self._num_ranks - 1))
+        carried = tuple(cut(shares, length))
         rates = [model.rate for model in models]
-        return tuple(cut(shares, length)), tuple(chunks_of(models, shares)), rates
+        alone = carried.index(length) if length in carried else None
+        return _Route(carried, tuple(chunks_of(models, shares)), rates, alone)
 
     def fly(
         self,
@@ -176,6 +201,7 @@ class Transfers:
         chunks: Sequence[int],
         rates: Sequence[float],
         meanwhile: Callable[[], object] | None = None,
+        is_timed: bool = True,
     ) -> list[Flight | None]:
         """Moves so many bytes of every piece over each link; the current stream waits for it.
 
@@ -187,6 +213,8 @@ class Transfers:
             rates: Bytes per second of each link, by which it takes chunks of the rest; with 0 there
                 is no rest.
             meanwhile: As there.
+            is_timed: Whether flights tell their seconds. They have to, unless peers write to their
+                places with nothing beside that.
 
         Returns:
             What each link did, ``None`` for those that had nothing to do.
@@ -194,7 +222,7 @@ class Transfers:
         self._number += 1
         parts, used, turns = _plan(tuple(carried), tuple(chunks))
         stream = current_stream(self._device.index) if self.is_on_gpus else None
-        started = stream and timed_event(stream)
+        started = timed_event(stream) if stream and is_timed else None
         is_beside = meanwhile is not None
         exchange = Exchange(self._number, what, pieces, parts, rates, stream, started, is_beside)
         free = [index for index in used if self.links[index].takes_rest]
@@ -205,6 +233,8 @@ class Transfers:
         flights: list[Flight | None] = [None] * len(carried)
         for index in used:
             flights[index] = self.links[index].begin(exchange, index, ledger)
+        if len(used) == 1:
+            turns = []  # nobody to take turns with
         steps = [flight.steps() if flight else iter(()) for flight in flights]
         for index in turns:
             next(steps[index], None)
@@ -261,11 +291,14 @@ class Transfers:
             took[index] = min(took[index], *greatest(self._control.gather([flight.seconds()])))
         return self.links[max(rivals, key=lambda index: took[index])].name
 
-    def _note(self, balancer: Balancer, inbound: int, flights: list[Flight | None]) -> None:
+    def _note(
+        self,
+        balancer: Balancer,
+        inbound: int,
+        known: Iterable[tuple[Sequence[float], Sequence[int]]],
+    ) -> None:
         """Hands times to the balancer, a window at a time and after all ranks have agreed."""
-        for link, flight in zip(self.links, flights, strict=True):
-            self._totals[link.name].nbytes += flight.num_bytes() if flight else 0
-        for seconds, moved in self._times[balancer, size_class(inbound)].add(flights):
+        for seconds, moved in known:
             balancer.observe(inbound, seconds)
             for name, one, nbytes in zip(self._totals, seconds, moved, strict=True):
                 self._totals[name].seconds += one

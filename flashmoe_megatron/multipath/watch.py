@@ -32,7 +32,7 @@ class Watch:
         self._thread.start()
 
     def add(self, flight: Any) -> None:
-        """Looks after one more transfer, whose events have been recorded."""
+        """Looks after one more transfer, all of which has been issued."""
         self._flights.append(flight)
         if not self._added.is_set():
             self._added.set()
@@ -49,7 +49,7 @@ class Watch:
         while self._added.wait():
             time.sleep(_PERIOD_S)
             self._added.clear()
-            while self._flights and self._flights[0].ended.query():
+            while self._flights and self._flights[0].is_over():
                 self._flights.popleft()
             if not self._flights:
                 if self._is_closed:
@@ -58,7 +58,7 @@ class Watch:
             self._added.set()
             now = self._counts()
             # Until the stream gets there it waits for this rank's own work, not for a peer.
-            if flight is not self._flights[0] or now != counts or not flight.started.query():
+            if flight is not self._flights[0] or now != counts or not flight.has_begun():
                 flight, moved_at, counts = self._flights[0], time.monotonic(), now
             error = self._link.problem() or self._problem(flight, time.monotonic() - moved_at)
             if error is not None:

@@ -143,7 +143,7 @@ def test_many_links_leave_room_for_one_trial_of_shares(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("gbps", "least_gain", "is_used"),
-    [(4.0, 0.01, True), (0.5, 0.01, False), (4.0, 0.1, False), (20.0, 0.1, True)],
+    [(4.0, 0.02, True), (1.0, 0.02, False), (4.0, 0.1, False), (20.0, 0.1, True)],
 )
 @pytest.mark.parametrize("num_links", [2, 30])  # so many leave no trials for a last comparison
 def test_a_link_has_to_make_up_for_what_it_costs_the_host(

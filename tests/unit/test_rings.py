@@ -26,6 +26,7 @@ from flashmoe_megatron.errors import (
     ShapeError,
 )
 from flashmoe_megatron.multipath import board, driver, ring
+from flashmoe_megatron.multipath.links import timed_event
 from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.ring import HostRelay
@@ -232,16 +233,21 @@ def test_gathers_by_lanes(num_ranks: int, num_queues: int, ranks: RankPool) -> N
     ranks.run(gathers, num_queues, num_ranks=num_ranks)
 
 
-def alone(group: dist.ProcessGroup) -> str:
+def alone(group: dist.ProcessGroup, is_direct: bool) -> str:
     rank = dist.get_rank(group)
-    output, part = torch.zeros(200, dtype=torch.uint8), torch.ones(100, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        links, device = LINKS[1:], torch.device("cpu")
+        links, device = (LINKS[:1] if is_direct else LINKS[1:]), torch.device("cpu")
         multipath = Multipath(group, device=device, links=links, min_bytes=1, timeout=2)
-        multipath.transfers.balancer.tune(100, lambda carried, chunks: [1e-6 * max(carried)])
+        output = multipath.empty(200)
+        part = output[100 * rank :][:100].fill_(1)
+        tuned = multipath.transfers.direct if is_direct else multipath.transfers.balancer
+        tuned.tune(100, lambda carried, chunks: [1e-6 * max(carried)])
+        events = list[Any]()
+        patch.setattr("flashmoe_megatron.multipath.transfers.timed_event", noting(events))
         if rank == 0:
             multipath.all_gather(output, part)
             current.synchronize()  # which ends, since the link lets its streams go
+            assert bool(events) != is_direct  # words tell of one copy alone
         dist.barrier(group)
         try:
             multipath.all_gather(output, part)
@@ -250,8 +256,17 @@ def alone(group: dist.ProcessGroup) -> str:
         return "no error"
 
 
-def test_a_peer_that_stays_away_is_named(ranks: RankPool) -> None:
-    said = ranks.run(alone, num_ranks=2)
+def noting(made: list[Any]) -> Callable[[Any], Any]:
+    def noted(stream: Any) -> Any:
+        made.append(timed_event(stream))
+        return made[-1]
+
+    return noted
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_peer_that_stays_away_is_named(is_direct: bool, ranks: RankPool) -> None:
+    said = ranks.run(alone, is_direct, num_ranks=2)
     assert "has waited 2" in said[0]
     assert "for ranks [1], longer than 2 s" in said[0]
 

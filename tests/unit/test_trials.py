@@ -32,6 +32,11 @@ class Flight:
         self.seconds = lambda: took
 
 
+def test_one_in_eight_is_timed_where_times_decide_nothing() -> None:
+    times = Times(SimpleNamespace())  # type: ignore[arg-type]
+    assert [times.is_sample() for _ in range(24)] == ([False] * 7 + [True]) * 3
+
+
 def test_times_are_the_slowest_ranks_and_come_two_spans_later() -> None:
     """The other rank is twice as slow, and is not asked of a span of one link alone."""
     span = _WINDOWS * WINDOW

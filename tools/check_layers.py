@@ -64,7 +64,7 @@ HOSTS = [
 MULTIPATH = [
     ["balancer", "driver", "shared", "sums"],
     ["control", "links", "tickets"],
-    ["board", "group_link", "ledger", "simulated"],
+    ["board", "group_link", "inbox", "ledger", "mapped", "simulated"],
     ["sockets", "trials", "watch"],
     ["ring", "times"],
     ["peer_copies", "transfers"],

@@ -139,7 +139,7 @@ class Memory:
         for begin, memory in self._held.items():
             if begin <= address < begin + memory.nbytes:
                 return begin
-        return address  # of which nothing is known: it cannot be shared
+        return address  # nothing is known of it, so that it cannot be shared
 
     def share(self, address: int) -> bytes:
         if address not in self._held:

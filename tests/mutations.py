@@ -49,6 +49,30 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "an average of two ranks overflows where their sum would",
+        "is_one = len(contributions) == 2 and not average",
+        "is_one = len(contributions) == 2",
+        "tests/unit/test_multipath.py::test_sums_are_rounded_once_and_in_rank_order",
+    ),
+    Mutation(
+        "ranks note other transfers where only some have their own part to copy",
+        "times.is_sample()\n        is_timed",
+        "times.is_sample() or meanwhile is not None\n        is_timed",
+        "tests/unit/test_rings.py::test_ranks_take_note_of_the_same_transfers",
+    ),
+    Mutation(
+        "the watch takes a copy that has only been offered for one that has arrived",
+        "return all(_has_counted(lane.word, count) for lane, count in lanes)",
+        "return True",
+        "tests/unit/test_rings.py::test_a_peer_that_stays_away_is_named",
+    ),
+    Mutation(
+        "memory that one rank cannot share is asked for in every call",
+        "if self._can_share and key not in self._shared:",
+        "if key not in self._shared:",
+        "tests/unit/test_rings.py::test_tensors_that_are_shared_are_written_to",
+    ),
+    Mutation(
         "a slice of gradients does not wait until these are complete",
         "_Piece(num_bytes, start, lanes.mark(self._device))",
         "_Piece(num_bytes, start, None)",

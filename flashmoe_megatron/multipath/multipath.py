@@ -218,6 +218,7 @@ class Multipath:
             what = f"all_reduce of {tensor.nbytes} bytes"
             used = self._reduce(what, parts, own, op == "average")
             place = self._gathered_in(flat, length * flat.element_size())
+            what = _to(place, what)
             pieces = self.transfers.pieces([own] * self.num_ranks, parts, place)
             used |= self.transfers.exchange(self.transfers.load(what, pieces))
             self._guard(tensor, used)
@@ -385,11 +386,8 @@ class Multipath:
         place = self._gathered_in(output, input.nbytes)
         if place is None and self._is_small(output):
             return None
-        what = f"all_gather of {output.nbytes} bytes"
+        what = _to(place, f"all_gather of {output.nbytes} bytes")
         parts, own = output.view(-1).chunk(self.num_ranks), input.view(-1)
-        if place is not None:
-            # Peers write where they find the place, so that it has to be the same on all of them.
-            what = f"{what} to {place.name}"
         pieces = self.transfers.pieces([own] * self.num_ranks, parts, place)
         if parts[self.rank].data_ptr() != own.data_ptr():
             return self.transfers.load(what, pieces, lambda: _copy(own, parts[self.rank]))
@@ -441,6 +439,11 @@ class Multipath:
             by_links, by_plain = greatest(self._control.gather(own))
             self._faster[key] = by_links <= (1 - _MARGIN) * by_plain
         return self._faster[key]
+
+
+def _to(place: Place | None, what: str) -> str:
+    """An operation and its place: peers write where they find it, so that all have to be alike."""
+    return what if place is None else f"{what} to {place.name}"
 
 
 @torch.no_grad()

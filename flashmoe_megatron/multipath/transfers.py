@@ -170,10 +170,11 @@ class Transfers:
         length = inbound // (self._num_ranks - 1)
         route = self._route(balancer, length, balancer.shares(inbound))
         times = self._times[balancer, size_class(inbound)]
-        # One copy to each peer takes hardly longer than what it takes to time it.
+        # One copy to each peer takes hardly longer than what it takes to time it. Ranks note the
+        # same transfers, also where only some of them have other work meanwhile.
         is_one_copy = route.alone is not None and self.links[route.alone].writes_to_places
-        can_skip = is_one_copy and meanwhile is None and pieces[0].place is not None
-        is_timed = not can_skip or times.is_sample()
+        is_noted = not is_one_copy or pieces[0].place is None or times.is_sample()
+        is_timed = is_noted or meanwhile is not None
         carried, chunks, rates, _ = route
         flights = self.fly(what, pieces, carried, chunks, rates, meanwhile, is_timed)
         used = set()
@@ -181,7 +182,7 @@ class Transfers:
             if flight is not None:
                 used.add(link)
                 self._totals[link.name].nbytes += flight.num_bytes()
-        if is_timed:
+        if is_noted:
             self._note(balancer, inbound, times.add(flights))
         return used
 

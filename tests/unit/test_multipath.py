@@ -47,6 +47,7 @@ from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure, play
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
+from flashmoe_megatron.multipath.sums import sum_in_order
 from flashmoe_megatron.multipath.tickets import Tickets
 from flashmoe_megatron.telemetry.totals import LINKS
 from tests.distributed import RankError, RankPool, run_ranks
@@ -303,6 +304,27 @@ def test_no_chunk_is_left_to_a_faster_link_that_carries_nothing() -> None:
         while (chunk := tickets.take(link)) is not None:
             taken += chunk[1] - chunk[0]
     assert taken == sum(carried)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int8])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("average", [False, True])
+def test_sums_are_rounded_once_and_in_rank_order(
+    dtype: torch.dtype, num_ranks: int, average: bool
+) -> None:
+    if average and dtype == torch.int8:
+        pytest.skip("integers have no average")
+    parts = contributions(num_ranks, 50, dtype)
+    if average:
+        parts[0][0] = parts[1][0] = 0.75 * torch.finfo(dtype).max  # float16 cannot hold the sum
+    wide = dtype if dtype in (torch.int8, torch.float32) else torch.float32
+    total = functools.reduce(torch.add, [part.to(wide) for part in parts])
+    want = ((total / num_ranks) if average else total).to(dtype)
+    for own in range(num_ranks):  # the output may be any of them
+        given = [part.clone() for part in parts]
+        sum_in_order(given, given[own], average)
+        assert torch.equal(given[own], want)
+        assert all(torch.equal(given[i], parts[i]) for i in range(num_ranks) if i != own)
 
 
 def test_wrong_links_are_refused() -> None:

@@ -32,6 +32,7 @@ from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.sums import sum_in_order
+from flashmoe_megatron.multipath.times import Times
 from tests.distributed import RankPool
 
 DEVICE = torch.device("cuda", 0)
@@ -456,7 +457,30 @@ def test_small_gathers_go_by_torch(ranks: RankPool) -> None:
     ranks.run(by_their_size, num_ranks=2)
 
 
-def into_other_parts(group: dist.ProcessGroup) -> str:
+def noted_times(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Gathers of which only the first rank's own part has to be copied."""
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device, noted = torch.device("cpu"), list[int]()
+        with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
+            multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0], 1.0])
+            memory = multipath.empty(200)
+            own = memory[100 * rank :][:100]
+            part = torch.ones(100, dtype=torch.uint8) if rank == 0 else own.fill_(1)
+            add = Times.add
+            patch.setattr(Times, "add", lambda self, flights: noted.append(0) or add(self, flights))
+            for _ in range(33):
+                multipath.all_gather(memory, part)
+            current.synchronize()
+            assert bool((memory == 1).all())
+        return len(noted), rank
+
+
+def test_ranks_take_note_of_the_same_transfers(ranks: RankPool) -> None:
+    assert ranks.run(noted_times, num_ranks=2) == [(4, 0), (4, 1)]
+
+
+def into_other_parts(group: dist.ProcessGroup, operation: str) -> str:
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
         device = torch.device("cpu")
@@ -465,17 +489,21 @@ def into_other_parts(group: dist.ProcessGroup) -> str:
         memory = multipath.empty(1000, torch.int32)
         try:
             for _ in range(200):
-                multipath.all_gather(memory[rank : rank + 50], memory[500:525])
+                if operation == "all_gather":
+                    multipath.all_gather(memory[rank : rank + 50], memory[500:525])
+                else:
+                    multipath.all_reduce(memory[rank : rank + 50])
                 time.sleep(0.02)
         except FlashMoEError as error:
             return str(error)
         return "no error"
 
 
-def test_other_parts_of_memory_are_refused_on_every_rank(ranks: RankPool) -> None:
-    for said in ranks.run(into_other_parts, num_ranks=2):
-        assert "all_gather of 200 bytes to 1+0" in said
-        assert "all_gather of 200 bytes to 1+4" in said
+@pytest.mark.parametrize("operation", ["all_gather", "all_reduce"])
+def test_other_parts_of_memory_are_refused_on_every_rank(operation: str, ranks: RankPool) -> None:
+    for said in ranks.run(into_other_parts, operation, num_ranks=2):
+        assert f"{operation} of 200 bytes to 1+0" in said
+        assert f"{operation} of 200 bytes to 1+4" in said
 
 
 def test_slots_of_many_ranks() -> None:

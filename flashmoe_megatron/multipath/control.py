@@ -40,6 +40,7 @@ class Control:
     Attributes:
         rank: This rank in the group.
         num_ranks: Ranks of the group.
+        look: Called while this waits; may raise what makes it useless to wait any longer.
 
     Raises:
         ConfigError: torch.distributed is not initialized, or the group has one rank.
@@ -58,6 +59,7 @@ class Control:
         _made[name] += 1
         self._numbers = itertools.count()
         self._store = _get_default_store()
+        self.look: Callable[[], None] = lambda: None
 
     def can_meet(self) -> bool:
         """Whether the group is still there; the ranks of a destroyed one go their own ways."""
@@ -101,6 +103,7 @@ class Control:
             key = self._key(number, rank)
             # Whoever waits within the store keeps every other thread of the process out of it.
             while not self._store.check([key]):
+                self.look()
                 if time.monotonic() > deadline:
                     raise PeerTimeoutError(
                         f"rank {self.rank} has waited {self.timeout:g} s for rank {rank}, which "

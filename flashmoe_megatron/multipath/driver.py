@@ -14,6 +14,7 @@ _GREATER_OR_EQUAL = 0  # compares the difference as a signed number, so counters
 WAIT_VALUE, WRITE_VALUE = 1, 2
 _PORTABLE_AND_MAPPED = 3
 _LAZY_PEER_ACCESS = 1
+_BUFFER_ID = 7
 HANDLE_BYTES = 64
 
 
@@ -62,6 +63,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemAlloc_v2": (ctypes.POINTER(_ADDRESS), _SIZE),
     "cuMemFree_v2": (_ADDRESS,),
     "cuMemGetAddressRange_v2": (ctypes.POINTER(_ADDRESS), ctypes.POINTER(_SIZE), _ADDRESS),
+    "cuPointerGetAttribute": (ctypes.c_void_p, ctypes.c_int, _ADDRESS),
     "cuIpcGetMemHandle": (ctypes.POINTER(_IpcHandle), _ADDRESS),
     "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_ADDRESS), _IpcHandle, ctypes.c_uint),
     "cuIpcCloseMemHandle": (_ADDRESS,),
@@ -104,11 +106,13 @@ def write_value(stream: int, address: int, value: int) -> None:
     _call("cuStreamWriteValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
 
 
-def memory_ops(writes: Sequence[int], waits: Sequence[int]) -> "ctypes.Array[MemoryOp]":
-    """Words that a stream is to write and then to wait for, by their addresses."""
-    kinds = [WRITE_VALUE] * len(writes) + [WAIT_VALUE] * len(waits)
-    flags = [0] * len(writes) + [_GREATER_OR_EQUAL] * len(waits)
-    places = (*writes, *waits)
+def memory_ops(
+    writes: Sequence[int], waits: Sequence[int], then: Sequence[int] = ()
+) -> "ctypes.Array[MemoryOp]":
+    """Words that a stream is to write, then to wait for, and then to write, by their addresses."""
+    kinds = [WRITE_VALUE] * len(writes) + [WAIT_VALUE] * len(waits) + [WRITE_VALUE] * len(then)
+    flags = [_GREATER_OR_EQUAL if kind == WAIT_VALUE else 0 for kind in kinds]
+    places = (*writes, *waits, *then)
     ops = [
         MemoryOp(kind, address, 0, flag)
         for kind, address, flag in zip(kinds, places, flags, strict=True)
@@ -153,6 +157,13 @@ def allocation_of(address: int) -> int:
     begin, size = _ADDRESS(), _SIZE()
     _call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), address)
     return int(begin.value)
+
+
+def allocation_id(address: int) -> int:
+    """A number that no other allocation of the process has ever had."""
+    number = ctypes.c_uint64()
+    _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, address)
+    return int(number.value)
 
 
 def tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Where what a reduction receives is put."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,18 +25,20 @@ class Inbox:
         self._links, self._device = list(links), device
         self._memory: torch.Tensor | None = None
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int, announce: Callable[[], None]) -> torch.Tensor:
         """Memory for what the current stream receives; the next call gives the same one again.
 
         Collective where it is larger than ever before.
 
         Args:
             nbytes: How much, the same on every rank.
+            announce: Called before ranks wait for each other, to see that all are in one operation.
 
         Returns:
             ``[nbytes]``, uint8.
         """
-        if self._memory is None or self._memory.numel() < nbytes:
+        if self._links and (self._memory is None or self._memory.numel() < nbytes):
+            announce()
             self._grow(nbytes)
         if self._memory is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

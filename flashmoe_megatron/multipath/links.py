@@ -11,15 +11,17 @@ from flashmoe_megatron.errors import FlashMoEError, LinkError
 
 
 class Place(NamedTuple):
-    """Where peers write what this rank sends, in memory of :meth:`Link.allocate` and the like.
+    """Where peers write what this rank sends, in memory of :meth:`Link.allocate` or its like.
 
     Attributes:
         name: Says where the whole begins, the same on every rank.
         targets: Where each peer has what this rank sends it, by the peer's rank.
+        block: The link's number of the memory.
     """
 
     name: str
     targets: Mapping[int, int]
+    block: int
 
 
 class Piece(NamedTuple):
@@ -135,8 +137,15 @@ class Link(abc.ABC):
                 :class:`~flashmoe_megatron.multipath.tickets.Tickets`.
         """
 
+    def announce(self, exchange: Exchange) -> None:  # noqa: B027 - sockets tell with each chunk
+        """Compares what is about to begin with what has begun on peers, if they can be asked.
+
+        Raises:
+            ShapeError: A peer exchanges something else.
+        """
+
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Memory that peers write to without a detour, until the link is closed. Collective.
+        """Memory that peers write to without a detour, until it is freed. Collective.
 
         Args:
             nbytes: Its size, the same on every rank.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashmoe_megatron.errors import ShapeError
+from flashmoe_megatron.errors import LinkError, ShapeError
 from flashmoe_megatron.multipath import driver
 from flashmoe_megatron.multipath.control import Control
 
@@ -43,6 +43,7 @@ class MappedMemory:
     def __init__(self, control: Control, peers: Iterable[int]) -> None:
         self._control, self._peers = control, tuple(peers)
         self._count = 0
+        self._adopted: dict[int, tuple[int, int]] = {}
         self._held: dict[int, tuple[contextlib.ExitStack, contextlib.ExitStack]] = {}
 
     def allocate(self, nbytes: int) -> Block:
@@ -61,7 +62,7 @@ class MappedMemory:
         return self._made(nbytes, place)
 
     def adopt(self, tensor: torch.Tensor) -> Block:
-        """A tensor's memory, which is kept until the block is released.
+        """A tensor's memory, which is kept until the block is released, if nobody resizes it.
 
         Raises:
             ShapeError: Tensors of ranks differ in their bytes.
@@ -73,10 +74,27 @@ class MappedMemory:
             allocation = driver.allocation_of(tensor.data_ptr())
             return allocation, tensor.data_ptr() - allocation
 
-        return self._made(tensor.nbytes, place)
+        block = self._made(tensor.nbytes, place)
+        self._adopted[block.number] = block.begin, driver.allocation_id(block.begin)
+        return block
+
+    def check(self, number: int) -> None:
+        """Refuses to have a block written to whose memory is not what peers have mapped any more.
+
+        Raises:
+            LinkError: A tensor that was adopted has been given back to the driver.
+        """
+        if number in self._adopted:
+            address, identity = self._adopted[number]
+            if driver.allocation_id(address) != identity:
+                raise LinkError(
+                    "the memory of a tensor that peers write to has been given back: wanted its "
+                    "storage not to be resized"
+                )
 
     def release(self, block: Block) -> None:
         """Gives a block back, with which no rank's GPU may still be at work."""
+        self._adopted.pop(block.number, None)
         own, theirs = self._held.pop(block.number)
         with own:  # which nobody has mapped any more
             self._control.agree(theirs.close)

@@ -116,6 +116,7 @@ class Multipath:
         )
         # Links that are asked for by name are used.
         self._may_do_without = links == "auto" and self.transfers.is_on_gpus
+        self._control.look = self._raise_if_a_link_is_broken
         self._broken: FlashMoEError | None = None
         self._faster: dict[tuple[Balancer, int], bool] = {}
         if self.device.type == "cuda":
@@ -251,15 +252,16 @@ class Multipath:
     def share(self, tensor: torch.Tensor) -> bool:
         """Lets peers write into a tensor's memory without a detour, as into that of :meth:`empty`.
 
-        Collective. The memory is kept until :meth:`close`, whoever else has done with it.
+        Collective; ranks share the same tensors in the same order. The memory is kept until
+        :meth:`close`, whoever else has done with it.
 
         Args:
             tensor: Contiguous, with the same number of bytes on every rank. Each rank has to gather
-                into the same part of it.
+                into the same part of it. Its storage must not be resized.
 
         Returns:
             Whether they can. Other processes cannot map memory of torch's expandable segments or of
-            other pools than torch's own; gathers into it go as before.
+            other pools than torch's own; gathers into it go as before, and no rank is asked again.
 
         Raises:
             ShapeError: Ranks have other numbers of bytes.
@@ -269,8 +271,9 @@ class Multipath:
         if self._can_share and key not in self._shared:
             self._check(tensor=tensor)
             self._can_share = any(link.share(tensor) for link in self.transfers.links)
-            self._shared.add(key)
-        return self._can_share
+            if self._can_share:
+                self._shared.add(key)
+        return key in self._shared
 
     def take_totals(self) -> dict[str, LinkTotals]:
         """What each link has carried since the last call, and the times that are known since."""
@@ -288,8 +291,7 @@ class Multipath:
             if self._broken is None:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
-                for link in self.transfers.links:
-                    link.raise_if_broken()
+                self._raise_if_a_link_is_broken()
                 if self._control.can_meet():
                     # A rank that is still receiving must not find its peers gone.
                     self._control.gather(None)
@@ -352,9 +354,12 @@ class Multipath:
         work.wait()
         return None
 
-    def _wait_for(self, end: torch.cuda.Event) -> None:
+    def _raise_if_a_link_is_broken(self) -> None:
         for link in self.transfers.links:
             link.raise_if_broken()
+
+    def _wait_for(self, end: torch.cuda.Event) -> None:
+        self._raise_if_a_link_is_broken()
         current_stream(self.device.index).wait_event(end)
 
     def _noting_errors(self, run: Callable[[], None]) -> None:
@@ -413,7 +418,8 @@ class Multipath:
         own, others = parts[self.rank], [rank for rank in range(len(parts)) if rank != self.rank]
         # The last part may be shorter than the others.
         slot = -(-parts[0].nbytes // GRAIN) * GRAIN
-        inbox = self._inbox.take(slot * len(others))
+        announce = functools.partial(self.transfers.announce, what)
+        inbox = self._inbox.take(slot * len(others), announce)
         received = {
             rank: inbox[index * slot :][: own.nbytes].view(own.dtype)
             for index, rank in enumerate(others)

@@ -31,12 +31,17 @@ class PeerCopies(RingLink):
         super()._open(control, own_bytes)
         self._inward = [self.inbound[peer][0] for peer in self.peers]
         self._outward = [self.outbound[peer][0] for peer in self.peers]
-        self._offered = self.own.word(board.free_word(self.peers[0], 0))
-        inward, outward = self._inward, self._outward
-        self._offers, self._arrivals = (
-            driver.memory_ops([one.counted for one in told], [one.awaited for one in awaited])
-            for told, awaited in ((inward, outward), (outward, inward))
+        counted, awaited = (
+            [[getattr(one, word) for one in lanes] for lanes in (self._inward, self._outward)]
+            for word in ("counted", "awaited")
         )
+        # Nobody else writes the words that a rank has for itself, also not to let streams go.
+        begun, ended = board.full_word(self.rank, 0), board.free_word(self.rank, 0)
+        self._begun, self._ended = self.own.word(begun), self.own.word(ended)
+        own = self._own_header
+        self._offers = driver.memory_ops([own + begun, *counted[0]], awaited[1])
+        self._arrivals = driver.memory_ops(counted[1], awaited[0], [own + ended])
+        self._meetings = 0
 
     def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
         rings = self._memory.allocate(len(self.peers) * self.ring_bytes)
@@ -75,7 +80,7 @@ class PeerCopies(RingLink):
             if block.has(whole):
                 at = whole.data_ptr() - block.begin
                 targets = {peer: block.mapped[peer] + at + offsets[peer] for peer in self.peers}
-                return Place(f"{block.number}+{at:x}", targets)
+                return Place(f"{block.number}+{at:x}", targets, block.number)
         return None
 
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> RingFlight:
@@ -83,33 +88,36 @@ class PeerCopies(RingLink):
         place = exchange.pieces[0].place
         if place is None:
             return super().begin(exchange, index, tickets)
+        self._memory.check(place.block)
         self.announce(exchange)
         return _DirectFlight(self, exchange, index, place)
 
     def offer(self, stream: int) -> None:
         """Tells peers that this rank's places may be written, and waits for theirs."""
         counts = [lane.count + 1 for lane in (*self._inward, *self._outward)]
-        driver.issue(stream, self._offers, counts)
+        self._meetings += 1
+        driver.issue(stream, self._offers, [self._meetings, *counts])
 
-    def arrive(self, stream: int) -> None:
-        """Tells peers that their places have been written, and waits for this rank's."""
+    def arrive(self, stream: int) -> int:
+        """Tells peers that their places have been written, and waits for this rank's.
+
+        Returns:
+            The number of the meeting that this ends.
+        """
         lanes = (*self._outward, *self._inward)
-        driver.issue(stream, self._arrivals, [lane.count + 1 for lane in lanes])
+        counts = [lane.count + 1 for lane in lanes]
+        driver.issue(stream, self._arrivals, [*counts, self._meetings])
         for lane in lanes:
             lane.pass_by()
+        return self._meetings
 
-    def meeting(self) -> list[int]:
-        """What the words count of each peer that it waits for, up to the last :meth:`arrive`."""
-        return [lane.count for lane in self._inward]
+    def has_begun(self, meeting: int) -> bool:
+        """Whether this rank's stream has come to a meeting."""
+        return _has_counted(self._begun, meeting)
 
-    def has_offered(self, meeting: list[int]) -> bool:
-        """Whether this rank's stream has come to the offer of a meeting."""
-        return _has_counted(self._offered, meeting[0])
-
-    def has_received(self, meeting: list[int]) -> bool:
-        """Whether all peers have told that they have written, in a meeting."""
-        lanes = zip(self._inward, meeting, strict=True)
-        return all(_has_counted(lane.word, count) for lane, count in lanes)
+    def has_ended(self, meeting: int) -> bool:
+        """Whether it has passed it."""
+        return _has_counted(self._ended, meeting)
 
 
 def _has_counted(word: Any, count: int) -> bool:
@@ -121,8 +129,8 @@ class _DirectFlight(RingFlight):
 
     Ranks meet before and after it. Every call of the driver and every event costs as much as a
     piece of a copy, so that one stream does it all, and it is the current one unless that has other
-    work meanwhile. There are events only where it is timed: the words by which ranks meet tell the
-    host, too, how far it has come.
+    work meanwhile. There are events only where it is timed: words that the stream writes beside
+    those for its peers tell the host how far it has come.
     """
 
     def __init__(self, link: PeerCopies, exchange: Exchange, index: int, place: Place) -> None:
@@ -142,8 +150,7 @@ class _DirectFlight(RingFlight):
                 target = self._targets[piece.peer] + begin
                 driver.copy(target, piece.send.data_ptr() + begin, nbytes, stream)
         yield
-        link.arrive(stream)
-        self._counts = link.meeting()
+        self._meeting = link.arrive(stream)
         if self.started is not None:
             self.leave()
         else:
@@ -151,9 +158,9 @@ class _DirectFlight(RingFlight):
             link.watch.add(self)
 
     def has_begun(self) -> bool:
-        """See the base class: the first of the words that the stream writes."""
-        return self._peer_copies.has_offered(self._counts)
+        """See the base class."""
+        return self._peer_copies.has_begun(self._meeting)
 
     def is_over(self) -> bool:
-        """See the base class: the last of the words that the stream waits for."""
-        return self._peer_copies.has_received(self._counts)
+        """See the base class."""
+        return self._peer_copies.has_ended(self._meeting)

@@ -158,6 +158,17 @@ class Transfers:
         balancer = self.balancer if pieces[0].place is None else self.direct
         return Load(what, pieces, meanwhile, longest * (self._num_ranks - 1), balancer)
 
+    def announce(self, what: str) -> None:
+        """Compares an operation with those of peers, before ranks wait for each other in it.
+
+        Raises:
+            ShapeError: A peer has begun another one.
+        """
+        self._number += 1
+        exchange = Exchange(self._number, what, (), (), (), None, None)
+        for link in self.links:
+            link.announce(exchange)
+
     def exchange(self, load: Load) -> set[Link]:
         """Moves pieces over all links, by the shares of their size, behind the current stream.
 

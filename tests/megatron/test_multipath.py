@@ -1,6 +1,7 @@
 """Megatron's gathers of parameters and reductions of gradients over several links."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +66,18 @@ def of_groups(group: dist.ProcessGroup) -> None:
     finally:
         multipath._made.pop(second).close()
         dist.destroy_process_group(second)
+
+
+def test_parameters_in_the_memory_of_gradients_are_not_shared() -> None:
+    """Megatron gives that back while others generate."""
+    shared, own = torch.zeros(8), torch.zeros(4)
+    for bucket, is_own in (
+        (SimpleNamespace(param_data=own, grad_data=shared), True),
+        (SimpleNamespace(param_data=shared[:4], grad_data=shared), False),
+        (SimpleNamespace(param_data=None, grad_data=shared), False),
+    ):
+        given = own if bucket.param_data is None else bucket.param_data
+        assert multipath._has_own_memory(bucket, given) == is_own
 
 
 def test_links_end_with_their_group(four_ranks: RankPool) -> None:

@@ -130,8 +130,11 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
 class Memory:
     """A process's memory of its GPU, which others can map."""
 
+    _count = itertools.count()
+
     def __init__(self) -> None:
         self._held: dict[int, SharedMemory] = {}
+        self._numbers: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> int:
         return self._hold(SharedMemory.create(nbytes))
@@ -141,6 +144,9 @@ class Memory:
             if begin <= address < begin + memory.nbytes:
                 return begin
         return address  # nothing is known of it, so that it cannot be shared
+
+    def allocation_id(self, address: int) -> int:
+        return self._numbers[self.allocation_of(address)]
 
     def share(self, address: int) -> bytes:
         if address not in self._held:
@@ -158,6 +164,7 @@ class Memory:
 
     def _hold(self, memory: SharedMemory) -> int:
         self._held[memory.address] = memory
+        self._numbers[memory.address] = next(self._count)
         return memory.address
 
 
@@ -169,6 +176,7 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
     for name, function in {
         "allocate": memory.allocate,
         "free": memory.release,
+        "allocation_id": memory.allocation_id,
         "allocation_of": memory.allocation_of,
         "share": memory.share,
         "map_shared": memory.map_shared,
@@ -391,6 +399,7 @@ def into_shared_tensors(group: dist.ProcessGroup) -> None:
             # What one rank cannot share none does; nothing else is asked of ranks after that.
             assert not multipath.share(refused)
             assert not multipath.share(output[: 100 + rank])
+            assert multipath.share(output)
         with (
             Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath,
             pytest.raises(ShapeError, match=r"memory of \[100, 101\] bytes"),
@@ -400,6 +409,112 @@ def into_shared_tensors(group: dist.ProcessGroup) -> None:
 
 def test_tensors_that_are_shared_are_written_to(ranks: RankPool) -> None:
     ranks.run(into_shared_tensors, num_ranks=2)
+
+
+def into_memory_that_is_gone(group: dist.ProcessGroup) -> str:
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
+        device = torch.device("cpu")
+        multipath = Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=20)
+        multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0], 1.0])
+        output = driver.tensor(driver.allocate(200), 200, device)
+        part = output[100 * rank :][:100]
+        assert multipath.share(output)
+        multipath.all_gather(output, part)
+        if rank == 0:  # the storage has been resized, and the driver has given the same address
+            patch.setattr(driver, "allocation_id", lambda address: -1)
+        dist.barrier(group)
+        try:
+            for _ in range(100):
+                multipath.all_gather(output, part)
+                time.sleep(0.02)
+        except LinkError as error:
+            return str(error)
+        return "no error"
+
+
+def test_memory_that_was_given_back_is_not_written_to(ranks: RankPool) -> None:
+    for said in ranks.run(into_memory_that_is_gone, num_ranks=2):
+        assert "wanted its storage not to be resized" in said
+
+
+def behind_a_failure(group: dist.ProcessGroup) -> float:
+    """The failed rank's stream comes late to an offer that its peer has been let go from already.
+
+    Returns:
+        Seconds until this rank's stream has passed all, which the other's may be behind.
+    """
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device, gate = torch.device("cpu"), threading.Event()
+        multipath = Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=2)
+        multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0]])
+        output = multipath.empty(200)
+        part = output[100 * rank :][:100]
+        current.queue.push(gate.wait)  # its own work
+        multipath.all_gather(output, part)
+        if rank == 0:
+            multipath.all_gather(output, part)
+        dist.barrier(group)
+        if rank == 1:
+            multipath.transfers.links[0].fail(LinkError("a cable is loose"))
+        time.sleep(1.0 + 0.5 * (rank == 0))
+        gate.set()
+        began = time.monotonic()
+        current.synchronize()
+        took = time.monotonic() - began
+        dist.barrier(group)
+        return took
+
+
+def test_streams_end_behind_a_failure(ranks: RankPool) -> None:
+    assert max(ranks.run(behind_a_failure, num_ranks=2)) < 5
+
+
+def closed_early(group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device, gate = torch.device("cpu"), threading.Event()
+        multipath = Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=20)
+        multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0]])
+        output = multipath.empty(200)
+        part = output[100 * rank :][:100]
+        current.queue.push(gate.wait)
+        multipath.all_gather(output, part)
+        dist.barrier(group)
+        multipath.transfers.links[0].fail(LinkError("a cable is loose"))
+        with pytest.raises(LinkError, match="a cable is loose"):
+            multipath.all_gather(output, part)
+        threading.Timer(1.0, gate.set).start()
+        multipath.close()
+        assert gate.is_set()  # nothing that the GPU has still to do is unmapped
+
+
+def test_closing_waits_for_what_is_issued(ranks: RankPool) -> None:
+    ranks.run(closed_early, num_ranks=2)
+
+
+def uneven_reductions(group: dist.ProcessGroup) -> str:
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
+        device = torch.device("cpu")
+        multipath = Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=60)
+        multipath.all_reduce(torch.ones(20_000))
+        began = time.monotonic()
+        try:
+            for _ in range(100):
+                multipath.all_reduce(torch.ones(20_000 + 30_000 * rank))
+                time.sleep(0.02)
+        except FlashMoEError as error:
+            assert time.monotonic() < began + 20
+            return str(error)
+        return "no error"
+
+
+def test_reductions_of_other_sizes_are_named_on_every_rank(ranks: RankPool) -> None:
+    for said in ranks.run(uneven_reductions, num_ranks=2):
+        assert "all_reduce of 80000 bytes" in said
+        assert "all_reduce of 200000 bytes" in said
 
 
 def without_room(group: dist.ProcessGroup) -> None:

@@ -42,7 +42,7 @@ def over_links(module: ModuleType, handle: str) -> Callable[[Function], Function
         def start(group: Any, *args: Any, **kwargs: Any) -> Any:
             if not _is_on(group.ddp_config):
                 return original(group, *args, **kwargs)
-            with _in_place(module) as calls:
+            with _in_place(module, group.buckets) as calls:
                 result = original(group, *args, **kwargs)
             works = [work for call in calls if (work := call()) is not None]
             if works:
@@ -94,8 +94,8 @@ def _is_on(config: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _in_place(module: ModuleType) -> Iterator[list[Callable[[], Any]]]:
-    """Stands in for Megatron's two functions.
+def _in_place(module: ModuleType, buckets: Sequence[Any]) -> Iterator[list[Callable[[], Any]]]:
+    """Stands in for Megatron's two functions while buckets begin.
 
     Gives the calls that are to be made behind them: Megatron calls its functions while the group
     collects collectives, when no other one of the group can begin.
@@ -108,7 +108,8 @@ def _in_place(module: ModuleType) -> Iterator[list[Callable[[], Any]]]:
     ) -> Any:
         if not _is_large(output, group):
             return gather(output, input, group=group, async_op=async_op)
-        calls.append(lambda: _gather(_multipath(group, output), output, input, async_op))
+        shares = any(_has_own_memory(bucket, output) for bucket in buckets)
+        calls.append(lambda: _gather(_multipath(group, output), output, input, async_op, shares))
         return None
 
     def reduce_scatter(
@@ -134,11 +135,27 @@ def _in_place(module: ModuleType) -> Iterator[list[Callable[[], Any]]]:
 
 
 def _gather(
-    multipath: Multipath, output: torch.Tensor, input: torch.Tensor, async_op: bool
+    multipath: Multipath,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    async_op: bool,
+    shares: bool,
 ) -> Work | None:
-    """Gathers into a bucket, which is the same memory in every iteration."""
-    multipath.share(output)
+    """Gathers into a bucket, to which peers may write directly if it stays where it is."""
+    if shares:
+        multipath.share(output)
     return multipath.all_gather(output, input, async_op)
+
+
+def _has_own_memory(bucket: Any, parameters: torch.Tensor) -> bool:
+    """Whether parameters are a bucket's, in the same memory in every iteration.
+
+    Parameters that lie in the memory of gradients go with it: Megatron can give that back.
+    """
+    if bucket.param_data is not parameters:
+        return False
+    places = (one.untyped_storage().data_ptr() for one in (parameters, bucket.grad_data))
+    return len(set(places)) == 2
 
 
 def _kind_of(op: Any) -> Reduction | None:

@@ -68,7 +68,7 @@ MULTIPATH = [
     ["sockets", "trials", "watch"],
     ["ring", "times"],
     ["peer_copies", "transfers"],
-    ["choose"],
+    ["choose", "comparison"],
     ["multipath"],
 ]
 SCHEDULED = [

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,26 +16,20 @@ from flashmoe_megatron.errors import (
     ShapeError,
     reason_of,
 )
-from flashmoe_megatron.multipath.balancer import GRAIN, LEAST_GAIN, Balancer, size_class
+from flashmoe_megatron.multipath.balancer import GRAIN, LEAST_GAIN
 from flashmoe_megatron.multipath.choose import MakeLink, make_links
-from flashmoe_megatron.multipath.control import Control, greatest
+from flashmoe_megatron.multipath.comparison import Comparison
+from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.inbox import Inbox
-from flashmoe_megatron.multipath.links import Link, Place, current_stream, timed_event
+from flashmoe_megatron.multipath.links import Link, Place, current_stream
 from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
 from flashmoe_megatron.multipath.transfers import LinkTotals, Load, Transfers
-from flashmoe_megatron.multipath.trials import row_of
 
 MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""
 
 MIN_MAPPED_BYTES = 16 * 2**20
 """The same for gathers to which peers write without a detour."""
-
-_ROUNDS = 5
-"""How often gathers by links and by torch.distributed are compared; medians count."""
-_MARGIN = 0.05
-"""How much less time links have to take in that comparison: a host that is late is in it by chance,
-and links cost it more than torch.distributed does."""
 
 Reduction = Literal["sum", "average"]
 
@@ -114,11 +107,11 @@ class Multipath:
             leaves_out_slower=links == "auto",
             least_gain=least_gain,
         )
-        # Links that are asked for by name are used.
-        self._may_do_without = links == "auto" and self.transfers.is_on_gpus
+        self._comparison: Comparison | None = None
+        if links == "auto" and self.transfers.is_on_gpus:  # those asked for by name are used
+            self._comparison = Comparison(self._control, self.transfers, self.device.index)
         self._control.look = self._raise_if_a_link_is_broken
         self._broken: FlashMoEError | None = None
-        self._faster: dict[tuple[Balancer, int], bool] = {}
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._last_stream: torch.cuda.Stream | None = None
@@ -151,10 +144,10 @@ class Multipath:
             return _plain(plain(async_op))
 
         def run() -> None:
-            if self._may_do_without and not self._pays(gather, plain):
-                plain()
-            else:
+            if self._comparison is None or self._comparison.is_won(gather, plain):
                 self._guard(output, self.transfers.exchange(gather))
+            else:
+                plain()
 
         return self._start(run, (output, input), async_op)
 
@@ -432,19 +425,6 @@ class Multipath:
         used = self.transfers.exchange(self.transfers.load(what, pieces))
         sum_in_order(contributions, output, average)
         return used
-
-    def _pays(self, gather: Load, plain: Callable[[], object]) -> bool:
-        """Whether links gather faster than torch.distributed; tried once for a size. Collective."""
-        key = gather.balancer, size_class(gather.inbound)
-        if key not in self._faster:
-            ours = functools.partial(self.transfers.exchange, gather)
-            ours()  # which tunes
-            mark = functools.partial(timed_event, current_stream(self.device.index))
-            rounds = [(row_of(ours, mark)[1], row_of(plain, mark)[1]) for _ in range(_ROUNDS)]
-            own = [statistics.median(column) for column in zip(*rounds, strict=True)]
-            by_links, by_plain = greatest(self._control.gather(own))
-            self._faster[key] = by_links <= (1 - _MARGIN) * by_plain
-        return self._faster[key]
 
 
 def _to(place: Place | None, what: str) -> str:

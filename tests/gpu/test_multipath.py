@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron import FlashMoELayer, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError, ShapeError
-from flashmoe_megatron.multipath import multipath as multipath_module
+from flashmoe_megatron.multipath import comparison
 from flashmoe_megatron.multipath.multipath import Multipath
 from tests.distributed import RankError, RankPool
 
@@ -92,7 +92,7 @@ def gathers_by_what_is_faster(group: dist.ProcessGroup, links_take: float) -> No
             return exchange(load)
 
         patch.setattr(multipath.transfers, "exchange", noted)
-        patch.setattr(multipath_module, "row_of", lambda move, mark: ([move()], next(takes)))
+        patch.setattr(comparison, "row_of", lambda move, mark: ([move()], next(takes)))
         gathered = torch.zeros(ranks * LENGTH, device="cuda")
         for async_op in (False, True):
             multipath.all_gather(gathered, parts[rank])

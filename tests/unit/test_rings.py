@@ -424,13 +424,15 @@ def into_memory_that_is_gone(group: dist.ProcessGroup) -> str:
         if rank == 0:  # the storage has been resized, and the driver has given the same address
             patch.setattr(driver, "allocation_id", lambda address: -1)
         dist.barrier(group)
+        said = "no error"
         try:
             for _ in range(100):
                 multipath.all_gather(output, part)
                 time.sleep(0.02)
         except LinkError as error:
-            return str(error)
-        return "no error"
+            said = str(error)
+        multipath.close()
+        return said
 
 
 def test_memory_that_was_given_back_is_not_written_to(ranks: RankPool) -> None:
@@ -464,6 +466,8 @@ def behind_a_failure(group: dist.ProcessGroup) -> float:
         current.synchronize()
         took = time.monotonic() - began
         dist.barrier(group)
+        with pytest.raises(LinkError, match="a cable is loose"):
+            multipath.close()
         return took
 
 
@@ -499,16 +503,18 @@ def uneven_reductions(group: dist.ProcessGroup) -> str:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
         device = torch.device("cpu")
         multipath = Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=60)
-        multipath.all_reduce(torch.ones(20_000))
         began = time.monotonic()
+        tensors = [torch.ones(20_000), *(torch.ones(20_000 + 30_000 * rank) for _ in range(100))]
+        said = "no error"
         try:
-            for _ in range(100):
-                multipath.all_reduce(torch.ones(20_000 + 30_000 * rank))
+            for tensor in tensors:
+                multipath.all_reduce(tensor)
                 time.sleep(0.02)
         except FlashMoEError as error:
             assert time.monotonic() < began + 20
-            return str(error)
-        return "no error"
+            said = str(error)
+        multipath.close()  # which waits for what is still to be copied
+        return said
 
 
 def test_reductions_of_other_sizes_are_named_on_every_rank(ranks: RankPool) -> None:
@@ -602,6 +608,7 @@ def into_other_parts(group: dist.ProcessGroup, operation: str) -> str:
         multipath = Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=20)
         multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0], 1.0])
         memory = multipath.empty(1000, torch.int32)
+        said = "no error"
         try:
             for _ in range(200):
                 if operation == "all_gather":
@@ -610,8 +617,9 @@ def into_other_parts(group: dist.ProcessGroup, operation: str) -> str:
                     multipath.all_reduce(memory[rank : rank + 50])
                 time.sleep(0.02)
         except FlashMoEError as error:
-            return str(error)
-        return "no error"
+            said = str(error)
+        multipath.close()
+        return said
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "all_reduce"])

@@ -1,6 +1,7 @@
 """Trials between GPUs, with a clock in their place."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flashmoe_megatron.multipath import comparison
 from flashmoe_megatron.multipath.balancer import MAX_TRIALS, WINDOW, Balancer, chunks_of, cut
 from flashmoe_megatron.multipath.times import _WINDOWS, Times
 from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
@@ -168,3 +170,26 @@ def test_no_bytes_take_no_time() -> None:
     pair = Pair((200, 48), False, 5e-6)
     move = functools.partial(pair.move, (0, 0), (MIB, MIB))
     assert one_of_a_row(move, pair.mark, lambda row: [row]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("links_take", "is_won"), [(0.94, True), (0.96, False)])
+def test_links_have_to_win_by_a_margin_on_the_slowest_rank(
+    links_take: float, is_won: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank tells what this one is compared by; luck in two of five rounds is no gain."""
+    moved = list[str]()
+    lucky = itertools.cycle([0.1, links_take, 0.1, links_take, links_take])
+
+    def row(move: Callable[[], Any], mark: object) -> tuple[list[Any], float]:
+        return [], next(lucky) if move() == "links" else 1.0
+
+    monkeypatch.setattr(comparison, "row_of", row)
+    monkeypatch.setattr(comparison, "current_stream", lambda index: None)
+    transfers = SimpleNamespace(exchange=lambda load: moved.append(load.what) or "links")
+    control = SimpleNamespace(gather=lambda own: [own, [0.01, 1.0]])
+    compared = comparison.Comparison(control, transfers, 0)  # type: ignore[arg-type]
+    balancer = Balancer(["a"])
+    for what, inbound in (("first", 100), ("second", 120), ("other", 2**20)):
+        load = SimpleNamespace(what=what, inbound=inbound, balancer=balancer)
+        assert compared.is_won(load, lambda: "plain") == is_won  # type: ignore[arg-type]
+    assert moved == ["first"] * 6 + ["other"] * 6  # once to tune, and once for each class

@@ -1,0 +1,49 @@
+"""Whether gathers go by links or by torch.distributed."""
+
+import functools
+import statistics
+from collections.abc import Callable
+
+from flashmoe_megatron.multipath.balancer import Balancer, size_class
+from flashmoe_megatron.multipath.control import Control, greatest
+from flashmoe_megatron.multipath.links import current_stream, timed_event
+from flashmoe_megatron.multipath.transfers import Load, Transfers
+from flashmoe_megatron.multipath.trials import row_of
+
+_ROUNDS = 5
+"""How often both are tried; medians count."""
+_MARGIN = 0.05
+"""How much less time links have to take: a host that is late is in a trial by chance, and links
+cost it more than torch.distributed does."""
+
+
+class Comparison:
+    """Tries gathers by links and by torch.distributed in turns, once for each size class.
+
+    Args:
+        control: The ranks.
+        transfers: Moves bytes over the links.
+        index: The GPU's.
+    """
+
+    def __init__(self, control: Control, transfers: Transfers, index: int) -> None:
+        self._control, self._transfers, self._index = control, transfers, index
+        self._is_won: dict[tuple[Balancer, int], bool] = {}
+
+    def is_won(self, load: Load, plain: Callable[[], object]) -> bool:
+        """Whether links are the faster ones. Collective, and waits for the GPU, the first time.
+
+        Args:
+            load: The gather by links.
+            plain: Does the same by torch.distributed, in the current stream.
+        """
+        key = load.balancer, size_class(load.inbound)
+        if key not in self._is_won:
+            links = functools.partial(self._transfers.exchange, load)
+            links()  # which tunes
+            mark = functools.partial(timed_event, current_stream(self._index))
+            rounds = [(row_of(links, mark)[1], row_of(plain, mark)[1]) for _ in range(_ROUNDS)]
+            own = [statistics.median(column) for column in zip(*rounds, strict=True)]
+            by_links, by_plain = greatest(self._control.gather(own))
+            self._is_won[key] = by_links <= (1 - _MARGIN) * by_plain
+        return self._is_won[key]

@@ -328,10 +328,14 @@ def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
                 return exchange(load)
 
             patch.setattr(multipath.transfers, "exchange", noted)
-            # Processors take what has arrived at once, where a GPU's stream would be behind it.
+            # Processors read and mark at once what a GPU's stream does behind what has arrived.
+            guard = ring.RingLink.guard
             patch.setattr(
                 "flashmoe_megatron.multipath.multipath.sum_in_order",
                 lambda *args: (current.synchronize(), sum_in_order(*args)),
+            )
+            patch.setattr(
+                ring.RingLink, "guard", lambda *args: (current.synchronize(), guard(*args))
             )
             memory = multipath.empty(4 * 5 * 30_000)
             for dtype in (torch.bfloat16, torch.float32):

@@ -1,15 +1,19 @@
 """Programs that train by the stock script: what they read of it, and what they call wrong."""
 
 import math
+import sys
 import time
 from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from flashmoe_megatron.adapters.megatron import multipath as adapter
 from tests.distributed import PATIENCE_S
 from tests.multi_gpu import multipath, replicas, stock_training
+from tests.multi_gpu.alternating import BLOCK, alternate, turn_of
 from tests.multi_gpu.replicas import Loads, Run
 from tests.multi_gpu.stock_training import Outcome
 from tools.bench.bench_training.logs import Iteration
@@ -142,8 +146,6 @@ def test_runs_are_read_as_they_are_written() -> None:
 
 
 def test_replicas_are_judged_over_balanced_routing(capsys: pytest.CaptureFixture[str]) -> None:
-    from types import SimpleNamespace
-
     learned = Run("learned", slots=2)
     ms = {
         learned: 102.0,
@@ -167,16 +169,53 @@ def test_what_a_training_over_links_lacks_is_named() -> None:
     compared = {"step": 2, "flashmoe/link/peer/mib": 6000.0}
     with_first = replace(good, reports=[compared, moved, moved])
     assert multipath.links_of(with_first) == {"peer": 300.0, "host": 20.0}
-    assert not multipath.what_is_wrong("auto", good, 2)
-    assert not multipath.what_is_wrong("off", replace(good, reports=[{"step": 2}]), 2)
-    for words, given, outcome in [
-        ("wanted 2 finite losses", "auto", replace(good, codes=[1])),
-        ("runs on the backend kernel", "auto", replace(good, logs=[""])),
-        ("with multipath off", "off", good),
-        ("with multipath auto", "auto", replace(good, reports=[{"step": 2}])),
+    plain = replace(good, iterations={n: Iteration(3, 2 - n / 9) for n in range(1, 5)}, reports=[])
+    idle = {"step": 3}
+    turns = ["auto", "off"]
+    mixed = replace(plain, reports=[moved, idle])
+    assert not multipath.what_is_wrong(mixed, plain, turns, 4)
+    assert not multipath.what_is_wrong(replace(mixed, reports=[moved]), plain, ["auto"], 4)
+    other = {n: Iteration(3, 2 - n / 8) for n in range(1, 5)}
+    for words, outcome, beside in [
+        ("in turns: wanted 4 finite losses", replace(mixed, codes=[1]), plain),
+        ("in turns: no layer says that it runs on the backend", replace(mixed, logs=[""]), plain),
+        ("off: wanted 4 finite losses", mixed, replace(plain, codes=[1])),
+        ("something in 2 of 2 iterations", replace(mixed, reports=[moved, moved]), plain),
+        ("something in 0 of 2 iterations", replace(mixed, reports=[idle, idle]), plain),
+        ("first losses are [1.8", mixed, replace(plain, iterations=other)),
     ]:
-        (sentence,) = multipath.what_is_wrong(given, outcome, 2)
+        (sentence,) = multipath.what_is_wrong(outcome, beside, turns, 4)
         assert words in sentence
+
+
+def test_blocks_of_iterations_are_timed_by_what_they_go_by() -> None:
+    turns = ["auto", "off"]
+    assert [turn_of(turns, number) for number in (1, 4, 5, 8, 9)] == [
+        *("auto", "auto", "off", "off", "auto")
+    ]
+    # The first ones, and the first of each block, are slow; the rest takes 10 ms by links and 20.
+    usual = {"auto": 10, "off": 20}
+    ms = {n: 99 if n <= 14 or n % 4 == 1 else usual[turn_of(turns, n)] for n in range(1, 33)}
+    outcome = Outcome([0], {n: Iteration(one, 1) for n, one in ms.items()}, [], [""], 1.0)
+    assert multipath.ms_of(outcome, turns) == {"auto": 10, "off": 20}
+
+
+def test_iterations_choose_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = SimpleNamespace(train_step=lambda: seen.append(adapter._is_on(None)))
+    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(training=training))
+    seen: list[object] = []
+    for name in ("_is_on", "_made", "Multipath"):
+        monkeypatch.setattr(adapter, name, getattr(adapter, name))
+    monkeypatch.setattr(adapter, "_is_on", lambda config: True)
+    monkeypatch.setattr(adapter, "Multipath", lambda group, links: links)
+    alternate(["off", "auto", "peer"])
+    made = []
+    for _ in range(3 * BLOCK):
+        training.train_step()
+        made.append((id(adapter._made), adapter.Multipath("group")))
+    assert seen == [False] * BLOCK + [True] * 2 * BLOCK
+    assert [links for _, links in made[BLOCK:]] == ["auto"] * BLOCK + [("peer",)] * BLOCK
+    assert len({place for place, _ in made}) == 3
 
 
 def test_trainings_with_slots_run_on_processors(

@@ -45,7 +45,7 @@ def links_of(outcome: Outcome) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for report in outcome.reports:
         for key, mib in report.items():
-            if key.startswith("flashmoe/link/") and key.endswith("/mib"):
+            if _is_of_a_link(key):
                 found.setdefault(key.split("/")[2], []).append(mib)
     return {link: statistics.median(each) for link, each in found.items()}
 
@@ -57,6 +57,22 @@ def ms_of(outcome: Outcome, turns: list[str]) -> dict[str, float]:
         if number > WARM * len(turns) and (number - 1) % BLOCK:
             times[turn_of(turns, number)].append(one.ms)
     return {turn: round(statistics.median(each), 1) for turn, each in times.items() if each}
+
+
+def what_is_wrong(mixed: Outcome, plain: Outcome, turns: list[str], iterations: int) -> list[str]:
+    """Sentences on two trainings that did not do what was asked, in our code."""
+    wrong = [f"in turns: {one}" for one in mixed.what_is_wrong(iterations, "kernel")]
+    wrong += [f"off: {one}" for one in plain.what_is_wrong(BLOCK, "kernel")]
+    has_moved = [any(_is_of_a_link(key) for key in report) for report in mixed.reports]
+    if set(has_moved) != {turn != "off" for turn in turns}:
+        wrong.append(f"links carried something in {sum(has_moved)} of {len(has_moved)} iterations")
+    if not agree([mixed.losses[:BLOCK], plain.losses]):
+        wrong.append(f"first losses are {mixed.losses[:BLOCK]} and {plain.losses}")
+    return wrong
+
+
+def _is_of_a_link(key: str) -> bool:
+    return key.startswith("flashmoe/link/") and key.endswith("/mib")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -88,18 +104,13 @@ def main(arguments: Sequence[str]) -> int:
     for turn, each in ms.items():
         print(f"{turn}: {each:.1f} ms an iteration, {each / ms.get('off', each):.3f} of off")
     print(f"links carried {links} MiB")
-    wrong = mixed.what_is_wrong(args.iterations, "kernel")
-    if not sum(links.values()):
-        wrong.append("links carried nothing")
-    right = mixed.say_wrong("in turns", wrong)
-    right &= plain.say_wrong("off", plain.what_is_wrong(BLOCK, "kernel"))
+    wrong = what_is_wrong(mixed, plain, args.turns, args.iterations)
     losses = [mixed.losses[:BLOCK], plain.losses]
-    if not agree(losses):
-        print(f"wrong: first losses differ: {losses}")
-        right = False
     tell(args.out, turns=args.turns, ms=ms, links=links, losses=losses, all_ms=_all_ms(mixed))
-    print("all right" if right else "failed")
-    return int(not right)
+    if wrong:
+        print(*(f"wrong, {sentence}" for sentence in wrong), mixed.ends(), plain.ends(), sep="\n")
+    print("failed" if wrong else "all right")
+    return int(bool(wrong))
 
 
 def _all_ms(outcome: Outcome) -> list[float]:

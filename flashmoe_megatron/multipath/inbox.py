@@ -53,6 +53,7 @@ class Inbox:
             try:
                 self._memory = self._links[0].allocate(nbytes)
             except DeviceError as error:  # the same on every rank
+                self._links[0].raise_if_broken()
                 logger.warning("reductions take a detour: %s", error)
             if self._memory is not None:
                 return

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashmoe_megatron.errors import LinkError, ShapeError
+from flashmoe_megatron.errors import DeviceError, LinkError, ShapeError
 from flashmoe_megatron.multipath import driver
 from flashmoe_megatron.multipath.control import Control
 
@@ -68,14 +68,17 @@ class MappedMemory:
             ShapeError: Tensors of ranks differ in their bytes.
             DeviceError: The driver cannot share the memory of one of them.
         """
+        identity = 0
 
         def place(own: contextlib.ExitStack) -> tuple[int, int]:
+            nonlocal identity
             own.callback(_keep, tensor)
+            identity = driver.allocation_id(tensor.data_ptr())
             allocation = driver.allocation_of(tensor.data_ptr())
             return allocation, tensor.data_ptr() - allocation
 
         block = self._made(tensor.nbytes, place)
-        self._adopted[block.number] = block.begin, driver.allocation_id(block.begin)
+        self._adopted[block.number] = block.begin, identity
         return block
 
     def check(self, number: int) -> None:
@@ -86,7 +89,11 @@ class MappedMemory:
         """
         if number in self._adopted:
             address, identity = self._adopted[number]
-            if driver.allocation_id(address) != identity:
+            try:
+                is_same = driver.allocation_id(address) == identity
+            except DeviceError:  # there is no memory at all
+                is_same = False
+            if not is_same:
                 raise LinkError(
                     "the memory of a tensor that peers write to has been given back: wanted its "
                     "storage not to be resized"

@@ -236,6 +236,7 @@ class Multipath:
             DeviceError: The GPU has no room.
         """
         nbytes = length * dtype.itemsize
+        self._noting_errors(lambda: self.transfers.announce("empty"))
         for link in self.transfers.links:
             memory = link.allocate(nbytes)
             if memory is not None:
@@ -263,6 +264,7 @@ class Multipath:
         # One refusal is enough: every rank has it, and to ask again takes a millisecond.
         if self._can_share and key not in self._shared:
             self._check(tensor=tensor)
+            self._noting_errors(lambda: self.transfers.announce("share"))
             self._can_share = any(link.share(tensor) for link in self.transfers.links)
             if self._can_share:
                 self._shared.add(key)

@@ -64,6 +64,7 @@ class PeerCopies(RingLink):
             with torch.cuda.device(self.device):
                 self._blocks.append(self._memory.adopt(tensor))
         except DeviceError:
+            self.raise_if_broken()
             return False
         return True
 

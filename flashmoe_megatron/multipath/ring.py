@@ -259,11 +259,11 @@ class RingLink(Link):
             output[:1].mul_(self._verdict)
 
     def close(self) -> None:
-        """Waits for the link's streams and frees its memory."""
+        """Waits for what the GPU has been given and frees the link's memory."""
         self.watch.close()
-        for to_peer, from_peer in self.streams:
-            to_peer.synchronize()
-            from_peer.synchronize()
+        if self.problem() is not None:
+            self.release()  # also what waits of an exchange that has not been issued to its end
+        torch.cuda.synchronize(self.device)  # sums and marks are in streams of others
         self._stack.close()
 
 

@@ -170,18 +170,27 @@ def test_what_a_training_over_links_lacks_is_named() -> None:
     with_first = replace(good, reports=[compared, moved, moved])
     assert multipath.links_of(with_first) == {"peer": 300.0, "host": 20.0}
     plain = replace(good, iterations={n: Iteration(3, 2 - n / 9) for n in range(1, 5)}, reports=[])
-    idle = {"step": 3}
+    moved, idle = {**moved, "step": 3}, {"step": 7}
     turns = ["auto", "off"]
     mixed = replace(plain, reports=[moved, idle])
     assert not multipath.what_is_wrong(mixed, plain, turns, 4)
     assert not multipath.what_is_wrong(replace(mixed, reports=[moved]), plain, ["auto"], 4)
+    for step in (4, 5):  # at a block's end, what is beside it counts, too
+        for report in (moved, idle):
+            beside = replace(mixed, reports=[{**report, "step": step}])
+            assert not multipath.what_is_wrong(beside, plain, turns, 4)
     other = {n: Iteration(3, 2 - n / 8) for n in range(1, 5)}
     for words, outcome, beside in [
         ("in turns: wanted 4 finite losses", replace(mixed, codes=[1]), plain),
         ("in turns: no layer says that it runs on the backend", replace(mixed, logs=[""]), plain),
         ("off: wanted 4 finite losses", mixed, replace(plain, codes=[1])),
-        ("something in 2 of 2 iterations", replace(mixed, reports=[moved, moved]), plain),
-        ("something in 0 of 2 iterations", replace(mixed, reports=[idle, idle]), plain),
+        (
+            "7: links carried something",
+            replace(mixed, reports=[moved, {**moved, "step": 7}]),
+            plain,
+        ),
+        ("3: links carried nothing", replace(mixed, reports=[{"step": 3}, idle]), plain),
+        ("nothing is reported", replace(mixed, reports=[]), plain),
         ("first losses are [1.8", mixed, replace(plain, iterations=other)),
     ]:
         (sentence,) = multipath.what_is_wrong(outcome, beside, turns, 4)

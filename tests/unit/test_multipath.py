@@ -542,6 +542,27 @@ def test_uneven_sizes_are_named_on_every_rank(ranks: RankPool) -> None:
         assert "404 bytes" in said
 
 
+def other_first_calls(group: dist.ProcessGroup) -> str:
+    links = [lambda control: SocketLink(control, pace=TokenPace(1e9))]
+    multipath = Multipath(group, links=links, min_bytes=1, timeout=60)
+    whole, part = torch.ones(200), torch.ones(100)
+    try:
+        if multipath.rank == 0:
+            multipath.all_reduce(whole)
+        else:
+            multipath.all_gather(whole, part)
+    except ShapeError as error:
+        multipath.close()
+        return str(error)
+    return "no error"
+
+
+def test_other_operations_are_named_on_every_rank(ranks: RankPool) -> None:
+    for said in ranks.run(other_first_calls, num_ranks=2):
+        assert "all_reduce of 800 bytes" in said
+        assert "all_gather of 800 bytes" in said
+
+
 @pytest.mark.parametrize("received", [0, 3, 4])
 def test_a_peer_that_closes_behind_its_last_byte_ends_nothing(received: int) -> None:
     piece = Piece(1, torch.zeros(4), torch.zeros(4))

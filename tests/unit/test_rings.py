@@ -146,7 +146,7 @@ class Memory:
         return address  # nothing is known of it, so that it cannot be shared
 
     def allocation_id(self, address: int) -> int:
-        return self._numbers[self.allocation_of(address)]
+        return self._numbers.get(self.allocation_of(address), -1)
 
     def share(self, address: int) -> bytes:
         if address not in self._held:
@@ -493,13 +493,70 @@ def closed_early(group: dist.ProcessGroup) -> None:
         multipath.transfers.links[0].fail(LinkError("a cable is loose"))
         with pytest.raises(LinkError, match="a cable is loose"):
             multipath.all_gather(output, part)
-        threading.Timer(1.0, gate.set).start()
+        behind, gate_behind = threading.Event(), threading.Event()
+        current.queue.push(gate_behind.wait)
+        current.queue.push(behind.set)
+        threading.Timer(0.5, gate.set).start()
+        threading.Timer(1.0, gate_behind.set).start()
         multipath.close()
-        assert gate.is_set()  # nothing that the GPU has still to do is unmapped
+        assert behind.is_set()  # nothing that the GPU has still to do is unmapped
 
 
 def test_closing_waits_for_what_is_issued(ranks: RankPool) -> None:
     ranks.run(closed_early, num_ranks=2)
+
+
+def broken_off(group: dist.ProcessGroup) -> None:
+    """The driver refuses a copy behind the offer, for which the stream already waits."""
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device = torch.device("cpu")
+        multipath = Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=20)
+        multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0]])
+        output = multipath.empty(200)
+        part = output[100 * rank :][:100]
+
+        def refused(*_: Any) -> None:
+            raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE (1)")
+
+        if rank == 0:
+            patch.setattr(driver, "copy", refused)
+            with pytest.raises(DeviceError):
+                multipath.all_gather(output, part)
+            multipath.close()
+            current.synchronize()
+        dist.barrier(group)
+        if rank == 1:
+            with pytest.raises(DeviceError, match="rank 0"):
+                multipath.all_gather(output, part)
+            multipath.close()
+
+
+def test_closing_lets_go_what_was_broken_off(ranks: RankPool) -> None:
+    ranks.run(broken_off, num_ranks=2)
+
+
+def failed_meanwhile(group: dist.ProcessGroup, operation: str) -> None:
+    """A peer's failure is not taken for a GPU that has no room, or cannot share."""
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
+        device = torch.device("cpu")
+        multipath = Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=20)
+        tensor = driver.tensor(driver.allocate(4000), 4000, device)
+        if rank == 1:
+            time.sleep(0.5)
+            multipath.transfers.links[0].fail(DeviceError("a card has fallen off the bus"))
+        else:
+            with pytest.raises(DeviceError, match="rank 1: a card"):
+                multipath.share(tensor) if operation == "share" else multipath.all_reduce(tensor)
+        dist.barrier(group)
+        with contextlib.suppress(DeviceError):
+            multipath.close()
+
+
+@pytest.mark.parametrize("operation", ["share", "all_reduce"])
+def test_a_failure_is_no_want_of_memory(operation: str, ranks: RankPool) -> None:
+    ranks.run(failed_meanwhile, operation, num_ranks=2)
 
 
 def uneven_reductions(group: dist.ProcessGroup) -> str:

@@ -62,8 +62,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the watch takes a copy that has only been offered for one that has arrived",
-        "return _has_counted(self._ended, meeting)",
-        "return _has_counted(self._begun, meeting)",
+        "return has_counted(self._ended, meeting)",
+        "return has_counted(self._begun, meeting)",
         "tests/unit/test_rings.py::test_a_peer_that_stays_away_is_named",
     ),
     Mutation(

@@ -10,7 +10,7 @@ from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Place
 from flashmoe_megatron.multipath.mapped import Block, MappedMemory
-from flashmoe_megatron.multipath.ring import RingFlight, RingLink
+from flashmoe_megatron.multipath.ring import RingFlight, RingLink, has_counted
 
 
 class PeerCopies(RingLink):
@@ -114,15 +114,11 @@ class PeerCopies(RingLink):
 
     def has_begun(self, meeting: int) -> bool:
         """Whether this rank's stream has come to a meeting."""
-        return _has_counted(self._begun, meeting)
+        return has_counted(self._begun, meeting)
 
     def has_ended(self, meeting: int) -> bool:
         """Whether it has passed it."""
-        return _has_counted(self._ended, meeting)
-
-
-def _has_counted(word: Any, count: int) -> bool:
-    return (int(word.value) - count) & 0xFFFFFFFF < 2**31
+        return has_counted(self._ended, meeting)
 
 
 class _DirectFlight(RingFlight):

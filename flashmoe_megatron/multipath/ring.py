@@ -36,6 +36,11 @@ _FAR = 2**30
 """How far ahead a counter is set that nobody will count on any more."""
 
 
+def has_counted(word: Any, count: int) -> bool:
+    """Whether a word has come to a count, modulo 2**32."""
+    return (int(word.value) - count) & 0xFFFFFFFF < 2**31
+
+
 class _Ring:
     """A lane of one direction between two ranks, as one of the two sees it.
 
@@ -75,7 +80,7 @@ class _Ring:
         """Issues the next chunk, from an address to the peer."""
         free = self.count + 1 - NUM_SLOTS
         # The host may see already that the slot is free, which spares the stream the wait.
-        if free > 0 and (int(self.word.value) - free) & 0xFFFFFFFF >= 2**31:
+        if free > 0 and not has_counted(self.word, free):
             driver.wait_value(self.stream, self.awaited, free)
         driver.copy(self._slots[self.count % NUM_SLOTS], address, nbytes, self.stream)
         self._slack = NUM_SLOTS

@@ -315,6 +315,16 @@ def contribution(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-100, 100, (length,), generator=generator).div(7).to(dtype)
 
 
+def sum_and_mark_behind(current: Stream, patch: pytest.MonkeyPatch) -> None:
+    """Processors read and mark at once what a GPU's stream does behind what has arrived."""
+    guard = ring.RingLink.guard
+    patch.setattr(
+        "flashmoe_megatron.multipath.multipath.sum_in_order",
+        lambda *args: (current.synchronize(), sum_in_order(*args)),
+    )
+    patch.setattr(ring.RingLink, "guard", lambda *args: (current.synchronize(), guard(*args)))
+
+
 def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
     """Sums of parts that peers have written to this rank's inbox, which grows and is used again."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -328,15 +338,7 @@ def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
                 return exchange(load)
 
             patch.setattr(multipath.transfers, "exchange", noted)
-            # Processors read and mark at once what a GPU's stream does behind what has arrived.
-            guard = ring.RingLink.guard
-            patch.setattr(
-                "flashmoe_megatron.multipath.multipath.sum_in_order",
-                lambda *args: (current.synchronize(), sum_in_order(*args)),
-            )
-            patch.setattr(
-                ring.RingLink, "guard", lambda *args: (current.synchronize(), guard(*args))
-            )
+            sum_and_mark_behind(current, patch)
             memory = multipath.empty(4 * 5 * 30_000)
             for dtype in (torch.bfloat16, torch.float32):
                 for length in (3, 30_000, 1000, 20_001):
@@ -444,6 +446,17 @@ def test_memory_that_was_given_back_is_not_written_to(ranks: RankPool) -> None:
         assert "wanted its storage not to be resized" in said
 
 
+def peer_copies_alone(
+    group: dist.ProcessGroup, timeout: float
+) -> tuple[Multipath, torch.Tensor, torch.Tensor]:
+    """Peer copies, memory that they write to directly, and this rank's part of it, all tuned."""
+    device, rank = torch.device("cpu"), dist.get_rank(group)
+    multipath = Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=timeout)
+    multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0]])
+    output = multipath.empty(200)
+    return multipath, output, output[100 * rank :][:100]
+
+
 def behind_a_failure(group: dist.ProcessGroup) -> float:
     """The failed rank's stream comes late to an offer that its peer has been let go from already.
 
@@ -452,11 +465,8 @@ def behind_a_failure(group: dist.ProcessGroup) -> float:
     """
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        device, gate = torch.device("cpu"), threading.Event()
-        multipath = Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=2)
-        multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0]])
-        output = multipath.empty(200)
-        part = output[100 * rank :][:100]
+        gate = threading.Event()
+        multipath, output, part = peer_copies_alone(group, 2)
         current.queue.push(gate.wait)  # its own work
         multipath.all_gather(output, part)
         if rank == 0:
@@ -480,13 +490,9 @@ def test_streams_end_behind_a_failure(ranks: RankPool) -> None:
 
 
 def closed_early(group: dist.ProcessGroup) -> None:
-    rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        device, gate = torch.device("cpu"), threading.Event()
-        multipath = Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=20)
-        multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0]])
-        output = multipath.empty(200)
-        part = output[100 * rank :][:100]
+        gate = threading.Event()
+        multipath, output, part = peer_copies_alone(group, 20)
         current.queue.push(gate.wait)
         multipath.all_gather(output, part)
         dist.barrier(group)
@@ -510,11 +516,7 @@ def broken_off(group: dist.ProcessGroup) -> None:
     """The driver refuses a copy behind the offer, for which the stream already waits."""
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        device = torch.device("cpu")
-        multipath = Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=20)
-        multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0]])
-        output = multipath.empty(200)
-        part = output[100 * rank :][:100]
+        multipath, output, part = peer_copies_alone(group, 20)
 
         def refused(*_: Any) -> None:
             raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE (1)")
@@ -588,10 +590,7 @@ def without_room(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         device, allocate = torch.device("cpu"), driver.allocate
-        patch.setattr(
-            "flashmoe_megatron.multipath.multipath.sum_in_order",
-            lambda *args: (current.synchronize(), sum_in_order(*args)),
-        )
+        sum_and_mark_behind(current, patch)
 
         def allocated(nbytes: int) -> int:
             if rank == 1 and nbytes > 2**17:

@@ -61,6 +61,12 @@ MUTATIONS = (
         "tests/unit/test_rings.py::test_ranks_take_note_of_the_same_transfers",
     ),
     Mutation(
+        "a slot for all is filled while one of its receivers still copies out of it",
+        "for ring in rings:\n            ring.await_slot()",
+        "rings[0].await_slot()",
+        "tests/unit/test_rings.py::test_what_is_for_all_is_sent_once",
+    ),
+    Mutation(
         "the watch takes a copy that has only been offered for one that has arrived",
         "return has_counted(self._ended, meeting)",
         "return has_counted(self._begun, meeting)",

@@ -8,6 +8,7 @@ Two traps are avoided by rule. A link that carries nothing is never the fastest,
 latency alone is longer than what the others take carries nothing.
 """
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -114,6 +115,7 @@ Measure = Callable[[Sequence[int], Sequence[int]], Sequence[float]]
 """Moves so many bytes over each link at once, in chunks of so many; returns each link's seconds."""
 
 
+@functools.lru_cache(maxsize=1024)
 def size_class(nbytes: int) -> int:
     """The size class of a transfer: sizes up to a power of two share what was learned."""
     return max(nbytes - 1, 1).bit_length()

@@ -26,7 +26,8 @@ _PEER_BYTES, _FREE, _LANE = 256, 128, 64  # a counter has a cache line for itsel
 _LOG, _LOG_ENTRIES = MAX_RANKS * _PEER_BYTES, 64
 _NUMBER, _TEXT_BYTES = struct.Struct("<Q"), 56
 _ENTRY_BYTES = _NUMBER.size + _TEXT_BYTES
-_NOTICE = _LOG + _LOG_ENTRIES * _ENTRY_BYTES
+NOTICE = _LOG + _LOG_ENTRIES * _ENTRY_BYTES
+"""Offset of a word that is 0 as long as there is no notice."""
 _LENGTH = struct.Struct("<I")
 VERDICT = HEADER_BYTES - 64
 """Offset of the factor for outputs, a float."""
@@ -86,14 +87,14 @@ def post(memory: SharedMemory, reason: str) -> None:
     memory.write(VERDICT, _FACTOR.pack(math.nan))
     if notice(memory) is None:
         text = reason.encode()[:_LONGEST]
-        memory.write(_NOTICE + _LENGTH.size, text)
-        memory.write(_NOTICE, _LENGTH.pack(len(text)))
+        memory.write(NOTICE + _LENGTH.size, text)
+        memory.write(NOTICE, _LENGTH.pack(len(text)))
 
 
 def notice(memory: SharedMemory) -> str | None:
     """Why the links have failed, if they have."""
-    (length,) = _LENGTH.unpack(memory.read(_NOTICE, _LENGTH.size))
-    return memory.read(_NOTICE + _LENGTH.size, length).decode(errors="replace") if length else None
+    (length,) = _LENGTH.unpack(memory.read(NOTICE, _LENGTH.size))
+    return memory.read(NOTICE + _LENGTH.size, length).decode(errors="replace") if length else None
 
 
 def require_ranks(num_ranks: int) -> None:

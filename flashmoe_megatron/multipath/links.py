@@ -32,12 +32,14 @@ class Piece(NamedTuple):
         send: Bytes to send, flat uint8.
         receive: Where the peer's bytes go, flat uint8; a different number is possible.
         place: Where it goes, if peers can be written to without a detour.
+        to_all: Whether every peer gets the same bytes, which is so on all ranks or on none.
     """
 
     peer: int
     send: torch.Tensor
     receive: torch.Tensor
     place: Place | None = None
+    to_all: bool = False
 
 
 class Part(NamedTuple):
@@ -119,12 +121,14 @@ class Link(abc.ABC):
         takes_rest: Whether it may take chunks of a transfer's rest when it is free; the shares of
             the others are fixed when a transfer starts.
         writes_to_places: Whether it writes to pieces' places, and then needs no event to be told.
+        sends_once: Whether what is for all peers takes its way only once until it branches off.
     """
 
     name: str
     device_type: Literal["cpu", "cuda"]
     takes_rest: bool = False
     writes_to_places: bool = False
+    sends_once: bool = False
 
     @abc.abstractmethod
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> Flight:

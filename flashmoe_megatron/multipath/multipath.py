@@ -1,6 +1,7 @@
 """Collectives whose bytes go over all links of a machine at once."""
 
 import concurrent.futures
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -30,6 +31,11 @@ MIN_BYTES = 64 * 2**20
 
 MIN_MAPPED_BYTES = 16 * 2**20
 """The same for gathers to which peers write without a detour."""
+
+SEGMENT_BYTES = 64 * 2**20
+"""What a rank receives of a reduction, at least, before it sums that beside the rest."""
+
+MOST_SEGMENTS = 4
 
 Reduction = Literal["sum", "average"]
 
@@ -213,7 +219,7 @@ class Multipath:
             used = self._reduce(what, parts, own, op == "average")
             place = self._gathered_in(flat, length * flat.element_size())
             what = _to(place, what)
-            pieces = self.transfers.pieces([own] * self.num_ranks, parts, place)
+            pieces = self.transfers.pieces(own, parts, place)
             used |= self.transfers.exchange(self.transfers.load(what, pieces))
             self._guard(tensor, used)
 
@@ -334,7 +340,9 @@ class Multipath:
                 if before is not None and before != stream:
                     stream.wait_stream(before)
             self._last_stream = stream
-            with torch.cuda.device(index):
+            # To enter the device that is current already takes some microseconds.
+            is_there = torch.cuda.current_device() == index
+            with contextlib.nullcontext() if is_there else torch.cuda.device(index):
                 if not async_op:
                     self._noting_errors(run)
                     return None
@@ -388,7 +396,7 @@ class Multipath:
             return None
         what = _to(place, f"all_gather of {output.nbytes} bytes")
         parts, own = output.view(-1).chunk(self.num_ranks), input.view(-1)
-        pieces = self.transfers.pieces([own] * self.num_ranks, parts, place)
+        pieces = self.transfers.pieces(own, parts, place)
         if parts[self.rank].data_ptr() != own.data_ptr():
             return self.transfers.load(what, pieces, lambda: _copy(own, parts[self.rank]))
         gather = self.transfers.load(what, pieces)
@@ -421,12 +429,31 @@ class Multipath:
         }
         # A rank's slot is among those of a peer, which has none for itself.
         offsets = {rank: slot * (self.rank - (self.rank > rank)) for rank in others}
-        place = self._place_in(inbox, offsets)
         contributions = [received.get(rank, own) for rank in range(len(parts))]
-        pieces = self.transfers.pieces(parts, contributions, place)
-        used = self.transfers.exchange(self.transfers.load(what, pieces))
-        sum_in_order(contributions, output, average)
+        used: set[Link] = set()
+        sum_before: Callable[[], None] | None = None
+        for begin, end in self._segments(inbox, slot):
+            at = slice(begin // own.element_size(), end // own.element_size())
+            place = self._place_in(inbox, {rank: offsets[rank] + begin for rank in others})
+            sends, arriving = [part[at] for part in parts], [one[at] for one in contributions]
+            pieces = self.transfers.pieces(sends, arriving, place)
+            used |= self.transfers.exchange(self.transfers.load(what, pieces, sum_before))
+            sum_before = functools.partial(sum_in_order, arriving, output[at], average)
+        assert sum_before is not None
+        sum_before()
         return used
+
+    def _segments(self, inbox: torch.Tensor, slot: int) -> list[tuple[int, int]]:
+        """The bytes of a slot that are moved at once, while those before are summed.
+
+        Every segment is a transfer of its own, which only peers that write without a detour begin
+        fast enough.
+        """
+        count = min(MOST_SEGMENTS, slot * (self.num_ranks - 1) // SEGMENT_BYTES)
+        if count < 2 or self._place_in(inbox, dict.fromkeys(range(self.num_ranks), 0)) is None:
+            return [(0, slot)]
+        each = -(-slot // count // GRAIN) * GRAIN
+        return [(begin, min(begin + each, slot)) for begin in range(0, slot, each)]
 
 
 def _to(place: Place | None, what: str) -> str:

@@ -1,5 +1,6 @@
 """Copies from GPU to GPU of one host by copy engines."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Place
 from flashmoe_megatron.multipath.mapped import Block, MappedMemory
-from flashmoe_megatron.multipath.ring import RingFlight, RingLink, has_counted
+from flashmoe_megatron.multipath.ring import RingFlight, RingLink, Slots, has_counted
 
 
 class PeerCopies(RingLink):
@@ -19,6 +20,9 @@ class PeerCopies(RingLink):
     Tensors of a program are not mapped elsewhere, so that chunks are staged in rings and copied out
     of them; tensors in memory of :meth:`allocate` or :meth:`share` are written to directly, in one
     copy.
+
+    Attributes:
+        copiers: The streams of direct copies; the first one is for those beside other work.
     """
 
     name = "peer"
@@ -42,12 +46,13 @@ class PeerCopies(RingLink):
         self._offers = driver.memory_ops([own + begun, *counted[0]], awaited[1])
         self._arrivals = driver.memory_ops(counted[1], awaited[0], [own + ended])
         self._meetings = 0
+        self.copiers = [stream for lane in self.streams for stream in lane]
 
-    def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
+    def _slots(self, control: Control) -> Slots:
         rings = self._memory.allocate(len(self.peers) * self.ring_bytes)
         inbound = {peer: rings.begin + self.offset(self.rank, peer) for peer in self.peers}
         outbound = {peer: rings.mapped[peer] + self.offset(peer, self.rank) for peer in self.peers}
-        return inbound, outbound
+        return Slots(inbound, outbound, {})
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See the base class."""
@@ -124,10 +129,11 @@ class PeerCopies(RingLink):
 class _DirectFlight(RingFlight):
     """What goes to the receivers' memory without a detour: one copy to each peer.
 
-    Ranks meet before and after it. Every call of the driver and every event costs as much as a
-    piece of a copy, so that one stream does it all, and it is the current one unless that has other
-    work meanwhile. There are events only where it is timed: words that the stream writes beside
-    those for its peers tell the host how far it has come.
+    Ranks meet before and after it, in one stream, since every call of the driver and every event
+    costs as much as a piece of a copy. It is the current stream unless that has other work
+    meanwhile. Copies to several peers have a stream each, for a copy that follows another one
+    begins only some 10 us after its end. There are events with times only where it is timed: words
+    that the stream writes beside those for its peers tell the host how far it has come.
     """
 
     def __init__(self, link: PeerCopies, exchange: Exchange, index: int, place: Place) -> None:
@@ -138,15 +144,23 @@ class _DirectFlight(RingFlight):
     def steps(self) -> Iterator[None]:
         """Issues everything at once; what has arrived is awaited behind what other links issue."""
         link, (begin, end, _) = self._peer_copies, self.part
-        self.enter([link.streams[0][0]] if self._is_beside else [])
-        stream = int(self._streams[0].cuda_stream)
+        self.enter([link.copiers[0]] if self._is_beside else [])
+        first, others = self._streams[0], link.copiers[1 : len(self.pieces)]
+        stream = int(first.cuda_stream)
         link.offer(stream)
-        for piece in self.pieces:
+        if others:
+            offered = first.record_event()
+            for other in others:
+                other.wait_event(offered)
+        streams = itertools.cycle([stream, *(int(other.cuda_stream) for other in others)])
+        for piece, copier in zip(self.pieces, streams, strict=False):
             if (nbytes := min(end, piece.send.numel()) - begin) > 0:
-                link.admit(stream, nbytes)
+                link.admit(copier, nbytes)
                 target = self._targets[piece.peer] + begin
-                driver.copy(target, piece.send.data_ptr() + begin, nbytes, stream)
+                driver.copy(target, piece.send.data_ptr() + begin, nbytes, copier)
         yield
+        for other in others:
+            first.wait_stream(other)
         self._meeting = link.arrive(stream)
         if self.started is not None:
             self.leave()

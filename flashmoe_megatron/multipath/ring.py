@@ -6,6 +6,9 @@ copies a chunk there and counts it; the receiver's stream waits for that count, 
 its place and counts it too. Streams wait and count by memory operations, so that no thread of the
 host takes part and no multiprocessor is taken. While one lane waits and counts, the other copies.
 
+A link may have rings of its senders besides, out of which all receivers copy what is for every one
+of them. Their chunks count as those of all rings of the lane, between which they come.
+
 Every rank issues, chunk after chunk, first what it sends to each peer and then what it receives
 from each. So a stream waits only for what every rank has issued earlier, and transfers go on even
 if the streams of a GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
@@ -14,7 +17,7 @@ if the streams of a GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +57,7 @@ class _Ring:
 
     Attributes:
         count: Chunks that this rank has issued.
+        common: Where it finds what the peer sends to all, if the link has that.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class _Ring:
         self.awaited, self.counted = awaited, counted
         self.word, self.count = word, 0
         self._slack = 0  # how many chunks the peer may be behind without this rank's waiting
+        self.common: _Common | None = None
 
     def is_behind(self) -> bool:
         """Whether the peer has not counted what this rank's streams wait for."""
@@ -78,18 +83,34 @@ class _Ring:
 
     def send(self, address: int, nbytes: int) -> None:
         """Issues the next chunk, from an address to the peer."""
+        self.await_slot()
+        driver.copy(self._slots[self.count % NUM_SLOTS], address, nbytes, self.stream)
+        self.count_sent()
+
+    def await_slot(self) -> None:
+        """Waits until the peer has taken all chunks but those for which other slots have room."""
         free = self.count + 1 - NUM_SLOTS
         # The host may see already that the slot is free, which spares the stream the wait.
         if free > 0 and not has_counted(self.word, free):
             driver.wait_value(self.stream, self.awaited, free)
-        driver.copy(self._slots[self.count % NUM_SLOTS], address, nbytes, self.stream)
+
+    def count_sent(self) -> None:
+        """Counts a chunk that is in its slot."""
         self._slack = NUM_SLOTS
         self._count()
 
     def receive(self, address: int, nbytes: int) -> None:
         """Issues the next chunk, from the peer to an address."""
+        self._take(self._slots[self.count % NUM_SLOTS], address, nbytes)
+
+    def receive_common(self, address: int, nbytes: int) -> None:
+        """Issues the next chunk, which the peer sends to all."""
+        assert self.common is not None
+        self._take(self.common.next_slot(), address, nbytes)
+
+    def _take(self, slot: int, address: int, nbytes: int) -> None:
         driver.wait_value(self.stream, self.awaited, self.count + 1)
-        driver.copy(address, self._slots[self.count % NUM_SLOTS], nbytes, self.stream)
+        driver.copy(address, slot, nbytes, self.stream)
         self._count()
 
     def pass_by(self) -> None:
@@ -100,6 +121,33 @@ class _Ring:
     def _count(self) -> None:
         self.count += 1
         driver.write_value(self.stream, self.counted, self.count)
+
+
+class _Common:
+    """A lane's slots for what is for all, as their owner or one of the receivers sees them."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        self._slots = [slots + index * slot_bytes for index in range(NUM_SLOTS)]
+        self._count = 0
+
+    def next_slot(self) -> int:
+        """Where the next chunk is."""
+        self._count += 1
+        return self._slots[self._count % NUM_SLOTS]
+
+
+class Slots(NamedTuple):
+    """Where the GPU finds the slots of rings.
+
+    Attributes:
+        inbound: From each peer.
+        outbound: To each peer.
+        common: Each rank's, of what it sends to all; empty if the link has none.
+    """
+
+    inbound: dict[int, int]
+    outbound: dict[int, int]
+    common: dict[int, int]
 
 
 class RingLink(Link):
@@ -124,7 +172,8 @@ class RingLink(Link):
         self.peers = [
             (control.rank + step) % control.num_ranks for step in range(1, control.num_ranks)
         ]
-        self.slot_bytes = _slot_bytes(len(self.peers))
+        has_common = has_slots and len(self.peers) > 1
+        self.slot_bytes = _slot_bytes(len(self.peers) + has_common)
         self.ring_bytes = NUM_LANES * NUM_SLOTS * self.slot_bytes
         self.device = device
         self.broken: FlashMoEError | None = None
@@ -132,7 +181,8 @@ class RingLink(Link):
         self._stack = contextlib.ExitStack()
         try:
             with torch.cuda.device(device):
-                self._open(control, len(self.peers) * self.ring_bytes if has_slots else 0)
+                num_rings = len(self.peers) + has_common if has_slots else 0
+                self._open(control, num_rings * self.ring_bytes)
         except BaseException:
             self._stack.close()
             raise
@@ -151,6 +201,7 @@ class RingLink(Link):
             self._stack.callback(self.own.close)
             board.clear(self.own)
             self.own.hold()
+            self._notice = self.own.word(board.NOTICE)
             return self.own.place
 
         places = control.agree(create)
@@ -170,7 +221,8 @@ class RingLink(Link):
 
         control.agree(register)
         self._own_header = headers[self.rank]
-        inbound, outbound = self._slots(control)
+        inbound, outbound, common = self._slots(control)
+        self.sends_once = bool(common)
         self.inbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
         self.outbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
         own, nbytes = headers[self.rank], self.slot_bytes
@@ -181,16 +233,20 @@ class RingLink(Link):
                 full, free = board.full_word(peer, lane), board.free_word(peer, lane)
                 slots, word = inbound[peer] + offset, self.own.word(full)
                 ring = _Ring(from_peer, slots, nbytes, own + full, own + free, word)
+                if common:
+                    ring.common = _Common(common[peer] + offset, nbytes)
                 self.inbound[peer].append(ring)
                 full, free = board.full_word(self.rank, lane), board.free_word(self.rank, lane)
                 slots, word = outbound[peer] + offset, memory.word(free)
                 ring = _Ring(to_peer, slots, nbytes, theirs + free, theirs + full, word)
                 self.outbound[peer].append(ring)
+        offsets = [lane * NUM_SLOTS * nbytes for lane in range(NUM_LANES)] if common else []
+        self._common = [_Common(common[self.rank] + offset, nbytes) for offset in offsets]
         peers = [*self.inbound.values(), *self.outbound.values()]
         self.rings = [ring for lanes in peers for ring in lanes]
 
-    def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
-        """Where the slots of each peer's rings are: from the peer, and to the peer. Collective."""
+    def _slots(self, control: Control) -> Slots:
+        """Where all slots are. Collective."""
         raise NotImplementedError
 
     def offset(self, owner: int, sender: int) -> int:
@@ -224,14 +280,22 @@ class RingLink(Link):
             self.fail(error)
             raise
 
+    def send_to_all(self, lane: int, address: int, nbytes: int) -> None:
+        """Issues a lane's next chunk, from an address to every peer, if the link sends it once."""
+        rings = [self.outbound[peer][lane] for peer in self.peers]
+        for ring in rings:
+            ring.await_slot()
+        driver.copy(self._common[lane].next_slot(), address, nbytes, rings[0].stream)
+        for ring in rings:
+            ring.count_sent()
+
     def admit(self, stream: int, nbytes: int) -> None:
         """Called before a chunk is issued; a slower link can hold its stream back here."""
 
     def problem(self) -> FlashMoEError | None:
         """What has ended the link, here or on another rank, if anything has."""
-        told = board.notice(self.own)
-        if self.broken is None and told is not None:
-            rank, _, reason = told.partition(" ")
+        if self.broken is None and self._notice.value:
+            rank, _, reason = str(board.notice(self.own)).partition(" ")
             self.broken = told_error(int(rank), reason)
         return self.broken
 
@@ -280,9 +344,10 @@ class HostRelay(RingLink):
     def __init__(self, control: Control, device: torch.device) -> None:
         super().__init__(control, device, has_slots=True)
 
-    def _slots(self, control: Control) -> tuple[dict[int, int], dict[int, int]]:
+    def _slots(self, control: Control) -> Slots:
         inbound: dict[int, int] = {}
         outbound: dict[int, int] = {}
+        common: dict[int, int] = {}
 
         def register() -> None:
             for peer in self.peers:
@@ -293,9 +358,12 @@ class HostRelay(RingLink):
                 ):
                     offset = board.HEADER_BYTES + self.offset(owner, sender)
                     found[peer] = self.registered(memory, offset, self.ring_bytes)
+            offset = board.HEADER_BYTES + len(self.peers) * self.ring_bytes
+            for rank, memory in self.memories.items() if len(self.peers) > 1 else ():
+                common[rank] = self.registered(memory, offset, self.ring_bytes)
 
         control.agree(register)
-        return inbound, outbound
+        return Slots(inbound, outbound, common)
 
 
 class RingFlight(Flight):
@@ -311,6 +379,7 @@ class RingFlight(Flight):
         self.what = exchange.what
         self.link, self.part, self.pieces = link, exchange.parts[index], exchange.pieces
         self.started, self._stream = exchange.started, exchange.stream
+        self._is_common = exchange.pieces[0].to_all and link.sends_once
         self._received, (begin, end, _) = 0, self.part
         for piece in self.pieces:
             self._received += max(0, min(end, piece.receive.numel()) - begin)
@@ -327,13 +396,17 @@ class RingFlight(Flight):
         self.enter([stream for lane in lanes for stream in itertools.compress(lane, ways)])
         for number, at in enumerate(range(begin, end, chunk)):
             lane, behind = number % NUM_LANES, min(at + chunk, end)
-            for rings, address, length in sends:
+            for rings, address, length in sends[:1] if self._is_common else sends:
                 if (nbytes := min(behind, length) - at) > 0:
                     link.admit(rings[lane].stream, nbytes)
-                    rings[lane].send(address + at, nbytes)
+                    if self._is_common:
+                        link.send_to_all(lane, address + at, nbytes)
+                    else:
+                        rings[lane].send(address + at, nbytes)
             for rings, address, length in receives:
                 if (nbytes := min(behind, length) - at) > 0:
-                    rings[lane].receive(address + at, nbytes)
+                    receive = rings[lane].receive_common if self._is_common else rings[lane].receive
+                    receive(address + at, nbytes)
             yield
         self.leave()
 

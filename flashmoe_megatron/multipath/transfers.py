@@ -90,8 +90,8 @@ class Transfers:
     Attributes:
         links: The links, in the order of the balancers'.
         is_on_gpus: Whether they carry what GPUs have.
-        balancer: Has the shares.
-        direct: Has those of gathers into memory that peer copies reach without a detour.
+        balancer: Has the shares of what differs for each peer; see :meth:`balancer_for`.
+        direct: Has them where peer copies write without a detour.
     """
 
     def __init__(
@@ -124,24 +124,48 @@ class Transfers:
         self._route = functools.lru_cache(maxsize=64)(self._route_by)
         try:
             slower = self._slower("peer", "nccl") if leaves_out_slower else None
-            self.balancer = Balancer(names, {slower} if slower else (), least_gain)
             # Peer copies without a detour are never the slower ones.
-            self.direct = Balancer(names, {"nccl"} if slower else (), least_gain)
+            left_out = [{slower} if slower else set(), {"nccl"} if slower else set()]
+            self._balancers = {
+                (is_direct, to_all): Balancer(names, left_out[is_direct], least_gain)
+                for is_direct in (False, True)
+                for to_all in (False, True)
+            }
+            self.balancer = self._balancers[False, False]
+            self.direct = self._balancers[True, False]
         except BaseException:
             self.close()
             raise
 
     def pieces(
         self,
-        sends: Sequence[torch.Tensor],
+        sends: torch.Tensor | Sequence[torch.Tensor],
         receives: Sequence[torch.Tensor],
         place: Place | None = None,
     ) -> list[Piece]:
-        """What goes to and comes from each peer, the next rank first."""
+        """What goes to and comes from each peer, the next rank first.
+
+        Args:
+            sends: What each rank gets, or what all of them get.
+            receives: Where each rank's goes.
+            place: Where it goes on peers, if they can be written to without a detour.
+        """
+        to_all = isinstance(sends, torch.Tensor)
+        each = [sends] * self._num_ranks if isinstance(sends, torch.Tensor) else sends
         order = [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
         return [
-            Piece(peer, _bytes_of(sends[peer]), _bytes_of(receives[peer]), place) for peer in order
+            Piece(peer, _bytes_of(each[peer]), _bytes_of(receives[peer]), place, to_all)
+            for peer in order
         ]
+
+    def balancer_for(self, is_direct: bool, to_all: bool) -> Balancer:
+        """Has the shares of one kind of pieces.
+
+        Args:
+            is_direct: Whether peer copies write them without a detour.
+            to_all: Whether every peer gets the same, which some links send only once.
+        """
+        return self._balancers[is_direct, to_all and any(link.sends_once for link in self.links)]
 
     def load(
         self, what: str, pieces: Sequence[Piece], meanwhile: Callable[[], object] | None = None
@@ -155,8 +179,9 @@ class Transfers:
             meanwhile: May be called beside the transfer.
         """
         longest = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
-        balancer = self.balancer if pieces[0].place is None else self.direct
-        return Load(what, pieces, meanwhile, longest * (self._num_ranks - 1), balancer)
+        inbound = longest * (self._num_ranks - 1)
+        balancer = self.balancer_for(pieces[0].place is not None, pieces[0].to_all)
+        return Load(what, pieces, meanwhile, inbound, balancer)
 
     def announce(self, what: str) -> None:
         """Compares an operation with those of peers, before ranks wait for each other in it.
@@ -239,16 +264,36 @@ class Transfers:
         started = timed_event(stream) if stream and is_timed else None
         is_beside = meanwhile is not None
         exchange = Exchange(self._number, what, pieces, parts, rates, stream, started, is_beside)
+        flights: list[Flight | None] = [None] * len(carried)
+        if self.is_on_gpus and len(used) == 1:  # nobody to take turns with, and no rest
+            index = used[0]
+            flights[index] = flight = self.links[index].begin(exchange, index, None)
+            for _ in flight.steps():
+                pass
+            if meanwhile is not None:
+                meanwhile()
+            flight.join()
+        else:
+            self._fly_together(exchange, used, turns, flights, meanwhile)
+        return flights
+
+    def _fly_together(
+        self,
+        exchange: Exchange,
+        used: Sequence[int],
+        turns: Sequence[int],
+        flights: list[Flight | None],
+        meanwhile: Callable[[], object] | None,
+    ) -> None:
+        """What several links do, or one that may take the rest."""
+        rates = exchange.rates
         free = [index for index in used if self.links[index].takes_rest]
         ledger = None
         if free:
             takes_rest = 1 < len(used) == len(free) and all(rates[index] > 0 for index in used)
             ledger = Ledger(self._rank, exchange, free, takes_rest, self._control.timeout)
-        flights: list[Flight | None] = [None] * len(carried)
         for index in used:
             flights[index] = self.links[index].begin(exchange, index, ledger)
-        if len(used) == 1:
-            turns = []  # nobody to take turns with
         steps = [flight.steps() if flight else iter(()) for flight in flights]
         for index in turns:
             next(steps[index], None)
@@ -262,7 +307,6 @@ class Transfers:
             flight = flights[index]
             assert flight is not None
             flight.join()
-        return flights
 
     def tune(self, load: Load) -> None:
         """Finds the shares of a size class by moving bytes, time and again. Collective."""

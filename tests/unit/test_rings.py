@@ -86,15 +86,16 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.queue.push(event.synchronize)
 
-    def wait_stream(self, other: "Stream") -> None:
-        event = Event()
-        event.record(other)
-        self.wait_event(event)
-
-    def synchronize(self) -> None:
+    def record_event(self) -> Event:
         event = Event()
         event.record(self)
-        event.synchronize()
+        return event
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
 
 
 def words_of_memory(stream: int, address: int, value: int) -> Any:
@@ -242,6 +243,47 @@ def test_gathers_by_lanes(num_ranks: int, num_queues: int, ranks: RankPool) -> N
     ranks.run(gathers, num_queues, num_ranks=num_ranks)
 
 
+def sent_once(group: dist.ProcessGroup) -> None:
+    """Gathers by the relay, between reductions, where one receiver is late with every chunk."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device, sources = torch.device("cpu"), list[int]()
+
+        def noted(target: int, source: int, nbytes: int, stream: int) -> None:
+            sources.append(source)
+            copy(target, source, nbytes, stream)
+
+        patch.setattr(driver, "copy", noted)
+        sum_and_mark_behind(current, patch)
+        with Multipath(group, device=device, links=LINKS[1:], min_bytes=1, timeout=30) as multipath:
+            streams = [stream for lane in multipath.transfers.links[0].streams for stream in lane]
+            for length in (70_001, 8192, 300_000, 1):
+                parts = [contribution(one, length, torch.float32) for one in range(ranks)]
+                output = torch.zeros(ranks * length)
+                multipath.all_gather(output, parts[rank])  # tries chunks
+                for _ in range(3):
+                    current.synchronize()
+                    output.zero_()
+                    if rank == ranks - 1:
+                        for stream in streams[1::2]:
+                            stream.queue.push(functools.partial(time.sleep, 0.02))
+                    sources.clear()
+                    multipath.all_gather(output, parts[rank])
+                    begin = parts[rank].data_ptr()
+                    sent = [one for one in sources if begin <= one < begin + 4 * length]
+                    assert len(sent) == len(set(sent))
+                    assert len(sources) == ranks * len(sent)
+                    shard = torch.zeros(length)
+                    multipath.reduce_scatter(shard, torch.cat(parts))
+                    current.synchronize()
+                    assert torch.equal(output, torch.cat(parts))
+                    assert torch.equal(shard, parts[rank] + parts[rank] + parts[rank])
+
+
+def test_what_is_for_all_is_sent_once(ranks: RankPool) -> None:
+    ranks.run(sent_once, num_ranks=3)
+
+
 def alone(group: dist.ProcessGroup, is_direct: bool) -> str:
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
@@ -325,7 +367,7 @@ def sum_and_mark_behind(current: Stream, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ring.RingLink, "guard", lambda *args: (current.synchronize(), guard(*args)))
 
 
-def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
+def reductions(group: dist.ProcessGroup, num_queues: int, segment_bytes: int) -> None:
     """Sums of parts that peers have written to this rank's inbox, which grows and is used again."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, num_queues) as current:
@@ -338,6 +380,7 @@ def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
                 return exchange(load)
 
             patch.setattr(multipath.transfers, "exchange", noted)
+            patch.setattr("flashmoe_megatron.multipath.multipath.SEGMENT_BYTES", segment_bytes)
             sum_and_mark_behind(current, patch)
             memory = multipath.empty(4 * 5 * 30_000)
             for dtype in (torch.bfloat16, torch.float32):
@@ -360,12 +403,20 @@ def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
                             multipath.all_reduce(whole, op)
                             current.synchronize()
                             assert torch.equal(whole, want[:-2])
-                            assert direct == [True, place.data_ptr() == memory.data_ptr()]
+                            is_ours, *is_inbox = reversed(direct)
+                            assert is_ours == (place.data_ptr() == memory.data_ptr())
+                            inbound = (ranks - 1) * length * dtype.itemsize
+                            assert all(is_inbox)
+                            assert (len(is_inbox) > 1) == (inbound > 2 * segment_bytes)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_queues"), [(2, 9), (3, 1)])
-def test_reductions_without_a_detour(num_ranks: int, num_queues: int, ranks: RankPool) -> None:
-    ranks.run(reductions, num_queues, num_ranks=num_ranks)
+@pytest.mark.parametrize(
+    ("num_ranks", "num_queues", "segment_bytes"), [(2, 9, 2**26), (2, 9, 2**14), (3, 1, 2**14)]
+)
+def test_reductions_without_a_detour(
+    num_ranks: int, num_queues: int, segment_bytes: int, ranks: RankPool
+) -> None:
+    ranks.run(reductions, num_queues, segment_bytes, num_ranks=num_ranks)
 
 
 def into_shared_tensors(group: dist.ProcessGroup) -> None:

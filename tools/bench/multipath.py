@@ -306,9 +306,9 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
             inbound = size * (num_ranks - 1)
             gbps = _gbps(ways, inbound)
             shares = {}
-            if multipath.transfers.direct.is_tuned(inbound):
-                names = [link.name for link in multipath.transfers.links]
-                shares = dict(zip(names, multipath.transfers.direct.shares(inbound), strict=True))
+            balancer = multipath.transfers.balancer_for(is_direct=True, to_all=True)
+            if balancer.is_tuned(inbound):
+                shares = dict(zip(balancer.names, balancer.shares(inbound), strict=True))
             _say(rank, **about, gather_mib=mib, gbps=gbps, shares=shares, failed=failed)
             del ways, way, given, output
 
@@ -492,17 +492,16 @@ def _right(both: Multipath, count: int, largest: int = 2**26) -> dict[str, Any]:
         return flights
 
     transfers.fly = counted  # type: ignore[method-assign]
-    transfers.balancer.shares = lambda nbytes: tuple(shares)  # type: ignore[method-assign]
+    balancer = transfers.balancer_for(is_direct=False, to_all=True)
+    balancer.shares = lambda nbytes: tuple(shares)  # type: ignore[method-assign]
     wrong = 0
     for index in range(count):
         size = int(largest ** draw.random() * (1 + draw.random()))
         weights = [draw.random() for _ in transfers.links]
         shares[:] = [weight / sum(weights) for weight in weights]
         inbound = size * (both.num_ranks - 1)
-        if not transfers.balancer.is_tuned(inbound):  # by a rate that needs no trial
-            transfers.balancer.tune(
-                inbound, lambda carried, chunks: [1e-11 * one for one in carried]
-            )
+        if not balancer.is_tuned(inbound):  # by a rate that needs no trial
+            balancer.tune(inbound, lambda carried, chunks: [1e-11 * one for one in carried])
         inputs = []
         for rank in range(both.num_ranks):
             torch.manual_seed(index * both.num_ranks + rank)

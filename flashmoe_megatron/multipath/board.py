@@ -3,8 +3,7 @@
 Every rank owns one segment, which the others map. It begins with what others write there:
 
 - for each peer and lane a word FULL, the chunks that the peer has sent, and a word FREE, the chunks
-  of it that this rank has taken out of the ring again; both count modulo 2**32. In place of a peer
-  the rank itself has two words of its own, for meetings that its stream has begun and ended;
+  of it that this rank has taken out of the ring again; both count modulo 2**32;
 - the last exchanges that the rank has begun, so that a peer sees that it has begun another one;
 - why the rank's links have failed, once they have, and the factor for what they bring: 1, then NaN.
 

@@ -106,17 +106,10 @@ def write_value(stream: int, address: int, value: int) -> None:
     _call("cuStreamWriteValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
 
 
-def memory_ops(
-    writes: Sequence[int], waits: Sequence[int], then: Sequence[int] = ()
-) -> "ctypes.Array[MemoryOp]":
-    """Words that a stream is to write, then to wait for, and then to write, by their addresses."""
-    kinds = [WRITE_VALUE] * len(writes) + [WAIT_VALUE] * len(waits) + [WRITE_VALUE] * len(then)
-    flags = [_GREATER_OR_EQUAL if kind == WAIT_VALUE else 0 for kind in kinds]
-    places = (*writes, *waits, *then)
-    ops = [
-        MemoryOp(kind, address, 0, flag)
-        for kind, address, flag in zip(kinds, places, flags, strict=True)
-    ]
+def memory_ops(writes: Sequence[int], waits: Sequence[int]) -> "ctypes.Array[MemoryOp]":
+    """Words that a stream is to write, and then to wait for, by their addresses."""
+    ops = [MemoryOp(WRITE_VALUE, address) for address in writes]
+    ops += [MemoryOp(WAIT_VALUE, address, 0, _GREATER_OR_EQUAL) for address in waits]
     return (MemoryOp * len(ops))(*ops)
 
 

@@ -39,13 +39,9 @@ class PeerCopies(RingLink):
             [[getattr(one, word) for one in lanes] for lanes in (self._inward, self._outward)]
             for word in ("counted", "awaited")
         )
-        # Nobody else writes the words that a rank has for itself, also not to let streams go.
-        begun, ended = board.full_word(self.rank, 0), board.free_word(self.rank, 0)
-        self._begun, self._ended = self.own.word(begun), self.own.word(ended)
-        own = self._own_header
-        self._offers = driver.memory_ops([own + begun, *counted[0]], awaited[1])
-        self._arrivals = driver.memory_ops(counted[1], awaited[0], [own + ended])
-        self._meetings = 0
+        self._offers = driver.memory_ops(counted[0], awaited[1])
+        self._arrivals = driver.memory_ops(counted[1], awaited[0])
+        self._offered = self.own.word(board.free_word(self.peers[0], 0))
         self.copiers = [stream for lane in self.streams for stream in lane]
 
     def _slots(self, control: Control) -> Slots:
@@ -101,29 +97,29 @@ class PeerCopies(RingLink):
     def offer(self, stream: int) -> None:
         """Tells peers that this rank's places may be written, and waits for theirs."""
         counts = [lane.count + 1 for lane in (*self._inward, *self._outward)]
-        self._meetings += 1
-        driver.issue(stream, self._offers, [self._meetings, *counts])
+        driver.issue(stream, self._offers, counts)
 
-    def arrive(self, stream: int) -> int:
+    def arrive(self, stream: int) -> list[int]:
         """Tells peers that their places have been written, and waits for this rank's.
 
         Returns:
-            The number of the meeting that this ends.
+            The counts of all peers by which the stream knows.
         """
         lanes = (*self._outward, *self._inward)
         counts = [lane.count + 1 for lane in lanes]
-        driver.issue(stream, self._arrivals, [*counts, self._meetings])
+        driver.issue(stream, self._arrivals, counts)
         for lane in lanes:
             lane.pass_by()
-        return self._meetings
+        return counts[len(self._outward) :]
 
-    def has_begun(self, meeting: int) -> bool:
-        """Whether this rank's stream has come to a meeting."""
-        return has_counted(self._begun, meeting)
+    def has_offered(self, counts: list[int]) -> bool:
+        """Whether this rank's stream has come to the offers that belong to arrivals."""
+        return has_counted(self._offered, counts[0])
 
-    def has_ended(self, meeting: int) -> bool:
-        """Whether it has passed it."""
-        return has_counted(self._ended, meeting)
+    def has_arrived(self, counts: list[int]) -> bool:
+        """Whether all peers have counted so far."""
+        lanes = zip(self._inward, counts, strict=True)
+        return all(has_counted(lane.word, count) for lane, count in lanes)
 
 
 class _DirectFlight(RingFlight):
@@ -132,8 +128,8 @@ class _DirectFlight(RingFlight):
     Ranks meet before and after it, in one stream, since every call of the driver and every event
     costs as much as a piece of a copy. It is the current stream unless that has other work
     meanwhile. Copies to several peers have a stream each, for a copy that follows another one
-    begins only some 10 us after its end. There are events with times only where it is timed: words
-    that the stream writes beside those for its peers tell the host how far it has come.
+    begins only some 10 us after its end. There are events with times only where it is timed: the
+    words that ranks write for each other tell the host how far the stream has come.
     """
 
     def __init__(self, link: PeerCopies, exchange: Exchange, index: int, place: Place) -> None:
@@ -154,6 +150,7 @@ class _DirectFlight(RingFlight):
                 other.wait_event(offered)
         streams = itertools.cycle([stream, *(int(other.cuda_stream) for other in others)])
         for piece, copier in zip(self.pieces, streams, strict=False):
+            self._received += max(0, min(end, piece.receive.numel()) - begin)
             if (nbytes := min(end, piece.send.numel()) - begin) > 0:
                 link.admit(copier, nbytes)
                 target = self._targets[piece.peer] + begin
@@ -161,7 +158,7 @@ class _DirectFlight(RingFlight):
         yield
         for other in others:
             first.wait_stream(other)
-        self._meeting = link.arrive(stream)
+        self._counts = link.arrive(stream)
         if self.started is not None:
             self.leave()
         else:
@@ -170,8 +167,10 @@ class _DirectFlight(RingFlight):
 
     def has_begun(self) -> bool:
         """See the base class."""
-        return self._peer_copies.has_begun(self._meeting)
+        return self._peer_copies.has_offered(self._counts)
 
     def is_over(self) -> bool:
         """See the base class."""
-        return self._peer_copies.has_ended(self._meeting)
+        if self._peer_copies.broken is None:
+            return self._peer_copies.has_arrived(self._counts)
+        return bool(self._streams[0].query())  # words that let it go are not those of peers

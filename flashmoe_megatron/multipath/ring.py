@@ -380,9 +380,7 @@ class RingFlight(Flight):
         self.link, self.part, self.pieces = link, exchange.parts[index], exchange.pieces
         self.started, self._stream = exchange.started, exchange.stream
         self._is_common = exchange.pieces[0].to_all and link.sends_once
-        self._received, (begin, end, _) = 0, self.part
-        for piece in self.pieces:
-            self._received += max(0, min(end, piece.receive.numel()) - begin)
+        self._received = 0
 
     def steps(self) -> Iterator[None]:
         """Issues a chunk to and from every peer at a time."""
@@ -391,6 +389,7 @@ class RingFlight(Flight):
         lanes = link.streams[: -(-(end - begin) // chunk)]
         sends = [_bounded(link.outbound, piece.peer, piece.send) for piece in self.pieces]
         receives = [_bounded(link.inbound, piece.peer, piece.receive) for piece in self.pieces]
+        self._received = sum(max(0, min(end, length) - begin) for _, _, length in receives)
         # Streams that carry nothing would cost the host calls of the driver all the same.
         ways = [any(length > begin for _, _, length in way) for way in (sends, receives)]
         self.enter([stream for lane in lanes for stream in itertools.compress(lane, ways)])

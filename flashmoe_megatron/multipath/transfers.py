@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -118,7 +117,7 @@ class Transfers:
         self._control, self._device = control, device
         self._rank, self._num_ranks = control.rank, control.num_ranks
         self._number = 0
-        self._times: dict[tuple[Balancer, int], Times] = defaultdict(lambda: Times(control))
+        self._times: dict[tuple[Balancer, int], Times] = {}
         names = [link.name for link in links]
         self._totals = {name: LinkTotals() for name in names}
         self._route = functools.lru_cache(maxsize=64)(self._route_by)
@@ -203,11 +202,13 @@ class Transfers:
             The links that have carried something.
         """
         what, pieces, meanwhile, inbound, balancer = load
-        if not balancer.is_tuned(inbound):
-            self.tune(load)
+        key = balancer, size_class(inbound)
+        if (times := self._times.get(key)) is None:
+            if not balancer.is_tuned(inbound):
+                self.tune(load)
+            times = self._times[key] = Times(self._control)
         length = inbound // (self._num_ranks - 1)
         route = self._route(balancer, length, balancer.shares(inbound))
-        times = self._times[balancer, size_class(inbound)]
         # One copy to each peer takes hardly longer than what it takes to time it. Ranks note the
         # same transfers, also where only some of them have other work meanwhile.
         is_one_copy = route.alone is not None and self.links[route.alone].writes_to_places

@@ -45,7 +45,7 @@ _CHUNK_FACTORS = (1.0, 0.5, 0.25)
 """How much smaller chunks of links with small shares are tried."""
 _NEIGHBOURS = (0.01, 0.025)
 """How far from the best shares the last comparison of stage one looks, to both sides."""
-LEAST_GAIN = 0.02
+LEAST_GAIN = 0.03
 """How much faster several links have to be than one alone, for what the others cost the host and
 since the best of several trials is in part the luckiest."""
 _ROUNDS = 3

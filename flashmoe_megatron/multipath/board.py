@@ -15,7 +15,6 @@ import math
 import struct
 
 from flashmoe_megatron.errors import LinkError, ShapeError
-from flashmoe_megatron.multipath.links import Exchange
 from flashmoe_megatron.multipath.shared import SharedMemory
 
 HEADER_BYTES = 65536
@@ -44,13 +43,13 @@ def free_word(peer: int, lane: int) -> int:
     return full_word(peer, lane) + _FREE
 
 
-def log(memory: SharedMemory, exchange: Exchange) -> None:
+def log(memory: SharedMemory, number: int, what: str) -> None:
     """Writes down that this rank begins an exchange."""
-    at = _LOG + exchange.number % _LOG_ENTRIES * _ENTRY_BYTES
+    at = _LOG + number % _LOG_ENTRIES * _ENTRY_BYTES
     # Whoever finds the number before and after the text has read the whole text.
     memory.write(at, _NUMBER.pack(0))
-    memory.write(at + _NUMBER.size, _text(exchange.what))
-    memory.write(at, _NUMBER.pack(exchange.number))
+    memory.write(at + _NUMBER.size, _text(what))
+    memory.write(at, _NUMBER.pack(number))
 
 
 @functools.lru_cache(maxsize=64)
@@ -58,21 +57,21 @@ def _text(what: str) -> bytes:
     return what.encode().ljust(_TEXT_BYTES, b"\0")
 
 
-def check(memory: SharedMemory, rank: int, peer: int, exchange: Exchange) -> None:
+def check(memory: SharedMemory, rank: int, peer: int, number: int, what: str) -> None:
     """Compares an exchange with what a peer has begun, if it has begun it.
 
     Raises:
         ShapeError: It exchanges something else.
     """
-    at = _LOG + exchange.number % _LOG_ENTRIES * _ENTRY_BYTES
-    number = _NUMBER.pack(exchange.number)
-    if memory.read(at, _NUMBER.size) != number:
+    at = _LOG + number % _LOG_ENTRIES * _ENTRY_BYTES
+    packed = _NUMBER.pack(number)
+    if memory.read(at, _NUMBER.size) != packed:
         return
     theirs = memory.read(at + _NUMBER.size, _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
-    if theirs != exchange.what and memory.read(at, _NUMBER.size) == number:
+    if theirs != what and memory.read(at, _NUMBER.size) == packed:
         raise ShapeError(
-            f"rank {peer} takes part in {theirs}, rank {rank} in {exchange.what}: wanted the same "
-            "on every rank"
+            f"rank {peer} takes part in {theirs}, rank {rank} in {what}: wanted the same on every "
+            "rank"
         )
 
 

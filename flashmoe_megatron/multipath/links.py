@@ -42,6 +42,20 @@ class Piece(NamedTuple):
     to_all: bool = False
 
 
+class Writes(NamedTuple):
+    """What a rank writes to its peers' places.
+
+    Attributes:
+        copies: Target, source and bytes of each.
+        received: Bytes that peers write to this rank's places.
+        block: The link's number of the memory.
+    """
+
+    copies: tuple[tuple[int, int, int], ...]
+    received: int
+    block: int
+
+
 class Part(NamedTuple):
     """The bytes of every piece that one link carries; a shorter piece may have none of them.
 
@@ -120,14 +134,12 @@ class Link(abc.ABC):
         device_type: The device of tensors that it moves, "cpu" or "cuda".
         takes_rest: Whether it may take chunks of a transfer's rest when it is free; the shares of
             the others are fixed when a transfer starts.
-        writes_to_places: Whether it writes to pieces' places, and then needs no event to be told.
         sends_once: Whether what is for all peers takes its way only once until it branches off.
     """
 
     name: str
     device_type: Literal["cpu", "cuda"]
     takes_rest: bool = False
-    writes_to_places: bool = False
     sends_once: bool = False
 
     @abc.abstractmethod
@@ -141,12 +153,32 @@ class Link(abc.ABC):
                 :class:`~flashmoe_megatron.multipath.tickets.Tickets`.
         """
 
-    def announce(self, exchange: Exchange) -> None:  # noqa: B027 - sockets tell with each chunk
+    def announce(self, number: int, what: str) -> None:  # noqa: B027 - sockets tell with each chunk
         """Compares what is about to begin with what has begun on peers, if they can be asked.
+
+        Args:
+            number: As an exchange has it.
+            what: Likewise.
 
         Raises:
             ShapeError: A peer exchanges something else.
         """
+
+    def writes(self, pieces: Sequence[Piece], begin: int, end: int) -> Writes | None:
+        """What it writes of some bytes of each piece, ``None`` if it does not write to places."""
+        del pieces, begin, end
+        return None
+
+    def write(self, number: int, what: str, writes: Writes, stream: Any) -> None:
+        """Does in a stream what :meth:`writes` has found, without telling how long it takes.
+
+        Args:
+            number: As in :meth:`announce`.
+            what: Likewise.
+            writes: The same ones can be written time and again.
+            stream: Where the tensors are ready, and which waits for the end.
+        """
+        raise NotImplementedError
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
         """Memory that peers write to without a detour, until it is freed. Collective.

@@ -32,11 +32,6 @@ MIN_BYTES = 64 * 2**20
 MIN_MAPPED_BYTES = 16 * 2**20
 """The same for gathers to which peers write without a detour."""
 
-SEGMENT_BYTES = 64 * 2**20
-"""What a rank receives of a reduction, at least, before it sums that beside the rest."""
-
-MOST_SEGMENTS = 4
-
 Reduction = Literal["sum", "average"]
 
 
@@ -72,7 +67,7 @@ class Multipath:
         min_bytes: Tensors below this size go by torch.distributed; gathers into memory of
             :meth:`empty` and :meth:`share` only below 16 MiB if that is less.
         least_gain: How much faster several links have to be than the best one alone, by themselves,
-            to be used: 0.02 is two per cent. Beside other work a link costs more than its own time.
+            to be used: 0.03 is three per cent. Beside other work a link costs more than its own time.
         timeout: Seconds without progress that end a call with an error.
 
     Attributes:
@@ -432,31 +427,12 @@ class Multipath:
         }
         # A rank's slot is among those of a peer, which has none for itself.
         offsets = {rank: slot * (self.rank - (self.rank > rank)) for rank in others}
+        place = self._place_in(inbox, offsets)
         contributions = [received.get(rank, own) for rank in range(len(parts))]
-        used: set[Link] = set()
-        sum_before: Callable[[], None] | None = None
-        for begin, end in self._segments(inbox, slot):
-            at = slice(begin // own.element_size(), end // own.element_size())
-            place = self._place_in(inbox, {rank: offsets[rank] + begin for rank in others})
-            sends, arriving = [part[at] for part in parts], [one[at] for one in contributions]
-            pieces = self.transfers.pieces(sends, arriving, place)
-            used |= self.transfers.exchange(self.transfers.load(what, pieces, sum_before))
-            sum_before = functools.partial(sum_in_order, arriving, output[at], average)
-        assert sum_before is not None
-        sum_before()
+        pieces = self.transfers.pieces(parts, contributions, place)
+        used = self.transfers.exchange(self.transfers.load(what, pieces))
+        sum_in_order(contributions, output, average)
         return used
-
-    def _segments(self, inbox: torch.Tensor, slot: int) -> list[tuple[int, int]]:
-        """The bytes of a slot that are moved at once, while those before are summed.
-
-        Every segment is a transfer of its own, which only peers that write without a detour begin
-        fast enough.
-        """
-        count = min(MOST_SEGMENTS, slot * (self.num_ranks - 1) // SEGMENT_BYTES)
-        if count < 2 or self._place_in(inbox, dict.fromkeys(range(self.num_ranks), 0)) is None:
-            return [(0, slot)]
-        each = -(-slot // count // GRAIN) * GRAIN
-        return [(begin, min(begin + each, slot)) for begin in range(0, slot, each)]
 
 
 def _to(place: Place | None, what: str) -> str:

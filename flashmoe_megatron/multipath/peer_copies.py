@@ -1,7 +1,6 @@
 """Copies from GPU to GPU of one host by copy engines."""
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange, Place
+from flashmoe_megatron.multipath.links import Exchange, Piece, Place, Writes
 from flashmoe_megatron.multipath.mapped import Block, MappedMemory
 from flashmoe_megatron.multipath.ring import RingFlight, RingLink, Slots, has_counted
 
@@ -26,7 +25,6 @@ class PeerCopies(RingLink):
     """
 
     name = "peer"
-    writes_to_places = True
 
     def _open(self, control: Control, own_bytes: int) -> None:
         self._memory = MappedMemory(control, self.peers)
@@ -87,30 +85,82 @@ class PeerCopies(RingLink):
 
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> RingFlight:
         """See the base class."""
-        place = exchange.pieces[0].place
-        if place is None:
+        begin, end, _ = exchange.parts[index]
+        writes = self.writes(exchange.pieces, begin, end)
+        if writes is None:
             return super().begin(exchange, index, tickets)
-        self._memory.check(place.block)
-        self.announce(exchange)
-        return _DirectFlight(self, exchange, index, place)
+        self._prepare(exchange.number, exchange.what, writes)
+        return _DirectFlight(self, exchange, index, writes)
 
-    def offer(self, stream: int) -> None:
-        """Tells peers that this rank's places may be written, and waits for theirs."""
-        counts = [lane.count + 1 for lane in (*self._inward, *self._outward)]
-        driver.issue(stream, self._offers, counts)
+    def writes(self, pieces: Sequence[Piece], begin: int, end: int) -> Writes | None:
+        """See the base class."""
+        place = pieces[0].place
+        if place is None:
+            return None
+        copies = tuple(
+            (place.targets[piece.peer] + begin, piece.send.data_ptr() + begin, nbytes)
+            for piece in pieces
+            if (nbytes := min(end, piece.send.numel()) - begin) > 0
+        )
+        received = sum(max(0, min(end, piece.receive.numel()) - begin) for piece in pieces)
+        return Writes(copies, received, place.block)
 
-    def arrive(self, stream: int) -> list[int]:
-        """Tells peers that their places have been written, and waits for this rank's.
+    def write(self, number: int, what: str, writes: Writes, stream: torch.cuda.Stream) -> None:
+        """See the base class."""
+        self._prepare(number, what, writes)
+        self.watch.add(self.arrive(what, stream, self.copy(writes, stream)))
+
+    def _prepare(self, number: int, what: str, writes: Writes) -> None:
+        self._memory.check(writes.block)
+        self.announce(number, what)
+
+    def copy(self, writes: Writes, first: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+        """Offers this rank's places and copies to those of peers, behind their offers.
+
+        Every call of the driver and every event costs as much as a piece of a copy, so that one
+        stream does all that it can. But copies to several peers have a stream each, since a copy
+        that follows another one begins only some 10 us after its end.
+
+        Args:
+            writes: What is copied.
+            first: Where the tensors are ready.
 
         Returns:
-            The counts of all peers by which the stream knows.
+            The streams besides.
         """
+        stream, others = int(first.cuda_stream), self.copiers[1 : len(writes.copies)]
+        counts = [lane.count + 1 for lane in (*self._inward, *self._outward)]
+        driver.issue(stream, self._offers, counts)
+        streams = [stream]
+        if others:
+            offered = first.record_event()
+            for other in others:
+                other.wait_event(offered)
+            streams += [int(other.cuda_stream) for other in others]
+        for number, (target, source, nbytes) in enumerate(writes.copies):
+            copier = streams[number % len(streams)]
+            self.admit(copier, nbytes)
+            driver.copy(target, source, nbytes, copier)
+        return others
+
+    def arrive(
+        self, what: str, first: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]
+    ) -> "Meeting":
+        """Tells peers that their places have been written, and waits for this rank's.
+
+        Args:
+            what: The operation, for messages.
+            first: As in :meth:`copy`.
+            others: What that gave.
+        """
+        for other in others:
+            first.wait_stream(other)
         lanes = (*self._outward, *self._inward)
         counts = [lane.count + 1 for lane in lanes]
-        driver.issue(stream, self._arrivals, counts)
+        driver.issue(int(first.cuda_stream), self._arrivals, counts)
         for lane in lanes:
             lane.pass_by()
-        return counts[len(self._outward) :]
+        return Meeting(self, what, first, counts[len(self._outward) :])
 
     def has_offered(self, counts: list[int]) -> bool:
         """Whether this rank's stream has come to the offers that belong to arrivals."""
@@ -122,43 +172,56 @@ class PeerCopies(RingLink):
         return all(has_counted(lane.word, count) for lane, count in lanes)
 
 
+class Meeting:
+    """The ranks' meeting behind what they write directly, for the watch.
+
+    The words that ranks write for each other tell how far this rank's stream has come, which spares
+    it events.
+
+    Args:
+        link: Whose it is.
+        what: The operation, for messages.
+        stream: Waits for the peers.
+        counts: What they will have counted.
+    """
+
+    def __init__(
+        self, link: PeerCopies, what: str, stream: torch.cuda.Stream, counts: list[int]
+    ) -> None:
+        self.what = what
+        self._link, self._stream, self._counts = link, stream, counts
+
+    def has_begun(self) -> bool:
+        """Whether the stream has come to it, so that it waits for peers if for anything."""
+        return self._link.has_offered(self._counts)
+
+    def is_over(self) -> bool:
+        """Whether the stream waits for nothing any more."""
+        if self._link.broken is None:
+            return self._link.has_arrived(self._counts)
+        return bool(self._stream.query())  # words that let it go are not those of peers
+
+
 class _DirectFlight(RingFlight):
     """What goes to the receivers' memory without a detour: one copy to each peer.
 
-    Ranks meet before and after it, in one stream, since every call of the driver and every event
-    costs as much as a piece of a copy. It is the current stream unless that has other work
-    meanwhile. Copies to several peers have a stream each, for a copy that follows another one
-    begins only some 10 us after its end. There are events with times only where it is timed: the
-    words that ranks write for each other tell the host how far the stream has come.
+    It is in the current stream unless that has other work meanwhile. There are events with times
+    only where it is timed.
     """
 
-    def __init__(self, link: PeerCopies, exchange: Exchange, index: int, place: Place) -> None:
+    def __init__(self, link: PeerCopies, exchange: Exchange, index: int, writes: Writes) -> None:
         super().__init__(link, exchange, index)
-        self._peer_copies, self._targets = link, place.targets
-        self._is_beside = exchange.is_beside
+        self._peer_copies, self._writes = link, writes
+        self._received, self._is_beside = writes.received, exchange.is_beside
 
     def steps(self) -> Iterator[None]:
         """Issues everything at once; what has arrived is awaited behind what other links issue."""
-        link, (begin, end, _) = self._peer_copies, self.part
+        link = self._peer_copies
         self.enter([link.copiers[0]] if self._is_beside else [])
-        first, others = self._streams[0], link.copiers[1 : len(self.pieces)]
-        stream = int(first.cuda_stream)
-        link.offer(stream)
-        if others:
-            offered = first.record_event()
-            for other in others:
-                other.wait_event(offered)
-        streams = itertools.cycle([stream, *(int(other.cuda_stream) for other in others)])
-        for piece, copier in zip(self.pieces, streams, strict=False):
-            self._received += max(0, min(end, piece.receive.numel()) - begin)
-            if (nbytes := min(end, piece.send.numel()) - begin) > 0:
-                link.admit(copier, nbytes)
-                target = self._targets[piece.peer] + begin
-                driver.copy(target, piece.send.data_ptr() + begin, nbytes, copier)
+        first = self._streams[0]
+        others = link.copy(self._writes, first)
         yield
-        for other in others:
-            first.wait_stream(other)
-        self._counts = link.arrive(stream)
+        self._meeting = link.arrive(self.what, first, others)
         if self.started is not None:
             self.leave()
         else:
@@ -167,10 +230,8 @@ class _DirectFlight(RingFlight):
 
     def has_begun(self) -> bool:
         """See the base class."""
-        return self._peer_copies.has_offered(self._counts)
+        return self._meeting.has_begun()
 
     def is_over(self) -> bool:
         """See the base class."""
-        if self._peer_copies.broken is None:
-            return self._peer_copies.has_arrived(self._counts)
-        return bool(self._streams[0].query())  # words that let it go are not those of peers
+        return self._meeting.is_over()

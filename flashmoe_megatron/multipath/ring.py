@@ -262,20 +262,20 @@ class RingLink(Link):
 
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> "RingFlight":
         """See the base class."""
-        self.announce(exchange)
+        self.announce(exchange.number, exchange.what)
         return RingFlight(self, exchange, index)
 
-    def announce(self, exchange: Exchange) -> None:
+    def announce(self, number: int, what: str) -> None:
         """Tells peers what begins here, and compares it with what has begun there.
 
         Raises:
             ShapeError: A peer exchanges something else.
         """
         self.raise_if_broken()
-        board.log(self.own, exchange)
+        board.log(self.own, number, what)
         try:
             for peer in self.peers:
-                board.check(self.memories[peer], self.rank, peer, exchange)
+                board.check(self.memories[peer], self.rank, peer, number, what)
         except FlashMoEError as error:
             self.fail(error)
             raise

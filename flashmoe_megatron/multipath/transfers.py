@@ -27,6 +27,7 @@ from flashmoe_megatron.multipath.links import (
     Part,
     Piece,
     Place,
+    Writes,
     current_stream,
     timed_event,
 )
@@ -37,7 +38,8 @@ _TRIAL_BYTES = 64 * 2**20
 """What links of one kind of wires move to each peer to find the faster one."""
 
 
-class Load(NamedTuple):
+@dataclass
+class Load:
     """What an exchange moves; see :meth:`Transfers.load`.
 
     Attributes:
@@ -46,6 +48,9 @@ class Load(NamedTuple):
         meanwhile: What the current stream, or this thread, does beside the transfer.
         inbound: Bytes that a rank receives of all others, if all pieces are as long as the longest.
         balancer: Has the shares of pieces like these.
+        shares: Those by which it has gone, if it has.
+        route: How it goes by them.
+        writes: What the link that carries all writes to places, if it does that.
     """
 
     what: str
@@ -53,19 +58,22 @@ class Load(NamedTuple):
     meanwhile: Callable[[], object] | None
     inbound: int
     balancer: Balancer
+    shares: tuple[float, ...] | None = None
+    route: "_Route | None" = None
+    writes: Writes | None = None
 
 
 class _Route(NamedTuple):
     """How pieces go over links: see :meth:`Transfers.fly`.
 
     Attributes:
-        alone: The link that carries all, if one does.
+        alone: The link that carries all, -1 if none does.
     """
 
     carried: tuple[int, ...]
     chunks: tuple[int, ...]
     rates: list[float]
-    alone: int | None
+    alone: int
 
 
 @dataclass
@@ -191,9 +199,8 @@ class Transfers:
         if not self.is_on_gpus:
             return  # other links tell with every chunk, which have to have the same numbers
         self._number += 1
-        exchange = Exchange(self._number, what, (), (), (), None, None)
         for link in self.links:
-            link.announce(exchange)
+            link.announce(self._number, what)
 
     def exchange(self, load: Load) -> set[Link]:
         """Moves pieces over all links, by the shares of their size, behind the current stream.
@@ -201,21 +208,20 @@ class Transfers:
         Returns:
             The links that have carried something.
         """
-        what, pieces, meanwhile, inbound, balancer = load
+        balancer, inbound, meanwhile = load.balancer, load.inbound, load.meanwhile
         key = balancer, size_class(inbound)
         if (times := self._times.get(key)) is None:
             if not balancer.is_tuned(inbound):
                 self.tune(load)
             times = self._times[key] = Times(self._control)
-        length = inbound // (self._num_ranks - 1)
-        route = self._route(balancer, length, balancer.shares(inbound))
+        carried, chunks, rates, alone = self._settled(load, balancer.shares(inbound))
         # One copy to each peer takes hardly longer than what it takes to time it. Ranks note the
         # same transfers, also where only some of them have other work meanwhile.
-        is_one_copy = route.alone is not None and self.links[route.alone].writes_to_places
-        is_noted = not is_one_copy or pieces[0].place is None or times.is_sample()
+        is_noted = load.writes is None or times.is_sample()
+        if not is_noted and meanwhile is None:
+            return {self._write(self.links[alone], load)}
         is_timed = is_noted or meanwhile is not None
-        carried, chunks, rates, _ = route
-        flights = self.fly(what, pieces, carried, chunks, rates, meanwhile, is_timed)
+        flights = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile, is_timed)
         used = set()
         for link, flight in zip(self.links, flights, strict=True):
             if flight is not None:
@@ -225,12 +231,30 @@ class Transfers:
             self._note(balancer, inbound, times.add(flights))
         return used
 
+    def _write(self, link: Link, load: Load) -> Link:
+        """What a link writes alone, and nobody times: the host has little else to do."""
+        assert load.writes is not None
+        self._number += 1
+        stream = current_stream(self._device.index)
+        link.write(self._number, load.what, load.writes, stream)
+        self._totals[link.name].nbytes += load.writes.received
+        return link
+
+    def _settled(self, load: Load, shares: tuple[float, ...]) -> _Route:
+        """How pieces go by shares, which is found once for what moves time and again."""
+        if load.route is None or load.shares is not shares:
+            length = load.inbound // (self._num_ranks - 1)
+            load.shares, load.route = shares, self._route(load.balancer, length, shares)
+            alone = load.route.alone
+            load.writes = self.links[alone].writes(load.pieces, 0, length) if alone >= 0 else None
+        return load.route
+
     def _route_by(self, balancer: Balancer, length: int, shares: tuple[float, ...]) -> _Route:
         """How pieces of a length go by a balancer's shares."""
         models = balancer.models(length * (self._num_ranks - 1))
         carried = tuple(cut(shares, length))
         rates = [model.rate for model in models]
-        alone = carried.index(length) if length in carried else None
+        alone = carried.index(length) if length in carried else -1
         return _Route(carried, tuple(chunks_of(models, shares)), rates, alone)
 
     def fly(
@@ -265,34 +289,12 @@ class Transfers:
         started = timed_event(stream) if stream and is_timed else None
         is_beside = meanwhile is not None
         exchange = Exchange(self._number, what, pieces, parts, rates, stream, started, is_beside)
-        flights: list[Flight | None] = [None] * len(carried)
-        if self.is_on_gpus and len(used) == 1:  # nobody to take turns with, and no rest
-            index = used[0]
-            flights[index] = flight = self.links[index].begin(exchange, index, None)
-            for _ in flight.steps():
-                pass
-            if meanwhile is not None:
-                meanwhile()
-            flight.join()
-        else:
-            self._fly_together(exchange, used, turns, flights, meanwhile)
-        return flights
-
-    def _fly_together(
-        self,
-        exchange: Exchange,
-        used: Sequence[int],
-        turns: Sequence[int],
-        flights: list[Flight | None],
-        meanwhile: Callable[[], object] | None,
-    ) -> None:
-        """What several links do, or one that may take the rest."""
-        rates = exchange.rates
         free = [index for index in used if self.links[index].takes_rest]
         ledger = None
         if free:
             takes_rest = 1 < len(used) == len(free) and all(rates[index] > 0 for index in used)
             ledger = Ledger(self._rank, exchange, free, takes_rest, self._control.timeout)
+        flights: list[Flight | None] = [None] * len(carried)
         for index in used:
             flights[index] = self.links[index].begin(exchange, index, ledger)
         steps = [flight.steps() if flight else iter(()) for flight in flights]
@@ -308,10 +310,11 @@ class Transfers:
             flight = flights[index]
             assert flight is not None
             flight.join()
+        return flights
 
     def tune(self, load: Load) -> None:
         """Finds the shares of a size class by moving bytes, time and again. Collective."""
-        what, pieces, _, inbound, balancer = load
+        what, pieces, inbound = load.what, load.pieces, load.inbound
         idle = torch.empty((self._num_ranks + 1, GRAIN), dtype=torch.uint8, device=self._device)
         meeting = self.pieces([idle[-1]] * self._num_ranks, list(idle[:-1]))
 
@@ -329,7 +332,7 @@ class Transfers:
             mark = functools.partial(timed_event, current_stream(self._device.index))
             return one_of_a_row(move, mark, self._control.gather)
 
-        balancer.tune(inbound, measure)
+        load.balancer.tune(inbound, measure)
         self._route.cache_clear()
 
     def _slower(self, *names: str) -> str | None:

@@ -67,7 +67,7 @@ class Multipath:
         min_bytes: Tensors below this size go by torch.distributed; gathers into memory of
             :meth:`empty` and :meth:`share` only below 16 MiB if that is less.
         least_gain: How much faster several links have to be than the best one alone, by themselves,
-            to be used: 0.03 is three per cent. Beside other work a link costs more than its own time.
+            to be used: 0.03 is three per cent. Beside other work a link costs more than its time.
         timeout: Seconds without progress that end a call with an error.
 
     Attributes:

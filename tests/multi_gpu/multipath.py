@@ -34,6 +34,7 @@ def arguments_of(multipath: str, num_gpus: int, iterations: int) -> list[str]:
     given += ["--expert-model-parallel-size", str(max(1, num_gpus // 2))]
     given += ["--global-batch-size", str(4 * num_gpus), "--train-iters", str(iterations)]
     given += ["--ddp-bucket-size", str(BUCKET_ELEMENTS), "--flashmoe-multipath", multipath]
+    given += ["--flashmoe-timeout", "40"]  # an error is told before the training is ended
     return [*given, "--flashmoe-metrics", "kernel_ms,link_mib,link_gbps,link_share"]
 
 
@@ -90,6 +91,8 @@ def main(arguments: Sequence[str]) -> int:
     add("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
     add("--turns", nargs="+", default=["auto", "off"], help='"auto", "off", or a link\'s name')
     add("--iterations", type=int, default=80)
+    add("--queues", default="1", help="CUDA_DEVICE_MAX_CONNECTIONS: with several, a launch and "
+        "reductions of two groups may wait for each other")  # fmt: skip
     add("--limit", type=float, default=150.0, help="seconds for each training")
     add("--out", type=Path, help="takes a line of JSON")
     args = parser.parse_args(arguments)
@@ -100,18 +103,20 @@ def main(arguments: Sequence[str]) -> int:
             args.megatron, given, ranks_per_host=args.gpus, limit_s=args.limit, **rest
         )
 
-    environment = {VARIABLE: ",".join(args.turns)}
+    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": args.queues}
+    environments = [{**queues, VARIABLE: ",".join(args.turns)}]
     mixed = run(
-        "auto", args.iterations, environments=[environment], launcher=LAUNCHER, with_reports=True
+        "auto", args.iterations, environments=environments, launcher=LAUNCHER, with_reports=True
     )
-    plain = run("off", BLOCK)
+    plain = run("off", BLOCK, environments=[queues])
     ms, links = ms_of(mixed, args.turns), links_of(mixed)
     for turn, each in ms.items():
         print(f"{turn}: {each:.1f} ms an iteration, {each / ms.get('off', each):.3f} of off")
     print(f"links carried {links} MiB")
     wrong = what_is_wrong(mixed, plain, args.turns, args.iterations)
     losses = [mixed.losses[:BLOCK], plain.losses]
-    tell(args.out, turns=args.turns, ms=ms, links=links, losses=losses, all_ms=_all_ms(mixed))
+    told = {"turns": args.turns, "queues": args.queues}
+    tell(args.out, **told, ms=ms, links=links, losses=losses, all_ms=_all_ms(mixed))
     if wrong:
         print(*(f"wrong, {sentence}" for sentence in wrong), mixed.ends(), plain.ends(), sep="\n")
     print("failed" if wrong else "all right")

@@ -49,11 +49,13 @@ class Writes(NamedTuple):
         copies: Target, source and bytes of each.
         received: Bytes that peers write to this rank's places.
         block: The link's number of the memory.
+        to_all: As the pieces have it.
     """
 
     copies: tuple[tuple[int, int, int], ...]
     received: int
     block: int
+    to_all: bool
 
 
 class Part(NamedTuple):

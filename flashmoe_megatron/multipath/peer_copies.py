@@ -103,7 +103,7 @@ class PeerCopies(RingLink):
             if (nbytes := min(end, piece.send.numel()) - begin) > 0
         )
         received = sum(max(0, min(end, piece.receive.numel()) - begin) for piece in pieces)
-        return Writes(copies, received, place.block)
+        return Writes(copies, received, place.block, pieces[0].to_all)
 
     def write(self, number: int, what: str, writes: Writes, stream: torch.cuda.Stream) -> None:
         """See the base class."""
@@ -118,8 +118,9 @@ class PeerCopies(RingLink):
         """Offers this rank's places and copies to those of peers, behind their offers.
 
         Every call of the driver and every event costs as much as a piece of a copy, so that one
-        stream does all that it can. But copies to several peers have a stream each, since a copy
-        that follows another one begins only some 10 us after its end.
+        stream does all that it can. But what several peers get alike has a stream for each, since
+        a copy that follows another one begins only some 10 us after its end. Copies of different
+        bytes are slower beside each other: 180 GB/s into each of four H100s instead of 270.
 
         Args:
             writes: What is copied.
@@ -128,7 +129,8 @@ class PeerCopies(RingLink):
         Returns:
             The streams besides.
         """
-        stream, others = int(first.cuda_stream), self.copiers[1 : len(writes.copies)]
+        stream = int(first.cuda_stream)
+        others = self.copiers[1 : len(writes.copies)] if writes.to_all else []
         counts = [lane.count + 1 for lane in (*self._inward, *self._outward)]
         driver.issue(stream, self._offers, counts)
         streams = [stream]

@@ -68,13 +68,13 @@ MUTATIONS = (
     ),
     Mutation(
         "the watch takes a copy that has only been offered for one that has arrived",
-        "return self._peer_copies.has_arrived(self._counts)",
-        "return self._peer_copies.has_offered(self._counts)",
+        "return self._link.has_arrived(self._counts)",
+        "return self._link.has_offered(self._counts)",
         "tests/unit/test_rings.py::test_a_peer_that_stays_away_is_named",
     ),
     Mutation(
         "a stream that was let go counts as one that has passed",
-        "if self._peer_copies.broken is None:",
+        "if self._link.broken is None:",
         "if True:",
         "tests/unit/test_rings.py::test_streams_end_behind_a_failure",
     ),

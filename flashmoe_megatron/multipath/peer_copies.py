@@ -181,7 +181,7 @@ class Meeting:
     it events.
 
     Args:
-        link: Whose it is.
+        link: The one that has written.
         what: The operation, for messages.
         stream: Waits for the peers.
         counts: What they will have counted.

@@ -98,25 +98,32 @@ def test_a_misspelt_flag_gets_the_nearest(
 
 
 @pytest.mark.parametrize(
-    ("line", "environment", "is_told"),
+    ("line", "environment", "world_size", "is_told"),
     [
-        ("", {}, True),
-        ("", {"NCCL_MAX_CTAS": "16"}, True),
-        ("", {"NCCL_MAX_CTAS": "4"}, False),
-        ("--flashmoe-reserved-sms 16", {"NCCL_MAX_CTAS": "16"}, False),
-        ("", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, False),
-        ("--flashmoe-backend reference", {}, False),
+        ("", {}, 2, True),
+        ("", {"NCCL_MAX_CTAS": "16"}, 2, True),
+        ("", {"NCCL_MAX_CTAS": "4"}, 2, False),
+        ("", {"NCCL_MAX_CTAS": "4"}, 4, True),  # gradients of experts are reduced beside
+        ("", {"NCCL_MAX_CTAS": "2"}, 4, False),
+        ("--flashmoe-reserved-sms 16", {"NCCL_MAX_CTAS": "16"}, 2, False),
+        ("", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 4, False),
+        ("--flashmoe-backend reference", {}, 4, False),
     ],
 )
 def test_a_reduction_that_may_not_fit_beside_a_launch(
-    line: str, environment: dict[str, str], is_told: bool, monkeypatch: pytest.MonkeyPatch
+    line: str,
+    environment: dict[str, str],
+    world_size: int,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("NCCL_MAX_CTAS", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    args = parse(f"{FLASHMOE} {line}", expert_model_parallel_size=2, overlap_grad_reduce=True)
+    sizes = {"expert_model_parallel_size": 2, "world_size": world_size}
+    args = parse(f"{FLASHMOE} {line}", overlap_grad_reduce=True, **sizes)
     told = [notice for notice in find_notices(args) if "NCCL_MAX_CTAS" in notice]
     assert bool(told) == is_told
     args.overlap_grad_reduce = False

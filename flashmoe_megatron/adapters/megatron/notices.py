@@ -1,6 +1,7 @@
 """Says once, at the start of Megatron's script, what was asked for and does nothing."""
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -105,9 +106,11 @@ def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
     """Says that a launch and a reduction of gradients beside it could wait for each other.
 
     Each needs all of its GPUs at once. On one the launch may leave too few multiprocessors for the
-    reduction, on another the reduction too few for the launch.
+    reduction, on another the reduction too few for the launch. Gradients of experts are reduced by
+    a communicator of their own, if anybody shares them, beside that of all others.
     """
     reserved = flags.get("reserved_sms", DEFAULT_RESERVED_SMS)
+    room = max(1, reserved // (2 if _reduces_experts(args) else 1))
     most = os.environ.get("NCCL_MAX_CTAS", "")
     if (
         flags.get("backend") in ("scheduled", "reference")
@@ -116,15 +119,23 @@ def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
         or not getattr(args, "overlap_grad_reduce", False)
         or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
         or getattr(args, "nccl_communicator_config_path", None)
-        or (most.isdigit() and int(most) <= reserved)
+        or (most.isdigit() and int(most) <= room)
     ):
         return
     yield (
         f"--overlap-grad-reduce beside launches that leave {reserved} multiprocessors: a reduction "
         "of more CTAs and a launch may each wait for room that the other holds on another GPU, "
-        f"until {flag_of('timeout')} ends it; set NCCL_MAX_CTAS={reserved} or less, max_ctas for "
+        f"until {flag_of('timeout')} ends it; set NCCL_MAX_CTAS={room} or less, max_ctas for "
         "dp and dp_cp in --nccl-communicator-config-path, or CUDA_DEVICE_MAX_CONNECTIONS=1"
     )
+
+
+def _reduces_experts(args: Any) -> bool:
+    """Whether several ranks have the same experts."""
+    kinds = ("pipeline_model", "expert_model", "expert_tensor")
+    apart: int = math.prod(getattr(args, f"{kind}_parallel_size", None) or 1 for kind in kinds)
+    ranks: int = getattr(args, "world_size", None) or 1
+    return ranks > apart
 
 
 def _listed(names: list[str]) -> str:

@@ -73,6 +73,12 @@ MUTATIONS = (
         "tests/unit/test_rings.py::test_a_peer_that_stays_away_is_named",
     ),
     Mutation(
+        "what was broken off while it was issued is not let go",
+        "if self._link.broken is not None:  # what was broken off",
+        "if False:  # what was broken off",
+        "tests/unit/test_rings.py::test_closing_lets_go_of_late_peers",
+    ),
+    Mutation(
         "a stream that was let go counts as one that has passed",
         "if self._link.broken is None:",
         "if True:",

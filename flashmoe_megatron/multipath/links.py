@@ -82,8 +82,7 @@ class Exchange(NamedTuple):
         parts: One for every link.
         rates: Bytes per second of each link, as far as it is known.
         stream: The current stream, for links of GPUs.
-        started: Its moment behind which they may begin; ``None`` where one link carries all in that
-            stream, and nobody asks for its time.
+        started: Its moment behind which they may begin.
         is_beside: Whether the current stream has other work meanwhile.
     """
 

@@ -290,6 +290,7 @@ class Multipath:
                     self._control.gather(None)
         finally:
             self._broken = self._broken or LinkError("it has been closed")
+            self._in_place.clear()
             self.transfers.close()
 
     def __enter__(self) -> "Multipath":

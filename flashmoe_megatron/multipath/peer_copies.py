@@ -208,8 +208,7 @@ class Meeting:
 class _DirectFlight(RingFlight):
     """What goes to the receivers' memory without a detour: one copy to each peer.
 
-    It is in the current stream unless that has other work meanwhile. There are events with times
-    only where it is timed.
+    It is in the current stream unless that has other work meanwhile.
     """
 
     def __init__(self, link: PeerCopies, exchange: Exchange, index: int, writes: Writes) -> None:
@@ -225,11 +224,7 @@ class _DirectFlight(RingFlight):
         others = link.copy(self._writes, first)
         yield
         self._meeting = link.arrive(self.what, first, others)
-        if self.started is not None:
-            self.leave()
-        else:
-            self.pieces = ()
-            link.watch.add(self)
+        self.leave()
 
     def has_begun(self) -> bool:
         """See the base class."""

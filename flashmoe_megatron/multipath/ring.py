@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashmoe_megatron.errors import FlashMoEError, reason_of, told_error
+from flashmoe_megatron.errors import FlashMoEError, LinkError, reason_of, told_error
 from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.balancer import CHUNKS
 from flashmoe_megatron.multipath.board import NUM_LANES
@@ -309,6 +309,7 @@ class RingLink(Link):
         self.broken = self.broken or error
         for memory in self.memories.values():
             board.post(memory, f"{self.rank} {reason_of(error)}")
+        self.watch.wake()
 
     def release(self) -> None:
         """Lets streams go on whose peer will never count again; what they move has no meaning."""
@@ -329,10 +330,10 @@ class RingLink(Link):
 
     def close(self) -> None:
         """Waits for what the GPU has been given and frees the link's memory."""
+        # Sums and marks are in streams of others. Behind a failure the watch lets streams go on.
+        torch.cuda.synchronize(self.device)
         self.watch.close()
-        if self.problem() is not None:
-            self.release()  # also what waits of an exchange that has not been issued to its end
-        torch.cuda.synchronize(self.device)  # sums and marks are in streams of others
+        self.broken = self.broken or LinkError("it has been closed")
         self._stack.close()
 
 

@@ -220,8 +220,7 @@ class Transfers:
         is_noted = load.writes is None or times.is_sample()
         if not is_noted and meanwhile is None:
             return {self._write(self.links[alone], load)}
-        is_timed = is_noted or meanwhile is not None
-        flights = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile, is_timed)
+        flights = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile)
         used = set()
         for link, flight in zip(self.links, flights, strict=True):
             if flight is not None:
@@ -265,7 +264,6 @@ class Transfers:
         chunks: Sequence[int],
         rates: Sequence[float],
         meanwhile: Callable[[], object] | None = None,
-        is_timed: bool = True,
     ) -> list[Flight | None]:
         """Moves so many bytes of every piece over each link; the current stream waits for it.
 
@@ -277,8 +275,6 @@ class Transfers:
             rates: Bytes per second of each link, by which it takes chunks of the rest; with 0 there
                 is no rest.
             meanwhile: As there.
-            is_timed: Whether flights tell their seconds. They have to, unless peers write to their
-                places with nothing beside that.
 
         Returns:
             What each link did, ``None`` for those that had nothing to do.
@@ -286,7 +282,7 @@ class Transfers:
         self._number += 1
         parts, used, turns = _plan(tuple(carried), tuple(chunks))
         stream = current_stream(self._device.index) if self.is_on_gpus else None
-        started = timed_event(stream) if stream and is_timed else None
+        started = timed_event(stream) if stream else None
         is_beside = meanwhile is not None
         exchange = Exchange(self._number, what, pieces, parts, rates, stream, started, is_beside)
         free = [index for index in used if self.links[index].takes_rest]

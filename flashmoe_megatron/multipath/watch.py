@@ -18,7 +18,7 @@ class Watch:
 
     A stream that waits for a word waits for ever if nobody writes it. Where a peer has died, has
     failed, or has not counted for the time limit, the thread notes the error, tells every rank, and
-    writes the words itself.
+    writes the words itself, time and again: a peer that is late may write smaller ones over them.
 
     Args:
         link: The :class:`~flashmoe_megatron.multipath.ring.RingLink`.
@@ -37,6 +37,10 @@ class Watch:
         if not self._added.is_set():
             self._added.set()
 
+    def wake(self) -> None:
+        """Lets streams go on from now on, since the link has failed."""
+        self._added.set()
+
     def close(self) -> None:
         """Ends the thread, once the transfers have ended."""
         self._is_closed = True
@@ -54,6 +58,9 @@ class Watch:
             if not self._flights:
                 if self._is_closed:
                     return
+                if self._link.broken is not None:  # what was broken off is in no transfer
+                    self._added.set()
+                    self._end(self._link.broken)
                 continue
             self._added.set()
             now = self._counts()

@@ -174,6 +174,11 @@ class Memory:
         return memory.address
 
 
+def synchronize_all() -> None:
+    for stream in list(Stream.made.values()):
+        stream.synchronize()
+
+
 @contextlib.contextmanager
 def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iterator[Stream]:
     """A process's GPU with so many hardware queues; gives its current stream."""
@@ -205,7 +210,7 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
     monkeypatch.setattr(ring, "CHUNKS", (2**12, 2**14))
     current = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: current)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: current.synchronize())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: synchronize_all())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: id(current), False)
     yield current
 
@@ -559,11 +564,16 @@ def test_closing_waits_for_what_is_issued(ranks: RankPool) -> None:
     ranks.run(closed_early, num_ranks=2)
 
 
-def broken_off(group: dist.ProcessGroup) -> None:
+def broken_off(group: dist.ProcessGroup, is_beside_another: bool) -> None:
     """The driver refuses a copy behind the offer, for which the stream already waits."""
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        multipath, output, part = peer_copies_alone(group, 20)
+        links, device = LINKS[: 1 + is_beside_another], torch.device("cpu")
+        multipath = Multipath(group, device=device, links=links, min_bytes=1, timeout=20)
+        times = [1e-6, 1.0][: len(links)]
+        multipath.transfers.direct.tune(100, lambda carried, chunks: times)
+        output = multipath.empty(200)
+        part = output[100 * rank :][:100]
 
         def refused(*_: Any) -> None:
             raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE (1)")
@@ -581,8 +591,46 @@ def broken_off(group: dist.ProcessGroup) -> None:
             multipath.close()
 
 
-def test_closing_lets_go_what_was_broken_off(ranks: RankPool) -> None:
-    ranks.run(broken_off, num_ranks=2)
+@pytest.mark.parametrize("is_beside_another", [False, True])
+def test_closing_lets_go_what_was_broken_off(is_beside_another: bool, ranks: RankPool) -> None:
+    ranks.run(broken_off, is_beside_another, num_ranks=2)
+
+
+def late_behind_a_close(group: dist.ProcessGroup) -> None:
+    """A peer's late word is smaller than the one that has let this rank's stream go on."""
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device = torch.device("cpu")
+        multipath = Multipath(group, device=device, links=LINKS[1:], min_bytes=1, timeout=20)
+        for length in (8192, 100_000):
+            multipath.transfers.balancer.tune(length, lambda carried, chunks: [1e-6 * carried[0]])
+        gate, copies = threading.Event(), itertools.count()
+        if rank == 1:
+            for _, from_peer in multipath.transfers.links[0].streams:
+                from_peer.queue.push(gate.wait)
+        small, large = (torch.zeros(length, dtype=torch.uint8) for length in (16384, 200_000))
+        multipath.all_gather(small, torch.ones(8192, dtype=torch.uint8))
+        if rank == 0:
+            current.synchronize()  # its own part is over; the peer has not taken what it was sent
+            current.queue.push(functools.partial(time.sleep, 2.0))  # its own work
+
+            def refused(*args: Any) -> None:
+                if next(copies) == 11:
+                    raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE (1)")
+                copy(*args)
+
+            patch.setattr(driver, "copy", refused)
+            with pytest.raises(DeviceError):
+                multipath.all_gather(large, torch.ones(100_000, dtype=torch.uint8))
+        dist.barrier(group)
+        if rank == 1:
+            threading.Timer(1.0, gate.set).start()
+        with contextlib.suppress(DeviceError):
+            multipath.close()
+
+
+def test_closing_lets_go_of_late_peers(ranks: RankPool) -> None:
+    ranks.run(late_behind_a_close, num_ranks=2)
 
 
 def failed_meanwhile(group: dist.ProcessGroup, operation: str) -> None:

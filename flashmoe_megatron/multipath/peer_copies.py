@@ -163,7 +163,7 @@ class PeerCopies(RingLink):
         driver.issue(int(first.cuda_stream), self._arrivals, counts)
         for lane in lanes:
             lane.pass_by()
-        return Meeting(self, what, first, counts[len(self._outward) :])
+        return Meeting(self, what, counts[len(self._outward) :])
 
     def has_offered(self, counts: list[int]) -> bool:
         """Whether this rank's stream has come to the offers that belong to arrivals."""
@@ -184,25 +184,20 @@ class Meeting:
     Args:
         link: The one that has written.
         what: The operation, for messages.
-        stream: Waits for the peers.
-        counts: What they will have counted.
+        counts: What peers will have counted.
     """
 
-    def __init__(
-        self, link: PeerCopies, what: str, stream: torch.cuda.Stream, counts: list[int]
-    ) -> None:
+    def __init__(self, link: PeerCopies, what: str, counts: list[int]) -> None:
         self.what = what
-        self._link, self._stream, self._counts = link, stream, counts
+        self._link, self._counts = link, counts
 
     def has_begun(self) -> bool:
         """Whether the stream has come to it, so that it waits for peers if for anything."""
         return self._link.has_offered(self._counts)
 
     def is_over(self) -> bool:
-        """Whether the stream waits for nothing any more."""
-        if self._link.broken is None:
-            return self._link.has_arrived(self._counts)
-        return bool(self._stream.query())  # words that let it go are not those of peers
+        """Whether the stream waits for nothing any more, unless the link has failed."""
+        return self._link.has_arrived(self._counts)
 
 
 class _DirectFlight(RingFlight):

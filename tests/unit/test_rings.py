@@ -91,11 +91,6 @@ class Stream:
         event.record(self)
         return event
 
-    def query(self) -> bool:
-        event = self.record_event()
-        time.sleep(0.01)
-        return event.query()
-
     def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
 

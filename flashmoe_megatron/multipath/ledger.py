@@ -111,4 +111,4 @@ class Ledger:
 def _carried(exchange: Exchange, tensor: torch.Tensor) -> list[int]:
     """How many bytes of a piece's tensor each link carries."""
     length = tensor.numel()
-    return [min(part.end, length) - min(part.begin, length) for part in exchange.parts]
+    return [part.of(length) for part in exchange.parts]

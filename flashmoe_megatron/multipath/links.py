@@ -71,6 +71,10 @@ class Part(NamedTuple):
     end: int
     chunk: int
 
+    def of(self, length: int) -> int:
+        """How many bytes of a piece that is so long it has."""
+        return min(self.end, length) - min(self.begin, length)
+
 
 class Exchange(NamedTuple):
     """One exchange of pieces with all peers, the same parts on every rank.
@@ -165,9 +169,9 @@ class Link(abc.ABC):
             ShapeError: A peer exchanges something else.
         """
 
-    def writes(self, pieces: Sequence[Piece], begin: int, end: int) -> Writes | None:
-        """What it writes of some bytes of each piece, ``None`` if it does not write to places."""
-        del pieces, begin, end
+    def writes(self, pieces: Sequence[Piece], part: Part) -> Writes | None:
+        """What it writes of a part of each piece, ``None`` if it does not write to places."""
+        del pieces, part
         return None
 
     def write(self, number: int, what: str, writes: Writes, stream: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange, Piece, Place, Writes
+from flashmoe_megatron.multipath.links import Exchange, Part, Piece, Place, Writes
 from flashmoe_megatron.multipath.mapped import Block, MappedMemory
 from flashmoe_megatron.multipath.ring import RingFlight, RingLink, Slots, has_counted
 
@@ -85,24 +85,23 @@ class PeerCopies(RingLink):
 
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> RingFlight:
         """See the base class."""
-        begin, end, _ = exchange.parts[index]
-        writes = self.writes(exchange.pieces, begin, end)
+        writes = self.writes(exchange.pieces, exchange.parts[index])
         if writes is None:
             return super().begin(exchange, index, tickets)
         self._prepare(exchange.number, exchange.what, writes)
         return _DirectFlight(self, exchange, index, writes)
 
-    def writes(self, pieces: Sequence[Piece], begin: int, end: int) -> Writes | None:
+    def writes(self, pieces: Sequence[Piece], part: Part) -> Writes | None:
         """See the base class."""
         place = pieces[0].place
         if place is None:
             return None
         copies = tuple(
-            (place.targets[piece.peer] + begin, piece.send.data_ptr() + begin, nbytes)
+            (place.targets[piece.peer] + part.begin, piece.send.data_ptr() + part.begin, nbytes)
             for piece in pieces
-            if (nbytes := min(end, piece.send.numel()) - begin) > 0
+            if (nbytes := part.of(piece.send.numel()))
         )
-        received = sum(max(0, min(end, piece.receive.numel()) - begin) for piece in pieces)
+        received = sum(part.of(piece.receive.numel()) for piece in pieces)
         return Writes(copies, received, place.block, pieces[0].to_all)
 
     def write(self, number: int, what: str, writes: Writes, stream: torch.cuda.Stream) -> None:
@@ -209,7 +208,7 @@ class _DirectFlight(RingFlight):
     def __init__(self, link: PeerCopies, exchange: Exchange, index: int, writes: Writes) -> None:
         super().__init__(link, exchange, index)
         self._peer_copies, self._writes = link, writes
-        self._received, self._is_beside = writes.received, exchange.is_beside
+        self._is_beside = exchange.is_beside
 
     def steps(self) -> Iterator[None]:
         """Issues everything at once; what has arrived is awaited behind what other links issue."""
@@ -218,13 +217,5 @@ class _DirectFlight(RingFlight):
         first = self._streams[0]
         others = link.copy(self._writes, first)
         yield
-        self._meeting = link.arrive(self.what, first, others)
+        link.arrive(self.what, first, others)
         self.leave()
-
-    def has_begun(self) -> bool:
-        """See the base class."""
-        return self._meeting.has_begun()
-
-    def is_over(self) -> bool:
-        """See the base class."""
-        return self._meeting.is_over()

@@ -172,8 +172,9 @@ class RingLink(Link):
         self.peers = [
             (control.rank + step) % control.num_ranks for step in range(1, control.num_ranks)
         ]
-        has_common = has_slots and len(self.peers) > 1
-        self.slot_bytes = _slot_bytes(len(self.peers) + has_common)
+        self.sends_once = has_slots and len(self.peers) > 1
+        num_rings = len(self.peers) + self.sends_once
+        self.slot_bytes = _slot_bytes(num_rings)
         self.ring_bytes = NUM_LANES * NUM_SLOTS * self.slot_bytes
         self.device = device
         self.broken: FlashMoEError | None = None
@@ -181,8 +182,7 @@ class RingLink(Link):
         self._stack = contextlib.ExitStack()
         try:
             with torch.cuda.device(device):
-                num_rings = len(self.peers) + has_common if has_slots else 0
-                self._open(control, num_rings * self.ring_bytes)
+                self._open(control, num_rings * self.ring_bytes if has_slots else 0)
         except BaseException:
             self._stack.close()
             raise
@@ -222,7 +222,6 @@ class RingLink(Link):
         control.agree(register)
         self._own_header = headers[self.rank]
         inbound, outbound, common = self._slots(control)
-        self.sends_once = bool(common)
         self.inbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
         self.outbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
         own, nbytes = headers[self.rank], self.slot_bytes
@@ -233,15 +232,17 @@ class RingLink(Link):
                 full, free = board.full_word(peer, lane), board.free_word(peer, lane)
                 slots, word = inbound[peer] + offset, self.own.word(full)
                 ring = _Ring(from_peer, slots, nbytes, own + full, own + free, word)
-                if common:
+                if self.sends_once:
                     ring.common = _Common(common[peer] + offset, nbytes)
                 self.inbound[peer].append(ring)
                 full, free = board.full_word(self.rank, lane), board.free_word(self.rank, lane)
                 slots, word = outbound[peer] + offset, memory.word(free)
                 ring = _Ring(to_peer, slots, nbytes, theirs + free, theirs + full, word)
                 self.outbound[peer].append(ring)
-        offsets = [lane * NUM_SLOTS * nbytes for lane in range(NUM_LANES)] if common else []
-        self._common = [_Common(common[self.rank] + offset, nbytes) for offset in offsets]
+        self._common = [
+            _Common(common[self.rank] + lane * NUM_SLOTS * nbytes, nbytes)
+            for lane in (range(NUM_LANES) if self.sends_once else ())
+        ]
         peers = [*self.inbound.values(), *self.outbound.values()]
         self.rings = [ring for lanes in peers for ring in lanes]
 
@@ -295,7 +296,9 @@ class RingLink(Link):
     def problem(self) -> FlashMoEError | None:
         """What has ended the link, here or on another rank, if anything has."""
         if self.broken is None and self._notice.value:
-            rank, _, reason = str(board.notice(self.own)).partition(" ")
+            told = board.notice(self.own)
+            assert told is not None
+            rank, _, reason = told.partition(" ")
             self.broken = told_error(int(rank), reason)
         return self.broken
 
@@ -360,7 +363,7 @@ class HostRelay(RingLink):
                     offset = board.HEADER_BYTES + self.offset(owner, sender)
                     found[peer] = self.registered(memory, offset, self.ring_bytes)
             offset = board.HEADER_BYTES + len(self.peers) * self.ring_bytes
-            for rank, memory in self.memories.items() if len(self.peers) > 1 else ():
+            for rank, memory in self.memories.items() if self.sends_once else ():
                 common[rank] = self.registered(memory, offset, self.ring_bytes)
 
         control.agree(register)
@@ -381,7 +384,7 @@ class RingFlight(Flight):
         self.link, self.part, self.pieces = link, exchange.parts[index], exchange.pieces
         self.started, self._stream = exchange.started, exchange.stream
         self._is_common = exchange.pieces[0].to_all and link.sends_once
-        self._received = 0
+        self._received = sum(self.part.of(piece.receive.numel()) for piece in self.pieces)
 
     def steps(self) -> Iterator[None]:
         """Issues a chunk to and from every peer at a time."""
@@ -390,7 +393,6 @@ class RingFlight(Flight):
         lanes = link.streams[: -(-(end - begin) // chunk)]
         sends = [_bounded(link.outbound, piece.peer, piece.send) for piece in self.pieces]
         receives = [_bounded(link.inbound, piece.peer, piece.receive) for piece in self.pieces]
-        self._received = sum(max(0, min(end, length) - begin) for _, _, length in receives)
         # Streams that carry nothing would cost the host calls of the driver all the same.
         ways = [any(length > begin for _, _, length in way) for way in (sends, receives)]
         self.enter([stream for lane in lanes for stream in itertools.compress(lane, ways)])

@@ -245,7 +245,8 @@ class Transfers:
             length = load.inbound // (self._num_ranks - 1)
             load.shares, load.route = shares, self._route(load.balancer, length, shares)
             alone = load.route.alone
-            load.writes = self.links[alone].writes(load.pieces, 0, length) if alone >= 0 else None
+            whole = Part(0, length, length)
+            load.writes = self.links[alone].writes(load.pieces, whole) if alone >= 0 else None
         return load.route
 
     def _route_by(self, balancer: Balancer, length: int, shares: tuple[float, ...]) -> _Route:

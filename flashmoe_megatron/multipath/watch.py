@@ -59,7 +59,6 @@ class Watch:
                 if self._is_closed:
                     return
                 if self._link.broken is not None:  # what was broken off is in no transfer
-                    self._added.set()
                     self._end(self._link.broken)
                 continue
             self._added.set()

@@ -493,13 +493,14 @@ def test_memory_that_was_given_back_is_not_written_to(ranks: RankPool) -> None:
         assert "wanted its storage not to be resized" in said
 
 
-def peer_copies_alone(
-    group: dist.ProcessGroup, timeout: float
+def with_places(
+    group: dist.ProcessGroup, timeout: float, num_links: int = 1
 ) -> tuple[Multipath, torch.Tensor, torch.Tensor]:
-    """Peer copies, memory that they write to directly, and this rank's part of it, all tuned."""
-    device, rank = torch.device("cpu"), dist.get_rank(group)
-    multipath = Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=timeout)
-    multipath.transfers.direct.tune(100, lambda carried, chunks: [1e-6 * carried[0]])
+    """Peer copies, which carry all, memory that they write to, and this rank's part of it."""
+    device, rank, links = torch.device("cpu"), dist.get_rank(group), LINKS[:num_links]
+    multipath = Multipath(group, device=device, links=links, min_bytes=1, timeout=timeout)
+    tune = multipath.transfers.direct.tune
+    tune(100, lambda carried, chunks: [1e-6 * carried[0], 1.0][:num_links])
     output = multipath.empty(200)
     return multipath, output, output[100 * rank :][:100]
 
@@ -513,7 +514,7 @@ def behind_a_failure(group: dist.ProcessGroup) -> float:
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         gate = threading.Event()
-        multipath, output, part = peer_copies_alone(group, 2)
+        multipath, output, part = with_places(group, 2)
         current.queue.push(gate.wait)  # its own work
         multipath.all_gather(output, part)
         if rank == 0:
@@ -539,7 +540,7 @@ def test_streams_end_behind_a_failure(ranks: RankPool) -> None:
 def closed_early(group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         gate = threading.Event()
-        multipath, output, part = peer_copies_alone(group, 20)
+        multipath, output, part = with_places(group, 20)
         current.queue.push(gate.wait)
         multipath.all_gather(output, part)
         dist.barrier(group)
@@ -559,16 +560,11 @@ def test_closing_waits_for_what_is_issued(ranks: RankPool) -> None:
     ranks.run(closed_early, num_ranks=2)
 
 
-def broken_off(group: dist.ProcessGroup, is_beside_another: bool) -> None:
+def broken_off(group: dist.ProcessGroup, num_links: int) -> None:
     """The driver refuses a copy behind the offer, for which the stream already waits."""
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        links, device = LINKS[: 1 + is_beside_another], torch.device("cpu")
-        multipath = Multipath(group, device=device, links=links, min_bytes=1, timeout=20)
-        times = [1e-6, 1.0][: len(links)]
-        multipath.transfers.direct.tune(100, lambda carried, chunks: times)
-        output = multipath.empty(200)
-        part = output[100 * rank :][:100]
+        multipath, output, part = with_places(group, 20, num_links)
 
         def refused(*_: Any) -> None:
             raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE (1)")
@@ -586,9 +582,9 @@ def broken_off(group: dist.ProcessGroup, is_beside_another: bool) -> None:
             multipath.close()
 
 
-@pytest.mark.parametrize("is_beside_another", [False, True])
-def test_closing_lets_go_what_was_broken_off(is_beside_another: bool, ranks: RankPool) -> None:
-    ranks.run(broken_off, is_beside_another, num_ranks=2)
+@pytest.mark.parametrize("num_links", [1, 2])
+def test_closing_lets_go_what_was_broken_off(num_links: int, ranks: RankPool) -> None:
+    ranks.run(broken_off, num_links, num_ranks=2)
 
 
 def late_behind_a_close(group: dist.ProcessGroup) -> None:

@@ -1,7 +1,6 @@
 """Says once, at the start of Megatron's script, what was asked for and does nothing."""
 
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.adapters.megatron.asked import expert_tensor_size, number
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
     FLAG_PREFIX,
@@ -132,10 +132,9 @@ def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
 
 def _reduces_experts(args: Any) -> bool:
     """Whether several ranks have the same experts."""
-    kinds = ("pipeline_model", "expert_model", "expert_tensor")
-    apart: int = math.prod(getattr(args, f"{kind}_parallel_size", None) or 1 for kind in kinds)
-    ranks: int = getattr(args, "world_size", None) or 1
-    return ranks > apart
+    stages = number(args, "pipeline_model_parallel_size", 1)
+    apart = stages * number(args, "expert_model_parallel_size", 1) * expert_tensor_size(args)
+    return number(args, "world_size", 1) > apart
 
 
 def _listed(names: list[str]) -> str:

@@ -4,20 +4,18 @@ from typing import Any
 
 import torch
 
+from tools.bench.megatron_layer import moe_submodules
+
 
 def make_layer(config: Any, experts: Any = None, *, use_te: bool = False) -> Any:
     """A layer with the weights of one seed, and with other experts than Megatron's if wanted.
 
     ``use_te`` takes Transformer Engine's linear layers and grouped experts.
     """
-    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    mlp: Any = get_mlp_module_spec(
-        use_te=use_te, num_experts=config.num_moe_experts, moe_grouped_gemm=use_te
-    )
-    submodules = getattr(mlp, "submodules", None) or mlp.keywords["submodules"]
+    submodules = moe_submodules(config.num_moe_experts, use_te=use_te)
     if experts is not None:
         submodules.experts = experts
     torch.manual_seed(7)

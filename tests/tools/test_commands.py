@@ -3,12 +3,16 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from tools import memory_table
 from tools.bench import bench_degrees, bench_layer, compare_libraries, stopwatch
+from tools.bench.bench_layer import GATE
+from tools.bench.common import Timer
+from tools.bench.shapes import Problem, Shape, make_problem
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("ruff", "mypy", "clang-format", "codespell", "python", "pytest")
@@ -38,6 +42,25 @@ def test_degrees_of_a_shape_that_is_none(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench_degrees.parse(["fit.json", "--shapes", "2048x768"])
     assert "shape 2048x768: wanted TOKENSx" in capsys.readouterr().err
+
+
+def test_a_baseline_that_is_not_installed_is_left_out(capsys, monkeypatch) -> None:
+    def missing(problem: Problem) -> NoReturn:
+        raise ImportError("No module named 'megatron'")
+
+    monkeypatch.setitem(bench_degrees.BESIDE, "megatron", missing)
+    problem = make_problem(Shape(8, 64, 64, 4, 2, gated=True), device=torch.device("cpu"))
+    names = ["unfused", "megatron"]
+    found = bench_degrees.measure_beside("small", problem, names, Timer(iterations=1, warmup=0))
+    assert names == list(found) == ["unfused"]
+    assert capsys.readouterr().out.endswith("megatron is left out: No module named 'megatron'\n")
+
+
+@pytest.mark.parametrize("error", [GATE * 1.01, float("nan")])
+def test_nothing_wrong_is_measured(error: float) -> None:
+    bench_layer.require_gate("small", {"out": GATE, "grad_x": 0.0})
+    with pytest.raises(SystemExit, match="small: relative L2 error .*, wanted at most 0.006"):
+        bench_layer.require_gate("small", {"out": error, "grad_x": 0.0})
 
 
 @pytest.mark.parametrize("num_ranks", [0, 3, 9])

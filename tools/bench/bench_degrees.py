@@ -4,24 +4,39 @@
     torchrun --nproc-per-node 4 -m tools.bench.bench_degrees fit.json --out degrees.jsonl
 
 For every shape, in one run, are timed: forwards at each degree, then forwards and backwards whose
-backward has each degree and whose forward has the fit's, the kernel, and the unfused baseline.
-Times are medians over iterations of the slowest rank, each from an idle GPU. At the end stands at
-how many shapes the fit's degree is the fastest one or a neighbour of it among those measured.
+backward has each degree and whose forward has the fit's, and beside them the kernel, the unfused
+baseline of ``unfused.py``, and Megatron-Core's own layer of ``megatron_layer.py`` with its
+``alltoall`` dispatcher, which is left out with a line where it is not installed. Each has to pass
+the correctness gate of ``bench_layer`` first, the scheduled layer at the fit's degrees. Times are
+medians over iterations of the slowest rank, each from an idle GPU. At the end stands at how many
+shapes the fit's degree is the fastest one or a neighbour of it among those measured.
 
 ``--allow-cpu`` runs over gloo where there is no GPU, without the kernel: to try, not to tell.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from tools.bench import common, stopwatch
-from tools.bench.bench_layer import UnfusedLayer, kernel_layer, without_grad
+from tools.bench.bench_layer import (
+    FusedLayer,
+    UnfusedLayer,
+    kernel_layer,
+    require_gate,
+    without_grad,
+)
 from tools.bench.common import Record, Timer, log
-from tools.bench.shapes import Shape, make_problem, shape_of
+from tools.bench.correctness import relative_errors
+from tools.bench.megatron_layer import MegatronLayer
+from tools.bench.shapes import Problem, Shape, make_problem, shape_of
+
+Layer = FusedLayer | UnfusedLayer | MegatronLayer
 
 DEGREES = (1, 2, 3, 4, 6, 8)
 SIZES = (
@@ -31,12 +46,47 @@ SIZES = (
 SHAPES = [f"{tokens}x{sizes}" for tokens in (2048, 4096, 8192) for sizes in SIZES.split()]
 """Gated, by tokens of a rank, hidden, intermediate, experts and top-k."""
 
+BESIDE: dict[str, Callable[[Problem], Layer]] = {
+    "kernel": partial(kernel_layer, use_main_grad=False, row_bound=common.ROW_BOUND),
+    "unfused": partial(UnfusedLayer, use_main_grad=False),
+    "megatron": MegatronLayer,
+}
+"""What can be measured beside the scheduled layer, by name."""
+
 
 def near(predicted: int, ms: dict[int, float]) -> bool:
     """Whether a degree is the fastest one, or the next one below or above it."""
     ordered = sorted(ms)
     fastest = min(ordered, key=lambda degree: ms[degree])
     return abs(ordered.index(predicted) - ordered.index(fastest)) <= 1
+
+
+def pass_gate(name: str, problem: Problem, layer: Layer) -> None:
+    """Compares a layer's results with float32's. Collective over the default group."""
+    require_gate(name, relative_errors(problem, layer.results()))
+    if stopwatch.HAS_GPU:
+        torch.cuda.empty_cache()
+
+
+def measure_beside(
+    name: str, problem: Problem, names: list[str], timer: Timer
+) -> dict[str, list[float]]:
+    """Milliseconds of others' forwards, and forwards and backwards. Collective as above.
+
+    Those that are not installed are taken out of ``names``.
+    """
+    found = {}
+    for other in list(names):
+        try:
+            layer = BESIDE[other](problem)
+        except ImportError as error:
+            names.remove(other)
+            log(f"{other} is left out: {error}")
+            continue
+        pass_gate(f"{name} {other}", problem, layer)
+        calls = (without_grad(layer), layer.forward_and_backward)
+        found[other] = [timer(call).median_ms for call in calls]
+    return found
 
 
 def measure(
@@ -52,6 +102,7 @@ def measure(
     layer = kernel_layer(problem, use_main_grad=False, kind="scheduled", **auto)
     backend = layer.backend
     forward, backward = predicted = backend.degrees
+    pass_gate(f"{name} scheduled", problem, layer)
     ms: list[dict[int, float]] = [{}, {}]
     for degree in sorted({*options.degrees, forward}):
         backend.degrees = (degree, 1)
@@ -59,13 +110,7 @@ def measure(
     for degree in sorted({*options.degrees, backward}):
         backend.degrees = (forward, degree)
         ms[1][degree] = timer(layer.forward_and_backward).median_ms
-    beside = {}
-    if stopwatch.HAS_GPU:
-        kernel = kernel_layer(problem, use_main_grad=False, row_bound=common.ROW_BOUND)
-        unfused = UnfusedLayer(problem, use_main_grad=False)
-        for other, taker in (("kernel", kernel), ("unfused", unfused)):
-            calls = (without_grad(taker), taker.forward_and_backward)
-            beside[other] = [timer(call).median_ms for call in calls]
+    beside = measure_beside(name, problem, options.beside, timer)
     good = near(forward, ms[0]), near(backward, ms[1])
     record.write(
         measurement="degrees", shape=name, predicted=predicted, ms=ms, beside=beside, near=good
@@ -78,7 +123,11 @@ def measure(
         verdict = "near the fastest" if is_near else "far from the fastest"
         log(f"{name} {what}: {said} ms; by the fit {degree}, {verdict}, {gain:.3f} x as fast as 1")
     for other, both in beside.items():
-        log(f"{name} {other}: {both[0]:.3f} and {both[1]:.3f} ms")
+        said = " and ".join(
+            f"{time:.3f} ms ({time / times[degree]:.3f} x as long as scheduled)"
+            for time, times, degree in zip(both, ms, predicted, strict=True)
+        )
+        log(f"{name} {other}: {said}")
     return good
 
 
@@ -91,6 +140,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--shapes", nargs="+", default=SHAPES, metavar="SHAPE",
         help="TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, gated, or a name")  # fmt: skip
     add("--degrees", type=int, nargs="+", default=list(DEGREES), help="1 among them")
+    add("--beside", nargs="*", choices=BESIDE, default=list(BESIDE))
     add("--iterations", type=int, default=9)
     add("--warmup", type=int, default=2)
     add("--allow-cpu", action="store_true", help="without a GPU: over gloo")
@@ -109,6 +159,8 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if not options.allow_cpu and not common.has_gpu():
         return 2
+    if not stopwatch.HAS_GPU and "kernel" in options.beside:
+        options.beside.remove("kernel")
     if common.join_group() == 1:
         raise SystemExit("1 rank, with which nothing travels: wanted several, by torchrun")
     timer = Timer(options.iterations, options.warmup)

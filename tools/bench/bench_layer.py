@@ -183,6 +183,18 @@ class UnfusedLayer:
         return LayerResults(out, problem.x.grad, grad_probs, *shares)
 
 
+def require_gate(name: str, errors: dict[str, float]) -> None:
+    """Says how far results are from float32's.
+
+    Raises:
+        SystemExit: Further than the correctness gate allows.
+    """
+    log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
+    worst = worst_of(errors.values())
+    if not worst <= GATE:
+        raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {GATE}")
+
+
 def without_grad(call: Callable[[], object]) -> Callable[[], object]:
     """The call in evaluation mode."""
 
@@ -326,10 +338,7 @@ def measure(
         name = f"{name}, {spare_slots} spare slots"
     errors = relative_errors(problem, fused.results())
     record.write(measurement="gate", implementation="fused", relative_l2=errors, **about)
-    worst = worst_of(errors.values())
-    log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
-    if not worst <= GATE:
-        raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {GATE}")
+    require_gate(name, errors)
     torch.cuda.empty_cache()
 
     fused_ms: dict[str, float] = {}

@@ -241,14 +241,11 @@ class ScheduledBackend(OfGroup):
         (whole,) = routes.parts(1)
         (total,) = counts if is_whole else self._agreement.counts_of(routes, all_counts, [whole])
         of_probs = self._ways.there(found.row_probs[: len(routes.token_idx)], total, whole)
+        cut = routes.cut(degree)
+        token_idx = _of_parts(cut.token_idx, parts)
         ways = [
-            self._dispatch(
-                x.index_select(0, picked(routes.token_idx, part.send_idx)),
-                count,
-                part,
-                of_part(call, i),
-            )
-            for i, (part, count) in enumerate(zip(parts, counts, strict=True))
+            self._dispatch(x.index_select(0, tokens), count, part, of_part(call, i))
+            for i, (part, count, tokens) in enumerate(zip(parts, counts, token_idx, strict=True))
         ]
         row_probs = arrived(of_probs, whole)
 
@@ -259,6 +256,7 @@ class ScheduledBackend(OfGroup):
         if training and not is_whole:
             preact = x.new_empty(routes.num_rows, config.fc1_rows)
             rows = x.new_empty(routes.num_rows, config.hidden) if keeps_rows else None
+        room = self._ways.room(parts, x)
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
@@ -274,25 +272,26 @@ class ScheduledBackend(OfGroup):
                 out_rows += (weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)).to(
                     x.dtype
                 )
-            back.append(self._combine(out_rows, part, count, call))
+            back.append(self._combine(out_rows, part, count, call, room.slices[i]))
             if training and is_whole:
                 preact, rows = pre, (mine if keeps_rows else None)
             elif preact is not None:
-                preact[part.rows] = pre
+                assert part.rows is not None
+                steps.put_rows(preact, part.rows, pre)
                 if rows is not None:
-                    rows[part.rows] = mine
+                    steps.put_rows(rows, part.rows, mine)
         laps.lap("experts")
-        out = steps.sum_routes(returned(back, parts, routes), routes.place)
+        out = steps.sum_routes(returned(back, room), cut.place)
         out = hooked("after", "combine", out, Call("forward", layer))
         laps.lap("combine")
         self._records.end(laps, routes, layer, "forward", num_tokens=len(x))
         if not training:
             return out, None
         assert preact is not None
-        tokens = None if keeps_rows else x
+        kept = None if keeps_rows else x
         num_columns = probs.shape[1]
         return out, _Saved(
-            routes, all_counts, len(x), num_columns, rows, tokens, row_probs, preact, layer
+            routes, all_counts, len(x), num_columns, rows, kept, row_probs, preact, layer
         )
 
     def _needs_no_counts(
@@ -403,14 +402,11 @@ class ScheduledBackend(OfGroup):
         )
         laps.lap("plan")
         call = Call("backward", saved.layer)
+        cut = routes.cut(degree)
+        token_idx = _of_parts(cut.token_idx, parts)
         ways = [
-            self._dispatch(
-                grad_out.index_select(0, picked(routes.token_idx, part.send_idx)),
-                count,
-                part,
-                of_part(call, i),
-            )
-            for i, (part, count) in enumerate(zip(parts, counts, strict=True))
+            self._dispatch(grad_out.index_select(0, tokens), count, part, of_part(call, i))
+            for i, (part, count, tokens) in enumerate(zip(parts, counts, token_idx, strict=True))
         ]
         of_rows = None  # behind the gradients, since only weights' gradients need them
         if saved.rows is None:
@@ -428,6 +424,7 @@ class ScheduledBackend(OfGroup):
             grad_y = grad_out.new_empty(routes.num_rows, config.hidden)
             grad_pre = grad_out.new_empty(routes.num_rows, config.fc1_rows)
             weighted = grad_out.new_empty(routes.num_rows, config.intermediate)
+        room = self._ways.room(parts, grad_out)
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
@@ -442,7 +439,7 @@ class ScheduledBackend(OfGroup):
             if biases2 is not None:
                 prob_part = prob_part + (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
             grad_rows = product(pre_part, fc1.transpose(1, 2), part.ends, part.counts)
-            back.append(self._combine(grad_rows, part, count, call))
+            back.append(self._combine(grad_rows, part, count, call, room.slices[i]))
             if is_whole:
                 grad_y, grad_pre, weighted, grad_row_probs = (
                     mine,
@@ -451,6 +448,7 @@ class ScheduledBackend(OfGroup):
                     prob_part,
                 )
             else:
+                assert part.rows is not None
                 grad_row_probs[part.rows] = prob_part
                 for every, one in (
                     (grad_y, mine),
@@ -458,8 +456,9 @@ class ScheduledBackend(OfGroup):
                     (weighted, weighted_part),
                 ):
                     assert every is not None
-                    every[part.rows] = one
-        of_probs = self._ways.back(grad_row_probs, total, whole)
+                    steps.put_rows(every, part.rows, one)
+        room_of_probs = self._ways.room([whole], grad_row_probs)
+        of_probs = self._ways.back(grad_row_probs, total, whole, room_of_probs.slices[0])
         laps.lap("experts")
 
         assert grad_y is not None
@@ -476,7 +475,7 @@ class ScheduledBackend(OfGroup):
             weighted_y = grad_y.to(wide) * saved.row_probs.to(wide)[:, None]
             store(grad_fc2_bias, bias_grad(weighted_y, whole.counts), VECTOR)
         laps.lap("weights")
-        grad_x = steps.sum_routes(returned(back, parts, routes), routes.place)
+        grad_x = steps.sum_routes(returned(back, room), cut.place)
         grad_x = self.hooks.run("after", "combine", grad_x, Call("backward", saved.layer))
         grad_probs = saved.row_probs.new_zeros(saved.num_tokens, saved.num_columns)
         grad_probs.view(-1).scatter_(0, routes.flat_idx, of_probs.wait().to(grad_probs.dtype))
@@ -516,11 +515,18 @@ class ScheduledBackend(OfGroup):
         rows = self.hooks.run("after", "dispatch", arrived(way, part), call)
         return self.hooks.run("before", "experts", rows, call)
 
-    def _combine(self, rows: torch.Tensor, part: Part, counts: Counts, call: Call) -> Way:
+    def _combine(
+        self,
+        rows: torch.Tensor,
+        part: Part,
+        counts: Counts,
+        call: Call,
+        received: torch.Tensor | None,
+    ) -> Way:
         """Begins to send what experts have computed back, for rows sent by ``counts``."""
         rows = self.hooks.run("after", "experts", rows, call)
         rows = self.hooks.run("before", "combine", rows, call)
-        return self._ways.back(rows, counts, part)
+        return self._ways.back(rows, counts, part, received)
 
 
 def _make_exchange(
@@ -541,6 +547,11 @@ def _make_exchange(
         return Exchange(group, rank, traffic, device)
     groups = host_groups(group, grid, timeout=options.timeout)
     return {"1dh": ByLeader, "2dh": TwoSteps}[kind](group, grid, groups, traffic, device)
+
+
+def _of_parts(token_idx: torch.Tensor, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
+    """The tokens of each part's routes."""
+    return torch.split(token_idx, [sum(part.send_counts) for part in parts])
 
 
 def _experts(part: Part) -> torch.Tensor:

@@ -45,6 +45,7 @@ class Exchange:
     Attributes:
         traffic: What was sent so far.
         needs_all_counts: Whether a call needs the counts of all ranks, not its own alone.
+        is_alone: Whether there is no other rank, so that what is sent is what is received.
         lanes: Where rows travel, by the stream's name in :mod:`flashmoe_megatron.schedule.model`.
     """
 
@@ -60,6 +61,7 @@ class Exchange:
         """Binds it to a group, ``None`` for one rank."""
         self.rank = rank
         self.traffic = traffic
+        self.is_alone = group is None
         self._group = group
         self._between = Lane(device)
         self.lanes = {"between": self._between}
@@ -69,18 +71,22 @@ class Exchange:
         """The stream of what travels between ranks."""
         return self._between
 
-    def received(self, send: torch.Tensor, counts: Counts) -> torch.Tensor:
-        """Memory for what a call will bring, of the stream that is current."""
-        if self._group is None:
-            return send
-        return send.new_empty(sum(row[self.rank] for row in counts), *send.shape[1:])
+    def room(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for so many rows that calls will bring, of the stream that is current.
+
+        Args:
+            num_rows: What one call brings, or several do, each of which fills a slice.
+            like: Has rows of their shape and dtype.
+        """
+        return like.new_empty(num_rows, *like.shape[1:])
 
     def run(self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark) -> Mark:
         """Sends each rank its rows, beside what the current stream does.
 
         Args:
-            received: From :meth:`received`; is filled by rank. It and ``send`` are kept by the
-                caller until the current stream has waited for the returned mark.
+            received: From :meth:`room`, or ``send`` where :attr:`is_alone`; is filled by rank. It
+                and ``send`` are kept by the caller until the current stream has waited for the
+                returned mark.
             send: Contiguous rows, by rank.
             counts: Rows from every rank to every rank; where :attr:`needs_all_counts` is false,
                 only the own row and column are read.
@@ -94,7 +100,7 @@ class Exchange:
                 used again.
         """
         self._count(send, counts)
-        if self._group is None:
+        if self.is_alone:
             return ready
         try:
             self._send(received, send, counts, ready)

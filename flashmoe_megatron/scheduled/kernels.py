@@ -191,6 +191,32 @@ def _place_routes(
         tl.store(ends + experts, tl.minimum(until, most), mask=is_expert)
 
 
+def put_rows(target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copies rows to where they belong, several a program: see the twin."""
+    num_rows, width = rows.shape
+    if num_rows:
+        columns = _block_of(width)
+        grid = (triton.cdiv(num_rows, TILE // columns), triton.cdiv(width, columns))
+        _copy_rows[grid](
+            target, index, rows, num_rows, width, target.stride(0), rows.stride(0),
+            ROWS=TILE // columns, COLUMNS=columns
+        )  # fmt: skip
+
+
+@triton.jit
+def _copy_rows(
+    target, index, rows, num_rows, width, target_step, step,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row = row < num_rows
+    mask = is_row[:, None] & (columns < width)[None, :]
+    value = tl.load(rows + (row * step)[:, None] + columns[None, :], mask=mask)
+    place = tl.load(index + row, mask=is_row, other=0)
+    tl.store(target + (place * target_step)[:, None] + columns[None, :], value, mask=mask)
+
+
 def sum_routes(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Each token's rows summed in float32 by ascending expert: see the twin."""
     num_tokens, choices = place.shape
@@ -250,8 +276,7 @@ def weighted_activation_backward(
 
 def _shape_of(config: MoEConfig) -> dict[str, Any]:
     width = config.intermediate
-    # The block of columns that leaves fewest unused; of several the widest.
-    columns = min((1024, 512, 256, 128), key=lambda one: (triton.cdiv(width, one) * one, -one))
+    columns = _block_of(width)
     return {
         "WIDTH": width,
         "KIND": _KINDS[config.activation],
@@ -263,6 +288,11 @@ def _shape_of(config: MoEConfig) -> dict[str, Any]:
         "ROWS": TILE // columns,
         "COLUMNS": columns,
     }
+
+
+def _block_of(width: int) -> int:
+    """The block of columns that leaves fewest unused; of several the widest."""
+    return min((1024, 512, 256, 128), key=lambda one: (triton.cdiv(width, one) * one, -one))
 
 
 @triton.jit

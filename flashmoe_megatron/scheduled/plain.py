@@ -56,6 +56,17 @@ def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tenso
     )
 
 
+def put_rows(target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copies rows to where they belong.
+
+    Args:
+        target: ``[all rows, width]``.
+        index: ``[num_rows]`` int64, each row's place in it, no two the same.
+        rows: ``[num_rows, width]`` in the target's dtype.
+    """
+    target[index] = rows
+
+
 def sum_routes(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Each token's rows, summed in the dtype of sums by ascending expert.
 

@@ -68,6 +68,20 @@ class Sorted:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The routes of one rank's tokens in the order in which they travel: by part, then expert.
+
+    Attributes:
+        token_idx: The token of each route, as long as what it was made from.
+        place: ``[tokens, choices]`` int64, each token's routes by ascending expert; not below the
+            number of routes where there is none.
+    """
+
+    token_idx: torch.Tensor
+    place: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Routes:
     """The routes of this rank's tokens in the order of experts, and what this rank receives.
 
@@ -94,12 +108,19 @@ class Routes:
     first_source: int = 0
     # Autograd, which builds these again from what it has saved, hands this over as it is.
     _parts: dict[int, "list[Part]"] = field(default_factory=dict, repr=False, compare=False)
+    _cuts: dict[int, Cut] = field(default_factory=dict, repr=False, compare=False)
 
     def parts(self, degree: int) -> "list[Part]":
         """All rows in so many parts, made once for a forward and its backward."""
         if degree not in self._parts:
             self._parts[degree] = make_parts(self, degree)
         return self._parts[degree]
+
+    def cut(self, degree: int) -> Cut:
+        """The routes in so many parts, made once as well."""
+        if degree not in self._cuts:
+            self._cuts[degree] = cut_routes(self.token_idx, self.place, self.ends, degree)
+        return self._cuts[degree]
 
     @property
     def from_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -122,7 +143,6 @@ class Part:
     """One part of every expert's rows. An index that is ``None`` would change nothing.
 
     Attributes:
-        send_idx: ``[sent rows]`` int64, the routes that travel, by expert.
         send_counts: Rows to each rank.
         recv_counts: Rows from each rank.
         by_expert: ``[received rows]`` int64, brings rows as they arrive into the order of experts.
@@ -132,7 +152,6 @@ class Part:
         counts: Rows of each local expert.
     """
 
-    send_idx: torch.Tensor | None
     send_counts: list[int]
     recv_counts: list[int]
     by_expert: torch.Tensor | None
@@ -155,14 +174,13 @@ def make_parts(routes: Routes, degree: int) -> list[Part]:
     if degree == len(routes.host_received) == 1:  # nothing is cut and nothing moves
         every = [routes.num_rows]
         own = list(routes.host_received[0])
-        return [Part(None, every, every, None, None, None, routes.ends, own)]
-    sent, received = np.array(routes.host_sent), np.array(routes.host_received)
-    sent_begin, sent_size = _cut(sent, degree)  # [part, rank, expert]
+        return [Part(every, every, None, None, None, routes.ends, own)]
+    received = np.array(routes.host_received)
+    _, sent_size = _cut(np.array(routes.host_sent), degree)  # [part, rank, expert]
     begin, size = _cut(received, degree)
     by_expert, of_expert = size.swapaxes(1, 2), received.T
     runs: dict[str, Runs] = {}
     if degree > 1:
-        runs["send_idx"] = _starts(sent) + sent_begin, sent_size
         runs["rows"] = _starts(of_expert) + begin.swapaxes(1, 2), by_expert
     if len(received) > 1:
         runs["by_expert"] = _starts(size).swapaxes(1, 2), by_expert
@@ -173,7 +191,6 @@ def make_parts(routes: Routes, degree: int) -> list[Part]:
     return [
         Part(*of_part)
         for of_part in zip(
-            indices.get("send_idx", none),
             sent_size.sum(2).tolist(),
             size.sum(2).tolist(),
             indices.get("by_expert", none),
@@ -184,6 +201,35 @@ def make_parts(routes: Routes, degree: int) -> list[Part]:
             strict=True,
         )
     ]
+
+
+def cut_routes(
+    token_idx: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, degree: int
+) -> Cut:
+    """Brings routes into the order of parts; the host needs to know no number.
+
+    Args:
+        token_idx: The token of each route, by expert, and any behind the last one.
+        place: As :class:`Sorted` has it.
+        ends: Likewise.
+        degree: The number of parts.
+    """
+    if degree == 1:
+        return Cut(token_idx, place)
+    most = place.numel()  # which is the place of no route
+    until = ends.long()
+    counts = until.diff(prepend=until.new_zeros(1))
+    bounds = counts * torch.arange(degree + 1, device=ends.device)[:, None] // degree
+    begins = torch.cat([(until - counts + bounds[:-1]).view(-1), until[-1:]])
+    sizes = torch.cat([bounds.diff(dim=0).view(-1), most + 1 - until[-1:]])
+    numbers = torch.arange(most + 1, device=ends.device)
+    shifts = begins - (sizes.cumsum(0) - sizes)
+    order = shifts.repeat_interleave(sizes, output_size=most + 1) + numbers
+    moved = torch.empty_like(order).scatter_(0, order, numbers)
+    return Cut(
+        token_idx.index_select(0, order[: len(token_idx)]),
+        moved.index_select(0, place.view(-1)).view(place.shape),
+    )
 
 
 def _cut(counts: Numbers, degree: int) -> Runs:

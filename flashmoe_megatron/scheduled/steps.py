@@ -18,6 +18,9 @@ class Steps(Protocol):
     ) -> Sorted:
         """Orders the routes."""
 
+    def put_rows(self, target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copies rows to where they belong."""
+
     def sum_routes(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         """Sums each token's rows."""
 

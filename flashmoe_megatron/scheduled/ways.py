@@ -11,7 +11,7 @@ import torch
 
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.exchange import Counts, Exchange
-from flashmoe_megatron.scheduled.plan import Part, Routes, picked
+from flashmoe_megatron.scheduled.plan import Part, picked
 from flashmoe_megatron.scheduled.tensor import TensorGroup
 
 
@@ -35,6 +35,19 @@ class Way:
         return self.received
 
 
+@dataclass(frozen=True)
+class Room:
+    """Where all parts of a call come back, one behind the other.
+
+    Attributes:
+        rows: All of it; ``None`` without any other rank, where each stays where it is.
+        slices: Each part's of it.
+    """
+
+    rows: torch.Tensor | None
+    slices: Sequence[torch.Tensor | None]
+
+
 class Ways:
     """Begins ways; every call is collective over the ranks of the exchange."""
 
@@ -54,7 +67,10 @@ class Ways:
 
     def there(self, send: torch.Tensor, counts: Counts, part: Part) -> Way:
         """Begins to send rows that are complete on the current stream to their experts."""
-        received = self._exchange.received(send, counts)
+        received = send
+        if not self._exchange.is_alone:
+            from_ranks = sum(row[self._exchange.rank] for row in counts)
+            received = self._exchange.room(from_ranks, send)
         done = self._exchange.run(received, send, counts, self._ready(send))
         if self._tensor is None:
             return Way((send,), received, done)
@@ -63,8 +79,25 @@ class Ways:
         done = self._tensor.gather(every, received, sizes, done)
         return Way((send, received), every, done)
 
-    def back(self, rows: torch.Tensor, counts: Counts, part: Part) -> Way:
-        """Begins to send rows, by expert, back to where they came from by ``counts``."""
+    def room(self, parts: Sequence[Part], like: torch.Tensor) -> Room:
+        """Makes room for all parts, whose rows have the shape and dtype of others."""
+        if self._exchange.is_alone:
+            return Room(None, [None] * len(parts))
+        sizes = [sum(part.send_counts) for part in parts]
+        rows = self._exchange.room(sum(sizes), like)
+        return Room(rows, torch.split(rows, sizes))
+
+    def back(
+        self, rows: torch.Tensor, counts: Counts, part: Part, received: torch.Tensor | None
+    ) -> Way:
+        """Begins to send rows, by expert, back to where they came from by ``counts``.
+
+        Args:
+            rows: What experts have computed.
+            counts: By which the part came.
+            part: What these are.
+            received: Their slice of a room; ``None`` without any other rank.
+        """
         turned = [list(column) for column in zip(*counts, strict=True)]
         send = rows = picked(rows, part.by_rank)
         ready = self._ready(rows)
@@ -72,7 +105,7 @@ class Ways:
             sizes = self._sizes(part)
             send = rows.new_empty(sizes[self._tensor.rank], *rows.shape[1:])
             ready = self._tensor.reduce(send, rows, sizes, ready)
-        received = self._exchange.received(send, turned)
+        received = send if received is None else received
         return Way((rows, send), received, self._exchange.run(received, send, turned, ready))
 
     def _ready(self, rows: torch.Tensor) -> lanes.Mark:
@@ -90,14 +123,9 @@ def arrived(way: Way, part: Part) -> torch.Tensor:
     return picked(way.wait(), part.by_expert)
 
 
-def returned(back: Sequence[Way], parts: Sequence[Part], routes: Routes) -> torch.Tensor:
-    """All routes' rows in their order, once every part is back."""
-    for way in back:
-        way.wait()
-    first = back[0].received
-    if len(back) == 1:
-        return first
-    rows = first.new_empty(len(routes.token_idx), *first.shape[1:])
-    for way, part in zip(back, parts, strict=True):
-        rows[part.send_idx] = way.received
-    return rows
+def returned(back: Sequence[Way], room: Room) -> torch.Tensor:
+    """All parts' rows, one part behind the other, once they are back."""
+    rows = [way.wait() for way in back]
+    if room.rows is not None:
+        return room.rows
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.scheduled import kernels, plain
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from tests.gpu.expected import Results, assert_as_good, expected
 from tests.gpu.layers import make_config
@@ -65,6 +66,28 @@ def test_it_is_the_oracle_and_repeats_its_bits(
                     records = backend.take_records()
                     assert [one.direction for one in records] == ["forward", "backward"] * 2
                     assert all(one.duration_ns > 0 for one in records)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [8, 1300, 7168])
+def test_rows_are_copied_as_torch_copies_them(width: int, dtype: torch.dtype) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    rows = torch.randn(700, width, device=DEVICE, generator=g).to(dtype)
+    index = torch.randperm(3000, device=DEVICE, generator=g)[:700]
+    found, want = (torch.zeros(3000, width, device=DEVICE, dtype=dtype) for _ in range(2))
+    kernels.put_rows(found, index, rows)
+    plain.put_rows(want, index, rows)
+    assert torch.equal(found, want)
+
+
+def test_rows_are_copied_beyond_what_32_bits_address() -> None:
+    width, num_rows = 4096, 2**20 + 3  # more than 2^32 elements
+    target = torch.zeros(num_rows, width, device=DEVICE, dtype=torch.bfloat16)
+    rows = torch.arange(1, 5, device=DEVICE).bfloat16()[:, None].expand(4, width).contiguous()
+    index = torch.tensor([num_rows - 1, 0, 2**19, 2**20], device=DEVICE)
+    kernels.put_rows(target, index, rows)
+    assert torch.equal(target[index], rows)
+    assert int(target.any(1).sum()) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

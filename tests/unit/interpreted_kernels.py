@@ -78,6 +78,19 @@ def check_routes() -> None:
         check_sorted(config, probs.masked_fill(too_many, 0.5), too_many)
 
 
+def check_copies() -> None:
+    for width, step, dtype in itertools.product(
+        (8, 1300), (0, 24), (torch.float32, torch.bfloat16, torch.float16)
+    ):
+        rows = torch.randn(9, width + step).to(dtype)[:, :width]
+        index = torch.randperm(31)[:9]
+        for num_rows in (9, 0):
+            found, want = (torch.zeros(31, width, dtype=dtype) for _ in range(2))
+            for one, target in ((kernels, found), (plain, want)):
+                one.put_rows(target, index[:num_rows], rows[:num_rows])
+            same(f"{width} {step}", found, want)
+
+
 def check_sums() -> None:
     for choices, width in ((1, 8), (3, 1300)):
         rows = torch.randn(20, width).bfloat16()
@@ -99,8 +112,11 @@ def check_activations() -> None:
                 torch.testing.assert_close(found, want, msg=f"{form}: {name}")
 
 
-def check_a_forward_without_waiting() -> None:
-    """One rank's on a GPU, with grouped products, which torch has for processors, too."""
+def check_layers() -> None:
+    """One rank's on a GPU, with grouped products, which torch has for processors, too.
+
+    In one part its forward waits for nothing.
+    """
     backend.is_grouped = products.is_grouped = lambda rows: rows.dtype == torch.bfloat16
     backend.steps_for = lambda x: kernels
     forward = ScheduledBackend._forward_alone
@@ -120,6 +136,9 @@ def check_a_forward_without_waiting() -> None:
                     for name, value in run(layer, inputs, **form).items():
                         assert_close(name, value, want[name], rel_l2=1e-2)
                 assert alone.call_count == 2
+            parts = ScheduledBackend(config, options=BackendOptions(keep=keep), degrees=(2, 3))
+            for name, value in run(parts, inputs).items():
+                assert_close(name, value, want[name], rel_l2=1e-2)
             broken = inputs.routing_map[0].clone()
             broken[5] = True
             with pytest.raises(RoutingError, match="rank 0: token 5 selects 8 experts"):
@@ -128,7 +147,8 @@ def check_a_forward_without_waiting() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    check_a_forward_without_waiting()
+    check_layers()
     check_routes()
+    check_copies()
     check_sums()
     check_activations()

@@ -18,7 +18,10 @@ from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.scheduled import plain
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.scheduled.exchange import Exchange
+from flashmoe_megatron.scheduled.plan import cut_routes, part_size
 from flashmoe_megatron.select import select_backend
 from tests.distributed import RankPool
 from tests.unit import cases
@@ -92,6 +95,59 @@ def test_one_rank_is_the_reference(
             compare(run(backend, inputs, **form), want, dtype)
     again = run(backend, inputs)
     assert all(torch.equal(again[name], value) for name, value in run(backend, inputs).items())
+
+
+@pytest.mark.parametrize("routing", [cases.skewed, cases.with_dropped_tokens, cases.to_nobody])
+def test_routes_are_cut_as_rows_are(routing: cases.Routing) -> None:
+    """By part, then expert, then token; without any number that the host would have to know."""
+    config = cases.make_config()
+    inputs = cases.make_inputs(config, routing, [37], dtype=torch.float32)
+    found = plain.sort_routes(config, inputs.probs[0], inputs.routing_map[0])
+    counts = found.counts.tolist()
+    begins = [sum(counts[:expert]) for expert in range(len(counts))]
+    for degree in (1, 2, 3, 7):
+        order = []
+        for part in range(degree):
+            for begin, count in zip(begins, counts, strict=True):
+                first = begin + sum(part_size(count, one, degree) for one in range(part))
+                order += range(first, first + part_size(count, part, degree))
+        cut = cut_routes(found.token_idx, found.place, found.ends, degree)
+        assert cut.token_idx[: sum(counts)].tolist() == found.token_idx[order].tolist()
+        for before, behind in zip(
+            found.place.view(-1).tolist(), cut.place.view(-1).tolist(), strict=True
+        ):
+            assert behind >= sum(counts) if before >= sum(counts) else order[behind] == before
+
+
+def test_all_parts_come_back_to_one_memory(ranks: RankPool) -> None:
+    config = cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.skewed, [30, 11], dtype=torch.float32)
+    ranks.run(count_rooms, config, inputs, num_ranks=2)
+
+
+def count_rooms(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs) -> None:
+    rank = dist.get_rank(group)
+    backend = ScheduledBackend(config, group, degrees=(3, 2))
+    made, summed = [], []
+    with pytest.MonkeyPatch.context() as patches:
+        room, sum_routes = Exchange.room, plain.sum_routes
+
+        def make(self: Exchange, num_rows: int, like: torch.Tensor) -> torch.Tensor:
+            made.append(room(self, num_rows, like))
+            return made[-1]
+
+        def add(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+            summed.append(rows)
+            return sum_routes(rows, place)
+
+        patches.setattr(Exchange, "room", make)
+        patches.setattr(plain, "sum_routes", add)
+        run(backend, inputs, rank=rank)
+    num_routes = int(inputs.routing_map[rank].sum())
+    assert [len(rows) for rows in summed] == [num_routes] * 2
+    # Probabilities, three parts, these back; and in the backward two parts, these back, gradients.
+    assert len(made) == 1 + 3 + 1 + 2 + 1 + 1
+    assert all(any(rows is one for one in made) for rows in summed)
 
 
 def test_one_rank_refuses_unusable_routing_alone() -> None:
@@ -170,7 +226,7 @@ def run_ranks(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs)
     reference = ReferenceBackend(config, group, options=options)
     want = run(reference, inputs, rank=rank)
     bits = {}
-    for degrees in ((1, 1), (3, 2)):
+    for degrees in ((1, 1), (2, 3), (3, 2)):
         for keep in ("all", "preactivations"):
             options = BackendOptions(keep=keep)
             backend = ScheduledBackend(config, group, options=options, degrees=degrees)

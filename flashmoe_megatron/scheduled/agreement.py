@@ -12,18 +12,20 @@ from flashmoe_megatron.reference.rows import RowExchange
 from flashmoe_megatron.scheduled.exchange import Counts
 from flashmoe_megatron.scheduled.plan import (
     REFUSED,
-    Part,
     Routes,
+    Sizes,
     Sorted,
     Table,
-    part_size,
+    cut_table,
     rows_of_experts,
 )
 from flashmoe_megatron.scheduled.tensor import TensorGroup
 
 
 class Agreement:
-    """The numbers of one backend's calls; :meth:`plan` and :meth:`refuse` are collective.
+    """The numbers of one backend's calls.
+
+    :meth:`tell`, :meth:`plan` behind it, and :meth:`refuse` instead of both are collective.
 
     Attributes:
         is_alone: Whether there is no other rank.
@@ -55,10 +57,34 @@ class Agreement:
         self._here: torch.Tensor | None = None
         self.is_alone = group is None and tensor is None
 
+    def tell(self, counts: torch.Tensor) -> Callable[[], list[int]]:
+        """Tells all ranks the numbers of routes.
+
+        Returns:
+            What waits until the host knows these numbers and those that other ranks have told.
+        """
+        if self.is_alone:
+            return self.host_counts(counts)
+        received, everyone = self._tell(counts)
+        if self._tensor is not None:
+            received = self._tensor.every(received)
+        heard = (counts, received, *([] if everyone is None else [everyone]))
+        return self.host_counts(torch.cat([one.reshape(-1) for one in heard]))
+
     def plan(
-        self, found: Sorted, probs: torch.Tensor, routing_map: torch.Tensor
+        self,
+        heard: Callable[[], list[int]],
+        found: Sorted,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
     ) -> tuple[Routes, Table | None]:
-        """Tells all ranks the numbers of routes; the host waits once.
+        """Agrees on the numbers of routes; the host waits for them once.
+
+        Args:
+            heard: From :meth:`tell`.
+            found: What it has told of.
+            probs: What a backend's forward takes.
+            routing_map: Likewise.
 
         Returns:
             The routes, and all ranks' counts if every rank needs them.
@@ -68,22 +94,16 @@ class Agreement:
         """
         config = self._config
         num_experts, local = config.num_experts, config.num_local_experts
-        received, everyone = self._tell(found.counts)
-        first_source = 0
-        if self._tensor is not None:
-            received = self._tensor.every(received)
-            first_source = self._tensor.rank * config.num_ranks
-        if self.is_alone:
-            own = others = self.host_counts(found.counts)()
-        else:
-            heard = (found.counts, received, *([] if everyone is None else [everyone]))
-            host = torch.cat([one.reshape(-1) for one in heard]).tolist()  # the host waits here
-            own, others = host[:num_experts], host[num_experts:]
-        host_received = Table.of(others[: received.numel()], local)
-        self._raise_unusable(own, host_received, first_source, probs, routing_map)
+        first_source = 0 if self._tensor is None else self._tensor.rank * config.num_ranks
+        host = heard()
+        own, others = host[:num_experts], host if self.is_alone else host[num_experts:]
         all_counts = None
-        if everyone is not None:
-            all_counts = Table.of(others[received.numel() :], num_experts)
+        if self._needs_all_counts:
+            num_received = len(others) - config.num_ranks * num_experts
+            all_counts = Table.of(others[num_received:], num_experts)
+            others = others[:num_received]
+        host_received = Table.of(others, local)
+        self._raise_unusable(own, host_received, first_source, probs, routing_map)
         if self.most_blocks is not None:
             blocks = sum(align_capacity(rows) for rows in rows_of_experts(host_received))
             self._talk.check_bound(blocks // TILE_M, self.most_blocks, found.counts)
@@ -132,23 +152,12 @@ class Agreement:
         return found.routes(host, host)
 
     def counts_of(
-        self, routes: Routes, all_counts: Table | None, parts: Sequence[Part]
-    ) -> list[Counts]:
+        self, routes: Routes, all_counts: Table | None, parts: Sequence[Sizes]
+    ) -> Sequence[Counts]:
         """``[source][target]`` rows of each part; without all ranks' counts, where this rank is."""
-        local, ranks = self._config.num_local_experts, range(self._config.num_ranks)
-        rank = self._talk.rank
-
-        def rows(counts: Sequence[int], part: int) -> int:
-            return sum(part_size(count, part, len(parts)) for count in counts)
-
         if all_counts is not None:
-            return [
-                [
-                    [rows(of_rank[target * local : (target + 1) * local], part) for target in ranks]
-                    for of_rank in all_counts
-                ]
-                for part in range(len(parts))
-            ]
+            return cut_table(all_counts, self._config.num_local_experts, len(parts))
+        rank, ranks = self._talk.rank, range(self._config.num_ranks)
         found: list[Counts] = []
         for part in parts:
             known = [[0] * len(ranks) for _ in ranks]

@@ -35,11 +35,12 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.reference.rows import RowExchange, accumulation_dtype
 from flashmoe_megatron.router import Router
+from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.agreement import Agreement
 from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, TwoSteps, kind_of
 from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
 from flashmoe_megatron.scheduled.lanes import Lane
-from flashmoe_megatron.scheduled.plan import Part, Routes, Sorted, Table, picked
+from flashmoe_megatron.scheduled.plan import Part, Routes, Sizes, Sorted, Table, picked
 from flashmoe_megatron.scheduled.products import (
     add_weight_grad,
     bias_grad,
@@ -233,20 +234,24 @@ class ScheduledBackend(OfGroup):
             return self._forward_alone(
                 found, x, probs, routing_map, weights, laps, training=training, layer=layer
             )
-        routes, all_counts = self._agreement.plan(found, probs, routing_map)
+        heard = self._agreement.tell(found.counts)
+        probs_ready = self._ways.ready(x)  # the rows, which follow, take longer to collect
+        cut = steps.cut_routes(found.token_idx, found.place, found.ends, degree)
+        every, ready = self._ways.collect(x, cut.token_idx, degree)
+        routes, all_counts = self._agreement.plan(heard, found, probs, routing_map)
+        routes.cuts[degree] = cut
         laps.lap("plan")
-        parts = routes.parts(degree)
-        counts = self._agreement.counts_of(routes, all_counts, parts)
-        is_whole = degree == 1
-        (whole,) = routes.parts(1)
-        (total,) = counts if is_whole else self._agreement.counts_of(routes, all_counts, [whole])
-        of_probs = self._ways.there(found.row_probs[: len(routes.token_idx)], total, whole)
-        cut = routes.cut(degree)
-        token_idx = _of_parts(cut.token_idx, parts)
+        sizes, counts, whole_size, total = self._sizes(routes, all_counts, degree)
+        num_routes = len(routes.token_idx)
+        of_probs = self._ways.there(found.row_probs[:num_routes], total, whole_size, probs_ready)
         ways = [
-            self._dispatch(x.index_select(0, tokens), count, part, of_part(call, i))
-            for i, (part, count, tokens) in enumerate(zip(parts, counts, token_idx, strict=True))
+            self._dispatch(send, count, size, of_part(call, i), moment)
+            for i, (send, count, size, moment) in enumerate(
+                zip(_of_parts(every[:num_routes], sizes), counts, sizes, ready, strict=True)
+            )
         ]
+        parts, whole = routes.parts(degree)
+        is_whole = degree == 1
         row_probs = arrived(of_probs, whole)
 
         fc1, fc2 = _oriented(weights)
@@ -392,31 +397,32 @@ class ScheduledBackend(OfGroup):
             is_void = True
         laps = self._records.begin(grad_out.device)
         routes: Routes = saved.routes
-        degree = self._degree(1)
-        parts = routes.parts(degree)
-        counts = self._agreement.counts_of(routes, saved.all_counts, parts)
-        is_whole = degree == 1
-        (whole,) = routes.parts(1)
-        (total,) = (
-            counts if is_whole else self._agreement.counts_of(routes, saved.all_counts, [whole])
-        )
+        degree, steps = self._degree(1), steps_for(grad_out)
+        if degree not in routes.cuts:
+            routes.cuts[degree] = steps.cut_routes(
+                routes.token_idx, routes.place, routes.ends, degree
+            )
+        cut, num_routes = routes.cuts[degree], len(routes.token_idx)
+        sizes, counts, whole_size, total = self._sizes(routes, saved.all_counts, degree)
         laps.lap("plan")
         call = Call("backward", saved.layer)
-        cut = routes.cut(degree)
-        token_idx = _of_parts(cut.token_idx, parts)
+        token_idx = _of_parts(cut.token_idx[:num_routes], sizes)
         ways = [
-            self._dispatch(grad_out.index_select(0, tokens), count, part, of_part(call, i))
-            for i, (part, count, tokens) in enumerate(zip(parts, counts, token_idx, strict=True))
+            self._dispatch(grad_out.index_select(0, tokens), count, size, of_part(call, i))
+            for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True))
         ]
         of_rows = None  # behind the gradients, since only weights' gradients need them
         if saved.rows is None:
             again = Call("forward", saved.layer)
-            of_rows = self._dispatch(saved.x.index_select(0, routes.token_idx), total, whole, again)
+            of_rows = self._dispatch(
+                saved.x.index_select(0, routes.token_idx), total, whole_size, again
+            )
+        parts, whole = routes.parts(degree)
+        is_whole = degree == 1
         if self.slices is not None:
             self.slices.take(read_launch_number(saved.layer)[0], self._exchange.lane)
         fc1, fc2 = _oriented(weights)
         _, biases2 = _biases(weights)
-        steps = steps_for(grad_out)
         wide = accumulation_dtype(grad_out.dtype)
         grad_row_probs = saved.row_probs.new_empty(routes.num_rows, dtype=wide)
         grad_y = grad_pre = weighted = None
@@ -506,9 +512,29 @@ class ScheduledBackend(OfGroup):
     def _degree(self, direction: int) -> int:
         return self.degrees[direction]
 
-    def _dispatch(self, routed: torch.Tensor, counts: Counts, part: Part, call: Call) -> Way:
-        """Begins to send routes' rows to their experts."""
-        return self._ways.there(self.hooks.run("before", "dispatch", routed, call), counts, part)
+    def _sizes(
+        self, routes: Routes, all_counts: Table | None, degree: int
+    ) -> tuple[Sequence[Sizes], Sequence[Counts], Sizes, Counts]:
+        """The sizes of all parts and by which counts they travel, then those of the whole."""
+        sizes, (whole,) = routes.sizes(degree), routes.sizes(1)
+        counts = self._agreement.counts_of(routes, all_counts, sizes)
+        if degree == 1:
+            return sizes, counts, whole, counts[0]
+        (total,) = self._agreement.counts_of(routes, all_counts, [whole])
+        return sizes, counts, whole, total
+
+    def _dispatch(
+        self,
+        routed: torch.Tensor,
+        counts: Counts,
+        sizes: Sizes,
+        call: Call,
+        ready: lanes.Mark = None,
+    ) -> Way:
+        """Begins to send routes' rows, complete by a moment or now, to their experts."""
+        if self.hooks:  # what they do is done later
+            routed, ready = self.hooks.run("before", "dispatch", routed, call), None
+        return self._ways.there(routed, counts, sizes, ready)
 
     def _rows_of_experts(self, way: Way, part: Part, call: Call) -> torch.Tensor:
         """What experts compute with."""
@@ -549,9 +575,9 @@ def _make_exchange(
     return {"1dh": ByLeader, "2dh": TwoSteps}[kind](group, grid, groups, traffic, device)
 
 
-def _of_parts(token_idx: torch.Tensor, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
-    """The tokens of each part's routes."""
-    return torch.split(token_idx, [sum(part.send_counts) for part in parts])
+def _of_parts(routes: torch.Tensor, sizes: Sequence[Sizes]) -> Sequence[torch.Tensor]:
+    """Each part's of what there is for every route, part behind part."""
+    return torch.split(routes, [sum(size.send_counts) for size in sizes])
 
 
 def _experts(part: Part) -> torch.Tensor:

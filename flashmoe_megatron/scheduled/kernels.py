@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.scheduled.plan import REFUSED, Sorted
+from flashmoe_megatron.scheduled.plan import REFUSED, Cut, Sorted
 
 TILE = 2048
 """Elements of a program's block of rows and columns."""
@@ -21,6 +21,8 @@ SORT_WARPS = 8
 CHUNK = 16
 """Blocks whose counts are added at once."""
 COMBINE_TILE = 1024
+CUT_TILE = 4096
+"""Routes times experts of a program's block while routes are cut."""
 
 SILU = tl.constexpr(0)
 GELU = tl.constexpr(1)
@@ -189,6 +191,59 @@ def _place_routes(
         is_bad = tl.sum(bad, 0) > 0
         tl.store(told + experts, tl.where(is_bad, REFUSAL, totals).to(tl.int64), mask=is_expert)
         tl.store(ends + experts, tl.minimum(until, most), mask=is_expert)
+
+
+def cut_routes(
+    token_idx: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, degree: int
+) -> Cut:
+    """Brings routes into the order of parts: see the twin."""
+    if degree == 1:
+        return Cut(token_idx, place)
+    cut = Cut(torch.empty_like(token_idx), torch.empty_like(place))
+    num_experts, most = len(ends), place.numel()
+    width = triton.next_power_of_2(num_experts)
+    block = max(1, min(CUT_TILE // width, 128))
+    if most:
+        _cut_routes[(triton.cdiv(most, block),)](
+            token_idx, place, ends, cut.token_idx, cut.place, len(token_idx), most, num_experts,
+            DEGREE=degree, ROUTES=block, EXPERTS=width
+        )  # fmt: skip
+    return cut
+
+
+@triton.jit
+def _cut_routes(
+    token_idx, place, ends, new_token_idx, new_place, num_given, most, num_experts,
+    DEGREE: tl.constexpr, ROUTES: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    experts = tl.arange(0, EXPERTS)
+    is_expert = experts < num_experts
+    until = tl.load(ends + experts, mask=is_expert, other=0)
+    since = tl.load(ends + experts - 1, mask=is_expert & (experts > 0), other=0)
+    num_routes = tl.load(ends + num_experts - 1)
+    each = tl.program_id(0) * ROUTES + tl.arange(0, ROUTES)
+    token = tl.load(token_idx + each, mask=each < num_given, other=0)
+    moved = _place_in_parts(each, since, until, num_routes, DEGREE)
+    tl.store(new_token_idx + moved, token, mask=each < num_given)
+    route = tl.load(place + each, mask=each < most, other=0).to(tl.int32)
+    moved = _place_in_parts(route, since, until, num_routes, DEGREE)
+    tl.store(new_place + each, moved.to(tl.int64), mask=each < most)
+
+
+@triton.jit
+def _place_in_parts(route, since, until, num_routes, DEGREE: tl.constexpr):
+    """Behind all routes in earlier parts and, within its part, those to earlier experts."""
+    count = (until - since)[None, :]
+    is_own = (route[:, None] >= since[None, :]) & (route[:, None] < until[None, :])
+    first = tl.sum(tl.where(is_own, since[None, :], 0), 1)
+    own = tl.sum(tl.where(is_own, count, 0), 1)
+    nth = route - first
+    part = tl.minimum(((nth + 1) * DEGREE - 1) // tl.maximum(own, 1), DEGREE - 1)
+    is_earlier = since[None, :] < first[:, None]
+    parts_before = part[:, None] + is_earlier.to(tl.int32)
+    before = tl.sum(count * parts_before // DEGREE, 1)
+    moved = before + nth - own * part // DEGREE
+    return tl.where(route < num_routes, moved, route)
 
 
 def put_rows(target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ import torch
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.reference.activations import activate, activate_backward
 from flashmoe_megatron.reference.rows import accumulation_dtype
-from flashmoe_megatron.scheduled.plan import REFUSED, Sorted
+from flashmoe_megatron.scheduled.plan import REFUSED, Cut, Sorted
 
 
 def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor) -> Sorted:
@@ -53,6 +53,35 @@ def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tenso
         place=place.masked_fill_(place >= counts.sum(), len(flat)).view(choices.shape),
         counts=torch.where(bad, torch.full_like(counts, REFUSED), counts),
         ends=counts.cumsum(0).int(),
+    )
+
+
+def cut_routes(
+    token_idx: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, degree: int
+) -> Cut:
+    """Brings routes into the order of parts; the host does not wait.
+
+    Args:
+        token_idx: The token of each route, by expert, and any behind the last one.
+        place: As :class:`Sorted` has it.
+        ends: Likewise.
+        degree: The number of parts.
+    """
+    if degree == 1:
+        return Cut(token_idx, place)
+    most = place.numel()  # which is the place of no route
+    until = ends.long()
+    counts = until.diff(prepend=until.new_zeros(1))
+    bounds = counts * torch.arange(degree + 1, device=ends.device)[:, None] // degree
+    begins = torch.cat([(until - counts + bounds[:-1]).view(-1), until[-1:]])
+    sizes = torch.cat([bounds.diff(dim=0).view(-1), most + 1 - until[-1:]])
+    numbers = torch.arange(most + 1, device=ends.device)
+    shifts = begins - (sizes.cumsum(0) - sizes)
+    order = shifts.repeat_interleave(sizes, output_size=most + 1) + numbers
+    moved = torch.empty_like(order).scatter_(0, order, numbers)
+    return Cut(
+        token_idx.index_select(0, order[: len(token_idx)]),
+        moved.index_select(0, place.view(-1)).view(place.shape),
     )
 
 

@@ -2,9 +2,11 @@
 
 The host knows how many rows there are between all ranks and experts, for which it has waited once.
 What it makes of these numbers is short, and goes to the device in one copy, where a few operators
-make all indices of all parts of a call. So a part more costs the host next to nothing.
+make all indices of all parts of a call. So a part more costs the host next to nothing. Rows leave
+before that, since the order in which they do needs no number that only the host has.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -97,6 +99,7 @@ class Routes:
             the ranks, and where several share experts, of the ranks of all of these.
         ends: ``[num_experts]`` int32, where each expert's routes end.
         first_source: Which of the sources is the first of those that send to this rank itself.
+        cuts: These routes in the order in which they travel, by the number of parts.
     """
 
     token_idx: torch.Tensor
@@ -106,21 +109,23 @@ class Routes:
     host_received: Table
     ends: torch.Tensor
     first_source: int = 0
-    # Autograd, which builds these again from what it has saved, hands this over as it is.
+    # Autograd, which builds these again from what it has saved, hands these over as they are.
+    cuts: dict[int, Cut] = field(default_factory=dict, repr=False, compare=False)
+    _sizes: dict[int, "list[Sizes]"] = field(default_factory=dict, repr=False, compare=False)
     _parts: dict[int, "list[Part]"] = field(default_factory=dict, repr=False, compare=False)
-    _cuts: dict[int, Cut] = field(default_factory=dict, repr=False, compare=False)
 
-    def parts(self, degree: int) -> "list[Part]":
-        """All rows in so many parts, made once for a forward and its backward."""
-        if degree not in self._parts:
-            self._parts[degree] = make_parts(self, degree)
-        return self._parts[degree]
+    def sizes(self, degree: int) -> "list[Sizes]":
+        """The sizes of so many parts, made once for a forward and its backward."""
+        if degree not in self._sizes:
+            self._sizes[degree] = make_sizes(self, degree)
+        return self._sizes[degree]
 
-    def cut(self, degree: int) -> Cut:
-        """The routes in so many parts, made once as well."""
-        if degree not in self._cuts:
-            self._cuts[degree] = cut_routes(self.token_idx, self.place, self.ends, degree)
-        return self._cuts[degree]
+    def parts(self, degree: int) -> "tuple[list[Part], Part]":
+        """All rows in so many parts, and in one; made once as well."""
+        missing = [one for one in {degree: None, 1: None} if one not in self._parts]
+        if missing:
+            self._parts.update(make_parts(self, missing))
+        return self._parts[degree], self._parts[1][0]
 
     @property
     def from_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -139,26 +144,35 @@ def rows_of_experts(host_received: tuple[tuple[int, ...], ...]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of every expert's rows. An index that is ``None`` would change nothing.
+class Sizes:
+    """The numbers of rows of one part of every expert's, all of which the host knows.
 
     Attributes:
         send_counts: Rows to each rank.
         recv_counts: Rows from each rank.
-        by_expert: ``[received rows]`` int64, brings rows as they arrive into the order of experts.
-        by_rank: ``[received rows]`` int64, brings them back.
-        rows: ``[received rows]`` int64, where they are among all received rows.
-        ends: ``[num_local_experts]`` int32, where each expert's rows end.
         counts: Rows of each local expert.
     """
 
     send_counts: list[int]
     recv_counts: list[int]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class Part(Sizes):
+    """One part of every expert's rows. An index that is ``None`` would change nothing.
+
+    Attributes:
+        by_expert: ``[received rows]`` int64, brings rows as they arrive into the order of experts.
+        by_rank: ``[received rows]`` int64, brings them back.
+        rows: ``[received rows]`` int64, where they are among all received rows.
+        ends: ``[num_local_experts]`` int32, where each expert's rows end.
+    """
+
     by_expert: torch.Tensor | None
     by_rank: torch.Tensor | None
     rows: torch.Tensor | None
     ends: torch.Tensor
-    counts: list[int]
 
 
 def part_size(count: int, part: int, degree: int) -> int:
@@ -166,70 +180,65 @@ def part_size(count: int, part: int, degree: int) -> int:
     return count * (part + 1) // degree - count * part // degree
 
 
-def make_parts(routes: Routes, degree: int) -> list[Part]:
+def latest_ends(most: int, degree: int) -> list[int]:
+    """Where each part of up to so many routes ends at the latest, whatever their experts are.
+
+    Sizes are rounded so that the first parts together have no more than their share.
+    """
+    return [-(-most * (part + 1) // degree) for part in range(degree)]
+
+
+def make_sizes(routes: Routes, degree: int) -> list[Sizes]:
     """Cuts every expert's rows into ``degree`` parts, pad-free.
 
     A rank's rows for an expert are cut by themselves, so that both ends know all sizes.
     """
-    if degree == len(routes.host_received) == 1:  # nothing is cut and nothing moves
-        every = [routes.num_rows]
-        own = list(routes.host_received[0])
-        return [Part(every, every, None, None, None, routes.ends, own)]
+    _, sent = _cut(np.array(routes.host_sent), degree)  # [part, rank, expert]
+    _, received = _cut(np.array(routes.host_received), degree)
+    numbers = sent.sum(2).tolist(), received.sum(2).tolist(), received.sum(1).tolist()
+    return [Sizes(*of_part) for of_part in zip(*numbers, strict=True)]
+
+
+def cut_table(table: Table, local: int, degree: int) -> list[list[list[int]]]:
+    """``[part][source][target]`` rows of ``[source][expert]`` ones, ``local`` experts a target."""
+    _, sizes = _cut(np.array(table), degree)
+    cut: list[list[list[int]]] = sizes.reshape(degree, len(table), -1, local).sum(3).tolist()
+    return cut
+
+
+def make_parts(routes: Routes, degrees: Sequence[int]) -> dict[int, list[Part]]:
+    """Makes the parts of each of several degrees."""
     received = np.array(routes.host_received)
-    _, sent_size = _cut(np.array(routes.host_sent), degree)  # [part, rank, expert]
-    begin, size = _cut(received, degree)
-    by_expert, of_expert = size.swapaxes(1, 2), received.T
-    runs: dict[str, Runs] = {}
-    if degree > 1:
-        runs["rows"] = _starts(of_expert) + begin.swapaxes(1, 2), by_expert
-    if len(received) > 1:
-        runs["by_expert"] = _starts(size).swapaxes(1, 2), by_expert
-        runs["by_rank"] = _starts(by_expert).swapaxes(1, 2), size
-    counts = size.sum(1)  # [part, expert]
-    indices, ends = _on_device(runs, counts.cumsum(1), routes.ends.device)
-    none = [None] * degree
-    return [
-        Part(*of_part)
-        for of_part in zip(
-            sent_size.sum(2).tolist(),
-            size.sum(2).tolist(),
-            indices.get("by_expert", none),
-            indices.get("by_rank", none),
-            indices.get("rows", none),
-            ends,
-            counts.tolist(),
-            strict=True,
-        )
-    ]
-
-
-def cut_routes(
-    token_idx: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, degree: int
-) -> Cut:
-    """Brings routes into the order of parts; the host needs to know no number.
-
-    Args:
-        token_idx: The token of each route, by expert, and any behind the last one.
-        place: As :class:`Sorted` has it.
-        ends: Likewise.
-        degree: The number of parts.
-    """
-    if degree == 1:
-        return Cut(token_idx, place)
-    most = place.numel()  # which is the place of no route
-    until = ends.long()
-    counts = until.diff(prepend=until.new_zeros(1))
-    bounds = counts * torch.arange(degree + 1, device=ends.device)[:, None] // degree
-    begins = torch.cat([(until - counts + bounds[:-1]).view(-1), until[-1:]])
-    sizes = torch.cat([bounds.diff(dim=0).view(-1), most + 1 - until[-1:]])
-    numbers = torch.arange(most + 1, device=ends.device)
-    shifts = begins - (sizes.cumsum(0) - sizes)
-    order = shifts.repeat_interleave(sizes, output_size=most + 1) + numbers
-    moved = torch.empty_like(order).scatter_(0, order, numbers)
-    return Cut(
-        token_idx.index_select(0, order[: len(token_idx)]),
-        moved.index_select(0, place.view(-1)).view(place.shape),
-    )
+    is_alone = len(received) == 1
+    runs: dict[tuple[int, str], Runs] = {}
+    ends: dict[int, Numbers] = {}
+    for degree in degrees:
+        if is_alone and degree == 1:  # nothing is cut and nothing moves
+            continue
+        begin, size = _cut(received, degree)
+        by_expert = size.swapaxes(1, 2)
+        ends[degree] = size.sum(1).cumsum(1)  # [part, expert]
+        if degree > 1:
+            runs[degree, "rows"] = _starts(received.T) + begin.swapaxes(1, 2), by_expert
+        if not is_alone:
+            runs[degree, "by_expert"] = _starts(size).swapaxes(1, 2), by_expert
+            runs[degree, "by_rank"] = _starts(by_expert).swapaxes(1, 2), size
+    indices, there = _on_device(runs, ends, routes.ends.device)
+    return {
+        degree: [
+            Part(*vars(sizes).values(), *of_part)
+            for sizes, *of_part in zip(
+                routes.sizes(degree),
+                *(
+                    indices.get((degree, name), [None] * degree)
+                    for name in ("by_expert", "by_rank", "rows")
+                ),
+                there.get(degree, [routes.ends]),
+                strict=True,
+            )
+        ]
+        for degree in degrees
+    }
 
 
 def _cut(counts: Numbers, degree: int) -> Runs:
@@ -245,27 +254,32 @@ def _starts(sizes: Numbers) -> Numbers:
 
 
 def _on_device(
-    runs: dict[str, Runs], ends: Numbers, device: torch.device
-) -> tuple[Mapping[str, Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    runs: Mapping[tuple[int, str], Runs], ends: Mapping[int, Numbers], device: torch.device
+) -> tuple[dict[tuple[int, str], Sequence[torch.Tensor]], dict[int, Sequence[torch.Tensor]]]:
     """Brings all runs, and where rows end, to the device in one copy.
 
     Returns:
         For each part the numbers of its runs, one run after the other; and its ends.
     """
-    degree = len(ends)
+    if not ends:
+        return {}, {}
     starts, sizes = (np.concatenate(kind, axis=None) for kind in zip(*runs.values(), strict=True))
     lengths = np.concatenate([size.sum((1, 2)) for _, size in runs.values()]).tolist()
     shifts = starts - (sizes.cumsum() - sizes)  # from the place among all numbers to the number
-    packed = torch.from_numpy(np.concatenate([shifts, sizes, ends], axis=None))
+    every_end = np.concatenate(list(ends.values()))
+    packed = torch.from_numpy(np.concatenate([shifts, sizes, every_end], axis=None))
     if device.type == "cuda":
         packed = packed.pin_memory()
     packed = packed.to(device, non_blocking=True)
-    moves, times, there = torch.split(packed, [len(shifts), len(sizes), ends.size])
+    moves, times, there = torch.split(packed, [len(shifts), len(sizes), every_end.size])
     numbers = moves.repeat_interleave(times, output_size=sum(lengths))
     numbers += torch.arange(len(numbers), device=device)
-    each = torch.split(numbers, lengths)
-    found = {name: each[i * degree : (i + 1) * degree] for i, name in enumerate(runs)}
-    return found, there.int().view(ends.shape).unbind()
+    each = iter(torch.split(numbers, lengths))
+    of_part = iter(there.int().view(every_end.shape).unbind())
+    return (
+        {key: list(itertools.islice(each, len(sizes))) for key, (_, sizes) in runs.items()},
+        {degree: list(itertools.islice(of_part, degree)) for degree in ends},
+    )
 
 
 def picked(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.scheduled import plain
-from flashmoe_megatron.scheduled.plan import Sorted
+from flashmoe_megatron.scheduled.plan import Cut, Sorted
 
 
 class Steps(Protocol):
@@ -17,6 +17,11 @@ class Steps(Protocol):
         self, config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> Sorted:
         """Orders the routes."""
+
+    def cut_routes(
+        self, token_idx: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, degree: int
+    ) -> Cut:
+        """Brings routes into the order of parts."""
 
     def put_rows(self, target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
         """Copies rows to where they belong."""

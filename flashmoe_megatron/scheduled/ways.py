@@ -4,6 +4,7 @@ Ranks that share experts each need the rows of all of them, so rows are gathered
 the exchange, and summed and scattered before the way back.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.exchange import Counts, Exchange
-from flashmoe_megatron.scheduled.plan import Part, picked
+from flashmoe_megatron.scheduled.plan import Part, Sizes, latest_ends, picked
 from flashmoe_megatron.scheduled.tensor import TensorGroup
 
 
@@ -65,21 +66,50 @@ class Ways:
         self._exchange, self._tensor = exchange, tensor
         self._num_ranks, self._travels = num_ranks, travels
 
-    def there(self, send: torch.Tensor, counts: Counts, part: Part) -> Way:
-        """Begins to send rows that are complete on the current stream to their experts."""
+    def collect(
+        self, x: torch.Tensor, token_idx: torch.Tensor, degree: int
+    ) -> tuple[torch.Tensor, list[lanes.Mark]]:
+        """Begins to collect the rows of as many routes as there can be.
+
+        Args:
+            x: The tokens.
+            token_idx: The token of each route, part behind part, and any behind the last route.
+            degree: The number of parts.
+
+        Returns:
+            The rows, and when those of each part are complete.
+        """
+        rows = x.new_empty(len(token_idx), *x.shape[1:])
+        ready = []
+        for begin, end in itertools.pairwise([0, *latest_ends(len(token_idx), degree)]):
+            torch.index_select(x, 0, token_idx[begin:end], out=rows[begin:end])
+            ready.append(self.ready(x))
+        return rows, ready
+
+    def there(
+        self, send: torch.Tensor, counts: Counts, sizes: Sizes, ready: lanes.Mark = None
+    ) -> Way:
+        """Begins to send rows to their experts.
+
+        Args:
+            send: The rows.
+            counts: By which they travel.
+            sizes: The part's.
+            ready: When the rows are complete, by default on the current stream now.
+        """
         received = send
         if not self._exchange.is_alone:
             from_ranks = sum(row[self._exchange.rank] for row in counts)
             received = self._exchange.room(from_ranks, send)
-        done = self._exchange.run(received, send, counts, self._ready(send))
+        done = self._exchange.run(received, send, counts, ready or self.ready(send))
         if self._tensor is None:
             return Way((send,), received, done)
-        sizes = self._sizes(part)
-        every = received.new_empty(sum(sizes), *received.shape[1:])
-        done = self._tensor.gather(every, received, sizes, done)
+        of_ranks = self._of_ranks(sizes)
+        every = received.new_empty(sum(of_ranks), *received.shape[1:])
+        done = self._tensor.gather(every, received, of_ranks, done)
         return Way((send, received), every, done)
 
-    def room(self, parts: Sequence[Part], like: torch.Tensor) -> Room:
+    def room(self, parts: Sequence[Sizes], like: torch.Tensor) -> Room:
         """Makes room for all parts, whose rows have the shape and dtype of others."""
         if self._exchange.is_alone:
             return Room(None, [None] * len(parts))
@@ -100,21 +130,21 @@ class Ways:
         """
         turned = [list(column) for column in zip(*counts, strict=True)]
         send = rows = picked(rows, part.by_rank)
-        ready = self._ready(rows)
+        ready = self.ready(rows)
         if self._tensor is not None:
-            sizes = self._sizes(part)
-            send = rows.new_empty(sizes[self._tensor.rank], *rows.shape[1:])
-            ready = self._tensor.reduce(send, rows, sizes, ready)
+            of_ranks = self._of_ranks(part)
+            send = rows.new_empty(of_ranks[self._tensor.rank], *rows.shape[1:])
+            ready = self._tensor.reduce(send, rows, of_ranks, ready)
         received = send if received is None else received
         return Way((rows, send), received, self._exchange.run(received, send, turned, ready))
 
-    def _ready(self, rows: torch.Tensor) -> lanes.Mark:
+    def ready(self, rows: torch.Tensor) -> lanes.Mark:
         """This moment, where anybody waits for it."""
         return lanes.mark(rows.device) if self._travels else None
 
-    def _sizes(self, part: Part) -> list[int]:
+    def _of_ranks(self, sizes: Sizes) -> list[int]:
         """Rows that each of the ranks which share experts receives."""
-        counts, step = part.recv_counts, self._num_ranks
+        counts, step = sizes.recv_counts, self._num_ranks
         return [sum(counts[i : i + step]) for i in range(0, len(counts), step)]
 
 

@@ -49,6 +49,14 @@ def check_sorted(config: MoEConfig, probs: torch.Tensor, routing: torch.Tensor) 
             same(name, getattr(found, name), getattr(want, name))
         for name in ("token_idx", "flat_idx", "row_probs"):
             same(name, getattr(found, name), getattr(want, name), num_routes)
+    for degree in (2, 7):
+        cut = kernels.cut_routes(found.token_idx, found.place, found.ends, degree)
+        tokens = cut.token_idx.tolist()
+        assert all(0 <= token < len(probs) for token in tokens), "rows are collected of any routing"
+        if want.counts[0] != REFUSED:
+            wanted = plain.cut_routes(found.token_idx, found.place, found.ends, degree)
+            same("place in parts", cut.place, wanted.place)
+            same("tokens in parts", cut.token_idx, wanted.token_idx)
 
 
 def check_routes() -> None:

@@ -18,10 +18,12 @@ from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
-from flashmoe_megatron.scheduled import plain
+from flashmoe_megatron.scheduled import plain, plan
+from flashmoe_megatron.scheduled.agreement import Agreement
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.scheduled.exchange import Exchange
-from flashmoe_megatron.scheduled.plan import cut_routes, part_size
+from flashmoe_megatron.scheduled.plan import latest_ends, part_size
+from flashmoe_megatron.scheduled.ways import Ways
 from flashmoe_megatron.select import select_backend
 from tests.distributed import RankPool
 from tests.unit import cases
@@ -111,12 +113,60 @@ def test_routes_are_cut_as_rows_are(routing: cases.Routing) -> None:
             for begin, count in zip(begins, counts, strict=True):
                 first = begin + sum(part_size(count, one, degree) for one in range(part))
                 order += range(first, first + part_size(count, part, degree))
-        cut = cut_routes(found.token_idx, found.place, found.ends, degree)
+        cut = plain.cut_routes(found.token_idx, found.place, found.ends, degree)
         assert cut.token_idx[: sum(counts)].tolist() == found.token_idx[order].tolist()
         for before, behind in zip(
             found.place.view(-1).tolist(), cut.place.view(-1).tolist(), strict=True
         ):
             assert behind >= sum(counts) if before >= sum(counts) else order[behind] == before
+
+
+def test_no_part_ends_behind_its_latest_end() -> None:
+    for degree in (1, 2, 3, 7):
+        for counts in ([5, 0, 1, 9], [1, 1, 1], [0], [degree, 2 * degree]):
+            for unused in (0, 1, degree):
+                ends = latest_ends(sum(counts) + unused, degree)
+                assert ends[-1] == sum(counts) + unused
+                end = 0
+                for part in range(degree):
+                    end += sum(part_size(count, part, degree) for count in counts)
+                    assert end <= ends[part]
+
+
+def test_rows_leave_as_soon_as_their_numbers_are_known(ranks: RankPool) -> None:
+    config = cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.with_dropped_tokens, [30, 11], dtype=torch.float32)
+    ranks.run(watch_the_order, config, inputs, num_ranks=2)
+
+
+def watch_the_order(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs) -> None:
+    seen: list[str] = []
+    with pytest.MonkeyPatch.context() as patches:
+
+        def watch(owner: Any, name: str) -> None:
+            function = getattr(owner, name)
+
+            def called(*args: Any, **kwargs: Any) -> Any:
+                seen.append(name)
+                return function(*args, **kwargs)
+
+            patches.setattr(owner, name, called)
+
+        for owner, name in (
+            (Agreement, "tell"),
+            (Agreement, "plan"),
+            (Ways, "collect"),
+            (Exchange, "run"),
+            (plan, "make_parts"),
+            (plain, "weighted_activation"),
+            (plain, "weighted_activation_backward"),
+        ):
+            watch(owner, name)
+        run(ScheduledBackend(config, group, degrees=(3, 2)), inputs, rank=dist.get_rank(group))
+    forward = ["tell", "collect", "plan", *["run"] * 4, "make_parts"]
+    forward += ["weighted_activation", "run"] * 3
+    backward = [*["run"] * 2, "make_parts", *["weighted_activation_backward", "run"] * 2, "run"]
+    assert seen == forward + backward
 
 
 def test_all_parts_come_back_to_one_memory(ranks: RankPool) -> None:

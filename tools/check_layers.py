@@ -26,7 +26,7 @@ CSRC = [
     ["api"],
 ]
 PYTHON = [
-    ["errors", "_version"],
+    ["errors", "_version", "streams"],
     ["config"],
     ["planner", "replicas"],
     ["telemetry", "router"],

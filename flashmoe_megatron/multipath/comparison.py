@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from flashmoe_megatron.multipath.balancer import Balancer, size_class
 from flashmoe_megatron.multipath.control import Control, greatest
-from flashmoe_megatron.multipath.links import current_stream, timed_event
+from flashmoe_megatron.multipath.links import timed_event
 from flashmoe_megatron.multipath.transfers import Load, Transfers
 from flashmoe_megatron.multipath.trials import row_of
+from flashmoe_megatron.streams import current_stream
 
 _ROUNDS = 5
 """How often both are tried; medians count."""

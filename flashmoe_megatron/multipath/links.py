@@ -1,7 +1,6 @@
 """The interface of links, and what they carry."""
 
 import abc
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -231,17 +230,6 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Frees what the link holds."""
-
-
-def current_stream(index: int) -> torch.cuda.Stream:
-    """The current stream of a GPU by its index; to ask torch for it costs as much as to use it."""
-    return _stream_of(index, torch._C._cuda_getCurrentRawStream(index))
-
-
-@functools.lru_cache(maxsize=64)
-def _stream_of(index: int, raw: int) -> torch.cuda.Stream:
-    del raw  # which names it
-    return torch.cuda.current_stream(index)
 
 
 def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -22,9 +22,10 @@ from flashmoe_megatron.multipath.choose import MakeLink, make_links
 from flashmoe_megatron.multipath.comparison import Comparison
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.inbox import Inbox
-from flashmoe_megatron.multipath.links import Link, Place, current_stream
+from flashmoe_megatron.multipath.links import Link, Place
 from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
 from flashmoe_megatron.multipath.transfers import LinkTotals, Load, Transfers
+from flashmoe_megatron.streams import current_stream
 
 MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""

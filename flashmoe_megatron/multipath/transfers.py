@@ -28,11 +28,11 @@ from flashmoe_megatron.multipath.links import (
     Piece,
     Place,
     Writes,
-    current_stream,
     timed_event,
 )
 from flashmoe_megatron.multipath.times import Times
 from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
+from flashmoe_megatron.streams import current_stream
 
 _TRIAL_BYTES = 64 * 2**20
 """What links of one kind of wires move to each peer to find the faster one."""

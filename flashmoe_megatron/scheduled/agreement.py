@@ -9,6 +9,7 @@ from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import FlashMoEError, RoutingError, reason_of, told_error
 from flashmoe_megatron.reference.rows import RowExchange
+from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.exchange import Counts
 from flashmoe_megatron.scheduled.plan import (
     REFUSED,
@@ -127,7 +128,8 @@ class Agreement:
         if self._here is None:
             self._here = torch.empty_like(counts, device="cpu", pin_memory=True)
         here = self._here.copy_(counts, non_blocking=True)
-        arrived = torch.cuda.current_stream(counts.device).record_event()
+        arrived = lanes.mark(counts.device)
+        assert arrived is not None
 
         def wait() -> list[int]:
             arrived.synchronize()

@@ -421,7 +421,7 @@ class ScheduledBackend(OfGroup):
         is_whole = degree == 1
         if self.slices is not None:
             self.slices.take(read_launch_number(saved.layer)[0], self._exchange.lane)
-        fc1, fc2 = _oriented(weights)
+        fc1_t, fc2_t = (weight.transpose(1, 2) for weight in _oriented(weights))
         _, biases2 = _biases(weights)
         wide = accumulation_dtype(grad_out.dtype)
         grad_row_probs = saved.row_probs.new_empty(routes.num_rows, dtype=wide)
@@ -435,7 +435,7 @@ class ScheduledBackend(OfGroup):
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
             mine = self._rows_of_experts(way, part, call)
-            grad_weighted = product(mine, fc2.transpose(1, 2), part.ends, part.counts)
+            grad_weighted = product(mine, fc2_t, part.ends, part.counts)
             pre_part, prob_part, weighted_part = steps.weighted_activation_backward(
                 config,
                 picked(saved.preact, part.rows),
@@ -444,7 +444,7 @@ class ScheduledBackend(OfGroup):
             )
             if biases2 is not None:
                 prob_part = prob_part + (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
-            grad_rows = product(pre_part, fc1.transpose(1, 2), part.ends, part.counts)
+            grad_rows = product(pre_part, fc1_t, part.ends, part.counts)
             back.append(self._combine(grad_rows, part, count, call, room.slices[i]))
             if is_whole:
                 grad_y, grad_pre, weighted, grad_row_probs = (
@@ -455,7 +455,7 @@ class ScheduledBackend(OfGroup):
                 )
             else:
                 assert part.rows is not None
-                grad_row_probs[part.rows] = prob_part
+                grad_row_probs.index_copy_(0, part.rows, prob_part)
                 for every, one in (
                     (grad_y, mine),
                     (grad_pre, pre_part),

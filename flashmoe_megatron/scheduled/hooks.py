@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -134,7 +134,7 @@ _PROBE_ROWS = 3
 
 def of_part(call: Call, part: int) -> Call:
     """The same call, at one of its parts."""
-    return replace(call, part=part) if part else call
+    return Call(call.direction, call.layer, part, call.is_probe) if part else call
 
 
 def _problem(got: Any, rows: torch.Tensor) -> str | None:

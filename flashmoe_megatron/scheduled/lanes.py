@@ -12,19 +12,23 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.streams import current_stream
+
+_NOTHING = contextlib.nullcontext()
+
 Mark = torch.cuda.Event | None
 """A moment on a stream; ``None`` on a processor, where it has passed."""
 
 
 def mark(device: torch.device) -> Mark:
     """This moment on the current stream."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    return _current(device).record_event() if device.type == "cuda" else None
 
 
 def wait(device: torch.device, moment: Mark) -> None:
     """Lets the current stream wait."""
     if moment is not None:
-        torch.cuda.current_stream(device).wait_event(moment)
+        _current(device).wait_event(moment)
 
 
 def stamp(device: torch.device) -> Any:
@@ -32,13 +36,17 @@ def stamp(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.monotonic_ns()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+    event.record(_current(device))
     return event
 
 
 def nanoseconds(begin: Any, end: Any) -> int:
     """Time between two moments of :func:`stamp`, which have passed."""
     return end - begin if isinstance(end, int) else int(begin.elapsed_time(end) * 1e6)
+
+
+def _current(device: torch.device) -> torch.cuda.Stream:
+    return current_stream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class Lane:
@@ -58,24 +66,31 @@ class Lane:
 
     @contextlib.contextmanager
     def after(self, moment: Mark) -> Iterator[None]:
-        """What is called within runs on the lane, once a moment has passed."""
-        if self._stream is None:
+        """What is called within runs on the lane, whose GPU is current, behind a moment."""
+        stream = self._stream
+        if stream is None:
             with self._stamped():
                 yield
             return
         if moment is not None:
-            self._stream.wait_event(moment)
-        with torch.cuda.stream(self._stream), self._stamped():
-            yield
+            stream.wait_event(moment)
+        # torch.cuda.stream would do this as well, and ask for streams and devices in between.
+        current = current_stream(stream.device_index)
+        torch.cuda.set_stream(stream)
+        try:
+            with self._stamped():
+                yield
+        finally:
+            torch.cuda.set_stream(current)
+
+    def _stamped(self) -> contextlib.AbstractContextManager[None]:
+        return _NOTHING if self.stamps is None else self._stamping(self.stamps)
 
     @contextlib.contextmanager
-    def _stamped(self) -> Iterator[None]:
-        if self.stamps is None:
-            yield
-            return
+    def _stamping(self, stamps: list[tuple[Any, Any]]) -> Iterator[None]:
         begin = stamp(self._device)
         yield
-        self.stamps.append((begin, stamp(self._device)))
+        stamps.append((begin, stamp(self._device)))
 
     def mark(self) -> Mark:
         """This moment on the lane."""

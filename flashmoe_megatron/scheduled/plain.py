@@ -93,7 +93,7 @@ def put_rows(target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> N
         index: ``[num_rows]`` int64, each row's place in it, no two the same.
         rows: ``[num_rows, width]`` in the target's dtype.
     """
-    target[index] = rows
+    target.index_copy_(0, index, rows)
 
 
 def sum_routes(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:

@@ -193,8 +193,12 @@ def make_sizes(routes: Routes, degree: int) -> list[Sizes]:
 
     A rank's rows for an expert are cut by themselves, so that both ends know all sizes.
     """
+    every = routes.host_received
+    if degree == 1:
+        sent_rows, rows = ([sum(one) for one in kind] for kind in (routes.host_sent, every))
+        return [Sizes(sent_rows, rows, rows_of_experts(every))]
     _, sent = _cut(np.array(routes.host_sent), degree)  # [part, rank, expert]
-    _, received = _cut(np.array(routes.host_received), degree)
+    _, received = _cut(np.array(every), degree)
     numbers = sent.sum(2).tolist(), received.sum(2).tolist(), received.sum(1).tolist()
     return [Sizes(*of_part) for of_part in zip(*numbers, strict=True)]
 
@@ -244,7 +248,7 @@ def make_parts(routes: Routes, degrees: Sequence[int]) -> dict[int, list[Part]]:
 def _cut(counts: Numbers, degree: int) -> Runs:
     """Where each part of counts of rows begins, and its size; ``[degree, *counts.shape]``."""
     bounds = counts * np.arange(degree + 1)[:, None, None] // degree
-    return bounds[:-1], np.diff(bounds, axis=0)
+    return bounds[:-1], bounds[1:] - bounds[:-1]
 
 
 def _starts(sizes: Numbers) -> Numbers:

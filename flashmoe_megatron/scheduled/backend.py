@@ -235,8 +235,8 @@ class ScheduledBackend(OfGroup):
                 found, x, probs, routing_map, weights, laps, training=training, layer=layer
             )
         heard = self._agreement.tell(found.counts)
-        probs_ready = self._ways.ready(x)  # the rows, which follow, take longer to collect
         cut = steps.cut_routes(found.token_idx, found.place, found.ends, degree)
+        probs_ready = self._ways.ready(x)  # the rows, which follow, take longer to collect
         every, ready = self._ways.collect(x, cut.token_idx, degree)
         routes, all_counts = self._agreement.plan(heard, found, probs, routing_map)
         routes.cuts[degree] = cut

@@ -185,7 +185,7 @@ def latest_ends(most: int, degree: int) -> list[int]:
 
     Sizes are rounded so that the first parts together have no more than their share.
     """
-    return [-(-most * (part + 1) // degree) for part in range(degree)]
+    return [most * (part + 1) // degree for part in range(degree)]
 
 
 def make_sizes(routes: Routes, degree: int) -> list[Sizes]:

@@ -95,7 +95,8 @@ class Ways:
             send: The rows.
             counts: By which they travel.
             sizes: The part's.
-            ready: When the rows are complete, by default on the current stream now.
+            ready: When the rows are complete, by default on the current stream now. Since then it
+                may have used no memory that is free by now, where the rows would arrive too early.
         """
         received = send
         if not self._exchange.is_alone:

@@ -30,7 +30,7 @@ from flashmoe_megatron.replicas.policy import POLICIES, Policy, When
 from flashmoe_megatron.telemetry.registry import choose_metrics
 
 BackendKind = Literal["auto", "kernel", "scheduled", "reference"]
-ExchangeKind = Literal["auto", "direct", "1dh", "2dh"]
+ExchangeKind = Literal["auto", "direct", "copies", "1dh", "2dh"]
 MAX_DEGREE = 64
 SymmetricMemory = Literal["cuda", "nvshmem"]
 
@@ -211,9 +211,10 @@ class BackendOptions:
     exchange: ExchangeKind = option(
         "auto",
         one_of(get_args(ExchangeKind)),
-        "How the scheduled backend's rows travel between hosts: direct, each rank to each; 1dh, "
-        "through the first rank of a host; 2dh, within hosts and then between ranks of one place. "
-        "auto takes 2dh where several hosts have several ranks each.",
+        "How the scheduled backend's rows travel: direct, each rank to each; copies, likewise, by "
+        "copy engines that write into the other GPUs of one host; 1dh, through the first rank of "
+        "a host; 2dh, within hosts and then between ranks of one place. auto takes 2dh where "
+        "several hosts have several ranks each, else direct.",
     )
     symmetric_memory: SymmetricMemory = option(
         "cuda", one_of(get_args(SymmetricMemory)), "What GPUs share memory with: cuda or nvshmem."

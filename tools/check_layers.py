@@ -68,13 +68,13 @@ MULTIPATH = [
     ["sockets", "trials", "watch"],
     ["ring", "times"],
     ["peer_copies", "transfers"],
-    ["choose", "comparison"],
+    ["arena", "choose", "comparison"],
     ["multipath"],
 ]
 SCHEDULED = [
     ["hooks", "lanes", "plan", "products"],
     ["exchange", "kernels", "plain", "records", "slices", "tensor"],
-    ["agreement", "steps", "ways"],
+    ["agreement", "copies", "steps", "ways"],
     ["backend"],
 ]
 SCHEDULE = [

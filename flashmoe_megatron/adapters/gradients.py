@@ -22,7 +22,7 @@ from flashmoe_megatron.schedule.gradients import (
 )
 from flashmoe_megatron.schedule.model import time_of
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.exchange import kind_of
+from flashmoe_megatron.scheduled.exchange import Kind, kind_of
 from flashmoe_megatron.select import find_grid
 
 FLOPS_OF_BACKWARD = 4
@@ -140,11 +140,13 @@ def _planned(
         raise settings.refusal(
             "slice_gradients", True, "wanted max_tokens beside it, on which the gaps depend"
         )
-    fit = read_fit(Path(settings.degree_fit), machine_of(grid, device), layers[0].dtype)
+    exchange = kind_of(settings.exchange, grid, device)
+    machine = machine_of(grid, device, exchange)
+    fit = read_fit(Path(settings.degree_fit), machine, layers[0].dtype)
     windows: list[Window] = []
     before = layers[-1].other_bytes  # what is ready since the last window
     for layer in reversed(layers):
-        windows.append(_own_window(layer, before, fit, settings, grid))
+        windows.append(_own_window(layer, before, fit, exchange))
         flops = FLOPS_OF_BACKWARD * (layer.tokens or 0) * layer.other_parameters
         seconds = flops * fit.lines["product"].beta_s
         windows.append(beside_window(layer.own_bytes, seconds))
@@ -163,12 +165,9 @@ def _planned(
     )
 
 
-def _own_window(
-    layer: LayerGradients, ready: int, fit: Fit, settings: FrameworkOptions, grid: HostGrid
-) -> Window:
+def _own_window(layer: LayerGradients, ready: int, fit: Fit, exchange: Kind) -> Window:
     """A layer's backward; a kernel's launch leaves the way to reductions for all of its time."""
     backend = within_host(layer.backend)
-    exchange = kind_of(settings.exchange, grid)
     _, backward = passes_of(layer.backend.config, fit, exchange, layer.backend.keep)
     if isinstance(backend, ScheduledBackend):
         return layer_window(ready, backward, backend.degrees[1])

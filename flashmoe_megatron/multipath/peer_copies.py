@@ -20,11 +20,20 @@ class PeerCopies(RingLink):
     of them; tensors in memory of :meth:`allocate` or :meth:`share` are written to directly, in one
     copy.
 
+    Args:
+        control: The ranks.
+        device: This rank's GPU.
+        has_rings: Whether there are rings; without them all has to be written to directly.
+
     Attributes:
         copiers: The streams of direct copies; the first one is for those beside other work.
     """
 
     name = "peer"
+
+    def __init__(self, control: Control, device: torch.device, *, has_rings: bool = True) -> None:
+        self._has_rings = has_rings
+        super().__init__(control, device)
 
     def _open(self, control: Control, own_bytes: int) -> None:
         self._memory = MappedMemory(control, self.peers)
@@ -43,6 +52,9 @@ class PeerCopies(RingLink):
         self.copiers = [stream for lane in self.streams for stream in lane]
 
     def _slots(self, control: Control) -> Slots:
+        if not self._has_rings:
+            nowhere = dict.fromkeys(self.peers, 0)
+            return Slots(nowhere, nowhere, {})
         rings = self._memory.allocate(len(self.peers) * self.ring_bytes)
         inbound = {peer: rings.begin + self.offset(self.rank, peer) for peer in self.peers}
         outbound = {peer: rings.mapped[peer] + self.offset(peer, self.rank) for peer in self.peers}

@@ -5,9 +5,9 @@ r"""Measures this machine for degrees that are computed.
     torchrun --nproc-per-node 8 -m flashmoe_megatron.schedule fit fit.json
 
 Start it as the training will be, on all ranks of one expert-parallel group, also of several
-hosts. The file then goes to ``--flashmoe-degree-fit``, or to ``"degree_fit"`` in DeepSpeed's
-section, beside the degree ``auto``. One rank alone measures products and copies. Without a GPU,
-gloo is measured.
+hosts, and with its ``--exchange`` where copy engines are to carry rows. The file then goes to
+``--flashmoe-degree-fit``, or to ``"degree_fit"`` in DeepSpeed's section, beside the degree
+``auto``. One rank alone measures products and copies. Without a GPU, gloo is measured.
 
 ::
 
@@ -70,7 +70,7 @@ def fit(options: argparse.Namespace) -> None:
         num_bytes=int(options.mib * 2**20) if options.mib else default.num_bytes,
     )
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    found = measure(group, grid, device, getattr(torch, dtype), sizes)
+    found = measure(group, grid, device, getattr(torch, dtype), sizes, exchange=options.exchange)
     if grid.rank == 0:
         write_fit(options.file, found)
         sys.stdout.write(f"{found.machine}, {dtype}\n")
@@ -162,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         },
     )
     fitting.add_argument("--mib", type=float, help="most MiB of an exchange")
+    add_flags(fitting, BackendOptions, names=("exchange",))
     tracing = commands.add_parser("trace", help="stamps one layer, in one part and at its degree")
     tracing.add_argument("file", type=Path, help="what is written")
     add_sizes(tracing, LAYER_SIZES, required=True)

@@ -88,9 +88,9 @@ def _computed(
             "wanted a degree_fit beside it, the file of python -m flashmoe_megatron.schedule fit, "
             "or numbers",
         )
-    fit = read_fit(Path(options.degree_fit), machine_of(grid, device), dtype)
+    exchange = kind_of(options.exchange, grid, device)
+    fit = read_fit(Path(options.degree_fit), machine_of(grid, device, exchange), dtype)
     keep = choose_keep(options.keep, config)
-    exchange = kind_of(options.exchange, grid)
     degrees = range(1, min(config.max_tokens * config.topk, MAX_DEGREE) + 1)
     forward, backward = passes_of(config, fit, exchange, keep)
     return best_degree(forward, degrees), best_degree(backward, degrees)
@@ -112,7 +112,7 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
 
     def travel(name: str) -> tuple[Stage, ...]:
         num_bytes = rows * hidden * size
-        if exchange == "direct":
+        if exchange in ("direct", "copies"):
             line = lines["all_to_all"]
             return (Stage(name, "between", line.alpha_s, num_bytes * line.beta_s),)
         within, rail = lines["all_to_all_within"], lines["all_to_all_rail"]
@@ -160,7 +160,7 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
 def _slowdowns(fit: Fit, exchange: Kind) -> tuple[Slowdown, ...]:
     """What products and exchanges do to each other; a leader's are taken to be between hosts."""
     carriers: dict[Stream, str] = {"between": "all_to_all_rail"}
-    if exchange == "direct":
+    if exchange in ("direct", "copies"):
         carriers = {"between": "all_to_all"}
     elif exchange == "2dh":
         carriers["within"] = "all_to_all_within"

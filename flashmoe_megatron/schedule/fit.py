@@ -17,6 +17,7 @@ from flashmoe_megatron.checks import TOKEN_DTYPES
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.schedule.line import Line
+from flashmoe_megatron.scheduled.exchange import Kind
 
 FORMAT = "flashmoe-schedule-fit"
 VERSION = 2
@@ -40,14 +41,17 @@ class Machine:
         device: The GPU's name as the driver gives it, or how many cores the processor has.
         hosts: Hosts of the expert-parallel group.
         ranks_per_host: Its ranks on each.
+        by_copies: Whether copy engines carry rows, as the exchange ``copies`` has it.
     """
 
     device: str
     hosts: int
     ranks_per_host: int
+    by_copies: bool = False
 
     def __str__(self) -> str:
-        return f"{self.hosts} x {self.ranks_per_host} ranks on {self.device}"
+        how = ", rows by copies" if self.by_copies else ""
+        return f"{self.hosts} x {self.ranks_per_host} ranks on {self.device}{how}"
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -64,13 +68,13 @@ class Machine:
         return ("all_to_all", *levels)
 
 
-def machine_of(grid: HostGrid, device: torch.device) -> Machine:
-    """The machine of a rank's group."""
+def machine_of(grid: HostGrid, device: torch.device, exchange: Kind = "direct") -> Machine:
+    """The machine of a rank's group, and what carries its rows."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         name = f"a processor of {os.cpu_count()} cores"
-    return Machine(name, grid.num_hosts, grid.ranks_per_host)
+    return Machine(name, grid.num_hosts, grid.ranks_per_host, exchange == "copies")
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,8 @@ def read_fit(path: Path, machine: Machine, dtype: torch.dtype | None = None) -> 
     if of != machine:
         raise ConfigError(
             f"fit {path} is of {of}, but this group is {machine}: wanted a fit of this machine, "
-            "from python -m flashmoe_megatron.schedule fit, or degrees as numbers"
+            "from python -m flashmoe_megatron.schedule fit with its --exchange, or degrees as "
+            "numbers"
         )
     if dtype not in (None, fit.torch_dtype):
         raise ConfigError(

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.config import DIM_GRANULE, Activation, MoEConfig
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
-from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.options import BackendOptions, ExchangeKind
 from flashmoe_megatron.schedule.clock import Clock, Work
 from flashmoe_megatron.schedule.fit import Beside, Fit, machine_of
 from flashmoe_megatron.schedule.layer import RandomLayer
 from flashmoe_megatron.schedule.line import fit_line
+from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.scheduled.copies import Copies
+from flashmoe_megatron.scheduled.exchange import kind_of
 from flashmoe_megatron.scheduled.products import product
 
 SPAN = 32
@@ -54,6 +58,7 @@ def measure(
     dtype: torch.dtype,
     sizes: Sizes,
     *,
+    exchange: ExchangeKind = "auto",
     timeout: float = 120.0,
 ) -> Fit:
     """Fits this machine. Collective over the group.
@@ -64,27 +69,39 @@ def measure(
         device: This rank's.
         dtype: The rows'.
         sizes: What is measured.
+        exchange: How rows travel; all but "copies" are put together from what NCCL takes.
         timeout: Seconds that an exchange waits for a rank.
+
+    Raises:
+        ConfigError: Rows cannot travel so here.
+        FlashMoEError: The GPUs cannot write into each other's memory.
     """
+    kind = kind_of(exchange, grid, device)
     clock = Clock(group, device, sizes.turns)
     samples = {"product": _products(clock, dtype, sizes), "copy": _copies(clock, dtype, sizes)}
     beside: dict[str, Beside] = {}
     if group is not None and dist.get_world_size(group) > 1:
+        all_to_all: _Exchange = _all_to_all
+        if kind == "copies":
+            all_to_all = _by_copies(Copies(group, grid.rank, TrafficCounters(), device, timeout))
         carriers = {"all_to_all": group}
         if grid.num_hosts > 1 and grid.ranks_per_host > 1:
             groups = host_groups(group, grid, timeout=timeout)
             assert groups.within is not None
             carriers |= {"all_to_all_within": groups.within, "all_to_all_rail": groups.rail}
-        for name, exchange in _EXCHANGES.items():
-            samples[name] = _exchanges(clock, exchange, group, sizes)
+        for name, collective in {"all_to_all": all_to_all, **_COLLECTIVES}.items():
+            samples[name] = _exchanges(clock, collective, group, sizes)
         for name, carrier in carriers.items():
             if name not in samples:
-                samples[name] = _exchanges(clock, _all_to_all, carrier, sizes)
-            beside[name] = _beside(clock, dtype, sizes, carrier, samples["product"], samples[name])
-        samples |= _hosts(clock, group, grid, dtype, sizes)
+                samples[name] = _exchanges(clock, all_to_all, carrier, sizes)
+            largest = _buffer(clock, carrier, sizes)
+            beside[name] = _beside(
+                clock, dtype, sizes, all_to_all(largest, carrier), samples["product"], samples[name]
+            )
+        samples |= _hosts(clock, group, grid, dtype, sizes, exchange)
     lines = {name: fit_line(*zip(*pairs, strict=True)) for name, pairs in samples.items()}
     dtype_name = str(dtype).removeprefix("torch.")
-    return Fit(machine_of(grid, device), dtype_name, lines, samples, beside)
+    return Fit(machine_of(grid, device, kind), dtype_name, lines, samples, beside)
 
 
 def even_ratios(most: int, points: int, span: int = SPAN) -> list[int]:
@@ -126,15 +143,13 @@ def _beside(
     clock: Clock,
     dtype: torch.dtype,
     sizes: Sizes,
-    group: dist.ProcessGroup,
+    exchange: Work,
     products: list[Sample],
     exchanges: list[Sample],
 ) -> Beside:
     """What the largest product and the largest all-to-all take beside each other."""
     product_s, exchange_s = products[-1][1], exchanges[-1][1]
     calls = _product(clock.device, dtype, sizes, max(sizes.rows // sizes.num_experts, 1))
-    ranks = dist.get_world_size(group)
-    exchange = _all_to_all(_buffer(clock, ranks, _most_units(sizes, ranks)), group)
     return Beside(
         product=clock.factor(calls, product_s, exchange, exchange_s, meet=exchange),
         exchange=clock.factor(exchange, exchange_s, calls, product_s, meet=exchange),
@@ -142,7 +157,12 @@ def _beside(
 
 
 def _hosts(
-    clock: Clock, group: dist.ProcessGroup, grid: HostGrid, dtype: torch.dtype, sizes: Sizes
+    clock: Clock,
+    group: dist.ProcessGroup,
+    grid: HostGrid,
+    dtype: torch.dtype,
+    sizes: Sizes,
+    exchange: ExchangeKind,
 ) -> dict[str, list[Sample]]:
     """Times of forwards and backwards that take the host longer than the GPU, by their parts."""
     ranks = dist.get_world_size(group)
@@ -156,7 +176,7 @@ def _hosts(
         num_ranks=ranks,
         max_tokens=TOKENS,
     )
-    options = BackendOptions(keep="all")
+    options = BackendOptions(keep="all", exchange=exchange)
     backend = ScheduledBackend(config, group, device=clock.device, options=options, grid=grid)
     layer = RandomLayer(backend, TOKENS, dtype, clock.device)
     samples: dict[str, list[Sample]] = {"host_forward": [], "host_backward": []}
@@ -175,6 +195,24 @@ def _all_to_all(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
     return lambda: dist.all_to_all_single(received, buffer, group=group)
 
 
+def _by_copies(copies: Copies) -> "_Exchange":
+    """An all-to-all by copy engines, each of which is its own forward."""
+
+    def exchange(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        ranks = dist.get_world_size(group)
+        counts, rows = [[1] * ranks] * ranks, buffer.view(ranks, -1)
+
+        def call() -> None:
+            copies.restart()
+            (slot,) = copies.room([counts], rows).slots
+            done = copies.run(slot, rows, counts, lanes.mark(rows.device))
+            lanes.wait(rows.device, done)
+
+        return call
+
+    return exchange
+
+
 def _all_gather(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
     own = buffer[: len(buffer) // dist.get_world_size(group)].clone()
     return lambda: dist.all_gather_into_tensor(buffer, own, group=group)
@@ -190,8 +228,7 @@ def _all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
 
 
 _Exchange = Callable[[torch.Tensor, dist.ProcessGroup], Work]
-_EXCHANGES: dict[str, _Exchange] = {
-    "all_to_all": _all_to_all,
+_COLLECTIVES: dict[str, _Exchange] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
@@ -202,21 +239,23 @@ def _exchanges(
     clock: Clock, exchange: _Exchange, group: dist.ProcessGroup, sizes: Sizes
 ) -> list[Sample]:
     """Times of a collective by the bytes of a rank's larger buffer, which is of float32."""
-    ranks = dist.get_world_size(group)
     samples = []
-    for units in even_ratios(_most_units(sizes, ranks), sizes.points):
-        buffer = _buffer(clock, ranks, units)
+    for units in even_ratios(_most_units(sizes, group), sizes.points):
+        buffer = _buffer(clock, group, sizes, units)
         samples.append((float(buffer.nbytes), clock.seconds(exchange(buffer, group))))
     return samples
 
 
-def _most_units(sizes: Sizes, ranks: int) -> int:
-    return max(sizes.num_bytes // 4 // DIM_GRANULE // ranks, 2)
+def _most_units(sizes: Sizes, group: dist.ProcessGroup) -> int:
+    return max(sizes.num_bytes // 4 // DIM_GRANULE // dist.get_world_size(group), 2)
 
 
-def _buffer(clock: Clock, ranks: int, units: int) -> torch.Tensor:
-    """Pieces for so many ranks, of whole rows as narrow as a layer's can be.
+def _buffer(
+    clock: Clock, group: dist.ProcessGroup, sizes: Sizes, units: int | None = None
+) -> torch.Tensor:
+    """Pieces for all ranks, of so many rows, or the most, as narrow as a layer's can be.
 
     Where a piece begins at no multiple of 16 bytes, NCCL takes up to twice as long.
     """
-    return torch.zeros(units * DIM_GRANULE * ranks, device=clock.device)
+    units = units or _most_units(sizes, group)
+    return torch.zeros(units * DIM_GRANULE * dist.get_world_size(group), device=clock.device)

@@ -1,6 +1,7 @@
 """What ranks tell each other before rows travel: how many there are, or what a rank refuses."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,18 @@ from flashmoe_megatron.scheduled.plan import (
     rows_of_experts,
 )
 from flashmoe_megatron.scheduled.tensor import TensorGroup
+
+
+class Heard(NamedTuple):
+    """What other ranks have told.
+
+    Attributes:
+        received: ``[sources, num_local_experts]``, the rows that each sends to this rank's experts.
+        wait: Waits until the host knows what this rank has told, and what it has heard.
+    """
+
+    received: torch.Tensor
+    wait: Callable[[], list[int]]
 
 
 class Agreement:
@@ -58,23 +71,20 @@ class Agreement:
         self._here: torch.Tensor | None = None
         self.is_alone = group is None and tensor is None
 
-    def tell(self, counts: torch.Tensor) -> Callable[[], list[int]]:
-        """Tells all ranks the numbers of routes.
-
-        Returns:
-            What waits until the host knows these numbers and those that other ranks have told.
-        """
+    def tell(self, counts: torch.Tensor) -> Heard:
+        """Tells all ranks the numbers of routes."""
         if self.is_alone:
-            return self.host_counts(counts)
+            return Heard(counts.view(1, -1), self.host_counts(counts))
         received, everyone = self._tell(counts)
         if self._tensor is not None:
             received = self._tensor.every(received)
         heard = (counts, received, *([] if everyone is None else [everyone]))
-        return self.host_counts(torch.cat([one.reshape(-1) for one in heard]))
+        wait = self.host_counts(torch.cat([one.reshape(-1) for one in heard]))
+        return Heard(received.contiguous().view(-1, self._config.num_local_experts), wait)
 
     def plan(
         self,
-        heard: Callable[[], list[int]],
+        heard: Heard,
         found: Sorted,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
@@ -96,7 +106,7 @@ class Agreement:
         config = self._config
         num_experts, local = config.num_experts, config.num_local_experts
         first_source = 0 if self._tensor is None else self._tensor.rank * config.num_ranks
-        host = heard()
+        host = heard.wait()
         own, others = host[:num_experts], host if self.is_alone else host[num_experts:]
         all_counts = None
         if self._needs_all_counts:
@@ -108,7 +118,7 @@ class Agreement:
         if self.most_blocks is not None:
             blocks = sum(align_capacity(rows) for rows in rows_of_experts(host_received))
             self._talk.check_bound(blocks // TILE_M, self.most_blocks, found.counts)
-        routes = found.routes(Table.of(own, local), host_received, first_source)
+        routes = found.routes(Table.of(own, local), host_received, heard.received, first_source)
         return routes, all_counts
 
     def refuse(self, reason: str, device: torch.device) -> None:
@@ -151,7 +161,7 @@ class Agreement:
         """
         host = Table.of(own, len(own))
         self._raise_unusable(own, host, 0, probs, routing_map)
-        return found.routes(host, host)
+        return found.routes(host, host, found.counts.view(1, -1))
 
     def counts_of(
         self, routes: Routes, all_counts: Table | None, parts: Sequence[Sizes]
@@ -203,10 +213,10 @@ class Agreement:
         """
         if not self._needs_all_counts:
             return self._talk.tell_counts(told), None
-        everyone = [torch.empty_like(told) for _ in range(self._config.num_ranks)]
+        everyone = told.new_empty(self._config.num_ranks * len(told))
         with self._talk.bounded():
-            dist.all_gather(everyone, told, group=self._group)
-        table = torch.stack(everyone)
+            dist.all_gather_into_tensor(everyone, told, group=self._group)
+        table = everyone.view(self._config.num_ranks, -1)
         local = self._config.num_local_experts
         return table[:, self._talk.rank * local : (self._talk.rank + 1) * local], table
 

@@ -37,7 +37,8 @@ from flashmoe_megatron.reference.rows import RowExchange, accumulation_dtype
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.agreement import Agreement
-from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, TwoSteps, kind_of
+from flashmoe_megatron.scheduled.copies import Copies
+from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, Slot, TwoSteps, kind_of
 from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
 from flashmoe_megatron.scheduled.lanes import Lane
 from flashmoe_megatron.scheduled.plan import Part, Routes, Sizes, Sorted, Table, picked
@@ -203,6 +204,7 @@ class ScheduledBackend(OfGroup):
             PeerTimeoutError: A rank is gone or did not call in time, here and in backward.
         """
         config = self.config
+        self._exchange.restart()
         with Together(self):
             self._untold.tell()
             check_readable("x", x)
@@ -250,7 +252,7 @@ class ScheduledBackend(OfGroup):
                 zip(_of_parts(every[:num_routes], sizes), counts, sizes, ready, strict=True)
             )
         ]
-        parts, whole = routes.parts(degree)
+        parts, whole = routes.parts(degree, steps.index_rows)
         is_whole = degree == 1
         row_probs = arrived(of_probs, whole)
 
@@ -261,7 +263,7 @@ class ScheduledBackend(OfGroup):
         if training and not is_whole:
             preact = x.new_empty(routes.num_rows, config.fc1_rows)
             rows = x.new_empty(routes.num_rows, config.hidden) if keeps_rows else None
-        room = self._ways.room(parts, x)
+        room = self._ways.room(counts, x)
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
@@ -277,7 +279,7 @@ class ScheduledBackend(OfGroup):
                 out_rows += (weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)).to(
                     x.dtype
                 )
-            back.append(self._combine(out_rows, part, count, call, room.slices[i]))
+            back.append(self._combine(out_rows, part, count, call, room and room.slots[i]))
             if training and is_whole:
                 preact, rows = pre, (mine if keeps_rows else None)
             elif preact is not None:
@@ -396,6 +398,7 @@ class ScheduledBackend(OfGroup):
             )
             is_void = True
         laps = self._records.begin(grad_out.device)
+        self._exchange.restart()
         routes: Routes = saved.routes
         degree, steps = self._degree(1), steps_for(grad_out)
         if degree not in routes.cuts:
@@ -417,7 +420,7 @@ class ScheduledBackend(OfGroup):
             of_rows = self._dispatch(
                 saved.x.index_select(0, routes.token_idx), total, whole_size, again
             )
-        parts, whole = routes.parts(degree)
+        parts, whole = routes.parts(degree, steps.index_rows)
         is_whole = degree == 1
         if self.slices is not None:
             self.slices.take(read_launch_number(saved.layer)[0], self._exchange.lane)
@@ -430,7 +433,7 @@ class ScheduledBackend(OfGroup):
             grad_y = grad_out.new_empty(routes.num_rows, config.hidden)
             grad_pre = grad_out.new_empty(routes.num_rows, config.fc1_rows)
             weighted = grad_out.new_empty(routes.num_rows, config.intermediate)
-        room = self._ways.room(parts, grad_out)
+        room = self._ways.room(counts, grad_out)
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
@@ -445,7 +448,7 @@ class ScheduledBackend(OfGroup):
             if biases2 is not None:
                 prob_part = prob_part + (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
             grad_rows = product(pre_part, fc1_t, part.ends, part.counts)
-            back.append(self._combine(grad_rows, part, count, call, room.slices[i]))
+            back.append(self._combine(grad_rows, part, count, call, room and room.slots[i]))
             if is_whole:
                 grad_y, grad_pre, weighted, grad_row_probs = (
                     mine,
@@ -463,8 +466,10 @@ class ScheduledBackend(OfGroup):
                 ):
                     assert every is not None
                     steps.put_rows(every, part.rows, one)
-        room_of_probs = self._ways.room([whole], grad_row_probs)
-        of_probs = self._ways.back(grad_row_probs, total, whole, room_of_probs.slices[0])
+        room_of_probs = self._ways.room([total], grad_row_probs)
+        of_probs = self._ways.back(
+            grad_row_probs, total, whole, room_of_probs and room_of_probs.slots[0]
+        )
         laps.lap("experts")
 
         assert grad_y is not None
@@ -547,12 +552,12 @@ class ScheduledBackend(OfGroup):
         part: Part,
         counts: Counts,
         call: Call,
-        received: torch.Tensor | None,
+        slot: Slot | None,
     ) -> Way:
         """Begins to send what experts have computed back, for rows sent by ``counts``."""
         rows = self.hooks.run("after", "experts", rows, call)
         rows = self.hooks.run("before", "combine", rows, call)
-        return self._ways.back(rows, counts, part, received)
+        return self._ways.back(rows, counts, part, slot)
 
 
 def _make_exchange(
@@ -568,8 +573,10 @@ def _make_exchange(
     Raises:
         ConfigError: The exchange that is asked for needs several hosts of several ranks.
     """
-    kind = kind_of(options.exchange, grid)
-    if kind == "direct" or group is None or grid is None:
+    kind = kind_of(options.exchange, grid, device)
+    if kind == "copies" and group is not None:
+        return Copies(group, rank, traffic, device, options.timeout)
+    if kind in ("direct", "copies") or group is None or grid is None:
         return Exchange(group, rank, traffic, device)
     groups = host_groups(group, grid, timeout=options.timeout)
     return {"1dh": ByLeader, "2dh": TwoSteps}[kind](group, grid, groups, traffic, device)

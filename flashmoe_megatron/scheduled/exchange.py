@@ -1,4 +1,4 @@
-"""How rows travel: directly, or in two steps through the ranks of a host.
+"""How rows travel over NCCL: directly, or in two steps through the ranks of a host.
 
 All ways bring the same rows in the same order, that of the ranks that have sent them. Counts of
 rows are ``[source][target]`` of the whole group.
@@ -7,36 +7,68 @@ rows are ``[source][target]`` of the whole group.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
-from flashmoe_megatron.errors import ConfigError, PeerTimeoutError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, PeerTimeoutError
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
 from flashmoe_megatron.options import ExchangeKind
 from flashmoe_megatron.scheduled.lanes import Lane, Mark
 
 Counts = Sequence[Sequence[int]]
-Kind = Literal["direct", "1dh", "2dh"]
+Kind = Literal["direct", "copies", "1dh", "2dh"]
 
 
-def kind_of(kind: ExchangeKind, grid: HostGrid | None) -> Kind:
+def kind_of(kind: ExchangeKind, grid: HostGrid | None, device: torch.device) -> Kind:
     """How rows travel in a group, by what its user has chosen.
 
     Raises:
-        ConfigError: The exchange that is asked for needs several hosts of several ranks.
+        ConfigError: The exchange that is asked for needs several hosts of several ranks, or GPUs of
+            one host.
     """
     has_levels = grid is not None and grid.num_hosts > 1 and grid.ranks_per_host > 1
     if kind == "auto":
         return "2dh" if has_levels else "direct"
+    if kind == "copies":
+        if device.type != "cuda" or (grid is not None and grid.num_hosts > 1):
+            raise ConfigError(
+                f"exchange={kind!r} in an expert-parallel group of {grid or 'one rank'} (hosts x "
+                f"ranks of each) on {device.type}: wanted GPUs of one host"
+            )
+        return kind
     if kind != "direct" and not has_levels:
         raise ConfigError(
             f"exchange={kind!r} in an expert-parallel group of {grid or 'one rank'} (hosts x ranks "
             "of each): wanted several hosts with several ranks each, or 'direct'"
         )
     return kind
+
+
+class Slot(NamedTuple):
+    """Memory for what one call brings.
+
+    Attributes:
+        rows: ``[received rows, ...]``.
+        where: What the exchange has to know of it.
+    """
+
+    rows: torch.Tensor
+    where: Any = None
+
+
+class Room(NamedTuple):
+    """Memory for what several calls bring.
+
+    Attributes:
+        rows: All of it.
+        slots: Each call's, one behind the other.
+    """
+
+    rows: torch.Tensor
+    slots: Sequence[Slot]
 
 
 class Exchange:
@@ -71,21 +103,36 @@ class Exchange:
         """The stream of what travels between ranks."""
         return self._between
 
-    def room(self, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for so many rows that calls will bring, of the stream that is current.
+    def restart(self) -> None:
+        """Begins a forward or a backward: nobody reads what the last one has brought any more.
+
+        Raises:
+            FlashMoEError: What has ended the exchange for good, on every rank.
+        """
+
+    def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
+        """Memory for what calls will bring, of the stream that is current.
 
         Args:
-            num_rows: What one call brings, or several do, each of which fills a slice.
+            calls: The counts of each.
             like: Has rows of their shape and dtype.
         """
-        return like.new_empty(num_rows, *like.shape[1:])
+        sizes = [sum(row[self.rank] for row in counts) for counts in calls]
+        rows = like.new_empty(sum(sizes), *like.shape[1:])
+        return Room(rows, [Slot(slot) for slot in torch.split(rows, sizes)])
 
-    def run(self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark) -> Mark:
+    def guard(self, rows: torch.Tensor) -> None:
+        """Makes the first value of what has arrived NaN if a peer is gone that nobody has named.
+
+        On the current stream, which has waited for the rows.
+        """
+
+    def run(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> Mark:
         """Sends each rank its rows, beside what the current stream does.
 
         Args:
-            received: From :meth:`room`, or ``send`` where :attr:`is_alone`; is filled by rank. It
-                and ``send`` are kept by the caller until the current stream has waited for the
+            slot: From :meth:`room`, or ``send`` where :attr:`is_alone`; is filled by rank. It and
+                ``send`` are kept by the caller until the current stream has waited for the
                 returned mark.
             send: Contiguous rows, by rank.
             counts: Rows from every rank to every rank; where :attr:`needs_all_counts` is false,
@@ -93,7 +140,7 @@ class Exchange:
             ready: When ``send`` is complete.
 
         Returns:
-            When ``received`` is complete.
+            When the slot is complete.
 
         Raises:
             PeerTimeoutError: A rank is gone or did not come in time. The process group cannot be
@@ -103,7 +150,9 @@ class Exchange:
         if self.is_alone:
             return ready
         try:
-            self._send(received, send, counts, ready)
+            self._send(slot, send, counts, ready)
+        except FlashMoEError:
+            raise
         except RuntimeError as error:  # what torch.distributed raises for it
             raise PeerTimeoutError(
                 f"rank {self.rank}: an exchange with the other {len(counts) - 1} ranks failed, "
@@ -111,13 +160,11 @@ class Exchange:
             ) from error
         return self._between.mark()
 
-    def _send(
-        self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark
-    ) -> None:
+    def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
         from_ranks = [row[self.rank] for row in counts]
         with self._between.after(ready):
             dist.all_to_all_single(
-                received, send, from_ranks, list(counts[self.rank]), group=self._group
+                slot.rows, send, from_ranks, list(counts[self.rank]), group=self._group
             )
 
     def _count(self, send: torch.Tensor, counts: Counts) -> None:
@@ -149,9 +196,7 @@ class TwoSteps(Exchange):
         self._within = Lane(device)
         self.lanes["within"] = self._within
 
-    def _send(
-        self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark
-    ) -> None:
+    def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
         grid = self._grid
         hosts, places = range(grid.num_hosts), range(grid.ranks_per_host)
         mine = [grid.host * grid.ranks_per_host + place for place in places]
@@ -183,20 +228,18 @@ class TwoSteps(Exchange):
         ]
         with self._between.after(self._within.mark()):
             packed = _pieces(halfway, sizes, by_host)
-            dist.all_to_all_single(received, packed, from_hosts, to_hosts, group=self._groups.rail)
+            dist.all_to_all_single(slot.rows, packed, from_hosts, to_hosts, group=self._groups.rail)
 
 
 class ByLeader(TwoSteps):
     """One-dimensional hierarchical: the first rank of a host carries what all of them exchange."""
 
-    def _send(
-        self, received: torch.Tensor, send: torch.Tensor, counts: Counts, ready: Mark
-    ) -> None:
+    def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
         with self._between.after(ready):
             held = self._gather(send, counts)
             if self._grid.place == 0:
                 held = self._swap(held, counts)
-            self._scatter(received, held, counts)
+            self._scatter(slot.rows, held, counts)
 
     @property
     def _mine(self) -> list[int]:

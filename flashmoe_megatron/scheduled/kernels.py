@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.scheduled.plan import REFUSED, Cut, Sorted
+from flashmoe_megatron.scheduled.plan import REFUSED, Cut, Indices, Sorted
 
 TILE = 2048
 """Elements of a program's block of rows and columns."""
@@ -23,6 +23,8 @@ CHUNK = 16
 COMBINE_TILE = 1024
 CUT_TILE = 4096
 """Routes times experts of a program's block while routes are cut."""
+INDEX_TILE = 256
+"""Rows of which a program finds the places at once."""
 
 SILU = tl.constexpr(0)
 GELU = tl.constexpr(1)
@@ -244,6 +246,71 @@ def _place_in_parts(route, since, until, num_routes, DEGREE: tl.constexpr):
     before = tl.sum(count * parts_before // DEGREE, 1)
     moved = before + nth - own * part // DEGREE
     return tl.where(route < num_routes, moved, route)
+
+
+def index_rows(received: torch.Tensor, num_rows: int, degree: int) -> Indices:
+    """Finds where rows are, a source's rows of an expert in a program: see the twin."""
+    sources, experts = received.shape
+    is_cut = degree > 1
+    index = received.new_empty(5 if is_cut else 2, num_rows)
+    ends = received.new_empty(degree + is_cut, experts, dtype=torch.int32)
+    _index_rows[(sources * experts,)](
+        received, index, ends, num_rows, sources, experts, degree,
+        IS_CUT=is_cut, SOURCES=triton.next_power_of_2(sources),
+        EXPERTS=triton.next_power_of_2(experts), ROWS=INDEX_TILE
+    )  # fmt: skip
+    each = index.unbind()
+    if not is_cut:
+        return Indices(each[0], each[1], None, ends)
+    whole = Indices(each[3], each[4], None, ends[degree:])
+    return Indices(each[0], each[1], each[2], ends[:degree], whole)
+
+
+@triton.jit
+def _index_rows(
+    received, index, ends, num_rows, sources, experts, degree,
+    IS_CUT: tl.constexpr, SOURCES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    source = tl.program_id(0) // experts
+    expert = tl.program_id(0) % experts
+    at_source = tl.arange(0, SOURCES)[:, None]
+    at_expert = tl.arange(0, EXPERTS)[None, :]
+    is_there = (at_source < sources) & (at_expert < experts)
+    counts = tl.load(received + at_source * experts + at_expert, mask=is_there, other=0)
+    # Rows arrive by source and then expert, and are computed by expert and then source.
+    arrive_before = (at_source < source) | ((at_source == source) & (at_expert < expert))
+    placed_before = (at_expert < expert) | ((at_expert == expert) & (at_source < source))
+    is_own = (at_source == source) & (at_expert == expert)
+    is_until = at_expert <= expert
+    whole_arrival = tl.sum(tl.where(arrive_before, counts, 0))
+    whole_place = tl.sum(tl.where(placed_before, counts, 0))
+    first = whole_arrival * 0
+    done = first
+    for part in range(degree):
+        sizes = counts * (part + 1) // degree - counts * part // degree
+        arrival = tl.sum(tl.where(arrive_before, sizes, 0))
+        place = tl.sum(tl.where(placed_before, sizes, 0))
+        size = tl.sum(tl.where(is_own, sizes, 0))
+        for begin in range(0, size, ROWS):
+            nth = begin + tl.arange(0, ROWS)
+            is_row = nth < size
+            tl.store(index + first + place + nth, arrival + nth, mask=is_row)
+            tl.store(index + num_rows + first + arrival + nth, place + nth, mask=is_row)
+            if IS_CUT:
+                whole = done + nth
+                rows = index + 2 * num_rows
+                tl.store(rows + first + place + nth, whole_place + whole, mask=is_row)
+                arrivals = rows + num_rows
+                tl.store(arrivals + whole_place + whole, whole_arrival + whole, mask=is_row)
+                places = arrivals + num_rows
+                tl.store(places + whole_arrival + whole, whole_place + whole, mask=is_row)
+        until = tl.sum(tl.where(is_until, sizes, 0))
+        tl.store(ends + part * experts + expert, until.to(tl.int32), mask=source == 0)
+        first += tl.sum(sizes)
+        done += size
+    if IS_CUT:
+        until = tl.sum(tl.where(is_until, counts, 0))
+        tl.store(ends + degree * experts + expert, until.to(tl.int32), mask=source == 0)
 
 
 def put_rows(target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:

@@ -92,6 +92,11 @@ class Lane:
         yield
         stamps.append((begin, stamp(self._device)))
 
+    def wait(self, moment: Mark) -> None:
+        """Has the lane wait."""
+        if self._stream is not None and moment is not None:
+            self._stream.wait_event(moment)
+
     def mark(self) -> Mark:
         """This moment on the lane."""
         return None if self._stream is None else self._stream.record_event()

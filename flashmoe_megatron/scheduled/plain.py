@@ -1,11 +1,13 @@
 """The steps around products in torch's operators, for processors and for float64."""
 
+from dataclasses import replace
+
 import torch
 
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.reference.activations import activate, activate_backward
 from flashmoe_megatron.reference.rows import accumulation_dtype
-from flashmoe_megatron.scheduled.plan import REFUSED, Cut, Sorted
+from flashmoe_megatron.scheduled.plan import REFUSED, Cut, Indices, Sorted
 
 
 def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor) -> Sorted:
@@ -83,6 +85,47 @@ def cut_routes(
         token_idx.index_select(0, order[: len(token_idx)]),
         moved.index_select(0, place.view(-1)).view(place.shape),
     )
+
+
+def index_rows(received: torch.Tensor, num_rows: int, degree: int) -> Indices:
+    """Finds where rows are in so many parts, and in one; the host does not wait.
+
+    Args:
+        received: ``[sources, experts]`` int64, the rows that have come from each.
+        num_rows: Their sum.
+        degree: The number of parts.
+    """
+    device = received.device
+    bounds = received * torch.arange(degree + 1, device=device)[:, None, None] // degree
+    sizes = bounds.diff(dim=0)  # [part, source, expert]
+    by_expert = sizes.transpose(1, 2)
+    ends = by_expert.sum(2).cumsum(1)
+    first = ends[:, -1].cumsum(0) - ends[:, -1]  # where each part begins
+
+    def numbers(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Runs of successive numbers, one behind the other."""
+        flat = lengths.reshape(-1)
+        shifts = starts.reshape(-1) - (flat.cumsum(0) - flat)
+        moved = shifts.repeat_interleave(flat, output_size=num_rows)
+        return moved + torch.arange(num_rows, device=device)
+
+    def starts(lengths: torch.Tensor) -> torch.Tensor:
+        """Where runs begin that follow each other, part by part."""
+        flat = lengths.reshape(-1)
+        return (flat.cumsum(0) - flat).view(lengths.shape) - first[:, None, None]
+
+    found = Indices(
+        by_expert=numbers(starts(sizes).transpose(1, 2), by_expert),
+        by_rank=numbers(starts(by_expert).transpose(1, 2), sizes),
+        rows=None,
+        ends=ends.int(),
+    )
+    if degree == 1:
+        return found
+    counts = received.t()
+    begins = (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(counts.shape)
+    rows = numbers(begins + bounds[:-1].transpose(1, 2), by_expert)
+    return replace(found, rows=rows, whole=index_rows(received, num_rows, 1))
 
 
 def put_rows(target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:

@@ -1,13 +1,12 @@
 """Where every route of one call goes, and which part of them travels when.
 
-The host knows how many rows there are between all ranks and experts, for which it has waited once.
-What it makes of these numbers is short, and goes to the device in one copy, where a few operators
-make all indices of all parts of a call. So a part more costs the host next to nothing. Rows leave
-before that, since the order in which they do needs no number that only the host has.
+The host knows how many rows there are between all ranks and experts, for which it has waited once:
+exchanges need that. All indices of all parts are made on the device, which knows these numbers
+before, in one step. So a part more costs the host next to nothing, and rows leave before their
+indices are made.
 """
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,7 +54,13 @@ class Sorted:
     counts: torch.Tensor
     ends: torch.Tensor
 
-    def routes(self, host_sent: Table, host_received: Table, first_source: int = 0) -> "Routes":
+    def routes(
+        self,
+        host_sent: Table,
+        host_received: Table,
+        received: torch.Tensor,
+        first_source: int = 0,
+    ) -> "Routes":
         """The routes, once their numbers are known; the arguments are :class:`Routes`'s."""
         num_routes = sum(map(sum, host_sent))
         return Routes(
@@ -64,6 +69,7 @@ class Sorted:
             place=self.place,
             host_sent=host_sent,
             host_received=host_received,
+            received=received,
             ends=self.ends,
             first_source=first_source,
         )
@@ -97,6 +103,7 @@ class Routes:
         host_sent: ``[num_ranks][num_local_experts]``, this rank's routes to each expert.
         host_received: ``[sources][num_local_experts]``, each source's to this rank's experts: of
             the ranks, and where several share experts, of the ranks of all of these.
+        received: The same on the device.
         ends: ``[num_experts]`` int32, where each expert's routes end.
         first_source: Which of the sources is the first of those that send to this rank itself.
         cuts: These routes in the order in which they travel, by the number of parts.
@@ -107,6 +114,7 @@ class Routes:
     place: torch.Tensor
     host_sent: Table
     host_received: Table
+    received: torch.Tensor
     ends: torch.Tensor
     first_source: int = 0
     # Autograd, which builds these again from what it has saved, hands these over as they are.
@@ -120,11 +128,12 @@ class Routes:
             self._sizes[degree] = make_sizes(self, degree)
         return self._sizes[degree]
 
-    def parts(self, degree: int) -> "tuple[list[Part], Part]":
-        """All rows in so many parts, and in one; made once as well."""
-        missing = [one for one in {degree: None, 1: None} if one not in self._parts]
-        if missing:
-            self._parts.update(make_parts(self, missing))
+    def parts(
+        self, degree: int, index_rows: Callable[[torch.Tensor, int, int], "Indices"]
+    ) -> "tuple[list[Part], Part]":
+        """All rows in so many parts, and in one; made once as well, by the step that is given."""
+        if degree not in self._parts:
+            self._parts.update(make_parts(self, degree, index_rows))
         return self._parts[degree], self._parts[1][0]
 
     @property
@@ -210,80 +219,68 @@ def cut_table(table: Table, local: int, degree: int) -> list[list[list[int]]]:
     return cut
 
 
-def make_parts(routes: Routes, degrees: Sequence[int]) -> dict[int, list[Part]]:
-    """Makes the parts of each of several degrees."""
-    received = np.array(routes.host_received)
-    is_alone = len(received) == 1
-    runs: dict[tuple[int, str], Runs] = {}
-    ends: dict[int, Numbers] = {}
-    for degree in degrees:
-        if is_alone and degree == 1:  # nothing is cut and nothing moves
-            continue
-        begin, size = _cut(received, degree)
-        by_expert = size.swapaxes(1, 2)
-        ends[degree] = size.sum(1).cumsum(1)  # [part, expert]
-        if degree > 1:
-            runs[degree, "rows"] = _starts(received.T) + begin.swapaxes(1, 2), by_expert
-        if not is_alone:
-            runs[degree, "by_expert"] = _starts(size).swapaxes(1, 2), by_expert
-            runs[degree, "by_rank"] = _starts(by_expert).swapaxes(1, 2), size
-    indices, there = _on_device(runs, ends, routes.ends.device)
-    return {
-        degree: [
-            Part(*vars(sizes).values(), *of_part)
-            for sizes, *of_part in zip(
-                routes.sizes(degree),
-                *(
-                    indices.get((degree, name), [None] * degree)
-                    for name in ("by_expert", "by_rank", "rows")
-                ),
-                there.get(degree, [routes.ends]),
-                strict=True,
-            )
-        ]
-        for degree in degrees
-    }
+@dataclass(frozen=True)
+class Indices:
+    """Where the received rows of all parts are, part behind part; see :class:`Part`.
+
+    Attributes:
+        by_expert: ``[received rows]`` int64, within each part.
+        by_rank: Likewise.
+        rows: Likewise, but among all rows; ``None`` if there is one part.
+        ends: ``[parts, experts]`` int32.
+        whole: The same of one part, if there are several.
+    """
+
+    by_expert: torch.Tensor
+    by_rank: torch.Tensor
+    rows: torch.Tensor | None
+    ends: torch.Tensor
+    whole: "Indices | None" = None
+
+
+def make_parts(
+    routes: Routes, degree: int, index_rows: Callable[[torch.Tensor, int, int], Indices]
+) -> dict[int, list[Part]]:
+    """Makes so many parts, and one.
+
+    Args:
+        routes: The routes.
+        degree: How many.
+        index_rows: The step.
+    """
+    if degree == len(routes.host_received) == 1:  # nothing is cut and nothing moves
+        (one,) = routes.sizes(1)
+        alone = Part(one.send_counts, one.recv_counts, one.counts, None, None, None, routes.ends)
+        return {1: [alone]}
+    found = index_rows(routes.received, routes.num_rows, degree)
+    made = {degree: _parts_of(routes, degree, found)}
+    if found.whole is not None:
+        made[1] = _parts_of(routes, 1, found.whole)
+    return made
+
+
+def _parts_of(routes: Routes, degree: int, found: Indices) -> list[Part]:
+    sizes = routes.sizes(degree)
+    lengths = [sum(one.recv_counts) for one in sizes]
+    moves = len(routes.host_received) > 1
+
+    def split(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        return [None] * degree if index is None else torch.split(index, lengths)
+
+    by_expert, by_rank = (
+        split(index if moves else None) for index in (found.by_expert, found.by_rank)
+    )
+    indices = zip(by_expert, by_rank, split(found.rows), found.ends.unbind(), strict=True)
+    return [
+        Part(one.send_counts, one.recv_counts, one.counts, *of_part)
+        for one, of_part in zip(sizes, indices, strict=True)
+    ]
 
 
 def _cut(counts: Numbers, degree: int) -> Runs:
     """Where each part of counts of rows begins, and its size; ``[degree, *counts.shape]``."""
     bounds = counts * np.arange(degree + 1)[:, None, None] // degree
     return bounds[:-1], bounds[1:] - bounds[:-1]
-
-
-def _starts(sizes: Numbers) -> Numbers:
-    """Where each of several runs begins that follow each other in the last two dimensions."""
-    flat = sizes.reshape(*sizes.shape[:-2], -1)
-    return (flat.cumsum(-1) - flat).reshape(sizes.shape)
-
-
-def _on_device(
-    runs: Mapping[tuple[int, str], Runs], ends: Mapping[int, Numbers], device: torch.device
-) -> tuple[dict[tuple[int, str], Sequence[torch.Tensor]], dict[int, Sequence[torch.Tensor]]]:
-    """Brings all runs, and where rows end, to the device in one copy.
-
-    Returns:
-        For each part the numbers of its runs, one run after the other; and its ends.
-    """
-    if not ends:
-        return {}, {}
-    starts, sizes = (np.concatenate(kind, axis=None) for kind in zip(*runs.values(), strict=True))
-    lengths = np.concatenate([size.sum((1, 2)) for _, size in runs.values()]).tolist()
-    shifts = starts - (sizes.cumsum() - sizes)  # from the place among all numbers to the number
-    every_end = np.concatenate(list(ends.values()))
-    packed = torch.from_numpy(np.concatenate([shifts, sizes, every_end], axis=None))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    packed = packed.to(device, non_blocking=True)
-    moves, times, there = torch.split(packed, [len(shifts), len(sizes), every_end.size])
-    numbers = moves.repeat_interleave(times, output_size=sum(lengths))
-    numbers += torch.arange(len(numbers), device=device)
-    each = iter(torch.split(numbers, lengths))
-    of_part = iter(there.int().view(every_end.shape).unbind())
-    return (
-        {key: list(itertools.islice(each, len(sizes))) for key, (_, sizes) in runs.items()},
-        {degree: list(itertools.islice(of_part, degree)) for degree in ends},
-    )
 
 
 def picked(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.scheduled import plain
-from flashmoe_megatron.scheduled.plan import Cut, Sorted
+from flashmoe_megatron.scheduled.plan import Cut, Indices, Sorted
 
 
 class Steps(Protocol):
@@ -22,6 +22,9 @@ class Steps(Protocol):
         self, token_idx: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, degree: int
     ) -> Cut:
         """Brings routes into the order of parts."""
+
+    def index_rows(self, received: torch.Tensor, num_rows: int, degree: int) -> Indices:
+        """Finds where rows are in so many parts, and in one."""
 
     def put_rows(self, target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
         """Copies rows to where they belong."""

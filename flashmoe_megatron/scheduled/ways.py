@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.exchange import Counts, Exchange
+from flashmoe_megatron.scheduled.exchange import Counts, Exchange, Room, Slot
 from flashmoe_megatron.scheduled.plan import Part, Sizes, latest_ends, picked
 from flashmoe_megatron.scheduled.tensor import TensorGroup
 
@@ -24,29 +24,19 @@ class Way:
         sent: What travels, which lives until the way has been waited for.
         received: Where it arrives.
         done: When it has.
+        exchange: What carries it.
     """
 
     sent: tuple[torch.Tensor, ...]
     received: torch.Tensor
     done: lanes.Mark
+    exchange: Exchange
 
     def wait(self) -> torch.Tensor:
         """What has arrived, for which the current stream waits."""
         lanes.wait(self.received.device, self.done)
+        self.exchange.guard(self.received)
         return self.received
-
-
-@dataclass(frozen=True)
-class Room:
-    """Where all parts of a call come back, one behind the other.
-
-    Attributes:
-        rows: All of it; ``None`` without any other rank, where each stays where it is.
-        slices: Each part's of it.
-    """
-
-    rows: torch.Tensor | None
-    slices: Sequence[torch.Tensor | None]
 
 
 class Ways:
@@ -98,46 +88,50 @@ class Ways:
             ready: When the rows are complete, by default on the current stream now. Since then it
                 may have used no memory that is free by now, where the rows would arrive too early.
         """
-        received = send
+        slot = Slot(send)
         if not self._exchange.is_alone:
-            from_ranks = sum(row[self._exchange.rank] for row in counts)
-            received = self._exchange.room(from_ranks, send)
-        done = self._exchange.run(received, send, counts, ready or self.ready(send))
+            (slot,) = self._exchange.room([counts], send).slots
+        done = self._exchange.run(slot, send, counts, ready or self.ready(send))
+        received = slot.rows
         if self._tensor is None:
-            return Way((send,), received, done)
+            return Way((send,), received, done, self._exchange)
         of_ranks = self._of_ranks(sizes)
         every = received.new_empty(sum(of_ranks), *received.shape[1:])
         done = self._tensor.gather(every, received, of_ranks, done)
-        return Way((send, received), every, done)
+        return Way((send, received), every, done, self._exchange)
 
-    def room(self, parts: Sequence[Sizes], like: torch.Tensor) -> Room:
-        """Makes room for all parts, whose rows have the shape and dtype of others."""
+    def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room | None:
+        """Makes room for all parts that come back.
+
+        Args:
+            calls: The counts by which each part has come.
+            like: Has rows of their shape and dtype.
+
+        Returns:
+            ``None`` without any other rank, where rows stay where they are.
+        """
         if self._exchange.is_alone:
-            return Room(None, [None] * len(parts))
-        sizes = [sum(part.send_counts) for part in parts]
-        rows = self._exchange.room(sum(sizes), like)
-        return Room(rows, torch.split(rows, sizes))
+            return None
+        return self._exchange.room([_turned(counts) for counts in calls], like)
 
-    def back(
-        self, rows: torch.Tensor, counts: Counts, part: Part, received: torch.Tensor | None
-    ) -> Way:
+    def back(self, rows: torch.Tensor, counts: Counts, part: Part, slot: Slot | None) -> Way:
         """Begins to send rows, by expert, back to where they came from by ``counts``.
 
         Args:
             rows: What experts have computed.
             counts: By which the part came.
             part: What these are.
-            received: Their slice of a room; ``None`` without any other rank.
+            slot: Where they come back to; ``None`` without any other rank.
         """
-        turned = [list(column) for column in zip(*counts, strict=True)]
         send = rows = picked(rows, part.by_rank)
         ready = self.ready(rows)
         if self._tensor is not None:
             of_ranks = self._of_ranks(part)
             send = rows.new_empty(of_ranks[self._tensor.rank], *rows.shape[1:])
             ready = self._tensor.reduce(send, rows, of_ranks, ready)
-        received = send if received is None else received
-        return Way((rows, send), received, self._exchange.run(received, send, turned, ready))
+        slot = slot or Slot(send)
+        done = self._exchange.run(slot, send, _turned(counts), ready)
+        return Way((rows, send), slot.rows, done, self._exchange)
 
     def ready(self, rows: torch.Tensor) -> lanes.Mark:
         """This moment, where anybody waits for it."""
@@ -154,9 +148,13 @@ def arrived(way: Way, part: Part) -> torch.Tensor:
     return picked(way.wait(), part.by_expert)
 
 
-def returned(back: Sequence[Way], room: Room) -> torch.Tensor:
+def returned(back: Sequence[Way], room: Room | None) -> torch.Tensor:
     """All parts' rows, one part behind the other, once they are back."""
     rows = [way.wait() for way in back]
-    if room.rows is not None:
+    if room is not None:
         return room.rows
     return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _turned(counts: Counts) -> list[list[int]]:
+    return [list(column) for column in zip(*counts, strict=True)]

@@ -86,6 +86,21 @@ def check_routes() -> None:
         check_sorted(config, probs.masked_fill(too_many, 0.5), too_many)
 
 
+def check_indices() -> None:
+    """Also where sources and experts are no powers of two, and a run has more rows than a tile."""
+    for sources, experts, degree in itertools.product((1, 3), (1, 5), (1, 2, 7)):
+        for most in (0, 9, 300):
+            received = torch.randint(most + 1, (sources, experts))
+            num_rows = int(received.sum())
+            found, want = (one.index_rows(received, num_rows, degree) for one in (kernels, plain))
+            while want is not None:
+                for name in ("by_expert", "by_rank", "ends"):
+                    same(name, getattr(found, name), getattr(want, name))
+                if want.rows is not None:
+                    same("rows", found.rows, want.rows)
+                found, want = found.whole, want.whole
+
+
 def check_copies() -> None:
     for width, step, dtype in itertools.product(
         (8, 1300), (0, 24), (torch.float32, torch.bfloat16, torch.float16)
@@ -157,6 +172,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     check_layers()
     check_routes()
+    check_indices()
     check_copies()
     check_sums()
     check_activations()

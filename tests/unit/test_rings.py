@@ -26,6 +26,7 @@ from flashmoe_megatron.errors import (
     ShapeError,
 )
 from flashmoe_megatron.multipath import board, driver, ring
+from flashmoe_megatron.multipath.arena import Arena
 from flashmoe_megatron.multipath.links import timed_event
 from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
@@ -802,3 +803,72 @@ def told_by_a_peer(group: dist.ProcessGroup) -> None:
 
 def test_what_a_peer_tells_counts_at_once(ranks: RankPool) -> None:
     ranks.run(told_by_a_peer, num_ranks=2)
+
+
+def writes_of_any_size(group: dist.ProcessGroup, num_queues: int) -> None:
+    """Exchanges of random pieces in regions of several, with an arena that grows."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    draw = random.Random(5)  # the same sizes on every rank
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, num_queues) as current:
+        arena = Arena(group, torch.device("cpu"), 30)
+        kept = []
+        for call in range(12):
+            arena.restart(current)
+            expected = []
+            for _ in range(draw.randrange(1, 4)):
+                most = draw.choice([0, 1, 300, 40_000])
+                sizes = [[draw.randrange(most + 1) for _ in range(ranks)] for _ in range(ranks)]
+                region = arena.take([sum(column) for column in zip(*sizes, strict=True)])
+                begins = [sum(row[target] for row in sizes[:rank]) for target in range(ranks)]
+                sent = {peer: bytes_of(rank, peer, call, sizes[rank][peer]) for peer in arena.peers}
+                copies = [
+                    (region.place.targets[peer] + begins[peer], one.data_ptr(), one.numel())
+                    for peer, one in sent.items()
+                    if one.numel()
+                ]
+                arena.write(f"call {call}", copies, region, current)
+                own = slice(begins[rank], begins[rank] + sizes[rank][rank])
+                whole = torch.cat(
+                    [bytes_of(source, rank, call, sizes[source][rank]) for source in range(ranks)]
+                )
+                kept.append(sent)
+                expected.append((region.memory, whole, own))
+            current.synchronize()
+            for got, whole, own in expected:
+                got[own] = whole[own]
+                assert torch.equal(got, whole), f"call {call}"
+
+
+def bytes_of(source: int, target: int, call: int, length: int) -> torch.Tensor:
+    seed = (source * 8 + target) * 100 + call
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (length,), generator=g, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_queues"), [(2, 9), (3, 1)])
+def test_ranks_write_pieces_of_any_size(num_ranks: int, num_queues: int, ranks: RankPool) -> None:
+    ranks.run(writes_of_any_size, num_queues, num_ranks=num_ranks)
+
+
+def without_a_peer(group: dist.ProcessGroup) -> str:
+    rank = dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        arena = Arena(group, torch.device("cpu"), 2)
+        arena.restart(current)
+        region = arena.take([64, 64])
+        if rank == 0:
+            arena.write("8 rows", [], region, current)
+            current.synchronize()  # which ends, since the link lets its streams go
+        dist.barrier(group)
+        try:
+            arena.restart(current)
+        except FlashMoEError as error:
+            return str(error)
+        return "no error"
+
+
+def test_an_arena_names_the_peer_that_stays_away(ranks: RankPool) -> None:
+    said = ranks.run(without_a_peer, num_ranks=2)
+    assert "has waited 2" in said[0]
+    assert "for ranks [1], longer than 2 s" in said[0]
+    assert said[1] != "no error"

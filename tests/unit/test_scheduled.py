@@ -182,8 +182,8 @@ def count_rooms(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Input
     with pytest.MonkeyPatch.context() as patches:
         room, sum_routes = Exchange.room, plain.sum_routes
 
-        def make(self: Exchange, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-            made.append(room(self, num_rows, like))
+        def make(self: Exchange, calls: Any, like: torch.Tensor) -> Any:
+            made.append(room(self, calls, like))
             return made[-1]
 
         def add(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,7 @@ def count_rooms(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Input
     assert [len(rows) for rows in summed] == [num_routes] * 2
     # Probabilities, three parts, these back; and in the backward two parts, these back, gradients.
     assert len(made) == 1 + 3 + 1 + 2 + 1 + 1
-    assert all(any(rows is one for one in made) for rows in summed)
+    assert all(any(rows is one.rows for one in made) for rows in summed)
 
 
 def test_one_rank_refuses_unusable_routing_alone() -> None:
@@ -460,7 +460,7 @@ def test_ranks_that_share_experts_are_the_reference_with_whole_ones(ranks: RankP
     ("options", "words"),
     [
         ({"exchange": "2dh"}, "exchange='2dh' in an expert-parallel group of 1 x 1"),
-        ({"exchange": "tree"}, "exchange='tree': wanted one of auto, direct, 1dh, 2dh"),
+        ({"exchange": "tree"}, "exchange='tree': wanted one of auto, direct, copies, 1dh, 2dh"),
         ({"degree": "0"}, "degree='0': wanted auto, N or N,M, of numbers from 1 to 64"),
         ({"degree": "2,3,4"}, "degree='2,3,4': wanted auto"),
         ({"degree": 2}, "degree=2: wanted auto"),

@@ -1,11 +1,13 @@
 """Times the scheduled layer at several degrees, beside the degree that a fit gives.
 
     torchrun --nproc-per-node 4 -m flashmoe_megatron.schedule fit fit.json
-    torchrun --nproc-per-node 4 -m tools.bench.bench_degrees fit.json --out degrees.jsonl
+    torchrun --nproc-per-node 4 -m flashmoe_megatron.schedule fit copies.json --exchange copies
+    torchrun --nproc-per-node 4 -m tools.bench.bench_degrees fit.json copies.json
 
-For every shape, in one run, are timed: forwards at each degree, then forwards and backwards whose
-backward has each degree and whose forward has the fit's, and beside them the kernel, the unfused
-baseline of ``unfused.py``, and Megatron-Core's own layer of ``megatron_layer.py`` with its
+For every shape, in one run, are timed by each fit's exchange: forwards at each degree, then
+forwards and backwards whose backward has each degree and whose forward has the fit's; one part by
+the faster exchange is what the fit's choice is compared with. Beside them are timed the kernel, the
+unfused baseline of ``unfused.py``, and Megatron-Core's own layer of ``megatron_layer.py`` with its
 ``alltoall`` dispatcher, which is left out with a line where it is not installed. Each has to pass
 the correctness gate of ``bench_layer`` first, the scheduled layer at the fit's degrees. Times are
 medians over iterations of the slowest rank, each from an idle GPU. At the end stands at how many
@@ -15,8 +17,10 @@ shapes the fit's degree is the fastest one or a neighbour of it among those meas
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -89,46 +93,80 @@ def measure_beside(
     return found
 
 
-def measure(
-    name: str, shape: Shape, options: argparse.Namespace, timer: Timer, record: Record
-) -> tuple[bool, bool]:
-    """Measures one shape. Collective over the default group.
+@dataclass(frozen=True)
+class Degrees:
+    """What the scheduled layer takes by one exchange; forwards, then forwards and backwards.
 
-    Returns:
-        Whether the fit's degrees of forward and backward are as good as asked.
+    Attributes:
+        exchange: How rows travel.
+        predicted: The fit's degrees of forward and backward.
+        ms: Milliseconds by degree.
+        near: Whether the fit's degree is the fastest one or a neighbour of it.
     """
-    problem = make_problem(shape, dist.get_world_size())
-    auto = {"degree": "auto", "degree_fit": str(options.fit)}
+
+    exchange: str
+    predicted: tuple[int, int]
+    ms: tuple[dict[int, float], dict[int, float]]
+    near: tuple[bool, bool]
+
+    def chosen_ms(self, place: int) -> float:
+        """Milliseconds at the fit's degree."""
+        return self.ms[place][self.predicted[place]]
+
+
+def exchange_of(fit: Path) -> str:
+    """How rows travel in the layers that a fit is for."""
+    machine = json.loads(fit.read_text(encoding="utf-8"))["machine"]
+    return "copies" if machine.get("by_copies") else "direct"
+
+
+def measure_degrees(
+    name: str, problem: Problem, fit: Path, options: argparse.Namespace, timer: Timer
+) -> Degrees:
+    """Measures one shape by the exchange of one fit. Collective over the default group."""
+    exchange = exchange_of(fit)
+    auto = {"degree": "auto", "degree_fit": str(fit), "exchange": exchange}
     layer = kernel_layer(problem, use_main_grad=False, kind="scheduled", **auto)
     backend = layer.backend
     forward, backward = predicted = backend.degrees
-    pass_gate(f"{name} scheduled", problem, layer)
-    ms: list[dict[int, float]] = [{}, {}]
+    pass_gate(f"{name} {exchange}", problem, layer)
+    ms: tuple[dict[int, float], dict[int, float]] = ({}, {})
     for degree in sorted({*options.degrees, forward}):
         backend.degrees = (degree, 1)
         ms[0][degree] = timer(without_grad(layer)).median_ms
     for degree in sorted({*options.degrees, backward}):
         backend.degrees = (forward, degree)
         ms[1][degree] = timer(layer.forward_and_backward).median_ms
+    return Degrees(exchange, predicted, ms, (near(forward, ms[0]), near(backward, ms[1])))
+
+
+def measure(
+    name: str, shape: Shape, options: argparse.Namespace, timer: Timer, record: Record
+) -> list[tuple[bool, bool]]:
+    """Measures one shape. Collective over the default group.
+
+    Returns:
+        For each fit whether its degrees of forward and backward are as good as asked.
+    """
+    problem = make_problem(shape, dist.get_world_size())
+    found = [measure_degrees(name, problem, fit, options, timer) for fit in options.fits]
     beside = measure_beside(name, problem, options.beside, timer)
-    good = near(forward, ms[0]), near(backward, ms[1])
-    record.write(
-        measurement="degrees", shape=name, predicted=predicted, ms=ms, beside=beside, near=good
-    )
-    for what, times, degree, is_near in zip(
-        ("forward", "forward and backward"), ms, predicted, good, strict=True
-    ):
-        said = ", ".join(f"{one}: {times[one]:.3f}" for one in sorted(times))
-        gain = times[1] / times[degree]
-        verdict = "near the fastest" if is_near else "far from the fastest"
-        log(f"{name} {what}: {said} ms; by the fit {degree}, {verdict}, {gain:.3f} x as fast as 1")
-    for other, both in beside.items():
-        said = " and ".join(
-            f"{time:.3f} ms ({time / times[degree]:.3f} x as long as scheduled)"
-            for time, times, degree in zip(both, ms, predicted, strict=True)
-        )
-        log(f"{name} {other}: {said}")
-    return good
+    for one in found:
+        record.write(measurement="degrees", shape=name, beside=beside, **asdict(one))
+    for place, what in enumerate(("forward", "forward and backward")):
+        in_one = min(one.ms[place][1] for one in found)
+        for one in found:
+            said = ", ".join(f"{each}: {time:.3f}" for each, time in sorted(one.ms[place].items()))
+            verdict = "near the fastest" if one.near[place] else "far from the fastest"
+            log(
+                f"{name} {one.exchange}, {what}: {said} ms; by the fit {one.predicted[place]}, "
+                f"{verdict}, {in_one / one.chosen_ms(place):.3f} x as fast as one part"
+            )
+        chosen = min(one.chosen_ms(place) for one in found)
+        for other, both in beside.items():
+            ratio = both[place] / chosen
+            log(f"{name} {other}, {what}: {both[place]:.3f} ms, {ratio:.3f} x as long as scheduled")
+    return [one.near for one in found]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -136,7 +174,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("fit", type=Path, help="the file of flashmoe_megatron.schedule fit, of as many ranks")
+    add(
+        "fits",
+        type=Path,
+        nargs="+",
+        help="files of flashmoe_megatron.schedule fit, of as many ranks, one for each exchange",
+    )
     add("--shapes", nargs="+", default=SHAPES, metavar="SHAPE",
         help="TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, gated, or a name")  # fmt: skip
     add("--degrees", type=int, nargs="+", default=list(DEGREES), help="1 among them")
@@ -175,8 +218,12 @@ def main(arguments: list[str]) -> int:
         good.append(measure(name, shape, options, timer, record))
         if stopwatch.HAS_GPU:
             torch.cuda.empty_cache()
-    for what, are_near in zip(("forward", "backward"), zip(*good, strict=True), strict=True):
-        log(f"{what}: near the fastest degree at {sum(are_near)} of {len(good)} shapes")
+    for fit, of_shapes in zip(options.fits, zip(*good, strict=True), strict=True):
+        for what, are_near in zip(
+            ("forward", "backward"), zip(*of_shapes, strict=True), strict=True
+        ):
+            count = f"{sum(are_near)} of {len(good)} shapes"
+            log(f"{exchange_of(fit)}, {what}: near the fastest degree at {count}")
     dist.destroy_process_group()
     return 0
 

@@ -1,0 +1,147 @@
+"""Memory of the ranks of one host, into which they write pieces of any size for each other.
+
+There are no shares and no trials: copy engines carry everything between GPUs that see each other's
+memory. Whoever knows how much every rank receives knows where it lies, since all ranks' memory is
+handed out alike.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.errors import DeviceError
+from flashmoe_megatron.multipath.control import Control
+from flashmoe_megatron.multipath.links import Place, Writes
+from flashmoe_megatron.multipath.peer_copies import PeerCopies
+
+ALIGNMENT = 256
+"""Regions begin at multiples of it, in bytes."""
+HEADROOM = 1.25
+"""An arena that is too small becomes so many times as large as what it is too small for."""
+
+
+class Region(NamedTuple):
+    """Some of every rank's memory.
+
+    Attributes:
+        memory: This rank's, flat uint8.
+        place: Where each peer's begins.
+    """
+
+    memory: torch.Tensor
+    place: Place
+
+
+class Arena:
+    """What all calls of a group share that exchange pieces. Making one is collective.
+
+    Args:
+        group: The ranks, of one host.
+        device: This rank's GPU.
+        timeout: Seconds without progress that end an exchange with an error.
+
+    Raises:
+        LinkError: The ranks do not share a host.
+        DeviceError: The GPUs cannot map each other's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        self._control = Control(group, timeout)
+        self._link = PeerCopies(self._control, device, has_rings=False)
+        self._control.look = self._link.raise_if_broken
+        # A group that has been destroyed takes its layers' arena with it, unless the process ends.
+        weakref.finalize(self, self._link.close).atexit = False
+        self._device = device
+        self._memory: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor] = []
+        self._taken = 0
+        self._is_new = True
+        self._number = 0
+        self._stream: torch.cuda.Stream | None = None
+
+    def restart(self, stream: torch.cuda.Stream) -> None:
+        """Has regions taken from the beginning again, since nobody reads earlier ones any more.
+
+        Args:
+            stream: The one behind which peers may write; what read earlier ones is in it, or in
+                the last call's, for which it waits.
+
+        Raises:
+            FlashMoEError: What has ended the link, on every rank.
+        """
+        self._link.raise_if_broken()
+        if self._stream is not None and self._stream is not stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        self._taken, self._is_new = 0, True
+
+    def take(self, nbytes: Sequence[int]) -> Region:
+        """The next region, until :meth:`restart`. Collective where the arena is too small for it.
+
+        Args:
+            nbytes: How much of it every rank needs, by rank; the same list on every rank.
+
+        Raises:
+            DeviceError: A GPU has not that much memory.
+            PeerTimeoutError: A rank is gone or does not come.
+        """
+        begin = self._taken
+        self._taken += -(-max(*nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        if self._is_new and self._outgrown:
+            torch.cuda.synchronize(self._device)
+            while self._outgrown:
+                self._link.free(self._outgrown.pop())
+        self._is_new = False
+        if self._memory is None or self._memory.numel() < self._taken:
+            self._grow(int(self._taken * HEADROOM))
+        assert self._memory is not None
+        whole = self._memory[begin : self._taken]
+        place = self._link.place_of(whole, dict.fromkeys(self._link.peers, 0))
+        assert place is not None
+        return Region(whole[: nbytes[self._control.rank]], place)
+
+    def write(
+        self,
+        what: str,
+        copies: Sequence[tuple[int, int, int]],
+        region: Region,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Writes to every peer's region, and waits for what peers write to this rank's.
+
+        Args:
+            what: The operation, the same on every rank; at most 48 letters.
+            copies: Target, source and bytes of each, those for the next rank first.
+            region: Where everything goes.
+            stream: Where what is sent is ready, and which waits for the end.
+
+        Raises:
+            ShapeError: A peer exchanges something else.
+            FlashMoEError: What has ended the link before.
+        """
+        self._number += 1
+        writes = Writes(tuple(copies), region.memory.numel(), region.place.block, False)
+        self._link.write(self._number, what, writes, stream)
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """The other ranks, the next one first."""
+        return self._link.peers
+
+    def guard(self, received: torch.Tensor) -> None:
+        """Makes the first value NaN, in the current stream, if the link has failed by then."""
+        self._link.guard(received)
+
+    def _grow(self, nbytes: int) -> None:
+        if self._memory is not None:
+            self._outgrown.append(self._memory)
+            self._memory = None
+        try:
+            self._memory = self._link.allocate(nbytes)
+        except DeviceError:  # the same on every rank; torch may hold memory that it does not use
+            self._link.raise_if_broken()
+            torch.cuda.empty_cache()
+            self._memory = self._link.allocate(nbytes)

@@ -1,0 +1,118 @@
+"""How rows travel by copy engines: straight into the memory of the GPU that wants them.
+
+NCCL's kernels hold multiprocessors, so that a product beside them begins late and both are slower;
+copies hold none. What a rank sends lies on its peer where the lower ranks' rows end, so every rank
+has to know all counts.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.multipath.arena import Arena, Region
+from flashmoe_megatron.per_group import once_per_group
+from flashmoe_megatron.scheduled.exchange import Counts, Exchange, Room, Slot
+from flashmoe_megatron.scheduled.lanes import Lane, Mark
+from flashmoe_megatron.streams import current_stream
+
+
+class _Where(NamedTuple):
+    """The region of several calls, and where one of them begins on each peer, in bytes."""
+
+    region: Region
+    begins: Mapping[int, int]
+
+
+class Copies(Exchange):
+    """Uneven all-to-all between GPUs of one host, whose layers share one arena."""
+
+    needs_all_counts = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        traffic: TrafficCounters,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        """Binds it to a group.
+
+        Args:
+            group: The ranks.
+            rank: This one among them.
+            traffic: Counts what is sent.
+            device: This rank's GPU.
+            timeout: Seconds without progress that end an exchange with an error.
+
+        Raises:
+            FlashMoEError: The GPUs cannot write into each other's memory.
+        """
+        super().__init__(group, rank, traffic, device)
+        self._index = device.index
+        self._staying = Lane(device)
+        self._arena = once_per_group(
+            Arena, group, device, make=lambda: Arena(group, device, timeout)
+        )
+
+    def restart(self) -> None:
+        """See the base class."""
+        self._arena.restart(current_stream(self._index))
+
+    def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
+        """See the base class; collective where more rows arrive than ever before."""
+        width = _row_bytes(like)
+        ranks = range(len(calls[0]))
+        sizes = [[sum(row[rank] for row in counts) for rank in ranks] for counts in calls]
+        ends = list(itertools.accumulate(sizes, _added, initial=[0 for _ in ranks]))
+        region = self._arena.take([count * width for count in ends[-1]])
+        rows = region.memory.view(like.dtype).view(ends[-1][self.rank], *like.shape[1:])
+        slots = [
+            Slot(
+                rows[begin[self.rank] : end[self.rank]],
+                _Where(region, {peer: begin[peer] * width for peer in self._arena.peers}),
+            )
+            for begin, end in itertools.pairwise(ends)
+        ]
+        return Room(rows, slots)
+
+    def guard(self, rows: torch.Tensor) -> None:
+        """See the base class."""
+        self._arena.guard(rows.view(-1))
+
+    def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
+        where: _Where = slot.where
+        width, rank = _row_bytes(send), self.rank
+        sent = list(itertools.accumulate(counts[rank], initial=0))
+        begins = [sum(row[target] for row in counts[:rank]) for target in range(len(counts))]
+        copies = [
+            (
+                where.region.place.targets[peer] + where.begins[peer] + begins[peer] * width,
+                send.data_ptr() + sent[peer] * width,
+                counts[rank][peer] * width,
+            )
+            for peer in self._arena.peers
+            if counts[rank][peer]
+        ]
+        what = f"{sum(map(sum, counts))} rows of {width} bytes"
+        with self._between.after(ready):
+            self._arena.write(what, copies, where.region, current_stream(self._index))
+        # A copy within a GPU takes multiprocessors. Behind what travels it would not begin before a
+        # product has ended, and what travels next would wait with it.
+        with self._staying.after(ready):
+            own = slot.rows[begins[rank] :][: counts[rank][rank]]
+            own.copy_(send[sent[rank] : sent[rank + 1]])
+        self._between.wait(self._staying.mark())
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return math.prod(rows.shape[1:]) * rows.element_size()
+
+
+def _added(left: list[int], right: list[int]) -> list[int]:
+    return [a + b for a, b in zip(left, right, strict=True)]

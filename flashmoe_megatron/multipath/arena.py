@@ -70,13 +70,17 @@ class Arena:
                 the last call's, for which it waits.
 
         Raises:
-            FlashMoEError: What has ended the link, on every rank.
+            FlashMoEError: As :meth:`raise_if_broken`.
         """
-        self._link.raise_if_broken()
+        self.raise_if_broken()
         if self._stream is not None and self._stream is not stream:
             stream.wait_stream(self._stream)
         self._stream = stream
         self._taken, self._is_new = 0, True
+
+    def raise_if_broken(self) -> None:
+        """Raises what has ended the link, on every rank, if anything has."""
+        self._link.raise_if_broken()
 
     def take(self, nbytes: Sequence[int]) -> Region:
         """The next region, until :meth:`restart`. Collective where the arena is too small for it.

@@ -365,7 +365,12 @@ class ScheduledBackend(OfGroup):
         """Does nothing, for every call raises its own faults; see the protocol."""
 
     def refuse(self, reason: str) -> None:
-        """Ends the other ranks' forward at once; see the protocol."""
+        """Ends the other ranks' forward at once; see the protocol.
+
+        Raises:
+            FlashMoEError: What has ended the exchange, of which they know themselves.
+        """
+        self._exchange.raise_if_broken()
         self.num_calls += 1
         self._agreement.refuse(reason, self._device)
 

@@ -60,6 +60,10 @@ class Copies(Exchange):
             Arena, group, device, make=lambda: Arena(group, device, timeout)
         )
 
+    def raise_if_broken(self) -> None:
+        """See the base class."""
+        self._arena.raise_if_broken()
+
     def restart(self) -> None:
         """See the base class."""
         self._arena.restart(current_stream(self._index))

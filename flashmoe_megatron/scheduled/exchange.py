@@ -103,11 +103,14 @@ class Exchange:
         """The stream of what travels between ranks."""
         return self._between
 
+    def raise_if_broken(self) -> None:
+        """Raises what has ended the exchange for good, on every rank, if anything has."""
+
     def restart(self) -> None:
         """Begins a forward or a backward: nobody reads what the last one has brought any more.
 
         Raises:
-            FlashMoEError: What has ended the exchange for good, on every rank.
+            FlashMoEError: As :meth:`raise_if_broken`.
         """
 
     def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:

@@ -13,7 +13,13 @@ import torch.distributed as dist
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError, ShapeError
+from flashmoe_megatron.errors import (
+    ConfigError,
+    LinkError,
+    RoutingError,
+    RowBoundError,
+    ShapeError,
+)
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -502,3 +508,34 @@ def test_kernels_are_the_steps_in_torch() -> None:
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def call_alone(group: dist.ProcessGroup) -> str:
+    """A rank whose exchange has failed, of which the others know, calls without them."""
+    config = cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.uniform, [8, 8], dtype=torch.float32)
+    backend = ScheduledBackend(config, group)
+    said = ""
+    if dist.get_rank(group) == 0:
+        with pytest.MonkeyPatch.context() as patches:
+            for name in ("restart", "raise_if_broken"):
+                patches.setattr(backend._exchange, name, _raise_broken)
+            try:
+                run(backend, inputs)
+            except LinkError as error:
+                said = str(error)
+    dist.barrier(group)
+    compare(
+        run(backend, inputs, rank=dist.get_rank(group)),
+        run(ReferenceBackend(config, group), inputs, rank=dist.get_rank(group)),
+        torch.float32,
+    )
+    return said
+
+
+def _raise_broken() -> None:
+    raise LinkError("it broke")
+
+
+def test_a_broken_exchange_is_told_to_no_rank(ranks: RankPool) -> None:
+    assert ranks.run(call_alone, num_ranks=2) == ["it broke", ""]

@@ -227,7 +227,7 @@ class BackendOptions:
             most=MAX_TIMEOUT,
             metavar="SECONDS",
         ),
-        "Seconds that the kernel waits for a peer before it raises an error.",
+        "Seconds that the kernel, or the exchange copies, waits for a peer before it is an error.",
     )
     host_overlap: int = option(
         0,

@@ -32,7 +32,7 @@ _ALWAYS = ("keep", "row_bound", "host_overlap", "spare_slots", "placement", "rep
 _AGREED = {
     "kernel": (*_ALWAYS, "symmetric_memory"),
     "reference": _ALWAYS,
-    "scheduled": (*_ALWAYS, "degree", "exchange"),
+    "scheduled": (*_ALWAYS, "degree", "exchange", "timeout"),
 }
 """Options that all ranks need alike, since launches or exchanges depend on them."""
 

@@ -5,6 +5,7 @@ memory. Whoever knows how much every rank receives knows where it lies, since al
 handed out alike.
 """
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -52,15 +53,15 @@ class Arena:
         self._control = Control(group, timeout)
         self._link = PeerCopies(self._control, device, has_rings=False)
         self._control.look = self._link.raise_if_broken
-        # A group that has been destroyed takes its layers' arena with it, unless the process ends.
-        weakref.finalize(self, self._link.close).atexit = False
-        self._device = device
+        # Layers of a destroyed group take their arena with them, unless the process ends.
+        weakref.finalize(self, _close_apart, self._link).atexit = False
         self._memory: torch.Tensor | None = None
         self._outgrown: list[torch.Tensor] = []
         self._taken = 0
         self._is_new = True
         self._number = 0
         self._stream: torch.cuda.Stream | None = None
+        self._writer: torch.cuda.Stream | None = None
 
     def restart(self, stream: torch.cuda.Stream) -> None:
         """Has regions taken from the beginning again, since nobody reads earlier ones any more.
@@ -73,9 +74,12 @@ class Arena:
             FlashMoEError: As :meth:`raise_if_broken`.
         """
         self.raise_if_broken()
-        if self._stream is not None and self._stream is not stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        # The writer's stream is waited for, too, since a call can be broken off by an error that is
+        # no link's, and words are counted in order.
+        for before in (self._stream, self._writer):
+            if before is not None and before is not stream:
+                stream.wait_stream(before)
+        self._stream, self._writer = stream, None
         self._taken, self._is_new = 0, True
 
     def raise_if_broken(self) -> None:
@@ -95,7 +99,8 @@ class Arena:
         begin = self._taken
         self._taken += -(-max(*nbytes, 1) // ALIGNMENT) * ALIGNMENT
         if self._is_new and self._outgrown:
-            torch.cuda.synchronize(self._device)
+            assert self._stream is not None
+            self._stream.synchronize()  # which has waited for all that read or wrote it
             while self._outgrown:
                 self._link.free(self._outgrown.pop())
         self._is_new = False
@@ -127,7 +132,8 @@ class Arena:
             FlashMoEError: What has ended the link before.
         """
         self._number += 1
-        writes = Writes(tuple(copies), region.memory.numel(), region.place.block, False)
+        self._writer = stream
+        writes = Writes(tuple(copies), 0, region.place.block, False)  # nobody asks what arrives
         self._link.write(self._number, what, writes, stream)
 
     @property
@@ -149,3 +155,8 @@ class Arena:
             self._link.raise_if_broken()
             torch.cuda.empty_cache()
             self._memory = self._link.allocate(nbytes)
+
+
+def _close_apart(link: PeerCopies) -> None:
+    """Closes a link in a thread of its own, since a collector may run in the link's."""
+    threading.Thread(target=link.close, name="flashmoe-arena", daemon=True).start()

@@ -38,6 +38,7 @@ from flashmoe_megatron.schedule.measure import Sizes, measure
 from flashmoe_megatron.schedule.trace import as_json
 from flashmoe_megatron.schedule.trace import trace as stamps_of
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.scheduled.exchange import kind_of
 from flashmoe_megatron.telemetry.record import DIRECTIONS
 
 ON_GPU = Sizes(hidden=2048, intermediate=2048, num_experts=8, rows=65536, num_bytes=2**28)
@@ -124,7 +125,8 @@ def trace(options: argparse.Namespace) -> None:
                     f"{direction} in {those[direction == 'backward']}: {last:.0f} us\n"
                 )
     if grid.rank == 0:
-        about = {"machine": str(machine_of(grid, device)), "config": dataclasses.asdict(config)}
+        machine = machine_of(grid, device, kind_of(chosen.exchange, grid, device))
+        about = {"machine": str(machine), "config": dataclasses.asdict(config)}
         write_json(options.file, {**about, "layers": layers})
 
 

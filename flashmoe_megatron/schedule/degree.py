@@ -14,7 +14,7 @@ from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
 from flashmoe_megatron.schedule.line import Line
 from flashmoe_megatron.schedule.model import Pass, Slowdown, Stage, Stream, best_degree
-from flashmoe_megatron.scheduled.exchange import Kind, kind_of
+from flashmoe_megatron.scheduled.exchange import ONE_STEP, Kind, kind_of
 
 
 def choose_degrees(
@@ -112,7 +112,7 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
 
     def travel(name: str) -> tuple[Stage, ...]:
         num_bytes = rows * hidden * size
-        if exchange in ("direct", "copies"):
+        if exchange in ONE_STEP:
             line = lines["all_to_all"]
             return (Stage(name, "between", line.alpha_s, num_bytes * line.beta_s),)
         within, rail = lines["all_to_all_within"], lines["all_to_all_rail"]
@@ -160,7 +160,7 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
 def _slowdowns(fit: Fit, exchange: Kind) -> tuple[Slowdown, ...]:
     """What products and exchanges do to each other; a leader's are taken to be between hosts."""
     carriers: dict[Stream, str] = {"between": "all_to_all_rail"}
-    if exchange in ("direct", "copies"):
+    if exchange in ONE_STEP:
         carriers = {"between": "all_to_all"}
     elif exchange == "2dh":
         carriers["within"] = "all_to_all_within"

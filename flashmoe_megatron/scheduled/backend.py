@@ -38,7 +38,15 @@ from flashmoe_megatron.router import Router
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.agreement import Agreement
 from flashmoe_megatron.scheduled.copies import Copies
-from flashmoe_megatron.scheduled.exchange import ByLeader, Counts, Exchange, Slot, TwoSteps, kind_of
+from flashmoe_megatron.scheduled.exchange import (
+    ONE_STEP,
+    ByLeader,
+    Counts,
+    Exchange,
+    Slot,
+    TwoSteps,
+    kind_of,
+)
 from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
 from flashmoe_megatron.scheduled.lanes import Lane
 from flashmoe_megatron.scheduled.plan import Part, Routes, Sizes, Sorted, Table, picked
@@ -125,7 +133,10 @@ class ScheduledBackend(OfGroup):
 
         Raises:
             ConfigError: The group's size is not ``config.num_ranks``, spare slots are asked for, or
-                the exchange needs several hosts of several ranks.
+                the exchange needs several hosts of several ranks, GPUs of one host, or whole
+                experts.
+            FlashMoEError: Rows are to be copied between GPUs that cannot write into each other's
+                memory.
         """
         options = options or BackendOptions()
         if options.filled_slots:
@@ -147,7 +158,15 @@ class ScheduledBackend(OfGroup):
         self.num_calls = 0
         self.takes_split = False
         self._untold = Untold()
-        self._exchange = _make_exchange(options, group, grid, self.rank, self.traffic, self._device)
+        self._exchange = _make_exchange(
+            options,
+            group,
+            grid,
+            self.rank,
+            self.traffic,
+            self._device,
+            is_cut=self._tensor is not None,
+        )
         most_blocks = None
         if options.row_bound is not None:
             most_blocks = bounded_row_blocks(config, options.row_bound)
@@ -572,16 +591,25 @@ def _make_exchange(
     rank: int,
     traffic: TrafficCounters,
     device: torch.device,
+    *,
+    is_cut: bool,
 ) -> Exchange:
     """What carries the rows.
 
     Raises:
-        ConfigError: The exchange that is asked for needs several hosts of several ranks.
+        ConfigError: The exchange that is asked for needs several hosts of several ranks, GPUs of
+            one host, or whole experts.
+        FlashMoEError: The GPUs cannot write into each other's memory.
     """
     kind = kind_of(options.exchange, grid, device)
-    if kind == "copies" and group is not None:
+    if kind == "copies" and is_cut:
+        raise ConfigError(
+            "exchange='copies' where several ranks share each expert, of which some would not hear "
+            "that the others' copies have failed: wanted another exchange"
+        )
+    if kind == "copies" and group is not None and dist.get_world_size(group) > 1:
         return Copies(group, rank, traffic, device, options.timeout)
-    if kind in ("direct", "copies") or group is None or grid is None:
+    if kind in ONE_STEP or group is None or grid is None:
         return Exchange(group, rank, traffic, device)
     groups = host_groups(group, grid, timeout=options.timeout)
     return {"1dh": ByLeader, "2dh": TwoSteps}[kind](group, grid, groups, traffic, device)

@@ -54,10 +54,11 @@ class Copies(Exchange):
             FlashMoEError: The GPUs cannot write into each other's memory.
         """
         super().__init__(group, rank, traffic, device)
-        self._index = device.index
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._staying = Lane(device)
+        here = torch.device("cuda", self._index)
         self._arena = once_per_group(
-            Arena, group, device, make=lambda: Arena(group, device, timeout)
+            Arena, group, here, timeout, make=lambda: Arena(group, here, timeout)
         )
 
     def raise_if_broken(self) -> None:
@@ -106,8 +107,8 @@ class Copies(Exchange):
         what = f"{sum(map(sum, counts))} rows of {width} bytes"
         with self._between.after(ready):
             self._arena.write(what, copies, where.region, current_stream(self._index))
-        # A copy within a GPU takes multiprocessors. Behind what travels it would not begin before a
-        # product has ended, and what travels next would wait with it.
+        # A copy within a GPU takes multiprocessors. Behind what travels it would come when a
+        # product has them all; here it begins with the first copy to a peer.
         with self._staying.after(ready):
             own = slot.rows[begins[rank] :][: counts[rank][rank]]
             own.copy_(send[sent[rank] : sent[rank + 1]])

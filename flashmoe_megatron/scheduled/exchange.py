@@ -1,4 +1,4 @@
-"""How rows travel over NCCL: directly, or in two steps through the ranks of a host.
+"""How rows travel: directly, or in two steps through the ranks of a host.
 
 All ways bring the same rows in the same order, that of the ranks that have sent them. Counts of
 rows are ``[source][target]`` of the whole group.
@@ -20,6 +20,8 @@ from flashmoe_megatron.scheduled.lanes import Lane, Mark
 
 Counts = Sequence[Sequence[int]]
 Kind = Literal["direct", "copies", "1dh", "2dh"]
+ONE_STEP: tuple[Kind, ...] = ("direct", "copies")
+"""From each rank to each, whatever carries the rows."""
 
 
 def kind_of(kind: ExchangeKind, grid: HostGrid | None, device: torch.device) -> Kind:

@@ -284,7 +284,7 @@ def _index_rows(
     is_until = at_expert <= expert
     whole_arrival = tl.sum(tl.where(arrive_before, counts, 0))
     whole_place = tl.sum(tl.where(placed_before, counts, 0))
-    first = whole_arrival * 0
+    first = whole_arrival * 0  # an int64, as what is added below
     done = first
     for part in range(degree):
         sizes = counts * (part + 1) // degree - counts * part // degree

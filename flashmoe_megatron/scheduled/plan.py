@@ -2,7 +2,7 @@
 
 The host knows how many rows there are between all ranks and experts, for which it has waited once:
 exchanges need that. All indices of all parts are made on the device, which knows these numbers
-before, in one step. So a part more costs the host next to nothing, and rows leave before their
+before, in one step. So those of a part more cost the host nothing, and rows leave before their
 indices are made.
 """
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
+from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -26,7 +26,7 @@ from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
 from flashmoe_megatron.scheduled import plain, plan
 from flashmoe_megatron.scheduled.agreement import Agreement
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.scheduled.backend import ScheduledBackend, _make_exchange
 from flashmoe_megatron.scheduled.exchange import Exchange
 from flashmoe_megatron.scheduled.plan import latest_ends, part_size
 from flashmoe_megatron.scheduled.ways import Ways
@@ -508,6 +508,18 @@ def test_kernels_are_the_steps_in_torch() -> None:
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_copies_are_for_whole_experts_on_gpus_of_one_host() -> None:
+    options = BackendOptions(exchange="copies")
+    gpu = torch.device("cuda")
+    for grid, device, is_cut, words in (
+        (HostGrid(1, 2, 0), torch.device("cpu"), False, "on cpu: wanted GPUs of one host"),
+        (HostGrid(2, 2, 0), gpu, False, "of 2 x 2 .* on cuda: wanted GPUs of one host"),
+        (HostGrid(1, 2, 0), gpu, True, "where several ranks share each expert"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            _make_exchange(options, None, grid, 0, TrafficCounters(), device, is_cut=is_cut)
 
 
 def call_alone(group: dist.ProcessGroup) -> str:

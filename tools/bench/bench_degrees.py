@@ -115,9 +115,9 @@ class Degrees:
 
 
 def exchange_of(fit: Path) -> str:
-    """How rows travel in the layers that a fit is for."""
+    """How rows travel in the layers that a fit is for, as the option ``exchange`` has it."""
     machine = json.loads(fit.read_text(encoding="utf-8"))["machine"]
-    return "copies" if machine.get("by_copies") else "direct"
+    return "copies" if machine.get("by_copies") else "auto"
 
 
 def measure_degrees(

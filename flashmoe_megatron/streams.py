@@ -1,8 +1,13 @@
-"""The current stream of a GPU, without what torch takes to tell it."""
+"""The current GPU and its current stream, without what torch takes to tell the latter."""
 
 import functools
 
 import torch
+
+
+def index_of(device: torch.device) -> int:
+    """A GPU's index, the current one's if the device has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def current_stream(index: int) -> torch.cuda.Stream:

@@ -25,7 +25,7 @@ from flashmoe_megatron.multipath.inbox import Inbox
 from flashmoe_megatron.multipath.links import Link, Place
 from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
 from flashmoe_megatron.multipath.transfers import LinkTotals, Load, Transfers
-from flashmoe_megatron.streams import current_stream
+from flashmoe_megatron.streams import current_stream, index_of
 
 MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""
@@ -91,9 +91,9 @@ class Multipath:
     ) -> None:
         if device is None:
             has_gpu = torch.cuda.is_available()
-            device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
-        if device is not None and device.type == "cuda" and device.index is None:
-            device = torch.empty(0, device=device).device
+            device = torch.device("cuda") if has_gpu else None
+        if device is not None and device.type == "cuda":
+            device = torch.device("cuda", index_of(device))
         self.device = device or torch.device("cpu")
         self.min_bytes = min_bytes
         self._control = Control(group, timeout)

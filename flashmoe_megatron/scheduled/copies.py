@@ -6,7 +6,6 @@ has to know all counts.
 """
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,9 +15,9 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.multipath.arena import Arena, Region
 from flashmoe_megatron.per_group import once_per_group
-from flashmoe_megatron.scheduled.exchange import Counts, Exchange, Room, Slot
+from flashmoe_megatron.scheduled.exchange import Counts, Exchange, Room, Slot, row_bytes
 from flashmoe_megatron.scheduled.lanes import Lane, Mark
-from flashmoe_megatron.streams import current_stream
+from flashmoe_megatron.streams import current_stream, index_of
 
 
 class _Where(NamedTuple):
@@ -54,7 +53,7 @@ class Copies(Exchange):
             FlashMoEError: The GPUs cannot write into each other's memory.
         """
         super().__init__(group, rank, traffic, device)
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._index = index_of(device)
         self._staying = Lane(device)
         here = torch.device("cuda", self._index)
         self._arena = once_per_group(
@@ -71,7 +70,7 @@ class Copies(Exchange):
 
     def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
         """See the base class; collective where more rows arrive than ever before."""
-        width = _row_bytes(like)
+        width = row_bytes(like)
         ranks = range(len(calls[0]))
         sizes = [[sum(row[rank] for row in counts) for rank in ranks] for counts in calls]
         ends = list(itertools.accumulate(sizes, _added, initial=[0 for _ in ranks]))
@@ -92,7 +91,7 @@ class Copies(Exchange):
 
     def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
         where: _Where = slot.where
-        width, rank = _row_bytes(send), self.rank
+        width, rank = row_bytes(send), self.rank
         sent = list(itertools.accumulate(counts[rank], initial=0))
         begins = [sum(row[target] for row in counts[:rank]) for target in range(len(counts))]
         copies = [
@@ -113,10 +112,6 @@ class Copies(Exchange):
             own = slot.rows[begins[rank] :][: counts[rank][rank]]
             own.copy_(send[sent[rank] : sent[rank + 1]])
         self._between.wait(self._staying.mark())
-
-
-def _row_bytes(rows: torch.Tensor) -> int:
-    return math.prod(rows.shape[1:]) * rows.element_size()
 
 
 def _added(left: list[int], right: list[int]) -> list[int]:

@@ -32,21 +32,24 @@ def kind_of(kind: ExchangeKind, grid: HostGrid | None, device: torch.device) -> 
             one host.
     """
     has_levels = grid is not None and grid.num_hosts > 1 and grid.ranks_per_host > 1
+    here = (
+        f"exchange={kind!r} in an expert-parallel group of {grid or 'one rank'} (hosts x ranks of "
+        "each)"
+    )
     if kind == "auto":
         return "2dh" if has_levels else "direct"
     if kind == "copies":
         if device.type != "cuda" or (grid is not None and grid.num_hosts > 1):
-            raise ConfigError(
-                f"exchange={kind!r} in an expert-parallel group of {grid or 'one rank'} (hosts x "
-                f"ranks of each) on {device.type}: wanted GPUs of one host"
-            )
+            raise ConfigError(f"{here} on {device.type}: wanted GPUs of one host")
         return kind
     if kind != "direct" and not has_levels:
-        raise ConfigError(
-            f"exchange={kind!r} in an expert-parallel group of {grid or 'one rank'} (hosts x ranks "
-            "of each): wanted several hosts with several ranks each, or 'direct'"
-        )
+        raise ConfigError(f"{here}: wanted several hosts with several ranks each, or 'direct'")
     return kind
+
+
+def row_bytes(rows: torch.Tensor) -> int:
+    """The bytes of one of several rows."""
+    return math.prod(rows.shape[1:]) * rows.element_size()
 
 
 class Slot(NamedTuple):
@@ -176,7 +179,7 @@ class Exchange:
         leaving = send.shape[0] - counts[self.rank][self.rank]
         if send.dim() > 1:
             self.traffic.rows_sent += leaving
-        self.traffic.bytes_sent += leaving * math.prod(send.shape[1:]) * send.element_size()
+        self.traffic.bytes_sent += leaving * row_bytes(send)
 
 
 class TwoSteps(Exchange):

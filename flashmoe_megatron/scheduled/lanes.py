@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.streams import current_stream
+from flashmoe_megatron.streams import current_stream, index_of
 
 _NOTHING = contextlib.nullcontext()
 
@@ -46,7 +46,7 @@ def nanoseconds(begin: Any, end: Any) -> int:
 
 
 def _current(device: torch.device) -> torch.cuda.Stream:
-    return current_stream(torch.cuda.current_device() if device.index is None else device.index)
+    return current_stream(index_of(device))
 
 
 class Lane:

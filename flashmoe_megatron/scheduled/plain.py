@@ -77,10 +77,8 @@ def cut_routes(
     bounds = counts * torch.arange(degree + 1, device=ends.device)[:, None] // degree
     begins = torch.cat([(until - counts + bounds[:-1]).view(-1), until[-1:]])
     sizes = torch.cat([bounds.diff(dim=0).view(-1), most + 1 - until[-1:]])
-    numbers = torch.arange(most + 1, device=ends.device)
-    shifts = begins - (sizes.cumsum(0) - sizes)
-    order = shifts.repeat_interleave(sizes, output_size=most + 1) + numbers
-    moved = torch.empty_like(order).scatter_(0, order, numbers)
+    order = _runs(begins, sizes, most + 1)
+    moved = torch.empty_like(order).scatter_(0, order, torch.arange(most + 1, device=ends.device))
     return Cut(
         token_idx.index_select(0, order[: len(token_idx)]),
         moved.index_select(0, place.view(-1)).view(place.shape),
@@ -102,30 +100,33 @@ def index_rows(received: torch.Tensor, num_rows: int, degree: int) -> Indices:
     ends = by_expert.sum(2).cumsum(1)
     first = ends[:, -1].cumsum(0) - ends[:, -1]  # where each part begins
 
-    def numbers(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Runs of successive numbers, one behind the other."""
-        flat = lengths.reshape(-1)
-        shifts = starts.reshape(-1) - (flat.cumsum(0) - flat)
-        moved = shifts.repeat_interleave(flat, output_size=num_rows)
-        return moved + torch.arange(num_rows, device=device)
-
     def starts(lengths: torch.Tensor) -> torch.Tensor:
-        """Where runs begin that follow each other, part by part."""
-        flat = lengths.reshape(-1)
-        return (flat.cumsum(0) - flat).view(lengths.shape) - first[:, None, None]
+        """Where runs begin in their part."""
+        return _starts(lengths) - first[:, None, None]
 
     found = Indices(
-        by_expert=numbers(starts(sizes).transpose(1, 2), by_expert),
-        by_rank=numbers(starts(by_expert).transpose(1, 2), sizes),
+        by_expert=_runs(starts(sizes).transpose(1, 2), by_expert, num_rows),
+        by_rank=_runs(starts(by_expert).transpose(1, 2), sizes, num_rows),
         rows=None,
         ends=ends.int(),
     )
     if degree == 1:
         return found
-    counts = received.t()
-    begins = (counts.reshape(-1).cumsum(0) - counts.reshape(-1)).view(counts.shape)
-    rows = numbers(begins + bounds[:-1].transpose(1, 2), by_expert)
+    rows = _runs(_starts(received.t()) + bounds[:-1].transpose(1, 2), by_expert, num_rows)
     return replace(found, rows=rows, whole=index_rows(received, num_rows, 1))
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    """Where runs begin that follow each other."""
+    flat = lengths.reshape(-1)
+    return (flat.cumsum(0) - flat).view(lengths.shape)
+
+
+def _runs(begins: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
+    """``[total]``, runs of successive numbers from where they begin, one behind the other."""
+    shifts = (begins - _starts(lengths)).reshape(-1)
+    moved = shifts.repeat_interleave(lengths.reshape(-1), output_size=total)
+    return moved + torch.arange(total, device=lengths.device)
 
 
 def put_rows(target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:

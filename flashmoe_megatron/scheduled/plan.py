@@ -14,8 +14,6 @@ import numpy.typing as npt
 import torch
 
 Numbers = npt.NDArray[np.int64]
-Runs = tuple[Numbers, Numbers]
-"""``[parts, ...]``: where runs of successive numbers start, and how long they are."""
 
 REFUSED = -1
 """Takes the place of every count of a rank whose routing is unusable."""
@@ -184,11 +182,6 @@ class Part(Sizes):
     ends: torch.Tensor
 
 
-def part_size(count: int, part: int, degree: int) -> int:
-    """How many of ``count`` rows the ``part``-th of ``degree`` parts has."""
-    return count * (part + 1) // degree - count * part // degree
-
-
 def latest_ends(most: int, degree: int) -> list[int]:
     """Where each part of up to so many routes ends at the latest, whatever their experts are.
 
@@ -206,15 +199,15 @@ def make_sizes(routes: Routes, degree: int) -> list[Sizes]:
     if degree == 1:
         sent_rows, rows = ([sum(one) for one in kind] for kind in (routes.host_sent, every))
         return [Sizes(sent_rows, rows, rows_of_experts(every))]
-    _, sent = _cut(np.array(routes.host_sent), degree)  # [part, rank, expert]
-    _, received = _cut(np.array(every), degree)
+    sent = _cut(np.array(routes.host_sent), degree)  # [part, rank, expert]
+    received = _cut(np.array(every), degree)
     numbers = sent.sum(2).tolist(), received.sum(2).tolist(), received.sum(1).tolist()
     return [Sizes(*of_part) for of_part in zip(*numbers, strict=True)]
 
 
 def cut_table(table: Table, local: int, degree: int) -> list[list[list[int]]]:
     """``[part][source][target]`` rows of ``[source][expert]`` ones, ``local`` experts a target."""
-    _, sizes = _cut(np.array(table), degree)
+    sizes = _cut(np.array(table), degree)
     cut: list[list[list[int]]] = sizes.reshape(degree, len(table), -1, local).sum(3).tolist()
     return cut
 
@@ -277,10 +270,10 @@ def _parts_of(routes: Routes, degree: int, found: Indices) -> list[Part]:
     ]
 
 
-def _cut(counts: Numbers, degree: int) -> Runs:
-    """Where each part of counts of rows begins, and its size; ``[degree, *counts.shape]``."""
+def _cut(counts: Numbers, degree: int) -> Numbers:
+    """How many of some numbers of rows each part has; ``[degree, *counts.shape]``."""
     bounds = counts * np.arange(degree + 1)[:, None, None] // degree
-    return bounds[:-1], bounds[1:] - bounds[:-1]
+    return bounds[1:] - bounds[:-1]
 
 
 def picked(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:

@@ -28,7 +28,7 @@ from flashmoe_megatron.scheduled import plain, plan
 from flashmoe_megatron.scheduled.agreement import Agreement
 from flashmoe_megatron.scheduled.backend import ScheduledBackend, _make_exchange
 from flashmoe_megatron.scheduled.exchange import Exchange
-from flashmoe_megatron.scheduled.plan import latest_ends, part_size
+from flashmoe_megatron.scheduled.plan import latest_ends
 from flashmoe_megatron.scheduled.ways import Ways
 from flashmoe_megatron.select import select_backend
 from tests.distributed import RankPool
@@ -103,6 +103,11 @@ def test_one_rank_is_the_reference(
             compare(run(backend, inputs, **form), want, dtype)
     again = run(backend, inputs)
     assert all(torch.equal(again[name], value) for name, value in run(backend, inputs).items())
+
+
+def part_size(count: int, part: int, degree: int) -> int:
+    """How many of ``count`` rows the ``part``-th of ``degree`` parts is to have."""
+    return count * (part + 1) // degree - count * part // degree
 
 
 @pytest.mark.parametrize("routing", [cases.skewed, cases.with_dropped_tokens, cases.to_nobody])

@@ -102,11 +102,7 @@ class FusedLayer:
     def forward_and_backward(self) -> torch.Tensor:
         """One of each; forgets ordinary gradients of an earlier call."""
         problem = self.problem
-        for tensor in (problem.x, problem.probs, *self.parameters):
-            tensor.grad = None
-        out = self()
-        torch.autograd.backward(out, problem.grad_out)
-        return out.detach()
+        return problem.differentiate(self, (problem.x, problem.probs, *self.parameters))
 
     def results(self) -> LayerResults:
         """The results of one forward and backward."""
@@ -160,13 +156,11 @@ class UnfusedLayer:
     def forward_and_backward(self) -> torch.Tensor:
         """One of each."""
         parameters = list(vars(self.weights).values())
-        for tensor in (self.problem.x, self.problem.topk_weight, *parameters):
-            tensor.grad = None
-        out = self()
-        torch.autograd.backward(out, self.problem.grad_out)
+        leaves = (self.problem.x, self.problem.topk_weight, *parameters)
+        out = self.problem.differentiate(self, leaves)
         for main_grad, parameter in zip(self.main_grads, parameters, strict=False):
             main_grad.add_(parameter.grad)
-        return out.detach()
+        return out
 
     def results(self) -> LayerResults:
         """The results of one forward and backward, in the form of the fused layer's."""

@@ -84,11 +84,8 @@ class MegatronLayer:
 
     def forward_and_backward(self) -> torch.Tensor:
         """One of each; forgets gradients of an earlier call."""
-        for tensor in (self.problem.x, self.problem.probs, *self.parameters):
-            tensor.grad = None
-        out = self()
-        torch.autograd.backward(out, self.problem.grad_out)
-        return out.detach()
+        leaves = (self.problem.x, self.problem.probs, *self.parameters)
+        return self.problem.differentiate(self, leaves)
 
     def results(self) -> LayerResults:
         """The results of one forward and backward."""

@@ -1,5 +1,6 @@
 """The layers that are measured, and random data for them."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -138,6 +139,21 @@ class Problem:
     probs: torch.Tensor
     routing_map: torch.Tensor
     weights: ExpertWeights
+
+    def differentiate(
+        self, forward: Callable[[], torch.Tensor], leaves: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """One forward, and its backward from :attr:`grad_out`.
+
+        Args:
+            forward: Computes ``[tokens, hidden]``.
+            leaves: Forget the gradients of an earlier call, and get new ones.
+        """
+        for leaf in leaves:
+            leaf.grad = None
+        out = forward()
+        torch.autograd.backward(out, self.grad_out)
+        return out.detach()
 
     @torch.no_grad()
     def zero_values(self) -> None:

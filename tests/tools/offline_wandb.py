@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import wandb
 from wandb.proto import wandb_internal_pb2
 
 BLOCK = 32768
@@ -28,7 +29,8 @@ class OfflineRun:
 
 
 def offline_runs(folder: Path) -> list[OfflineRun]:
-    """All runs under a folder."""
+    """All runs under a folder, from this process or from processes that have ended."""
+    wandb.teardown()  # behind `finish` its service still writes: all is there when it has ended
     return [_read(path) for path in sorted(folder.rglob("offline-run-*/*.wandb"))]
 
 

@@ -12,9 +12,9 @@ together; every result has to repeat its bits. Where ``libflashmoe_delays.so`` i
 
 Run: ``python tools/gpu_check.py [--stress] [--out DIR]``. The record is a JSON file
 ``DIR/DATE-gpu-check-Nx.json``, for a stress ``DIR/DATE-gpu-stress-Nx.json``, in ``runs`` unless
-``--out`` names another folder; what was asked for and not run is in it as skipped, with the
-reason. The exit status is 0 if nothing failed, 1 if something did or nothing ran, which leaves no
-record, and 2 if there is no GPU to check.
+``--out`` names another folder, with ``-2``, ``-3`` and so on for the later ones of a day; what was
+asked for and not run is in it as skipped, with the reason. The exit status is 0 if nothing failed,
+1 if something did or nothing ran, which leaves no record, and 2 if there is no GPU to check.
 """
 
 import argparse
@@ -332,6 +332,12 @@ def describe_machine() -> dict[str, Any]:
     return found
 
 
+def unused(path: Path) -> Path:
+    """A path, or the first numbered one beside it that there is not."""
+    numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], numbered) if not one.exists())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--stress", action="store_true", help="repeat launches, and nothing else")
@@ -371,7 +377,7 @@ def main() -> int:
         "checks": [asdict(check) for check in checks],
     }
     what = "stress" if options.stress else "check"
-    path = options.out / f"{machine['date'][:10]}-gpu-{what}-{num_hopper}x.json"
+    path = unused(options.out / f"{machine['date'][:10]}-gpu-{what}-{num_hopper}x.json")
     has_run = any(check.status != "skipped" for check in checks)
     if has_run:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ NUM_SLOTS = 2
 MOST_BYTES = 128 * 2**20
 """All rings of a rank that others write into, as long as no slot would be below the least."""
 LEAST_SLOT = 4 * 2**20
-_FAR = 2**30
+FAR = 2**30
 """How far ahead a counter is set that nobody will count on any more."""
 
 
@@ -317,7 +317,7 @@ class RingLink(Link):
     def release(self) -> None:
         """Lets streams go on whose peer will never count again; what they move has no meaning."""
         for ring in self.rings:
-            ring.word.value = (ring.count + _FAR) & 0xFFFFFFFF
+            ring.word.value = (ring.count + FAR) & 0xFFFFFFFF
 
     def guard(self, output: torch.Tensor) -> None:
         """Makes the first element of an output NaN if the link fails until the stream gets here.

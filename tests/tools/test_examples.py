@@ -15,7 +15,7 @@ from tools import gpu_check
 from tools.weak_scaling import training
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 200
+TIMEOUT_S = 400
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 

@@ -33,7 +33,7 @@ SWEEP = [
     *("--hidden", "64", "--intermediate", "64", "--iterations", "3", "--commit", "abc"),
 ]
 FAILING = Point(2, 32, 64, 64, 3, 2)
-TIMEOUT_S = 200
+TIMEOUT_S = 400
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 

@@ -77,5 +77,9 @@ def test_it_fails_where_nothing_ran(
     record = tmp_path / "out" / "2026-01-02-gpu-check-1x.json"
     assert record.exists() == (recorded is not None)
     if recorded is not None:
-        checks = json.loads(record.read_text())["checks"]
-        assert [check["status"] for check in checks] == recorded
+        first = record.read_text()
+        assert [check["status"] for check in json.loads(first)["checks"]] == recorded
+        for later in ("-2", "-3"):
+            assert main() == status
+            assert record.with_stem(record.stem + later).exists()
+        assert record.read_text() == first

@@ -40,6 +40,7 @@ from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Piece
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
+from flashmoe_megatron.multipath.ring import FAR, has_counted
 from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
@@ -139,30 +140,39 @@ class PacedCopies(PeerCopies):
 
     def __init__(self, control: Control, device: torch.device, gbps: float) -> None:
         super().__init__(control, device)
-        self._memory = SharedMemory.create(4096 + 8 * 1024)
-        self._words = driver.register(self._memory.address, self._memory.nbytes)
+        self._orders = SharedMemory.create(4096 + 8 * 1024)
+        self._words = driver.register(self._orders.address, self._orders.nbytes)
         self._count = 0
         self._asked: dict[int, int] = {}
         context = multiprocessing.get_context("spawn")
-        place = self._memory.place
+        place = self._orders.place
         self._process = context.Process(target=_keep_pace, args=(place, gbps), daemon=True)
         self._process.start()
-        _wait_for_pacer(self._process, self._memory)
+        _wait_for_pacer(self._process, self._orders)
 
     def admit(self, stream: int, nbytes: int) -> None:
         """Asks for the chunk, in the stream, and waits for leave."""
-        self._memory.word(4096 + self._count % 1024 * 4).value = nbytes
+        self._orders.word(4096 + self._count % 1024 * 4).value = nbytes
         self._count += 1
         # Streams may ask out of turn, so that each of them has a word.
         word = self._asked.setdefault(stream, 64 * (2 + len(self._asked)))
         driver.write_value(stream, self._words + word, self._count)
         driver.wait_value(stream, self._words, self._count)
 
+    def has_arrived(self, counts: list[int]) -> bool:
+        """Whether this rank's streams have leave besides, without which they wait on."""
+        return super().has_arrived(counts) and has_counted(self._orders.word(0), self._count)
+
+    def release(self) -> None:
+        """Lets go of the streams that wait for the process, too, which may have ended."""
+        super().release()
+        self._orders.word(0).value = (self._count + FAR) & 0xFFFFFFFF
+
     def close(self) -> None:
         """Ends the process, too."""
         super().close()
         self._process.terminate()
-        driver.unregister(self._memory.address)
+        driver.unregister(self._orders.address)
 
 
 def _wait_for_pacer(

@@ -5,7 +5,7 @@ function, the adapters and the tests know nothing else of them.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 import torch
 
 from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import FlashMoEError, reason_of, told_error
+from flashmoe_megatron.errors import FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -23,7 +23,7 @@ class ExpertWeights:
     """The local experts' weights, wherever they live; read anew at each call.
 
     Each tensor is one expert's or, with one more dimension in front, a stack of several experts'.
-    The tensors of a kind hold all local experts in order.
+    The tensors of a kind hold all local experts in order. Lists of them become tuples.
 
     Attributes:
         fc1: ``[fc1_rows, hidden]`` or ``[num_experts, fc1_rows, hidden]`` tensors, if gated with
@@ -48,6 +48,9 @@ class ExpertWeights:
     fc2_bias: tuple[torch.Tensor, ...] = ()
     split: bool = False
 
+    def __post_init__(self) -> None:
+        set_tuples(self, ("fc1", "fc2", "fc1_bias", "fc2_bias"))
+
     def per_expert(self) -> "ExpertWeights":
         """The same weights with one tensor for each expert: the own tensors and views of stacks."""
         return ExpertWeights(
@@ -58,6 +61,30 @@ class ExpertWeights:
             fc2_bias=unstacked(self.fc2_bias, VECTOR),
             split=self.split,
         )
+
+
+def set_tuples(weights: object, kinds: tuple[str, ...]) -> None:
+    """Makes tuples of the lists of tensors that a frozen object got, as autograd looks for tuples.
+
+    Args:
+        weights: The object.
+        kinds: Its attributes.
+
+    Raises:
+        ShapeError: One is a tensor, or nothing that has tensors.
+    """
+    for name in kinds:
+        tensors = getattr(weights, name)
+        if type(tensors) is tuple:  # nothing else costs anything in a call
+            continue
+        if isinstance(tensors, torch.Tensor):
+            raise ShapeError(
+                f"{name} is one tensor of shape {tuple(tensors.shape)}, wanted a tuple of tensors; "
+                "a stack of all experts is (stack,)"
+            )
+        if not isinstance(tensors, Iterable):
+            raise ShapeError(f"{name} is a {type(tensors).__name__}, wanted a tuple of tensors")
+        object.__setattr__(weights, name, tuple(tensors))
 
 
 MATRIX, VECTOR = 2, 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashmoe_megatron.backend import MATRIX, ExpertWeights
+from flashmoe_megatron.backend import MATRIX, ExpertWeights, set_tuples
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 
@@ -33,6 +33,9 @@ class SplitWeights:
     down: tuple[torch.Tensor, ...]
     fc1_bias: tuple[torch.Tensor, ...] = ()
     fc2_bias: tuple[torch.Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        set_tuples(self, ("gate", "up", "down", "fc1_bias", "fc2_bias"))
 
     def check(self, config: MoEConfig) -> None:
         """Refuses a layer that would read the joined rows in another order.

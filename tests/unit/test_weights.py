@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
@@ -209,6 +211,35 @@ def test_split_weights_are_the_joined_ones(stacked: bool):
     found = [*got_grads[:2], *joined, *down_grads, *got_grads[-8:]]
     for index, (grad, wanted) in enumerate(zip(found, want_grads, strict=True)):
         assert torch.equal(grad, wanted), index
+
+
+@pytest.mark.parametrize("of", [list, nn.ParameterList], ids=["list", "ParameterList"])
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "joined"])
+def test_experts_in_lists_are_trained(of: Callable[[list], Any], is_split: bool):
+    config = cases.make_config(num_experts=4)
+    inputs = cases.make_inputs(config, cases.uniform, [24], dtype=torch.float32)
+    halves = [weight.chunk(2) for weight in inputs.fc1]
+    parts = [list(half) for half in zip(*halves, strict=True)] if is_split else [inputs.fc1]
+    biases = make_biases(config, BIASES["both"], torch.float32).values()
+    kinds = [of([nn.Parameter(t.clone()) for t in part]) for part in (*parts, inputs.fc2, *biases)]
+    *matrices, fc1_bias, fc2_bias = kinds
+    make = SplitWeights if is_split else ExpertWeights
+    weights = make(*matrices, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
+    backend = ReferenceBackend(config)
+    out = moe_apply(backend, inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights)
+    out.backward(inputs.grad_out[0])
+    assert all(parameter.grad is not None for kind in kinds for parameter in kind)
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2_bias"])
+def test_a_bare_tensor_is_no_kind_of_weights(name: str):
+    fields = {"fc1": (torch.ones(2, 4, 8),), "fc2": (torch.ones(2, 8, 4),)}
+    with pytest.raises(ShapeError, match=rf"{name} is one tensor of shape \(2, 3, 4\), wanted a t"):
+        ExpertWeights(**{**fields, name: torch.ones(2, 3, 4)})
+    with pytest.raises(ShapeError, match=f"{name} is a NoneType, wanted a tuple of tensors"):
+        ExpertWeights(**{**fields, name: None})
+    with pytest.raises(ShapeError, match="up is one tensor"):
+        SplitWeights(fields["fc1"], fields["fc1"][0], fields["fc2"])
 
 
 def run_without_grad(backend, inputs: cases.Inputs, weights: SplitWeights) -> torch.Tensor:

@@ -4,7 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -166,8 +166,10 @@ class Multipath:
             async_op: Returns at once, with what to wait for.
 
         Raises:
+            ConfigError: There is no such ``op``.
             ShapeError: The tensors do not fit each other or this object's device, or have no sum.
         """
+        _check_op(op)
         self._check(output=output, input=input)
         check_summable(input.dtype, op == "average")
         if input.numel() != self.num_ranks * output.numel():
@@ -196,8 +198,10 @@ class Multipath:
             async_op: Returns at once, with what to wait for.
 
         Raises:
+            ConfigError: There is no such ``op``.
             ShapeError: The tensor is not on this object's device, or has no sum.
         """
+        _check_op(op)
         self._check(tensor=tensor)
         check_summable(tensor.dtype, op == "average")
         if self._is_small(tensor):
@@ -445,6 +449,11 @@ def _to(place: Place | None, what: str) -> str:
 @torch.no_grad()
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
+
+
+def _check_op(op: object) -> None:
+    if op not in get_args(Reduction):
+        raise ConfigError(f"op is {op!r}, wanted one of {', '.join(get_args(Reduction))}")
 
 
 def _reduce_op(op: Reduction) -> Any:

@@ -478,6 +478,13 @@ def operations(group: dist.ProcessGroup) -> dict[str, int]:
         ):
             with pytest.raises(ShapeError, match=said):
                 multipath.all_reduce(tensor)
+        for op in (dist.ReduceOp.AVG, "avg", "max"):
+            for call in (
+                multipath.all_reduce,
+                functools.partial(multipath.reduce_scatter, torch.ones(8)),
+            ):
+                with pytest.raises(ConfigError, match=r"op is .*, wanted one of sum, average"):
+                    call(torch.ones(8), op)
         with pytest.raises(ShapeError, match="output has 7 elements, wanted"):
             multipath.all_gather(torch.ones(7), torch.ones(2))
         small = torch.ones(3)

@@ -14,8 +14,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 say() { echo "setup: $*" >&2; }
 
 if [ -n "${FLASHMOE_PYTHON:-}" ]; then
-    command -v "$FLASHMOE_PYTHON"
-    exit
+    command -v "$FLASHMOE_PYTHON" && exit
+    say "FLASHMOE_PYTHON=$FLASHMOE_PYTHON: no such interpreter"
+    exit 1
 fi
 
 is_usable() {

@@ -85,6 +85,19 @@ def test_sizes_want_the_library(tmp_path: Path, capsys, monkeypatch) -> None:
     assert printed.err.count("\n") == 1
 
 
+def test_a_wrong_interpreter_is_named() -> None:
+    ran = subprocess.run(
+        ["bash", "tools/setup_env.sh"],
+        cwd=ROOT,
+        env={**os.environ, "FLASHMOE_PYTHON": "no-such-python"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr == "setup: FLASHMOE_PYTHON=no-such-python: no such interpreter\n"
+
+
 def run_checks(folder: Path) -> tuple[subprocess.CompletedProcess[str], dict[str, list[str]]]:
     """Runs ``tests/run.sh`` in a folder without git, with commands that write their arguments.
 

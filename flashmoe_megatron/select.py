@@ -91,7 +91,7 @@ def select_backend(
     check_slots(config, chosen_options.spare_slots, chosen_options.placement)
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if kind == "auto":
-        _announce(chosen, _describe(device)[1], dtype)
+        _announce(chosen, _describe(device)[1], dtype if chosen == "scheduled" else None)
     if chosen == "reference" and device.type == "cuda":
         _announce_once(SLOW, logging.WARNING)
     if chosen == "scheduled":

@@ -80,6 +80,13 @@ def test_auto_takes_the_reference_on_a_cpu_and_says_so_once(caplog: pytest.LogCa
     assert "needs a Hopper GPU; found the device 'cpu'" in message
 
 
+def test_layers_of_two_dtypes_are_one_choice(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="flashmoe_megatron"):
+        for dtype in (None, torch.bfloat16, torch.float32):
+            select_backend(cases.CONFIG, None, "cpu", dtype=dtype, keep="all")
+    assert len(messages(caplog)) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "capability", "dtype", "found"),
     [

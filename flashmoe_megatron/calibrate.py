@@ -9,8 +9,10 @@ r"""Measures a layer on 2 GPUs, once, for the overlap efficiency of runs on more
 The file then goes to ``--flashmoe-calibration``, or to ``"calibration"`` in DeepSpeed's section.
 Tokens are those of one rank and call, as in the run; routing is uniform at random. ``--grads``,
 ``--row-bound`` and ``--keep`` have to be as in the run, too, since they change what a launch does
-and what is a launch of its own: a run refuses a file that was measured in another way. Measuring
-another layer into the same file adds it, and the same layer in another way replaces it.
+and what is a launch of its own: a run refuses a file that differs in them. What ``--keep auto``
+takes depends on the number of ranks: give the mode that the run's log names. Backends, degrees and
+exchanges are not compared. Measuring another layer into the same file adds it, and the same layer
+in another way replaces it.
 Without a GPU the reference backend is measured.
 """
 
@@ -200,7 +202,12 @@ def _fail(message: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     summary = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser("flashmoe_megatron.calibrate", description=summary)
+    parser = argparse.ArgumentParser(
+        "flashmoe_megatron.calibrate",
+        description=summary,
+        epilog="What --keep auto takes depends on the number of ranks: give the mode that the "
+        "run's log names.",
+    )
     parser.add_argument("file", type=Path, help="what is written, or added to")
     add_sizes(parser, LAYER_SIZES, required=True)
     parser.add_argument(

@@ -138,9 +138,10 @@ def option(default: Any, rule: Rule, help: str, *, unset: str = "") -> Any:
 class BackendOptions:
     """How a backend runs a layer; the same on every rank.
 
-    The reference heeds ``keep``, ``row_bound``, ``host_overlap`` and what is said of replicas; the
-    scheduled backend heeds ``keep``, ``row_bound``, ``counters``, and its own ``degree``,
-    ``degree_fit`` and ``exchange``. The others change nothing for them.
+    The reference heeds ``keep``, ``row_bound``, ``host_overlap``, what is said of replicas, and
+    between hosts ``timeout``; the scheduled backend heeds ``keep``, ``row_bound``, ``counters``,
+    its own ``degree``, ``degree_fit`` and ``exchange``, and ``timeout`` in every exchange but
+    direct. The others change nothing for them.
 
     Raises:
         ConfigError: A value has no meaning; the message names what was got and what is wanted.
@@ -227,7 +228,8 @@ class BackendOptions:
             most=MAX_TIMEOUT,
             metavar="SECONDS",
         ),
-        "Seconds that the kernel, or the exchange copies, waits for a peer before it is an error.",
+        "Seconds that the kernel, exchanges between its hosts, and the scheduled backend's "
+        "exchanges copies, 1dh and 2dh wait for a peer before it is an error.",
     )
     host_overlap: int = option(
         0,

@@ -106,8 +106,8 @@ def test_replicas_are_refused_where_weights_come_and_go() -> None:
     assert refusals.replicas_problem(plain, 2, asked) is None
     for given, stage, settings, wanted in (
         (plain, 3, asked, "with ZeRO stage 3, which frees"),
-        (joined, 1, asked, "are joined by a copy"),
-        (info(), 1, asked, "are joined by a copy"),
+        (joined, 1, asked, "are not one parameter with the gate first"),
+        (info(), 1, asked, "are not one parameter with the gate first"),
         (plain, 1, Settings(spare_slots=1, placement="lookahead"), 'wanted "launch" or "off"'),
     ):
         problem = refusals.replicas_problem(given, stage, settings)

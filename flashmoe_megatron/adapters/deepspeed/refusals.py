@@ -71,11 +71,12 @@ def replicas_problem(info: LayerInfo, zero_stage: int, settings: Settings) -> st
             f"stage 2 or less, or {SECTION}.spare_slots 0"
         )
     # AutoEP's stacked experts, which have no form here, have gate and up as two parameters.
-    is_joined = info.form is None or len(info.form.fc1) > 1 or info.form.up_first
-    if is_joined:
+    is_split = info.form is None or len(info.form.fc1) > 1 or info.form.up_first
+    if is_split:
         return (
-            f"{asked} and its experts' gate and up projections are joined by a copy in each call, "
-            f"which has no place that replicas could come from; wanted {SECTION}.spare_slots 0"
+            f"{asked} and its experts' gate and up projections are not one parameter with the gate "
+            "first, and of others DeepSpeed's layers have no replicas; wanted "
+            f"{SECTION}.spare_slots 0"
         )
     return None
 

@@ -223,6 +223,8 @@ class FlashMoEFault(ctypes.Structure):
 
 NUM_SPANS = 12
 MAX_LOCAL_EXPERTS = 512
+NUM_RECORDS = 256
+"""Records of launches that a mailbox holds."""
 MAX_SPARE_SLOTS = 64
 
 

@@ -265,8 +265,9 @@ class GroupMemory:
             if record.sequence == sequence:
                 records.append(launch_record(record, last, num_ranks))
                 self._last_record = record
-            else:  # the ring has gone round: go on with what it still holds
-                self._last_record = bindings.FlashMoERecord(sequence=record.sequence - 1)
+            else:  # the ring has gone round: go on with the oldest that it still holds
+                oldest = record.sequence - bindings.NUM_RECORDS + 1
+                self._last_record = bindings.FlashMoERecord(sequence=oldest - 1)
 
 
 def shared_memory(

@@ -170,9 +170,12 @@ class AddressTables:
             of_kind += (getattr(slot, kind) for slot in spare)
         return lists
 
-    def _heap(self, problem: bindings.FlashMoEProblem) -> int:
-        """Where spare slots are; 0 if there are none."""
-        return self._memory.own_heap if problem.spare_slots else 0
+    def _heap(self, problem: bindings.FlashMoEProblem) -> tuple[int, ...]:
+        """Where spare slots are, by the heap's address and layout; empty if there are none."""
+        if not problem.spare_slots:
+            return ()
+        bounds = (problem.heap_tokens, problem.heap_topk, problem.heap_experts)
+        return self._memory.own_heap, *bounds, problem.heap_slot_elements
 
     def _spare_slots(self, problem: bindings.FlashMoEProblem) -> list[bindings.FlashMoESlot]:
         slots = []

@@ -136,7 +136,8 @@ class Agreement:
         if counts.device.type != "cuda":
             return counts.tolist
         if self._here is None:
-            self._here = torch.empty_like(counts, device="cpu", pin_memory=True)
+            with torch.inference_mode(False):  # later calls may be training's
+                self._here = torch.empty_like(counts, device="cpu", pin_memory=True)
         here = self._here.copy_(counts, non_blocking=True)
         arrived = lanes.mark(counts.device)
         assert arrived is not None

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel import bindings, group_memory
 from tests.unit import native
 
 pytestmark = pytest.mark.library
 
-NUM_RECORDS = 256
+NUM_RECORDS = bindings.NUM_RECORDS
 NUM_EXPERTS = 5
 FRONT_BYTES = bindings.FlashMoERecord.expert_rows.offset
 MASK = 2**32 - 1
@@ -91,6 +91,22 @@ def test_a_ring_that_has_gone_round_says_so():
     ring.write(3)
     ring.write(3 + NUM_RECORDS)
     assert ring.read(3).sequence == 3 + NUM_RECORDS
+
+
+@pytest.mark.parametrize("launches", [1, 256, 257, 300, 770])
+def test_the_newest_records_are_taken(launches: int, monkeypatch: pytest.MonkeyPatch):
+    ring = Ring()
+    memory = group_memory.GroupMemory.__new__(group_memory.GroupMemory)
+    memory._heap = object()
+    memory._last_record = bindings.FlashMoERecord()
+    monkeypatch.setattr(memory, "open", lambda: ring._group, raising=False)
+    monkeypatch.setattr(group_memory, "launch_record", lambda record, *_: record.sequence)
+    for sequence in range(1, launches + 1):
+        ring.write(sequence)
+    newest = list(range(max(1, launches - NUM_RECORDS + 1), launches + 1))
+    assert memory.take_records(1) == newest
+    ring.write(launches + 1)
+    assert memory.take_records(1) == [launches + 1]
 
 
 @given(written=st.integers(1, FRONT_BYTES + 4 * NUM_EXPERTS - 1), before=st.booleans())

@@ -1,0 +1,58 @@
+"""When the tables of weights' addresses are made anew."""
+
+import types
+
+import pytest
+import torch
+
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.kernel import bindings, tables
+
+pytestmark = pytest.mark.library
+
+HEAP = 0x7F0000000000
+
+
+def test_a_heap_of_another_layout_at_the_same_address_has_its_slots_elsewhere(monkeypatch):
+    config = MoEConfig(
+        hidden=128,
+        intermediate=128,
+        num_experts=8,
+        topk=2,
+        activation=Activation.SILU,
+        gated=True,
+        num_ranks=2,
+        max_tokens=1024,
+    )
+    encoded: list[list[int]] = []
+    call = bindings.call
+
+    def without_a_gpu(name: str, *args):
+        return encoded.append(list(args[1])) if name == "encode_weights" else call(name, *args)
+
+    monkeypatch.setattr(bindings, "call", without_a_gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
+    monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
+    memory = types.SimpleNamespace(own_heap=HEAP, captured=types.SimpleNamespace(keep=lambda _: 0))
+    cache = tables.AddressTables(config, memory, torch.device("cpu"))
+    fc1, fc2 = ((torch.zeros(n, 128, dtype=torch.bfloat16),) * 4 for n in (256, 128))
+    weights = ExpertWeights(fc1, fc2)
+    small = bindings.HeapBounds.of(config, 2)
+    for heap in (small, small, small.joined(bindings.HeapBounds(2048, 2))):
+        problem = bindings.problem_of(
+            config,
+            rank=0,
+            dtype=bindings.BFLOAT16,
+            transposed=False,
+            num_ctas=128,
+            heap=heap,
+            timeout=60,
+            spare_slots=2,
+        )
+        sizes = bindings.FlashMoESizes()
+        bindings.call("sizes", problem, sizes)
+        cache.of_weights(weights, problem, sizes)
+    assert len(encoded) == 2
+    assert encoded[0] != encoded[1]

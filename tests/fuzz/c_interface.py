@@ -20,7 +20,7 @@ from flashmoe_megatron.kernel import bindings
 from tests.fuzz.choices import Choices
 from tests.fuzz.guarded import GuardedBytes
 
-STATUSES = range(bindings.TOO_MANY_ROWS + 1)
+STATUSES = range(bindings.REFUSED + 1)
 MOST_CTAS = 256
 GOOD_PROBLEM: dict[str, float] = {
     "rank": 1,
@@ -388,7 +388,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     local, fc1_rows = fields["num_experts"] // ranks, width * (2 if fields["is_gated"] else 1)
     spare = fields["spare_slots"]
     slots, matrices = local + spare, 2 + _is_split(fields)
-    blocks = -(-ranks * tokens * min(topk, local) // 128) + slots
+    blocks = -(-ranks * tokens * min(topk, slots) // 128) + slots
     # What the heap holds at least: signals and routes of all ranks, dprobs, and where there are
     # peers rows and results.
     buffers = 1 + min(topk, ranks) if ranks > 1 else 0

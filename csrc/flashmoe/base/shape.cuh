@@ -129,10 +129,11 @@ struct Shape {
     __host__ __device__ int num_matrices() const { return num_fc1() + num_local_slots(); }
     __host__ __device__ int row_bytes() const { return hidden * kElementBytes; }
 
-    // A token uses at most this many ranks, and at most this many experts of one rank.
+    // A token uses at most this many ranks, and at most this many slots of one rank: replicas may
+    // take more of its routes there than the rank has experts.
     __host__ __device__ int max_slots() const { return topk < num_ranks ? topk : num_ranks; }
     __host__ __device__ int max_local_routes() const {
-        return topk < num_local_experts() ? topk : num_local_experts();
+        return topk < num_local_slots() ? topk : num_local_slots();
     }
     __host__ __device__ int64_t max_row_blocks() const {
         const int64_t rows = int64_t(num_ranks) * max_tokens * max_local_routes();

@@ -267,6 +267,14 @@ def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
         assert re.search(way_out, message)
 
 
+@pytest.mark.parametrize("max_tokens", [TOKENS_PER_SEQUENCE * SEQUENCES, None])
+def test_experts_that_one_rank_changes_are_refused_on_all(
+    max_tokens: int | None, two_ranks: RankPool
+) -> None:
+    for said in two_ranks.run(experts_changed_on_rank_1, max_tokens):
+        assert re.match(r"rank 1: experts \(SequentialMLP\) has forward hooks", said)
+
+
 def test_a_configuration_that_was_changed_since_is_refused(two_ranks: RankPool) -> None:
     """Megatron's own argument handling changes configurations after they were checked."""
     for said in two_ranks.run(changed_configuration):
@@ -633,6 +641,15 @@ def changed_experts(group: dist.ProcessGroup) -> list[str]:
     )
     said.append(refusal_of(make_layer, transformer_config(EP2_DP2, "flashmoe"), spec))
     return said
+
+
+def experts_changed_on_rank_1(group: dist.ProcessGroup, max_tokens: int | None) -> str:
+    """What each rank says; without a bound of tokens, the ranks agree on one before."""
+    prepare(Layout(expert=2), max_tokens=max_tokens)
+    layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
+    if dist.get_rank(group) == 1:
+        layer.experts.register_forward_hook(print)
+    return refusal_of(layer, torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64))
 
 
 def changed_configuration(group: dist.ProcessGroup) -> str:

@@ -42,7 +42,7 @@ from flashmoe_megatron.adapters.megatron.shape import (
 )
 from flashmoe_megatron.adapters.megatron.weights import HeldWeights
 from flashmoe_megatron.autograd import OnSaved, moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights, LooksAhead
+from flashmoe_megatron.backend import Backend, ExpertWeights, LooksAhead, Together
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
@@ -134,21 +134,14 @@ class RoutedExperts(LayerExperts):
         self.layer, self.is_training = layer, self._experts.training
         if fp8_is_on():
             _say_once(BFLOAT16_EXPERTS)
-        stand_in_for_forwards(self._experts, self._classes)
-        if (
-            self._config.moe_pad_expert_input_to_capacity
-            and not self.backend.config.skip_zero_probs
-        ):
-            raise ConfigError(
-                "moe_pad_expert_input_to_capacity was set since the layer was built: pass "
-                "--moe-pad-experts-for-cuda-graph-inference where that is for decoding"
-            )
-        weights = self._weights.read()
-        hooks = self._shared_hooks(weights)
 
         def compute(
             backend: Backend, rows: torch.Tensor, finite_probs: torch.Tensor, number: int
         ) -> torch.Tensor:
+            with Together(backend):  # made by now for as many tokens as all ranks have
+                weights = self._checked_weights()
+                hooks = self._shared_hooks(weights)
+
             def launch(rows: torch.Tensor, on_saved: OnSaved | None) -> torch.Tensor:
                 return moe_apply(
                     backend,
@@ -166,6 +159,19 @@ class RoutedExperts(LayerExperts):
             return run_offloaded(self._config, rows, launch)
 
         return self.run(x, probs, compute)
+
+    def _checked_weights(self) -> ExpertWeights:
+        """The experts' weights, where these still compute what the layer was built for."""
+        stand_in_for_forwards(self._experts, self._classes)
+        if (
+            self._config.moe_pad_expert_input_to_capacity
+            and not self.backend.config.skip_zero_probs
+        ):
+            raise ConfigError(
+                "moe_pad_expert_input_to_capacity was set since the layer was built: pass "
+                "--moe-pad-experts-for-cuda-graph-inference where that is for decoding"
+            )
+        return self._weights.read()
 
     def settle(self, routing_map: torch.Tensor, *, layer: int) -> None:
         """Settles on the replicas of the next call. Collective over the group.

@@ -252,13 +252,14 @@ def test_padded_decoding_matches(place: str, two_ranks: RankPool) -> None:
 def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
     way_out = r"would not be called; .* use the alltoall dispatcher"
     said = four_ranks.run(changed_experts)[0]
-    converted, hooked, patched, whole, *backward, built = said
+    converted, hooked, patched, whole, *backward, wrapped, built = said
     assert re.search(
         r"experts\.local_experts\.1\.linear_fc1 .*class tests.megatron.*\.Quantized", converted
     )
     assert re.search(r"experts\.local_experts\.0\.linear_fc2 .* has forward hooks", hooked)
     assert re.search(r"experts\.local_experts\.0 .* has a forward of its own", patched)
     assert re.search(r"experts \(SequentialMLP\) has forward hooks", whole)
+    assert "experts (Wrapper) was put there after the layer was built" in wrapped
     assert re.search(r"experts\.linear_fc1 .*class tests.megatron.*\.Quantized", built)
     assert len(backward) == 2
     for message in backward:
@@ -613,6 +614,14 @@ class Quantized:
         raise AssertionError("stands for another computation")
 
 
+class Wrapper(torch.nn.Module):
+    """What an adapter of low rank puts in the experts' place."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+
 def quantize(linear: Any) -> None:
     linear.__class__ = type("Quantized", (Quantized, type(linear)), {"__module__": __name__})
 
@@ -635,6 +644,9 @@ def changed_experts(group: dist.ProcessGroup) -> list[str]:
         layer(x)
         change(layer.experts)
         said.append(refusal_of(layer, x))
+    layer = make_layer(transformer_config(EP2_DP2, "flashmoe"))
+    layer.experts = Wrapper(layer.experts)
+    said.append(refusal_of(layer, x))
     spec = grouped_experts("te_grouped")
     spec.submodules.linear_fc1 = type(
         "Quantized", (Quantized, TorchGroupedLinear), {"__module__": __name__}

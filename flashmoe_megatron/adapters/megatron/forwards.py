@@ -39,6 +39,20 @@ def check_forwards(experts: torch.nn.Module) -> Classes:
     return classes_of(modules)
 
 
+def check_not_replaced(experts: torch.nn.Module, built: torch.nn.Module) -> None:
+    """Refuses another module in the place of the experts that the layer was built with.
+
+    Args:
+        experts: The ``experts`` of a MoELayer now.
+        built: What they were when the layer was built.
+
+    Raises:
+        ConfigError: They are another module, such as a wrapper around the first.
+    """
+    if experts is not built:
+        _refuse(experts, experts, "was put there after the layer was built")
+
+
 def stand_in_for_forwards(experts: torch.nn.Module, classes: Classes) -> None:
     """Does what calling the experts would do before computing; checks as :func:`check_forwards`.
 

@@ -158,7 +158,13 @@ def _fused_compute(original: Function) -> Function:
         routed, dispatcher = getattr(self, ROUTED), self.token_dispatcher
         dispatcher.start_shared(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output = routed(tokens, probs, dispatcher.routing_map, layer=number_in_model(self))
+        output = routed(
+            tokens,
+            probs,
+            dispatcher.routing_map,
+            layer=number_in_model(self),
+            experts=self.experts,
+        )
         return dispatcher.add_shared(output.view(hidden_states.shape)), None
 
     return routed_experts_compute

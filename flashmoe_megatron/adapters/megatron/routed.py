@@ -21,7 +21,11 @@ from flashmoe_megatron.adapters.megatron.asked import (
 )
 from flashmoe_megatron.adapters.megatron.ddp_hooks import ExpertHooks
 from flashmoe_megatron.adapters.megatron.early_routing import check_early_routing
-from flashmoe_megatron.adapters.megatron.forwards import check_forwards, stand_in_for_forwards
+from flashmoe_megatron.adapters.megatron.forwards import (
+    check_forwards,
+    check_not_replaced,
+    stand_in_for_forwards,
+)
 from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, fp8_is_on
 from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
 from flashmoe_megatron.adapters.megatron.ignored import ignored_settings
@@ -113,7 +117,13 @@ class RoutedExperts(LayerExperts):
         _live.add(self)
 
     def __call__(
-        self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, *, layer: int = 0
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        *,
+        layer: int = 0,
+        experts: torch.nn.Module | None = None,
     ) -> torch.Tensor:
         """Applies the experts. Collective over the group.
 
@@ -122,13 +132,14 @@ class RoutedExperts(LayerExperts):
             probs: ``[num_tokens, num_experts]``, in any float dtype.
             routing_map: ``[num_tokens, num_experts]`` bool.
             layer: The layer's number in the model, for the records.
+            experts: The layer's ``experts`` now, if the caller has the layer.
 
         Returns:
             ``[num_tokens, hidden]`` in ``x.dtype``.
 
         Raises:
-            ConfigError: The experts or the padding to capacity were changed since the layer was
-                built.
+            ConfigError: The experts or the padding to capacity were changed or replaced since
+                the layer was built.
             ShapeError: There are more tokens than the layer was built for.
         """
         self.layer, self.is_training = layer, self._experts.training
@@ -139,6 +150,8 @@ class RoutedExperts(LayerExperts):
             backend: Backend, rows: torch.Tensor, finite_probs: torch.Tensor, number: int
         ) -> torch.Tensor:
             with Together(backend):  # made by now for as many tokens as all ranks have
+                if experts is not None:
+                    check_not_replaced(experts, self._experts)
                 weights = self._checked_weights()
                 hooks = self._shared_hooks(weights)
 

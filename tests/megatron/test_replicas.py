@@ -124,6 +124,8 @@ def early_routing(group: dist.ProcessGroup) -> tuple[list[bool], list[str]]:
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     config = transformer_config(layout, "flashmoe", **recompute)
     attempt(lambda: build_model(config, layout))
+    dense = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    build_model(transformer_config(layout, "flashmoe", **dense), layout)  # is accepted
     return found, refused
 
 

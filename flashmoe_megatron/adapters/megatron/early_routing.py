@@ -60,7 +60,6 @@ def check_early_routing(config: Any, settings: Settings) -> None:
         return
     again: tuple[tuple[Asks, str], ...] = (
         (recomputes("moe"), "--recompute-modules moe (recompute whole layers instead)"),
-        (recomputes("mlp"), "--recompute-modules mlp (recompute whole layers instead)"),
         (is_set(OVERLAP), f"--{OVERLAP.replace('_', '-')}"),
         (graphs_any, "CUDA graphs"),
     )

@@ -153,6 +153,14 @@ def test_launcher_runs_a_script_as_python_does(tmp_path: Path) -> None:
     assert done.stdout.strip() == "__main__ ['--a', 'b'] 42"
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no safe path before 3.11")
+def test_launcher_leaves_a_safe_path_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.path[0])")
+    done = run_python("-P", "-m", "flashmoe_megatron.run", str(script))
+    assert done.stdout.strip() == str(Path(__file__).parents[2])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

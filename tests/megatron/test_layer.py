@@ -276,6 +276,12 @@ def test_experts_that_one_rank_changes_are_refused_on_all(
         assert re.match(r"rank 1: experts \(SequentialMLP\) has forward hooks", said)
 
 
+def test_a_calibration_that_one_rank_cannot_read_is_refused_on_all(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(calibration_missing_on_rank_1)
+    assert first == second
+    assert re.match("rank 1: .*no_such_file.json", first)
+
+
 def test_a_configuration_that_was_changed_since_is_refused(two_ranks: RankPool) -> None:
     """Megatron's own argument handling changes configurations after they were checked."""
     for said in two_ranks.run(changed_configuration):
@@ -662,6 +668,16 @@ def experts_changed_on_rank_1(group: dist.ProcessGroup, max_tokens: int | None) 
     if dist.get_rank(group) == 1:
         layer.experts.register_forward_hook(print)
     return refusal_of(layer, torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64))
+
+
+def calibration_missing_on_rank_1(group: dist.ProcessGroup) -> str:
+    prepare(Layout(expert=2), calibration="no_such_file.json")
+    from flashmoe_megatron.adapters.megatron import routed
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 0:
+            patch.setattr(routed, "read_calibration", lambda *_, **__: None)  # it is there
+        return refusal_of(make_layer, transformer_config(Layout(expert=2), "flashmoe"))
 
 
 def changed_configuration(group: dist.ProcessGroup) -> str:

@@ -186,6 +186,41 @@ def test_no_graph_holds_a_lookahead() -> None:
     check_early_routing(graphed, Settings(spare_slots=1))
 
 
+class Router(torch.nn.Module):
+    """Gives back what it gets, as logits if these are asked for."""
+
+    topk = 1
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return args
+
+    def gating(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_early_routing_sees_packed_samples_as_the_layer_does(is_fused: bool) -> None:
+    """Megatron-Core 0.19 puts them side by side; its fused norm gives the residual, too."""
+    from types import SimpleNamespace
+
+    from flashmoe_megatron.adapters.megatron.early_routing import _predict, _route
+
+    def unflatten(tokens, mask, packed):
+        size = packed.tokens_per_sample
+        return tokens.view(2, size, -1).transpose(0, 1), mask.view(2, size), 2
+
+    layer = SimpleNamespace(
+        mlp=SimpleNamespace(router=Router()),
+        pre_mlp_layernorm=lambda x: (x, None) if is_fused else x,
+        _maybe_unflatten_for_moe=unflatten,
+    )
+    tokens, mask = torch.rand(6, 1, 4), torch.arange(6).view(1, 6) % 4 == 0
+    got, got_mask = _route(layer, tokens, mask, SimpleNamespace(tokens_per_sample=3))
+    assert torch.equal(got, torch.stack([tokens[:3, 0], tokens[3:, 0]], 1))
+    assert torch.equal(got_mask, torch.stack([mask[0, :3], mask[0, 3:]], 1))
+    assert torch.equal(_predict(layer, tokens).int().argmax(1), tokens.view(6, 4).argmax(1))
+
+
 def test_pre_run_gating_routes_by_the_layers_input(two_ranks: RankPool) -> None:
     for found, refused in two_ranks.run(early_routing):
         assert found == [True] * 3  # two layers, and gradients in both routers

@@ -78,8 +78,8 @@ def _routing_first(original: Function) -> Function:
         if routed is not None and (routed.pre_gates or routed.looks_ahead):
             hidden_states = args[0] if args else kwargs["hidden_states"]
             if routed.pre_gates:
-                mask = kwargs.get("padding_mask")
-                setattr(layer, _EARLY, _route(self, hidden_states, mask))
+                mask, packed = kwargs.get("padding_mask"), kwargs.get("packed_seq_params")
+                setattr(layer, _EARLY, _route(self, hidden_states, mask, packed))
                 if routed.looks_ahead:
                     _, routing_map = getattr(layer, _EARLY)
                     routed.settle(routing_map, layer=number_in_model(layer))
@@ -109,10 +109,22 @@ def _early_route(original: Function) -> Function:
     return route
 
 
-def _route(layer: Any, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None) -> Any:
-    """Probabilities and routing map of a Transformer layer's input."""
+def _route(
+    layer: Any, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None, packed: Any
+) -> Any:
+    """Probabilities and routing map of a Transformer layer's input, in its MoE layer's order."""
+    tokens = _normed(layer, hidden_states)
+    # From Megatron-Core 0.19 on, packed samples reach the MoE layer side by side.
+    if hasattr(layer, "_maybe_unflatten_for_moe"):
+        tokens, padding_mask, _ = layer._maybe_unflatten_for_moe(tokens, padding_mask, packed)
     args = () if padding_mask is None else (padding_mask.transpose(0, 1).bool(),)
-    return layer.mlp.router(layer.pre_mlp_layernorm(hidden_states), *args)
+    return layer.mlp.router(tokens, *args)
+
+
+def _normed(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The norm's output, beside which a norm that adds the residual gives that, too."""
+    output = layer.pre_mlp_layernorm(hidden_states)
+    return output[0] if isinstance(output, tuple) else output
 
 
 @torch.no_grad()
@@ -123,7 +135,7 @@ def _predict(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """
     router = layer.mlp.router
     call_pre_hooks(router)
-    logits = router.gating(layer.pre_mlp_layernorm(hidden_states))
+    logits = router.gating(_normed(layer, hidden_states))
     logits = logits.reshape(-1, logits.shape[-1])
     if getattr(router, "expert_bias", None) is not None:
         logits = logits.sigmoid() + router.expert_bias  # which a router of sigmoids alone has

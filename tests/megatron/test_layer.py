@@ -137,6 +137,21 @@ def test_what_a_megakernel_cannot_honour(name: str, two_ranks: RankPool) -> None
         assert re.search(rf"{flag} .*: use --moe-token-dispatcher-type flashmoe", said)
 
 
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"pre_gate": True}, "--flashmoe-pre-gate"),
+        ({"placement": "lookahead", "spare_slots": 1}, "--flashmoe-placement lookahead"),
+        ({"slice_gradients": True}, "--flashmoe-slice-gradients"),
+    ],
+)
+def test_settings_that_a_megakernel_cannot_honour(
+    settings: dict[str, Any], flag: str, two_ranks: RankPool
+) -> None:
+    for said in two_ranks.run(refused_settings, settings):
+        assert said.startswith(f"{flag} cannot be honoured behind the megakernel interface")
+
+
 def test_a_replayed_routing_is_executed(two_ranks: RankPool) -> None:
     """What one router has chosen, another replays, in the forward and in a recomputation."""
     for results in two_ranks.run(replayed_routing):
@@ -494,6 +509,13 @@ def refused_megakernel(group: dist.ProcessGroup, name: str) -> str:
     prepare(Layout(expert=2))
     layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
     setattr(layer.config, name, 64)
+    return refusal_of(megakernel_of, layer)
+
+
+def refused_settings(group: dist.ProcessGroup, settings: dict[str, Any]) -> str:
+    prepare(Layout(expert=2))
+    layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
+    prepare(Layout(expert=2), **settings)
     return refusal_of(megakernel_of, layer)
 
 

@@ -35,6 +35,7 @@ def parse(line: str, **others: Any) -> argparse.Namespace:
                 "--moe-token-dispatcher-type is alltoall, wanted flashmoe"
             ],
         ),
+        ("--flashmoe-keep inputs", {"moe_megakernel_backend": "flashmoe"}, []),
         (
             FLASHMOE,
             {"num_experts": None},

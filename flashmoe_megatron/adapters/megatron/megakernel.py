@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from flashmoe_megatron.adapters.megatron.asked import OVERLAP, is_megakernel
 from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
+from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, flag_of
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
 
@@ -63,6 +64,7 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
                     "interface, which has one call for routed and shared experts: use "
                     "--moe-token-dispatcher-type flashmoe"
                 )
+        _check_settings(current_settings())
         wanted = config.num_moe_experts // dist.get_world_size(ep_group)
         if num_local_experts != wanted:
             raise ConfigError(
@@ -95,6 +97,23 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
         for shared in self._shared:
             output = output + shared(hidden_states)
         return output
+
+
+def _check_settings(settings: Settings) -> None:
+    """Refuses what hangs on a MoE layer of the dispatcher, which the interface goes around."""
+    asked = {
+        flag_of("pre_gate"): settings.pre_gate,
+        f"{flag_of('placement')} lookahead": (
+            settings.placement == "lookahead" and settings.filled_slots > 0
+        ),
+        flag_of("slice_gradients"): settings.slice_gradients,
+    }
+    for flag, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(
+                f"{flag} cannot be honoured behind the megakernel interface, which is given tokens "
+                "that are routed: use --moe-token-dispatcher-type flashmoe"
+            )
 
 
 def patch_factory(module: ModuleType) -> None:

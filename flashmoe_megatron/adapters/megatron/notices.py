@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.asked import expert_tensor_size, number
+from flashmoe_megatron.adapters.megatron.asked import expert_tensor_size, is_megakernel, number
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
     FLAG_PREFIX,
@@ -57,7 +57,7 @@ def find_notices(args: Any) -> Iterator[str]:
     given = [name for name, value in flags.items() if value != getattr(defaults, name)]
     dispatcher = getattr(args, "moe_token_dispatcher_type", None)
     if dispatcher != DISPATCHER_TYPE:
-        if given:
+        if given and not is_megakernel(args):
             yield (
                 f"{_listed(given)} without effect: --moe-token-dispatcher-type is {dispatcher}, "
                 f"wanted {DISPATCHER_TYPE}"

@@ -304,10 +304,10 @@ def test_a_configuration_that_was_changed_since_is_refused(two_ranks: RankPool) 
 
 
 def test_experts_of_which_some_have_biases_are_refused(two_ranks: RankPool) -> None:
-    for said in two_ranks.run(some_biases):
+    for rank, said in enumerate(two_ranks.run(some_biases)):
         assert said == [
-            "SequentialMLP: 3 of 4 experts have a bias; wanted all or none",
-            "TEGroupedMLP: 3 of 4 experts have a bias; wanted all or none",
+            f"rank {rank}: SequentialMLP: 3 of 4 experts have a bias; wanted all or none",
+            f"rank {rank}: TEGroupedMLP: 3 of 4 experts have a bias; wanted all or none",
         ]
 
 

@@ -124,7 +124,8 @@ def _route(
 def _normed(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The norm's output, beside which a norm that adds the residual gives that, too."""
     output = layer.pre_mlp_layernorm(hidden_states)
-    return output[0] if isinstance(output, tuple) else output
+    tokens: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return tokens
 
 
 @torch.no_grad()

@@ -68,11 +68,13 @@ def prepare_for_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     )
     by_ranks = defaultdict(list)
     for _, layer in layers:
-        if not any(isinstance(hook, _Reducer) for hook in layer._forward_pre_hooks.values()):
+        if not _reducers_of(layer):
             by_ranks[layer.expert_group.ranks].append(layer)
     group = group or dist.distributed_c10d._get_default_group()
     for ranks, replicas in _make_replica_groups(list(by_ranks), group).items():
         _Reducer(by_ranks[ranks], replicas)
+    for reducer in {hook for _, layer in layers for hook in _reducers_of(layer)}:
+        reducer.follow(model)
     return model
 
 
@@ -107,17 +109,28 @@ class _Reducer(OfGroup):
                 self._note
             )
 
+    def follow(self, model: nn.Module) -> None:
+        """Has a model's forwards say whether their backwards are to reduce gradients.
+
+        Layers cannot: a checkpoint with reentry calls them without gradients, and once more in the
+        backward, where DistributedDataParallel is not at work.
+        """
+        if self._note_forward not in model._forward_pre_hooks.values():
+            model.register_forward_pre_hook(self._note_forward)
+
+    def _note_forward(self, *_: Any) -> None:
+        model = DistributedDataParallel._active_ddp_module
+        if model is not None and torch.is_grad_enabled():
+            self._is_synchronous = bool(model.require_backward_grad_sync)
+
     def __call__(self, layer: nn.Module, _: Any) -> None:
-        """Notes before a layer's forward whether its backward is to reduce gradients."""
+        """Refuses layers other than those that were prepared, before their forwards."""
         assert isinstance(layer, FlashMoELayer)
         if any(id(one) not in self._known for _, one in layer.expert_parameters()):
             raise ConfigError(
                 "the layer is a copy of one that was prepared for DistributedDataParallel, or its "
                 f"parameters were replaced since: wanted {PREPARE} behind that"
             )
-        model = DistributedDataParallel._active_ddp_module
-        if model is not None and torch.is_grad_enabled():
-            self._is_synchronous = bool(model.require_backward_grad_sync)
 
     def _divide(self, grad: torch.Tensor) -> torch.Tensor:
         """Makes a sum over the tokens of a group's ranks an average over these ranks.
@@ -146,6 +159,10 @@ class _Reducer(OfGroup):
             grad.div_(self._num_replicas)
         for work in [dist.all_reduce(grad, group=self._group, async_op=True) for grad in grads]:
             work.wait()
+
+
+def _reducers_of(layer: FlashMoELayer) -> list[_Reducer]:
+    return [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, _Reducer)]
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, FlashMoELayer]]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.data_parallel import expert_parameters, prepare_for_ddp
 from flashmoe_megatron.errors import ConfigError
@@ -48,11 +49,12 @@ class Model(nn.Module):
             for _ in range(2)
         )
         self.last = nn.Linear(HIDDEN, 1)
+        self.recomputes = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for layer in self.experts:
-            x = x + layer(x)
+            x = x + (checkpoint(layer, x, use_reentrant=True) if self.recomputes else layer(x))
         return self.last(x).square().mean()
 
 
@@ -89,12 +91,13 @@ def train_on_ranks(
     with torch.no_grad():  # what the ranks drew may differ: rank 0 decides
         for parameter in model.parameters():
             local_part(parameter).mul_(1 if rank < num_ranks else 2)
+    model.recomputes = accumulation == "recomputed"
     ddp = DistributedDataParallel(prepare_for_ddp(model, group), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         x = batch(step, world, rank)
-        if accumulation == "none":
+        if accumulation in ("none", "recomputed"):
             ddp(x).backward()
         else:
             early, late = x.chunk(2)
@@ -118,7 +121,7 @@ def train_alone(world: int) -> dict[str, torch.Tensor]:
     return whole(model)
 
 
-@pytest.mark.parametrize("accumulation", ["none", "no_sync", "twice"])
+@pytest.mark.parametrize("accumulation", ["none", "no_sync", "twice", "recomputed"])
 @pytest.mark.parametrize("world", [2, 4], ids=["ep2", "ep2 dp2"])
 def test_ten_steps_are_those_of_one_process(
     ranks: RankPool, pair: RankPool, world: int, accumulation: str

@@ -182,11 +182,8 @@ class Exchange:
         self.traffic.bytes_sent += leaving * row_bytes(send)
 
 
-class TwoSteps(Exchange):
-    """Two-dimensional: to the rank of the same place within the host, then between hosts.
-
-    A rank sends one message to each other rank of its host and one to each other host.
-    """
+class _OverHosts(Exchange):
+    """What exchanges in steps have in common."""
 
     needs_all_counts = True
 
@@ -201,6 +198,24 @@ class TwoSteps(Exchange):
         """Binds it to a group whose hosts are known."""
         super().__init__(group, grid.rank, traffic, device)
         self._grid, self._groups = grid, groups
+
+
+class TwoSteps(_OverHosts):
+    """Two-dimensional: to the rank of the same place within the host, then between hosts.
+
+    A rank sends one message to each other rank of its host and one to each other host.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        grid: HostGrid,
+        groups: HostGroups,
+        traffic: TrafficCounters,
+        device: torch.device,
+    ) -> None:
+        """As its base's, with a stream for what travels within the host."""
+        super().__init__(group, grid, groups, traffic, device)
         self._within = Lane(device)
         self.lanes["within"] = self._within
 
@@ -239,7 +254,7 @@ class TwoSteps(Exchange):
             dist.all_to_all_single(slot.rows, packed, from_hosts, to_hosts, group=self._groups.rail)
 
 
-class ByLeader(TwoSteps):
+class ByLeader(_OverHosts):
     """One-dimensional hierarchical: the first rank of a host carries what all of them exchange."""
 
     def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:

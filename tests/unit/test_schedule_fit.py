@@ -222,6 +222,20 @@ def stamps_are_of_every_part(group: dist.ProcessGroup, config: MoEConfig) -> Non
     assert all(lane.stamps is None for lane in backend.streams.values())
 
 
+def streams_over_hosts(group: dist.ProcessGroup) -> None:
+    config, grid = cases.make_config(num_ranks=4), HostGrid(2, 2, dist.get_rank(group))
+    for exchange, streams in (("1dh", {"between"}), ("2dh", {"between", "within"})):
+        options = BackendOptions(exchange=exchange)
+        backend = ScheduledBackend(config, group, options=options, grid=grid, degrees=(2, 1))
+        found = trace(backend, group, num_tokens=64, dtype=torch.float32, device=CPU)
+        for spans in found.values():
+            assert {one.stream for one in spans} == {"compute", *streams}
+
+
+def test_a_trace_has_the_streams_of_exchanges_over_hosts(ranks: RankPool) -> None:
+    ranks.run(streams_over_hosts, num_ranks=4)
+
+
 def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
     """Everything that ranks do together."""
     rank = dist.get_rank(group)

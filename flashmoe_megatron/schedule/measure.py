@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.config import DIM_GRANULE, Activation, MoEConfig
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.options import BackendOptions, ExchangeKind
 from flashmoe_megatron.schedule.clock import Clock, Work
@@ -40,6 +41,9 @@ class Sizes:
         num_bytes: Most bytes of an exchange.
         points: Sizes of each, at even ratios.
         turns: How often each is timed.
+
+    Raises:
+        ConfigError: A line through the times of products would have one size.
     """
 
     hidden: int
@@ -49,6 +53,13 @@ class Sizes:
     num_bytes: int
     points: int = 8
     turns: int = 7
+
+    def __post_init__(self) -> None:
+        """Checks them."""
+        if self.rows < 2 * self.num_experts:
+            raise ConfigError(
+                f"rows={self.rows} for {self.num_experts} experts: wanted 2 for each at least"
+            )
 
 
 def measure(

@@ -319,5 +319,7 @@ def test_the_command_measures_one_rank(tmp_path: Path, capsys: pytest.CaptureFix
     assert "1 rank, with which nothing travels" in capsys.readouterr().err
     assert command.main(["fit", str(path), "--rows", "0"]) == 1
     assert "--rows 0: wanted more than 0" in capsys.readouterr().err
+    assert command.main(["fit", str(path), "--rows", "3", "--experts", "2"]) == 1
+    assert "rows=3 for 2 experts: wanted 2 for each at least" in capsys.readouterr().err
     assert command.main(["fit", str(tmp_path / "no" / "fit.json"), *small]) == 1
     assert "cannot be written" in capsys.readouterr().err

@@ -18,7 +18,7 @@ An adapter for another framework supplies the rest:
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -28,7 +28,13 @@ from flashmoe_megatron.autograd import in_backward
 from flashmoe_megatron.backend import Backend, Together
 from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
-from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.errors import (
+    ConfigError,
+    FlashMoEError,
+    ShapeError,
+    first_told,
+    reason_of,
+)
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.per_group import once_per_group
@@ -327,29 +333,56 @@ def _despite_overflow(
 
 def read_calibration(
     settings: FrameworkOptions,
-    shapes: Iterable[MoEConfig],
+    shapes: Sequence[MoEConfig],
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
+    *,
     grads: Grads,
+    group: dist.ProcessGroup | None,
 ) -> Calibration | None:
-    """Reads the settings' calibration file for layers that run as the settings say.
+    """Reads the settings' file for layers that run as the settings say. Collective over a group.
 
     Args:
         settings: The user's.
-        shapes: The layers'.
+        shapes: The layers' of this rank; none is fine.
         device: Where they live.
         dtype: The dtype of their tokens.
         grads: Where their weight gradients go.
+        group: The ranks, ``None`` for one.
 
     Returns:
-        The times, ``None`` if the settings name no file.
+        The times, ``None`` if the settings name no file, or there are no layers.
 
     Raises:
-        ConfigError: The file does not concern these layers.
+        ConfigError: On every rank, if the file does not concern the layers of any.
     """
     if settings.calibration is None:
         return None
-    shapes = list(shapes)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    found, told = None, None
+    try:
+        if shapes:
+            found = _own_calibration(settings, shapes, device, dtype, grads)
+    except FlashMoEError as error:
+        if ranks == 1:
+            raise
+        told = reason_of(error)
+    everyone = [told] * ranks
+    if ranks > 1:
+        dist.all_gather_object(everyone, told, group=group)
+    if (refused := first_told(everyone)) is not None:
+        raise refused
+    return found
+
+
+def _own_calibration(
+    settings: FrameworkOptions,
+    shapes: Sequence[MoEConfig],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    grads: Grads,
+) -> Calibration:
+    assert settings.calibration is not None
     kept = {choose_keep(settings.keep, shape) for shape in shapes}
     return load_calibration(
         settings.calibration,

@@ -193,6 +193,15 @@ def test_overlap_efficiency_comes_from_the_file(two_ranks: RankPool, tmp_path: P
     wider = calibration(tmp_path / "wider.json", **{**shape, "hidden": 192})
     for told in two_ranks.run(refusal, run, case(str(tmp_path), calibration=wider)):
         assert re.search("wider.json: none of its 1 entries is of this run.*hidden", told)
+    given = case(str(tmp_path), calibration="t2.json")
+    for told in two_ranks.run(run_without_a_file_on_rank_1, given, str(tmp_path)):
+        assert "rank 1: calibration file t2.json: cannot be read" in told
+
+
+def run_without_a_file_on_rank_1(group: dist.ProcessGroup, given: Case, folder: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder if dist.get_rank(group) == 0 else Path(folder).parent)
+        return refusal(group, run, given)
 
 
 PIPELINES = {"MMMM": 4, "DDMM": 2, "MMDD": 2}

@@ -694,11 +694,11 @@ def experts_changed_on_rank_1(group: dist.ProcessGroup, max_tokens: int | None) 
 
 def calibration_missing_on_rank_1(group: dist.ProcessGroup) -> str:
     prepare(Layout(expert=2), calibration="no_such_file.json")
-    from flashmoe_megatron.adapters.megatron import routed
+    from flashmoe_megatron.adapters import experts
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 0:
-            patch.setattr(routed, "read_calibration", lambda *_, **__: None)  # it is there
+            patch.setattr(experts, "_own_calibration", lambda *_: None)  # it is there
         return refusal_of(make_layer, transformer_config(Layout(expert=2), "flashmoe"))
 
 

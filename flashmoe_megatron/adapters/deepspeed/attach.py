@@ -196,11 +196,11 @@ def _speak_up(report: Mapping[str, str], settings: Settings) -> None:
 
 
 def _calibrate(infos: Sequence[LayerInfo], engine: Any, settings: Settings) -> Calibration | None:
-    """Reads the calibration file, if there is one and something to compare with it."""
-    if not infos:
-        return None
+    """Reads the calibration file, if there is one; collective over all ranks."""
     shapes = [info.shape for info in infos]
-    return read_calibration(settings, shapes, engine.device, infos[0].dtype, grads="own")
+    dtype = infos[0].dtype if infos else None
+    world = dist.group.WORLD  # a stage of a pipeline may have no layers
+    return read_calibration(settings, shapes, engine.device, dtype, grads="own", group=world)
 
 
 def _serve(

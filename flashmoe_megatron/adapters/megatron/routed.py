@@ -48,7 +48,7 @@ from flashmoe_megatron.adapters.megatron.weights import HeldWeights
 from flashmoe_megatron.autograd import OnSaved, moe_apply
 from flashmoe_megatron.backend import Backend, ExpertWeights, LooksAhead, Together
 from flashmoe_megatron.config import TILE_M, MoEConfig
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, first_told, reason_of
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -252,32 +252,16 @@ class RoutedExperts(LayerExperts):
     def open(self) -> Backend:
         """Makes the backend, reads the calibration and tells the user what computes the layer."""
         backend = super().open()
-        self.calibration = self._read_calibration(backend)
+        self.calibration = read_calibration(
+            self._settings,
+            [backend.config],
+            self._backends.device,
+            self.dtype,
+            grads="main_grad",  # Megatron's DDP, which has it, comes after the model
+            group=self._group,
+        )
         _announce(backend, self._config, self._settings, is_bounded=self._backends.is_bounded)
         return backend
-
-    def _read_calibration(self, backend: Backend) -> Calibration | None:
-        """The settings' file, whose error on one rank is raised on every rank of the group."""
-        found, told = None, None
-        num_ranks = backend.config.num_ranks
-        try:
-            found = read_calibration(
-                self._settings,
-                [backend.config],
-                self._backends.device,
-                self.dtype,
-                grads="main_grad",  # Megatron's DDP, which has it, comes after the model
-            )
-        except FlashMoEError as error:
-            if num_ranks == 1:
-                raise
-            told = reason_of(error)
-        if self._settings.calibration is not None and num_ranks > 1:
-            everyone = [told] * num_ranks
-            dist.all_gather_object(everyone, told, group=self._group)
-            if (refused := first_told(everyone)) is not None:
-                raise refused
-        return found
 
 
 _live: "weakref.WeakSet[RoutedExperts]" = weakref.WeakSet()

@@ -1,9 +1,11 @@
-"""What all layers over the same process groups share."""
+"""What all layers over the same process groups share, and what their ranks tell each other."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from flashmoe_megatron.errors import FlashMoEError, first_told, reason_of
 
 Made = TypeVar("Made")
 
@@ -32,6 +34,25 @@ def once_per_group(kind: type[Made], *key: Hashable, make: Callable[[], Made]) -
         _made[whole] = make()
     made: Made = _made[whole]
     return made
+
+
+def from_all(make: Callable[[], Made], group: dist.ProcessGroup | None = None) -> list[Made]:
+    """What every rank makes, in order. Collective over a group, by default all ranks.
+
+    Raises:
+        FlashMoEError: On every rank, the first rank's that could not make it.
+    """
+    made: Any = None
+    reason = None
+    try:
+        made = make()
+    except FlashMoEError as error:
+        reason = reason_of(error)
+    everyone = [(made, reason)] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (made, reason), group=group)
+    if (told := first_told(why for _, why in everyone)) is not None:
+        raise told
+    return [one for one, _ in everyone]
 
 
 def is_destroyed(part: Hashable) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import sys
 import tempfile
 import time
@@ -152,6 +153,14 @@ def refusal(group: dist.ProcessGroup, function: Callable[..., Any], *args: Any) 
     except Exception as error:  # noqa: BLE001 - the test says which it has to be
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def assert_waited(said: str, ranks: list[int], timeout: int) -> None:
+    """Finds in a message that a link waited for some ranks, and longer than its time limit."""
+    pattern = rf"has waited ([\d.]+) s for ranks {re.escape(str(ranks))}, longer than {timeout} s"
+    found = re.search(pattern, said)
+    assert found, said
+    assert float(found[1]) >= timeout
 
 
 def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:

@@ -28,16 +28,10 @@ from flashmoe_megatron.autograd import in_backward
 from flashmoe_megatron.backend import Backend, Together
 from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
-from flashmoe_megatron.errors import (
-    ConfigError,
-    FlashMoEError,
-    ShapeError,
-    first_told,
-    reason_of,
-)
+from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
-from flashmoe_megatron.per_group import once_per_group
+from flashmoe_megatron.per_group import from_all, once_per_group
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
@@ -358,21 +352,13 @@ def read_calibration(
     """
     if settings.calibration is None:
         return None
-    ranks = 1 if group is None else dist.get_world_size(group)
-    found, told = None, None
-    try:
-        if shapes:
-            found = _own_calibration(settings, shapes, device, dtype, grads)
-    except FlashMoEError as error:
-        if ranks == 1:
-            raise
-        told = reason_of(error)
-    everyone = [told] * ranks
-    if ranks > 1:
-        dist.all_gather_object(everyone, told, group=group)
-    if (refused := first_told(everyone)) is not None:
-        raise refused
-    return found
+
+    def find() -> Calibration | None:
+        return _own_calibration(settings, shapes, device, dtype, grads) if shapes else None
+
+    if group is None or dist.get_world_size(group) == 1:
+        return find()
+    return from_all(find, group)[dist.get_rank(group)]
 
 
 def _own_calibration(

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import Backend
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, first_told, reason_of
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import FrameworkOptions
+from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.schedule.degree import passes_of
 from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
 from flashmoe_megatron.schedule.gradients import (
@@ -91,19 +92,12 @@ def plan_reduction(
         ConfigError: On every rank, if any has no fit, one of another machine, or a layer whose
             experts are all on one rank, whose backward has no gap; or if ranks have different fits.
     """
-    plan, reason = None, None
     grid = find_grid(group) if layers and group is not None else None
-    try:
-        if layers:
-            plan = _planned(layers, settings, grid, device, operation)
-    except FlashMoEError as error:
-        reason = reason_of(error)
-    everyone = [(plan, reason)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (plan, reason))
-    if (told := first_told(other for _, other in everyone)) is not None:
-        raise told
-    _check_alike([of_rank for of_rank, _ in everyone])
-    return plan
+    plans = from_all(
+        lambda: _planned(layers, settings, grid, device, operation) if layers else None
+    )
+    _check_alike(plans)
+    return plans[dist.get_rank()]
 
 
 def _check_alike(plans: Sequence[ReductionPlan | None]) -> None:

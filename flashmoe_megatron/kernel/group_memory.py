@@ -266,8 +266,8 @@ class GroupMemory:
                 records.append(launch_record(record, last, num_ranks))
                 self._last_record = record
             else:  # the ring has gone round: go on with the oldest that it still holds
-                oldest = record.sequence - bindings.NUM_RECORDS + 1
-                self._last_record = bindings.FlashMoERecord(sequence=oldest - 1)
+                before = record.sequence - bindings.NUM_RECORDS
+                self._last_record = bindings.FlashMoERecord(sequence=before)
 
 
 def shared_memory(

@@ -35,13 +35,18 @@ NUM_SLOTS = 2
 MOST_BYTES = 128 * 2**20
 """All rings of a rank that others write into, as long as no slot would be below the least."""
 LEAST_SLOT = 4 * 2**20
-FAR = 2**30
+_FAR = 2**30
 """How far ahead a counter is set that nobody will count on any more."""
 
 
 def has_counted(word: Any, count: int) -> bool:
     """Whether a word has come to a count, modulo 2**32."""
     return (int(word.value) - count) & 0xFFFFFFFF < 2**31
+
+
+def far_ahead(count: int) -> int:
+    """What a word is set to for those who wait for a count, or for any soon behind it."""
+    return (count + _FAR) & 0xFFFFFFFF
 
 
 class _Ring:
@@ -317,7 +322,7 @@ class RingLink(Link):
     def release(self) -> None:
         """Lets streams go on whose peer will never count again; what they move has no meaning."""
         for ring in self.rings:
-            ring.word.value = (ring.count + FAR) & 0xFFFFFFFF
+            ring.word.value = far_ahead(ring.count)
 
     def guard(self, output: torch.Tensor) -> None:
         """Makes the first element of an output NaN if the link fails until the stream gets here.

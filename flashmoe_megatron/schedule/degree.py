@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, first_told, reason_of
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import MAX_DEGREE, BackendOptions, read_degrees
+from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
 from flashmoe_megatron.schedule.line import Line
@@ -59,19 +60,11 @@ def choose_degrees(
         )
     if config.num_ranks == 1:
         return 1, 1  # nothing travels
-    told: tuple[tuple[int, int], str | None] = (1, 1), None
-    try:
-        told = _computed(config, options, grid, device, dtype), None
-    except FlashMoEError as error:
-        told = (1, 1), reason_of(error)
-    everyone = [told] * config.num_ranks
-    dist.all_gather_object(everyone, told, group=group)
-    if (refused := first_told(reason for _, reason in everyone)) is not None:
-        raise refused
-    if any(other != told for other in everyone):
-        listed = ", ".join(f"{found} on rank {rank}" for rank, (found, _) in enumerate(everyone))
+    everyone = from_all(lambda: _computed(config, options, grid, device, dtype), group)
+    if len(set(everyone)) > 1:
+        listed = ", ".join(f"{found} on rank {rank}" for rank, found in enumerate(everyone))
         raise ConfigError(f"the ranks' fits give different degrees: {listed}; wanted one fit")
-    return told[0]
+    return everyone[0]
 
 
 def _computed(

@@ -83,10 +83,12 @@ class Exchange:
         traffic: What was sent so far.
         needs_all_counts: Whether a call needs the counts of all ranks, not its own alone.
         is_alone: Whether there is no other rank, so that what is sent is what is received.
-        lanes: Where rows travel, by the stream's name in :mod:`flashmoe_megatron.schedule.model`.
+        streams: Where rows travel, by the names of :mod:`flashmoe_megatron.schedule.model`.
+        lanes: These streams.
     """
 
     needs_all_counts = False
+    streams: tuple[str, ...] = ("between",)
 
     def __init__(
         self,
@@ -100,8 +102,8 @@ class Exchange:
         self.traffic = traffic
         self.is_alone = group is None
         self._group = group
-        self._between = Lane(device)
-        self.lanes = {"between": self._between}
+        self.lanes = {name: Lane(device) for name in self.streams}
+        self._between = self.lanes["between"]
 
     @property
     def lane(self) -> Lane:
@@ -206,18 +208,7 @@ class TwoSteps(_OverHosts):
     A rank sends one message to each other rank of its host and one to each other host.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        grid: HostGrid,
-        groups: HostGroups,
-        traffic: TrafficCounters,
-        device: torch.device,
-    ) -> None:
-        """As its base's, with a stream for what travels within the host."""
-        super().__init__(group, grid, groups, traffic, device)
-        self._within = Lane(device)
-        self.lanes["within"] = self._within
+    streams = ("between", "within")
 
     def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
         grid = self._grid
@@ -234,7 +225,8 @@ class TwoSteps(_OverHosts):
         ]
         sizes = [counts[source][rank_of(host, grid.place)] for source in mine for host in hosts]
         per_source = [sum(sizes[i * len(hosts) : (i + 1) * len(hosts)]) for i in places]
-        with self._within.after(ready):
+        within = self.lanes["within"]
+        with within.after(ready):
             packed = _pieces(send, counts[self.rank], order)
             halfway = send.new_empty(sum(sizes), *send.shape[1:])
             dist.all_to_all_single(
@@ -249,7 +241,7 @@ class TwoSteps(_OverHosts):
         from_hosts = [
             sum(counts[rank_of(host, place)][self.rank] for place in places) for host in hosts
         ]
-        with self._between.after(self._within.mark()):
+        with self._between.after(within.mark()):
             packed = _pieces(halfway, sizes, by_host)
             dist.all_to_all_single(slot.rows, packed, from_hosts, to_hosts, group=self._groups.rail)
 

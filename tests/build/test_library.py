@@ -15,6 +15,7 @@ import pytest
 
 from flashmoe_megatron import config
 from flashmoe_megatron.kernel import bindings
+from tests.unit import native
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "csrc" / "include" / "flashmoe.h"
@@ -169,11 +170,9 @@ GLU = [
 def test_it_takes_the_gated_experts_that_a_configuration_may_have():
     sizes = {"hidden": 64, "intermediate": 192, "num_experts": 8, "topk": 2, "num_ranks": 1}
     good = config.MoEConfig(**sizes, activation="silu", gated=True, max_tokens=64)
-    options = {"rank": 0, "dtype": bindings.BFLOAT16, "transposed": False, "num_ctas": 128}
-    options |= {"heap": bindings.HeapBounds.of(good), "timeout": 1.0}
     accepted = []
     for form in GLU:
-        problem = bindings.problem_of(good, **options)
+        problem = native.problem_of(good)
         problem.activation = bindings.ACTIVATIONS[form["activation"]]
         problem.is_gated = form["gated"]
         for name in form.keys() - {"activation", "gated"}:
@@ -192,18 +191,8 @@ def test_it_takes_either_type_alike(spare_slots: int):
     good = config.MoEConfig(**sizes, activation="silu", gated=True, max_tokens=64)
     found = []
     for dtype in (bindings.BFLOAT16, bindings.FLOAT16):
-        problem = bindings.problem_of(
-            good,
-            rank=0,
-            dtype=dtype,
-            transposed=False,
-            num_ctas=128,
-            heap=bindings.HeapBounds.of(good, spare_slots),
-            timeout=1.0,
-            spare_slots=spare_slots,
-        )
-        found.append(bindings.FlashMoESizes())
-        bindings.call("sizes", problem, found[-1])
+        problem = native.problem_of(good, dtype=dtype, spare_slots=spare_slots)
+        found.append(native.sizes_of(problem))
     assert bytes(found[0]) == bytes(found[1])
 
 

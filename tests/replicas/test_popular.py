@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.replicas.placement import (
     Counts,
     Hosts,
@@ -17,6 +15,8 @@ from flashmoe_megatron.replicas.placement import (
 )
 from flashmoe_megatron.replicas.popular import popular
 from tests.replicas import cases
+from tests.unit import native
+from tests.unit.cases import make_config
 
 
 def zipf_counts(exponent: float, seed: int = 0) -> list[list[int]]:
@@ -95,29 +95,8 @@ def test_buffers_hold_what_slots_receive_where_all_choose_the_same(shape: tuple[
     """Replicas give a token more routes on a rank than the rank has experts of its own."""
     num_ranks, num_experts, topk, spare = shape
     tokens = 4096
-    config = MoEConfig(
-        hidden=128,
-        intermediate=128,
-        num_experts=num_experts,
-        topk=topk,
-        activation=Activation.SILU,
-        gated=True,
-        num_ranks=num_ranks,
-        max_tokens=tokens,
-    )
-    problem = bindings.problem_of(
-        config,
-        rank=0,
-        dtype=bindings.BFLOAT16,
-        transposed=False,
-        num_ctas=128,
-        heap=bindings.HeapBounds.of(config, spare),
-        timeout=60,
-        spare_slots=spare,
-        replica_policy="popular",
-    )
-    sizes = bindings.FlashMoESizes()
-    bindings.call("sizes", problem, sizes)
+    config = make_config(num_experts=num_experts, topk=topk, num_ranks=num_ranks, max_tokens=tokens)
+    sizes = native.sizes_of(native.problem_of(config, spare_slots=spare, replica_policy="popular"))
     counts = [[0] * (num_experts - topk) + [tokens] * topk for _ in range(num_ranks)]
     for rows in rows_of_ranks(counts, popular(counts, spare)):
         assert sum(-(-count // 128) for count in rows.values()) <= sizes.max_row_blocks

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flashmoe_megatron.backend import ExpertWeights
-from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel import bindings, tables
+from tests.unit import cases, native
 
 pytestmark = pytest.mark.library
 
@@ -15,16 +15,7 @@ HEAP = 0x7F0000000000
 
 
 def test_a_heap_of_another_layout_at_the_same_address_has_its_slots_elsewhere(monkeypatch):
-    config = MoEConfig(
-        hidden=128,
-        intermediate=128,
-        num_experts=8,
-        topk=2,
-        activation=Activation.SILU,
-        gated=True,
-        num_ranks=2,
-        max_tokens=1024,
-    )
+    config = cases.make_config(num_ranks=2)
     encoded: list[list[int]] = []
     call = bindings.call
 
@@ -37,22 +28,11 @@ def test_a_heap_of_another_layout_at_the_same_address_has_its_slots_elsewhere(mo
     monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
     memory = types.SimpleNamespace(own_heap=HEAP, captured=types.SimpleNamespace(keep=lambda _: 0))
     cache = tables.AddressTables(config, memory, torch.device("cpu"))
-    fc1, fc2 = ((torch.zeros(n, 128, dtype=torch.bfloat16),) * 4 for n in (256, 128))
+    fc1, fc2 = ((torch.zeros(n, 64, dtype=torch.bfloat16),) * 4 for n in (128, 64))
     weights = ExpertWeights(fc1, fc2)
     small = bindings.HeapBounds.of(config, 2)
     for heap in (small, small, small.joined(bindings.HeapBounds(2048, 2))):
-        problem = bindings.problem_of(
-            config,
-            rank=0,
-            dtype=bindings.BFLOAT16,
-            transposed=False,
-            num_ctas=128,
-            heap=heap,
-            timeout=60,
-            spare_slots=2,
-        )
-        sizes = bindings.FlashMoESizes()
-        bindings.call("sizes", problem, sizes)
-        cache.of_weights(weights, problem, sizes)
+        problem = native.problem_of(config, heap=heap, spare_slots=2)
+        cache.of_weights(weights, problem, native.sizes_of(problem))
     assert len(encoded) == 2
     assert encoded[0] != encoded[1]

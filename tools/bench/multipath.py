@@ -40,7 +40,7 @@ from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Piece
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
-from flashmoe_megatron.multipath.ring import FAR, has_counted
+from flashmoe_megatron.multipath.ring import far_ahead, has_counted
 from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
@@ -166,7 +166,7 @@ class PacedCopies(PeerCopies):
     def release(self) -> None:
         """Lets go of the streams that wait for the process, too, which may have ended."""
         super().release()
-        self._orders.word(0).value = (self._count + FAR) & 0xFFFFFFFF
+        self._orders.word(0).value = far_ahead(self._count)
 
     def close(self) -> None:
         """Ends the process, too."""

@@ -59,10 +59,8 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
         refuse(config, CONFIG_REFUSALS)
         for name in ("moe_latent_size", OVERLAP):
             if getattr(config, name, None):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} cannot be honoured behind the megakernel "
-                    "interface, which has one call for routed and shared experts: use "
-                    "--moe-token-dispatcher-type flashmoe"
+                raise _refusal(
+                    f"--{name.replace('_', '-')}", "has one call for routed and shared experts"
                 )
         _check_settings(current_settings())
         wanted = config.num_moe_experts // dist.get_world_size(ep_group)
@@ -110,10 +108,15 @@ def _check_settings(settings: Settings) -> None:
     }
     for flag, is_asked in asked.items():
         if is_asked:
-            raise ConfigError(
-                f"{flag} cannot be honoured behind the megakernel interface, which is given tokens "
-                "that are routed: use --moe-token-dispatcher-type flashmoe"
-            )
+            raise _refusal(flag, "is given tokens that are routed")
+
+
+def _refusal(flag: str, interface: str) -> ConfigError:
+    """What is said of a flag for which the interface, for what it does, has no place."""
+    return ConfigError(
+        f"{flag} cannot be honoured behind the megakernel interface, which {interface}: use "
+        "--moe-token-dispatcher-type flashmoe"
+    )
 
 
 def patch_factory(module: ModuleType) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashmoe_megatron.backend import ExpertWeights
-from flashmoe_megatron.config import Activation
+from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import PeerTimeoutError
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, rows_of_ranks
 from flashmoe_megatron.replicas.policy import Policy, plan_replicas
@@ -117,6 +117,25 @@ def test_rows_stay_where_their_tokens_are(routing: cases.Routing, num_ranks: int
     layer.check_guards()
     placement = check_planned(layer, counts_of(inputs), 2, "popular")
     assert any(placement.hosts)
+
+
+def to_the_last(config: MoEConfig, rank: int, num_tokens: int, g: torch.Generator) -> torch.Tensor:
+    """All tokens choose the same experts, the last ones."""
+    scores = cases.uniform(config, rank, num_tokens, g)
+    scores[:, : config.num_experts - config.topk] = -torch.inf
+    return scores
+
+
+def test_a_token_may_have_more_routes_on_a_rank_than_the_rank_has_experts():
+    config = make_config(8, topk=8)
+    tokens = [config.max_tokens] * 8
+    inputs = steps.make_inputs(config, to_the_last, tokens)
+    layer = VirtualLayer(config, spare_slots=2, replica_policy="popular")
+    check_steps(layer, inputs, steps.weights_of(config, inputs))
+    counts = counts_of(inputs)
+    placement = check_planned(layer, counts, 2, "popular")
+    most = max(sum(rows.values()) for rows in rows_of_ranks(counts, placement))
+    assert most > sum(tokens) * config.num_local_experts
 
 
 @pytest.mark.parametrize("policy", ["balance", "popular"])

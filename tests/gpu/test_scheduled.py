@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.scheduled import kernels, plain
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
@@ -66,6 +68,19 @@ def test_it_is_the_oracle_and_repeats_its_bits(
                     records = backend.take_records()
                     assert [one.direction for one in records] == ["forward", "backward"] * 2
                     assert all(one.duration_ns > 0 for one in records)
+
+
+def test_it_trains_behind_an_evaluation_in_inference_mode(group: dist.ProcessGroup) -> None:
+    config = make_config(1)
+    given = on(DEVICE, cases.make_inputs(config, cases.skewed, [300]), torch.bfloat16)
+    weights = ExpertWeights((torch.stack(given.fc1),), (torch.stack(given.fc2),))
+    for of_ranks in (group, None):
+        backend = ScheduledBackend(config, of_ranks, device=DEVICE)
+        with torch.inference_mode():
+            evaluated = moe_apply(
+                backend, given.x[0], given.probs[0], given.routing_map[0], weights
+            )
+        assert torch.equal(run(backend, given)["out"], evaluated)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

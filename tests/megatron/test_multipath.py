@@ -2,6 +2,7 @@
 
 import argparse
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from flashmoe_megatron.adapters.megatron import multipath
 from flashmoe_megatron.adapters.megatron.notices import find_notices
 from flashmoe_megatron.errors import ConfigError, LinkError
+from flashmoe_megatron.multipath import Multipath
 from tests.distributed import RankPool
 from tests.megatron.harness import Case, Layout, train
 
@@ -17,19 +19,29 @@ EP2_DP2 = Layout(expert=2)
 DDP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int]:
+def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int, set[int]]:
     """Trains with all buckets over gloo and sockets.
 
     Returns:
-        The losses, and how many exchanges went over the links.
+        The losses, how many exchanges went over the links, and how many ranks reduced so.
     """
     multipath._least_bytes = 1
+    reducing: set[int] = set()
+
+    def reduced(one: Multipath, *args: Any) -> Any:
+        reducing.add(one.num_ranks)
+        return reduce_scatter(one, *args)
+
+    reduce_scatter = Multipath.reduce_scatter
+    Multipath.reduce_scatter = reduced
     try:
         losses = train(group, case, "flashmoe").losses
         # Buckets have been offered to peers to write to, which these links refuse.
         assert not any(one._can_share for one in multipath._made.values())
-        return losses, sum(one.transfers._number for one in multipath._made.values())
+        number = sum(one.transfers._number for one in multipath._made.values())
+        return losses, number, reducing
     finally:
+        Multipath.reduce_scatter = reduce_scatter
         multipath._least_bytes = multipath.MIN_BYTES
         for one in multipath._made.values():
             one.close()
@@ -40,9 +52,11 @@ def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int]:
 def test_losses_are_those_of_one_link(ddp: dict, four_ranks: RankPool) -> None:
     plain = four_ranks.run(train, Case(EP2_DP2, ddp=ddp), "flashmoe")
     case = Case(EP2_DP2, ddp=ddp, settings={"multipath": "auto"})
-    for (losses, number), want in zip(four_ranks.run(over_links, case), plain, strict=True):
+    for found, want in zip(four_ranks.run(over_links, case), plain, strict=True):
+        losses, number, reducing = found
         torch.testing.assert_close(losses, want.losses, rtol=1e-4, atol=1e-4)
         assert number > 0
+        assert reducing == {2}, "NCCL reduces the gradients of four ranks in less time"
 
 
 def test_small_buckets_go_as_before(four_ranks: RankPool) -> None:

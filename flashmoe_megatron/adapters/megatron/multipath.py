@@ -28,6 +28,9 @@ _least_bytes = MIN_BYTES
 _LEAST_GAIN = 0.1
 """What several links have to gain over one. Where NVLink is fast, the relay through the host makes
 buckets 5 per cent faster and steps 4 per cent slower: kernels are launched over the same PCIe."""
+_MOST_SUMMED = 2
+"""Ranks whose gradients are reduced over links. NCCL reduces those of four in less time; times cannot
+decide, since its sums have other bits and a training would depend on chance."""
 
 
 def over_links(module: ModuleType, handle: str) -> Callable[[Function], Function]:
@@ -120,7 +123,8 @@ def _in_place(module: ModuleType, buckets: Sequence[Any]) -> Iterator[list[Calla
         async_op: bool = False,
     ) -> Any:
         kind = _kind_of(op)
-        if kind is None or not _is_large(input, group):
+        is_slower = dist.get_world_size(group) > _MOST_SUMMED
+        if kind is None or is_slower or not _is_large(input, group):
             return reduce(output, input, op=op, group=group, async_op=async_op)
         calls.append(lambda: _multipath(group, input).reduce_scatter(output, input, kind, async_op))
         return None

@@ -57,9 +57,9 @@ class Settings(FrameworkOptions):
     multipath: Literal["auto", "off"] = option(
         "off",
         one_of(("auto", "off")),
-        "Whether the distributed optimizer gathers parameters and reduces gradients of buckets of "
-        "at least 64 MiB over all links between GPUs at once, by copy engines; gradients are "
-        "summed in float32.",
+        "Whether the distributed optimizer gathers parameters of buckets of at least 64 MiB over "
+        "all links between GPUs at once, by copy engines, and reduces gradients of two ranks so, "
+        "which are then summed in float32.",
     )
 
     def backend_options(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ GPU's time the host issues them while the GPU sleeps, as it is ahead of the GPU 
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,17 @@ class Clock:
         self._turns = turns
         self._lane = lanes.Lane(device)
 
-    def seconds(self, call: Work, *, of_host: bool = False) -> float:
-        """One call's, on a GPU without the host's, or of a host that waits for each turn."""
-        if of_host or self.device.type != "cuda":
-            call()
-            return self._median(lambda: self._host_turn(call))
-        return self._of_gpu(call, lambda: None, call, CALLS)
+    def seconds(self, calls: Sequence[Work], *, of_host: bool = False) -> list[float]:
+        """What each of several calls takes, on a GPU without the host's, or of a host that waits.
+
+        All are timed once in each turn, so that what changes in between changes all of them alike.
+        """
+        is_of_host = of_host or self.device.type != "cuda"
+        turns = [
+            self._turn_of_host(call) if is_of_host else self._turn_of_gpu(call, _nothing, call)
+            for call in calls
+        ]
+        return self._medians(turns)
 
     def factor(self, call: Work, call_s: float, other: Work, other_s: float, meet: Work) -> float:
         """How many times as long as alone a call takes while another one runs beside it.
@@ -68,9 +73,12 @@ class Clock:
                 for _ in range(num_beside):
                     other()
 
-        return max(self._of_gpu(meet, beside, call, times) / call_s, 1.0)
+        (taken,) = self._medians([self._turn_of_gpu(meet, beside, call, times)])
+        return max(taken / call_s, 1.0)
 
-    def _of_gpu(self, meet: Work, beside: Work, call: Work, times: int) -> float:
+    def _turn_of_gpu(
+        self, meet: Work, beside: Work, call: Work, times: int = CALLS
+    ) -> Callable[[], float]:
         """One call's of several, behind what ranks meet in and beside what is on another stream."""
 
         def issue() -> list[torch.cuda.Event]:
@@ -96,21 +104,26 @@ class Clock:
         begin = time.perf_counter()
         issue()
         issue_s = time.perf_counter() - begin
-        return self._median(turn)
+        return turn
 
-    def _median(self, turn: Callable[[], float]) -> float:
-        taken = torch.tensor([turn() for _ in range(self._turns)], device=self.device)
+    def _turn_of_host(self, call: Work) -> Callable[[], float]:
+        def turn() -> float:
+            self._meet()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            self._synchronize()
+            return (time.perf_counter() - begin) / CALLS
+
+        call()
+        return turn
+
+    def _medians(self, turns: Sequence[Callable[[], float]]) -> list[float]:
+        rows = [[turn() for turn in turns] for _ in range(self._turns)]
+        taken = torch.tensor(rows, device=self.device)
         if self._group is not None:
             dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)
-        return float(taken.median())
-
-    def _host_turn(self, call: Work) -> float:
-        self._meet()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        self._synchronize()
-        return (time.perf_counter() - begin) / CALLS
+        return [float(each) for each in taken.median(0).values]
 
     def _meet(self) -> None:
         """Has all ranks begin a turn together, with nothing left of the last one."""
@@ -121,3 +134,7 @@ class Clock:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _nothing() -> None:
+    """Is beside calls that are timed alone."""

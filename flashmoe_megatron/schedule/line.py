@@ -8,6 +8,9 @@ from dataclasses import dataclass
 ROUNDS = 50
 TUKEY = 4.685
 """A time that is so many deviations from the line counts for nothing, as in Tukey's biweight."""
+LEAST_DEVIATION = 0.03
+"""The least deviation of times from the line, as a part of the median one: a collective's rate
+rises with its size, so that its times bend by as much, and none of them is to be taken for late."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,14 @@ def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> Line:
     if len(set(sizes)) < 2 or len(sizes) != len(times_s) or min(times_s) <= 0:
         raise ValueError(f"sizes {sizes} and times {times_s}: wanted two sizes, times above 0")
     weights = [1.0] * len(sizes)
+    least = LEAST_DEVIATION * statistics.median(times_s) ** 0.5
     alpha = beta = 0.0
     for _ in range(ROUNDS):
         before = alpha, beta
         alpha, beta = _weighted(sizes, times_s, weights)
         errors = [(alpha + beta * n - t) / t**0.5 for n, t in zip(sizes, times_s, strict=True)]
-        spread = statistics.median(map(abs, errors)) / 0.6745  # the deviation, of normal ones
-        if spread < 1e-12 * max(times_s) ** 0.5:
-            break
+        deviation = statistics.median(map(abs, errors)) / 0.6745  # if they are normal ones
+        spread = max(deviation, least)
         far = [error / (TUKEY * spread) for error in errors]
         weights = [(1 - one * one) ** 2 if abs(one) < 1 else 0.0 for one in far]
         if math.isclose(before[0], alpha, rel_tol=1e-9) and math.isclose(before[1], beta):

@@ -1,7 +1,9 @@
 """Times exchanges, products, copies and the host at several sizes, and lays a line through each."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +54,7 @@ class Sizes:
     rows: int
     num_bytes: int
     points: int = 8
-    turns: int = 7
+    turns: int = 15
 
     def __post_init__(self) -> None:
         """Checks them."""
@@ -123,31 +125,36 @@ def even_ratios(most: int, points: int, span: int = SPAN) -> list[int]:
 
 def _products(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
     """Times of grouped products by their floating-point operations."""
-    samples = []
-    for per_expert in even_ratios(sizes.rows // sizes.num_experts, sizes.points):
-        flops = 2.0 * per_expert * sizes.num_experts * sizes.hidden * sizes.intermediate
-        samples.append((flops, clock.seconds(_product(clock.device, dtype, sizes, per_expert))))
-    return samples
+    each = even_ratios(sizes.rows // sizes.num_experts, sizes.points)
+    weights = _weights(clock, dtype, sizes)
+    taken = clock.seconds([_product(weights, per_expert) for per_expert in each])
+    one = 2.0 * sizes.num_experts * sizes.hidden * sizes.intermediate
+    return [(one * per_expert, time) for per_expert, time in zip(each, taken, strict=True)]
 
 
-def _product(device: torch.device, dtype: torch.dtype, sizes: Sizes, per_expert: int) -> Work:
-    hidden, width, experts = sizes.hidden, sizes.intermediate, sizes.num_experts
-    weights = torch.randn(experts, hidden, width, device=device).to(dtype)
-    counts = [per_expert] * experts
-    ends = torch.tensor(counts, device=device).cumsum(0).int()
-    rows = torch.randn(sum(counts), hidden, device=device).to(dtype)
+def _weights(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> torch.Tensor:
+    shape = sizes.num_experts, sizes.hidden, sizes.intermediate
+    return torch.randn(shape, device=clock.device).to(dtype)
+
+
+def _product(weights: torch.Tensor, per_expert: int) -> Work:
+    counts = [per_expert] * len(weights)
+    ends = torch.tensor(counts, device=weights.device).cumsum(0).int()
+    rows = torch.randn(sum(counts), weights.shape[1], device=weights.device).to(weights.dtype)
     return lambda: product(rows, weights, ends, counts)
 
 
 def _copies(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
     """Times of rows that are picked, by bytes that are written; of more than a cache takes."""
-    samples = []
-    for count in even_ratios(sizes.rows, sizes.points, COPY_SPAN):
-        rows = torch.randn(count, sizes.hidden, device=clock.device).to(dtype)
-        index = torch.randperm(count, device=clock.device)
-        taken = clock.seconds(lambda: rows.index_select(0, index))  # noqa: B023
-        samples.append((float(rows.nbytes), taken))
-    return samples
+
+    def copy(rows: torch.Tensor) -> Work:
+        index = torch.randperm(len(rows), device=clock.device)
+        return lambda: rows.index_select(0, index)
+
+    counts = even_ratios(sizes.rows, sizes.points, COPY_SPAN)
+    each = [torch.randn(count, sizes.hidden, device=clock.device).to(dtype) for count in counts]
+    taken = clock.seconds([copy(rows) for rows in each])
+    return [(float(rows.nbytes), time) for rows, time in zip(each, taken, strict=True)]
 
 
 def _beside(
@@ -160,7 +167,7 @@ def _beside(
 ) -> Beside:
     """What the largest product and the largest all-to-all take beside each other."""
     product_s, exchange_s = products[-1][1], exchanges[-1][1]
-    calls = _product(clock.device, dtype, sizes, max(sizes.rows // sizes.num_experts, 1))
+    calls = _product(_weights(clock, dtype, sizes), max(sizes.rows // sizes.num_experts, 1))
     return Beside(
         product=clock.factor(calls, product_s, exchange, exchange_s, meet=exchange),
         exchange=clock.factor(exchange, exchange_s, calls, product_s, meet=exchange),
@@ -190,15 +197,27 @@ def _hosts(
     options = BackendOptions(keep="all", exchange=exchange)
     backend = ScheduledBackend(config, group, device=clock.device, options=options, grid=grid)
     layer = RandomLayer(backend, TOKENS, dtype, clock.device)
-    samples: dict[str, list[Sample]] = {"host_forward": [], "host_backward": []}
-    for parts in PARTS:
+
+    def forward(parts: int) -> Any:
         backend.degrees = parts, parts
-        taken = clock.seconds(layer.forward, of_host=True)
-        samples["host_forward"].append((float(parts), taken))
-        saved = layer.forward()
-        taken = clock.seconds(lambda: layer.backward(saved), of_host=True)  # noqa: B023
-        samples["host_backward"].append((float(parts), taken))
-    return samples
+        return layer.forward()
+
+    def backward(parts: int, saved: Any) -> None:
+        backend.degrees = parts, parts
+        layer.backward(saved)
+
+    saved = [forward(parts) for parts in PARTS]
+    calls = {
+        "host_forward": [functools.partial(forward, parts) for parts in PARTS],
+        "host_backward": [
+            functools.partial(backward, parts, kept)
+            for parts, kept in zip(PARTS, saved, strict=True)
+        ],
+    }
+    return {
+        name: list(zip(map(float, PARTS), clock.seconds(each, of_host=True), strict=True))
+        for name, each in calls.items()
+    }
 
 
 def _all_to_all(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
@@ -250,11 +269,10 @@ def _exchanges(
     clock: Clock, exchange: _Exchange, group: dist.ProcessGroup, sizes: Sizes
 ) -> list[Sample]:
     """Times of a collective by the bytes of a rank's larger buffer, which is of float32."""
-    samples = []
-    for units in even_ratios(_most_units(sizes, group), sizes.points):
-        buffer = _buffer(clock, group, sizes, units)
-        samples.append((float(buffer.nbytes), clock.seconds(exchange(buffer, group))))
-    return samples
+    units = even_ratios(_most_units(sizes, group), sizes.points)
+    buffers = [_buffer(clock, group, sizes, each) for each in units]
+    taken = clock.seconds([exchange(buffer, group) for buffer in buffers])
+    return [(float(buffer.nbytes), time) for buffer, time in zip(buffers, taken, strict=True)]
 
 
 def _most_units(sizes: Sizes, group: dist.ProcessGroup) -> int:

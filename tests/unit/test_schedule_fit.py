@@ -1,5 +1,6 @@
 """Lines through timings, their file, and degrees that come from it."""
 
+import functools
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.schedule import __main__ as command
+from flashmoe_megatron.schedule.clock import CALLS, Clock
 from flashmoe_megatron.schedule.degree import passes_of
 from flashmoe_megatron.schedule.fit import (
     HOST,
@@ -63,6 +65,23 @@ def test_noise_of_two_per_cent_leaves_alpha_and_beta(seed: int) -> None:
     assert line.alpha_s == pytest.approx(alpha, rel=0.1), "late times bend the line"
     assert line.beta_s == pytest.approx(beta, rel=0.1)
     assert line.r_squared < 0.95, "and are told"
+
+
+def test_times_that_bend_are_not_taken_for_late() -> None:
+    """NCCL's reduce-scatter between four H100s, whose rate rises with its size."""
+    mib = [8.0, 13.125, 21.53, 35.33, 57.97, 95.10, 156.03, 256.0]
+    us = [39.78, 53.07, 75.10, 115.10, 173.46, 268.16, 424.51, 663.39]
+    line = fit_line([one * 2**20 for one in mib], [one * 1e-6 for one in us])
+    assert line.r_squared > 0.999
+
+
+def test_calls_are_timed_in_turns() -> None:
+    called: list[str] = []
+    calls = [functools.partial(called.append, name) for name in "ab"]
+    taken = Clock(None, CPU, turns=3).seconds(calls)
+    assert len(taken) == 2
+    assert all(time > 0 for time in taken)
+    assert called == ["a", "b", *(["a"] * CALLS + ["b"] * CALLS) * 3]
 
 
 def test_no_line_has_negative_terms() -> None:

@@ -29,8 +29,8 @@ _LEAST_GAIN = 0.1
 """What several links have to gain over one. Where NVLink is fast, the relay through the host makes
 buckets 5 per cent faster and steps 4 per cent slower: kernels are launched over the same PCIe."""
 _MOST_SUMMED = 2
-"""Ranks whose gradients are reduced over links. NCCL reduces those of four in less time; times cannot
-decide, since its sums have other bits and a training would depend on chance."""
+"""Ranks whose gradients are reduced over links. NCCL reduces those of four in less time. Trials
+cannot decide, since NCCL's sums have other bits, and a training would depend on chance."""
 
 
 def over_links(module: ModuleType, handle: str) -> Callable[[Function], Function]:

@@ -280,6 +280,44 @@ def test_a_pacer_that_ends_ends_the_link(ranks: RankPool) -> None:
     assert any("has waited" in one and "longer than 2 s" in one for one in said)
 
 
+def in_step(group: dist.ProcessGroup) -> None:
+    """Gathers whose input is late, whose copies are late, and whose input is used again at once."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device, copiers = torch.device("cpu"), set[int]()
+
+        def noted(target: int, source: int, nbytes: int, stream: int) -> None:
+            copiers.add(stream)
+            copy(target, source, nbytes, stream)
+
+        patch.setattr(driver, "copy", noted)
+        with Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=30) as multipath:
+            output = multipath.empty(ranks * 100)
+            part = output[rank * 100 :][:100]
+            multipath.all_gather(output, part)  # tunes
+            streams = [stream for lane in multipath.transfers.links[0].streams for stream in lane]
+            for turn in range(12):
+                current.queue.push(functools.partial(time.sleep, 0.01 * (turn % ranks == rank)))
+                current.queue.push(functools.partial(part.fill_, turn * ranks + rank))
+                if turn % 2:
+                    late = streams[1 + turn % (ranks - 2)]
+                    late.queue.push(functools.partial(time.sleep, 0.01))
+                copiers.clear()
+                multipath.all_gather(output, part)
+                assert len(copiers) == ranks - 1
+                found = torch.empty_like(output)
+                current.queue.push(functools.partial(found.copy_, output))
+                current.queue.push(functools.partial(part.fill_, 255))
+                current.synchronize()
+                assert found.view(ranks, 100).eq(turn * ranks + torch.arange(ranks)[:, None]).all()
+
+
+def test_copies_beside_each_other_wait_for_the_first_stream_and_it_for_them(
+    ranks: RankPool,
+) -> None:
+    ranks.run(in_step, num_ranks=4)
+
+
 def sent_once(group: dist.ProcessGroup) -> None:
     """Gathers by the relay, between reductions, where one receiver is late with every chunk."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)

@@ -567,6 +567,7 @@ class KernelBackend(OfGroup):
         self._early_number = number if grads.are_own else 0
         if is_void:
             grad_x.fill_(torch.nan)
+            grad_probs.fill_(torch.nan)
         return grad_x, grad_probs
 
     def _use_grads(self, targets: list[WeightGrad]) -> tuple[UniformGrads, torch.Tensor]:

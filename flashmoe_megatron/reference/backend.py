@@ -369,6 +369,7 @@ class ReferenceBackend(OfGroup):
         )
         if is_void:
             grad_x.fill_(torch.nan)
+            grad_probs.fill_(torch.nan)
         return grad_x, grad_probs
 
     def _with_replicas(self, weights: ExpertWeights, plan: RowPlan) -> tuple[ExpertWeights, int]:

@@ -520,6 +520,7 @@ class ScheduledBackend(OfGroup):
             self.slices.leave(read_launch_number(saved.layer)[0])
         if is_void:
             grad_x.fill_(torch.nan)
+            grad_probs.fill_(torch.nan)
         return grad_x, grad_probs
 
     def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:

@@ -158,9 +158,10 @@ def refuse_in_backward(group: dist.ProcessGroup, kind: str) -> Any:
     weights = ExpertWeights((stacks[0],), (stacks[1],))
     call = {name: value.contiguous() for name, value in make_call(rank).items()}
     x = call.pop("x").requires_grad_()
+    probs = call["topk_weight"].requires_grad_()
 
     def step() -> None:
-        x.grad = None
+        x.grad = probs.grad = None
         moe_apply(
             layer.backend, x, None, None, weights, accumulate_into_main_grad=True, **call
         ).sum().backward()
@@ -176,7 +177,8 @@ def refuse_in_backward(group: dist.ProcessGroup, kind: str) -> Any:
     if rank == 1:
         stacks[0].main_grad = torch.zeros(3, 2, 2)  # type: ignore[attr-defined]
     step()
-    spoiled = [bool(one.isnan().all()) for one in (x.grad, *(s.main_grad for s in stacks))]  # type: ignore
+    grads = x.grad, probs.grad, *(stack.main_grad for stack in stacks)  # type: ignore[attr-defined]
+    spoiled = [bool(one.isnan().all()) for one in grads]  # type: ignore[union-attr]
     told = told_by(step)
     reset()
     step()
@@ -187,7 +189,7 @@ def refuse_in_backward(group: dist.ProcessGroup, kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["reference", "scheduled"])
 def test_a_backward_that_one_rank_refuses_is_told_by_the_next_forward(ranks: RankPool, kind: str):
     for rank, (spoiled, told, same) in enumerate(ranks.run(refuse_in_backward, kind, num_ranks=2)):
-        assert spoiled == [rank == 1] * 3
+        assert spoiled == [rank == 1] * 4
         assert told[0] == "ShapeError"
         assert told[1].startswith("rank 1: a weight gradient has shape")
         assert all(same)

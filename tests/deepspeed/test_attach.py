@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,20 +174,27 @@ def test_all_ways_to_ask_for_it_and_autoeps_alias(two_ranks: RankPool, tmp_path:
         assert list(found["alias"]) == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
-def unreadable(group: dist.ProcessGroup) -> str:
+def unreadable(group: dist.ProcessGroup, config: str) -> str:
     prepare()
     from flashmoe_megatron.deepspeed import initialize
 
     try:
-        initialize(model=NativeModel((2, 2)), config="neither a path nor base64!")
+        initialize(model=NativeModel((2, 2)), config=config)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_an_unreadable_configuration_is_deepspeeds_error(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(unreadable):
+def test_an_unreadable_configuration_is_deepspeeds_error(
+    two_ranks: RankPool, tmp_path: Path
+) -> None:
+    for message in two_ranks.run(unreadable, "neither a path nor base64!"):
         assert "Expected a string path to an existing deepspeed config" in message
+    twice = tmp_path / "ds_config.json"
+    section = '"expert_parallel": {"enabled": true, "comm_backend": "flashmoe"}'
+    twice.write_text("{" + f"{section}, {section}" + "}")
+    for message in two_ranks.run(unreadable, str(twice)):
+        assert "Duplicate keys in DeepSpeed config" in message
 
 
 def late_forward(group: dist.ProcessGroup, fallback: str) -> str:
@@ -260,20 +268,35 @@ def test_ranks_need_not_have_equal_capacities(two_ranks: RankPool) -> None:
     assert first[-1] < first[0]
 
 
-def other_release(group: dist.ProcessGroup, fallback: str) -> Any:
+INSIDES = (
+    "flashmoe_megatron.adapters.deepspeed.attach",
+    "deepspeed.runtime.tensor_parallel.init_utils",
+)
+"""What knows, or is, something within the tested releases that others need not have."""
+
+
+def other_release(group: dist.ProcessGroup, section: dict[str, Any] | None) -> Any:
+    """As ``with_settings``, under another release's number and without what it may lack."""
+    prepare()
     import deepspeed
 
-    version = deepspeed.__version__
-    deepspeed.__version__ = "0.20.1"
-    try:
-        return with_settings(group, [{"enabled": True, "fallback": fallback}])
-    finally:
-        deepspeed.__version__ = version
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "__version__", "0.20.1")
+        for name in INSIDES:
+            patch.setitem(sys.modules, name, None)
+        return with_settings(group, [section])
 
 
 def test_untested_releases_are_refused(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(other_release, "error"):
+    for message in two_ranks.run(other_release, {"enabled": True}):
         assert "DeepSpeed 0.20.1 is newer than the tested releases 0.19.5 to 0.19.8" in message
-    for report in two_ranks.run(other_release, "warn"):
-        assert len(report) == 2
+    for report in two_ranks.run(other_release, {"enabled": True, "fallback": "warn"}):
+        assert list(report) == ["moe.0", "moe.1"]
         assert all("0.20.1 is newer" in outcome for outcome in report.values())
+
+
+def test_untested_releases_run_as_they_are_where_flashmoe_is_off(two_ranks: RankPool) -> None:
+    for classes in two_ranks.run(other_release, None):
+        assert classes.count("MOELayer") == 2
+    for report in two_ranks.run(other_release, {"enabled": False}):
+        assert report == {f"moe.{number}": "flashmoe.enabled is false" for number in range(2)}

@@ -76,7 +76,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
 
     Args:
         engine: DeepSpeed's, initialized.
-        settings: The user's, the same on every rank.
+        settings: The user's, enabled, and the same on every rank.
 
     Returns:
         For every MoE layer of this rank's model, by name, "fused" or why it was left alone.
@@ -86,8 +86,6 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
             has a layer. The calibration file is not of these layers.
     """
     layers = list(_find_layers(engine.module))
-    if not settings.enabled:
-        return {layer.name: f"{SECTION}.enabled is false" for layer in layers}
     infos: dict[str, LayerInfo] = {}
     outcomes: dict[str, str] = {}
     for layer in layers:

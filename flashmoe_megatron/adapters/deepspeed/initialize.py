@@ -5,12 +5,15 @@ Importing this changes nothing and imports no DeepSpeed. A training program call
 calls that (Hugging Face Trainer, accelerate); :func:`attach` serves an engine that exists already.
 """
 
+import base64
 import contextlib
 import copy
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flashmoe_megatron.adapters.deepspeed.settings import (
@@ -113,33 +116,57 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
     # Ranks compare also where flashmoe is not enabled: another rank's configuration may differ.
     values = {f"{SECTION}.{name}": value for name, value in vars(settings).items()}
     check_ranks_agree(dist.group.WORLD, values)
-    problem = version_problem(deepspeed.__version__) if settings.enabled else None
+    if not settings.enabled:
+        return _left_alone(engine, f"{SECTION}.enabled is false")
+    problem = version_problem(deepspeed.__version__)
     if problem is not None:
         if settings.fallback == "error":
             raise ConfigError(
                 f'{problem}, or set {SECTION}.fallback to "warn" to leave MoE layers to DeepSpeed'
             )
         logger.warning("%s; DeepSpeed runs its MoE layers itself", problem)
-        return {
-            name: problem
-            for name, module in engine.module.named_modules()
-            if type(module).__name__ in ("MOELayer", "AutoEPMoELayer")
-        }
+        return _left_alone(engine, problem)
     # attach.py knows the insides of the tested releases, so it is imported for these alone.
     from flashmoe_megatron.adapters.deepspeed.attach import attach_engine
 
     return attach_engine(engine, settings)
 
 
-def _load_config(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The configuration as DeepSpeed will find it; ``None`` where DeepSpeed will refuse it."""
-    given = _configs(arguments)
-    if len(given) != 1 or not isinstance(given[0], str | dict):
-        return None
-    from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+def _left_alone(engine: Any, reason: str) -> dict[str, str]:
+    """The report of an engine in which nothing is fused, of any release: it knows names alone."""
+    return {
+        name.removesuffix(".deepspeed_moe"): reason
+        for name, module in engine.module.named_modules()
+        if any(kind.__name__ in ("MOELayer", "AutoEPMoELayer") for kind in type(module).__mro__)
+    }
 
-    config = load_ds_config(given[0])
-    return config if isinstance(config, Mapping) else None
+
+def _load_config(arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The configuration as DeepSpeed will find it; ``None`` where DeepSpeed will refuse it.
+
+    DeepSpeed's own reader is not asked: where it is differs between releases.
+    """
+    given = _configs(arguments)
+    if len(given) != 1:
+        return None
+    config = given[0]
+    if isinstance(config, str):
+        import hjson  # which DeepSpeed needs, too
+
+        try:
+            is_file = os.path.exists(config)
+            text = Path(config).read_text() if is_file else base64.urlsafe_b64decode(config)
+            config = hjson.loads(text, object_pairs_hook=_once_each)
+        except (OSError, ValueError):
+            return None
+    return config if isinstance(config, dict) else None
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
 
 
 def _configs(arguments: Mapping[str, Any]) -> list[Any]:

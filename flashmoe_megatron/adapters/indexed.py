@@ -14,8 +14,8 @@ from flashmoe_megatron.weights import SplitWeights
 class IndexedExperts(LayerExperts):
     """Applies a layer's routed experts to tokens that the framework has routed.
 
-    Making one is collective over the group, and so is every call. Whoever reads the counts and the
-    records tells ``is_training``.
+    Making one is collective over the group, and so is every call. The layer tells ``is_training``
+    before each.
 
     Args:
         shape: The layer's; its ``max_tokens`` does not count.

@@ -18,7 +18,16 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.telemetry.calibration import Entry, write_entries
 from tests.deepspeed import pipeline
-from tests.deepspeed.harness import Case, batch, build, train, train_engine
+from tests.deepspeed.harness import (
+    Case,
+    batch,
+    build,
+    ds_config,
+    prepare,
+    train,
+    train_engine,
+)
+from tests.deepspeed.models import AutoEPModel, NativeModel
 from tests.distributed import RankPool, refusal, run_ranks
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
@@ -154,6 +163,39 @@ def test_evaluation_is_in_no_metric(two_ranks: RankPool, tmp_path: Path) -> None
     both = min(len(alone), len(mixed))  # the last report is written if a forward finds it done
     assert both > 1
     assert mixed[:both] == alone[:both]
+
+
+def modes(group: dist.ProcessGroup, given: Case) -> list[tuple[set[bool], int, int]]:
+    """Whether launches were evaluation, and tokens and routes, in evaluation and in training."""
+    prepare()
+    from flashmoe_megatron.adapters.deepspeed.routes import RouteReader
+    from flashmoe_megatron.deepspeed import initialize
+
+    config = ds_config(given, fused=True)
+    del config["optimizer"]  # an engine for evaluation has none
+    model = NativeModel((2, 2)) if given.family == "native" else AutoEPModel()
+    engine, *_ = initialize(model=model, config=config)
+    served = [one.flashmoe for one in engine.module.modules() if hasattr(one, "flashmoe")]
+    reader = RouteReader([one.routes for one in served])
+    found = []
+    for is_training in (False, True):
+        engine.train(is_training)
+        with torch.no_grad():
+            engine(*batch(given, 0, torch.float32))
+        backends = {id(one.experts.backend): one.experts.backend for one in served}.values()
+        taken = [record for backend in backends for record in backend.take_records()]
+        tokens = sum(one.experts.num_tokens for one in served)
+        found.append(({record.is_evaluation for record in taken}, tokens, reader.read()[0]))
+    return found
+
+
+@pytest.mark.parametrize("family", ["native", "autoep"])
+def test_layers_know_evaluation_where_nobody_reports(family: str, two_ranks: RankPool) -> None:
+    """Another engine's metrics may read what they leave in the memory of their group."""
+    for evaluated, trained in two_ranks.run(modes, Case(family=family)):
+        assert evaluated == ({True}, 0, 0)
+        assert trained[0] == {False}
+        assert min(trained[1:]) > 0
 
 
 def test_a_choice_of_metrics(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
         # The weights are read here, where ZeRO-3 gathers them; attributes are read again in each
         # call, so that it does so again.
         weights = SplitWeights(gate=(experts.w1,), up=(experts.w3,), down=(experts.w2,))
+        self.flashmoe.set_training(self.training)
         out = self.flashmoe.experts(x, selected, scores, weights)
         self.flashmoe.routes.count(tokens_per_expert, selected)
         output: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self._finalize_output(

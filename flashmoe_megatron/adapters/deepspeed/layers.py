@@ -50,3 +50,7 @@ class Served:
 
     experts: RoutedExperts
     routes: RouteCounter
+
+    def set_training(self, is_training: bool) -> None:
+        """Tells both, before a call, whether the layer is in training mode."""
+        self.experts.is_training = self.routes.is_training = is_training

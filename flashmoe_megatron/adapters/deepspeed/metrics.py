@@ -71,7 +71,6 @@ class EngineMetrics:
         self._engine = engine
         self._backends = backends
         self._experts = experts
-        self._counters = counters
         self._tokens = {id(one): one.num_tokens for one in experts}
         self._routes = RouteReader(counters)
         self._last_step = int(engine.global_steps)
@@ -90,11 +89,6 @@ class EngineMetrics:
     @eager  # engine.compile() takes the hooks of a forward along
     def __call__(self) -> None:
         """Ends a step, if one has ended. Collective over all ranks, whose steps agree."""
-        is_training = self._engine.module.training
-        for experts in self._experts:
-            experts.is_training = is_training
-        for counter in self._counters:
-            counter.is_on = is_training
         before, step = self._last_step, int(self._engine.global_steps)
         self._last_step = step
         if step == before + 1:  # any other that is new comes from a checkpoint

@@ -56,6 +56,7 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
         self.l_aux, _, _, indices, _, gates, self.exp_counts = self.gate(x, used_token, True)
         check_unchanged(self.experts, self.expert_classes)
         weights = read_weights(self.experts.deepspeed_experts, self.form)
+        self.flashmoe.set_training(self.training)
         out = self.flashmoe.experts(x, indices.t(), gates.t(), weights)
         self.flashmoe.routes.count(self.exp_counts, indices)
         if self.wall_clock_breakdown:

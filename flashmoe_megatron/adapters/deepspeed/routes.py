@@ -12,12 +12,14 @@ class RouteCounter:
         device: The device of the layer's routes.
 
     Attributes:
-        is_on: Whether routes are counted now.
+        is_read: Whether somebody reads the counts.
+        is_training: Whether the layer is being trained now; nothing else is counted.
         counts: ``[2]`` int64, routes that the router chose so far, and those that were kept.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.is_on = False
+        self.is_read = False
+        self.is_training = True
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -28,7 +30,7 @@ class RouteCounter:
             per_expert: ``[num_experts]``, this rank's routes before dropping.
             expert_idx: Each route's expert, -1 where it was dropped.
         """
-        if self.is_on:
+        if self.is_read and self.is_training:
             self.counts += torch.stack((per_expert.sum(), (expert_idx >= 0).sum()))
 
 
@@ -45,7 +47,7 @@ class RouteReader:
         self._copy: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         for counter in counters:
-            counter.is_on = True
+            counter.is_read = True
 
     def read(self) -> tuple[int, int]:
         """Routes chosen and kept since the last reading, as far as they are known."""

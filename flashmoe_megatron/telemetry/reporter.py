@@ -104,6 +104,14 @@ class Reporter:
         if is_last:
             self._write(step, wait=True)
 
+    def write_arrived(self, now: int) -> None:
+        """Writes reports whose reductions are done, between steps or behind the last one.
+
+        Args:
+            now: As for :meth:`step`.
+        """
+        self._write(now)
+
     def _collect(self) -> None:
         for record in self._take_records():
             if record.is_evaluation:

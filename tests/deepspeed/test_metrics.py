@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,27 @@ def test_a_resumed_run_reports_its_own_steps(two_ranks: RankPool, tmp_path: Path
     # The last report of each run would come with a forward of a later step.
     assert [line["step"] for line in lines] == [2, 6]
     assert all(line["flashmoe/forward/kernel_ms"] > 0 for line in lines)
+
+
+def run_to_an_evaluation(group: dist.ProcessGroup, given: Case) -> None:
+    """Evaluates behind the last step, until its report has been written."""
+    engine = build(given, fused=True)
+    train_engine(engine, given)
+    path = Path(given.config["csv_monitor"]["output_path"], "job", "flashmoe_metrics.jsonl")
+    for _ in range(500):
+        is_written = [path.exists() and f'"step": {given.steps},' in path.read_text()]
+        dist.broadcast_object_list(is_written)
+        if is_written[0]:
+            return
+        time.sleep(0.01)
+        with torch.no_grad():
+            engine(*batch(given, 999, torch.float32))
+
+
+def test_evaluation_writes_the_last_report(two_ranks: RankPool, tmp_path: Path) -> None:
+    given = replace(case(str(tmp_path)), steps=INTERVAL)
+    two_ranks.run(run_to_an_evaluation, given)
+    assert [line["step"] for line in reports(tmp_path / "job")] == [INTERVAL]
 
 
 def run_beside_evaluations(group: dist.ProcessGroup, given: Case, evaluations: int) -> None:

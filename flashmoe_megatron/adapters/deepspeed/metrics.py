@@ -88,11 +88,17 @@ class EngineMetrics:
 
     @eager  # engine.compile() takes the hooks of a forward along
     def __call__(self) -> None:
-        """Ends a step, if one has ended. Collective over all ranks, whose steps agree."""
+        """Ends a step, if one has ended. Collective over all ranks, whose steps agree.
+
+        DeepSpeed has no end that all ranks reach together, so evaluation writes the last report.
+        """
         before, step = self._last_step, int(self._engine.global_steps)
         self._last_step = step
+        now = int(self._engine.global_samples)
         if step == before + 1:  # any other that is new comes from a checkpoint
-            self._reporter.step(step, now=int(self._engine.global_samples))
+            self._reporter.step(step, now=now)
+        elif not self._engine.module.training:  # behind the last step, perhaps
+            self._reporter.write_arrived(now)
 
     def _take_records(self) -> list[LaunchRecord]:
         return take_records(self._all_backends())

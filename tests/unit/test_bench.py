@@ -1,5 +1,7 @@
 """The measuring tools measure what they say: the baseline is the layer, the gate notices errors."""
 
+import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.distributed import RankPool
+from tools.bench import bench_layer, compare_libraries, multipath, stopwatch
 from tools.bench.bench_layer import (
     DTYPES,
     GATE,
@@ -112,6 +115,103 @@ def test_a_shape_is_named_or_described():
     for name in ("paper-9k", "8192x2048x2048x64", "8192x2048x2048x64x0", "8192x2048x-1x64x2"):
         with pytest.raises(ValueError, match=f"shape {name}: wanted TOKENSx.* or one of paper-1k"):
             shape_of(name)
+
+
+SMALL = Shape(40, 64, 64, 8, 2, gated=True)
+
+
+class SpoiltLayer(FusedLayer):
+    """A layer whose output is a hundredth too large."""
+
+    def __call__(self) -> torch.Tensor:
+        return super().__call__() * 1.01
+
+
+def use_on_processor(monkeypatch: pytest.MonkeyPatch, tool: object, kind: type[FusedLayer]) -> None:
+    """Has a tool measure the reference, at a small shape in the place of all that it names."""
+
+    def layer(problem: Problem, **_: object) -> FusedLayer:
+        return kind(problem, ReferenceBackend(problem.config), use_main_grad=True)
+
+    monkeypatch.setattr(stopwatch, "HAS_GPU", False)
+    monkeypatch.setattr(tool, "kernel_layer", layer)
+    monkeypatch.setattr(tool, "SHAPES", dict.fromkeys(SHAPES, SMALL))
+
+
+ROWS = [
+    ("fused", "gate"),
+    ("fused", "forward"),
+    ("fused", "forward+backward"),
+    ("unfused", "gate"),
+    ("unfused", "forward"),
+    ("experts only", "forward"),
+    ("unfused", "forward+backward"),
+]
+
+
+@pytest.mark.parametrize(("spoilt", "num_rows"), [("fused", 0), ("unfused", 3), ("", len(ROWS))])
+def test_a_wrong_layer_or_baseline_has_no_figures(
+    tmp_path: Path, monkeypatch, spoilt: str, num_rows: int
+):
+    use_on_processor(monkeypatch, bench_layer, SpoiltLayer if spoilt == "fused" else FusedLayer)
+    if spoilt == "unfused":
+        right = bench_layer.unfused_layer
+        monkeypatch.setattr(bench_layer, "unfused_layer", lambda *layer: right(*layer) * 1.01)
+    out = tmp_path / "out.jsonl"
+    shape = "40x64x64x8x2"
+    command = ["--allow-cpu", "--shapes", shape, "--iterations", "1", "--out", str(out)]
+    if spoilt:
+        wanted = rf"{shape}, {spoilt}: relative L2 error 0\.01.*, wanted at most 0\.006"
+        with pytest.raises(SystemExit, match=wanted):
+            bench_layer.main(command)
+    else:
+        assert bench_layer.main(command) == 0
+    rows = map(json.loads, out.read_text().splitlines() if out.exists() else [])
+    assert [(row["implementation"], row["measurement"]) for row in rows] == ROWS[:num_rows]
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+@pytest.mark.parametrize("kind", [FusedLayer, SpoiltLayer])
+def test_a_library_that_computes_wrongly_gives_no_times(
+    monkeypatch, kind: type[FusedLayer], is_zero: bool
+):
+    use_on_processor(monkeypatch, compare_libraries, kind)
+    monkeypatch.setenv("FLASHMOE_LIBRARY", "")  # which ``work`` sets in a process of its own
+    orders, theirs = multiprocessing.Pipe()
+    orders.send(("paper-1k", is_zero))
+    orders.send(None)
+    if kind is SpoiltLayer:
+        with pytest.raises(SystemExit, match=r"paper-1k, now.so: relative L2 error 0\.01"):
+            compare_libraries.work(Path("now.so"), theirs, launches=1, one_of=4)
+        assert not orders.poll()
+    else:
+        compare_libraries.work(Path("now.so"), theirs, launches=1, one_of=4)
+        assert orders.recv().keys() == set(compare_libraries.PASSES)
+
+
+def test_zeros_are_zeros_behind_the_gate_too():
+    problem = make(1, gated=True)
+    layer = FusedLayer(problem, ReferenceBackend(problem.config), use_main_grad=True)
+    layer.results()
+    problem.zero_values()
+    assert not layer().any()
+    assert not any(weight.main_grad.any() for weight in layer.parameters)
+
+
+@pytest.mark.parametrize("kind", [FusedLayer, SpoiltLayer])
+def test_a_wrong_layer_is_not_timed_beside_gathers(monkeypatch, kind: type[FusedLayer]):
+    class BehindTheGate(Exception):
+        """No group of GPUs is here for what follows."""
+
+    def new_group(**_: object) -> None:
+        raise BehindTheGate
+
+    use_on_processor(monkeypatch, multipath, kind)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(SystemExit if kind is SpoiltLayer else BehindTheGate) as raised:
+        multipath._beside_launch(3, {}, torch.device("cpu"))
+    if kind is SpoiltLayer:
+        assert str(raised.value).startswith("rank 3, qwen3-30b: relative L2 error 0.01")
 
 
 @pytest.mark.parametrize("exists", [False, True])

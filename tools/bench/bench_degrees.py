@@ -32,11 +32,10 @@ from tools.bench.bench_layer import (
     FusedLayer,
     UnfusedLayer,
     kernel_layer,
-    require_gate,
+    pass_gate,
     without_grad,
 )
 from tools.bench.common import Record, Timer, log
-from tools.bench.correctness import relative_errors
 from tools.bench.megatron_layer import MegatronLayer
 from tools.bench.shapes import Problem, Shape, make_problem, shape_of
 
@@ -65,13 +64,6 @@ def near(predicted: int, ms: dict[int, float]) -> bool:
     return abs(ordered.index(predicted) - ordered.index(fastest)) <= 1
 
 
-def pass_gate(name: str, problem: Problem, layer: Layer) -> None:
-    """Compares a layer's results with float32's. Collective over the default group."""
-    require_gate(name, relative_errors(problem, layer.results()))
-    if stopwatch.HAS_GPU:
-        torch.cuda.empty_cache()
-
-
 def measure_beside(
     name: str, problem: Problem, names: list[str], timer: Timer
 ) -> dict[str, list[float]]:
@@ -87,7 +79,7 @@ def measure_beside(
             names.remove(other)
             log(f"{other} is left out: {error}")
             continue
-        pass_gate(f"{name} {other}", problem, layer)
+        pass_gate(f"{name} {other}", problem, layer.results)
         calls = (without_grad(layer), layer.forward_and_backward)
         found[other] = [timer(call).median_ms for call in calls]
     return found
@@ -129,7 +121,7 @@ def measure_degrees(
     layer = kernel_layer(problem, use_main_grad=False, kind="scheduled", **auto)
     backend = layer.backend
     forward, backward = predicted = backend.degrees
-    pass_gate(f"{name} {exchange}", problem, layer)
+    pass_gate(f"{name} {exchange}", problem, layer.results)
     ms: tuple[dict[int, float], dict[int, float]] = ({}, {})
     for degree in sorted({*options.degrees, forward}):
         backend.degrees = (degree, 1)

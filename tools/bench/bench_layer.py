@@ -8,11 +8,12 @@ or on one GPU, with the share of the experts that it would have among 4:
 
     python -m tools.bench.bench_layer --one-of 4
 
-For every shape, in one run: the layer has to pass the correctness gate (every result within
-6e-3 of float32, by relative L2 over all ranks), then are timed: the fused kernel through
-autograd, as a model calls it; the unfused baseline over NCCL (``unfused.py``); and its experts
-alone, without communication. Times are medians over iterations of the slowest rank, each from an
-idle GPU. They vary between machines and days; the ratios of one run are what counts.
+For every shape, in one run, are timed: the fused kernel through autograd, as a model calls it;
+the unfused baseline over NCCL (``unfused.py``); and its experts alone, without communication. Layer
+and baseline have to pass the correctness gate first (every result within 6e-3 of float32, by
+relative L2 over all ranks); one that does not ends the run. Times are medians over iterations of
+the slowest rank, each from an idle GPU. They vary between machines and days; the ratios of one run
+are what counts.
 
 Floors: FLOPs at the rate of a large cuBLAS product of the same run, and the bytes that have to
 leave a GPU at least (each token once per other rank, there and back) at the rate of a peer copy of
@@ -178,15 +179,36 @@ class UnfusedLayer:
 
 
 def require_gate(name: str, errors: dict[str, float]) -> None:
-    """Says how far results are from float32's.
+    """Refuses results that are further from float32's than the correctness gate allows.
 
     Raises:
-        SystemExit: Further than the correctness gate allows.
+        SystemExit: They are.
     """
-    log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
     worst = worst_of(errors.values())
     if not worst <= GATE:
         raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {GATE}")
+
+
+def pass_gate(name: str, problem: Problem, results: Callable[[], LayerResults]) -> dict[str, float]:
+    """Compares a layer with float32, before it is timed. Collective over the default group.
+
+    Args:
+        name: What is compared, for messages.
+        problem: What the layer computes.
+        results: Computes the layer's, one forward and backward.
+
+    Returns:
+        Relative errors by result, which have been logged.
+
+    Raises:
+        SystemExit: They are further from float32's than the gate allows.
+    """
+    errors = relative_errors(problem, results())
+    log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
+    require_gate(name, errors)
+    if stopwatch.HAS_GPU:
+        torch.cuda.empty_cache()
+    return errors
 
 
 def without_grad(call: Callable[[], object]) -> Callable[[], object]:
@@ -297,7 +319,7 @@ def measure(
     """Measures one shape. Collective over the default group.
 
     Raises:
-        SystemExit: The layer does not pass the correctness gate.
+        SystemExit: The layer or its baseline does not pass the correctness gate.
     """
     problem = make_problem(shape, num_ranks, router=router, dtype=DTYPES[dtype])
     use_main_grad = options.grads == "main_grad"
@@ -330,11 +352,12 @@ def measure(
         name = f"{name}, locality {router.locality}"
     if spare_slots:
         name = f"{name}, {spare_slots} spare slots"
-    errors = relative_errors(problem, fused.results())
-    record.write(measurement="gate", implementation="fused", relative_l2=errors, **about)
-    require_gate(name, errors)
-    torch.cuda.empty_cache()
 
+    def gate(layer: FusedLayer | UnfusedLayer, implementation: str) -> None:
+        errors = pass_gate(f"{name}, {implementation}", problem, layer.results)
+        record.write(measurement="gate", implementation=implementation, relative_l2=errors, **about)
+
+    gate(fused, "fused")
     fused_ms: dict[str, float] = {}
 
     def take(what: str, timing: Timing, floors: int, implementation: str = "fused") -> None:
@@ -376,6 +399,7 @@ def measure(
         tensor.grad = None
         tensor.__dict__.pop("main_grad", None)
     unfused = UnfusedLayer(problem, use_main_grad=use_main_grad)
+    gate(unfused, "unfused")
     take("forward", timer(without_grad(unfused)), 1, "unfused")
     with torch.no_grad():
         there = dispatch(problem)

@@ -7,7 +7,8 @@ The second command says what counters cost: the same kernel counts, or does not.
 
 A change of some tenths of a per cent is less than what two hosts differ by, or one host from minute
 to minute. So every library has a process of its own, all of them at once on one GPU, which take
-turns of some launches each: clocks and temperature are the same for all. Launches of a turn follow
+turns of some launches each: clocks and temperature are the same for all. Each has to pass the
+correctness gate of ``bench_layer`` at a shape first, with random values. Launches of a turn follow
 one another without a pause, forward and backward each behind its own warm-up. With values of zero
 the GPU stays below its power limit, and times repeat within one per cent; random values show what
 training sees.
@@ -26,7 +27,7 @@ import torch
 
 from flashmoe_megatron.kernel import bindings
 from tools.bench import common
-from tools.bench.bench_layer import kernel_layer, without_grad
+from tools.bench.bench_layer import kernel_layer, pass_gate, without_grad
 from tools.bench.common import log
 from tools.bench.shapes import SHAPES, make_problem
 from tools.bench.stopwatch import in_turns, turn_ms
@@ -46,9 +47,10 @@ def work(
             calls.clear()  # frees the last shape's memory
             torch.cuda.empty_cache()
             problem = make_problem(SHAPES[shape].one_of(one_of))
+            layer = kernel_layer(problem, row_bound=common.ROW_BOUND, counters=counters)
+            pass_gate(f"{shape}, {library}", problem, layer.results)
             if is_zero:
                 problem.zero_values()
-            layer = kernel_layer(problem, row_bound=common.ROW_BOUND, counters=counters)
             calls[order] = dict(
                 zip(PASSES, (without_grad(layer), layer.forward_and_backward), strict=True)
             )

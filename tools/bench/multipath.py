@@ -44,7 +44,8 @@ from flashmoe_megatron.multipath.ring import far_ahead, has_counted
 from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
-from tools.bench.bench_layer import kernel_layer
+from tools.bench.bench_layer import kernel_layer, require_gate
+from tools.bench.correctness import relative_errors
 from tools.bench.shapes import SHAPES, make_problem
 from tools.bench.stopwatch import in_turns, turn_ms
 
@@ -358,9 +359,13 @@ def _gbps(ways: dict[str, Callable[[], Any]], inbound: int) -> dict[str, float]:
 
 
 def _beside_launch(rank: int, about: dict[str, Any], device: torch.device) -> None:
-    """A layer of Qwen3-30B on each GPU, alone and while 256 MiB a rank are gathered beside it."""
+    """A layer of Qwen3-30B on each GPU, alone and while 256 MiB a rank are gathered beside it.
+
+    The layer has to pass the correctness gate of ``bench_layer`` first.
+    """
     problem = make_problem(SHAPES["qwen3-30b"].one_of(4), device=device)
     layer = kernel_layer(problem, row_bound=1.2)
+    require_gate(f"rank {rank}, qwen3-30b", relative_errors(problem, layer.results()))
     plain = dist.new_group(backend="nccl")
     given = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
     output = torch.empty(dist.get_world_size() * given.numel(), dtype=torch.uint8, device=device)

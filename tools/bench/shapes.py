@@ -157,8 +157,12 @@ class Problem:
 
     @torch.no_grad()
     def zero_values(self) -> None:
-        """Makes all but the routing zeros, with which a GPU stays below its power limit."""
-        for tensor in (self.x, self.grad_out, *self.parameters):
+        """Makes all but the routing zeros, with which a GPU stays below its power limit.
+
+        Sums of gradients in ``main_grad`` are among it.
+        """
+        sums = (weight.main_grad for weight in self.parameters if hasattr(weight, "main_grad"))
+        for tensor in (self.x, self.grad_out, *self.parameters, *sums):
             tensor.zero_()
 
     @property

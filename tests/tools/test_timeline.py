@@ -449,6 +449,15 @@ def test_only_layer_kernels_are_recorded(monkeypatch):
     assert [int(buffer[0]) for _, buffer in recorder.taken] == [2, 3]  # each begins with zeros
 
 
+@pytest.mark.parametrize("direction", capture.TRACED)
+def test_an_earlier_capture_is_not_written_over(tmp_path: Path, capsys, direction: str):
+    earlier = tmp_path / f"{direction}.npz"
+    earlier.write_text("earlier")
+    assert command.main(["capture", "--out", str(tmp_path)]) == 2
+    wanted = f"error: {earlier} is of an earlier capture: wanted another folder by --out\n"
+    assert capsys.readouterr().err == wanted
+
+
 def test_without_a_gpu_nothing_is_recorded(tmp_path: Path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

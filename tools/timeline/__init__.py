@@ -3,8 +3,8 @@
     python tools/build.py --trace
     torchrun --nproc-per-node 4 -m tools.timeline capture --shape paper-8k --out runs/timeline
 
-records a forward and a backward with the library that stamps the time, one ``.npz`` each; and then,
-on any machine,
+records a forward and a backward with the library that stamps the time, one ``.npz`` each, in a
+folder without an earlier capture; and then, on any machine,
 
     python -m tools.timeline draw runs/timeline/forward.npz
 

@@ -18,7 +18,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     capture = commands.add_parser("capture", help="record on GPUs, under torchrun")
     capture.add_argument(
-        "--out", type=Path, default=Path("runs/timeline"), help="of the .npz files"
+        "--out",
+        type=Path,
+        default=Path("runs/timeline"),
+        help="folder of the .npz files, which has none of an earlier capture",
     )
     capture.add_argument("--shape", choices=list(SHAPES), default="paper-8k")
     capture.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")

@@ -90,8 +90,13 @@ def capture(options: argparse.Namespace) -> int:
         0, or 2 without a GPU.
 
     Raises:
-        TraceError: The library is not built, or it records nothing.
+        TraceError: The folder has an earlier capture, the library is not built, or it records
+            nothing.
     """
+    paths = {direction: options.out / f"{direction}.npz" for direction in TRACED}
+    for path in paths.values():
+        if path.exists():
+            raise TraceError(f"{path} is of an earlier capture: wanted another folder by --out")
     if not torch.cuda.is_available():
         print("no CUDA GPU is usable here: nothing can be recorded")
         return 2
@@ -135,11 +140,10 @@ def capture(options: argparse.Namespace) -> int:
             "row_bound": options.row_bound,
             "machine": machine,
         }
-        path = options.out / f"{direction}.npz"
         launch = LaunchTrace(about, kinds_of_sources(), ranks)
-        launch.save(path)
+        launch.save(paths[direction])
         events = sum(len(trace.kind) for trace in ranks)
-        parts = (f"{path}: {events} events of {len(ranks)} ranks", launch.incomplete)
+        parts = (f"{paths[direction]}: {events} events of {len(ranks)} ranks", launch.incomplete)
         print("; ".join(filter(None, parts)), flush=True)
     if dist.is_initialized():
         dist.barrier()

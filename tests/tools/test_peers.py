@@ -78,6 +78,20 @@ def test_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch, capsys):
     assert [row["sizes"]["tokens"] for row in added] == [48, 48]  # other sizes are not done
 
 
+@pytest.mark.parametrize(
+    "change",
+    [("--tokens", "48"), ("--peers", "torch"), ("--turns", "3"), ("--turn-ms", "0.1")],
+)
+def test_what_differs_from_the_record_is_not_done(tmp_path: Path, monkeypatch, change):
+    monkeypatch.setattr(bench_peers, "measure", lambda shape, names, options: {})
+    monkeypatch.setattr(common, "machine", lambda commit: {})
+    before = run(tmp_path, monkeypatch)
+    assert run(tmp_path, monkeypatch) == before
+    changed = run(tmp_path, monkeypatch, *change)
+    assert len(changed) == 2 * len(before)
+    assert run(tmp_path, monkeypatch, *change) == run(tmp_path, monkeypatch) == changed
+
+
 def test_a_layer_that_fails_is_recorded_and_shown(tmp_path: Path, monkeypatch):
     def fails(problem: Problem) -> Layer:
         raise RuntimeError("it cannot do this shape")

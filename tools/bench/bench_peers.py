@@ -9,8 +9,9 @@ all turns are recorded. Beside them are: what a forward keeps for its backward, 
 all results against float64, and whether a second call gives the same bits. A library that is not
 installed is left out, with a line that says so; one that fails at a shape is recorded as failed.
 
-Every shape is written as soon as it is measured, and one that is in the file already is passed
-over: a call that ends after ``--minutes`` is continued by the next. What libraries compile can be
+Every shape is written as soon as it is measured, and one that is in the file already, of the same
+sizes and settings, is passed over: a call that ends after ``--minutes`` is continued by the next.
+What libraries compile can be
 made ready by several processes at once, since it does not depend on the number of tokens:
 ``--tokens 512 --turns 1`` without ``--out``, one shape and peer each.
 """
@@ -24,6 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,6 +176,13 @@ def measure(shape: Shape, names: list[str], options: argparse.Namespace) -> dict
     return found
 
 
+def recorded(out: Path | None, settings: dict[str, Any]) -> list[tuple[str, Shape]]:
+    """The shapes that a record has with some settings, by name and sizes."""
+    lines = out.read_text().splitlines() if out is not None and out.is_file() else []
+    rows = [row for row in map(json.loads, lines) if {**row, **settings} == row]
+    return [(row["shape"], Shape(**row["sizes"])) for row in rows]
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -202,18 +211,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     started = time.monotonic()
+    settings = {
+        "peers": options.peers,
+        "graphed": options.graphed,
+        "turns": options.turns,
+        "turn_ms": options.turn_ms,
+        "row_bound": peers.ROW_BOUND,
+        "sonicmoe_tiles": list(SONICMOE_TILES),
+    }
     options.tflops = common.cublas_tflops(Timer(10, 3))
     record = Record(
         options.out,
         **common.machine(options.commit),
         command=common.called("tools.bench.bench_peers", arguments),
         cublas_tflops=round(options.tflops, 1),
-        row_bound=peers.ROW_BOUND,
-        sonicmoe_tiles=list(SONICMOE_TILES),
+        **settings,
     )
-    is_begun = options.out is not None and options.out.is_file()
-    lines = options.out.read_text().splitlines() if is_begun else []
-    done = [(row["shape"], Shape(**row["sizes"])) for row in map(json.loads, lines)]
+    done = recorded(options.out, settings)
     left = [name for name, shape in options.shapes.items() if (name, shape) not in done]
     names, good = list(options.peers), True
     while left and time.monotonic() - started < 60 * options.minutes:

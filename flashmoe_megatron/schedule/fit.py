@@ -135,12 +135,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         raise ConfigError(f"{path}: cannot be written: {error}") from error
 
 
-def read_fit(path: Path, machine: Machine, dtype: torch.dtype | None = None) -> Fit:
+def read_fit(path: Path, machine: Machine | None, dtype: torch.dtype | None = None) -> Fit:
     """Reads a file for a machine.
 
     Args:
         path: Where the file is.
-        machine: This one.
+        machine: This one, ``None`` for whichever the file is of.
         dtype: The tokens', ``None`` if it is not known.
 
     Raises:
@@ -171,7 +171,7 @@ def read_fit(path: Path, machine: Machine, dtype: torch.dtype | None = None) -> 
         fit.torch_dtype  # noqa: B018 - an unknown name is an error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"fit {path}: it is not complete: {error!r}") from error
-    if of != machine:
+    if machine not in (None, of):
         raise ConfigError(
             f"fit {path} is of {of}, but this group is {machine}: wanted a fit of this machine, "
             "from python -m flashmoe_megatron.schedule fit with its --exchange, or degrees as "
@@ -182,12 +182,12 @@ def read_fit(path: Path, machine: Machine, dtype: torch.dtype | None = None) -> 
             f"fit {path} is of {fit.dtype}, but tokens are {dtype}: wanted a fit with --dtype "
             f"{str(dtype).removeprefix('torch.')}"
         )
-    for name in machine.wanted:
+    for name in of.wanted:
         if name not in lines or not _is_line(lines[name]):
             raise ConfigError(
                 f"fit {path}: {name} is {lines.get(name)}, wanted an alpha and a beta in seconds"
             )
-    for name in machine.exchanges:
+    for name in of.exchanges:
         both = beside.get(name)
         if both is None or not all(_is_at_least(1, one) for one in (both.product, both.exchange)):
             raise ConfigError(

@@ -2,12 +2,15 @@
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 
+from flashmoe_megatron.schedule.fit import write_fit
+from tests.fits import make_fit
 from tools import memory_table
 from tools.bench import bench_degrees, bench_layer, compare_libraries, stopwatch
 from tools.bench.bench_layer import GATE
@@ -16,6 +19,13 @@ from tools.bench.shapes import Problem, Shape, make_problem
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("ruff", "mypy", "clang-format", "codespell", "python", "pytest")
+
+
+def fit_in(folder: Path, *, by_copies: bool = False) -> Path:
+    """A file of a fit that nobody has measured."""
+    path, fit = folder / f"{by_copies}.json", make_fit()
+    write_fit(path, replace(fit, machine=replace(fit.machine, by_copies=by_copies)))
+    return path
 
 
 @pytest.mark.parametrize("tool", [bench_layer, compare_libraries])
@@ -36,12 +46,23 @@ def test_what_a_gpu_alone_can_tell_is_refused(flag: str, tmp_path: Path, monkeyp
     assert not out.exists()
 
 
-def test_degrees_of_a_shape_that_is_none(capsys) -> None:
-    options = bench_degrees.parse(["fit.json", "--shapes", "2048x768x768x8x2"])
+def test_degrees_of_a_shape_that_is_none(tmp_path: Path, capsys) -> None:
+    fit = str(fit_in(tmp_path))
+    options = bench_degrees.parse([fit, "--shapes", "2048x768x768x8x2"])
     assert [shape.gated for shape in options.shapes.values()] == [True]
     with pytest.raises(SystemExit, match="2"):
-        bench_degrees.parse(["fit.json", "--shapes", "2048x768"])
+        bench_degrees.parse([fit, "--shapes", "2048x768"])
     assert "shape 2048x768: wanted TOKENSx" in capsys.readouterr().err
+
+
+def test_a_fit_says_how_rows_travel_or_is_refused(tmp_path: Path, capsys) -> None:
+    fits = [fit_in(tmp_path, by_copies=by_copies) for by_copies in (False, True)]
+    options = bench_degrees.parse([*map(str, fits)])
+    assert options.fits == dict(zip(fits, ("auto", "copies"), strict=True))
+    fits[1].write_text('{"machine": {"by_copies": true}}')
+    with pytest.raises(SystemExit, match="2"):
+        bench_degrees.parse([*map(str, fits)])
+    assert f"fit {fits[1]}: wanted an object of format" in capsys.readouterr().err
 
 
 def test_a_baseline_that_is_not_installed_is_left_out(capsys, monkeypatch) -> None:

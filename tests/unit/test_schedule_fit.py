@@ -97,7 +97,7 @@ def test_no_line_has_negative_terms() -> None:
 def test_a_file_is_read_again_and_another_machine_is_refused_by_name(tmp_path: Path) -> None:
     path, fit = tmp_path / "fit.json", make_fit(2, 2)
     write_fit(path, fit)
-    assert read_fit(path, fit.machine, torch.float32) == fit
+    assert read_fit(path, fit.machine, torch.float32) == read_fit(path, None) == fit
     other = Machine("NVIDIA A100", 2, 2)
     with pytest.raises(
         ConfigError, match="is of 2 x 2 ranks on a processor .* is 2 x 2 ranks on NV"

@@ -17,7 +17,6 @@ shapes the fit's degree is the fastest one or a neighbour of it among those meas
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.schedule.fit import read_fit
 from tools.bench import common, stopwatch
 from tools.bench.bench_layer import (
     FusedLayer,
@@ -108,15 +108,14 @@ class Degrees:
 
 def exchange_of(fit: Path) -> str:
     """How rows travel in the layers that a fit is for, as the option ``exchange`` has it."""
-    machine = json.loads(fit.read_text(encoding="utf-8"))["machine"]
-    return "copies" if machine.get("by_copies") else "auto"
+    return "copies" if read_fit(fit, None).machine.by_copies else "auto"
 
 
 def measure_degrees(
     name: str, problem: Problem, fit: Path, options: argparse.Namespace, timer: Timer
 ) -> Degrees:
     """Measures one shape by the exchange of one fit. Collective over the default group."""
-    exchange = exchange_of(fit)
+    exchange = options.fits[fit]
     auto = {"degree": "auto", "degree_fit": str(fit), "exchange": exchange}
     layer = kernel_layer(problem, use_main_grad=False, kind="scheduled", **auto)
     backend = layer.backend
@@ -185,6 +184,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--degrees {options.degrees}: wanted 1 among them, which others are beside")
     try:
         options.shapes = {name: shape_of(name, gated=True) for name in options.shapes}
+        options.fits = {fit: exchange_of(fit) for fit in options.fits}
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -210,12 +210,12 @@ def main(arguments: list[str]) -> int:
         good.append(measure(name, shape, options, timer, record))
         if stopwatch.HAS_GPU:
             torch.cuda.empty_cache()
-    for fit, of_shapes in zip(options.fits, zip(*good, strict=True), strict=True):
+    for exchange, of_shapes in zip(options.fits.values(), zip(*good, strict=True), strict=True):
         for what, are_near in zip(
             ("forward", "backward"), zip(*of_shapes, strict=True), strict=True
         ):
             count = f"{sum(are_near)} of {len(good)} shapes"
-            log(f"{exchange_of(fit)}, {what}: near the fastest degree at {count}")
+            log(f"{exchange}, {what}: near the fastest degree at {count}")
     dist.destroy_process_group()
     return 0
 

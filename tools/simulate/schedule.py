@@ -1,6 +1,5 @@
 """Pictures of the scheduled backend: what its degrees bring by the model, and what streams did."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import MAX_DEGREE
 from flashmoe_megatron.schedule.degree import passes_of
-from flashmoe_megatron.schedule.fit import LEVELS, Fit, Machine, read_fit
+from flashmoe_megatron.schedule.fit import LEVELS, Fit, read_fit
 from flashmoe_megatron.schedule.model import Pass, Stage, time_of
 from tools.weak_scaling.style import ACCENT, FUSED, NEUTRAL, UNFUSED, new_figure, save
 
@@ -34,20 +33,12 @@ def read_levels(between: Path, within: Path | None) -> Fit:
         between: Measured on the hosts.
         within: Measured on one of them, if ``between`` has one rank on each.
     """
-
-    def read(path: Path) -> Fit:
-        try:
-            machine = json.loads(path.read_text())["machine"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"fit {path}: cannot be read: {error!r}") from error
-        return read_fit(path, Machine(**machine))
-
-    fit = read(between)
+    fit = read_fit(between, None)
     if within is None:
         if LEVELS[0] not in fit.lines:
             raise ConfigError(f"fit {between} has no exchange within hosts: wanted --within")
         return fit
-    levels = dict(zip(LEVELS, (read(within), fit), strict=True))
+    levels = dict(zip(LEVELS, (read_fit(within, None), fit), strict=True))
     lines = {name: of.lines["all_to_all"] for name, of in levels.items()}
     beside = {name: of.beside["all_to_all"] for name, of in levels.items()}
     return replace(fit, lines={**fit.lines, **lines}, beside={**fit.beside, **beside})

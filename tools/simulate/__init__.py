@@ -1,7 +1,7 @@
 """A model of the layer on one host and far beyond it, fed by measured figures.
 
     python -m tools.simulate compare                      # measured against simulated times
-    python -m tools.simulate fit RESULTS.jsonl ...        # the same after fitting anew, kept
+    python -m tools.simulate fit RESULTS.jsonl ...        # the same, fitted anew to figures.json
     python -m tools.simulate predict --out runs/simulate  # weak scaling to 4096 GPUs, with plots
 
 Why a discrete-event simulation of our own, in plain Python and numpy: the kernel hands out tiles in

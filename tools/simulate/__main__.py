@@ -36,9 +36,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    fitting = commands.add_parser("fit", help="fit anew, keep the result, and compare")
+    fitting = commands.add_parser("fit", help="fit anew, write figures.json, and compare")
     fitting.add_argument("files", type=Path, nargs="+", help="JSON lines of measured times")
-    fitting.add_argument("--dry-run", action="store_true", help="do not keep the result")
+    fitting.add_argument("--dry-run", action="store_true", help="do not write the result")
     comparing = commands.add_parser("compare", help="what is kept, against measured times")
     comparing.add_argument("files", type=Path, nargs="*", help="default: those of the last fit")
     for command in (fitting, comparing):

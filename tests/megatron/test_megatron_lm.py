@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe_megatron.schedule.fit import write_fit
 from tests.distributed import PATIENCE_S
+from tests.fits import make_fit
 from tests.megatron.stock_script import MODEL, SEQUENCE_PARALLEL_BLOCK, torchrun
 
 pytestmark = pytest.mark.timeout(4 * PATIENCE_S)
@@ -77,6 +79,26 @@ def test_a_checkpoint_goes_on_with_the_other_dispatcher(
     )
     assert len(crossed) == 2
     assert crossed == pytest.approx(unchanged, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        # Its own size would leave one bucket of each kind: all else, and experts.
+        ("", [20864, 16768, 12352, 24576, 24576]),
+        ("--ddp-bucket-size 30000", [37632, 12352, 36864, 12288]),
+        ("--ddp-num-buckets 3", [37632, 12352, 36864, 12288]),
+    ],
+)
+def test_the_script_cuts_buckets_that_fit(
+    flags: str, wanted: list[int], megatron_lm: Path, tmp_path: Path
+) -> None:
+    fit = tmp_path / "fit.json"
+    write_fit(fit, make_fit(product=(1e-6, 1e-10), copy=(1e-6, 1e-10)))
+    slices = f"--flashmoe-slice-gradients --flashmoe-degree-fit {fit} --logging-level 20"
+    said = train(megatron_lm, tmp_path, "flashmoe", f"{slices} {flags} --train-iters 1")
+    found = re.findall(r"Params for bucket \d+ \((\d+) elements", said)
+    assert [int(numel) for numel in found] == wanted
 
 
 def test_refusal_reaches_the_user(megatron_lm: Path, tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
 """Gradients that are reduced in gaps: when, in which order, and the same losses as otherwise."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.megatron import slices
 from flashmoe_megatron.adapters.patch import original_of
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.schedule.fit import write_fit
 from flashmoe_megatron.scheduled.slices import GradientSlices
 from tests.distributed import RankPool
 from tests.fits import make_fit
-from tests.megatron.harness import Case, Layout, prepare, train
+from tests.megatron.harness import Case, Layout, build_model, prepare, train, transformer_config
 
 EP2 = Layout(expert=2)
 TOLERANCE = 1e-5
@@ -154,6 +158,120 @@ def test_other_backends_get_buckets_that_fit(fit: str, two_ranks: RankPool) -> N
         assert relative(losses, other.losses) < TOLERANCE
         assert size is not None
         assert 100 < size < 100_000, "not Megatron's default of 40 million"
+
+
+SCRIPT_SIZE = 40_000_000
+"""What Megatron's script gives buckets whose size nobody has chosen."""
+
+
+def script(kind: str, read: list[int | None]) -> Callable[..., Any]:
+    """Wraps a model as Megatron's script does, and notes the sizes that are read of buckets.
+
+    The script is no part of the package megatron-core. ``test_megatron_lm.py`` runs the real one.
+
+    Args:
+        kind: "get_model" makes DDP itself, until Megatron-Core 0.17; "layouts" has it made behind
+            layouts, and "builder" is what a configuration's model comes through.
+        read: Gets the sizes.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    def wrap_model_chunks_with_ddp(
+        model_chunks: list[Any], config: Any, ddp_config: Any, *, bucket_sizes: Any = None
+    ) -> Any:
+        read.extend(bucket_sizes)
+        return DistributedDataParallel(config, ddp_config, model_chunks[0])
+
+    def _ddp_wrap(model: list[Any], config: Any, ddp_config: Any) -> Any:
+        ddp_config.bucket_size = ddp_config.bucket_size or SCRIPT_SIZE
+        read.append(ddp_config.bucket_size)
+        return DistributedDataParallel(config, ddp_config, model[0])
+
+    def get_model(model: Any, config: Any, ddp_config: Any) -> Any:
+        ddp_config.bucket_size = ddp_config.bucket_size or SCRIPT_SIZE
+        if kind == "get_model":
+            return DistributedDataParallel(config, ddp_config, model)
+        sizes = [ddp_config.bucket_size, None]
+        wrap = training.wrap_model_chunks_with_ddp
+        return wrap([model], config, ddp_config, bucket_sizes=sizes)
+
+    if kind == "builder":
+        builders: Any = SimpleNamespace(_ddp_wrap=_ddp_wrap)
+        slices.patch_builders(builders)
+        return lambda model, *given: builders._ddp_wrap([model], *given)
+    training: Any = SimpleNamespace(get_model=get_model)
+    if kind == "layouts":
+        training.wrap_model_chunks_with_ddp = wrap_model_chunks_with_ddp
+    slices.patch_training(training)
+    return lambda *given: training.get_model(*given)
+
+
+def cut(
+    group: dist.ProcessGroup, fit: str, kind: str, flags: dict[str, int], own: int | None
+) -> tuple[int, list[int | None], list[list[int]]]:
+    """Buckets of a model that a program wraps: their size, what was read of it, and their ends.
+
+    Args:
+        group: All ranks.
+        fit: What says the gaps.
+        kind: "program" calls DDP itself, else see :func:`script`.
+        flags: The script's arguments for buckets.
+        own: The size in DDP's configuration.
+    """
+    prepare(EP2, **case_of(fit).settings)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    config = transformer_config(EP2, "flashmoe")
+    (model,) = build_model(config, EP2)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=own
+    )
+    args = SimpleNamespace(**{"ddp_bucket_size": None, "ddp_num_buckets": None, **flags})
+    read: list[int | None] = []
+    with pytest.MonkeyPatch.context() as patches:
+        variables = SimpleNamespace(_GLOBAL_ARGS=args)
+        patches.setitem(sys.modules, "megatron.training.global_vars", variables)
+        if kind == "program":
+            wrapped = DistributedDataParallel(config, ddp_config, model)
+        else:
+            wrapped = script(kind, read)(model, config, ddp_config)
+    size = ddp_config.bucket_size
+    ends = []
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        ends.append([sum(each.numel() for each in one.params_list) for one in buffer.buckets])
+        for one, numel in zip(buffer.buckets[:-1], ends[-1], strict=False):
+            assert numel >= size > numel - one.params_list[-1].numel()
+    return size, read, ends
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("get_model", {"ddp_num_buckets": 2}),
+        ("layouts", {"ddp_bucket_size": 45_000}),
+        ("builder", {}),
+        ("program", {}),
+    ],
+)
+def test_buckets_are_pieces_unless_the_user_has_chosen_a_size(
+    kind: str, flags: dict[str, int], fit: str, two_ranks: RankPool
+) -> None:
+    for size, read, ends in two_ranks.run(cut, fit, kind, {}, None):
+        assert 10_000 < size < 30_000
+        assert set(read) <= {size, None}, "layouts have pieces, too"
+        assert [len(each) for each in ends] == [3, 4]
+    for size, read, ends in two_ranks.run(cut, fit, kind, flags, 45_000):
+        assert size == 45_000
+        assert set(read) <= {size, None}
+        assert [len(each) for each in ends] == [1, 2]
+
+
+def test_a_layout_of_muons_scatters_though_its_configuration_says_so_later() -> None:
+    given: dict[str, Any] = {"ddp_config": SimpleNamespace(use_distributed_optimizer=False)}
+    assert not slices._will_scatter(given)
+    muon = {**given, "use_layer_wise_distributed_optimizer": True}
+    assert slices._will_scatter({**muon, "use_layer_wise_param_layout": True})
+    assert not slices._will_scatter({**muon, "use_layer_wise_param_layout": False})
 
 
 def refusals(group: dist.ProcessGroup, fit: str) -> list[str]:

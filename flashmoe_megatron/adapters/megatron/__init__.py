@@ -33,6 +33,8 @@ _PATCHES = (
     ("training.global_vars", "notices", "patch_start"),
     ("training.global_vars", "metrics", "patch_wandb"),
     ("training.training", "metrics", "patch_training"),
+    ("training.training", "slices", "patch_training"),
+    ("training.models.dist_utils", "slices", "patch_builders"),
 )
 """A module of Megatron, and the module here and its function that patch it."""
 

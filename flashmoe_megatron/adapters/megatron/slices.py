@@ -2,9 +2,14 @@
 
 A bucket is a piece, so the pieces' size is that of buckets. On the scheduled backend a bucket whose
 gradients are complete waits for a gap; on others it starts at once, as in Megatron itself.
+
+What makes buckets reads their size from DDP's configuration. From Megatron-Core 0.18 on that is the
+layout of parameters, which the training script computes before it calls DDP, so that the size has
+to be there by then.
 """
 
 import inspect
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +17,12 @@ import torch
 
 from flashmoe_megatron.adapters.gradients import LayerGradients, plan_reduction
 from flashmoe_megatron.adapters.megatron.layer import ROUTED, number_in_model
-from flashmoe_megatron.adapters.megatron.settings import current_settings, current_value, flag_of
+from flashmoe_megatron.adapters.megatron.settings import (
+    current_settings,
+    current_value,
+    flag_of,
+    megatron_args,
+)
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.scheduled.slices import GradientSlices
@@ -21,6 +31,10 @@ _SLICES = "flashmoe_slices"
 """Attribute of the configuration of Megatron's DDP: the queue of the models that it wraps."""
 _told: Any = None
 """The bucket group that Megatron is telling of a gradient."""
+_is_script = False
+"""Megatron's script builds a model, for which it gives buckets a size where nobody has."""
+_is_planned = False
+"""What is being wrapped has been planned for."""
 
 
 def patch_ddp(module: ModuleType) -> None:
@@ -29,23 +43,102 @@ def patch_ddp(module: ModuleType) -> None:
     Args:
         module: ``megatron.core.distributed.distributed_data_parallel``.
     """
-    patch(module.DistributedDataParallel, "__init__", _planning_init)
+    patch(
+        module.DistributedDataParallel, "__init__", lambda original: _planning(original, "module")
+    )
 
 
-def _planning_init(original: Function) -> Function:
+def patch_training(module: ModuleType) -> None:
+    """Plans before the script computes layouts, and lets its arguments say who chose a size.
+
+    Args:
+        module: ``megatron.training.training``.
+    """
+    patch(module, "get_model", _scripted)
+    if hasattr(module, "wrap_model_chunks_with_ddp"):  # from 0.18 on
+        patch(
+            module,
+            "wrap_model_chunks_with_ddp",
+            lambda original: _planning(original, "model_chunks"),
+        )
+
+
+def patch_builders(module: ModuleType) -> None:
+    """Plans before a builder of models computes layouts.
+
+    Args:
+        module: ``megatron.training.models.dist_utils``.
+    """
+    patch(module, "_ddp_wrap", lambda original: _planning(original, "model"))
+
+
+def _scripted(original: Function) -> Function:
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        global _is_script
+        _is_script = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _is_script = False
+
+    return get_model
+
+
+def _planning(original: Function, name: str) -> Function:
+    """Plans before a function that wraps what its argument ``name`` has, a chunk or several."""
     signature = inspect.signature(original)
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if current_value("slice_gradients"):
-            arguments = signature.bind(self, *args, **kwargs).arguments
-            _plan(arguments["ddp_config"], arguments["module"])
-        original(self, *args, **kwargs)
+    def wrap(*args: Any, **kwargs: Any) -> Any:
+        global _is_planned
+        if _is_planned or not current_value("slice_gradients"):
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        chunks = given[name] if isinstance(given[name], list) else [given[name]]
+        _size_buckets(given["ddp_config"], chunks, will_scatter=_will_scatter(given))
+        if _is_script and given.get("bucket_sizes"):  # None of a chunk leaves it whole
+            size = given["ddp_config"].bucket_size
+            given["bucket_sizes"] = [each and size for each in given["bucket_sizes"]]
+        _is_planned = True
+        try:
+            return original(*bound.args, **bound.kwargs)
+        finally:
+            _is_planned = False
 
-    return init
+    return wrap
 
 
-def _plan(ddp_config: Any, module: torch.nn.Module) -> None:
-    """Chooses the buckets' size and what each layer has room for. Collective over all ranks.
+def _will_scatter(given: dict[str, Any]) -> bool:
+    """Whether gradients are reduced to shards; Muon's layout sets this as it is computed."""
+    by_layer = given.get("use_layer_wise_distributed_optimizer", False)
+    has_layout = given.get("use_layer_wise_param_layout", False)
+    return bool(given["ddp_config"].use_distributed_optimizer or (by_layer and has_layout))
+
+
+def _size_buckets(
+    ddp_config: Any, chunks: Sequence[torch.nn.Module], *, will_scatter: bool
+) -> None:
+    """Gives buckets the size of what fits, if the user has not chosen one. Collective."""
+    operation = "reduce_scatter" if will_scatter else "all_reduce"
+    sizes = [_plan(ddp_config, chunk, operation) for chunk in chunks]
+    if not _is_chosen(ddp_config):
+        ddp_config.bucket_size = next(filter(None, sizes), ddp_config.bucket_size)
+
+
+def _is_chosen(ddp_config: Any) -> bool:
+    """Whether the user has chosen the buckets' size."""
+    if not _is_script:
+        return ddp_config.bucket_size is not None
+    args = megatron_args()
+    return args.ddp_bucket_size is not None or args.ddp_num_buckets is not None
+
+
+def _plan(ddp_config: Any, module: torch.nn.Module, operation: str) -> int:
+    """Plans what each layer has room for. Collective over all ranks.
+
+    Returns:
+        How many elements of a bucket fit, 0 if none does.
 
     Raises:
         ConfigError: Nothing is reduced while a backward runs, or a rank cannot plan.
@@ -62,23 +155,17 @@ def _plan(ddp_config: Any, module: torch.nn.Module) -> None:
     routed = [getattr(each, ROUTED) for each in moe_layers]
     layers = _gradients_of(ddp_config, module, moe_layers)
     device = torch.empty(0, device=torch.cuda.current_device()).device
-    plan = plan_reduction(
-        layers,
-        current_settings(),
-        moe_layers[0].ep_group if moe_layers else None,
-        device,
-        "reduce_scatter" if ddp_config.use_distributed_optimizer else "all_reduce",
-    )
+    group = moe_layers[0].ep_group if moe_layers else None
+    plan = plan_reduction(layers, current_settings(), group, device, operation)
     if plan is None:
-        return
-    if ddp_config.bucket_size is None and plan.piece_bytes:
-        size = 4 if ddp_config.grad_reduce_in_fp32 else layers[0].dtype.itemsize
-        ddp_config.bucket_size = max(plan.piece_bytes // size, 1)
+        return 0
     slices = getattr(ddp_config, _SLICES, None) or GradientSlices(device)
     have_gaps = [each.reduce_in_gaps(slices) for each in routed]
     if any(have_gaps):
         slices.plan(plan.in_gap, plan.beside)
         setattr(ddp_config, _SLICES, slices)
+    size = 4 if ddp_config.grad_reduce_in_fp32 else layers[0].dtype.itemsize
+    return -(-plan.piece_bytes // size)
 
 
 def _gradients_of(

@@ -104,3 +104,13 @@ def _device_type(group: dist.ProcessGroup) -> str:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's experts of a parameter or gradient; differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Where :func:`local_part` lies in the whole, also of what FSDP has sharded further."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    with torch.device("cpu"):  # torch counts with tensors on the default device, maybe on "meta"
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    ends = zip(chunk.offsets, chunk.sizes, strict=True)
+    return tuple(slice(first, first + size) for first, size in ends)

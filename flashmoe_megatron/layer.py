@@ -24,7 +24,7 @@ from flashmoe_megatron.checks import (
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
-from flashmoe_megatron.expert_group import ExpertGroup, local_part
+from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
 from flashmoe_megatron.options import BackendKind, BackendOptions
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
@@ -363,21 +363,25 @@ class FlashMoELayer(nn.Module):
     def reset_parameters(self) -> None:
         """Draws router and experts as ``nn.Linear`` does: uniform within ``1 / sqrt(fan_in)``.
 
-        Every rank draws all experts and keeps its own: one seed gives one model, whatever the
-        number of ranks.
+        Every rank draws all experts and keeps its own part: one seed gives one model, whatever the
+        number of ranks, and also behind FSDP's ``fully_shard``.
         """
         self._write_rank()
         if self.router is not None:
-            _draw(self.router.weight, self.config.hidden)
-        first = self.expert_group.rank * self.config.num_local_experts
+            weight = self.router.weight
+            drawn = _drawn(weight, weight.shape, self.config.hidden)
+            local_part(weight).copy_(drawn[local_slices(weight)])
+        experts = [
+            (name, parameter, local_slices(parameter))
+            for name, parameter in self.expert_parameters()
+        ]
         for expert in range(self.config.num_experts):
-            local_expert = expert - first
-            is_local = 0 <= local_expert < self.config.num_local_experts
-            for name, parameters in self.expert_parameters():
+            for name, parameter, (own, *part) in experts:
                 is_fc1 = name.startswith("fc1")
-                target = local_part(parameters)[local_expert if is_local else 0]
-                target = target if is_local else torch.empty_like(target)
-                _draw(target, self.config.hidden if is_fc1 else self.config.intermediate)
+                fan_in = self.config.hidden if is_fc1 else self.config.intermediate
+                drawn = _drawn(parameter, parameter.shape[1:], fan_in)
+                if own.start <= expert < own.stop:
+                    local_part(parameter)[expert - own.start].copy_(drawn[tuple(part)])
 
     @eager
     def forward(
@@ -595,6 +599,8 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
 
 
-def _draw(parameter: torch.Tensor, fan_in: int) -> None:
+def _drawn(parameter: torch.Tensor, shape: torch.Size, fan_in: int) -> torch.Tensor:
+    """Values of a whole parameter or expert, wherever it is sharded."""
     bound = 1 / math.sqrt(fan_in)
-    nn.init.uniform_(parameter, -bound, bound)
+    empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    return nn.init.uniform_(empty, -bound, bound)

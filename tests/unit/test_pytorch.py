@@ -12,8 +12,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +22,7 @@ from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.reference.oracle import assert_close
 from tests.distributed import RankPool
 from tests.unit import cases
 
@@ -186,6 +188,34 @@ def meta_on_ranks(group: dist.ProcessGroup) -> None:
 
 def test_a_layer_of_ranks_that_is_made_on_meta(ranks: RankPool):
     ranks.run(meta_on_ranks, num_ranks=2)
+
+
+def meta_sharded(group: dist.ProcessGroup, num_ranks: int, num_experts: int, dim: int) -> None:
+    """FSDP2's way to make a large model, and what one process draws from the same seed."""
+    shape = (dist.get_world_size(group) // num_ranks, num_ranks)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "ep"))
+    options: dict[str, Any] = {"dtype": torch.float32, "router": True, "bias": True}
+    config = cases.make_config(num_ranks=num_ranks, num_experts=num_experts)
+    with torch.device("meta"):
+        layer = FlashMoELayer(config, group=mesh["ep"], **options)
+    fully_shard(layer, mesh=mesh["fsdp"], shard_placement_fn=lambda _: Shard(dim))
+    layer.to_empty(device="cpu")
+    alone = FlashMoELayer(cases.make_config(num_experts=num_experts), device="cpu", **options)
+    for one in (layer, alone):
+        torch.manual_seed(3)
+        one.reset_parameters()
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.full_tensor(), alone.get_parameter(name)), name
+    assert_close("out", layer(tokens()).detach(), alone(tokens()).detach(), rel_l2=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "dim"), [(1, 6, 0), (2, 8, 0), (2, 6, 0), (2, 8, 1)]
+)
+def test_a_layer_that_is_made_on_meta_and_sharded(
+    ranks: RankPool, num_ranks: int, num_experts: int, dim: int
+):
+    ranks.run(meta_sharded, num_ranks, num_experts, dim)
 
 
 def test_a_layer_runs_within_a_device_context():

@@ -88,10 +88,7 @@ class ExpertGroup(OfGroup):
                 f"{len(self.ranks)} ranks"
             )
         return distribute_tensor(
-            given.to(parameter.device),
-            parameter.device_mesh,
-            parameter.placements,
-            src_data_rank=None,
+            given, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
 
 

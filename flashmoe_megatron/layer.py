@@ -303,7 +303,6 @@ class FlashMoELayer(nn.Module):
         self.fc2 = make(config.hidden, config.intermediate)
         self.register_parameter("fc1_bias", make(config.fc1_rows) if bias else None)
         self.register_parameter("fc2_bias", make(config.hidden) if bias else None)
-        self.register_buffer(RANK_BUFFER, torch.empty((), device=device), persistent=False)
         self._is_checked = False
         self.router = (
             nn.Linear(config.hidden, config.num_experts, bias=False, device=device, dtype=dtype)
@@ -517,7 +516,12 @@ class FlashMoELayer(nn.Module):
         self._is_checked = True
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Takes the own part of plain tensors of all experts, and refuses those of other parts."""
         for name, parameter in self.expert_parameters():
@@ -525,20 +529,32 @@ class FlashMoELayer(nn.Module):
             if isinstance(given, torch.Tensor):
                 loaded = self.expert_group.like(parameter, given, prefix + name)
                 state_dict = {**state_dict, prefix + name: loaded}
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        before = local_part(self.fc2).device
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._follow_parameters(before)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "FlashMoELayer":
         before = local_part(self.fc2).device
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._choice is not None and local_part(self.fc2).device != before:
-            self._backends.clear()
-        self._write_rank()  # to_empty, which comes here, leaves any number and makes new parameters
-        self._mark_experts()
+        self._follow_parameters(before)
         return self
 
-    @torch.no_grad()
+    def _follow_parameters(self, before: torch.device) -> None:
+        """Does anew what torch loses with parameters that it moves or replaces.
+
+        Args:
+            before: Where the parameters were.
+        """
+        if self._choice is not None and local_part(self.fc2).device != before:
+            self._backends.clear()
+        self._write_rank()
+        self._mark_experts()
+
     def _write_rank(self) -> None:
-        self.get_buffer(RANK_BUFFER).fill_(self.expert_group.rank)
+        """Makes the buffer, in which ``to_empty`` leaves anything, and which no checkpoint has."""
+        rank = torch.tensor(float(self.expert_group.rank), device=local_part(self.fc2).device)
+        self.register_buffer(RANK_BUFFER, rank, persistent=False)
 
     def extra_repr(self) -> str:
         """The layer's shape, ranks, backend and dtype, for ``repr(layer)``."""

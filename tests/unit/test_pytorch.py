@@ -218,6 +218,26 @@ def test_a_layer_that_is_made_on_meta_and_sharded(
     ranks.run(meta_sharded, num_ranks, num_experts, dim)
 
 
+@pytest.mark.parametrize("source", [1, 2])
+def test_a_layer_on_meta_takes_a_checkpoint_as_its_parameters(ranks: RankPool, source: int):
+    ranks.run(assign_on_ranks, source, num_ranks=2)
+
+
+def assign_on_ranks(group: dist.ProcessGroup, source: int) -> None:
+    """The checkpoint has plain tensors of all experts, or the DTensors of two ranks."""
+    given = make_layer(group if source > 1 else None).state_dict()
+    layer = make_layer(group, device="meta")
+    layer.load_state_dict(given, assign=True)
+    for _, parameter in layer.expert_parameters():
+        assert (parameter.allreduce, parameter.group_name) == (False, "ep_size_2")
+    want = make_layer(group)
+    assert_same(grads_of(layer, layer), grads_of(want, want))
+    assert "backend=ReferenceBackend" in repr(layer)
+    layer.load_state_dict(make_layer(group).to("meta").state_dict(), assign=True)
+    with pytest.raises(ConfigError, match="on meta and has no values"):
+        layer(tokens())
+
+
 def test_a_layer_runs_within_a_device_context():
     layer = make_layer()
     want = layer(tokens())

@@ -104,10 +104,13 @@ class _Reducer(OfGroup):
         for layer in layers:
             layer.register_forward_pre_hook(self)
         for parameter in self._parameters:
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_()  # which hooks want; they stay for what is frozen and thawed
             parameter.register_hook(self._divide)  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._note
             )
+            parameter.requires_grad_(is_trained)
 
     def follow(self, model: nn.Module) -> None:
         """Has a model's forwards say whether their backwards are to reduce gradients.

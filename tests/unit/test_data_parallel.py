@@ -135,6 +135,32 @@ def test_ten_steps_are_those_of_one_process(
             assert not torch.allclose(parameter, before[name], rtol=1e-3), name
 
 
+def train_frozen(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+    """Trains beside frozen experts, of which fc2 is thawed for the later half of the steps."""
+    model = Model(1, None) if group is None else Model(2, expert_group(2))
+    for layer in model.experts:
+        for _, parameter in layer.expert_parameters():
+            parameter.requires_grad_(False)
+    run = model if group is None else DistributedDataParallel(prepare_for_ddp(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        for layer in model.experts:
+            layer.fc2.requires_grad_(step >= 2)
+        optimizer.zero_grad()
+        run(batch(step, 4, None if group is None else dist.get_rank(group))).backward()
+        optimizer.step()
+    return whole(model)
+
+
+def test_frozen_experts_stay_and_thawed_ones_are_reduced(ranks: RankPool):
+    want, before = train_frozen(None), whole(Model(1, None))
+    for got in ranks.run(train_frozen):
+        for name, parameter in got.items():
+            assert_close(name, parameter, want[name], rel_l2=1e-5)
+            is_frozen = "fc1" in name or "fc2_bias" in name
+            assert torch.equal(parameter, before[name]) == is_frozen, name
+
+
 def wrap_unprepared(group: dist.ProcessGroup) -> None:
     """Torch itself will not broadcast experts beside others; the layer sees to what is left."""
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):

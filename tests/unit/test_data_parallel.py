@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -161,6 +162,49 @@ def test_frozen_experts_stay_and_thawed_ones_are_reduced(ranks: RankPool):
             assert torch.equal(parameter, before[name]) == is_frozen, name
 
 
+def step_with_experts_apart(group: dist.ProcessGroup) -> None:
+    """Fused and scaled steps want the experts, which are DTensors, in an optimizer of their own."""
+    plain, model = Model(2, group), Model(2, group)
+    step_of(plain, group, [torch.optim.AdamW(plain.parameters())])
+    experts = [one for _, one in expert_parameters(model)]
+    others = [one for one in model.parameters() if not isinstance(one, DTensor)]
+    assert len(experts) + len(others) == len(list(model.parameters()))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for is_fused in (True, False):
+        mixed = torch.optim.AdamW(model.parameters(), fused=is_fused)
+        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+            step_of(model, group, [mixed], None if is_fused else scaler)
+    apart = [torch.optim.AdamW(each, fused=True) for each in (experts, others)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    step_of(model, group, apart, scaler)
+    for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_close(name, local_part(got).detach(), local_part(want).detach(), rel_l2=1e-6)
+    # What overflows in one rank's experts is skipped on all.
+    before = [local_part(one).clone() for one in experts]
+    step_of(model, group, apart, scaler, overflows=dist.get_rank(group) == 0)
+    assert all(torch.equal(local_part(one), was) for one, was in zip(experts, before, strict=True))
+    assert scaler.get_scale() == 1.0
+
+
+def step_of(
+    model: Model,
+    group: dist.ProcessGroup,
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler | None = None,
+    *,
+    overflows: bool = False,
+) -> None:
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    ddp = DistributedDataParallel(prepare_for_ddp(model, group), process_group=group)
+    model.zero_grad()
+    scaler.scale(ddp(batch(0, 2, dist.get_rank(group)))).backward()
+    if overflows:
+        local_part(model.experts[0].fc1.grad)[0, 0, 0] = torch.inf
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+
+
 def wrap_unprepared(group: dist.ProcessGroup) -> None:
     """Torch itself will not broadcast experts beside others; the layer sees to what is left."""
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
@@ -228,6 +272,10 @@ def prepare_uneven_groups(group: dist.ProcessGroup) -> None:
 )
 def test_what_is_refused(pair: RankPool, function: Callable[[dist.ProcessGroup], None]):
     pair.run(function)
+
+
+def test_fused_and_scaled_steps(pair: RankPool):
+    pair.run(step_with_experts_apart)
 
 
 def test_other_layers_on_other_ranks_are_refused(ranks: RankPool):

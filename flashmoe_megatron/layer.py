@@ -247,7 +247,8 @@ class FlashMoELayer(nn.Module):
         Raises:
             ConfigError: The group does not fit ``config``, ranks disagree on it, nothing can be
                 computed in ``dtype``, ``placement`` is lookahead, or the experts cannot be split.
-            DeviceError: The device cannot be used, or cannot run the kernel that was asked for.
+            DeviceError: The device cannot be used, or cannot run the kernel that was asked for: on
+                every rank, whichever has it.
         """
         super().__init__()
         if dtype is None:
@@ -270,12 +271,13 @@ class FlashMoELayer(nn.Module):
         self._choice: tuple[BackendKind, dict[str, Any]] | None = None
         self.config = config
         if isinstance(backend, str):
-            check_choice(backend, options)
+            self._choice = backend, options
+            if named_device(device).type == "meta":
+                check_choice(backend, options)
+            else:  # which is collective, so that nothing that ranks choose is refused before
+                self._backends[dtype] = self._select(device, dtype)
             if options.get("placement") == "lookahead":
                 raise BackendOptions.refusal("placement", "lookahead", ONLY_IN_MEGATRON)
-            self._choice = backend, options
-            if named_device(device).type != "meta":
-                self._backends[dtype] = self._select(device, dtype)
         elif options:
             raise ConfigError(
                 f"{', '.join(options)} beside a backend that is given: wanted its own"

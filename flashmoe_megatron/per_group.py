@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from flashmoe_megatron.errors import FlashMoEError, first_told, reason_of
+from flashmoe_megatron.errors import first_told, reason_of
 
 Made = TypeVar("Made")
 
@@ -36,23 +36,41 @@ def once_per_group(kind: type[Made], *key: Hashable, make: Callable[[], Made]) -
     return made
 
 
-def from_all(make: Callable[[], Made], group: dist.ProcessGroup | None = None) -> list[Made]:
-    """What every rank makes, in order. Collective over a group, by default all ranks.
+def from_all(make: Callable[[], Made], group: dist.ProcessGroup | None) -> list[Made]:
+    """What every rank makes, in order. Collective over the group.
+
+    Args:
+        make: Makes this rank's, which can be pickled. Not collective.
+        group: The ranks, ``None`` for one.
 
     Raises:
-        FlashMoEError: On every rank, the first rank's that could not make it.
+        FlashMoEError: On every rank, the first rank's that could not make it. One rank's own error
+            is raised as it is.
     """
-    made: Any = None
-    reason = None
+    if group is None or dist.get_world_size(group) == 1:
+        return [make()]
+    made, reason, problem = None, None, None
     try:
         made = make()
-    except FlashMoEError as error:
-        reason = reason_of(error)
-    everyone = [(made, reason)] * dist.get_world_size(group)
+    except Exception as error:  # noqa: BLE001 - raised below, on every rank
+        reason, problem = reason_of(error), error
+    everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (made, reason), group=group)
     if (told := first_told(why for _, why in everyone)) is not None:
-        raise told
+        raise told from problem
     return [one for one, _ in everyone]
+
+
+def made_on_all(make: Callable[[], Made], group: dist.ProcessGroup | None) -> Made:
+    """What this rank makes, once every rank has made its own; see :func:`from_all`.
+
+    Args:
+        make: Makes this rank's, which the others are not told. Not collective.
+        group: The ranks, ``None`` for one.
+    """
+    made: list[Made] = []
+    from_all(lambda: made.append(make()), group)
+    return made[0]
 
 
 def is_destroyed(part: Hashable) -> bool:

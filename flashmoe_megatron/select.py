@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import logging
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.hosts.rail import TorchRail
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
+from flashmoe_megatron.per_group import from_all, made_on_all
 from flashmoe_megatron.planner import describe_choice, describe_hosts
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.replicas.policy import check_slots
@@ -28,6 +30,7 @@ logger = logging.getLogger("flashmoe_megatron")
 HOPPER = (9, 0)
 OVERLAP_CTAS = 2
 """Most CTAs of an exchange between hosts that runs beside a launch."""
+Kind = Literal["kernel", "scheduled", "reference"]
 _ALWAYS = ("keep", "row_bound", "host_overlap", "spare_slots", "placement", "replica_policy")
 _AGREED = {
     "kernel": (*_ALWAYS, "symmetric_memory"),
@@ -41,7 +44,20 @@ SLOW = (
     "with; choose the backend 'auto' or 'scheduled' to train"
 )
 
-_Value = TypeVar("_Value")
+
+class _Choice(NamedTuple):
+    """What a rank takes for its layer."""
+
+    config: MoEConfig
+    kind: Kind
+    device: torch.device
+    options: BackendOptions
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """What the others have to take alike."""
+        options = {name: getattr(self.options, name) for name in _AGREED[self.kind]}
+        return {**dataclasses.asdict(self.config), "backend": self.kind, **options}
 
 
 def select_backend(
@@ -56,8 +72,9 @@ def select_backend(
 ) -> Backend:
     """Makes the backend of one layer, or of all layers of one shape.
 
-    Collective over the group. The kernel is never replaced by the reference because it failed: if
-    it cannot be loaded or run, its error is raised.
+    Collective over the group. What one rank refuses or cannot make, every rank raises. The kernel
+    is never replaced by the reference because it failed: if it cannot be loaded or run, its error
+    is raised.
 
     Args:
         config: The layer's shape.
@@ -78,16 +95,12 @@ def select_backend(
         ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config`` or
             an option that concerns all of them, or do not lie in blocks of hosts, or the layer
             cannot have the spare slots, the degree or the ``tensor_group``.
-        DeviceError: There is no such device here, or ``kind`` is "kernel" and it is not a Hopper
-            GPU.
+        DeviceError: There is no such device here, ``kind`` is "kernel" and it is not a Hopper GPU,
+            or the kernel's library cannot be loaded.
     """
-    chosen_options = make_options(BackendOptions, options)
-    device = named_device(device)
-    chosen = resolve_kind(kind, device, dtype)
-    agreed = {**dataclasses.asdict(config), "backend": chosen}
-    agreed |= {name: getattr(chosen_options, name) for name in _AGREED[chosen]}
-    check_ranks_agree(group, agreed)
-    check_tensor_group(tensor_group, chosen)
+    choices = from_all(lambda: _choose(config, kind, device, dtype, options, tensor_group), group)
+    _check_alike([choice.agreed for choice in choices])
+    _, chosen, device, chosen_options = choices[0 if group is None else dist.get_rank(group)]
     check_slots(config, chosen_options.spare_slots, chosen_options.placement)
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if kind == "auto":
@@ -125,8 +138,11 @@ def select_backend(
         return KernelBackend(config, within, device, options=options)
 
     if group is None or grid.num_hosts == 1:
-        return make(config, group, chosen_options)
-    check_over_hosts(chosen_options, grid.num_hosts, is_kernel=chosen == "kernel")
+        return made_on_all(lambda: make(config, group, chosen_options), group)
+    made_on_all(
+        lambda: check_over_hosts(chosen_options, grid.num_hosts, is_kernel=chosen == "kernel"),
+        group,
+    )
     is_fixed, overlap = chosen_options.row_bound is not None, chosen_options.host_overlap
     described = describe_hosts(config, grid.num_hosts, is_fixed=is_fixed, overlap=overlap)
     _announce_once(f"MoE layers of {config.num_experts} experts over {described}")
@@ -136,12 +152,15 @@ def select_backend(
         timeout=chosen_options.timeout,
         max_ctas=OVERLAP_CTAS if overlap else None,
     )
-    return HostsBackend(
-        config,
-        TorchRail(groups),
-        lambda part, options: make(part, groups.within, options),
-        device=device,
-        options=chosen_options,
+    return made_on_all(
+        lambda: HostsBackend(
+            config,
+            TorchRail(groups),
+            lambda part, options: make(part, groups.within, options),
+            device=device,
+            options=chosen_options,
+        ),
+        group,
     )
 
 
@@ -181,7 +200,7 @@ def find_grid(group: dist.ProcessGroup) -> HostGrid:
     Raises:
         ConfigError: On every rank, if they do not lie in blocks of hosts or are too many.
     """
-    return arrange(_gather(host_name(), group), dist.get_rank(group))
+    return arrange(from_all(host_name, group), dist.get_rank(group))
 
 
 def check_choice(kind: str, options: dict[str, Any]) -> None:
@@ -195,14 +214,33 @@ def check_choice(kind: str, options: dict[str, Any]) -> None:
     make_options(BackendOptions, options)
 
 
-def resolve_kind(
-    kind: BackendKind, device: torch.device, dtype: torch.dtype | None = None
-) -> Literal["kernel", "scheduled", "reference"]:
+def _choose(
+    config: MoEConfig,
+    kind: BackendKind,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    options: dict[str, Any],
+    tensor_group: dist.ProcessGroup | None,
+) -> _Choice:
+    """What :func:`select_backend` is given, if this rank can serve it. Not collective.
+
+    Raises:
+        ConfigError: ``kind`` or an option is unknown, or there cannot be the ``tensor_group``.
+        DeviceError: There is no such device, or ``kind`` is "kernel" and it is not a Hopper GPU.
+    """
+    chosen_options = make_options(BackendOptions, options)
+    here = named_device(device)
+    chosen = resolve_kind(kind, here, dtype)
+    check_tensor_group(tensor_group, chosen)
+    return _Choice(config, chosen, here, chosen_options)
+
+
+def resolve_kind(kind: BackendKind, device: torch.device, dtype: torch.dtype | None = None) -> Kind:
     """What :func:`select_backend` chooses on a device and for a dtype. Not collective.
 
     Raises:
         ConfigError: ``kind`` is unknown.
-        DeviceError: ``kind`` is "kernel" and the device is not a Hopper GPU.
+        DeviceError: The device cannot be used, or ``kind`` is "kernel" and it is not a Hopper GPU.
     """
     check_choice(kind, {})
     is_hopper, found = _describe(device)
@@ -228,21 +266,15 @@ def check_ranks_agree(group: dist.ProcessGroup | None, settings: dict[str, Any])
     Raises:
         ConfigError: On every rank, naming the first setting that differs and each rank's value.
     """
-    everyone = _gather(settings, group)
-    for name in settings:
+    _check_alike(from_all(lambda: settings, group))
+
+
+def _check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
+    for name in everyone[0]:
         values = [other.get(name) for other in everyone]
         if any(value != values[0] for value in values):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ConfigError(f"the ranks disagree on {name}: {listed}; wanted one value")
-
-
-def _gather(value: _Value, group: dist.ProcessGroup | None) -> list[_Value]:
-    """Every rank's value, by rank of the group. Collective if there are several."""
-    if group is None or dist.get_world_size(group) == 1:
-        return [value]
-    everyone = [value] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
 
 
 def named_device(device: torch.device | str) -> torch.device:
@@ -263,8 +295,11 @@ def _describe(device: torch.device) -> tuple[bool, str]:
         return False, f"the device '{device}'"
     if not torch.cuda.is_available():
         return False, "no usable CUDA GPU"
-    capability = torch.cuda.get_device_capability(device)
-    name = torch.cuda.get_device_name(device)
+    try:
+        capability = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+    except (RuntimeError, AssertionError) as error:  # the latter where there are fewer GPUs
+        raise DeviceError(f"the device '{device}' cannot be used: {error}") from error
     return capability == HOPPER, f"{name} (compute capability {capability[0]}.{capability[1]})"
 
 

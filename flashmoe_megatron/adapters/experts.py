@@ -31,7 +31,7 @@ from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
-from flashmoe_megatron.per_group import from_all, once_per_group
+from flashmoe_megatron.per_group import made_on_all, once_per_group
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
@@ -356,9 +356,7 @@ def read_calibration(
     def find() -> Calibration | None:
         return _own_calibration(settings, shapes, device, dtype, grads) if shapes else None
 
-    if group is None or dist.get_world_size(group) == 1:
-        return find()
-    return from_all(find, group)[dist.get_rank(group)]
+    return made_on_all(find, group)
 
 
 def _own_calibration(

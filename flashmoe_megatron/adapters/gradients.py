@@ -94,7 +94,8 @@ def plan_reduction(
     """
     grid = find_grid(group) if layers and group is not None else None
     plans = from_all(
-        lambda: _planned(layers, settings, grid, device, operation) if layers else None
+        lambda: _planned(layers, settings, grid, device, operation) if layers else None,
+        dist.group.WORLD,
     )
     _check_alike(plans)
     return plans[dist.get_rank()]

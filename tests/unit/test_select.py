@@ -5,7 +5,7 @@ import logging
 import re
 import socket
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import FlashMoELayer
 from flashmoe_megatron.config import KEEPS, Activation
-from flashmoe_megatron.errors import ConfigError, DeviceError
+from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
@@ -217,11 +218,14 @@ def test_ranks_must_agree_on_what_is_kept(ranks: RankPool):
     assert ranks.run(select_to_keep, ["inputs", "inputs"], num_ranks=2) == ["agreed"] * 2
 
 
-def select_on_hosts(group: dist.ProcessGroup, hosts: list[str], **options: Any) -> str:
+def select_on_hosts(
+    group: dist.ProcessGroup, hosts: list[str], *, lacks_library: bool = False, **options: Any
+) -> str:
     """Selects the kernel, with a class in its place, on ranks of these hosts."""
     config = cases.make_config(num_ranks=len(hosts), num_experts=24)
     kernel = ModuleType("flashmoe_megatron.kernel.backend")
-    kernel.KernelBackend = lambda *_, **__: SimpleNamespace()
+    missing = DeviceError("libflashmoe.so is not installed") if lacks_library else None
+    kernel.KernelBackend = mock.Mock(side_effect=missing)
     with (
         mock.patch.object(socket, "gethostname", return_value=hosts[dist.get_rank(group)]),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
@@ -231,7 +235,7 @@ def select_on_hosts(group: dist.ProcessGroup, hosts: list[str], **options: Any) 
     ):
         try:
             select_backend(config, group, "cuda", **options)
-        except ConfigError as error:
+        except FlashMoEError as error:
             return str(error)
     return "selected"
 
@@ -268,6 +272,63 @@ def select_in_turn(group: dist.ProcessGroup, kind: str) -> str:
 def test_group_size_must_fit():
     with pytest.raises(ConfigError, match="num_ranks=2, but the process group has 1 ranks"):
         select_backend(cases.make_config(num_ranks=2), None, "cpu")
+
+
+def select_as(group: dist.ProcessGroup, choices: list[dict[str, Any]]) -> str:
+    """Makes a layer of two ranks, each with a choice of its own."""
+    config = cases.make_config(num_ranks=2)
+    choice = {"backend": "reference", "device": "cpu", **choices[dist.get_rank(group)]}
+    try:
+        FlashMoELayer(config, group=group, **choice)
+    except FlashMoEError as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"backend": "kernel"}, "DeviceError: rank 1: the kernel needs a Hopper GPU"),
+        ({"backend": "cuda"}, "ConfigError: rank 1: backend 'cuda': wanted one of"),
+        ({"keep": "some"}, "ConfigError: rank 1: keep='some': wanted one of"),
+        ({"placement": "lookahead"}, "ConfigError: the ranks disagree on placement: "),
+    ],
+)
+def test_what_one_rank_cannot_serve_is_refused_on_every_rank(
+    ranks: RankPool, wrong: dict[str, Any], said: str
+):
+    for answer in ranks.run(select_as, [{}, wrong], num_ranks=2):
+        assert answer.startswith(said)
+
+
+def select_without_library(group: dist.ProcessGroup, hosts: list[str]) -> str:
+    return select_on_hosts(group, hosts, lacks_library=dist.get_rank(group) == 1)
+
+
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"]])
+def test_a_library_that_one_rank_lacks_ends_the_call_on_every_rank(
+    ranks: RankPool, hosts: list[str]
+):
+    for answer in ranks.run(select_without_library, hosts, num_ranks=2):
+        assert answer == "rank 1: libflashmoe.so is not installed"
+
+
+def select_with_few_sms(group: dist.ProcessGroup) -> str:
+    reserved = 4 - 4 * dist.get_rank(group)
+    return select_on_hosts(group, ["a", "b"], host_overlap=1, reserved_sms=reserved)
+
+
+def test_multiprocessors_that_one_rank_does_not_reserve(ranks: RankPool):
+    for answer in ranks.run(select_with_few_sms, num_ranks=2):
+        assert answer.startswith("rank 1: host_overlap=1 with reserved_sms=0: wanted at least 4")
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    missing = mock.Mock(side_effect=AssertionError("Invalid device id"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", missing)
+    with pytest.raises(DeviceError, match="'cuda:9' cannot be used: Invalid device id"):
+        select_backend(cases.CONFIG, None, "cuda:9")
 
 
 def announce_count(group: dist.ProcessGroup) -> int:

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.per_group import check_member
 
 
 class ExpertGroup(OfGroup):
@@ -23,8 +24,9 @@ class ExpertGroup(OfGroup):
         """Takes a group or a mesh of one dimension.
 
         Raises:
-            ConfigError: The mesh has several dimensions.
+            ConfigError: The mesh has several dimensions, or this rank is not in the group.
         """
+        check_member(group)
         self._mesh: DeviceMesh | None = None
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:

@@ -245,8 +245,9 @@ class FlashMoELayer(nn.Module):
                 another layer's backend.
 
         Raises:
-            ConfigError: The group does not fit ``config``, ranks disagree on it, nothing can be
-                computed in ``dtype``, ``placement`` is lookahead, or the experts cannot be split.
+            ConfigError: The group does not fit ``config`` or has not this rank, ranks disagree on
+                ``config``, nothing can be computed in ``dtype``, ``placement`` is lookahead, or the
+                experts cannot be split.
             DeviceError: The device cannot be used, or cannot run the kernel that was asked for: on
                 every rank, whichever has it.
         """

@@ -4,8 +4,9 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from flashmoe_megatron.errors import first_told, reason_of
+from flashmoe_megatron.errors import ConfigError, first_told, reason_of
 
 Made = TypeVar("Made")
 
@@ -71,6 +72,27 @@ def made_on_all(make: Callable[[], Made], group: dist.ProcessGroup | None) -> Ma
     made: list[Made] = []
     from_all(lambda: made.append(make()), group)
     return made[0]
+
+
+def check_member(group: object, name: str = "group") -> None:
+    """Refuses a process group, or a mesh, that this rank is not in. Not collective.
+
+    Args:
+        group: What a caller gives for a group; ``None`` passes.
+        name: The argument's.
+
+    Raises:
+        ConfigError: On this rank, for which those in the group do not wait.
+    """
+    if isinstance(group, DeviceMesh):
+        is_member = group.get_coordinate() is not None
+    else:
+        is_member = group is None or isinstance(group, dist.ProcessGroup)
+    if not is_member:
+        raise ConfigError(
+            f"{name}={group!r} is no group of this rank: wanted a process group or a mesh that "
+            "this rank is in, or no call by ranks outside"
+        )
 
 
 def is_destroyed(part: Hashable) -> bool:

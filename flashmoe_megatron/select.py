@@ -17,7 +17,7 @@ from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.hosts.rail import TorchRail
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
-from flashmoe_megatron.per_group import from_all, made_on_all
+from flashmoe_megatron.per_group import check_member, from_all, made_on_all
 from flashmoe_megatron.planner import describe_choice, describe_hosts
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.replicas.policy import check_slots
@@ -93,11 +93,13 @@ def select_backend(
 
     Raises:
         ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config`` or
-            an option that concerns all of them, or do not lie in blocks of hosts, or the layer
-            cannot have the spare slots, the degree or the ``tensor_group``.
+            an option that concerns all of them, or do not lie in blocks of hosts, the layer cannot
+            have the spare slots, the degree or the ``tensor_group``, or this rank is not in a
+            group.
         DeviceError: There is no such device here, ``kind`` is "kernel" and it is not a Hopper GPU,
             or the kernel's library cannot be loaded.
     """
+    check_member(group)
     choices = from_all(lambda: _choose(config, kind, device, dtype, options, tensor_group), group)
     _check_alike([choice.agreed for choice in choices])
     _, chosen, device, chosen_options = choices[0 if group is None else dist.get_rank(group)]
@@ -228,6 +230,7 @@ def _choose(
         ConfigError: ``kind`` or an option is unknown, or there cannot be the ``tensor_group``.
         DeviceError: There is no such device, or ``kind`` is "kernel" and it is not a Hopper GPU.
     """
+    check_member(tensor_group, "tensor_group")
     chosen_options = make_options(BackendOptions, options)
     here = named_device(device)
     chosen = resolve_kind(kind, here, dtype)

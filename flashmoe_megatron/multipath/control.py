@@ -17,7 +17,7 @@ from flashmoe_megatron.errors import (
     first_told,
     reason_of,
 )
-from flashmoe_megatron.per_group import is_destroyed
+from flashmoe_megatron.per_group import check_member, is_destroyed
 
 Value = TypeVar("Value")
 
@@ -43,12 +43,14 @@ class Control:
         look: Called while this waits; may raise what makes it useless to wait any longer.
 
     Raises:
-        ConfigError: torch.distributed is not initialized, or the group has one rank.
+        ConfigError: torch.distributed is not initialized, or the group has one rank, or others than
+            this one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: float) -> None:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized: wanted a process group")
+        check_member(group)
         self.group: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
         self.timeout = timeout
         self.rank, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)

@@ -12,10 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from flashmoe_megatron import FlashMoELayer
 from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError
+from flashmoe_megatron.multipath import Multipath
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
@@ -329,6 +331,37 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", missing)
     with pytest.raises(DeviceError, match="'cuda:9' cannot be used: Invalid device id"):
         select_backend(cases.CONFIG, None, "cuda:9")
+
+
+def refusals_outside(group: dist.ProcessGroup) -> list[str]:
+    """What a rank is told that is in none of the groups that it gives."""
+    other = dist.new_group([0])
+    mesh = DeviceMesh("cpu", [0])
+    said = []
+    if dist.get_rank() == 1:
+        for make in (
+            lambda: FlashMoELayer(cases.CONFIG, group=other, device="cpu"),
+            lambda: FlashMoELayer(cases.CONFIG, group=mesh, device="cpu"),
+            lambda: select_backend(cases.CONFIG, other, "cpu"),
+            lambda: select_backend(cases.CONFIG, None, "cpu", tensor_group=other),
+            lambda: Multipath(other),
+            lambda: FlashMoELayer(cases.CONFIG, group=[0, 1], device="cpu"),
+        ):
+            with pytest.raises(ConfigError) as raised:
+                make()
+            said.append(str(raised.value))
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(other)
+    return said
+
+
+def test_groups_that_a_rank_is_not_in(ranks: RankPool):
+    _, said = ranks.run(refusals_outside, num_ranks=2)
+    names = ["group=-100", "group=DeviceMesh", "group=-100", "tensor_group=-100", "group=-100"]
+    for name, sentence in zip([*names, "group=[0, 1]"], said, strict=True):
+        assert sentence.startswith(name)
+        assert "is no group of this rank: wanted a process group" in sentence
 
 
 def announce_count(group: dist.ProcessGroup) -> int:

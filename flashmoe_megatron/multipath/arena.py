@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import DeviceError
-from flashmoe_megatron.multipath.control import Control
+from flashmoe_megatron.multipath.control import Control, Value
 from flashmoe_megatron.multipath.links import Place, Writes
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 
@@ -135,6 +135,15 @@ class Arena:
         self._writer = stream
         writes = Writes(tuple(copies), 0, region.place.block, False)  # nobody asks what arrives
         self._link.write(self._number, what, writes, stream)
+
+    def gather(self, value: Value) -> list[Value]:
+        """Every rank's value, in rank order, told by their hosts. Collective.
+
+        Raises:
+            PeerTimeoutError: A rank does not tell its own within the time limit.
+            FlashMoEError: As :meth:`raise_if_broken`.
+        """
+        return self._control.gather(value)
 
     @property
     def peers(self) -> Sequence[int]:

@@ -21,9 +21,11 @@ from flashmoe_megatron.errors import (
     PeerTimeoutError,
     RoutingError,
     RowBoundError,
+    first_told,
     reason_of,
     told_error,
 )
+from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.planner import bounded_row_blocks
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
 
@@ -237,16 +239,10 @@ class RowExchange:
 
     def hear_refusal(self, own: str | None) -> FlashMoEError:
         """What the first rank that refuses this call has refused."""
-        return told_error(*self.first_refusal(own))
-
-    def first_refusal(self, own: str | None) -> tuple[int, str]:
-        """The first rank that refuses this call, and why."""
-        reasons: list[str | None] = [own] * self._config.num_ranks
-        if self._group is not None:
-            with self.bounded():
-                dist.all_gather_object(reasons, own, group=self._group)
-        rank, reason = next(pair for pair in enumerate(reasons) if pair[1] is not None)
-        return rank, str(reason)
+        with self.bounded():
+            refused = first_told(from_all(lambda: own, self._group))
+        assert refused is not None
+        return refused
 
     def dispatch(self, routed: torch.Tensor, plan: RowPlan) -> torch.Tensor:
         """Sends one entry per route to the rank of its expert.

@@ -8,10 +8,16 @@ import torch.distributed as dist
 
 from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
-from flashmoe_megatron.errors import FlashMoEError, RoutingError, reason_of, told_error
+from flashmoe_megatron.errors import (
+    FlashMoEError,
+    RoutingError,
+    RowBoundError,
+    reason_of,
+    told_error,
+)
 from flashmoe_megatron.reference.rows import RowExchange
 from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.exchange import Counts
+from flashmoe_megatron.scheduled.exchange import Counts, Exchange
 from flashmoe_megatron.scheduled.plan import (
     REFUSED,
     Routes,
@@ -52,8 +58,8 @@ class Agreement:
         group: dist.ProcessGroup | None,
         talk: RowExchange,
         tensor: TensorGroup | None,
+        exchange: Exchange,
         *,
-        needs_all_counts: bool,
         most_blocks: int | None,
     ) -> None:
         """Binds it to the ranks.
@@ -63,11 +69,11 @@ class Agreement:
             group: The expert-parallel group, ``None`` for one rank.
             talk: Between its ranks.
             tensor: The ranks that share experts, if any do.
-            needs_all_counts: Whether every rank needs all that the others tell each other.
+            exchange: Carries rows between them.
             most_blocks: As the attribute.
         """
         self._config, self._group, self._talk, self._tensor = config, group, talk, tensor
-        self._needs_all_counts, self.most_blocks = needs_all_counts, most_blocks
+        self._exchange, self.most_blocks = exchange, most_blocks
         self._here: torch.Tensor | None = None
         self.is_alone = group is None and tensor is None
 
@@ -109,26 +115,26 @@ class Agreement:
         host = heard.wait()
         own, others = host[:num_experts], host if self.is_alone else host[num_experts:]
         all_counts = None
-        if self._needs_all_counts:
+        if self._exchange.needs_all_counts:
             num_received = len(others) - config.num_ranks * num_experts
             all_counts = Table.of(others[num_received:], num_experts)
             others = others[:num_received]
         host_received = Table.of(others, local)
         self._raise_unusable(own, host_received, first_source, probs, routing_map)
-        if self.most_blocks is not None:
-            blocks = sum(align_capacity(rows) for rows in rows_of_experts(host_received))
-            self._talk.check_bound(blocks // TILE_M, self.most_blocks, found.counts)
+        self._check_bound(host_received, all_counts, found.counts)
         routes = found.routes(Table.of(own, local), host_received, heard.received, first_source)
         return routes, all_counts
 
     def refuse(self, reason: str, device: torch.device) -> None:
-        """Ends the other ranks' :meth:`plan`."""
+        """Ends the other ranks' :meth:`plan`.
+
+        Raises:
+            FlashMoEError: What has ended the exchange meanwhile.
+        """
         if self.is_alone:
             return
         told = torch.full((self._config.num_experts,), REFUSED, device=device)
-        received, _ = self._tell(told)
-        if self._tensor is not None:
-            self._tensor.every(received)
+        self.tell(told).wait()  # until all ranks are in this call
         self._hear_refusal(reason, is_here=True)
 
     def host_counts(self, counts: torch.Tensor) -> Callable[[], list[int]]:
@@ -143,7 +149,7 @@ class Agreement:
         assert arrived is not None
 
         def wait() -> list[int]:
-            arrived.synchronize()
+            self._exchange.wait_on_host(arrived)
             return list(here.tolist())
 
         return wait
@@ -205,6 +211,24 @@ class Agreement:
             of_group = host_received[first_source : first_source + config.num_ranks]
             raise self._hear_refusal(None, is_here=min(map(min, of_group)) == REFUSED)
 
+    def _check_bound(
+        self, host_received: Table, all_counts: Table | None, counts: torch.Tensor
+    ) -> None:
+        """Refuses, on every rank, rows beyond the bound."""
+        if self.most_blocks is None:
+            return
+        if all_counts is None or self._tensor is not None:  # rows come from other groups, too
+            self._talk.check_bound(_blocks_of(host_received), self.most_blocks, counts)
+            return
+        ranks, local = range(self._config.num_ranks), self._config.num_local_experts
+        blocks = [
+            _blocks_of(Table(row[rank * local : (rank + 1) * local] for row in all_counts))
+            for rank in ranks
+        ]
+        fullest = max(ranks, key=blocks.__getitem__)
+        if blocks[fullest] > self.most_blocks:
+            raise RowBoundError.of(fullest, blocks[fullest], self.most_blocks)
+
     def _tell(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tells the other ranks this one's counts.
 
@@ -212,7 +236,7 @@ class Agreement:
             ``[num_ranks, num_local_experts]``, what each rank tells this one; and all that they
             tell, ``[num_ranks, num_experts]``, where every rank needs it.
         """
-        if not self._needs_all_counts:
+        if not self._exchange.needs_all_counts:
             return self._talk.tell_counts(told), None
         everyone = told.new_empty(self._config.num_ranks * len(told))
         with self._talk.bounded():
@@ -229,8 +253,17 @@ class Agreement:
             is_here: Whether any of the expert-parallel group does, and not only of another one
                 whose ranks share experts with this one's.
         """
-        found = self._talk.first_refusal(own) if is_here else None
+        found: tuple[int, str] | None = None
+        if is_here:
+            with self._talk.bounded():
+                reasons = self._exchange.gather(own)
+            found = next((rank, why) for rank, why in enumerate(reasons) if why is not None)
         if self._tensor is not None:
             found = self._tensor.first(found)
         assert found is not None
         return told_error(*found)
+
+
+def _blocks_of(received: Table) -> int:
+    """Blocks of 128 rows that a rank receives, by ``[sources][num_local_experts]``."""
+    return sum(align_capacity(rows) for rows in rows_of_experts(received)) // TILE_M

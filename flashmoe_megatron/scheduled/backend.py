@@ -175,7 +175,7 @@ class ScheduledBackend(OfGroup):
             group,
             talk,
             self._tensor,
-            needs_all_counts=self._exchange.needs_all_counts,
+            self._exchange,
             most_blocks=most_blocks,
         )
         self._ways = Ways(

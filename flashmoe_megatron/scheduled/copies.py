@@ -6,6 +6,8 @@ has to know all counts.
 """
 
 import itertools
+import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +20,10 @@ from flashmoe_megatron.per_group import once_per_group
 from flashmoe_megatron.scheduled.exchange import Counts, Exchange, Room, Slot, row_bytes
 from flashmoe_megatron.scheduled.lanes import Lane, Mark
 from flashmoe_megatron.streams import current_stream, index_of
+
+_SPIN_S = 0.01
+"""So long the host looks without a pause, for a pause is as long as it may be late."""
+_PAUSE_S = 5e-5
 
 
 class _Where(NamedTuple):
@@ -67,6 +73,20 @@ class Copies(Exchange):
     def restart(self) -> None:
         """See the base class."""
         self._arena.restart(current_stream(self._index))
+
+    def wait_on_host(self, moment: torch.cuda.Event) -> None:
+        """See the base class; NCCL alone would wait as long as the group's own timeout."""
+        begun = time.monotonic()
+        while not moment.query():  # type: ignore[no-untyped-call]
+            self.raise_if_broken()
+            if time.monotonic() - begun < _SPIN_S:
+                os.sched_yield()  # leaves the interpreter to other threads, as query does not
+            else:
+                time.sleep(_PAUSE_S)
+
+    def gather(self, reason: str | None) -> list[str | None]:
+        """See the base class."""
+        return self._arena.gather(reason)
 
     def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
         """See the base class; collective where more rows arrive than ever before."""

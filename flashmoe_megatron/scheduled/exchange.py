@@ -16,6 +16,7 @@ from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, PeerTimeoutError
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
 from flashmoe_megatron.options import ExchangeKind
+from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.scheduled.lanes import Lane, Mark
 
 Counts = Sequence[Sequence[int]]
@@ -119,6 +120,23 @@ class Exchange:
         Raises:
             FlashMoEError: As :meth:`raise_if_broken`.
         """
+
+    def wait_on_host(self, moment: torch.cuda.Event) -> None:
+        """Makes the host wait for what all ranks tell each other on their GPUs.
+
+        Raises:
+            FlashMoEError: As :meth:`raise_if_broken`, since a rank that has heard of it tells
+                nothing any more.
+        """
+        moment.synchronize()
+
+    def gather(self, reason: str | None) -> list[str | None]:
+        """What every rank refuses, by rank, ``None`` of those that refuse nothing. Collective.
+
+        Raises:
+            FlashMoEError: As :meth:`raise_if_broken`.
+        """
+        return from_all(lambda: reason, self._group)
 
     def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
         """Memory for what calls will bring, of the stream that is current.

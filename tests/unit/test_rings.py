@@ -35,6 +35,7 @@ from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.sums import sum_in_order
 from flashmoe_megatron.multipath.times import Times
+from flashmoe_megatron.scheduled.copies import Copies
 from tests.distributed import RankPool, assert_waited
 from tools.bench import multipath as bench
 
@@ -935,6 +936,50 @@ def without_a_peer(group: dist.ProcessGroup) -> str:
         except FlashMoEError as error:
             return str(error)
         return "no error"
+
+
+def hears_while_it_waits(group: dist.ProcessGroup) -> list[str]:
+    """A peer stays away from an exchange while this rank already is in the next call."""
+    rank = dist.get_rank(group)
+    said = []
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        copies = Copies.__new__(Copies)  # without the streams of a GPU
+        copies._arena = Arena(group, torch.device("cpu"), 200)
+        copies.restart = functools.partial(copies._arena.restart, current)
+        copies.restart()
+        region = copies._arena.take([64, 64])
+        copies._arena._link.timeout = 1  # from here on
+        if rank == 0:
+            copies._arena.write("8 rows", [], region, current)
+            copies.restart()
+            never = Event()
+            for wait in (lambda: copies.wait_on_host(never), lambda: copies.gather(None)):
+                try:
+                    wait()
+                except FlashMoEError as error:
+                    said.append(str(error))
+        dist.barrier(group)
+    return said
+
+
+def test_a_host_that_waits_for_all_ranks_hears_of_a_broken_link(ranks: RankPool) -> None:
+    numbers, reasons = ranks.run(hears_while_it_waits, num_ranks=2)[0]
+    assert_waited(numbers, [1], 1)
+    assert reasons == numbers
+
+
+def gathers_reasons(group: dist.ProcessGroup) -> list[str | None]:
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
+        copies = Copies.__new__(Copies)
+        copies._arena = Arena(group, torch.device("cpu"), 30)
+        begun, moment = time.monotonic(), Event()
+        moment.query = lambda: time.monotonic() > begun + 0.03  # longer than a host looks at once
+        copies.wait_on_host(moment)
+        return copies.gather("late" if dist.get_rank(group) else None)
+
+
+def test_hosts_tell_what_a_call_refuses(ranks: RankPool) -> None:
+    assert ranks.run(gathers_reasons, num_ranks=2) == [[None, "late"]] * 2
 
 
 def test_an_arena_names_the_peer_that_stays_away(ranks: RankPool) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters, W
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
+    FlashMoEError,
     LinkError,
     RoutingError,
     RowBoundError,
@@ -24,7 +26,8 @@ from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
-from flashmoe_megatron.scheduled import plain, plan
+from flashmoe_megatron.reference.rows import RowExchange
+from flashmoe_megatron.scheduled import lanes, plain, plan
 from flashmoe_megatron.scheduled.agreement import Agreement
 from flashmoe_megatron.scheduled.backend import ScheduledBackend, _make_exchange
 from flashmoe_megatron.scheduled.exchange import Exchange
@@ -550,8 +553,73 @@ def call_alone(group: dist.ProcessGroup) -> str:
     return said
 
 
-def _raise_broken() -> None:
+def _raise_broken(*_: object) -> None:
     raise LinkError("it broke")
+
+
+def breaks_while_others_wait(group: dist.ProcessGroup) -> list[str]:
+    """The exchange breaks when all ranks know that one refuses, and none has heard what."""
+    config = cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.uniform, [8, 8], dtype=torch.float32)
+    rank, said = dist.get_rank(group), []
+    narrow = replace(inputs, x=[inputs.x[0].double(), inputs.x[1]])
+    backend = ScheduledBackend(config, group)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(backend._exchange, "gather", _raise_broken)
+        for call in (
+            lambda: broken(backend, inputs, rank),
+            lambda: run(backend, narrow, rank=rank),
+        ):
+            with pytest.raises(FlashMoEError) as raised:
+                call()
+            said.append(str(raised.value))
+    return said
+
+
+def test_what_breaks_while_a_refusal_is_heard_ends_the_call(ranks: RankPool) -> None:
+    refusing, other = ranks.run(breaks_while_others_wait, num_ranks=2)
+    assert other == ["it broke"] * 2
+    assert refusing[0] == "it broke"
+    assert "x is torch.float64" in refusing[1], "a rank's own error comes first"
+
+
+def test_the_host_waits_for_counts_as_long_as_the_exchange_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exchange = mock.Mock(wait_on_host=mock.Mock(side_effect=LinkError("it broke")))
+    talk = RowExchange(cases.CONFIG, None)
+    agreement = Agreement(cases.CONFIG, None, talk, None, exchange, most_blocks=None)
+    agreement._here, arrived = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(lanes, "mark", lambda device: arrived)
+    wait = agreement.host_counts(mock.Mock(device=torch.device("cuda")))
+    with pytest.raises(LinkError, match="it broke"):
+        wait()
+    exchange.wait_on_host.assert_called_once_with(arrived)
+    arrived.synchronize.assert_not_called()
+
+
+def exceed_the_bound(group: dist.ProcessGroup) -> list[str]:
+    config = cases.make_config(num_ranks=4, max_tokens=600)
+    inputs = cases.make_inputs(config, cases.uniform, [8] * 4, dtype=torch.float32)
+    rank, said, asked = dist.get_rank(group), [], []
+    for exchange in ("direct", "2dh"):
+        options = BackendOptions(row_bound=1.0, exchange=exchange)
+        backend = ScheduledBackend(config, group, options=options, grid=HostGrid(2, 2, rank))
+        talk = backend._agreement._talk
+        with mock.patch.object(talk, "check_bound", wraps=talk.check_bound) as check:
+            run(backend, inputs, rank=rank)
+            with pytest.raises(RowBoundError) as raised:
+                run(backend, crowded(config, inputs), rank=rank)
+        asked.append(check.call_count)
+        said.append(str(raised.value))
+    assert asked == [2, 0]
+    return said
+
+
+def test_who_knows_all_counts_asks_nobody_about_the_bound(ranks: RankPool) -> None:
+    said = {one for of_rank in ranks.run(exceed_the_bound) for one in of_rank}
+    assert len(said) == 1
+    assert said.pop().startswith("rank 3 was to receive 38 blocks of 128 rows")
 
 
 def test_a_broken_exchange_is_told_to_no_rank(ranks: RankPool) -> None:

@@ -72,7 +72,8 @@ def test_it_is_the_oracle_and_repeats_its_bits(
 
 def test_it_trains_behind_an_evaluation_in_inference_mode(group: dist.ProcessGroup) -> None:
     config = make_config(1)
-    given = on(DEVICE, cases.make_inputs(config, cases.skewed, [300]), torch.bfloat16)
+    dtype = torch.bfloat16
+    given = on(DEVICE, cases.make_inputs(config, cases.skewed, [300], dtype=dtype), dtype)
     weights = ExpertWeights((torch.stack(given.fc1),), (torch.stack(given.fc2),))
     for of_ranks in (group, None):
         backend = ScheduledBackend(config, of_ranks, device=DEVICE)

@@ -1,6 +1,7 @@
 """The shape of one mixture-of-experts layer, validated once, free of any device."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -220,3 +221,8 @@ def align_capacity(capacity: int, tile: int = TILE_M) -> int:
     if not is_count(tile, least=1):
         raise ConfigError(f"{got('tile', tile)}: must be an int, at least 1")
     return -(-capacity // tile) * tile
+
+
+def count_row_blocks(rows: Iterable[int]) -> int:
+    """Blocks of :data:`TILE_M` rows that hold the rows of several experts, by expert."""
+    return sum(map(align_capacity, rows)) // TILE_M

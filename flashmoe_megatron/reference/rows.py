@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.checks import choices_problem, map_problem
-from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
+from flashmoe_megatron.config import MoEConfig, align_capacity, count_row_blocks
 from flashmoe_megatron.errors import (
     ConfigError,
     FlashMoEError,
@@ -170,8 +170,7 @@ class RowExchange:
 
         rows_per_expert = recv.sum(0).tolist()
         if self._most_blocks is not None:
-            blocks = sum(align_capacity(rows) for rows in rows_per_expert) // TILE_M
-            self.check_bound(blocks, self._most_blocks, send)
+            self.check_bound(count_row_blocks(rows_per_expert), self._most_blocks, send)
         by_expert = expert_idx.sort(stable=True).indices
         token_idx, column_idx = token_idx[by_expert], column_idx[by_expert]
         slot_idx = slot_idx[by_expert]
@@ -282,9 +281,7 @@ class RowExchange:
     def check_bound(self, blocks: int, most: int, counts: torch.Tensor) -> None:
         """Refuses, on every rank, the blocks of rows that the fullest rank is to receive."""
         of_ranks = self._exchange_counts(counts.new_full((self._config.num_ranks,), blocks))
-        fullest = int(of_ranks.argmax())
-        if of_ranks[fullest] > most:
-            raise RowBoundError.of(fullest, int(of_ranks[fullest]), most)
+        refuse_beyond(of_ranks.tolist(), most)
 
     def tell_counts(self, send: torch.Tensor) -> torch.Tensor:
         """Tells the others how many routes this rank has to each expert.
@@ -353,3 +350,14 @@ class RowExchange:
                 f"rank {self.rank}: an exchange with the other {self._config.num_ranks - 1} ranks "
                 f"failed, since one of them is gone or did not come: {error}"
             ) from error
+
+
+def refuse_beyond(blocks: Sequence[int], most: int) -> None:
+    """Refuses what the fullest rank is to receive, by the blocks of rows of each, beyond a bound.
+
+    Raises:
+        RowBoundError: It names that rank.
+    """
+    fullest = max(range(len(blocks)), key=blocks.__getitem__)
+    if blocks[fullest] > most:
+        raise RowBoundError.of(fullest, blocks[fullest], most)

@@ -1,7 +1,7 @@
 """Times exchanges, products, copies and the host at several sizes, and lays a line through each."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,13 +123,17 @@ def even_ratios(most: int, points: int, span: int = SPAN) -> list[int]:
     return sorted({max(round(most / ratio**i), 1) for i in range(points)})
 
 
+def _samples(clock: Clock, calls: Mapping[float, Work], *, of_host: bool = False) -> list[Sample]:
+    """Times of calls by their sizes."""
+    return list(zip(calls, clock.seconds([*calls.values()], of_host=of_host), strict=True))
+
+
 def _products(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
     """Times of grouped products by their floating-point operations."""
-    each = even_ratios(sizes.rows // sizes.num_experts, sizes.points)
     weights = _weights(clock, dtype, sizes)
-    taken = clock.seconds([_product(weights, per_expert) for per_expert in each])
-    one = 2.0 * sizes.num_experts * sizes.hidden * sizes.intermediate
-    return [(one * per_expert, time) for per_expert, time in zip(each, taken, strict=True)]
+    each = even_ratios(sizes.rows // sizes.num_experts, sizes.points)
+    calls = {2.0 * weights.numel() * rows: _product(weights, rows) for rows in each}
+    return _samples(clock, calls)
 
 
 def _weights(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> torch.Tensor:
@@ -153,8 +157,7 @@ def _copies(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
 
     counts = even_ratios(sizes.rows, sizes.points, COPY_SPAN)
     each = [torch.randn(count, sizes.hidden, device=clock.device).to(dtype) for count in counts]
-    taken = clock.seconds([copy(rows) for rows in each])
-    return [(float(rows.nbytes), time) for rows, time in zip(each, taken, strict=True)]
+    return _samples(clock, {float(rows.nbytes): copy(rows) for rows in each})
 
 
 def _beside(
@@ -206,17 +209,13 @@ def _hosts(
         backend.degrees = parts, parts
         layer.backward(saved)
 
-    saved = [forward(parts) for parts in PARTS]
-    calls = {
-        "host_forward": [functools.partial(forward, parts) for parts in PARTS],
-        "host_backward": [
-            functools.partial(backward, parts, kept)
-            for parts, kept in zip(PARTS, saved, strict=True)
-        ],
+    forwards = {float(parts): functools.partial(forward, parts) for parts in PARTS}
+    backwards = {
+        float(parts): functools.partial(backward, parts, forward(parts)) for parts in PARTS
     }
     return {
-        name: list(zip(map(float, PARTS), clock.seconds(each, of_host=True), strict=True))
-        for name, each in calls.items()
+        "host_forward": _samples(clock, forwards, of_host=True),
+        "host_backward": _samples(clock, backwards, of_host=True),
     }
 
 
@@ -271,8 +270,7 @@ def _exchanges(
     """Times of a collective by the bytes of a rank's larger buffer, which is of float32."""
     units = even_ratios(_most_units(sizes, group), sizes.points)
     buffers = [_buffer(clock, group, sizes, each) for each in units]
-    taken = clock.seconds([exchange(buffer, group) for buffer in buffers])
-    return [(float(buffer.nbytes), time) for buffer, time in zip(buffers, taken, strict=True)]
+    return _samples(clock, {float(one.nbytes): exchange(one, group) for one in buffers})
 
 
 def _most_units(sizes: Sizes, group: dist.ProcessGroup) -> int:

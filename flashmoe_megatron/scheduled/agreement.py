@@ -7,15 +7,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.checks import choices_problem, map_problem
-from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
-from flashmoe_megatron.errors import (
-    FlashMoEError,
-    RoutingError,
-    RowBoundError,
-    reason_of,
-    told_error,
-)
-from flashmoe_megatron.reference.rows import RowExchange
+from flashmoe_megatron.config import MoEConfig, count_row_blocks
+from flashmoe_megatron.errors import FlashMoEError, RoutingError, reason_of, told_error
+from flashmoe_megatron.reference.rows import RowExchange, refuse_beyond
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.exchange import Counts, Exchange
 from flashmoe_megatron.scheduled.plan import (
@@ -218,16 +212,13 @@ class Agreement:
         if self.most_blocks is None:
             return
         if all_counts is None or self._tensor is not None:  # rows come from other groups, too
-            self._talk.check_bound(_blocks_of(host_received), self.most_blocks, counts)
+            blocks = count_row_blocks(rows_of_experts(host_received))
+            self._talk.check_bound(blocks, self.most_blocks, counts)
             return
-        ranks, local = range(self._config.num_ranks), self._config.num_local_experts
-        blocks = [
-            _blocks_of(Table(row[rank * local : (rank + 1) * local] for row in all_counts))
-            for rank in ranks
-        ]
-        fullest = max(ranks, key=blocks.__getitem__)
-        if blocks[fullest] > self.most_blocks:
-            raise RowBoundError.of(fullest, blocks[fullest], self.most_blocks)
+        rows, local = rows_of_experts(all_counts), self._config.num_local_experts
+        firsts = range(0, self._config.num_experts, local)
+        of_ranks = [count_row_blocks(rows[first : first + local]) for first in firsts]
+        refuse_beyond(of_ranks, self.most_blocks)
 
     def _tell(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tells the other ranks this one's counts.
@@ -262,8 +253,3 @@ class Agreement:
             found = self._tensor.first(found)
         assert found is not None
         return told_error(*found)
-
-
-def _blocks_of(received: Table) -> int:
-    """Blocks of 128 rows that a rank receives, by ``[sources][num_local_experts]``."""
-    return sum(align_capacity(rows) for rows in rows_of_experts(received)) // TILE_M

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.config import TILE_M, align_capacity
+from flashmoe_megatron.config import count_row_blocks
 from flashmoe_megatron.scheduled import lanes
 from flashmoe_megatron.scheduled.plan import Routes, rows_of_experts
 from flashmoe_megatron.telemetry.record import (
@@ -84,7 +84,7 @@ class Records:
                 num_ctas=1,
                 num_tokens=num_tokens,
                 num_rows=sum(rows),
-                num_row_blocks=sum(align_capacity(count) for count in rows) // TILE_M,
+                num_row_blocks=count_row_blocks(rows),
                 expert_rows=rows,
                 rows_pulled=pulled,
                 results_pushed=pulled,

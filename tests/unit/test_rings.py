@@ -281,17 +281,23 @@ def test_a_pacer_that_ends_ends_the_link(ranks: RankPool) -> None:
     assert any("has waited" in one and "longer than 2 s" in one for one in said)
 
 
+def noted_copies(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Where each copy comes from and its stream, from now on."""
+    copies: list[tuple[int, int]] = []
+
+    def noted(target: int, source: int, nbytes: int, stream: int) -> None:
+        copies.append((source, stream))
+        copy(target, source, nbytes, stream)
+
+    patch.setattr(driver, "copy", noted)
+    return copies
+
+
 def in_step(group: dist.ProcessGroup) -> None:
     """Gathers whose input is late, whose copies are late, and whose input is used again at once."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        device, copiers = torch.device("cpu"), set[int]()
-
-        def noted(target: int, source: int, nbytes: int, stream: int) -> None:
-            copiers.add(stream)
-            copy(target, source, nbytes, stream)
-
-        patch.setattr(driver, "copy", noted)
+        device, copies = torch.device("cpu"), noted_copies(patch)
         with Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=30) as multipath:
             output = multipath.empty(ranks * 100)
             part = output[rank * 100 :][:100]
@@ -303,9 +309,9 @@ def in_step(group: dist.ProcessGroup) -> None:
                 if turn % 2:
                     late = streams[1 + turn % (ranks - 2)]
                     late.queue.push(functools.partial(time.sleep, 0.01))
-                copiers.clear()
+                copies.clear()
                 multipath.all_gather(output, part)
-                assert len(copiers) == ranks - 1
+                assert len({stream for _, stream in copies}) == ranks - 1
                 found = torch.empty_like(output)
                 current.queue.push(functools.partial(found.copy_, output))
                 current.queue.push(functools.partial(part.fill_, 255))
@@ -323,13 +329,7 @@ def sent_once(group: dist.ProcessGroup) -> None:
     """Gathers by the relay, between reductions, where one receiver is late with every chunk."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        device, sources = torch.device("cpu"), list[int]()
-
-        def noted(target: int, source: int, nbytes: int, stream: int) -> None:
-            sources.append(source)
-            copy(target, source, nbytes, stream)
-
-        patch.setattr(driver, "copy", noted)
+        device, copies = torch.device("cpu"), noted_copies(patch)
         sum_and_mark_behind(current, patch)
         with Multipath(group, device=device, links=LINKS[1:], min_bytes=1, timeout=30) as multipath:
             streams = [stream for lane in multipath.transfers.links[0].streams for stream in lane]
@@ -343,12 +343,12 @@ def sent_once(group: dist.ProcessGroup) -> None:
                     if rank == ranks - 1:
                         for stream in streams[1::2]:
                             stream.queue.push(functools.partial(time.sleep, 0.02))
-                    sources.clear()
+                    copies.clear()
                     multipath.all_gather(output, parts[rank])
                     begin = parts[rank].data_ptr()
-                    sent = [one for one in sources if begin <= one < begin + 4 * length]
+                    sent = [at for at, _ in copies if begin <= at < begin + 4 * length]
                     assert len(sent) == len(set(sent))
-                    assert len(sources) == ranks * len(sent)
+                    assert len(copies) == ranks * len(sent)
                     shard = torch.zeros(length)
                     multipath.reduce_scatter(shard, torch.cat(parts))
                     current.synchronize()

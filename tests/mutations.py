@@ -68,9 +68,21 @@ MUTATIONS = (
     ),
     Mutation(
         "the watch takes a copy that has only been offered for one that has arrived",
-        "return self._link.has_arrived(self._counts)",
-        "return self._link.has_offered(self._counts)",
+        "return self._link.has_arrived(self._count)",
+        "return self.has_begun()",
         "tests/unit/test_rings.py::test_a_peer_that_stays_away_is_named",
+    ),
+    Mutation(
+        "a stream behind direct copies waits for offers in place of arrivals",
+        "_Mark(self, board.OFFERED), _Mark(self, board.WRITTEN)",
+        "_Mark(self, board.OFFERED), _Mark(self, board.OFFERED)",
+        "tests/unit/test_rings.py::test_copies_beside_each_other_wait_for_the_first_stream_and_it_for_them",
+    ),
+    Mutation(
+        "a stream with direct copies waits for its own offer in place of its peers'",
+        "theirs = [link.headers[peer] + offset for peer in link.peers]",
+        "theirs = [link.headers[link.rank] + offset for _ in link.peers]",
+        "tests/unit/test_rings.py::test_copies_beside_each_other_wait_for_the_first_stream_and_it_for_them",
     ),
     Mutation(
         "what was broken off while it was issued is not let go",

@@ -1,9 +1,11 @@
 """The counters of rings and the notices of ranks, in host memory that all of them share.
 
-Every rank owns one segment, which the others map. It begins with what others write there:
+Every rank owns one segment, which the others map. It begins with what ranks tell each other:
 
 - for each peer and lane a word FULL, the chunks that the peer has sent, and a word FREE, the chunks
   of it that this rank has taken out of the ring again; both count modulo 2**32;
+- two words that the rank itself writes and all others wait for: OFFERED, for how many direct copies
+  it has offered its places, and WRITTEN, how many of its own have come to theirs;
 - the last exchanges that the rank has begun, so that a peer sees that it has begun another one;
 - why the rank's links have failed, once they have, and the factor for what they bring: 1, then NaN.
 
@@ -27,6 +29,8 @@ _ENTRY_BYTES = _NUMBER.size + _TEXT_BYTES
 NOTICE = _LOG + _LOG_ENTRIES * _ENTRY_BYTES
 """Offset of a word that is 0 as long as there is no notice."""
 _LENGTH = struct.Struct("<I")
+OFFERED, WRITTEN = HEADER_BYTES - 192, HEADER_BYTES - 128
+"""Offsets of words that count direct copies, modulo 2**32."""
 VERDICT = HEADER_BYTES - 64
 """Offset of the factor for outputs, a float."""
 _FACTOR = struct.Struct("<f")

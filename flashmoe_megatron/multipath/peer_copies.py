@@ -10,7 +10,7 @@ from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Part, Piece, Place, Writes
 from flashmoe_megatron.multipath.mapped import Block, MappedMemory
-from flashmoe_megatron.multipath.ring import RingFlight, RingLink, Slots, has_counted
+from flashmoe_megatron.multipath.ring import Awaited, RingFlight, RingLink, Slots, has_counted
 
 
 class PeerCopies(RingLink):
@@ -27,6 +27,8 @@ class PeerCopies(RingLink):
 
     Attributes:
         copiers: The streams of direct copies; the first one is for those beside other work.
+        offers: Where ranks have come to offering their places for direct copies.
+        arrivals: Where they have come to having written those of their peers.
     """
 
     name = "peer"
@@ -40,15 +42,7 @@ class PeerCopies(RingLink):
         self._stack.callback(self._memory.close)
         self._blocks: list[Block] = []
         super()._open(control, own_bytes)
-        self._inward = [self.inbound[peer][0] for peer in self.peers]
-        self._outward = [self.outbound[peer][0] for peer in self.peers]
-        counted, awaited = (
-            [[getattr(one, word) for one in lanes] for lanes in (self._inward, self._outward)]
-            for word in ("counted", "awaited")
-        )
-        self._offers = driver.memory_ops(counted[0], awaited[1])
-        self._arrivals = driver.memory_ops(counted[1], awaited[0])
-        self._offered = self.own.word(board.free_word(self.peers[0], 0))
+        self.offers, self.arrivals = _Mark(self, board.OFFERED), _Mark(self, board.WRITTEN)
         self.copiers = [stream for lane in self.streams for stream in lane]
 
     def _slots(self, control: Control) -> Slots:
@@ -143,8 +137,7 @@ class PeerCopies(RingLink):
         """
         stream = int(first.cuda_stream)
         others = self.copiers[1 : len(writes.copies)] if writes.to_all else []
-        counts = [lane.count + 1 for lane in (*self._inward, *self._outward)]
-        driver.issue(stream, self._offers, counts)
+        self.offers.meet(stream)
         streams = [stream]
         if others:
             offered = first.record_event()
@@ -169,21 +162,44 @@ class PeerCopies(RingLink):
         """
         for other in others:
             first.wait_stream(other)
-        lanes = (*self._outward, *self._inward)
-        counts = [lane.count + 1 for lane in lanes]
-        driver.issue(int(first.cuda_stream), self._arrivals, counts)
-        for lane in lanes:
-            lane.pass_by()
-        return Meeting(self, what, counts[len(self._outward) :])
+        return Meeting(self, what, self.arrivals.meet(int(first.cuda_stream)))
 
-    def has_offered(self, counts: list[int]) -> bool:
-        """Whether this rank's stream has come to the offers that belong to arrivals."""
-        return has_counted(self._offered, counts[0])
+    def has_arrived(self, count: int) -> bool:
+        """Whether all peers have written their parts of so many direct copies."""
+        return all(has_counted(one.word, count) for one in self.arrivals.awaited)
 
-    def has_arrived(self, counts: list[int]) -> bool:
-        """Whether all peers have counted so far."""
-        lanes = zip(self._inward, counts, strict=True)
-        return all(has_counted(lane.word, count) for lane, count in lanes)
+
+class _Mark:
+    """A point of all ranks' streams, at which they wait for each other.
+
+    Every rank has one word for all of its peers, since a stream takes a microsecond for each word
+    that it writes.
+
+    Attributes:
+        own: This rank's word, for the host.
+        awaited: What it waits for, of each peer.
+    """
+
+    def __init__(self, link: PeerCopies, offset: int) -> None:
+        self.own = link.own.word(offset)
+        self.awaited = [Awaited(link.memories[peer].word(offset)) for peer in link.peers]
+        for peer, one in zip(link.peers, self.awaited, strict=True):
+            link.awaited[peer].append(one)
+        theirs = [link.headers[peer] + offset for peer in link.peers]
+        self._ops = driver.memory_ops([link.headers[link.rank] + offset], theirs)
+        self._count = 0
+
+    def meet(self, stream: int) -> int:
+        """Makes a stream say that it is there, and wait for those of peers.
+
+        Returns:
+            How often it has been called.
+        """
+        self._count += 1
+        for one in self.awaited:
+            one.count = self._count
+        driver.issue(stream, self._ops, [self._count] * len(self._ops))
+        return self._count
 
 
 class Meeting:
@@ -195,20 +211,20 @@ class Meeting:
     Args:
         link: The one that has written.
         what: The operation, for messages.
-        counts: What peers will have counted.
+        count: What all ranks will have counted.
     """
 
-    def __init__(self, link: PeerCopies, what: str, counts: list[int]) -> None:
+    def __init__(self, link: PeerCopies, what: str, count: int) -> None:
         self.what = what
-        self._link, self._counts = link, counts
+        self._link, self._count = link, count
 
     def has_begun(self) -> bool:
         """Whether the stream has come to it, so that it waits for peers if for anything."""
-        return self._link.has_offered(self._counts)
+        return has_counted(self._link.offers.own, self._count)
 
     def is_over(self) -> bool:
         """Whether the stream waits for nothing any more, unless the link has failed."""
-        return self._link.has_arrived(self._counts)
+        return self._link.has_arrived(self._count)
 
 
 class _DirectFlight(RingFlight):

@@ -49,8 +49,30 @@ def far_ahead(count: int) -> int:
     return (count + _FAR) & 0xFFFFFFFF
 
 
-class _Ring:
-    """A lane of one direction between two ranks, as one of the two sees it.
+class Awaited:
+    """A word that a peer counts in and that this rank's streams wait for.
+
+    Attributes:
+        word: The word, for the host.
+        count: How far this rank has issued what it counts.
+    """
+
+    def __init__(self, word: Any) -> None:
+        self.word, self.count = word, 0
+        self._slack = 0  # how far the peer may be behind without this rank's waiting
+
+    def is_behind(self) -> bool:
+        """Whether the peer has not counted what this rank's streams wait for."""
+        missing = (self.count - int(self.word.value)) & 0xFFFFFFFF
+        return self._slack < missing < 2**31
+
+    def release(self) -> None:
+        """Lets streams go on that wait for it."""
+        self.word.value = far_ahead(self.count)
+
+
+class _Ring(Awaited):
+    """A lane of one direction between two ranks, as one of the two sees it; it counts chunks.
 
     Args:
         stream: This rank's stream of the lane.
@@ -61,7 +83,6 @@ class _Ring:
         word: The word at ``awaited``, for the host.
 
     Attributes:
-        count: Chunks that this rank has issued.
         common: Where it finds what the peer sends to all, if the link has that.
     """
 
@@ -76,15 +97,9 @@ class _Ring:
     ) -> None:
         self.stream = int(stream.cuda_stream)
         self._slots = [slots + index * slot_bytes for index in range(NUM_SLOTS)]
-        self.awaited, self.counted = awaited, counted
-        self.word, self.count = word, 0
-        self._slack = 0  # how many chunks the peer may be behind without this rank's waiting
+        super().__init__(word)
+        self._awaited, self._counted = awaited, counted
         self.common: _Common | None = None
-
-    def is_behind(self) -> bool:
-        """Whether the peer has not counted what this rank's streams wait for."""
-        missing = (self.count - int(self.word.value)) & 0xFFFFFFFF
-        return self._slack < missing < 2**31
 
     def send(self, address: int, nbytes: int) -> None:
         """Issues the next chunk, from an address to the peer."""
@@ -97,7 +112,7 @@ class _Ring:
         free = self.count + 1 - NUM_SLOTS
         # The host may see already that the slot is free, which spares the stream the wait.
         if free > 0 and not has_counted(self.word, free):
-            driver.wait_value(self.stream, self.awaited, free)
+            driver.wait_value(self.stream, self._awaited, free)
 
     def count_sent(self) -> None:
         """Counts a chunk that is in its slot."""
@@ -114,18 +129,13 @@ class _Ring:
         self._take(self.common.next_slot(), address, nbytes)
 
     def _take(self, slot: int, address: int, nbytes: int) -> None:
-        driver.wait_value(self.stream, self.awaited, self.count + 1)
+        driver.wait_value(self.stream, self._awaited, self.count + 1)
         driver.copy(address, slot, nbytes, self.stream)
         self._count()
 
-    def pass_by(self) -> None:
-        """Counts a chunk that goes by no slot, and whose words are issued elsewhere."""
-        self.count += 1
-        self._slack = 0
-
     def _count(self) -> None:
         self.count += 1
-        driver.write_value(self.stream, self.counted, self.count)
+        driver.write_value(self.stream, self._counted, self.count)
 
 
 class _Common:
@@ -218,20 +228,19 @@ class RingLink(Link):
                 self._stack.callback(self.memories[peer].close)
 
         control.agree(connect)
-        headers: dict[int, int] = {}
+        self.headers: dict[int, int] = {}
 
         def register() -> None:
             for peer, memory in self.memories.items():
-                headers[peer] = self.registered(memory, 0, board.HEADER_BYTES)
+                self.headers[peer] = self.registered(memory, 0, board.HEADER_BYTES)
 
         control.agree(register)
-        self._own_header = headers[self.rank]
         inbound, outbound, common = self._slots(control)
         self.inbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
         self.outbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
-        own, nbytes = headers[self.rank], self.slot_bytes
+        own, nbytes = self.headers[self.rank], self.slot_bytes
         for peer in self.peers:
-            theirs, memory = headers[peer], self.memories[peer]
+            theirs, memory = self.headers[peer], self.memories[peer]
             for lane, (to_peer, from_peer) in enumerate(self.streams):
                 offset = lane * NUM_SLOTS * nbytes
                 full, free = board.full_word(peer, lane), board.free_word(peer, lane)
@@ -248,8 +257,9 @@ class RingLink(Link):
             _Common(common[self.rank] + lane * NUM_SLOTS * nbytes, nbytes)
             for lane in (range(NUM_LANES) if self.sends_once else ())
         ]
-        peers = [*self.inbound.values(), *self.outbound.values()]
-        self.rings = [ring for lanes in peers for ring in lanes]
+        self.awaited: dict[int, list[Awaited]] = {
+            peer: [*self.inbound[peer], *self.outbound[peer]] for peer in self.peers
+        }
 
     def _slots(self, control: Control) -> Slots:
         """Where all slots are. Collective."""
@@ -321,8 +331,8 @@ class RingLink(Link):
 
     def release(self) -> None:
         """Lets streams go on whose peer will never count again; what they move has no meaning."""
-        for ring in self.rings:
-            ring.word.value = far_ahead(ring.count)
+        for one in itertools.chain(*self.awaited.values()):
+            one.release()
 
     def guard(self, output: torch.Tensor) -> None:
         """Makes the first element of an output NaN if the link fails until the stream gets here.
@@ -332,7 +342,7 @@ class RingLink(Link):
         """
         if output.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             if self._verdict is None:
-                place = self._own_header + board.VERDICT
+                place = self.headers[self.rank] + board.VERDICT
                 self._verdict = driver.tensor(place, 4, self.device).view(torch.float32)
             output[:1].mul_(self._verdict)
 

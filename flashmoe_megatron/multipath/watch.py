@@ -75,16 +75,12 @@ class Watch:
         self._link.release()
 
     def _counts(self) -> list[int]:
-        return [ring.word.value for ring in self._link.rings]
+        return [one.word.value for ones in self._link.awaited.values() for one in ones]
 
     def _problem(self, flight: Any, still: float) -> FlashMoEError | None:
         link = self._link
         where = f"link {link.name}, {flight.what}: rank {link.rank}"
-        late = [
-            peer
-            for peer in link.peers
-            if any(ring.is_behind() for ring in link.inbound[peer] + link.outbound[peer])
-        ]
+        late = [peer for peer in link.peers if any(one.is_behind() for one in link.awaited[peer])]
         for peer in late:
             if not link.memories[peer].is_held():
                 return LinkError(f"{where} lost rank {peer}, whose process has ended")

@@ -160,9 +160,9 @@ class PacedCopies(PeerCopies):
         driver.write_value(stream, self._words + word, self._count)
         driver.wait_value(stream, self._words, self._count)
 
-    def has_arrived(self, counts: list[int]) -> bool:
+    def has_arrived(self, count: int) -> bool:
         """Whether this rank's streams have leave besides, without which they wait on."""
-        return super().has_arrived(counts) and has_counted(self._orders.word(0), self._count)
+        return super().has_arrived(count) and has_counted(self._orders.word(0), self._count)
 
     def release(self) -> None:
         """Lets go of the streams that wait for the process, too, which may have ended."""

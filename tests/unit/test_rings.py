@@ -62,11 +62,20 @@ class Event:
         self._reached, self._at = threading.Event(), 0.0
 
     def record(self, stream: "Stream") -> None:
-        stream.queue.push(self._reach)
+        self._reached = threading.Event()  # who waits already waits for what was recorded before
+        stream.queue.push(functools.partial(self._reach, self._reached))
 
-    def _reach(self) -> None:
+    def _reach(self, reached: threading.Event) -> None:
         self._at = time.monotonic()
-        self._reached.set()
+        reached.set()
+
+    def wait(self) -> Callable[[], None]:
+        reached = self._reached
+
+        def wait() -> None:
+            assert reached.wait(60)
+
+        return wait
 
     def query(self) -> bool:
         return self._reached.is_set()
@@ -88,7 +97,7 @@ class Stream:
         self.queue = next(self.queues)
 
     def wait_event(self, event: Event) -> None:
-        self.queue.push(event.synchronize)
+        self.queue.push(event.wait())
 
     def record_event(self) -> Event:
         event = Event()

@@ -50,6 +50,8 @@ LEAST_GAIN = 0.03
 since the best of several trials is in part the luckiest."""
 _ROUNDS = 3
 """How often that comparison tries each; the median counts."""
+_LAST_ROUNDS = 5
+"""How often its fastest shares and one link alone are tried anew."""
 _THRESHOLD, _RETURN_THRESHOLD = 0.10, 0.03
 """How far apart links have to be before stage two moves bytes: off the fastest link, and back."""
 _GAIN, _RETURN_GAIN = 0.5, 1.0
@@ -319,7 +321,7 @@ class _Tuning:
         shares, step, order = shares_of(self.models, self._nbytes), _FIRST_STEP, None
         tried: list[Trial] = []
         # The last comparison needs trials, too.
-        most = MAX_TRIALS - 5 * self._num_links
+        most = MAX_TRIALS - 5 * self._num_links - 2 * _LAST_ROUNDS
         while not tried or (step >= _LEAST_SHARE and self.trials < most):
             trial = self._try(shares)
             tried.append(trial)
@@ -336,7 +338,10 @@ class _Tuning:
         return min(tried, key=lambda one: max(one.seconds))
 
     def settled(self, best: Trial, least_gain: float) -> tuple[float, ...]:
-        """The best of a trial's shares, their neighbours and one link alone, tried in turns."""
+        """The best of a trial's shares, their neighbours and one link alone, tried in turns.
+
+        The fastest of them and one link alone are then tried anew.
+        """
         alone = min(self._alone, key=lambda one: max(one.seconds))
         candidates = {best.shares: None, alone.shares: None}  # each once, in this order
         main = max(range(self._num_links), key=lambda i: best.shares[i])
@@ -345,18 +350,29 @@ class _Tuning:
                 for amount in _NEIGHBOURS:
                     candidates[_moved(best.shares, main, other, amount)] = None
                     candidates[_moved(best.shares, other, main, amount)] = None
-        rounds = min(_ROUNDS, (MAX_TRIALS - self.trials) // len(candidates))
-        if rounds == 0 or len(candidates) == 1:
+        room = MAX_TRIALS - self.trials - 2 * _LAST_ROUNDS
+        rounds = min(_ROUNDS, room // len(candidates))
+        if rounds <= 0 or len(candidates) == 1:
             gains = max(alone.seconds) > (1 + least_gain) * max(best.seconds)
             return best.shares if gains else alone.shares
+        medians = self._medians(list(candidates), rounds)
+        fastest = min(candidates, key=lambda shares: medians[shares])
+        rounds = min(_LAST_ROUNDS, (MAX_TRIALS - self.trials) // 2)
+        if fastest != alone.shares and rounds > 0:
+            # What is the fastest of several has been lucky in part, which it will not be anew.
+            medians = self._medians([fastest, alone.shares], rounds)
+        gains = medians[alone.shares] > (1 + least_gain) * medians[fastest]
+        return fastest if gains else alone.shares
+
+    def _medians(
+        self, candidates: Sequence[tuple[float, ...]], rounds: int
+    ) -> dict[tuple[float, ...], float]:
+        """The seconds of several shares, which are tried in turns."""
         took = {shares: list[float]() for shares in candidates}
         for _ in range(rounds):
             for shares in candidates:
                 took[shares].append(max(self._try(shares).seconds))
-        medians = {shares: median(each) for shares, each in took.items()}
-        if medians[alone.shares] <= (1 + least_gain) * min(medians.values()):
-            return alone.shares
-        return min(candidates, key=lambda shares: medians[shares])
+        return {shares: median(each) for shares, each in took.items()}
 
     def _alone_for(self, link: int, nbytes: int, chunk: int) -> float:
         self.trials += 1

@@ -31,7 +31,7 @@ from flashmoe_megatron.multipath.links import (
     timed_event,
 )
 from flashmoe_megatron.multipath.times import Times
-from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
+from flashmoe_megatron.multipath.trials import one_of_a_row, row_of, seconds_of
 from flashmoe_megatron.streams import current_stream
 
 _TRIAL_BYTES = 64 * 2**20
@@ -219,7 +219,10 @@ class Transfers:
         # same transfers, also where only some of them have other work meanwhile.
         is_noted = load.writes is None or times.is_sample()
         if not is_noted and meanwhile is None:
-            return {self._write(self.links[alone], load)}
+            assert load.writes is not None
+            self._write(self.links[alone], load.what, load.writes)
+            self._totals[self.links[alone].name].nbytes += load.writes.received
+            return {self.links[alone]}
         flights = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile)
         used = set()
         for link, flight in zip(self.links, flights, strict=True):
@@ -230,14 +233,10 @@ class Transfers:
             self._note(balancer, inbound, times.add(flights))
         return used
 
-    def _write(self, link: Link, load: Load) -> Link:
+    def _write(self, link: Link, what: str, writes: Writes) -> None:
         """What a link writes alone, and nobody times: the host has little else to do."""
-        assert load.writes is not None
         self._number += 1
-        stream = current_stream(self._device.index)
-        link.write(self._number, load.what, load.writes, stream)
-        self._totals[link.name].nbytes += load.writes.received
-        return link
+        link.write(self._number, what, writes, current_stream(self._device.index))
 
     def _settled(self, load: Load, shares: tuple[float, ...]) -> _Route:
         """How pieces go by shares, which is found once for what moves time and again."""
@@ -321,12 +320,19 @@ class Transfers:
             # Without rates there is no rest: a trial shows what each link does alone.
             rates = [0.0] * len(scaled)
             move = functools.partial(self.fly, what, pieces, scaled, chunks, rates)
-            if self._device.type == "cpu":
+            if not self.is_on_gpus:
                 return greatest(self._control.gather(seconds_of(move())))
             # GPUs begin together, else a time has the lateness of a peer.
             first = [GRAIN if index == 0 else 0 for index in range(len(scaled))]
             self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
             mark = functools.partial(timed_event, current_stream(self._device.index))
+            whole = sum(scaled)
+            for link, nbytes, chunk in zip(self.links, scaled, chunks, strict=True):
+                writes = link.writes(pieces, Part(0, whole, chunk)) if nbytes == whole else None
+                if writes is not None:  # so it goes when nobody times it, and takes less
+                    _, took = row_of(functools.partial(self._write, link, what, writes), mark)
+                    (slowest,) = greatest(self._control.gather([took]))
+                    return [slowest if one is link else 0.0 for one in self.links]
             return one_of_a_row(move, mark, self._control.gather)
 
         load.balancer.tune(inbound, measure)

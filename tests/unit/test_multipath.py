@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -155,6 +156,21 @@ def test_a_link_has_to_make_up_for_what_it_costs_the_host(
     balancer = Balancer([link.name for link in links], least_gain=least_gain)
     balancer.tune(2**28, functools.partial(measure, links))
     assert bool(balancer.shares(2**28)[1]) == is_used
+
+
+def test_shares_that_were_fastest_by_luck_are_tried_anew() -> None:
+    tried: Counter[tuple[int, ...]] = Counter()
+
+    def lucky(carried: Sequence[int], chunks: Sequence[int]) -> list[float]:
+        tried[tuple(carried)] += 1
+        if 0 in carried:
+            return [1.0 if nbytes else 0.0 for nbytes in carried]
+        return [0.9 if tried[tuple(carried)] < 4 else 1.1, 0.5]
+
+    balancer = Balancer(["peer", "host"])
+    balancer.tune(2**28, lucky)
+    assert balancer.trials(2**28) <= MAX_TRIALS
+    assert balancer.shares(2**28) == (1.0, 0.0)
 
 
 def test_a_link_that_is_left_out_is_never_tried() -> None:

@@ -26,7 +26,7 @@ from flashmoe_megatron.errors import (
     PeerTimeoutError,
     ShapeError,
 )
-from flashmoe_megatron.multipath import board, driver, ring
+from flashmoe_megatron.multipath import board, driver, ring, trials
 from flashmoe_megatron.multipath.arena import Arena
 from flashmoe_megatron.multipath.links import timed_event
 from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath
@@ -212,6 +212,7 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
         monkeypatch.setattr(driver, name, function)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(trials, "_REPEATS", 1)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(ring, "LEAST_SLOT", 4096)
     monkeypatch.setattr(ring, "MOST_BYTES", 2**20)
@@ -435,6 +436,33 @@ def by_shares_of_their_own(group: dist.ProcessGroup) -> None:
 
 def test_gathers_without_a_detour_have_shares_of_their_own(ranks: RankPool) -> None:
     ranks.run(by_shares_of_their_own, num_ranks=2)
+
+
+def trials_alone(group: dist.ProcessGroup, is_direct: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device = torch.device("cpu")
+        with Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=30) as multipath:
+            flown, fly = list[str](), multipath.transfers.fly
+
+            def noted(what: str, *rest: Any) -> Any:
+                flown.append(what)
+                return fly(what, *rest)
+
+            patch.setattr(multipath.transfers, "fly", noted)
+            memory = multipath.empty(2 * 2**16)
+            part = torch.ones(2**16, dtype=torch.uint8)
+            output = memory if is_direct else torch.empty_like(memory)
+            multipath.all_gather(output, part)
+            current.synchronize()
+            timed = [what for what in flown if what != "a meeting"]
+            assert len(timed) < len(flown)
+            # The call itself has its own part to copy meanwhile, so that it has a flight.
+            assert (len(timed) == 1) == is_direct
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_what_a_link_writes_alone_is_tried_as_it_goes(is_direct: bool, ranks: RankPool) -> None:
+    ranks.run(trials_alone, is_direct, num_ranks=2)
 
 
 def contribution(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The layer from plain PyTorch: token choices in, mixed tokens out."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
 from flashmoe_megatron.options import BackendKind, BackendOptions
+from flashmoe_megatron.per_group import made_on_all
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
 from flashmoe_megatron.select import check_choice, named_device, resolve_kind, select_backend
@@ -245,9 +247,9 @@ class FlashMoELayer(nn.Module):
                 another layer's backend.
 
         Raises:
-            ConfigError: The group does not fit ``config`` or has not this rank, ranks disagree on
-                ``config``, nothing can be computed in ``dtype``, ``placement`` is lookahead, or the
-                experts cannot be split.
+            ConfigError: The group does not fit ``config``, ranks disagree on it, nothing can be
+                computed in ``dtype``, ``placement`` is lookahead, or the experts cannot be split:
+                on every rank, whichever has it. The group has not this rank: on this rank alone.
             DeviceError: The device cannot be used, or cannot run the kernel that was asked for: on
                 every rank, whichever has it.
         """
@@ -255,42 +257,30 @@ class FlashMoELayer(nn.Module):
         if dtype is None:
             dtype = torch.get_default_dtype()
             dtype = torch.bfloat16 if dtype == torch.float32 else dtype
-        if dtype not in TOKEN_DTYPES:
-            raise ConfigError(f"dtype {dtype}: wanted one of {_names(TOKEN_DTYPES)}")
         if device is None:
             device = _default_device()
-        if fuse_router and not router:
-            raise ConfigError("fuse_router=True without a router: wanted router=True")
-        if split and (not config.gated or config.glu_interleave):
-            raise ConfigError(
-                f"split=True with gated={config.gated}, glu_interleave={config.glu_interleave}: "
-                "wanted True and 0"
-            )
         self.expert_group = ExpertGroup(group)
+        check = functools.partial(
+            _check_arguments,
+            config,
+            device,
+            dtype,
+            backend,
+            options,
+            lacks_router=fuse_router and not router,
+            split=split,
+        )
+        made_on_all(check, self.expert_group.group)
         self._backends: dict[torch.dtype, Backend] = {}
         self._given: Backend | None = None
         self._choice: tuple[BackendKind, dict[str, Any]] | None = None
         self.config = config
         if isinstance(backend, str):
             self._choice = backend, options
-            if named_device(device).type == "meta":
-                check_choice(backend, options)
-            else:  # which is collective, so that nothing that ranks choose is refused before
+            if named_device(device).type != "meta":
                 self._backends[dtype] = self._select(device, dtype)
-            if options.get("placement") == "lookahead":
-                raise BackendOptions.refusal("placement", "lookahead", ONLY_IN_MEGATRON)
-        elif options:
-            raise ConfigError(
-                f"{', '.join(options)} beside a backend that is given: wanted its own"
-            )
-        elif backend.config != config:
-            raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")
         else:
             self._given = backend
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA
-            raise DeviceError(f"the device '{device}' cannot be used: {error}") from error
         self.check_routing = check_routing
         self.fuse_router = fuse_router
 
@@ -603,6 +593,48 @@ def _shaped(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     shaped = torch.ops.aten._unsafe_view.default(out, x.shape)
     assert isinstance(shaped, torch.Tensor)
     return shaped
+
+
+def _check_arguments(
+    config: MoEConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    backend: BackendKind | Backend,
+    options: dict[str, Any],
+    *,
+    lacks_router: bool,
+    split: bool,
+) -> None:
+    """Refuses arguments of which this rank can make no layer. Not collective.
+
+    Raises:
+        ConfigError: See :class:`FlashMoELayer`.
+        DeviceError: The device cannot be used, or cannot run the kernel that was asked for.
+    """
+    if dtype not in TOKEN_DTYPES:
+        raise ConfigError(f"dtype {dtype}: wanted one of {_names(TOKEN_DTYPES)}")
+    if lacks_router:
+        raise ConfigError("fuse_router=True without a router: wanted router=True")
+    if split and (not config.gated or config.glu_interleave):
+        raise ConfigError(
+            f"split=True with gated={config.gated}, glu_interleave={config.glu_interleave}: "
+            "wanted True and 0"
+        )
+    here = named_device(device)
+    if isinstance(backend, str):
+        check_choice(backend, options)
+        if here.type != "meta":
+            resolve_kind(backend, here, dtype)
+        if options.get("placement") == "lookahead":
+            raise BackendOptions.refusal("placement", "lookahead", ONLY_IN_MEGATRON)
+    elif options:
+        raise ConfigError(f"{', '.join(options)} beside a backend that is given: wanted its own")
+    elif backend.config != config:
+        raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")
+    try:
+        torch.empty(0, device=here)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA
+        raise DeviceError(f"the device '{here}' cannot be used: {error}") from error
 
 
 def _default_device() -> torch.device:

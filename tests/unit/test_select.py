@@ -22,7 +22,7 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.select import _announce, _announce_once, resolve_kind, select_backend
-from tests.distributed import RankPool
+from tests.distributed import RankPool, refusal
 from tests.unit import cases
 
 
@@ -278,13 +278,11 @@ def test_group_size_must_fit():
 
 def select_as(group: dist.ProcessGroup, choices: list[dict[str, Any]]) -> str:
     """Makes a layer of two ranks, each with a choice of its own."""
-    config = cases.make_config(num_ranks=2)
+    config = cases.make_config(num_ranks=2, glu_interleave=32)
     choice = {"backend": "reference", "device": "cpu", **choices[dist.get_rank(group)]}
-    try:
-        FlashMoELayer(config, group=group, **choice)
-    except FlashMoEError as error:
-        return f"{type(error).__name__}: {error}"
-    return "made"
+    if choice["backend"] == "of another layer":
+        choice["backend"] = ReferenceBackend(cases.make_config(), None, device=torch.device("cpu"))
+    return refusal(group, lambda group: FlashMoELayer(config, group=group, **choice))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +291,17 @@ def select_as(group: dist.ProcessGroup, choices: list[dict[str, Any]]) -> str:
         ({"backend": "kernel"}, "DeviceError: rank 1: the kernel needs a Hopper GPU"),
         ({"backend": "cuda"}, "ConfigError: rank 1: backend 'cuda': wanted one of"),
         ({"keep": "some"}, "ConfigError: rank 1: keep='some': wanted one of"),
-        ({"placement": "lookahead"}, "ConfigError: the ranks disagree on placement: "),
+        ({"placement": "lookahead"}, "ConfigError: rank 1: placement='lookahead': "),
+        ({"dtype": torch.int8}, "ConfigError: rank 1: dtype torch.int8: wanted one of torch.bf"),
+        ({"fuse_router": True}, "ConfigError: rank 1: fuse_router=True without a router: wanted"),
+        ({"split": True}, "ConfigError: rank 1: split=True with gated=True, glu_interleave=32: "),
+        ({"device": "gpu"}, "DeviceError: rank 1: there is no device 'gpu'"),
+        ({"device": "xpu"}, "DeviceError: rank 1: the device 'xpu' cannot be used: "),
+        ({"backend": "of another layer"}, "ConfigError: rank 1: the backend was made for MoECon"),
+        (
+            {"backend": "of another layer", "keep": "all"},
+            "ConfigError: rank 1: keep beside a backend that is given: wanted its own",
+        ),
     ],
 )
 def test_what_one_rank_cannot_serve_is_refused_on_every_rank(
@@ -301,6 +309,12 @@ def test_what_one_rank_cannot_serve_is_refused_on_every_rank(
 ):
     for answer in ranks.run(select_as, [{}, wrong], num_ranks=2):
         assert answer.startswith(said)
+
+
+def test_what_one_rank_refuses_on_meta_is_refused_on_every_rank(ranks: RankPool):
+    right = {"device": "meta"}
+    for answer in ranks.run(select_as, [right, {**right, "keep": "some"}], num_ranks=2):
+        assert answer.startswith("ConfigError: rank 1: keep='some': wanted one of")
 
 
 def select_without_library(group: dist.ProcessGroup, hosts: list[str]) -> str:

@@ -93,6 +93,21 @@ def test_ranks_have_to_agree(sections: list[Any], message: str, two_ranks: RankP
         assert f"the ranks disagree on {message}; wanted one value" in outcome
 
 
+def attach_with_an_unknown_key(group: dist.ProcessGroup) -> str:
+    """Attaches to an engine whose section has a key on the second rank that nobody knows."""
+    from flashmoe_megatron.deepspeed import attach
+
+    engine = build(Case(), fused=False)
+    unknown = {"degre": 2} if dist.get_rank() == 1 else {}
+    engine.config["flashmoe"] = {"enabled": True, **unknown}
+    return refusal(group, lambda _: attach(engine))
+
+
+def test_a_section_that_one_rank_refuses_is_refused_on_every_rank(two_ranks: RankPool) -> None:
+    for outcome in two_ranks.run(attach_with_an_unknown_key):
+        assert outcome.startswith("ConfigError: rank 1: flashmoe.degre in the DeepSpeed config")
+
+
 def test_a_model_without_moe_layers_is_said(two_ranks: RankPool) -> None:
     for outcome in two_ranks.run(with_settings, [{"enabled": True}], True):
         assert "the model has no MoE layer of DeepSpeed" in outcome

@@ -81,8 +81,15 @@ def attach(engine: Any) -> dict[str, str]:
     Raises:
         ConfigError: The same as in :func:`initialize`.
     """
-    config = engine.config
-    return _attach(engine, read_settings(config) if SECTION in config else Settings(enabled=True))
+    import torch.distributed as dist
+
+    from flashmoe_megatron.per_group import made_on_all
+
+    def read() -> Settings:
+        config = engine.config
+        return read_settings(config) if SECTION in config else Settings(enabled=True)
+
+    return _attach(engine, made_on_all(read, dist.group.WORLD))
 
 
 def _initialize(

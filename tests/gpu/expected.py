@@ -7,6 +7,7 @@ each rank's share of a token and the token's sum. Products are accumulated in fl
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +123,13 @@ def assert_as_good(got: Results, want: Expected, *, times: float = 1.0) -> dict[
             worst_row=CLAMPED_ROWS * _worst_row(unfused, exact) if want.is_clamped else 0.0,
         )
     return found
+
+
+def assert_void(results: Iterable[object]) -> None:
+    """Fails if a tensor among what a failed pass gives has anything but NaN."""
+    for result in results:
+        if isinstance(result, torch.Tensor):
+            assert result.isnan().all(), f"{result.shape}: a value of a failed pass is a number"
 
 
 def _worst_row(unfused: torch.Tensor, exact: torch.Tensor) -> float:

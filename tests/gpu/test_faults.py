@@ -18,7 +18,7 @@ from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
 from tests.gpu import steps
-from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.expected import assert_as_good, assert_void, expected
 from tests.gpu.layers import TOKENS, make_config
 from tests.gpu.spinner import Spinner
 from tests.gpu.virtual import VirtualLayer, device, streams
@@ -48,11 +48,15 @@ class Case:
         return self.layer.begin(inputs.x, inputs.probs, inputs.routing_map)
 
     def gives_up(self, rank: int, call: Callable[..., Any], *arguments: Any) -> str:
-        """The error of a rank whose call, or the look after it, has to time out."""
+        """The error of a rank whose call, or the look after it, has to time out.
+
+        What a call gives all the same is NaN.
+        """
 
         def call_and_look() -> None:
-            call(*arguments)
+            results = call(*arguments)
             torch.cuda.synchronize()
+            assert_void(results)
             self.layer.backends[rank].raise_pending_fault()
 
         start = time.monotonic()

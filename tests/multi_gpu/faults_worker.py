@@ -25,7 +25,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import HeapError, PeerTimeoutError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from tests.faults.jobs import write_record
-from tests.gpu.expected import assert_as_good, expected
+from tests.gpu.expected import assert_as_good, assert_void, expected
 from tests.gpu.layers import make_config
 from tests.gpu.spinner import Spinner
 from tests.multi_gpu.worker import Job
@@ -63,19 +63,21 @@ class Fault:
         given = inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank], self.weights
         return self.backend.forward(*given, training=True)
 
-    def backward(self, saved: Any) -> None:
+    def backward(self, saved: Any) -> tuple[torch.Tensor, torch.Tensor]:
         grads = [
             [WeightGrad(torch.empty_like(w, dtype=torch.float32), False) for w in share]
             for share in (self.weights.fc1, self.weights.fc2)
         ]
-        self.backend.backward(self.inputs.grad_out[self.job.rank], saved, self.weights, *grads)
+        grad_out = self.inputs.grad_out[self.job.rank]
+        return self.backend.backward(grad_out, saved, self.weights, *grads)
 
     def gives_up(self, call: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-        """Makes a call that has to time out, now or at the look after it."""
+        """Makes a call that has to time out, now or, with results of NaN, at the look after it."""
         start = time.monotonic()
         try:
-            call(*arguments)
+            results = call(*arguments)
             torch.cuda.synchronize()
+            assert_void(results)
             self.backend.raise_pending_fault()
         except PeerTimeoutError as error:
             seconds = time.monotonic() - start

@@ -97,15 +97,22 @@ __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
     return plan_layer(args, current_epoch(args.workspace), smem);
 }
 
-// Fills an output that cannot be right with NaN, since nobody may be looking at the fault. Scope: a
-// CTA.
-__device__ __forceinline__ void spoil_output(const LayerArgs& args) {
+// Fills a pass's outputs, if they cannot be right, with NaN, since nobody may be looking at the
+// fault. Scope: a CTA.
+template <class Pass>
+__device__ __forceinline__ void spoil_outputs(const LayerArgs& args) {
     bool is_void = *static_cast<volatile uint32_t*>(args.workspace.raised) != 0;
     if (threadIdx.x == 0) is_void |= args.watchdog.raise_if_given_up();
     if (not __syncthreads_or(is_void)) return;
     const int64_t chunks = int64_t(args.num_tokens) * args.shape.hidden / 8;
     for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
         reinterpret_cast<uint4*>(args.out)[i] = {~0u, ~0u, ~0u, ~0u};  // NaN
+    }
+    if constexpr (Pass::kIsBackward) {
+        const int64_t probs = int64_t(args.num_tokens) * args.grad_columns;
+        for (int64_t i = threadIdx.x; i < probs; i += blockDim.x) {
+            store_float(args.grad_probs, args.grad_probs_dtype, i, __int_as_float(~0));
+        }
     }
 }
 
@@ -174,7 +181,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     // meanwhile.
     if (goes_on) cute::cluster_sync();
     leave(args.workspace, true, [&] {
-        write_record(args, Pass::kIsBackward, [&] { spoil_output(args); });
+        write_record(args, Pass::kIsBackward, [&] { spoil_outputs<Pass>(args); });
         if constexpr (Pass::kIsBackward) {
             if (threadIdx.x == 0) tell_fc2_grads(args);  // unless that is done
         }

@@ -1134,7 +1134,7 @@ class Agent {
         }
     }
 
-    // The end of a launch: moe/workspace.cuh, and spoil_output of kernel/layer.cuh.
+    // The end of a launch: moe/workspace.cuh, and spoil_outputs of kernel/layer.cuh.
     void leave(const Launch& launch, uint32_t epoch, bool go_on) {
         if (not protocol::leave<A>(here_.counter(M::kLeaving), s_.ctas)) return;
         const bool gathers = launch.kind == Kind::kGather;

@@ -297,11 +297,11 @@ class FlashMoELayer(nn.Module):
         self.register_parameter("fc1_bias", make(config.fc1_rows) if bias else None)
         self.register_parameter("fc2_bias", make(config.hidden) if bias else None)
         self._is_checked = False
-        self.router = (
-            nn.Linear(config.hidden, config.num_experts, bias=False, device=device, dtype=dtype)
-            if router
-            else None
-        )
+        self.router = None
+        if router:  # made on meta, where nn.Linear draws nothing: reset_parameters draws it once
+            self.router = nn.Linear(config.hidden, config.num_experts, bias=False, device="meta")
+            weight = torch.empty(config.num_experts, config.hidden, device=device, dtype=dtype)
+            self.router.weight = nn.Parameter(weight)
         self.reset_parameters()
         self._mark_experts()
 

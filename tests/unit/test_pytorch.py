@@ -190,6 +190,15 @@ def test_a_layer_of_ranks_that_is_made_on_meta(ranks: RankPool):
     ranks.run(meta_on_ranks, num_ranks=2)
 
 
+def test_a_seed_before_the_constructor_draws_what_it_draws_on_meta():
+    layer = make_layer(device="meta", bias=True).to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    after_reset = torch.rand(1)
+    made = make_layer(bias=True)  # which sets that seed, too
+    assert_same([*layer.parameters(), after_reset], [*made.parameters(), torch.rand(1)])
+
+
 def meta_sharded(group: dist.ProcessGroup, num_ranks: int, num_experts: int, dim: int) -> None:
     """FSDP2's way to make a large model, and what one process draws from the same seed."""
     shape = (dist.get_world_size(group) // num_ranks, num_ranks)

@@ -89,7 +89,7 @@ def moe_apply(
         ordered_grads: Give the parameters their gradients in reverse order of ``weights``. Else
             their order depends on what else is in a rank's graph, since autograd runs the nodes
             that accumulate them as they lie in a heap; ZeRO pairs the ranks' gradients by order.
-        layer: A number, at least 0, that comes back in the records of this forward and of its
+        layer: A number from 0 to 65,535 that comes back in the records of this forward and of its
             backward; evaluation's is marked, by
             :func:`~flashmoe_megatron.telemetry.record.launch_number`.
         router: Fills ``probs`` and ``routing_map`` in, which

@@ -294,8 +294,8 @@ class Backend(Protocol):
                 choices; -1 selects none.
             weights: The local experts.
             training: Whether a backward will follow; what it needs is returned as ``saved``.
-            layer: A number, at least 0, that comes back in the records of this forward and of its
-                backward; evaluation's is marked, by
+            layer: A number from 0 to 65,535 that comes back in the records of this forward and of
+                its backward; evaluation's is marked, by
                 :func:`~flashmoe_megatron.telemetry.record.launch_number`.
             router: Computes ``probs`` and ``routing_map`` first, which are its own tensors.
 

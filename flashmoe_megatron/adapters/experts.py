@@ -16,6 +16,7 @@ An adapter for another framework supplies the rest:
 """
 
 import dataclasses
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +45,7 @@ from flashmoe_megatron.telemetry.calibration import (
     gpu_name,
     load_calibration,
 )
-from flashmoe_megatron.telemetry.record import launch_number
+from flashmoe_megatron.telemetry.record import MOST_OWNERS, launch_number
 from flashmoe_megatron.telemetry.totals import LayerPlace
 
 Compute = Callable[[Backend, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -167,6 +168,9 @@ def shared_backends(
     return once_per_group(GroupBackends, *key, make=lambda: GroupBackends(*key))
 
 
+_layers_made = itertools.count()
+
+
 class LayerExperts(ABC):
     """Applies the routed experts of one layer, over weights that the framework owns.
 
@@ -185,6 +189,7 @@ class LayerExperts(ABC):
         is_training: Whether the model is being trained now.
         dtype: The dtype of the last call's tokens; the parameters' until there is a call.
         rank: This rank in the group.
+        owner: Marks the layer's launches: no other layer of this process has the same.
     """
 
     WAYS_OUT_OF_DTYPE: ClassVar[str]
@@ -201,6 +206,7 @@ class LayerExperts(ABC):
         self.rank = 0 if group is None else dist.get_rank(group)
         self.dtype = self._weights_dtype = dtype
         self.layer = layer
+        self.owner = 1 + next(_layers_made) % (MOST_OWNERS - 1)
         self.capacity_factor = capacity_factor
         self.num_calls = 0
         self.num_tokens = 0
@@ -275,13 +281,17 @@ class LayerExperts(ABC):
         if self.is_training and not in_backward():
             self.num_tokens += x.shape[0]
         backend = self._backend_for(x.shape[0])
-        number = launch_number(self.layer, is_training=self.is_training)
+        number = self.launch_number()
         rows = x.contiguous()
         if probs.dtype not in (torch.float32, x.dtype):
             probs = probs.float()  # a router in float64 has chosen the experts by now
         if x.dtype != torch.float16:
             return compute(backend, rows, probs, number)
         return _despite_overflow(lambda finite: compute(backend, rows, finite, number), probs)
+
+    def launch_number(self) -> int:
+        """The number that the layer's launches carry now."""
+        return launch_number(self.layer, is_training=self.is_training, owner=self.owner)
 
     def _backend_for(self, num_tokens: int) -> Backend:
         backend, backends = self.backend, self._backends

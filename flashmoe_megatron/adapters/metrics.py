@@ -1,7 +1,10 @@
 """The part of the metrics that is the same in every framework."""
 
 import logging
+import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from flashmoe_megatron.adapters.experts import LayerExperts
 from flashmoe_megatron.backend import Backend
@@ -15,9 +18,40 @@ FILE_NAME = "flashmoe_metrics.jsonl"
 """The file beside a run that keeps every report."""
 
 
-def take_records(backends: Iterable[Backend]) -> list[LaunchRecord]:
-    """The records of launches that the backends have finished since the last call."""
-    return [record for backend in backends for record in backend.take_records()]
+MOST_RECORDS = 4096
+"""Records kept for layers whose report does not ask."""
+
+
+class OwnRecords:
+    """The records of some layers' launches, whichever layers' report has asked their backends.
+
+    Backends give each record once, and layers may share backends, or backends their records. So
+    whoever asks hands each record to all who report the layer that it is of.
+
+    Args:
+        layers: The layers.
+    """
+
+    _all: ClassVar[weakref.WeakSet["OwnRecords"]] = weakref.WeakSet()
+
+    def __init__(self, layers: Iterable[LayerExperts]) -> None:
+        self._owners = {one.owner for one in layers}
+        self._untaken: deque[LaunchRecord] = deque(maxlen=MOST_RECORDS)
+        self._all.add(self)
+
+    def take(self, backends: Iterable[Backend]) -> list[LaunchRecord]:
+        """What has come since the last call.
+
+        Args:
+            backends: The backends of the layers.
+        """
+        for record in (one for backend in backends for one in backend.take_records()):
+            for other in self._all:
+                if record.owner in other._owners:
+                    other._untaken.append(record)
+        taken = list(self._untaken)
+        self._untaken.clear()
+        return taken
 
 
 def add_heap(totals: Totals, backends: Iterable[Backend]) -> None:

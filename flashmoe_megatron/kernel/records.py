@@ -79,7 +79,7 @@ def launch_record(
             Phase.REDUCE: mean(Span.REDUCE, WARPS),
             Phase.TAIL: max(0.0, record.end_ns - record.begin_ns - head - processed),
         }
-    layer, is_evaluation = read_launch_number(record.layer)
+    layer, is_evaluation, owner = read_launch_number(record.layer)
     spare = record.spare_slots
     counts = record.expert_rows[: record.num_counts]
     num_experts = record.num_counts - (2 * spare + _REPLICA_WORDS if spare else 0)
@@ -99,6 +99,7 @@ def launch_record(
         results_pushed=_moved(counters.results_pushed, earlier.results_pushed, num_ranks, is_known),
         phase_ns=phases,
         is_evaluation=is_evaluation,
+        owner=owner,
         routes=(counts[-2], counts[-1]) if spare and not is_backward else None,
         replicas=_replicas(counts[num_experts:-2], spare, is_backward) if spare else None,
     )

@@ -389,7 +389,7 @@ class ReferenceBackend(OfGroup):
         replica_bytes: int,
     ) -> None:
         self._epoch += 1
-        layer, is_evaluation = read_launch_number(number)
+        layer, is_evaluation, owner = read_launch_number(number)
         rows = tuple(count for _, count in plan.segments)
         local = self.config.num_local_experts
         laps = watch.laps_ns
@@ -418,6 +418,7 @@ class ReferenceBackend(OfGroup):
                     Phase.TAIL: laps["combine"],
                 },
                 is_evaluation=is_evaluation,
+                owner=owner,
                 routes=(plan.send_counts[self.rank], sum(plan.send_counts)),
                 replicas=None
                 if plan.placement is None

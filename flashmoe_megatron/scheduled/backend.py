@@ -235,7 +235,7 @@ class ScheduledBackend(OfGroup):
                 )
             check_tokens(config, x, probs, routing_map, dtype=weights.fc1[0].dtype, device=x.device)
             self.hooks.probe(x, probs)
-            call, hooked = Call("forward", layer), self.hooks.run
+            call, hooked = Call.of("forward", layer), self.hooks.run
             laps = self._records.begin(x.device)
             given, x = x, hooked("before", "gate", x, call)
             if router is not None:
@@ -308,7 +308,7 @@ class ScheduledBackend(OfGroup):
                     steps.put_rows(rows, part.rows, mine)
         laps.lap("experts")
         out = steps.sum_routes(returned(back, room), cut.place)
-        out = hooked("after", "combine", out, Call("forward", layer))
+        out = hooked("after", "combine", out, Call.of("forward", layer))
         laps.lap("combine")
         self._records.end(laps, routes, layer, "forward", num_tokens=len(x))
         if not training:
@@ -432,7 +432,7 @@ class ScheduledBackend(OfGroup):
         cut, num_routes = routes.cuts[degree], len(routes.token_idx)
         sizes, counts, whole_size, total = self._sizes(routes, saved.all_counts, degree)
         laps.lap("plan")
-        call = Call("backward", saved.layer)
+        call = Call.of("backward", saved.layer)
         token_idx = _of_parts(cut.token_idx[:num_routes], sizes)
         ways = [
             self._dispatch(grad_out.index_select(0, tokens), count, size, of_part(call, i))
@@ -440,14 +440,14 @@ class ScheduledBackend(OfGroup):
         ]
         of_rows = None  # behind the gradients, since only weights' gradients need them
         if saved.rows is None:
-            again = Call("forward", saved.layer)
+            again = Call.of("forward", saved.layer)
             of_rows = self._dispatch(
                 saved.x.index_select(0, routes.token_idx), total, whole_size, again
             )
         parts, whole = routes.parts(degree, steps.index_rows)
         is_whole = degree == 1
         if self.slices is not None:
-            self.slices.take(read_launch_number(saved.layer)[0], self._exchange.lane)
+            self.slices.take(read_launch_number(saved.layer).layer, self._exchange.lane)
         fc1_t, fc2_t = (weight.transpose(1, 2) for weight in _oriented(weights))
         _, biases2 = _biases(weights)
         wide = accumulation_dtype(grad_out.dtype)
@@ -511,13 +511,13 @@ class ScheduledBackend(OfGroup):
             store(grad_fc2_bias, bias_grad(weighted_y, whole.counts), VECTOR)
         laps.lap("weights")
         grad_x = steps.sum_routes(returned(back, room), cut.place)
-        grad_x = self.hooks.run("after", "combine", grad_x, Call("backward", saved.layer))
+        grad_x = self.hooks.run("after", "combine", grad_x, Call.of("backward", saved.layer))
         grad_probs = saved.row_probs.new_zeros(saved.num_tokens, saved.num_columns)
         grad_probs.view(-1).scatter_(0, routes.flat_idx, of_probs.wait().to(grad_probs.dtype))
         laps.lap("combine")
         self._records.end(laps, routes, saved.layer, "backward", num_tokens=saved.num_tokens)
         if self.slices is not None:
-            self.slices.leave(read_launch_number(saved.layer)[0])
+            self.slices.leave(read_launch_number(saved.layer).layer)
         if is_void:
             grad_x.fill_(torch.nan)
             grad_probs.fill_(torch.nan)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from flashmoe_megatron.errors import ConfigError, ShapeError
-from flashmoe_megatron.telemetry.record import Direction
+from flashmoe_megatron.telemetry.record import Direction, read_launch_number
 
 When = Literal["before", "after"]
 Stage = Literal["gate", "dispatch", "experts", "combine"]
@@ -31,6 +31,11 @@ class Call:
     layer: int = 0
     part: int = 0
     is_probe: bool = False
+
+    @classmethod
+    def of(cls, direction: Direction, number: int) -> "Call":
+        """Makes the call of a launch from the number that the launch carries."""
+        return cls(direction, read_launch_number(number).layer)
 
 
 Hook = Callable[[torch.Tensor, Call], torch.Tensor | None]

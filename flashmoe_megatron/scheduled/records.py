@@ -67,7 +67,7 @@ class Records:
             return
         self._epoch += 1
         epoch = self._epoch
-        layer, is_evaluation = read_launch_number(number)
+        layer, is_evaluation, owner = read_launch_number(number)
         from_ranks, to_ranks = routes.from_ranks, routes.host_sent  # no tensor is kept alive
         every = routes.host_received
 
@@ -95,6 +95,7 @@ class Records:
                     Phase.TAIL: ns["combine"],
                 },
                 is_evaluation=is_evaluation,
+                owner=owner,
                 routes=(sent[self._rank], sum(sent)),
             )
 

@@ -9,22 +9,46 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
-def launch_number(layer: int, *, is_training: bool) -> int:
+MOST_LAYERS = 2**16
+"""Layers that a model may have: their numbers are less."""
+MOST_OWNERS = 2**15
+"""Owners that launches may have: theirs are less. Both together are an int32."""
+
+
+class LaunchNumber(NamedTuple):
+    """What :func:`launch_number` was made of.
+
+    Attributes:
+        layer: The layer's number in its model.
+        is_evaluation: Whether the launch is evaluation's.
+        owner: Who has launched, 0 for nobody.
+    """
+
+    layer: int
+    is_evaluation: bool
+    owner: int
+
+
+def launch_number(layer: int, *, is_training: bool, owner: int = 0) -> int:
     """The number that a launch carries for its layer, negative in evaluation.
 
     No backend can tell evaluation itself: a checkpointed forward of training saves nothing either.
 
     Args:
-        layer: The layer's, at least 0.
+        layer: The layer's, at least 0 and less than :data:`MOST_LAYERS`.
         is_training: Whether its module is in training mode. All that it does in evaluation mode is
             evaluation, a backward, too: neither tokens nor launches are in a metric.
+        owner: Tells layers of one number apart, of several models in this process; less than
+            :data:`MOST_OWNERS`, and 0 for nobody's.
     """
-    return layer if is_training else ~layer
+    number = layer + MOST_LAYERS * owner
+    return number if is_training else ~number
 
 
-def read_launch_number(number: int) -> tuple[int, bool]:
-    """Undoes :func:`launch_number`: the layer's, and whether the launch is evaluation's."""
-    return (~number, True) if number < 0 else (number, False)
+def read_launch_number(number: int) -> LaunchNumber:
+    """Undoes :func:`launch_number`."""
+    owner, layer = divmod(number if number >= 0 else ~number, MOST_LAYERS)
+    return LaunchNumber(layer, number < 0, owner)
 
 
 class Phase(enum.Enum):
@@ -100,6 +124,7 @@ class LaunchRecord:
         phase_ns: Nanoseconds in each phase, the mean over CTAs; a phase that was not measured is
             absent.
         is_evaluation: Whether the caller marked that number, by :func:`launch_number`.
+        owner: Who has launched, as that number says.
         routes: How many routes of this rank's own tokens stay on it, and how many there are;
             ``None`` where it is not counted.
         replicas: What spare slots did; ``None`` if there are none.
@@ -119,6 +144,7 @@ class LaunchRecord:
     results_pushed: tuple[int, ...]
     phase_ns: Mapping[Phase, float]
     is_evaluation: bool = False
+    owner: int = 0
     routes: tuple[int, int] | None = None
     replicas: ReplicaRecord | None = None
 

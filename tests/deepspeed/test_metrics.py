@@ -187,6 +187,35 @@ def test_evaluation_is_in_no_metric(two_ranks: RankPool, tmp_path: Path) -> None
     assert mixed[:both] == alone[:both]
 
 
+def run_in_turns(group: dist.ProcessGroup, given: list[Case]) -> None:
+    """Steps engines in turns, whose backends share their records as the kernel's do."""
+    engines = [build(one, fused=True) for one in given]
+    backends = [engine.moe_layers[0].flashmoe.experts.backend for engine in engines]
+    for backend in backends:
+        backend._records = backends[0]._records
+    for step in range(given[0].steps):
+        for engine, one in zip(engines, given, strict=True):
+            torch.manual_seed(77 + step)  # the gate draws
+            engine.backward(engine(*batch(one, step, torch.float32)))
+            engine.step()
+
+
+def test_each_engine_reports_its_own_layers(two_ranks: RankPool, tmp_path: Path) -> None:
+    def given(name: str, tokens: int) -> Case:
+        return replace(case(str(tmp_path / name), metrics="all"), tokens=(tokens,))
+
+    two_ranks.run(run_in_turns, [given("first", 24), given("second", 8)])
+    for name, tokens in (("first", 24), ("second", 8)):
+        two_ranks.run(run_in_turns, [given(f"{name} alone", tokens)])
+        together, alone = (
+            [counted(line) for line in reports(tmp_path / folder / "job")]
+            for folder in (name, f"{name} alone")
+        )
+        both = min(len(together), len(alone))  # the last report is written if a forward finds it
+        assert both > 1
+        assert together[:both] == alone[:both]
+
+
 def modes(group: dist.ProcessGroup, given: Case) -> list[tuple[set[bool], int, int]]:
     """Whether launches were evaluation, and tokens and routes, in evaluation and in training."""
     prepare()

@@ -249,6 +249,33 @@ def test_evaluation_is_in_no_metric(two_ranks: RankPool, tmp_path: Path) -> None
         assert counted(line) == counted(wanted)
 
 
+def report_models(group: dist.ProcessGroup, tokens: Sequence[int], paths: Sequence[str]) -> None:
+    """Steps of several models of one layer each, which share a backend; then all report."""
+    from flashmoe_megatron.adapters.megatron.metrics import MoEMetrics
+    from flashmoe_megatron.telemetry.sinks import JsonLines
+
+    prepare(Layout(expert=2), metrics="all")
+    models = [make_layer(transformer_config(Layout(expert=2), "flashmoe")) for _ in tokens]
+    told = [
+        MoEMetrics([JsonLines(Path(path))] if dist.get_rank() == 0 else [], model=[model])
+        for path, model in zip(paths, models, strict=True)
+    ]
+    for step in (1, 2, 3):
+        for count, model in zip(tokens, models, strict=True):
+            model(torch.randn(count, 1, 64))[0].sum().backward()
+        for report in told:
+            report(step, is_last=step == 3)
+
+
+def test_each_of_two_models_is_reported_alone(two_ranks: RankPool, tmp_path: Path) -> None:
+    paths, tokens = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"], (TOKENS, TOKENS // 2)
+    two_ranks.run(report_models, tokens, [str(path) for path in paths])
+    for path, count in zip(paths, tokens, strict=True):
+        assert [line["step"] for line in reports(path)] == [2, 3]
+        for line in reports(path):
+            assert line["flashmoe/expert_rows/mean"] == 2 * count * 2 / 8
+
+
 TEACHER = [OneLayer(128, number, is_frozen=True) for number in (1, 2, 3)]
 
 

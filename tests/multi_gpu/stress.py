@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import planner
-from flashmoe_megatron.adapters.metrics import take_records
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.replicas.policy import When
@@ -101,7 +100,7 @@ class RealRun:
 
     def count_replicas(self) -> int:
         """What this rank's spare slots held in the last launches, as far as records are kept."""
-        records = take_records(self._backends.values())
+        records = [one for each in self._backends.values() for one in each.take_records()]
         return sum(len(record.replicas.rows) for record in records if record.replicas)
 
 

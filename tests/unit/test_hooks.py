@@ -9,10 +9,11 @@ import torch.distributed as dist
 from flashmoe_megatron.adapters.experts import GroupBackends
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
-from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.layer import FlashMoELayer, moe_forward
 from flashmoe_megatron.options import BackendOptions, FrameworkOptions
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.scheduled.hooks import Call
+from flashmoe_megatron.telemetry.record import launch_number
 from tests.distributed import RankPool
 from tests.unit import cases
 from tests.unit.test_scheduled import run
@@ -114,6 +115,24 @@ def test_gradients_pass_hooks_of_the_backward() -> None:
     found = run(backend, inputs)
     for name, value in plain.items():
         assert torch.equal(found[name], value if name == "out" else 2 * value), name
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_hook_is_told_the_layer_of_the_model(is_training: bool) -> None:
+    backend, told = make(keep="preactivations"), set()
+
+    def hook(_: torch.Tensor, call: Call) -> None:
+        if not call.is_probe:
+            told.add((call.direction, call.layer))
+
+    for when in ("before", "after"):
+        backend.hooks.add(when, "combine", hook)
+    layer = FlashMoELayer(cases.CONFIG, router=True, dtype=torch.float32, backend=backend)
+    x = torch.randn(TOKENS, cases.CONFIG.hidden)
+    number = launch_number(3, is_training=is_training, owner=2)
+    weights = layer._weights(None)
+    moe_forward(x, *layer.route(x), weights, backend=backend, layer=number).sum().backward()
+    assert told == {("forward", 3), ("backward", 3)}
 
 
 def test_a_hook_that_cannot_be_is_refused() -> None:

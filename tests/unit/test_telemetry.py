@@ -13,6 +13,8 @@ from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.telemetry.metrics import compute_metrics
 from flashmoe_megatron.telemetry.record import (
     DIRECTIONS,
+    MOST_LAYERS,
+    MOST_OWNERS,
     LaunchRecord,
     Phase,
     ReplicaRecord,
@@ -314,13 +316,15 @@ def test_a_record_of_another_layer_is_refused(changes: dict[str, object], words:
         totals_of(records.record(**changes))
 
 
-@pytest.mark.parametrize("layer", [0, 3, 2**31 - 1])
+@pytest.mark.parametrize(("layer", "owner"), [(0, 0), (3, 5), (MOST_LAYERS - 1, MOST_OWNERS - 1)])
 @pytest.mark.parametrize("is_training", [True, False])
-def test_the_kernel_s_record_tells_evaluation(layer: int, is_training: bool) -> None:
-    number = launch_number(layer, is_training=is_training)
+def test_the_kernel_s_record_tells_evaluation_and_owner(
+    layer: int, owner: int, is_training: bool
+) -> None:
+    number = launch_number(layer, is_training=is_training, owner=owner)
     native = bindings.FlashMoERecord(layer=number, num_ctas=1)
     told = launch_record(native, bindings.FlashMoERecord(), 1)
-    assert (told.layer, told.is_evaluation) == (layer, not is_training)
+    assert (told.layer, told.is_evaluation, told.owner) == (layer, not is_training, owner)
 
 
 def test_registry_is_complete() -> None:

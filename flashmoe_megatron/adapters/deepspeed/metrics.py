@@ -13,10 +13,10 @@ from flashmoe_megatron.adapters.deepspeed.settings import Settings
 from flashmoe_megatron.adapters.experts import GroupBackends
 from flashmoe_megatron.adapters.metrics import (
     FILE_NAME,
+    OwnRecords,
     add_crossings,
     add_heap,
     add_tokens,
-    take_records,
     warn_without_wandb,
 )
 from flashmoe_megatron.backend import Backend
@@ -71,6 +71,7 @@ class EngineMetrics:
         self._engine = engine
         self._backends = backends
         self._experts = experts
+        self._records = OwnRecords(experts)
         self._tokens = {id(one): one.num_tokens for one in experts}
         self._routes = RouteReader(counters)
         self._last_step = int(engine.global_steps)
@@ -101,7 +102,7 @@ class EngineMetrics:
             self._reporter.write_arrived(now)
 
     def _take_records(self) -> list[LaunchRecord]:
-        return take_records(self._all_backends())
+        return self._records.take(self._all_backends())
 
     def _annotate(self, totals: Totals) -> None:
         add_heap(totals, self._all_backends())

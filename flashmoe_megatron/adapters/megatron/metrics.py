@@ -24,10 +24,10 @@ from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, live_exper
 from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, megatron_args
 from flashmoe_megatron.adapters.metrics import (
     FILE_NAME,
+    OwnRecords,
     add_crossings,
     add_heap,
     add_tokens,
-    take_records,
     warn_without_wandb,
 )
 from flashmoe_megatron.adapters.patch import Function, patch
@@ -133,11 +133,12 @@ class _Source:
 
     def __init__(self, layers: Iterable[RoutedExperts]) -> None:
         self._layers = weakref.WeakSet(layers)
+        self._records = OwnRecords(self._layers)
         self._tokens = {id(routed): routed.num_tokens for routed in self._layers}
 
     def take_records(self) -> list[LaunchRecord]:
-        """The records of launches that their backends have finished."""
-        return take_records(self._backends())
+        """The records of their launches that have ended."""
+        return self._records.take(self._backends())
 
     def annotate(self, totals: Totals) -> None:
         """Adds the heap's size, and the tokens and bytes since the last call."""

@@ -54,7 +54,6 @@ from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.telemetry.calibration import Calibration
-from flashmoe_megatron.telemetry.record import launch_number
 
 
 class RoutedExperts(LayerExperts):
@@ -194,9 +193,9 @@ class RoutedExperts(LayerExperts):
             layer: The layer's number in the model.
         """
         backend = self.backend
-        number = launch_number(layer, is_training=self._experts.training)
+        self.layer, self.is_training = layer, self._experts.training
         if isinstance(backend, LooksAhead):  # no other is made with lookahead
-            backend.settle(routing_map, self._read_weights_ahead, layer=number)
+            backend.settle(routing_map, self._read_weights_ahead, layer=self.launch_number())
 
     def _read_weights_ahead(self) -> ExpertWeights:
         """The experts' weights, behind what their pre-hooks have the current stream wait for."""

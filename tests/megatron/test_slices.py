@@ -274,6 +274,99 @@ def test_a_layout_of_muons_scatters_though_its_configuration_says_so_later() -> 
     assert not slices._will_scatter({**muon, "use_layer_wise_param_layout": False})
 
 
+def muons_layout(model: Any, ddp_config: Any, bucket_size: int) -> dict[str, Any]:
+    """DDP's argument that the script computes for Muon; releases without it get the marks alone."""
+    from megatron.core.optimizer import layer_wise_optimizer
+
+    parameters = list(model.parameters())
+    if not hasattr(layer_wise_optimizer, "tag_params_for_buffer_routing"):
+        for one in parameters:
+            has_words = getattr(one, "is_embedding_or_output_parameter", False)
+            one.is_managed_by_layer_wise_optimizer = one.dim() == 2 and not has_words
+        return {}
+    layer_wise_optimizer.tag_params_for_buffer_routing([model])
+    ddp_config.use_distributed_optimizer = True
+    compute = layer_wise_optimizer.LayerWiseDistributedOptimizer.compute_full_param_layout
+    layout = compute(parameters, bucket_size, 2, ddp_config, expert_data_parallel_world_size=1)
+    return {"full_param_layout": layout}
+
+
+def cut_for_muon(
+    group: dist.ProcessGroup, fit: str, own: int | None, has_layout: bool
+) -> tuple[int, list[str], int]:
+    """Buckets that the script makes for Muon: their size, what is said, and the largest dense one.
+
+    The last is 0 where a layout was wanted from a release that has none.
+
+    Args:
+        group: All ranks.
+        fit: What says the gaps.
+        own: The size in the script's arguments.
+        has_layout: Whether the script computes Muon's layout.
+    """
+    prepare(EP2, **case_of(fit).settings)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    def wrap_model_chunks_with_ddp(
+        model_chunks: list[Any],
+        config: Any,
+        ddp_config: Any,
+        *,
+        use_layer_wise_distributed_optimizer: bool,
+        use_layer_wise_param_layout: bool,
+        bucket_sizes: list[int],
+    ) -> Any:
+        (model,), layout = model_chunks, {}
+        if use_layer_wise_param_layout:
+            layout = muons_layout(model, ddp_config, bucket_sizes[0])
+        return DistributedDataParallel(config, ddp_config, model, **layout)
+
+    def get_model(model: Any, config: Any, ddp_config: Any) -> Any:
+        ddp_config.bucket_size = own or SCRIPT_SIZE
+        return training.wrap_model_chunks_with_ddp(
+            [model],
+            config,
+            ddp_config,
+            use_layer_wise_distributed_optimizer=True,
+            use_layer_wise_param_layout=has_layout,
+            bucket_sizes=[ddp_config.bucket_size],
+        )
+
+    training: Any = SimpleNamespace(
+        get_model=get_model, wrap_model_chunks_with_ddp=wrap_model_chunks_with_ddp
+    )
+    slices.patch_training(training)
+    config = transformer_config(EP2, "flashmoe")
+    (model,) = build_model(config, EP2)
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    args = SimpleNamespace(ddp_bucket_size=own, ddp_num_buckets=None)
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patches:
+        variables = SimpleNamespace(_GLOBAL_ARGS=args)
+        patches.setitem(sys.modules, "megatron.training.global_vars", variables)
+        patches.setattr(slices.logger, "warning", lambda text, *given: told.append(text % given))
+        wrapped = training.get_model(model, config, ddp_config)
+    buckets = [bucket for buffer in wrapped.buffers for bucket in buffer.buckets]
+    is_made = ddp_config.use_distributed_optimizer == has_layout
+    largest = max(each.grad_data.numel() for each in buckets)
+    return ddp_config.bucket_size, told, largest * is_made
+
+
+def test_pieces_that_muons_layout_has_no_room_for_are_told(fit: str, two_ranks: RankPool) -> None:
+    (piece, told, largest), (_, others, _) = two_ranks.run(cut_for_muon, fit, None, True)
+    (message,) = told
+    assert f"--flashmoe-slice-gradients: pieces of {piece} elements fit the gaps" in message
+    least = 2 * 192 * 64  # the matrix of queries, keys and values, on two ranks
+    assert f"here up to {least} elements; pass --no-use-layer-wise-param-layout" in message
+    assert others == [], "rank 0 speaks for all"
+    assert largest == 0 or largest >= least
+    for own, has_layout in ((45_000, True), (None, False)):
+        for _, told, largest in two_ranks.run(cut_for_muon, fit, own, has_layout):
+            assert told == []
+            if not has_layout:
+                assert largest < least, "buckets that fit"
+
+
 def refusals(group: dist.ProcessGroup, fit: str) -> list[str]:
     said = []
     for layout, settings, ddp in (

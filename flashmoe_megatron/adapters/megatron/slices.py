@@ -5,15 +5,18 @@ gradients are complete waits for a gap; on others it starts at once, as in Megat
 
 What makes buckets reads their size from DDP's configuration. From Megatron-Core 0.18 on that is the
 layout of parameters, which the training script computes before it calls DDP, so that the size has
-to be there by then.
+to be there by then. Muon's layout has a lower bound of its own, which rank 0 tells where pieces are
+smaller.
 """
 
 import inspect
+import logging
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flashmoe_megatron.adapters.gradients import LayerGradients, plan_reduction
 from flashmoe_megatron.adapters.megatron.layer import ROUTED, number_in_model
@@ -26,6 +29,8 @@ from flashmoe_megatron.adapters.megatron.settings import (
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.scheduled.slices import GradientSlices
+
+logger = logging.getLogger("flashmoe_megatron")
 
 _SLICES = "flashmoe_slices"
 """Attribute of the configuration of Megatron's DDP: the queue of the models that it wraps."""
@@ -96,34 +101,73 @@ def _planning(original: Function, name: str) -> Function:
         bound.apply_defaults()
         given = bound.arguments
         chunks = given[name] if isinstance(given[name], list) else [given[name]]
-        _size_buckets(given["ddp_config"], chunks, will_scatter=_will_scatter(given))
+        piece = _size_buckets(given["ddp_config"], chunks, will_scatter=_will_scatter(given))
         if _is_script and given.get("bucket_sizes"):  # None of a chunk leaves it whole
             size = given["ddp_config"].bucket_size
             given["bucket_sizes"] = [each and size for each in given["bucket_sizes"]]
         _is_planned = True
         try:
-            return original(*bound.args, **bound.kwargs)
+            wrapped = original(*bound.args, **bound.kwargs)
         finally:
             _is_planned = False
+        if piece and _has_muons_layout(given):
+            _warn_of_whole_matrices(piece, chunks)
+        return wrapped
 
     return wrap
 
 
 def _will_scatter(given: dict[str, Any]) -> bool:
     """Whether gradients are reduced to shards; Muon's layout sets this as it is computed."""
+    return bool(given["ddp_config"].use_distributed_optimizer or _has_muons_layout(given))
+
+
+def _has_muons_layout(given: dict[str, Any]) -> bool:
+    """Whether Megatron computes the layout that gives each rank whole matrices."""
     by_layer = given.get("use_layer_wise_distributed_optimizer", False)
-    has_layout = given.get("use_layer_wise_param_layout", False)
-    return bool(given["ddp_config"].use_distributed_optimizer or (by_layer and has_layout))
+    return bool(by_layer and given.get("use_layer_wise_param_layout", False))
+
+
+def _warn_of_whole_matrices(piece: int, chunks: Sequence[torch.nn.Module]) -> None:
+    """Says on rank 0 where Muon's layout, which has been computed, has no buckets of that size.
+
+    A bucket has as much room for every rank, so that one with a matrix, which is whole on a rank,
+    cannot be smaller than the matrix times the ranks, and all of that travels.
+    """
+    least = max(
+        (
+            _num_sharing(parameter) * parameter.numel()
+            for chunk in chunks
+            for parameter in chunk.parameters()
+            if getattr(parameter, "is_managed_by_layer_wise_optimizer", False)
+            and _num_sharing(parameter) > 1
+        ),
+        default=0,
+    )
+    if least > piece and dist.get_rank() == 0:
+        logger.warning(
+            "%s: pieces of %d elements fit the gaps, but a bucket of Muon's layout has room for "
+            "its largest matrix on each rank that shares it, here up to %d elements; pass "
+            "--no-use-layer-wise-param-layout for buckets that fit",
+            flag_of("slice_gradients"),
+            piece,
+            least,
+        )
 
 
 def _size_buckets(
     ddp_config: Any, chunks: Sequence[torch.nn.Module], *, will_scatter: bool
-) -> None:
-    """Gives buckets the size of what fits, if the user has not chosen one. Collective."""
+) -> int | None:
+    """Gives buckets the size of what fits, if the user has not chosen one. Collective.
+
+    Returns:
+        That size in elements, ``None`` where buckets keep another.
+    """
     operation = "reduce_scatter" if will_scatter else "all_reduce"
     sizes = [_plan(ddp_config, chunk, operation) for chunk in chunks]
-    if not _is_chosen(ddp_config):
-        ddp_config.bucket_size = next(filter(None, sizes), ddp_config.bucket_size)
+    piece = None if _is_chosen(ddp_config) else next(filter(None, sizes), None)
+    ddp_config.bucket_size = piece or ddp_config.bucket_size
+    return piece
 
 
 def _is_chosen(ddp_config: Any) -> bool:
@@ -172,18 +216,12 @@ def _gradients_of(
     ddp_config: Any, module: torch.nn.Module, moe_layers: list[Any]
 ) -> list[LayerGradients]:
     """The bytes that are reduced around each layer, as though all that lies there were alike."""
-    from megatron.core import parallel_state
-
-    sizes = {
-        True: parallel_state.get_expert_data_parallel_world_size(),
-        False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-    }
     totals = {True: [0, 0], False: [0, 0]}  # bytes and parameters, of experts and of all else
     for parameter in module.parameters():
         is_expert = not getattr(parameter, "allreduce", True)
         size = 4 if ddp_config.grad_reduce_in_fp32 else parameter.dtype.itemsize
         total = totals[is_expert]
-        total[0] += parameter.numel() * size * (sizes[is_expert] > 1)
+        total[0] += parameter.numel() * size * (_num_sharing(parameter) > 1)
         total[1] += parameter.numel()
     num_layers = len(moe_layers)
     return [
@@ -198,6 +236,15 @@ def _gradients_of(
         )
         for each in moe_layers
     ]
+
+
+def _num_sharing(parameter: torch.Tensor) -> int:
+    """How many ranks have the same parameter, and reduce its gradients."""
+    from megatron.core import parallel_state
+
+    if not getattr(parameter, "allreduce", True):
+        return int(parallel_state.get_expert_data_parallel_world_size())
+    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
 def told(original: Function) -> Function:

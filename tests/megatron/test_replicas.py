@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
+from flashmoe_megatron.telemetry.record import read_launch_number
 from tests.distributed import RankPool
 from tests.megatron.harness import (
     SEQ_LENGTH,
@@ -151,7 +152,7 @@ def read_ahead(group: dist.ProcessGroup) -> list[tuple[str, int]]:
         settle = backend.settle
 
         def read_and_settle(routing_map, read_weights, *, layer, settle=settle) -> None:
-            called.append(("settle", layer))
+            called.append(("settle", read_launch_number(layer).layer))
             read_weights()
             settle(routing_map, read_weights, layer=layer)
 

@@ -48,6 +48,8 @@ _NEIGHBOURS = (0.01, 0.025)
 LEAST_GAIN = 0.03
 """How much faster several links have to be than one alone, for what the others cost the host and
 since the best of several trials is in part the luckiest."""
+LEAST_SECONDS = 16e-6
+"""How much less time they have to take besides: they cost the host some 180 us more, a transfer."""
 _ROUNDS = 3
 """How often that comparison tries each; the median counts."""
 _LAST_ROUNDS = 5
@@ -353,7 +355,7 @@ class _Tuning:
         room = MAX_TRIALS - self.trials - 2 * _LAST_ROUNDS
         rounds = min(_ROUNDS, room // len(candidates))
         if rounds <= 0 or len(candidates) == 1:
-            gains = max(alone.seconds) > (1 + least_gain) * max(best.seconds)
+            gains = _gains(max(best.seconds), max(alone.seconds), least_gain)
             return best.shares if gains else alone.shares
         medians = self._medians(list(candidates), rounds)
         fastest = min(candidates, key=lambda shares: medians[shares])
@@ -361,7 +363,7 @@ class _Tuning:
         if fastest != alone.shares and rounds > 0:
             # What is the fastest of several has been lucky in part, which it will not be anew.
             medians = self._medians([fastest, alone.shares], rounds)
-        gains = medians[alone.shares] > (1 + least_gain) * medians[fastest]
+        gains = _gains(medians[fastest], medians[alone.shares], least_gain)
         return fastest if gains else alone.shares
 
     def _medians(
@@ -385,6 +387,11 @@ class _Tuning:
         seconds = self._measure(carried, chunks_of(self.models, shares))
         pairs = zip(carried, seconds, strict=True)
         return Trial(shares, tuple(time if moved else 0.0 for moved, time in pairs))
+
+
+def _gains(took: float, alone: float, least_gain: float) -> bool:
+    """Whether several links take so much less time than one alone that they pay."""
+    return alone - took > max(least_gain * took, LEAST_SECONDS)
 
 
 def _moved(shares: Sequence[float], source: int, target: int, amount: float) -> tuple[float, ...]:

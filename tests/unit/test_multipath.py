@@ -158,6 +158,12 @@ def test_a_link_has_to_make_up_for_what_it_costs_the_host(
     assert bool(balancer.shares(2**28)[1]) == is_used
 
 
+@pytest.mark.parametrize(("mib", "is_used"), [(16, False), (1024, True)])
+def test_a_link_has_to_gain_some_microseconds_besides(mib: int, is_used: bool) -> None:
+    links = [SimulatedLink("a", 100, 0), SimulatedLink("b", 8, 0)]  # 13 of 168 us, or 800 of 10,700
+    assert bool(tuned(links, mib * 2**20).shares(mib * 2**20)[1]) == is_used
+
+
 def test_shares_that_were_fastest_by_luck_are_tried_anew() -> None:
     tried: Counter[tuple[int, ...]] = Counter()
 

@@ -161,9 +161,9 @@ def test_a_single_transfer_shows_neither_what_the_next_one_hides_nor_the_host() 
 
 
 def test_what_the_host_cannot_issue_in_time_is_left_to_the_peer() -> None:
-    make = functools.partial(Pair, (387, 48), True, 200e-6)
-    assert tuned(make, 32 * MIB, one_of_a_row).shares(32 * MIB) == (1.0, 0.0)
-    assert tuned(make, 32 * MIB, of_one).shares(32 * MIB)[1] > 0
+    make = functools.partial(Pair, (200, 48), True, 200e-6)
+    assert tuned(make, 48 * MIB, one_of_a_row).shares(48 * MIB) == (1.0, 0.0)
+    assert tuned(make, 48 * MIB, of_one).shares(48 * MIB)[1] > 0
 
 
 def test_no_bytes_take_no_time() -> None:

@@ -462,4 +462,4 @@ def test_without_a_gpu_nothing_is_recorded(tmp_path: Path, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert command.main(["capture", "--out", str(tmp_path)]) == 2
-    assert "no CUDA GPU" in capsys.readouterr().out
+    assert "no CUDA GPU" in capsys.readouterr().err

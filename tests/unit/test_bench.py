@@ -18,10 +18,14 @@ from tools.bench.bench_layer import (
     UnfusedLayer,
     early_timing,
     routed_calls,
+    router_weight_for,
+    without_grad,
 )
 from tools.bench.compare_libraries import Worker
-from tools.bench.correctness import relative_errors
+from tools.bench.correctness import relative_errors, routed_errors
 from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Router, Shape, make_problem, shape_of
+from tools.timeline import __main__ as timeline
+from tools.timeline import capture
 
 
 def make(num_ranks: int, *, gated: bool, dtype: str = "bf16") -> Problem:
@@ -223,11 +227,94 @@ def test_library_that_cannot_be_compared(tmp_path: Path, exists: bool):
         Worker(library, launches=1, one_of=4).turn("paper-1k", is_zero=True)
 
 
-def test_both_ways_to_route_are_one_layer() -> None:
+def routed(group: dist.ProcessGroup | None) -> list[dict[str, float]]:
+    """Errors of both ways to route, and of results that are spoilt in one way each."""
+    problem = make(1 if group is None else dist.get_world_size(group), gated=True)
+    weight = router_weight_for(problem)
+    calls = routed_calls(problem, ReferenceBackend(problem.config, group), weight)
+    in_launch, in_torch = (without_grad(call)() for call in calls.values())
+    torch.testing.assert_close(in_launch.out, in_torch.out)
+    probs, chosen = in_launch.probs, in_launch.routing_map
+    spoilt = [
+        {"out": in_launch.out * 1.01},
+        {"probs": probs * 1.01},
+        {"routing_map": chosen.roll(1, 1)},
+        {"routing_map": chosen | (chosen.cumsum(1) == 0)},
+        {"routing_map": chosen & (chosen.cumsum(1) < 2)},
+    ]
+    results = [in_launch, in_torch, *(in_launch._replace(**change) for change in spoilt)]
+    return [routed_errors(problem, weight, result) for result in results]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_both_ways_to_route_are_one_layer_and_errors_are_noticed(ranks: RankPool, num_ranks: int):
+    found = [routed(None)] if num_ranks == 1 else ranks.run(routed, num_ranks=num_ranks)
+    for in_launch, in_torch, out, probs, *choices in found:
+        assert max(*in_launch.values(), *in_torch.values()) < GATE
+        assert out["out"] > GATE > max(out["choice"], out["probs"])
+        assert probs["probs"] > GATE > max(probs["choice"], probs["out"])
+        assert all(choice["choice"] > 10 * GATE for choice in choices)
+
+
+def test_equal_logits_may_exchange_their_experts():
     problem = make(1, gated=True)
-    calls = routed_calls(problem, ReferenceBackend(problem.config))
-    in_launch, in_torch = (call() for call in calls.values())
-    torch.testing.assert_close(in_launch.out, in_torch)
+    weight = router_weight_for(problem)
+    weight[1] = weight[0]
+    (in_launch, _) = routed_calls(problem, ReferenceBackend(problem.config), weight).values()
+    got = in_launch()
+    others = [1, 0, *range(2, problem.config.num_experts)]
+    assert not torch.equal(got.routing_map[:, others], got.routing_map)
+    exchanged = got._replace(routing_map=got.routing_map[:, others])
+    assert routed_errors(problem, weight, exchanged)["choice"] < GATE
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_wrong_router_has_no_figures(tmp_path: Path, monkeypatch, spoilt: bool):
+    use_on_processor(monkeypatch, bench_layer, FusedLayer)
+    right = bench_layer.moe_router_forward
+
+    def routed(*arguments: object, **named: object) -> object:
+        found = right(*arguments, **named)
+        return found._replace(out=found.out * 1.01) if spoilt else found
+
+    monkeypatch.setattr(bench_layer, "moe_router_forward", routed)
+    out, shape = tmp_path / "out.jsonl", "40x64x64x8x2"
+    command = ["--allow-cpu", "--shapes", shape, "--iterations", "1", "--out", str(out)]
+    command += ["--router", "--no-baselines", "--forward-only"]
+    ways = ["router in the launch", "router of torch"]
+    if spoilt:
+        wanted = rf"{shape}, fused, {ways[0]}: relative L2 error 0\.01.*, wanted at most 0\.006"
+        with pytest.raises(SystemExit, match=wanted):
+            bench_layer.main(command)
+    else:
+        assert bench_layer.main(command) == 0
+    found = [json.loads(line)["measurement"] for line in out.read_text().splitlines()]
+    behind = [f"{what}, {way}" for way in ways for what in ("gate", "forward")]
+    assert found == ["gate", "forward", *([] if spoilt else behind)]
+
+
+@pytest.mark.parametrize("kind", [FusedLayer, SpoiltLayer])
+def test_a_wrong_layer_is_not_recorded_over_time(
+    tmp_path: Path, monkeypatch, kind: type[FusedLayer]
+):
+    class BehindTheGate(Exception):
+        """No kernel is here for what follows."""
+
+    def recorder(*_: object) -> None:
+        raise BehindTheGate
+
+    use_on_processor(monkeypatch, capture, kind)
+    library = tmp_path / "libflashmoe_trace.so"
+    library.touch()
+    monkeypatch.setattr(capture, "LIBRARY", library)
+    monkeypatch.setattr(capture, "KernelBackend", ReferenceBackend)
+    monkeypatch.setattr(capture, "Recorder", recorder)
+    monkeypatch.setattr("tools.bench.common.has_gpu", lambda: True)
+    monkeypatch.setattr("tools.bench.common.use_library", lambda path: None)
+    with pytest.raises(SystemExit if kind is SpoiltLayer else BehindTheGate) as raised:
+        timeline.main(["capture", "--shape", "paper-1k", "--out", str(tmp_path)])
+    if kind is SpoiltLayer:
+        assert str(raised.value).startswith("paper-1k: relative L2 error 0.01")
 
 
 def test_a_backend_without_early_gradients_is_refused(monkeypatch) -> None:

@@ -36,6 +36,7 @@ from tools.bench.bench_layer import (
     without_grad,
 )
 from tools.bench.common import Record, Timer, log
+from tools.bench.correctness import relative_errors
 from tools.bench.megatron_layer import MegatronLayer
 from tools.bench.shapes import Problem, Shape, make_problem, shape_of
 
@@ -79,7 +80,7 @@ def measure_beside(
             names.remove(other)
             log(f"{other} is left out: {error}")
             continue
-        pass_gate(f"{name} {other}", problem, layer.results)
+        pass_gate(f"{name} {other}", relative_errors(problem, layer.results()))
         calls = (without_grad(layer), layer.forward_and_backward)
         found[other] = [timer(call).median_ms for call in calls]
     return found
@@ -120,7 +121,7 @@ def measure_degrees(
     layer = kernel_layer(problem, use_main_grad=False, kind="scheduled", **auto)
     backend = layer.backend
     forward, backward = predicted = backend.degrees
-    pass_gate(f"{name} {exchange}", problem, layer.results)
+    pass_gate(f"{name} {exchange}", relative_errors(problem, layer.results()))
     ms: tuple[dict[int, float], dict[int, float]] = ({}, {})
     for degree in sorted({*options.degrees, forward}):
         backend.degrees = (degree, 1)

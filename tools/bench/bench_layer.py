@@ -11,9 +11,9 @@ or on one GPU, with the share of the experts that it would have among 4:
 For every shape, in one run, are timed: the fused kernel through autograd, as a model calls it;
 the unfused baseline over NCCL (``unfused.py``); and its experts alone, without communication. Layer
 and baseline have to pass the correctness gate first (every result within 6e-3 of float32, by
-relative L2 over all ranks); one that does not ends the run. Times are medians over iterations of
-the slowest rank, each from an idle GPU. They vary between machines and days; the ratios of one run
-are what counts.
+relative L2 over all ranks), and so has each way to route; one that does not ends the run. Times are
+medians over iterations of the slowest rank, each from an idle GPU. They vary between machines and
+days; the ratios of one run are what counts.
 
 Floors: FLOPs at the rate of a large cuBLAS product of the same run, and the bytes that have to
 leave a GPU at least (each token once per other rank, there and back) at the rate of a peer copy of
@@ -32,20 +32,20 @@ import argparse
 import sys
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import MATRIX, Backend, ExpertWeights, unstacked
-from flashmoe_megatron.layer import moe_router_forward
+from flashmoe_megatron.layer import RouterOutput, moe_router_forward
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.record import Direction
 from tools.bench import common, stopwatch
 from tools.bench.common import Record, Timer, Timing, log
-from tools.bench.correctness import LayerResults, relative_errors, worst_of
+from tools.bench.correctness import LayerResults, relative_errors, routed_errors, worst_of
 from tools.bench.shapes import (
     ALL_SHAPES,
     SHAPES,
@@ -57,6 +57,7 @@ from tools.bench.shapes import (
 )
 from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
 
+T = TypeVar("T")
 GATE = 6e-3
 TIMEOUT_S = 10.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -189,32 +190,26 @@ def require_gate(name: str, errors: dict[str, float]) -> None:
         raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {GATE}")
 
 
-def pass_gate(name: str, problem: Problem, results: Callable[[], LayerResults]) -> dict[str, float]:
-    """Compares a layer with float32, before it is timed. Collective over the default group.
+def pass_gate(name: str, errors: dict[str, float]) -> None:
+    """Logs how far a layer is from float32, before it is timed.
 
     Args:
-        name: What is compared, for messages.
-        problem: What the layer computes.
-        results: Computes the layer's, one forward and backward.
-
-    Returns:
-        Relative errors by result, which have been logged.
+        name: What was compared, for messages.
+        errors: By result, from a function of ``correctness.py``.
 
     Raises:
-        SystemExit: They are further from float32's than the gate allows.
+        SystemExit: They are larger than the gate allows.
     """
-    errors = relative_errors(problem, results())
     log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
     require_gate(name, errors)
     if stopwatch.HAS_GPU:
         torch.cuda.empty_cache()
-    return errors
 
 
-def without_grad(call: Callable[[], object]) -> Callable[[], object]:
+def without_grad(call: Callable[[], T]) -> Callable[[], T]:
     """The call in evaluation mode."""
 
-    def run() -> object:
+    def run() -> T:
         with torch.no_grad():
             return call()
 
@@ -229,16 +224,26 @@ def replayed(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def routed_calls(problem: Problem, backend: Backend) -> dict[str, Callable[[], object]]:
-    """The layer with the router in its launch, and behind torch's in float32 as Megatron's."""
+def router_weight_for(problem: Problem) -> torch.Tensor:
+    """A random router, ``[num_experts, hidden]`` in the dtype of the tokens."""
     config, x = problem.config, problem.x
     weight = torch.randn(config.num_experts, config.hidden, device=x.device) / config.hidden**0.5
-    weight = weight.to(x.dtype)
+    return weight.to(x.dtype)
 
-    def in_torch() -> torch.Tensor:
-        chosen, experts = (x.float() @ weight.float().t()).topk(config.topk, dim=1)
+
+def routed_calls(
+    problem: Problem, backend: Backend, weight: torch.Tensor
+) -> dict[str, Callable[[], RouterOutput]]:
+    """The layer with the router in its launch, and behind torch's in float32 as Megatron's."""
+    config, x = problem.config, problem.x
+
+    def in_torch() -> RouterOutput:
+        logits = x.float() @ weight.float().t()
+        chosen, experts = logits.topk(config.topk, dim=1)
         probs = torch.zeros_like(problem.probs).scatter(1, experts, chosen.softmax(1))
-        return moe_apply(backend, x, probs, probs > 0, problem.weights)
+        routing_map = probs > 0
+        out = moe_apply(backend, x, probs, routing_map, problem.weights)
+        return RouterOutput(out, probs, logits, routing_map)
 
     return {
         "router in the launch": lambda: moe_router_forward(
@@ -353,11 +358,17 @@ def measure(
     if spare_slots:
         name = f"{name}, {spare_slots} spare slots"
 
-    def gate(layer: FusedLayer | UnfusedLayer, implementation: str) -> None:
-        errors = pass_gate(f"{name}, {implementation}", problem, layer.results)
-        record.write(measurement="gate", implementation=implementation, relative_l2=errors, **about)
+    def gate(errors: dict[str, float], implementation: str, way: str = "") -> None:
+        behind = f", {way}" if way else ""
+        pass_gate(f"{name}, {implementation}{behind}", errors)
+        record.write(
+            measurement=f"gate{behind}",
+            implementation=implementation,
+            relative_l2=errors,
+            **about,
+        )
 
-    gate(fused, "fused")
+    gate(relative_errors(problem, fused.results()), "fused")
     fused_ms: dict[str, float] = {}
 
     def take(what: str, timing: Timing, floors: int, implementation: str = "fused") -> None:
@@ -391,15 +402,18 @@ def measure(
     if options.early:
         take("fc2's gradients complete", early_timing(fused, options.iterations), 3)
     if options.router:
-        for way, call in routed_calls(problem, backend).items():
-            take(f"forward, {way}", timer(without_grad(call)), 1)
+        weight = router_weight_for(problem)
+        for way, routed in routed_calls(problem, backend, weight).items():
+            call = without_grad(routed)
+            gate(routed_errors(problem, weight, call()), "fused", way)
+            take(f"forward, {way}", timer(call), 1)
     if options.no_baselines or dtype != "bf16" or spare_slots:
         return
     for tensor in (problem.x, problem.probs, *problem.parameters):
         tensor.grad = None
         tensor.__dict__.pop("main_grad", None)
     unfused = UnfusedLayer(problem, use_main_grad=use_main_grad)
-    gate(unfused, "unfused")
+    gate(relative_errors(problem, unfused.results()), "unfused")
     take("forward", timer(without_grad(unfused)), 1, "unfused")
     with torch.no_grad():
         there = dispatch(problem)

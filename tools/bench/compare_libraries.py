@@ -29,6 +29,7 @@ from flashmoe_megatron.kernel import bindings
 from tools.bench import common
 from tools.bench.bench_layer import kernel_layer, pass_gate, without_grad
 from tools.bench.common import log
+from tools.bench.correctness import relative_errors
 from tools.bench.shapes import SHAPES, make_problem
 from tools.bench.stopwatch import in_turns, turn_ms
 
@@ -48,7 +49,7 @@ def work(
             torch.cuda.empty_cache()
             problem = make_problem(SHAPES[shape].one_of(one_of))
             layer = kernel_layer(problem, row_bound=common.ROW_BOUND, counters=counters)
-            pass_gate(f"{shape}, {library}", problem, layer.results)
+            pass_gate(f"{shape}, {library}", relative_errors(problem, layer.results()))
             if is_zero:
                 problem.zero_values()
             calls[order] = dict(

@@ -5,19 +5,20 @@ expert by expert; the shares are summed over the ranks.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.layer import RouterOutput
 from flashmoe_megatron.reference.oracle import moe_reference
 from tools.bench.shapes import Problem
 
 
 @dataclass
 class LayerResults:
-    """One rank's results of a forward and a backward.
+    """One rank's results of a forward and a backward; gradients are ``None`` of a forward alone.
 
     Attributes:
         out: ``[tokens, hidden]``.
@@ -28,10 +29,10 @@ class LayerResults:
     """
 
     out: torch.Tensor
-    grad_x: torch.Tensor
-    grad_probs: torch.Tensor
-    grad_fc1: list[torch.Tensor]
-    grad_fc2: list[torch.Tensor]
+    grad_x: torch.Tensor | None = None
+    grad_probs: torch.Tensor | None = None
+    grad_fc1: list[torch.Tensor] | None = None
+    grad_fc2: list[torch.Tensor] | None = None
 
 
 def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
@@ -48,7 +49,8 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
     out = torch.zeros(x.shape, device=x.device)
     grad_x = torch.zeros_like(out)
     grad_probs = torch.zeros_like(probs)
-    sums = {name: torch.zeros(2, dtype=torch.float64, device=x.device) for name in vars(got)}
+    results = {name: result for name, result in vars(got).items() if result is not None}
+    sums = {name: _no_errors(x.device) for name in results}
     first = dist.get_rank() * config.num_local_experts if config.num_ranks > 1 else 0
     for local in range(config.num_local_experts):
         expert = slice(first + local, first + local + 1)
@@ -62,14 +64,43 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
         out += result
         grad_x += grads[0]
         grad_probs[:, expert] = grads[1]
-        _add_errors(sums["grad_fc1"], got.grad_fc1[local], grads[2])
-        _add_errors(sums["grad_fc2"], got.grad_fc2[local], grads[3])
+        for name, grad in (("grad_fc1", grads[2]), ("grad_fc2", grads[3])):
+            if name in results:
+                _add_errors(sums[name], results[name][local], grad)
     for name, total in (("out", out), ("grad_x", grad_x), ("grad_probs", grad_probs)):
-        _add_errors(sums[name], getattr(got, name), _own_share(problem, total))
-    if config.num_ranks > 1:
-        for pair in sums.values():
-            dist.all_reduce(pair)
-    return {name: float((pair[0] / pair[1]).sqrt()) for name, pair in sums.items()}
+        if name in results:
+            _add_errors(sums[name], results[name], _own_share(problem, total))
+    return _over_ranks(config, sums)
+
+
+def routed_errors(
+    problem: Problem, router_weight: torch.Tensor, got: RouterOutput
+) -> dict[str, float]:
+    """Relative L2 errors of a forward behind a router. Collective as :func:`relative_errors`.
+
+    The reference's router is a product in float32 with a softmax over the chosen logits. Sums in
+    another order may exchange experts of equal logits, so a choice is judged by the probabilities
+    of what is chosen, and all that follows by the choice that was made.
+
+    Args:
+        problem: Tokens and experts; its own routing does not matter.
+        router_weight: ``[num_experts, hidden]``.
+        got: One rank's results.
+
+    Returns:
+        As :func:`relative_errors`, of the choice, its probabilities and the output.
+    """
+    scores = (problem.x.detach().float() @ router_weight.float().t()).softmax(1)
+    chosen = scores * got.routing_map
+    best = torch.zeros_like(scores)
+    best[:, : problem.config.topk] = scores.topk(problem.config.topk, dim=1).values
+    probs = chosen / chosen.sum(1, keepdim=True)
+    sums = {name: _no_errors(scores.device) for name in ("choice", "probs")}
+    _add_errors(sums["choice"], chosen.sort(1, descending=True).values, best)
+    _add_errors(sums["probs"], got.probs, probs)
+    routed = replace(problem, probs=probs, routing_map=got.routing_map)
+    found = _over_ranks(problem.config, sums)
+    return {**found, **relative_errors(routed, LayerResults(got.out))}
 
 
 def worst_of(errors: Iterable[float]) -> float:
@@ -110,6 +141,19 @@ def _own_share(problem: Problem, total: torch.Tensor) -> torch.Tensor:
     own = total.new_empty(total.shape[0] // problem.config.num_ranks, *total.shape[1:])
     dist.reduce_scatter_tensor(own, total)
     return own
+
+
+def _no_errors(device: torch.device) -> torch.Tensor:
+    """Squares of errors and of what is wanted, which :func:`_add_errors` adds to."""
+    return torch.zeros(2, dtype=torch.float64, device=device)
+
+
+def _over_ranks(config: MoEConfig, sums: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative errors of all ranks together, by name."""
+    if config.num_ranks > 1:
+        for pair in sums.values():
+            dist.all_reduce(pair)
+    return {name: float((pair[0] / pair[1]).sqrt()) for name, pair in sums.items()}
 
 
 def _add_errors(pair: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> None:

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 -m tools.timeline capture --shape paper-8k --out runs/timeline
 
 records a forward and a backward with the library that stamps the time, one ``.npz`` each, in a
-folder without an earlier capture; and then, on any machine,
+folder without an earlier capture and behind the correctness gate of ``bench_layer``; and then, on
+any machine,
 
     python -m tools.timeline draw runs/timeline/forward.npz
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.backend import KernelBackend
 from tools.bench import common
-from tools.bench.bench_layer import FusedLayer, kernel_layer
+from tools.bench.bench_layer import FusedLayer, kernel_layer, pass_gate
+from tools.bench.correctness import relative_errors
 from tools.bench.shapes import SHAPES, make_problem
 from tools.timeline.records import (
     LaunchTrace,
@@ -92,13 +93,13 @@ def capture(options: argparse.Namespace) -> int:
     Raises:
         TraceError: The folder has an earlier capture, the library is not built, or it records
             nothing.
+        SystemExit: The layer does not pass the correctness gate of ``bench_layer``.
     """
     paths = {direction: options.out / f"{direction}.npz" for direction in TRACED}
     for path in paths.values():
         if path.exists():
             raise TraceError(f"{path} is of an earlier capture: wanted another folder by --out")
-    if not torch.cuda.is_available():
-        print("no CUDA GPU is usable here: nothing can be recorded")
+    if not common.has_gpu():
         return 2
     if not LIBRARY.exists():
         raise TraceError(f"no {LIBRARY.name}: build it by `python tools/build.py --trace`")
@@ -106,7 +107,9 @@ def capture(options: argparse.Namespace) -> int:
     num_ranks = common.join_group()
     rank = dist.get_rank() if num_ranks > 1 else 0
     shape = SHAPES[options.shape].one_of(options.one_of)
-    layer = kernel_layer(make_problem(shape, num_ranks), row_bound=options.row_bound)
+    problem = make_problem(shape, num_ranks)
+    layer = kernel_layer(problem, row_bound=options.row_bound)
+    pass_gate(options.shape, relative_errors(problem, layer.results()))
     backend = layer.backend
     assert isinstance(backend, KernelBackend)
     for _ in range(WARMUP):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def row_of(name: str, intermediate: int, ours: float, theirs: float) -> dict[str
 
 def test_report_says_what_is_lost(tmp_path: Path, capsys):
     rows = [row_of("8x64", 64, 2.0, 1.0), row_of("wide", 2048, 1.0, 1.25)]
-    record = tmp_path / "peers.jsonl"
+    record, tmp_path = tmp_path / "peers.jsonl", tmp_path / "made"
     record.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert peers_report.main([str(record), "--out", str(tmp_path / "league")]) == 0
     page = (tmp_path / "league.md").read_text()
@@ -127,6 +128,35 @@ def test_report_says_what_is_lost(tmp_path: Path, capsys):
     assert "| sonicmoe | 2.0e-03 | 2 of 2 | 0 |" in page
     assert all((tmp_path / f"league.{ending}").stat().st_size > 1000 for ending in ("png", "svg"))
     assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "league.md")
+
+
+@pytest.mark.parametrize(("name", "others"), [("turns", [3, 7]), ("graphed", [["liger"], []])])
+def test_rows_of_several_settings_share_no_report(tmp_path: Path, name: str, others: list[Any]):
+    record = tmp_path / "peers.jsonl"
+    rows = [{**row_of("8x64", 64, 2.0, 1.0), name: other} for other in others]
+    record.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = " and ".join(map(json.dumps, others))
+    with pytest.raises(SystemExit, match=re.escape(f"rows with {name} {found}: wanted one")):
+        peers_report.main([str(record), "--out", str(tmp_path / "league")])
+    assert list(tmp_path.iterdir()) == [record]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is no record: .* No such file"),
+        ("", "has rows of nothing: wanted those of bench_peers"),
+        ("nonsense", "is no record: Expecting value"),
+        ("[1]", "is no record: line 1 is .*, wanted a JSON object"),
+        ('{"measurement": "gate"}', "has rows of gate: wanted those of bench_peers"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path: Path, text: str | None, said: str):
+    record = tmp_path / "peers.jsonl"
+    if text is not None:
+        record.write_text(text)
+    with pytest.raises(SystemExit, match=said):
+        peers_report.main([str(record), "--out", str(tmp_path / "league")])
 
 
 def test_an_error_that_is_no_number_is_the_largest(tmp_path: Path):

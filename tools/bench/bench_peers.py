@@ -18,7 +18,6 @@ made ready by several processes at once, since it does not depend on the number 
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -41,6 +40,8 @@ from tools.bench.stopwatch import in_turns, turn_ms
 PASSES = ("forward", "forward_and_backward")
 EXAMINED = ("errors", "repeats", "kept_bytes")
 MOST_LAUNCHES = 20
+SETTINGS = ("peers", "graphed", "turns", "turn_ms", "row_bound", "sonicmoe_tiles")
+"""What a row tells of how it was measured; rows that differ in it are not comparable."""
 
 
 def _named(names: str) -> dict[str, Shape]:
@@ -178,9 +179,9 @@ def measure(shape: Shape, names: list[str], options: argparse.Namespace) -> dict
 
 def recorded(out: Path | None, settings: dict[str, Any]) -> list[tuple[str, Shape]]:
     """The shapes that a record has with some settings, by name and sizes."""
-    lines = out.read_text().splitlines() if out is not None and out.is_file() else []
-    rows = [row for row in map(json.loads, lines) if {**row, **settings} == row]
-    return [(row["shape"], Shape(**row["sizes"])) for row in rows]
+    rows = common.read_record(out) if out is not None and out.is_file() else []
+    same = (row for row in rows if {**row, **settings} == row)
+    return [(row["shape"], Shape(**row["sizes"])) for row in same]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -211,14 +212,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
     started = time.monotonic()
-    settings = {
-        "peers": options.peers,
-        "graphed": options.graphed,
-        "turns": options.turns,
-        "turn_ms": options.turn_ms,
-        "row_bound": peers.ROW_BOUND,
-        "sonicmoe_tiles": list(SONICMOE_TILES),
-    }
+    fixed = {"row_bound": peers.ROW_BOUND, "sonicmoe_tiles": list(SONICMOE_TILES)}
+    settings = {name: {**vars(options), **fixed}[name] for name in SETTINGS}
+    done = recorded(options.out, settings)
     options.tflops = common.cublas_tflops(Timer(10, 3))
     record = Record(
         options.out,
@@ -227,7 +223,6 @@ def main(arguments: list[str]) -> int:
         cublas_tflops=round(options.tflops, 1),
         **settings,
     )
-    done = recorded(options.out, settings)
     left = [name for name, shape in options.shapes.items() if (name, shape) not in done]
     names, good = list(options.peers), True
     while left and time.monotonic() - started < 60 * options.minutes:

@@ -220,6 +220,24 @@ class Record:
             file.write(json.dumps({**measurement, **self._common}) + "\n")
 
 
+def read_record(path: Path) -> list[dict[str, Any]]:
+    """The lines of a :class:`Record`.
+
+    Raises:
+        SystemExit: The file cannot be read, or a line of it is no JSON object.
+    """
+    rows = []
+    try:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is {line[:40]}, wanted a JSON object")
+            rows.append(row)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} is no record: {error}") from error
+    return rows
+
+
 def log(*values: object) -> None:
     """Prints on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -2,7 +2,8 @@
 
     python -m tools.bench.peers_report runs/peers.jsonl --out runs/peers
 
-Times are medians over turns. Where two layers are compared, what is above 1 is lost.
+Times are medians over turns. Where two layers are compared, what is above 1 is lost. A record that
+has rows of several settings is refused, since no table or figure tells them apart.
 """
 
 import argparse
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tools import markdown
-from tools.bench.bench_peers import PASSES
+from tools.bench.bench_peers import PASSES, SETTINGS
+from tools.bench.common import read_record
 from tools.bench.correctness import worst_of
 from tools.bench.peers import PEERS
 from tools.bench.shapes import Shape
@@ -27,9 +29,26 @@ Row = dict[str, Any]
 
 
 def load(path: Path) -> list[Row]:
-    """The shapes, wide experts first."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    """The shapes, wide experts first.
+
+    Raises:
+        SystemExit: The file is no record of ``bench_peers``, or its rows differ in their settings.
+    """
+    rows = read_record(path)
+    if not rows or any(row.get("measurement") != "peers" for row in rows):
+        raise SystemExit(f"{path} has rows of {_kinds(rows)}: wanted those of bench_peers alone")
+    for name in SETTINGS:
+        found = list(dict.fromkeys(json.dumps(row.get(name)) for row in rows))
+        if len(found) > 1:
+            raise SystemExit(
+                f"{path} has rows with {name} {' and '.join(found)}: wanted one setting, so give "
+                "the rows of each a file of their own"
+            )
     return sorted(rows, key=lambda row: -row["sizes"]["intermediate"])
+
+
+def _kinds(rows: list[Row]) -> str:
+    return ", ".join(dict.fromkeys(str(row.get("measurement")) for row in rows)) or "nothing"
 
 
 def values(row: Row, what: str) -> dict[str, float]:
@@ -118,12 +137,15 @@ def draw(rows: list[Row], path: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description="Tables and a figure of a record.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("record", type=Path, help="what bench_peers has written")
     parser.add_argument("--out", type=Path, required=True, help="path without an ending")
     options = parser.parse_args(arguments)
     rows = load(options.record)
     table = options.out.with_name(f"{options.out.name}.md")
+    table.parent.mkdir(parents=True, exist_ok=True)
     table.write_text(page(rows))
     print(*[table, *draw(rows, options.out)], sep="\n")
     return 0

@@ -32,6 +32,8 @@ def main() -> int:
             help=f"{variant.library}, {what}",
         )
     args = parser.parse_args()
+    if args.jobs is not None and args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: wanted at least 1")
     if args.resources and args.variant is not nvcc_build.SHIPPED:
         parser.error("--resources is about the library that is shipped, not about a variant")
     target = nvcc_build.ROOT / "flashmoe_megatron" / args.variant.library

@@ -4,6 +4,7 @@ The lists are the architecture, lowest layer first. A file may use its own direc
 and anything in a lower line; never a higher line, and never a neighbour on its own line.
 """
 
+import argparse
 import ast
 import re
 import sys
@@ -143,6 +144,9 @@ def violations(edges: Iterator[Edge], layers: list[list[str]]) -> Iterator[str]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     found = [
         *violations(csrc_edges(Path("csrc")), CSRC),
         *violations(python_edges(PACKAGE), PYTHON),

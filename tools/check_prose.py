@@ -9,6 +9,7 @@ has the rule. Messages in strings are not looked at.
     python tools/check_prose.py [FILE_OR_FOLDER ...]
 """
 
+import argparse
 import ast
 import io
 import re
@@ -131,7 +132,14 @@ _READERS = {
 
 
 def main(given: list[str]) -> int:
-    found = [line.removeprefix(f"{ROOT}/") for path in files(given) for line in findings(path)]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="*", metavar="FILE_OR_FOLDER", help="default: all prose")
+    paths = parser.parse_args(given).paths
+    if missing := [path for path in paths if not Path(path).exists()]:
+        parser.error(f"no file or folder {', '.join(missing)}")
+    found = [line.removeprefix(f"{ROOT}/") for path in files(paths) for line in findings(path)]
     print("\n".join(found) or "prose: ok")
     return bool(found)
 

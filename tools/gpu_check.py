@@ -349,6 +349,8 @@ def main() -> int:
         "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run"
     )
     options = parser.parse_args()
+    if not options.stress_seconds > 0:
+        parser.error(f"--stress-seconds {options.stress_seconds}: wanted more than 0")
 
     machine = describe_machine()
     if options.commit:

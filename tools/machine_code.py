@@ -2,7 +2,8 @@
 
     python tools/machine_code.py
 
-prints three things for every kernel, and exits with status 1 if there are any.
+prints three things for every kernel, and exits with status 1 if there are any, and with 2 if the
+library cannot be built or read.
 
 *Moves to uniform registers* between the products of a stage. wgmma takes its operands' descriptors
 from uniform registers. Where ptxas cannot prove that a loop is uniform it keeps them in ordinary
@@ -173,8 +174,12 @@ def main() -> int:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    objects = nvcc_build.build_library(nvcc_build.ROOT / "flashmoe_megatron" / "libflashmoe.so")
-    kernels = instructions(disassemble(objects))
+    try:
+        library = nvcc_build.ROOT / "flashmoe_megatron" / "libflashmoe.so"
+        kernels = instructions(disassemble(nvcc_build.build_library(library)))
+    except nvcc_build.BuildError as error:
+        print(error, file=sys.stderr)
+        return 2
     moves, acquires = moves_in_loops(kernels), lost_acquires(kernels)
     arrivals = early_arrivals(kernels)
     names = map(resource_table.short_name, resource_table.demangled(list(acquires)))

@@ -5,6 +5,7 @@
     python -m tools.option_tables
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -39,6 +40,9 @@ def with_table(page: str, table: str) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for page, table in TABLES.items():
         page.write_text(with_table(page.read_text(), table()))
     return 0

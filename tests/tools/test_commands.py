@@ -1,6 +1,8 @@
 """What the tools' commands say where they cannot run, and what they record where they can."""
 
 import os
+import re
+import runpy
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +11,28 @@ from typing import NoReturn
 import pytest
 import torch
 
+import machine_code
+import nvcc_build
 from flashmoe_megatron.schedule.fit import write_fit
 from tests.fits import make_fit
-from tools import memory_table
-from tools.bench import bench_degrees, bench_layer, compare_libraries, stopwatch
+from tools import check_prose, memory_table
+from tools.bench import (
+    all_figures,
+    bench_degrees,
+    bench_layer,
+    bench_peers,
+    common,
+    compare_libraries,
+    multipath,
+    stopwatch,
+)
 from tools.bench.bench_layer import GATE
+from tools.bench.bench_training import logs
 from tools.bench.common import Timer
 from tools.bench.shapes import Problem, Shape, make_problem
+from tools.simulate import __main__ as simulate
+from tools.timeline import __main__ as timeline
+from tools.weak_scaling import __main__ as weak_scaling
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("ruff", "mypy", "clang-format", "codespell", "python", "pytest")
@@ -28,7 +45,7 @@ def fit_in(folder: Path, *, by_copies: bool = False) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tool", [bench_layer, compare_libraries])
+@pytest.mark.parametrize("tool", [bench_layer, bench_peers, compare_libraries])
 def test_without_a_gpu_nothing_is_measured(tool, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tool.main(["--out", str(tmp_path / "out.jsonl")]) == 2
@@ -117,6 +134,128 @@ def test_a_wrong_interpreter_is_named() -> None:
     )
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == "setup: FLASHMOE_PYTHON=no-such-python: no such interpreter\n"
+
+
+SHAPE = "64x64x64x4x2"
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "said"),
+    [
+        (bench_layer, "--iterations 0", "--iterations: got 0, wanted at least 1"),
+        (bench_layer, "--warmup -1", "--warmup: got -1, wanted at least 0"),
+        (bench_layer, "--one-of 0", "--one-of: got 0, wanted at least 1"),
+        (bench_layer, "--spare-slots -1", "--spare-slots: got -1, wanted at least 0"),
+        (bench_layer, "--zipf nan", "--zipf: got nan, wanted a number, 0 or more"),
+        (bench_layer, "--locality 1", "--locality: got 1, wanted more than 0 and less than 1"),
+        (bench_layer, "--row-bound 0.5", "--row-bound: row_bound=0.5: wanted a number"),
+        (bench_layer, "--shapes nosuch", "shape nosuch: wanted TOKENSx"),
+        (bench_layer, "--out .", "--out: . is a folder, wanted a file"),
+        (bench_layer, f"--allow-cpu --one-of 3 --shapes {SHAPE}", "4 experts: wanted a multiple"),
+        (bench_layer, "--allow-cpu --shapes 64x64x64x4x8", "shape 64x64x64x4x8: topk=8: must"),
+        (compare_libraries, "--turns 0", "--turns: got 0, wanted at least 1"),
+        (compare_libraries, "--one-of 3", "shape paper-8k: 64 experts: wanted a multiple of 3"),
+        (bench_peers, "--tokens 0", "--tokens: got 0, wanted at least 1"),
+        (all_figures, "--gpus -1 --list", "--gpus: got -1, wanted at least 0"),
+        (multipath, "sockets --ranks 0", "--ranks 0: wanted at least 2"),
+        (multipath, "sockets --mbps 0", "--mbps: got 0, wanted more than 0"),
+        (multipath, "gpus --mib 0", "--mib: got 0, wanted at least 1"),
+        (multipath, "plot nosuch picture.png", "nosuch is no record: .* No such file"),
+        (logs, "nosuch nosuch --noise nosuch", "a log cannot be read: .* No such file"),
+        (timeline, "capture --one-of 0", "--one-of: got 0, wanted at least 1"),
+        (timeline, "capture --row-bound 0", "--row-bound: row_bound=0.0: wanted a number"),
+        (weak_scaling, "run --gpus 1 --hidden 65", "shape .*: hidden=65: must be"),
+        (check_prose, "nosuch.py", "no file or folder nosuch.py"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(
+    tool, arguments: str, said: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(stopwatch, "HAS_GPU", False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        tool.main(arguments.split())
+    told = capsys.readouterr().err if ended.value.code == 2 else str(ended.value.code)
+    assert re.search(said, told.splitlines()[-1])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("schedule --trace nosuch", "trace nosuch: .* wanted a file of python -m"),
+        ("schedule --trace empty", "trace empty: .* wanted a file of python -m"),
+        ("schedule --trace other", "trace other: KeyError.'layers'.; wanted a file of python"),
+        ("replicas --ranks 3", "num_experts=128: .* the expert-parallel size 3"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told_in_one_line(
+    arguments: str, said: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    Path("other").write_text("{}")
+    assert simulate.main(arguments.split()) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert re.match(f"error: {said}", told[0])
+
+
+def test_links_of_gpus_want_as_many(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert multipath.main(["gpus"]) == 2
+    assert capsys.readouterr().err == "no CUDA GPU is usable here: nothing can be measured\n"
+    monkeypatch.setattr(common, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="1 GPUs are here: wanted 2, or --same-gpu"):
+        multipath.main(["gpus"])
+
+
+def test_trainings_want_ranks(monkeypatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="no ranks are here: wanted torchrun"):
+        common.need_torchrun()
+    monkeypatch.setenv("RANK", "0")
+    common.need_torchrun()
+
+
+def test_kernels_that_cannot_be_built_have_no_machine_code(monkeypatch, capsys) -> None:
+    def fails(library: Path) -> NoReturn:
+        raise nvcc_build.BuildError("nvcc not found")
+
+    monkeypatch.setattr(nvcc_build, "build_library", fails)
+    monkeypatch.setattr("sys.argv", ["machine_code.py"])
+    assert machine_code.main() == 2
+    assert capsys.readouterr().err == "nvcc not found\n"
+
+
+def commands_of_pages() -> list[tuple[str, ...]]:
+    """Every command in Python on the pages of the tools, from the tool's name on."""
+    found = set()
+    for page in (ROOT / "tools" / "README.md", ROOT / "tools" / "bench" / "README.md"):
+        for text in re.findall(r"`((?:python|torchrun) [^`]+)`", page.read_text()):
+            words = re.sub(r"[\[\]]", "", text).split()
+            at = words.index("-m" if "-m" in words else "python") + 1
+            found.add(tuple(words[at:]))
+    return sorted(found - {("tools.NAME",)})
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("command", commands_of_pages(), ids=" ".join)
+def test_commands_of_pages_have_help_and_their_options(command, capsys, monkeypatch) -> None:
+    tool, *rest = command
+    subcommand = rest[:1] if rest and not rest[0].startswith("-") else []
+    monkeypatch.setattr("sys.argv", [tool, *subcommand, "--help"])
+    run = runpy.run_path if tool.endswith(".py") else runpy.run_module
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        run(tool, run_name="__main__")
+    assert not ended.value.code
+    told = capsys.readouterr().out
+    assert "--help" in told
+    for option in (word for word in rest if word.startswith("--")):
+        assert re.search(rf"^  {option}\b", told, re.MULTILINE)
 
 
 def run_checks(folder: Path) -> tuple[subprocess.CompletedProcess[str], dict[str, list[str]]]:

@@ -54,6 +54,7 @@ def test_bits_that_do_not_repeat_are_told(problem: Problem):
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, Any]]:
     out = tmp_path / "peers.jsonl"
     monkeypatch.setattr(common, "cublas_tflops", lambda timer: 500.0)
+    monkeypatch.setattr(common, "has_gpu", lambda: True)
     shapes = {"small": SMALL, "40x64x64x4x2": Shape(40, 64, 64, 4, 2, gated=True)}
     monkeypatch.setattr(bench_peers, "ALL", shapes)
     command = ["--shapes", *shapes, "--turns", "2", "--turn-ms", "0", "--out", str(out)]

@@ -181,9 +181,12 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path):
         for name, values in vars(ours).items():
             assert values.dtype == getattr(theirs, name).dtype
             assert np.array_equal(values, getattr(theirs, name))
-    (tmp_path / "other.npz").write_bytes(b"no archive")
-    with pytest.raises(TraceError, match="not a recorded launch"):
-        LaunchTrace.load(tmp_path / "other.npz")
+    np.save(tmp_path / "array.npy", np.zeros(1))
+    array = (tmp_path / "array.npy").read_bytes()
+    for other in (b"no archive", b"", path.read_bytes()[:1000], array):
+        (tmp_path / "other.npz").write_bytes(other)
+        with pytest.raises(TraceError, match="not a recorded launch"):
+            LaunchTrace.load(tmp_path / "other.npz")
 
 
 def test_events_are_placed_in_microseconds():

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.arguments import not_negative
 from tools.bench.shapes import ODD_SHAPES
 from tools.gpu_check import run_bounded, torchrun
 
@@ -135,7 +136,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/figures"), help="may hold steps")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all steps together")
-    parser.add_argument("--gpus", type=int, help="as if there were so many; default: all")
+    parser.add_argument("--gpus", type=not_negative, help="as if there were so many; default: all")
     parser.add_argument("--list", action="store_true", help="print the steps, run none")
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
     options = parser.parse_args(arguments)

@@ -26,7 +26,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from examples.arguments import count
 from flashmoe_megatron.schedule.fit import read_fit
+from tools.arguments import not_negative
 from tools.bench import common, stopwatch
 from tools.bench.bench_layer import (
     FusedLayer,
@@ -38,7 +40,7 @@ from tools.bench.bench_layer import (
 from tools.bench.common import Record, Timer, log
 from tools.bench.correctness import relative_errors
 from tools.bench.megatron_layer import MegatronLayer
-from tools.bench.shapes import Problem, Shape, make_problem, shape_of
+from tools.bench.shapes import Problem, Shape, make_problem, shape_of, shares_of
 
 Layer = FusedLayer | UnfusedLayer | MegatronLayer
 
@@ -174,10 +176,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add("--shapes", nargs="+", default=SHAPES, metavar="SHAPE",
         help="TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, gated, or a name")  # fmt: skip
-    add("--degrees", type=int, nargs="+", default=list(DEGREES), help="1 among them")
+    add("--degrees", type=count, nargs="+", default=list(DEGREES), help="1 among them")
     add("--beside", nargs="*", choices=BESIDE, default=list(BESIDE))
-    add("--iterations", type=int, default=9)
-    add("--warmup", type=int, default=2)
+    add("--iterations", type=count, default=9)
+    add("--warmup", type=not_negative, default=2)
     add("--allow-cpu", action="store_true", help="without a GPU: over gloo")
     common.add_record_flags(parser, a_line="shape")
     options = parser.parse_args(arguments)
@@ -199,6 +201,7 @@ def main(arguments: list[str]) -> int:
         options.beside.remove("kernel")
     if common.join_group() == 1:
         raise SystemExit("1 rank, with which nothing travels: wanted several, by torchrun")
+    shares_of(options.shapes, 1, dist.get_world_size())
     timer = Timer(options.iterations, options.warmup)
     record = Record(
         options.out,

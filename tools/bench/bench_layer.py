@@ -37,12 +37,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from examples.arguments import count
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import MATRIX, Backend, ExpertWeights, unstacked
 from flashmoe_megatron.layer import RouterOutput, moe_router_forward
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.record import Direction
+from tools.arguments import exponent, not_negative, row_bound, share
 from tools.bench import common, stopwatch
 from tools.bench.common import Record, Timer, Timing, log
 from tools.bench.correctness import LayerResults, relative_errors, routed_errors, worst_of
@@ -54,6 +56,7 @@ from tools.bench.shapes import (
     Shape,
     make_problem,
     shape_of,
+    shares_of,
 )
 from tools.bench.unfused import GroupedWeights, dispatch, experts, unfused_layer
 
@@ -426,13 +429,6 @@ def measure(
         take("forward+backward", timer(unfused.forward_and_backward), 3, "unfused")
 
 
-def share(text: str) -> float:
-    """A number above 0 and below 1."""
-    if not 0 < float(text) < 1:
-        raise ValueError(text)
-    return float(text)
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -446,8 +442,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, with GELU",
     )
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16"])
-    parser.add_argument("--iterations", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--iterations", type=count, default=20)
+    parser.add_argument("--warmup", type=not_negative, default=3)
     parser.add_argument("--forward-only", action="store_true", help="the gate still does both")
     parser.add_argument("--no-baselines", action="store_true")
     parser.add_argument(
@@ -458,7 +454,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--grads", choices=("bf16", "main_grad"), default="bf16")
     parser.add_argument(
-        "--zipf", type=float, nargs="+", default=[0.0], help="exponents of skewed routings; 0: none"
+        "--zipf",
+        type=exponent,
+        nargs="+",
+        default=[0.0],
+        help="exponents of skewed routings; 0: none",
     )
     parser.add_argument(
         "--order",
@@ -475,15 +475,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--spare-slots",
-        type=int,
+        type=not_negative,
         nargs="+",
         default=[0],
         help="for replicas, on each rank; baselines are measured without any",
     )
-    parser.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")
+    parser.add_argument("--one-of", type=count, default=1, help="1/N of the experts, on one GPU")
     parser.add_argument("--symmetric", choices=("cuda", "nvshmem"), default="cuda")
     parser.add_argument(
-        "--row-bound", type=float, help="forwards are one launch; of this many times the mean rows"
+        "--row-bound",
+        type=row_bound,
+        help="forwards are one launch; of this many times the mean rows",
     )
     parser.add_argument(
         "--graph",
@@ -517,6 +519,7 @@ def main(arguments: list[str]) -> int:
         raise SystemExit("--one-of is for one GPU; torchrun started several ranks")
     if num_ranks == 1 and options.locality != [None]:
         raise SystemExit("--locality is for several ranks; torchrun started one")
+    shapes = shares_of(options.shapes, options.one_of, num_ranks)
     timer = Timer(options.iterations, options.warmup)
     ceilings = Ceilings(timer, num_ranks, options.symmetric)
     machine = common.machine(options.commit)
@@ -534,8 +537,7 @@ def main(arguments: list[str]) -> int:
     link = f", peer copy {ceilings.link_gbps:.0f} GB/s" if ceilings.link_gbps else ""
     log(f"{num_ranks} x {device}, torch {machine['torch']}, {machine['commit']}")
     log(f"bf16 product {ceilings.tflops:.3g} TFLOP/s{link}; medians:")
-    for name, whole in options.shapes.items():
-        shape = whole.one_of(options.one_of)
+    for name, shape in shapes.items():
         cases = product(options.dtypes, options.zipf, options.locality, options.spare_slots)
         for dtype, zipf, locality, slots in cases:
             router = Router(zipf, options.order, locality)

@@ -189,7 +189,13 @@ def add_record_flags(parser: argparse.ArgumentParser, *, a_line: str) -> None:
         a_line: What the file has a line for.
     """
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
-    parser.add_argument("--out", type=Path, help=f"file that takes one JSON object per {a_line}")
+    parser.add_argument("--out", type=_file, help=f"file that takes one JSON object per {a_line}")
+
+
+def _file(text: str) -> Path:
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, wanted a file")
+    return Path(text)
 
 
 def called(tool: str, arguments: Sequence[str]) -> str:
@@ -260,6 +266,16 @@ def join_group() -> int:
     elif num_ranks > 1:
         dist.init_process_group("gloo", timeout=timeout)
     return num_ranks
+
+
+def need_torchrun() -> None:
+    """Ends a tool whose ranks torchrun has to start.
+
+    Raises:
+        SystemExit: It did not.
+    """
+    if "RANK" not in os.environ:
+        raise SystemExit("no ranks are here: wanted torchrun --nproc-per-node N -m ...")
 
 
 def use_library(path: Path) -> None:

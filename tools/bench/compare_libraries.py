@@ -25,12 +25,13 @@ from pathlib import Path
 
 import torch
 
+from examples.arguments import count
 from flashmoe_megatron.kernel import bindings
 from tools.bench import common
 from tools.bench.bench_layer import kernel_layer, pass_gate, without_grad
 from tools.bench.common import log
 from tools.bench.correctness import relative_errors
-from tools.bench.shapes import SHAPES, make_problem
+from tools.bench.shapes import SHAPES, make_problem, shares_of
 from tools.bench.stopwatch import in_turns, turn_ms
 
 PASSES = ("forward", "forward_and_backward")
@@ -107,15 +108,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--uncounted", action="store_true", help="the first also without counters")
     add("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"], choices=SHAPES)
     add("--values", nargs="+", default=["zeros"], choices=["zeros", "random"])
-    add("--one-of", type=int, default=4, help="1/N of the experts")
-    add("--turns", type=int, default=8, help="of each library")
-    add("--launches", type=int, default=20, help="of a turn")
+    add("--one-of", type=count, default=4, help="1/N of the experts")
+    add("--turns", type=count, default=8, help="of each library")
+    add("--launches", type=count, default=20, help="of a turn")
     common.add_record_flags(parser, a_line="shape")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
+    shares_of({name: SHAPES[name] for name in options.shapes}, options.one_of)
     if not common.has_gpu():
         return 2
     record = common.Record(options.out, **common.machine(options.commit))

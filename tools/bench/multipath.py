@@ -27,12 +27,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from examples.arguments import count
 from flashmoe_megatron.errors import LinkError
 from flashmoe_megatron.multipath import driver
 from flashmoe_megatron.multipath.balancer import Balancer, chunks_of, cut
@@ -44,6 +46,8 @@ from flashmoe_megatron.multipath.ring import far_ahead, has_counted
 from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
+from tools.arguments import not_negative, positive
+from tools.bench import common
 from tools.bench.bench_layer import kernel_layer, require_gate
 from tools.bench.correctness import relative_errors
 from tools.bench.shapes import SHAPES, make_problem
@@ -552,10 +556,9 @@ def plot(lines: str, picture: str) -> None:
     from matplotlib import pyplot
 
     rates: dict[str, dict[int, float]] = {}
-    with open(lines) as file:
-        for one in map(json.loads, file):
-            if one.get("way") == "one way":
-                rates.setdefault(one["link"], {})[one["mib"]] = one["gbps"]
+    for one in common.read_record(Path(lines)):
+        if one.get("way") == "one way":
+            rates.setdefault(one["link"], {})[one["mib"]] = one["gbps"]
     if not rates:
         raise SystemExit(f"{lines} has no rates: wanted the lines of gpus --only links")
     figure, axes = pyplot.subplots(figsize=(6, 4))
@@ -563,6 +566,7 @@ def plot(lines: str, picture: str) -> None:
         axes.plot(list(by_size), list(by_size.values()), marker="o", label=link)
     axes.set(xscale="log", xlabel="MiB to a rank", ylabel="GB/s into a rank, one way")
     axes.legend()
+    Path(picture).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, bbox_inches="tight")
 
 
@@ -590,12 +594,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--step-us", type=float, default=0.0, help="table: latency of a ring's step"
     )
-    parser.add_argument("--mbps", type=float, default=20, help="sockets: the fast link's MB/s")
-    parser.add_argument("--mib", type=int, default=16, help="sockets: the size of the whole")
+    parser.add_argument("--mbps", type=positive, default=20, help="sockets: the fast link's MB/s")
+    parser.add_argument("--mib", type=count, default=16, help="sockets: the size of the whole")
     parser.add_argument("--same-gpu", action="store_true", help="gpus: all processes on the first")
     parser.add_argument("--pace", type=float, default=0.0, help="gpus: GB/s of peer copies")
     parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS)
-    parser.add_argument("--random-sizes", type=int, default=200)
+    parser.add_argument("--random-sizes", type=not_negative, default=200)
     parser.add_argument(
         "--only",
         nargs="+",
@@ -607,6 +611,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     wanted = 2 if args.what == "plot" else 0
     if len(args.files) != wanted:
         parser.error(f"{args.what} takes {wanted} files, got {' '.join(args.files) or 'none'}")
+    if args.ranks < 2:
+        parser.error(f"--ranks {args.ranks}: wanted at least 2, between which links are")
     return args
 
 
@@ -619,6 +625,12 @@ def main(arguments: list[str]) -> int:
     if args.what == "plot":
         plot(*args.files)
         return 0
+    if args.what == "gpus":
+        if not common.has_gpu():
+            return 2
+        here, needed = torch.cuda.device_count(), 1 if args.same_gpu else args.ranks
+        if here < needed:
+            raise SystemExit(f"{here} GPUs are here: wanted {needed}, or --same-gpu")
     run = {"sockets": sockets, "gpus": gpus}[args.what]
     store = os.path.join(tempfile.mkdtemp(prefix="flashmoe-multipath-"), "store")
     # Pacers are children of the ranks, which daemons cannot have.

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.errors import ConfigError
 from tools.bench.stopwatch import device_here
 
 SEED = 1000
@@ -53,7 +54,13 @@ class Shape:
         )
 
     def one_of(self, num_ranks: int) -> "Shape":
-        """One rank's share of the experts with as many rows, for one GPU."""
+        """One rank's share of the experts with as many rows, for one GPU.
+
+        Raises:
+            ConfigError: The experts cannot be shared out evenly.
+        """
+        if self.num_experts % num_ranks:
+            raise ConfigError(f"{self.num_experts} experts: wanted a multiple of {num_ranks} ranks")
         return replace(self, num_experts=self.num_experts // num_ranks)
 
 
@@ -114,6 +121,27 @@ def shape_of(name: str, *, gated: bool = False) -> Shape:
             f"{', '.join(ALL_SHAPES)}"
         )
     return Shape(*map(int, sizes), gated=gated)
+
+
+def shares_of(shapes: dict[str, Shape], one_of: int, num_ranks: int = 1) -> dict[str, Shape]:
+    """The layers that are measured on some ranks, by name.
+
+    Args:
+        shapes: The whole layers.
+        one_of: One GPU has this part of the experts.
+        num_ranks: Ranks of a layer's group.
+
+    Raises:
+        SystemExit: A layer cannot be so.
+    """
+    found = {}
+    for name, whole in shapes.items():
+        try:
+            found[name] = whole.one_of(one_of)
+            found[name].config(num_ranks)
+        except ConfigError as error:
+            raise SystemExit(f"shape {name}: {error}") from error
+    return found
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from examples.arguments import count
 from flashmoe_megatron.planner import CARD_BYTES_PER_S
 from tools import simulate
+from tools.arguments import exponent, positive
 from tools.bench.common import ROOT
 from tools.bench.shapes import ALL_SHAPES, SHAPES
 from tools.simulate import figures as figures_file
@@ -19,14 +19,6 @@ from tools.simulate.fit import table as comparison_table
 from tools.simulate.measured import Measurement, PointError, read_points
 
 TOLERANCE = 0.1
-
-
-def positive(text: str) -> float:
-    """An argument that has to be a positive number."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"got {text}, wanted more than 0")
-    return value
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -54,7 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     replicas = commands.add_parser("replicas", help="when replicas of hot experts pay")
     replicas.add_argument("--shapes", choices=list(ALL_SHAPES), nargs="+", default=["qwen3-30b"])
     replicas.add_argument("--ranks", type=count, nargs="+", default=[4, 8])
-    replicas.add_argument("--zipf", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
+    replicas.add_argument("--zipf", type=exponent, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
     replicas.add_argument("--slots", type=count, default=2, help="spare slots of each rank")
     hosts = commands.add_parser("hosts", help="a layer over hosts, beside what others publish")
     hosts.add_argument("--card-gbps", type=positive, default=CARD_BYTES_PER_S / 1e9, help="GB/s")
@@ -186,7 +178,7 @@ def run_schedule(options: argparse.Namespace) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     drawn = []
     if options.trace:
-        drawn += schedule.draw_streams(json.loads(options.trace.read_text()), options.out)
+        drawn += schedule.draw_streams(schedule.read_trace(options.trace), options.out)
     if options.fit:
         fit = schedule.read_levels(options.fit, options.within)
         by_layer = {

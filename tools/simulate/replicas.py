@@ -57,7 +57,11 @@ def simulate_replicas(
         slots: Spare slots of each rank.
         figures: What GPUs and links do.
         fitted: Efficiencies.
+
+    Raises:
+        ConfigError: The layer cannot be on so many ranks.
     """
+    shape.config(num_ranks)
     rng = np.random.default_rng(SEED)
     popularity = rng.permutation(np.arange(1, shape.num_experts + 1) ** -exponent)
     choices = []

@@ -1,5 +1,6 @@
 """Pictures of the scheduled backend: what its degrees bring by the model, and what streams did."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,22 @@ def read_levels(between: Path, within: Path | None) -> Fit:
     lines = {name: of.lines["all_to_all"] for name, of in levels.items()}
     beside = {name: of.beside["all_to_all"] for name, of in levels.items()}
     return replace(fit, lines={**fit.lines, **lines}, beside={**fit.beside, **beside})
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """What ``python -m flashmoe_megatron.schedule trace`` has written.
+
+    Raises:
+        ConfigError: The file cannot be read, or is none of it.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        _ = found["layers"], found["config"], found["machine"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"trace {path}: {error!r}; wanted a file of python -m flashmoe_megatron.schedule trace"
+        ) from error
+    return found
 
 
 def speedups(config: MoEConfig, fit: Fit) -> list[float]:

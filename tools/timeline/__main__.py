@@ -4,7 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from examples.arguments import count
 from tools import timeline
+from tools.arguments import row_bound
 from tools.bench.shapes import SHAPES
 from tools.timeline.records import LaunchTrace, TraceError
 
@@ -24,9 +26,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="folder of the .npz files, which has none of an earlier capture",
     )
     capture.add_argument("--shape", choices=list(SHAPES), default="paper-8k")
-    capture.add_argument("--one-of", type=int, default=1, help="1/N of the experts, on one GPU")
+    capture.add_argument("--one-of", type=count, default=1, help="1/N of the experts, on one GPU")
     capture.add_argument(
-        "--row-bound", type=float, default=1.5, help="so that a forward is one launch, plan and all"
+        "--row-bound",
+        type=row_bound,
+        default=1.5,
+        help="so that a forward is one launch, plan and all",
     )
     capture.add_argument("--commit", help="what is recorded, where the checkout has no git")
     draw = commands.add_parser("draw", help="picture and trace of recorded launches")

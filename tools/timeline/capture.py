@@ -20,7 +20,7 @@ from flashmoe_megatron.kernel.backend import KernelBackend
 from tools.bench import common
 from tools.bench.bench_layer import FusedLayer, kernel_layer, pass_gate
 from tools.bench.correctness import relative_errors
-from tools.bench.shapes import SHAPES, make_problem
+from tools.bench.shapes import SHAPES, make_problem, shares_of
 from tools.timeline.records import (
     LaunchTrace,
     Layout,
@@ -106,7 +106,7 @@ def capture(options: argparse.Namespace) -> int:
     common.use_library(LIBRARY)
     num_ranks = common.join_group()
     rank = dist.get_rank() if num_ranks > 1 else 0
-    shape = SHAPES[options.shape].one_of(options.one_of)
+    (shape,) = shares_of({options.shape: SHAPES[options.shape]}, options.one_of, num_ranks).values()
     problem = make_problem(shape, num_ranks)
     layer = kernel_layer(problem, row_bound=options.row_bound)
     pass_gate(options.shape, relative_errors(problem, layer.results()))

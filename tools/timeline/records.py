@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,7 +193,7 @@ class LaunchTrace:
                     RankTrace(**{name: file[f"rank{rank}/{name}"] for name in names})
                     for rank in range(int(file["num_ranks"]))
                 ]
-        except (KeyError, ValueError, OSError, EOFError) as error:
+        except (KeyError, TypeError, ValueError, OSError, EOFError, BadZipFile) as error:
             raise TraceError(f"{path} is not a recorded launch: {error}") from error
         roles = {int(kind): name for kind, name in about["roles"].items()}
         return LaunchTrace(about["about"], roles, ranks)

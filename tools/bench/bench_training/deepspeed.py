@@ -26,9 +26,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from examples.arguments import count
 from examples.leave import leave
 from examples.python_sources import read_sources
 from flashmoe_megatron.deepspeed import attach
+from tools.arguments import not_negative, row_bound
 from tools.bench import common
 from tools.bench.bench_training.curves import apart
 from tools.bench.bench_training.decoder import (
@@ -130,11 +132,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=gated, default=usual, metavar="SHAPE", help=f"of {gated}")
     add("--families", nargs="+", choices=list(KINDS), default=list(KINDS))
-    add("--num-layers", type=int, default=2)
-    add("--steps", type=int, default=10, help="timed")
-    add("--warmup", type=int, default=4, help="steps before them")
+    add("--num-layers", type=count, default=2)
+    add("--steps", type=count, default=10, help="timed")
+    add("--warmup", type=not_negative, default=4, help="steps before them")
     add("--lr", type=float, default=1e-4)
-    add("--row-bound", type=float, help="flashmoe.row_bound: no host wait in the forward")
+    add("--row-bound", type=row_bound, help="flashmoe.row_bound: no host wait in the forward")
     add("--bound", type=float, default=2e-2, help="largest relative distance of two losses")
     add("--limit-s", type=float, default=60, help="for building and training one engine")
     common.add_record_flags(parser, a_line="run")
@@ -143,6 +145,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> NoReturn:
     options = parse(arguments)
+    common.need_torchrun()
     device = start()
     num_ranks = dist.get_world_size()
     release_of_deepspeed = importlib.metadata.version("deepspeed")

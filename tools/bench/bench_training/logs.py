@@ -68,7 +68,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--noise", type=Path, required=True)
     options = parser.parse_args(arguments)
     paths = (options.ours, options.theirs, options.noise)
-    logs = [read_log(path) for path in paths]
+    try:
+        logs = [read_log(path) for path in paths]
+    except OSError as error:
+        parser.error(f"a log cannot be read: {error}")
     for path, log in zip(paths, logs, strict=True):
         if not log:
             parser.error(f"{path} has no iterations")

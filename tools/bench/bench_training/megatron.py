@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 import pretrain_moe
 from leave import leave
+from tools.arguments import not_negative
 from tools.bench import common
 from tools.bench.bench_training.curves import WARM, draw, judge, mean_of_last
 from tools.bench.bench_training.runs import Run
@@ -111,7 +112,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/training"), help="record and plots, less suffix")
-    add("--noise-runs", type=int, default=2, help="at most the ranks less one; 0: judge nothing")
+    add(
+        "--noise-runs",
+        type=not_negative,
+        default=2,
+        help="at most the ranks less one; 0: judge nothing",
+    )
     add("--limit-s", type=float, default=240, help="for all of it; then every stack is printed")
     add("--commit", help="what is measured, where the checkout has no git")
     options, model = parser.parse_known_args(arguments)
@@ -120,6 +126,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
 
 def main(arguments: list[str]) -> NoReturn:
     options, args = parse(arguments)
+    common.need_torchrun()
     faulthandler.dump_traceback_later(options.limit_s, exit=True)
     pretrain_moe.initialize(args)
     num_ranks = dist.get_world_size()

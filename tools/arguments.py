@@ -1,0 +1,49 @@
+"""The arguments that tools share, beside those of the examples."""
+
+import argparse
+import math
+
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.options import BackendOptions
+
+
+def positive(text: str) -> float:
+    """An argument that has to be a positive number."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted more than 0")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """An argument that has to be a whole number, 0 or more."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted at least 0")
+    return value
+
+
+def exponent(text: str) -> float:
+    """The exponent of a skewed routing; 0 is none."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted a number, 0 or more")
+    return value
+
+
+def share(text: str) -> float:
+    """A number above 0 and below 1."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted more than 0 and less than 1")
+    return value
+
+
+def row_bound(text: str) -> float:
+    """What a backend takes as its ``row_bound``."""
+    value = float(text)
+    try:
+        BackendOptions(row_bound=value)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value

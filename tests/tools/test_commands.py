@@ -32,7 +32,6 @@ from tools.bench.common import Timer
 from tools.bench.shapes import Problem, Shape, make_problem
 from tools.simulate import __main__ as simulate
 from tools.timeline import __main__ as timeline
-from tools.weak_scaling import __main__ as weak_scaling
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("ruff", "mypy", "clang-format", "codespell", "python", "pytest")
@@ -164,7 +163,6 @@ SHAPE = "64x64x64x4x2"
         (logs, "nosuch nosuch --noise nosuch", "a log cannot be read: .* No such file"),
         (timeline, "capture --one-of 0", "--one-of: got 0, wanted at least 1"),
         (timeline, "capture --row-bound 0", "--row-bound: row_bound=0.0: wanted a number"),
-        (weak_scaling, "run --gpus 1 --hidden 65", "shape .*: hidden=65: must be"),
         (check_prose, "nosuch.py", "no file or folder nosuch.py"),
     ],
 )

@@ -519,7 +519,6 @@ def main(arguments: list[str]) -> int:
         raise SystemExit("--one-of is for one GPU; torchrun started several ranks")
     if num_ranks == 1 and options.locality != [None]:
         raise SystemExit("--locality is for several ranks; torchrun started one")
-    shapes = shares_of(options.shapes, options.one_of, num_ranks)
     timer = Timer(options.iterations, options.warmup)
     ceilings = Ceilings(timer, num_ranks, options.symmetric)
     machine = common.machine(options.commit)
@@ -537,7 +536,9 @@ def main(arguments: list[str]) -> int:
     link = f", peer copy {ceilings.link_gbps:.0f} GB/s" if ceilings.link_gbps else ""
     log(f"{num_ranks} x {device}, torch {machine['torch']}, {machine['commit']}")
     log(f"bf16 product {ceilings.tflops:.3g} TFLOP/s{link}; medians:")
-    for name, shape in shapes.items():
+    for name, whole in options.shapes.items():
+        # One after the other: who reads the record has what was measured before one that cannot be.
+        (shape,) = shares_of({name: whole}, options.one_of, num_ranks).values()
         cases = product(options.dtypes, options.zipf, options.locality, options.spare_slots)
         for dtype, zipf, locality, slots in cases:
             router = Router(zipf, options.order, locality)

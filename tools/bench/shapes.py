@@ -140,7 +140,7 @@ def shares_of(shapes: dict[str, Shape], one_of: int, num_ranks: int = 1) -> dict
             found[name] = whole.one_of(one_of)
             found[name].config(num_ranks)
         except ConfigError as error:
-            raise SystemExit(f"shape {name}: {error}") from error
+            raise SystemExit(f"error: shape {name}: {error}") from error
     return found
 
 

@@ -8,7 +8,6 @@ import torch
 from examples.arguments import count
 from tools.bench import bench_layer
 from tools.bench.common import commit_of_checkout
-from tools.bench.shapes import shares_of
 from tools.weak_scaling.points import (
     PASSES,
     Point,
@@ -57,7 +56,6 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
     Raises:
         UsageError: There are fewer GPUs than asked for, or points would not be as reported.
-        SystemExit: A layer cannot be on so many ranks.
     """
     has_gpu = torch.cuda.is_available()
     sizes = {
@@ -72,10 +70,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         "bench": bench,
     }
     # What it cannot read is told at once, and not by every job.
-    points = points_of(settings)
-    parsed = bench_layer.parse(["--shapes", *(point.shape for point in points), *GRADS, *bench])
-    for point in points:
-        shares_of({point.shape: parsed.shapes[point.shape]}, 1, point.ranks)
+    shapes = [point.shape for point in points_of(settings)]
+    parsed = bench_layer.parse(["--shapes", *shapes, *GRADS, *bench])
     for name, wanted in REPORTED.items():
         if (got := getattr(parsed, name)) != wanted:
             raise UsageError(f"{name}={got}: every point of a sweep has {name}={wanted}")

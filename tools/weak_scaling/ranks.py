@@ -55,5 +55,5 @@ def run_job(count: int, module: str, arguments: list[str], log: Path, limit_s: f
         raise StuckError(f"not done within {limit_s:g} s, see {log}")
     if status == 0:
         return ""
-    error = re.search(r"\w+Error: .+", output)  # the first is the cause, others lose their peer
+    error = re.search(r"\w*[Ee]rror: .+", output)  # the first is the cause, others lose their peer
     return f"status {status}{f', {error[0]}' if error else ''}; see {log}"

@@ -44,7 +44,7 @@ class PeerCopies(RingLink):
         super()._open(control, own_bytes)
         self.offers, self.arrivals = _Mark(self, board.OFFERED), _Mark(self, board.WRITTEN)
         self.copiers = [stream for lane in self.streams for stream in lane]
-        self._marks = [torch.cuda.Event() for _ in self.copiers]  # type: ignore[no-untyped-call]
+        self._events = [torch.cuda.Event() for _ in self.copiers]  # type: ignore[no-untyped-call]
 
     def _slots(self, control: Control) -> Slots:
         if not self._has_rings:
@@ -141,9 +141,9 @@ class PeerCopies(RingLink):
         self.offers.meet(stream)
         streams = [stream]
         if others:
-            self._marks[0].record(first)
+            self._events[0].record(first)
             for other in others:
-                other.wait_event(self._marks[0])
+                other.wait_event(self._events[0])
             streams += [int(other.cuda_stream) for other in others]
         for number, (target, source, nbytes) in enumerate(writes.copies):
             copier = streams[number % len(streams)]
@@ -161,9 +161,9 @@ class PeerCopies(RingLink):
             first: As in :meth:`copy`.
             others: What that gave.
         """
-        for other, mark in zip(others, self._marks[1:], strict=False):
-            mark.record(other)
-            first.wait_event(mark)
+        for other, copied in zip(others, self._events[1:], strict=False):
+            copied.record(other)
+            first.wait_event(copied)
         return Meeting(self, what, self.arrivals.meet(int(first.cuda_stream)))
 
     def has_arrived(self, count: int) -> bool:

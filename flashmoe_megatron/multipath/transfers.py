@@ -220,9 +220,10 @@ class Transfers:
         is_noted = load.writes is None or times.is_sample()
         if not is_noted and meanwhile is None:
             assert load.writes is not None
-            self._write(self.links[alone], load.what, load.writes)
-            self._totals[self.links[alone].name].nbytes += load.writes.received
-            return {self.links[alone]}
+            link = self.links[alone]
+            self._write(link, load.what, load.writes)
+            self._totals[link.name].nbytes += load.writes.received
+            return {link}
         flights = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile)
         used = set()
         for link, flight in zip(self.links, flights, strict=True):

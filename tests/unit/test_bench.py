@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +154,19 @@ ROWS = [
 ]
 
 
+def measured_on_processor(out: Path, refused: str, *flags: str) -> list[dict[str, Any]]:
+    """What bench_layer records of a small layer, until the gate ends it where ``refused`` says."""
+    shape = "40x64x64x8x2"
+    command = ["--allow-cpu", "--shapes", shape, "--iterations", "1", "--out", str(out), *flags]
+    if refused:
+        wanted = rf"{shape}, {refused}: relative L2 error 0\.01.*, wanted at most 0\.006"
+        with pytest.raises(SystemExit, match=wanted):
+            bench_layer.main(command)
+    else:
+        assert bench_layer.main(command) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
 @pytest.mark.parametrize(("spoilt", "num_rows"), [("fused", 0), ("unfused", 3), ("", len(ROWS))])
 def test_a_wrong_layer_or_baseline_has_no_figures(
     tmp_path: Path, monkeypatch, spoilt: str, num_rows: int
@@ -161,16 +175,7 @@ def test_a_wrong_layer_or_baseline_has_no_figures(
     if spoilt == "unfused":
         right = bench_layer.unfused_layer
         monkeypatch.setattr(bench_layer, "unfused_layer", lambda *layer: right(*layer) * 1.01)
-    out = tmp_path / "out.jsonl"
-    shape = "40x64x64x8x2"
-    command = ["--allow-cpu", "--shapes", shape, "--iterations", "1", "--out", str(out)]
-    if spoilt:
-        wanted = rf"{shape}, {spoilt}: relative L2 error 0\.01.*, wanted at most 0\.006"
-        with pytest.raises(SystemExit, match=wanted):
-            bench_layer.main(command)
-    else:
-        assert bench_layer.main(command) == 0
-    rows = map(json.loads, out.read_text().splitlines() if out.exists() else [])
+    rows = measured_on_processor(tmp_path / "out.jsonl", spoilt)
     assert [(row["implementation"], row["measurement"]) for row in rows] == ROWS[:num_rows]
 
 
@@ -278,17 +283,11 @@ def test_a_wrong_router_has_no_figures(tmp_path: Path, monkeypatch, spoilt: bool
         return found._replace(out=found.out * 1.01) if spoilt else found
 
     monkeypatch.setattr(bench_layer, "moe_router_forward", routed)
-    out, shape = tmp_path / "out.jsonl", "40x64x64x8x2"
-    command = ["--allow-cpu", "--shapes", shape, "--iterations", "1", "--out", str(out)]
-    command += ["--router", "--no-baselines", "--forward-only"]
     ways = ["router in the launch", "router of torch"]
-    if spoilt:
-        wanted = rf"{shape}, fused, {ways[0]}: relative L2 error 0\.01.*, wanted at most 0\.006"
-        with pytest.raises(SystemExit, match=wanted):
-            bench_layer.main(command)
-    else:
-        assert bench_layer.main(command) == 0
-    found = [json.loads(line)["measurement"] for line in out.read_text().splitlines()]
+    flags = ["--router", "--no-baselines", "--forward-only"]
+    refused = f"fused, {ways[0]}" if spoilt else ""
+    rows = measured_on_processor(tmp_path / "out.jsonl", refused, *flags)
+    found = [row["measurement"] for row in rows]
     behind = [f"{what}, {way}" for way in ways for what in ("gate", "forward")]
     assert found == ["gate", "forward", *([] if spoilt else behind)]
 

@@ -24,8 +24,8 @@ MAX_RANKS = 64
 NUM_LANES = 2
 _PEER_BYTES, _FREE, _LANE = 256, 128, 64  # a counter has a cache line for itself
 _LOG, _LOG_ENTRIES = MAX_RANKS * _PEER_BYTES, 64
-_NUMBER, _TEXT_BYTES = struct.Struct("<Q"), 56
-_ENTRY_BYTES = _NUMBER.size + _TEXT_BYTES
+_NUMBER_BYTES, _TEXT_BYTES = 8, 56
+_ENTRY_BYTES = _NUMBER_BYTES + _TEXT_BYTES
 NOTICE = _LOG + _LOG_ENTRIES * _ENTRY_BYTES
 """Offset of a word that is 0 as long as there is no notice."""
 _LENGTH = struct.Struct("<I")
@@ -47,36 +47,56 @@ def free_word(peer: int, lane: int) -> int:
     return full_word(peer, lane) + _FREE
 
 
-def log(memory: SharedMemory, number: int, what: str) -> None:
-    """Writes down that this rank begins an exchange."""
-    at = _LOG + number % _LOG_ENTRIES * _ENTRY_BYTES
-    # Whoever finds the number before and after the text has read the whole text.
-    memory.write(at, _NUMBER.pack(0))
-    memory.write(at + _NUMBER.size, _text(what))
-    memory.write(at, _NUMBER.pack(number))
+class Log:
+    """The last exchanges that a rank has begun, in its segment.
+
+    Args:
+        memory: The segment.
+        rank: Its rank.
+    """
+
+    def __init__(self, memory: SharedMemory, rank: int) -> None:
+        self._memory, self._rank = memory, rank
+        self._numbers = [memory.number(_entry(index)) for index in range(_LOG_ENTRIES)]
+        self._written = [""] * _LOG_ENTRIES
+
+    def add(self, number: int, what: str) -> None:
+        """Writes down that its own rank begins an exchange."""
+        index = number % _LOG_ENTRIES
+        # Whoever finds the number before and after the text has read the whole text.
+        if self._written[index] != what:
+            self._numbers[index].value = 0
+            self._memory.write(_entry(index) + _NUMBER_BYTES, _text(what))
+            self._written[index] = what
+        self._numbers[index].value = number
+
+    def check(self, rank: int, number: int, what: str) -> None:
+        """Compares an exchange of another rank with what its own has begun, if it has begun it.
+
+        Raises:
+            ShapeError: It exchanges something else.
+        """
+        index = number % _LOG_ENTRIES
+        if self._numbers[index].value != number:
+            return
+        text = self._memory.read(_entry(index) + _NUMBER_BYTES, _TEXT_BYTES)
+        if text != _text(what) and self._numbers[index].value == number:
+            theirs = text.rstrip(b"\0").decode(errors="replace")
+            raise ShapeError(
+                f"rank {self._rank} takes part in {theirs}, rank {rank} in {what}: wanted the same "
+                "on every rank"
+            )
+
+
+def _entry(index: int) -> int:
+    """Offset of an entry of the log."""
+    return _LOG + index * _ENTRY_BYTES
 
 
 @functools.lru_cache(maxsize=64)
 def _text(what: str) -> bytes:
+    """An operation as an entry has it."""
     return what.encode().ljust(_TEXT_BYTES, b"\0")
-
-
-def check(memory: SharedMemory, rank: int, peer: int, number: int, what: str) -> None:
-    """Compares an exchange with what a peer has begun, if it has begun it.
-
-    Raises:
-        ShapeError: It exchanges something else.
-    """
-    at = _LOG + number % _LOG_ENTRIES * _ENTRY_BYTES
-    packed = _NUMBER.pack(number)
-    if memory.read(at, _NUMBER.size) != packed:
-        return
-    theirs = memory.read(at + _NUMBER.size, _TEXT_BYTES).rstrip(b"\0").decode(errors="replace")
-    if theirs != what and memory.read(at, _NUMBER.size) == packed:
-        raise ShapeError(
-            f"rank {peer} takes part in {theirs}, rank {rank} in {what}: wanted the same on every "
-            "rank"
-        )
 
 
 def clear(memory: SharedMemory) -> None:

@@ -34,7 +34,7 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-class MemoryOp(ctypes.Structure):
+class _MemoryOp(ctypes.Structure):
     """A stream's memory operation, as the driver takes it."""
 
     _fields_ = (
@@ -54,7 +54,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamBatchMemOp_v2": (
         ctypes.c_void_p,
         ctypes.c_uint,
-        ctypes.POINTER(MemoryOp),
+        ctypes.POINTER(_MemoryOp),
         ctypes.c_uint,
     ),
     "cuMemHostRegister_v2": (ctypes.c_void_p, _SIZE, ctypes.c_uint),
@@ -106,18 +106,27 @@ def write_value(stream: int, address: int, value: int) -> None:
     _call("cuStreamWriteValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
 
 
-def memory_ops(writes: Sequence[int], waits: Sequence[int]) -> "ctypes.Array[MemoryOp]":
-    """Words that a stream is to write, and then to wait for, by their addresses."""
-    ops = [MemoryOp(WRITE_VALUE, address) for address in writes]
-    ops += [MemoryOp(WAIT_VALUE, address, 0, _GREATER_OR_EQUAL) for address in waits]
-    return (MemoryOp * len(ops))(*ops)
+class MemoryOps:
+    """Words that streams write, and then wait for, time and again.
 
+    Args:
+        writes: The addresses of those to be written.
+        waits: The addresses of those to be waited for.
+    """
 
-def issue(stream: int, ops: "ctypes.Array[MemoryOp]", values: Sequence[int]) -> None:
-    """Issues memory operations to a stream with one call, each with its value."""
-    for op, value in zip(ops, values, strict=True):
-        op.value = value & 0xFFFFFFFF
-    _call("cuStreamBatchMemOp_v2", stream, len(ops), ops, 0)
+    def __init__(self, writes: Sequence[int], waits: Sequence[int]) -> None:
+        ops = [_MemoryOp(WRITE_VALUE, address) for address in writes]
+        ops += [_MemoryOp(WAIT_VALUE, address, 0, _GREATER_OR_EQUAL) for address in waits]
+        self.writes, self.waits = writes, waits
+        self._ops = (_MemoryOp * len(ops))(*ops)
+        self._views = list(self._ops)  # since ctypes makes them anew at each access
+
+    def issue(self, stream: int, value: int) -> None:
+        """Issues them to a stream with one call: words are written as, or awaited at, a value."""
+        value &= 0xFFFFFFFF
+        for op in self._views:
+            op.value = value
+        _call("cuStreamBatchMemOp_v2", stream, len(self._views), self._ops, 0)
 
 
 def register(address: int, nbytes: int) -> int:

@@ -104,7 +104,19 @@ class Exchange(NamedTuple):
         return max((part.end for part in self.parts), default=0)
 
 
-class Flight(abc.ABC):
+class Moved(abc.ABC):
+    """What a link has moved, or is still moving."""
+
+    @abc.abstractmethod
+    def seconds(self) -> float:
+        """How long it took. Waits until that is known."""
+
+    @abc.abstractmethod
+    def num_bytes(self) -> int:
+        """How many bytes this rank received by it."""
+
+
+class Flight(Moved):
     """One link's share of an exchange, under way."""
 
     @abc.abstractmethod
@@ -120,14 +132,6 @@ class Flight(abc.ABC):
             LinkError: The link broke.
             ShapeError: A peer exchanges something else.
         """
-
-    @abc.abstractmethod
-    def seconds(self) -> float:
-        """How long it took. Waits until that is known."""
-
-    @abc.abstractmethod
-    def num_bytes(self) -> int:
-        """How many bytes this rank received by it."""
 
 
 class Link(abc.ABC):
@@ -240,6 +244,28 @@ def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+class Between(Moved):
+    """What has been moved between two moments of a stream.
+
+    Args:
+        started: Behind it.
+        ended: Before it.
+        nbytes: What this rank received.
+    """
+
+    def __init__(self, started: torch.cuda.Event, ended: torch.cuda.Event, nbytes: int) -> None:
+        self._started, self._ended, self._nbytes = started, ended, nbytes
+
+    def seconds(self) -> float:
+        """By the GPU's clock."""
+        self._ended.synchronize()
+        return float(self._started.elapsed_time(self._ended)) * 1e-3
+
+    def num_bytes(self) -> int:
+        """See the base class."""
+        return self._nbytes
 
 
 def broken_link(name: str, rank: int, peers: object, error: Exception) -> LinkError:

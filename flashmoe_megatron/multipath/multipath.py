@@ -34,6 +34,7 @@ MIN_MAPPED_BYTES = 16 * 2**20
 """The same for gathers to which peers write without a detour."""
 
 Reduction = Literal["sum", "average"]
+_HERE = contextlib.nullcontext()
 
 
 class Work:
@@ -340,7 +341,7 @@ class Multipath:
             self._last_stream = stream
             # To enter the device that is current already takes some microseconds.
             is_there = torch.cuda.current_device() == index
-            with contextlib.nullcontext() if is_there else torch.cuda.device(index):
+            with _HERE if is_there else torch.cuda.device(index):
                 if not async_op:
                     self._noting_errors(run)
                     return None

@@ -188,7 +188,7 @@ class _Mark:
         for peer, one in zip(link.peers, self.awaited, strict=True):
             link.awaited[peer].append(one)
         theirs = [link.headers[peer] + offset for peer in link.peers]
-        self._ops = driver.memory_ops([link.headers[link.rank] + offset], theirs)
+        self._ops = driver.MemoryOps([link.headers[link.rank] + offset], theirs)
         self._count = 0
 
     def meet(self, stream: int) -> int:
@@ -200,7 +200,7 @@ class _Mark:
         self._count += 1
         for one in self.awaited:
             one.count = self._count
-        driver.issue(stream, self._ops, [self._count] * len(self._ops))
+        self._ops.issue(stream, self._count)
         return self._count
 
 

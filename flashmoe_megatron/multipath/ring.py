@@ -228,6 +228,7 @@ class RingLink(Link):
                 self._stack.callback(self.memories[peer].close)
 
         control.agree(connect)
+        self._logs = {rank: board.Log(memory, rank) for rank, memory in self.memories.items()}
         self.headers: dict[int, int] = {}
 
         def register() -> None:
@@ -288,10 +289,10 @@ class RingLink(Link):
             ShapeError: A peer exchanges something else.
         """
         self.raise_if_broken()
-        board.log(self.own, number, what)
+        self._logs[self.rank].add(number, what)
         try:
             for peer in self.peers:
-                board.check(self.memories[peer], self.rank, peer, number, what)
+                self._logs[peer].check(self.rank, number, what)
         except FlashMoEError as error:
             self.fail(error)
             raise

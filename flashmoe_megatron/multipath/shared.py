@@ -90,6 +90,10 @@ class SharedMemory:
         """A word of it, as it is now and later."""
         return ctypes.c_uint32.from_address(self.address + offset)
 
+    def number(self, offset: int) -> ctypes.c_uint64:
+        """A number of two words, likewise."""
+        return ctypes.c_uint64.from_address(self.address + offset)
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """Some bytes of it."""
         return self._map[offset : offset + nbytes]

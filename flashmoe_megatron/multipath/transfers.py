@@ -21,9 +21,11 @@ from flashmoe_megatron.multipath.balancer import (
 from flashmoe_megatron.multipath.control import Control, greatest
 from flashmoe_megatron.multipath.ledger import Ledger
 from flashmoe_megatron.multipath.links import (
+    Between,
     Exchange,
     Flight,
     Link,
+    Moved,
     Part,
     Piece,
     Place,
@@ -48,6 +50,7 @@ class Load:
         meanwhile: What the current stream, or this thread, does beside the transfer.
         inbound: Bytes that a rank receives of all others, if all pieces are as long as the longest.
         balancer: Has the shares of pieces like these.
+        times: The times of their size class, once some have gone.
         shares: Those by which it has gone, if it has.
         route: How it goes by them.
         writes: What the link that carries all writes to places, if it does that.
@@ -58,6 +61,7 @@ class Load:
     meanwhile: Callable[[], object] | None
     inbound: int
     balancer: Balancer
+    times: Times | None = None
     shares: tuple[float, ...] | None = None
     route: "_Route | None" = None
     writes: Writes | None = None
@@ -209,35 +213,54 @@ class Transfers:
             The links that have carried something.
         """
         balancer, inbound, meanwhile = load.balancer, load.inbound, load.meanwhile
-        key = balancer, size_class(inbound)
-        if (times := self._times.get(key)) is None:
-            if not balancer.is_tuned(inbound):
-                self.tune(load)
-            times = self._times[key] = Times(self._control)
+        if (times := load.times) is None:
+            times = load.times = self._times_of(load)
         carried, chunks, rates, alone = self._settled(load, balancer.shares(inbound))
         # One copy to each peer takes hardly longer than what it takes to time it. Ranks note the
         # same transfers, also where only some of them have other work meanwhile.
-        is_noted = load.writes is None or times.is_sample()
-        if not is_noted and meanwhile is None:
-            assert load.writes is not None
+        writes = load.writes
+        is_noted = writes is None or times.is_sample()
+        moved: Sequence[Moved | None]
+        if writes is not None and meanwhile is None:
             link = self.links[alone]
-            self._write(link, load.what, load.writes)
-            self._totals[link.name].nbytes += load.writes.received
-            return {link}
-        flights = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile)
-        used = set()
-        for link, flight in zip(self.links, flights, strict=True):
-            if flight is not None:
-                used.add(link)
-                self._totals[link.name].nbytes += flight.num_bytes()
+            used = {link}
+            self._totals[link.name].nbytes += writes.received
+            if not is_noted:
+                self._write(link, load.what, writes)
+                return used
+            timed = self._write_timed(link, load.what, writes)
+            moved = [timed if one is link else None for one in self.links]
+        else:
+            moved = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile)
+            used = set()
+            for link, one in zip(self.links, moved, strict=True):
+                if one is not None:
+                    used.add(link)
+                    self._totals[link.name].nbytes += one.num_bytes()
         if is_noted:
-            self._note(balancer, inbound, times.add(flights))
+            self._note(balancer, inbound, times.add(moved))
         return used
+
+    def _times_of(self, load: Load) -> Times:
+        """The times of a load's size class, whose shares are tried if they are not known yet."""
+        key = load.balancer, size_class(load.inbound)
+        if key not in self._times:
+            if not load.balancer.is_tuned(load.inbound):
+                self.tune(load)
+            self._times[key] = Times(self._control)
+        return self._times[key]
 
     def _write(self, link: Link, what: str, writes: Writes) -> None:
         """What a link writes alone, and nobody times: the host has little else to do."""
         self._number += 1
         link.write(self._number, what, writes, current_stream(self._device.index))
+
+    def _write_timed(self, link: Link, what: str, writes: Writes) -> Moved:
+        """The same, between two moments of the current stream."""
+        stream = current_stream(self._device.index)
+        started = timed_event(stream)
+        self._write(link, what, writes)
+        return Between(started, timed_event(stream), writes.received)
 
     def _settled(self, load: Load, shares: tuple[float, ...]) -> _Route:
         """How pieces go by shares, which is found once for what moves time and again."""

@@ -5,16 +5,16 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from flashmoe_megatron.multipath.control import greatest
-from flashmoe_megatron.multipath.links import Flight
+from flashmoe_megatron.multipath.links import Moved
 
-_Moved = TypeVar("_Moved")
+_Result = TypeVar("_Result")
 
 _REPEATS = 5
 """Transfers of a trial that count, behind one that does not."""
 
 
 def one_of_a_row(
-    move: Callable[[], Sequence[Flight | None]],
+    move: Callable[[], Sequence[Moved | None]],
     mark: Callable[[], Any],
     gather: Callable[[list[float]], list[list[float]]],
 ) -> list[float]:
@@ -25,7 +25,7 @@ def one_of_a_row(
     it, and what the host and the meetings of ranks take. The others' are in proportion.
 
     Args:
-        move: Issues a transfer; gives each link's flight, ``None`` for one without bytes.
+        move: Issues a transfer; gives what each link moves, ``None`` for one without bytes.
         mark: An event with a time, behind what has been issued.
         gather: Tells all ranks a row of numbers and gives theirs.
     """
@@ -36,7 +36,7 @@ def one_of_a_row(
     return [took * mean / slowest for mean in means]
 
 
-def row_of(move: Callable[[], _Moved], mark: Callable[[], Any]) -> tuple[list[_Moved], float]:
+def row_of(move: Callable[[], _Result], mark: Callable[[], Any]) -> tuple[list[_Result], float]:
     """Several transfers behind one that does not count.
 
     Args:
@@ -55,6 +55,6 @@ def row_of(move: Callable[[], _Moved], mark: Callable[[], Any]) -> tuple[list[_M
     return runs, float(begin.elapsed_time(end)) * 1e-3 / _REPEATS
 
 
-def seconds_of(flights: Sequence[Flight | None]) -> list[float]:
+def seconds_of(links: Sequence[Moved | None]) -> list[float]:
     """Each link's seconds, 0 for one without bytes."""
-    return [flight.seconds() if flight else 0.0 for flight in flights]
+    return [one.seconds() if one else 0.0 for one in links]

@@ -130,11 +130,11 @@ def write_value(stream: int, address: int, value: int) -> None:
     queue_of.push(lambda: setattr(word, "value", wanted))
 
 
-def issue(stream: int, ops: Any, values: list[int]) -> None:
-    for op, value in zip(ops, values, strict=True):
-        (wait_value if op.operation == driver.WAIT_VALUE else write_value)(
-            stream, op.address, value
-        )
+def issue(ops: driver.MemoryOps, stream: int, value: int) -> None:
+    for address in ops.writes:
+        write_value(stream, address, value)
+    for address in ops.waits:
+        wait_value(stream, address, value)
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
@@ -207,9 +207,9 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
         "copy": copy,
         "wait_value": wait_value,
         "write_value": write_value,
-        "issue": issue,
     }.items():
         monkeypatch.setattr(driver, name, function)
+    monkeypatch.setattr(driver.MemoryOps, "issue", issue)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(trials, "_REPEATS", 1)

@@ -6,10 +6,12 @@ killed and the pool starts anew with the next call.
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +26,9 @@ import torch.distributed as dist
 
 GRACE_S = 3.0
 """How long the other ranks may take to fail too once one has failed."""
+
+WRITING_S = 0.5
+"""How long a rank may take to write its stacks."""
 
 PATIENCE_S = 240.0
 """How long a test waits for processes, be it that they start or that they answer.
@@ -76,14 +81,24 @@ class RankPool:
             pipe.send(message)
         outcomes = self._collect(num_ranks, timeout_s)
         failed = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
-        if failed or len(outcomes) < num_ranks:
+        silent = sorted(set(range(num_ranks)) - set(outcomes))
+        if failed or silent:
+            self._tell_stacks(silent)
             self.close()
             parts = [f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
-            silent = sorted(set(range(num_ranks)) - set(outcomes))
             if silent:
                 parts.append(f"ranks {silent} did not finish within {timeout_s} s")
             raise RankError("\n".join(parts))
         return [outcomes[rank][1] for rank in range(num_ranks)]
+
+    def _tell_stacks(self, ranks: list[int]) -> None:
+        """Has ranks write to stderr where their threads are, one rank after the other."""
+        for rank in ranks:
+            process = self._processes[rank]
+            if process.is_alive():
+                os.write(2, f"rank {rank} stands here:\n".encode())
+                os.kill(process.pid, signal.SIGUSR1)
+                process.join(WRITING_S)
 
     def close(self) -> None:
         """Ends the processes; the next call starts new ones."""
@@ -167,6 +182,7 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
     """The life of one process: joins the group, then answers calls until the pipe closes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
     )

@@ -30,7 +30,8 @@ check clang-format --dry-run -Werror "${sources[@]}"
 check codespell
 check python tools/check_layers.py
 check python tools/check_prose.py
-check pytest tests/unit tests/build tests/megatron tests/deepspeed tests/frameworks tests/tools tests/replicas tests/fuzz tests/faults tests/protocol "$@"
+# Each file's tests are in one of two processes, since their fixtures are shared.
+check pytest --numprocesses 2 --dist loadfile tests/unit tests/build tests/megatron tests/deepspeed tests/frameworks tests/tools tests/replicas tests/fuzz tests/faults tests/protocol "$@"
 
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "failed: ${failed[*]}"

@@ -20,6 +20,9 @@ GPU = "A::template fence<Scope::kGpu>();\n"
 RELEASE_SYSTEM = "A::template release_fence<Scope::kSystem>();\n"
 RELEASE_GPU = "A::template release_fence<Scope::kGpu>();\n"
 
+FEW_STATES = 20_000
+"""In which nearly every mutant is found."""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -41,7 +44,7 @@ class Mutant:
     failure: str
     by_stress: bool
     edits: tuple[tuple[str, str, str], ...]
-    states: int = 20_000
+    states: int = FEW_STATES
 
 
 def dropped(file: str, text: str, line: str) -> tuple[str, str, str]:

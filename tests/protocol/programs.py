@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.protocol.mutants import Mutant
+from tests.protocol.mutants import FEW_STATES, Mutant
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCES = Path(__file__).resolve().parent / "cc"
@@ -17,6 +17,7 @@ FLAGS = {
     "replicas": ["-O1"],
     "stress": ["-O1", "-g", "-fsanitize=thread", "-pthread"],
 }
+UNOPTIMIZED = "-O0"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
         path.write_text(old.replace(text, replacement))
     target = directory / program
     command = [compiler(), "-std=c++17", "-Wall", *FLAGS[program], f"-I{directory}"]
+    if mutant is not None and mutant.states <= FEW_STATES:  # to optimize takes longer than to run
+        command.append(UNOPTIMIZED)
     subprocess.run(
         [*command, str(directory / f"{program}.cc"), "-o", str(target)], check=True, timeout=300
     )

@@ -33,7 +33,7 @@ def test_results_come_by_rank():
 
 
 @pytest.mark.timeout(4 * PATIENCE_S)  # starts its processes four times
-def test_failures_raise_and_the_pool_recovers():
+def test_failures_raise_and_the_pool_recovers(capfd: pytest.CaptureFixture[str]):
     pool = RankPool(2)
     try:
         with pytest.raises(RankError, match="ValueError: deliberate"):
@@ -42,6 +42,7 @@ def test_failures_raise_and_the_pool_recovers():
             pool.run(die)
         with pytest.raises(RankError, match=r"ranks \[0, 1\] did not finish within 0.5 s"):
             pool.run(hang, timeout_s=0.5)  # else for an hour, which pytest would end
+        assert capfd.readouterr().err.count("in hang\n") == 2  # where both ranks stand
         assert pool.run(add_ranks, 0) == [0, 1]
     finally:
         pool.close()

@@ -11,7 +11,7 @@ import random
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,7 +28,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.multipath import board, driver, ring, trials
 from flashmoe_megatron.multipath.arena import Arena
-from flashmoe_megatron.multipath.links import timed_event
+from flashmoe_megatron.multipath.links import Moved, timed_event
 from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.ring import HostRelay
@@ -832,8 +832,8 @@ def test_small_gathers_go_by_torch(ranks: RankPool) -> None:
     ranks.run(by_their_size, num_ranks=2)
 
 
-def noted_times(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Gathers of which only the first rank's own part has to be copied."""
+def noted_times(group: dist.ProcessGroup) -> list[int]:
+    """Bytes of noted gathers, of which only the first rank's own part has to be copied."""
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         device, noted = torch.device("cpu"), list[int]()
@@ -843,16 +843,21 @@ def noted_times(group: dist.ProcessGroup) -> tuple[int, int]:
             own = memory[100 * rank :][:100]
             part = torch.ones(100, dtype=torch.uint8) if rank == 0 else own.fill_(1)
             add = Times.add
-            patch.setattr(Times, "add", lambda self, flights: noted.append(0) or add(self, flights))
+
+            def noting(self: Times, links: Sequence[Moved | None]) -> Any:
+                noted.append(sum(one.num_bytes() for one in links if one))
+                return add(self, links)
+
+            patch.setattr(Times, "add", noting)
             for _ in range(33):
                 multipath.all_gather(memory, part)
             current.synchronize()
             assert bool((memory == 1).all())
-        return len(noted), rank
+        return noted
 
 
 def test_ranks_take_note_of_the_same_transfers(ranks: RankPool) -> None:
-    assert ranks.run(noted_times, num_ranks=2) == [(4, 0), (4, 1)]
+    assert ranks.run(noted_times, num_ranks=2) == [[100] * 4] * 2
 
 
 def into_other_parts(group: dist.ProcessGroup, operation: str) -> str:

@@ -195,7 +195,12 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
             return
         try:
             taking_part, function, args = pickle.loads(call)
-            answer = pickle.dumps((True, function(groups[taking_part], *args)))
+            num_groups = dist.distributed_c10d._world.group_count
+            result = function(groups[taking_part], *args)
+            # The next group would have another name in the processes that have not made this one.
+            if taking_part < num_ranks and dist.distributed_c10d._world.group_count > num_groups:
+                raise RuntimeError(f"groups are made by {taking_part} of {num_ranks} processes")
+            answer = pickle.dumps((True, result))
         except BaseException:  # noqa: BLE001 - whatever it is, the parent has to see it
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)

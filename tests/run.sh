@@ -30,8 +30,9 @@ check clang-format --dry-run -Werror "${sources[@]}"
 check codespell
 check python tools/check_layers.py
 check python tools/check_prose.py
-# Each file's tests are in one of two processes, since their fixtures are shared.
-check pytest --numprocesses 2 --dist loadfile tests/unit tests/build tests/megatron tests/deepspeed tests/frameworks tests/tools tests/replicas tests/fuzz tests/faults tests/protocol "$@"
+# Each file is in one of two processes, since its tests share fixtures; short files come last.
+check pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+    tests/protocol tests/unit tests/build tests/megatron tests/deepspeed tests/frameworks tests/tools tests/replicas tests/fuzz tests/faults "$@"
 
 if [ "${#failed[@]}" -gt 0 ]; then
     echo "failed: ${failed[*]}"

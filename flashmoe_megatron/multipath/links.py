@@ -250,8 +250,8 @@ class Between(Moved):
     """What has been moved between two moments of a stream.
 
     Args:
-        started: Behind it.
-        ended: Before it.
+        started: The moment before.
+        ended: The moment after.
         nbytes: What this rank received.
     """
 

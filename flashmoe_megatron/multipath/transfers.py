@@ -218,27 +218,24 @@ class Transfers:
         carried, chunks, rates, alone = self._settled(load, balancer.shares(inbound))
         # One copy to each peer takes hardly longer than what it takes to time it. Ranks note the
         # same transfers, also where only some of them have other work meanwhile.
-        writes = load.writes
-        is_noted = writes is None or times.is_sample()
-        moved: Sequence[Moved | None]
-        if writes is not None and meanwhile is None:
+        is_noted = load.writes is None or times.is_sample()
+        if load.writes is not None and meanwhile is None:
             link = self.links[alone]
-            used = {link}
-            self._totals[link.name].nbytes += writes.received
-            if not is_noted:
-                self._write(link, load.what, writes)
-                return used
-            timed = self._write_timed(link, load.what, writes)
-            moved = [timed if one is link else None for one in self.links]
-        else:
-            moved = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile)
-            used = set()
-            for link, one in zip(self.links, moved, strict=True):
-                if one is not None:
-                    used.add(link)
-                    self._totals[link.name].nbytes += one.num_bytes()
+            self._totals[link.name].nbytes += load.writes.received
+            if is_noted:
+                moved = self._write_timed(link, load.what, load.writes)
+                self._note(balancer, inbound, times.add(moved))
+            else:
+                self._write(link, load.what, load.writes)
+            return {link}
+        flights = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile)
+        used = set()
+        for link, flight in zip(self.links, flights, strict=True):
+            if flight is not None:
+                used.add(link)
+                self._totals[link.name].nbytes += flight.num_bytes()
         if is_noted:
-            self._note(balancer, inbound, times.add(moved))
+            self._note(balancer, inbound, times.add(flights))
         return used
 
     def _times_of(self, load: Load) -> Times:
@@ -255,12 +252,13 @@ class Transfers:
         self._number += 1
         link.write(self._number, what, writes, current_stream(self._device.index))
 
-    def _write_timed(self, link: Link, what: str, writes: Writes) -> Moved:
-        """The same, between two moments of the current stream."""
+    def _write_timed(self, link: Link, what: str, writes: Writes) -> list[Moved | None]:
+        """The same between two moments of the current stream, link by link."""
         stream = current_stream(self._device.index)
         started = timed_event(stream)
         self._write(link, what, writes)
-        return Between(started, timed_event(stream), writes.received)
+        moved = Between(started, timed_event(stream), writes.received)
+        return [moved if one is link else None for one in self.links]
 
     def _settled(self, load: Load, shares: tuple[float, ...]) -> _Route:
         """How pieces go by shares, which is found once for what moves time and again."""

@@ -29,6 +29,7 @@ from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
+from tools.arguments import not_negative
 from tools.bench import common
 from tools.bench.common import Record, log
 from tools.bench.shapes import SHAPES, Shape, make_problem
@@ -157,7 +158,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
     add("--ranks", type=int, default=4, help="where there is no GPU")
-    add("--tolerance", type=int, default=256 * 2**10, help="bytes, for small tables")
+    add("--tolerance", type=not_negative, default=256 * 2**10, help="bytes, for small tables")
     common.add_record_flags(parser, a_line="layer")
     return parser.parse_args(arguments)
 

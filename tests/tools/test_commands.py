@@ -156,6 +156,7 @@ SHAPE = "64x64x64x4x2"
         (compare_libraries, "--one-of 3", "shape paper-8k: 64 experts: wanted a multiple of 3"),
         (bench_peers, "--tokens 0", "--tokens: got 0, wanted at least 1"),
         (all_figures, "--gpus -1 --list", "--gpus: got -1, wanted at least 0"),
+        (memory_table, "--tolerance -1", "--tolerance: got -1, wanted at least 0"),
         (multipath, "sockets --ranks 0", "--ranks 0: wanted at least 2"),
         (multipath, "sockets --mbps 0", "--mbps: got 0, wanted more than 0"),
         (multipath, "gpus --mib 0", "--mib: got 0, wanted at least 1"),

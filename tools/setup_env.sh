@@ -13,6 +13,15 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { echo "setup: $*" >&2; }
 
+if [ "${1:-}" = --help ]; then
+    sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' tools/setup_env.sh
+    exit
+fi
+if [ $# -gt 0 ]; then
+    say "got $*: wanted no arguments"
+    exit 2
+fi
+
 if [ -n "${FLASHMOE_PYTHON:-}" ]; then
     command -v "$FLASHMOE_PYTHON" && exit
     say "FLASHMOE_PYTHON=$FLASHMOE_PYTHON: no such interpreter"

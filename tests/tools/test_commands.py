@@ -135,6 +135,27 @@ def test_a_wrong_interpreter_is_named() -> None:
     assert ran.stderr == "setup: FLASHMOE_PYTHON=no-such-python: no such interpreter\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "Prepares .venv with torch, .*MAX_JOBS  +compilers at a time"),
+        (["--jobs", "2"], 2, "setup: got --jobs 2: wanted no arguments\n$"),
+    ],
+)
+def test_setting_up_takes_no_arguments(
+    arguments: list[str], status: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tools").mkdir()
+    script = tmp_path / "tools" / "setup_env.sh"
+    script.write_text((ROOT / "tools" / "setup_env.sh").read_text())
+    ran = subprocess.run(
+        ["bash", str(script), *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == status
+    assert re.match(said, ran.stdout + ran.stderr, re.DOTALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["tools"]
+
+
 SHAPE = "64x64x64x4x2"
 
 

@@ -100,6 +100,7 @@ def test_nothing_wrong_is_measured(error: float) -> None:
         bench_layer.require_gate("small", {"out": error, "grad_x": 0.0})
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("num_ranks", [0, 3, 9])
 def test_a_layer_that_cannot_be_on_so_many_ranks(num_ranks: int, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out.jsonl"

@@ -11,7 +11,7 @@ from flashmoe_megatron.errors import DeviceError
 
 _ADDRESS, _SIZE, _WORD = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32
 _GREATER_OR_EQUAL = 0  # compares the difference as a signed number, so counters may wrap
-WAIT_VALUE, WRITE_VALUE = 1, 2
+_WAIT_VALUE, _WRITE_VALUE = 1, 2
 _PORTABLE_AND_MAPPED = 3
 _LAZY_PEER_ACCESS = 1
 _BUFFER_ID = 7
@@ -115,9 +115,8 @@ class MemoryOps:
     """
 
     def __init__(self, writes: Sequence[int], waits: Sequence[int]) -> None:
-        ops = [_MemoryOp(WRITE_VALUE, address) for address in writes]
-        ops += [_MemoryOp(WAIT_VALUE, address, 0, _GREATER_OR_EQUAL) for address in waits]
-        self.writes, self.waits = writes, waits
+        ops = [_MemoryOp(_WRITE_VALUE, address) for address in writes]
+        ops += [_MemoryOp(_WAIT_VALUE, address, 0, _GREATER_OR_EQUAL) for address in waits]
         self._ops = (_MemoryOp * len(ops))(*ops)
         self._views = list(self._ops)  # since ctypes makes them anew at each access
 

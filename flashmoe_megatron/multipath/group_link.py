@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from flashmoe_megatron.errors import LinkError
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange, Flight, Link, broken_link, timed_event
+from flashmoe_megatron.multipath.links import (
+    Exchange,
+    Flight,
+    Link,
+    broken_link,
+    seconds_between,
+    timed_event,
+)
 
 
 class GroupLink(Link):
@@ -137,5 +144,4 @@ class _DeviceFlight(_GroupFlight):
 
     def seconds(self) -> float:
         """By the GPU's clock."""
-        self._end_event.synchronize()
-        return float(self._started.elapsed_time(self._end_event)) * 1e-3
+        return seconds_between(self._started, self._end_event)

@@ -246,6 +246,12 @@ def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+def seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Seconds by the GPU's clock between two moments with times. Waits for the later one."""
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
 class Between(Moved):
     """What has been moved between two moments of a stream.
 
@@ -260,8 +266,7 @@ class Between(Moved):
 
     def seconds(self) -> float:
         """By the GPU's clock."""
-        self._ended.synchronize()
-        return float(self._started.elapsed_time(self._ended)) * 1e-3
+        return seconds_between(self._started, self._ended)
 
     def num_bytes(self) -> int:
         """See the base class."""

@@ -26,7 +26,7 @@ from flashmoe_megatron.multipath import board, driver
 from flashmoe_megatron.multipath.balancer import CHUNKS
 from flashmoe_megatron.multipath.board import NUM_LANES
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange, Flight, Link, timed_event
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link, seconds_between, timed_event
 from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory, node_of_gpu
 from flashmoe_megatron.multipath.watch import Watch
 
@@ -459,8 +459,7 @@ class RingFlight(Flight):
 
     def seconds(self) -> float:
         """By the GPU's clock, from when this rank could begin."""
-        self.ended.synchronize()
-        return float(self.started.elapsed_time(self.ended)) * 1e-3
+        return seconds_between(self.started, self.ended)
 
     def num_bytes(self) -> int:
         """What this rank received by it."""

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from flashmoe_megatron.multipath.control import greatest
-from flashmoe_megatron.multipath.links import Moved
+from flashmoe_megatron.multipath.links import Moved, seconds_between
 
 _Result = TypeVar("_Result")
 
@@ -51,8 +51,7 @@ def row_of(move: Callable[[], _Result], mark: Callable[[], Any]) -> tuple[list[_
     begin = mark()
     runs = [move() for _ in range(_REPEATS)]
     end = mark()
-    end.synchronize()
-    return runs, float(begin.elapsed_time(end)) * 1e-3 / _REPEATS
+    return runs, seconds_between(begin, end) / _REPEATS
 
 
 def seconds_of(links: Sequence[Moved | None]) -> list[float]:

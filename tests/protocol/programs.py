@@ -17,7 +17,6 @@ FLAGS = {
     "replicas": ["-O1"],
     "stress": ["-O1", "-g", "-fsanitize=thread", "-pthread"],
 }
-UNOPTIMIZED = "-O0"
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
     target = directory / program
     command = [compiler(), "-std=c++17", "-Wall", *FLAGS[program], f"-I{directory}"]
     if mutant is not None and mutant.states <= FEW_STATES:  # to optimize takes longer than to run
-        command.append(UNOPTIMIZED)
+        command.append("-O0")
     subprocess.run(
         [*command, str(directory / f"{program}.cc"), "-o", str(target)], check=True, timeout=300
     )

@@ -130,11 +130,15 @@ def write_value(stream: int, address: int, value: int) -> None:
     queue_of.push(lambda: setattr(word, "value", wanted))
 
 
-def issue(ops: driver.MemoryOps, stream: int, value: int) -> None:
-    for address in ops.writes:
-        write_value(stream, address, value)
-    for address in ops.waits:
-        wait_value(stream, address, value)
+class MemoryOps:
+    def __init__(self, writes: list[int], waits: list[int]) -> None:
+        self.writes, self.waits = writes, waits
+
+    def issue(self, stream: int, value: int) -> None:
+        for address in self.writes:
+            write_value(stream, address, value)
+        for address in self.waits:
+            wait_value(stream, address, value)
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
@@ -207,9 +211,9 @@ def threads_for_queues(monkeypatch: pytest.MonkeyPatch, num_queues: int) -> Iter
         "copy": copy,
         "wait_value": wait_value,
         "write_value": write_value,
+        "MemoryOps": MemoryOps,
     }.items():
         monkeypatch.setattr(driver, name, function)
-    monkeypatch.setattr(driver.MemoryOps, "issue", issue)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(trials, "_REPEATS", 1)

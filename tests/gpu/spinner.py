@@ -42,8 +42,20 @@ class Spinner:
     @contextlib.contextmanager
     def hold(self, num_sms: int, *, at_most_s: float = 20.0) -> Iterator[None]:
         """Holds them for the length of the block, and no longer than ``at_most_s``."""
-        self._words.zero_()
         torch.cuda.synchronize()
+        self.launch(num_sms, at_most_s=at_most_s)
+        deadline = time.monotonic() + 5
+        while self.num_begun < num_sms and time.monotonic() < deadline:
+            time.sleep(1e-4)
+        assert self.num_begun == num_sms, "the spinner did not start"
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def launch(self, num_sms: int, *, at_most_s: float = 20.0) -> None:
+        """Lets it hold them once there is room; nothing of it may be under way."""
+        self._words.zero_()
         self._kernel(
             grid=(num_sms, 1, 1),
             block=(256, 1, 1),
@@ -51,14 +63,6 @@ class Spinner:
             shared_mem=SHARED_BYTES,
             stream=self._stream,
         )
-        deadline = time.monotonic() + 5
-        while int(self._words[1]) < num_sms and time.monotonic() < deadline:
-            time.sleep(1e-4)
-        assert int(self._words[1]) == num_sms, "the spinner did not start"
-        try:
-            yield
-        finally:
-            self.leave()
 
     def leave(self) -> None:
         """Ends it."""
@@ -68,6 +72,11 @@ class Spinner:
     def stream(self) -> torch.cuda.Stream:
         """What waits for it waits until it ends."""
         return self._stream
+
+    @property
+    def num_begun(self) -> int:
+        """How many of its blocks have begun."""
+        return int(self._words[1])
 
     @property
     def is_running(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from flashmoe_megatron.adapters.megatron import multipath as adapter
 from tests.distributed import PATIENCE_S
-from tests.multi_gpu import multipath, replicas, stock_training
+from tests.multi_gpu import alternating, multipath, replicas, stock_training
 from tests.multi_gpu.alternating import BLOCK, alternate, turn_of
 from tests.multi_gpu.replicas import Loads, Run
 from tests.multi_gpu.stock_training import Outcome
@@ -225,6 +225,24 @@ def test_iterations_choose_links(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [False] * BLOCK + [True] * 2 * BLOCK
     assert [links for _, links in made[BLOCK:]] == ["auto"] * BLOCK + [("peer",)] * BLOCK
     assert len({place for place, _ in made}) == 3
+
+
+def test_an_iteration_that_stands_still_has_its_stacks_written(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def waits_for_nobody() -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while "waits_for_nobody" not in capfd.readouterr().err:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    training = SimpleNamespace(train_step=waits_for_nobody)
+    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(training=training))
+    for name in ("_is_on", "_made", "Multipath"):
+        monkeypatch.setattr(adapter, name, getattr(adapter, name))
+    monkeypatch.setattr(alternating, "_LONG_S", 0.01)
+    alternate(["off"])
+    training.train_step()
 
 
 def test_trainings_with_slots_run_on_processors(

@@ -2,9 +2,10 @@
 
 A machine's processor makes two runs differ by more than links do, and one block of iterations from
 the next one by less. ``FLASHMOE_TURNS`` has what blocks go by, one after the other, separated by
-commas: "off", "auto" or one link's name.
+commas: "off", "auto" or one link's name. An iteration that takes too long has all stacks written.
 """
 
+import faulthandler
 import itertools
 import os
 import sys
@@ -18,6 +19,8 @@ from flashmoe_megatron.telemetry.totals import LINKS
 VARIABLE = "FLASHMOE_TURNS"
 BLOCK = 4
 """Iterations of a block, of which the first has begun in the one before."""
+_LONG_S = 20.0
+"""What no iteration takes, and less than the time limit that ends one that stands still."""
 
 
 def turn_of(turns: list[str], iteration: int) -> str:
@@ -38,7 +41,11 @@ def alternate(turns: list[str]) -> None:
         nonlocal turn
         turn = turn_of(turns, next(iterations))
         multipath._made = by_turn[turn]
-        return train_step(*args, **kwargs)
+        faulthandler.dump_traceback_later(_LONG_S)
+        try:
+            return train_step(*args, **kwargs)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def make(*args: Any, **kwargs: Any) -> Multipath:
         links = (turn,) if turn in LINKS else "auto"

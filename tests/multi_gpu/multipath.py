@@ -95,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         "reductions of two groups may wait for each other")  # fmt: skip
     add("--limit", type=float, default=150.0, help="seconds for each training")
     add("--out", type=Path, help="takes a line of JSON")
+    add("--log", type=Path, help="takes all that a training in turns has printed that was wrong")
     args = parser.parse_args(arguments)
 
     def run(multipath: str, iterations: int, **rest: Any) -> Outcome:
@@ -118,6 +119,8 @@ def main(arguments: Sequence[str]) -> int:
     told = {"turns": args.turns, "queues": args.queues}
     tell(args.out, **told, ms=ms, links=links, losses=losses, all_ms=_all_ms(mixed))
     if wrong:
+        if args.log:
+            args.log.write_text("\n".join(mixed.logs))
         print(*(f"wrong, {sentence}" for sentence in wrong), mixed.ends(), plain.ends(), sep="\n")
     print("failed" if wrong else "all right")
     return int(bool(wrong))

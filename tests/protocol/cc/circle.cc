@@ -4,7 +4,8 @@
 // A kernel begins on a GPU once all of its CTAs find room there, and ends everywhere once it has
 // begun on all of its GPUs: a launch needs its host's ranks, an exchange its rail's, a reduction
 // its replicas'. Kernels of one stream follow one another. With one hardware queue, a kernel begins
-// only behind all that its GPU's host has issued before; with several, in any order.
+// only behind all that its GPU's host has issued before; with several, in any order. Whether GPUs
+// do so behind a launch that waits for room is measured by tests/gpu/test_queues.py.
 //
 // Scenarios, on two hosts of two GPUs:
 //   overlap   a launch within each host, beside exchanges of CTAS CTAs along both rails

@@ -27,10 +27,16 @@ from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
 from flashmoe_megatron.options import BackendKind, BackendOptions
-from flashmoe_megatron.per_group import made_on_all
+from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
-from flashmoe_megatron.select import check_choice, named_device, resolve_kind, select_backend
+from flashmoe_megatron.select import (
+    check_alike,
+    check_choice,
+    named_device,
+    resolve_kind,
+    select_backend,
+)
 from flashmoe_megatron.telemetry.record import launch_number
 from flashmoe_megatron.weights import SplitWeights
 
@@ -228,8 +234,8 @@ class FlashMoELayer(nn.Module):
             group: The expert-parallel group, ``None`` for one rank; as a mesh of one dimension
                 where FSDP is to shard the experts over another dimension of the same mesh.
             device: Where the layer lives; by default torch's default device if one is set, else the
-                current GPU, or the CPU without one. On "meta" the parameters have no values, and
-                the backend is chosen at the first call, after ``to_empty``.
+                current GPU, or the CPU without one. On "meta" the parameters have no values. If
+                that is so on any rank, the backend is chosen at the first call, after ``to_empty``.
             dtype: The dtype of tokens and parameters: bfloat16 or float16; on other backends than
                 the kernel also float32 or float64. By default torch's default dtype, but bfloat16
                 for float32.
@@ -270,14 +276,15 @@ class FlashMoELayer(nn.Module):
             lacks_router=fuse_router and not router,
             split=split,
         )
-        made_on_all(check, self.expert_group.group)
+        told = from_all(check, self.expert_group.group)
+        check_alike([{"backend": whose} for whose, _ in told])
         self._backends: dict[torch.dtype, Backend] = {}
         self._given: Backend | None = None
         self._choice: tuple[BackendKind, dict[str, Any]] | None = None
         self.config = config
         if isinstance(backend, str):
             self._choice = backend, options
-            if named_device(device).type != "meta":
+            if not any(is_on_meta for _, is_on_meta in told):
                 self._backends[dtype] = self._select(device, dtype)
         else:
             self._given = backend
@@ -604,8 +611,12 @@ def _check_arguments(
     *,
     lacks_router: bool,
     split: bool,
-) -> None:
+) -> tuple[str, bool]:
     """Refuses arguments of which this rank can make no layer. Not collective.
+
+    Returns:
+        What is a collective or none, for the other ranks: whose the backend is, and whether the
+        layer is on "meta".
 
     Raises:
         ConfigError: See :class:`FlashMoELayer`.
@@ -635,6 +646,8 @@ def _check_arguments(
         torch.empty(0, device=here)
     except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA
         raise DeviceError(f"the device '{here}' cannot be used: {error}") from error
+    whose = "its own" if isinstance(backend, str) else "another layer's"
+    return whose, here.type == "meta"
 
 
 def _default_device() -> torch.device:

@@ -101,7 +101,7 @@ def select_backend(
     """
     check_member(group)
     choices = from_all(lambda: _choose(config, kind, device, dtype, options, tensor_group), group)
-    _check_alike([choice.agreed for choice in choices])
+    check_alike([choice.agreed for choice in choices])
     _, chosen, device, chosen_options = choices[0 if group is None else dist.get_rank(group)]
     check_slots(config, chosen_options.spare_slots, chosen_options.placement)
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
@@ -269,10 +269,18 @@ def check_ranks_agree(group: dist.ProcessGroup | None, settings: dict[str, Any])
     Raises:
         ConfigError: On every rank, naming the first setting that differs and each rank's value.
     """
-    _check_alike(from_all(lambda: settings, group))
+    check_alike(from_all(lambda: settings, group))
 
 
-def _check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
+def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses what ranks have told each other, if it is not the same of all. Not collective.
+
+    Args:
+        everyone: Names and values of each rank, in order.
+
+    Raises:
+        ConfigError: Names the first that differs and each rank's value.
+    """
     for name in everyone[0]:
         values = [other.get(name) for other in everyone]
         if any(value != values[0] for value in values):

@@ -192,6 +192,23 @@ def test_one_seed_gives_one_model_whatever_the_number_of_ranks(ranks: RankPool):
         assert_close(f"out on {num_ranks} ranks", got, want, rel_l2=1e-6)
 
 
+def run_layer_made_on(group: dist.ProcessGroup, devices: list[str]) -> torch.Tensor:
+    config = cases.make_config(num_ranks=2)
+    device = devices[dist.get_rank(group)]
+    layer = FlashMoELayer(config, group=group, device=device, backend="reference", router=True)
+    layer.to_empty(device="cpu")
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    x = torch.randn(7, 64, generator=cases.generator(dist.get_rank(group)))
+    return layer(x.bfloat16()).detach()
+
+
+def test_a_layer_that_is_on_meta_on_one_rank(ranks: RankPool):
+    want = ranks.run(run_layer_made_on, ["cpu", "cpu"], num_ranks=2)
+    got = ranks.run(run_layer_made_on, ["cpu", "meta"], num_ranks=2)
+    assert torch.equal(torch.cat(got), torch.cat(want))
+
+
 def copy_a_layer(group: dist.ProcessGroup) -> None:
     config = cases.make_config(num_ranks=2)
     layer = make_layer(config=config, group=group, router=True)

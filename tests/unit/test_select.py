@@ -280,8 +280,10 @@ def select_as(group: dist.ProcessGroup, choices: list[dict[str, Any]]) -> str:
     """Makes a layer of two ranks, each with a choice of its own."""
     config = cases.make_config(num_ranks=2, glu_interleave=32)
     choice = {"backend": "reference", "device": "cpu", **choices[dist.get_rank(group)]}
-    if choice["backend"] == "of another layer":
-        choice["backend"] = ReferenceBackend(cases.make_config(), None, device=torch.device("cpu"))
+    others = {"of another layer": cases.make_config(), "of one like it": config}
+    if (other := others.get(choice["backend"])) is not None:
+        within = group if other is config else None
+        choice["backend"] = ReferenceBackend(other, within, device=torch.device("cpu"))
     return refusal(group, lambda group: FlashMoELayer(config, group=group, **choice))
 
 
@@ -309,6 +311,14 @@ def test_what_one_rank_cannot_serve_is_refused_on_every_rank(
 ):
     for answer in ranks.run(select_as, [{}, wrong], num_ranks=2):
         assert answer.startswith(said)
+
+
+def test_a_backend_that_one_rank_alone_is_given(ranks: RankPool):
+    for answer in ranks.run(select_as, [{}, {"backend": "of one like it"}], num_ranks=2):
+        assert answer == (
+            "ConfigError: the ranks disagree on backend: its own on rank 0, another layer's on "
+            "rank 1; wanted one value"
+        )
 
 
 def test_what_one_rank_refuses_on_meta_is_refused_on_every_rank(ranks: RankPool):

@@ -237,18 +237,22 @@ class Balancer:
         self._classes[size_class(nbytes)] = _Class(tuning.models, shares, tuning.trials)
         return shares
 
-    def observe(self, nbytes: int, seconds: Sequence[float]) -> bool:
+    def observe(self, nbytes: int, shares: tuple[float, ...], seconds: Sequence[float]) -> bool:
         """Stage two: takes note of a transfer's times; a full window may move shares.
 
         Args:
             nbytes: As in :meth:`tune`.
+            shares: Those by which it went. If they have moved since, its times do not count: they
+                would move shares once more, and a link that is tried again has none in them.
             seconds: Each link's; what a link without a share has is not looked at. The same on
-                every rank.
+                every rank, where there are several.
 
         Returns:
             Whether shares have moved.
         """
         known = self._classes[size_class(nbytes)]
+        if shares != known.shares:
+            return False
         if max(known.shares) == 1 and not known.off_since:
             return False  # there is nothing to compare it with
         known.window.append(tuple(seconds))

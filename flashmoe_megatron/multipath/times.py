@@ -1,6 +1,7 @@
 """The times of transfers, on which all ranks agree some windows at once."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from flashmoe_megatron.multipath.balancer import WINDOW
 from flashmoe_megatron.multipath.control import Answers, Control, greatest
@@ -9,10 +10,25 @@ from flashmoe_megatron.multipath.trials import seconds_of
 
 _WINDOWS = 4
 """Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
-
-
 _SAMPLES = 8
 """One in so many transfers is timed where times decide nothing."""
+
+_Row = tuple[tuple[float, ...], Sequence[Moved | None]]
+"""A transfer's shares, and what each link moved of it."""
+
+
+class Timed(NamedTuple):
+    """A transfer whose times are known, link by link.
+
+    Attributes:
+        shares: Those by which it went.
+        seconds: As the slowest rank saw them; where one link carried all, as this rank did.
+        moved: Bytes that this rank received.
+    """
+
+    shares: tuple[float, ...]
+    seconds: Sequence[float]
+    moved: Sequence[int]
 
 
 class Times:
@@ -24,32 +40,35 @@ class Times:
 
     def __init__(self, control: Control) -> None:
         self._control, self._count = control, 0
-        self._window: list[Sequence[Moved | None]] = []
-        self._full: list[Sequence[Moved | None]] = []
-        self._asked: tuple[Answers[list[float]] | None, list[float], list[list[int]]] | None = None
+        self._window: list[_Row] = []
+        self._full: list[_Row] = []
+        self._asked: tuple[Answers[list[float]] | None, list[Timed]] | None = None
 
     def is_sample(self) -> bool:
         """Whether the next one is to be timed of transfers whose times decide nothing."""
         self._count += 1
         return self._count % _SAMPLES == 0
 
-    def add(self, links: Sequence[Moved | None]) -> Iterator[tuple[Sequence[float], Sequence[int]]]:
-        """Takes a transfer, link by link; gives times and bytes of earlier ones, now and then."""
-        self._window.append(links)
+    def add(self, shares: tuple[float, ...], links: Sequence[Moved | None]) -> Iterator[Timed]:
+        """Takes a transfer, link by link; gives earlier ones with their times, now and then."""
+        self._window.append((shares, links))
         if len(self._window) < _WINDOWS * WINDOW:
             return
         if self._asked is not None:
-            asked, values, moved = self._asked
-            if asked is not None:
-                values = greatest(asked.wait())
-            width = len(links)
-            for index, nbytes in enumerate(moved):
-                yield values[index * width : (index + 1) * width], nbytes
+            answers, timed = self._asked
+            if answers is not None:
+                values, width = greatest(answers.wait()), len(links)
+                rows = [values[begin : begin + width] for begin in range(0, len(values), width)]
+                timed = [one._replace(seconds=row) for one, row in zip(timed, rows, strict=True)]
+            yield from timed
             self._asked = None
         if self._full:
-            values = [one for row in self._full for one in seconds_of(row)]
-            moved = [[one.num_bytes() if one else 0 for one in row] for row in self._full]
+            timed = [
+                Timed(by, seconds_of(row), [one.num_bytes() if one else 0 for one in row])
+                for by, row in self._full
+            ]
             # Times of one link alone move nothing, so that nobody has to agree on them.
-            alone = all(sum(one is not None for one in row) == 1 for row in self._full)
-            self._asked = (None if alone else self._control.ask(values), values, moved)
+            alone = all(sum(one is not None for one in row) == 1 for _, row in self._full)
+            values = [value for one in timed for value in one.seconds]
+            self._asked = (None if alone else self._control.ask(values)), timed
         self._full, self._window = self._window, []

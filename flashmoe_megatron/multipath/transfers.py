@@ -32,7 +32,7 @@ from flashmoe_megatron.multipath.links import (
     Writes,
     timed_event,
 )
-from flashmoe_megatron.multipath.times import Times
+from flashmoe_megatron.multipath.times import Timed, Times
 from flashmoe_megatron.multipath.trials import one_of_a_row, row_of, seconds_of
 from flashmoe_megatron.streams import current_stream
 
@@ -215,7 +215,8 @@ class Transfers:
         balancer, inbound, meanwhile = load.balancer, load.inbound, load.meanwhile
         if (times := load.times) is None:
             times = load.times = self._times_of(load)
-        carried, chunks, rates, alone = self._settled(load, balancer.shares(inbound))
+        shares = balancer.shares(inbound)
+        carried, chunks, rates, alone = self._settled(load, shares)
         # One copy to each peer takes hardly longer than what it takes to time it. Ranks note the
         # same transfers, also where only some of them have other work meanwhile.
         is_noted = load.writes is None or times.is_sample()
@@ -224,7 +225,7 @@ class Transfers:
             self._totals[link.name].nbytes += load.writes.received
             if is_noted:
                 moved = self._write_timed(link, load.what, load.writes)
-                self._note(balancer, inbound, times.add(moved))
+                self._note(balancer, inbound, times.add(shares, moved))
             else:
                 self._write(link, load.what, load.writes)
             return {link}
@@ -235,7 +236,7 @@ class Transfers:
                 used.add(link)
                 self._totals[link.name].nbytes += flight.num_bytes()
         if is_noted:
-            self._note(balancer, inbound, times.add(flights))
+            self._note(balancer, inbound, times.add(shares, flights))
         return used
 
     def _times_of(self, load: Load) -> Times:
@@ -378,15 +379,10 @@ class Transfers:
             took[index] = min(took[index], *greatest(self._control.gather([flight.seconds()])))
         return self.links[max(rivals, key=lambda index: took[index])].name
 
-    def _note(
-        self,
-        balancer: Balancer,
-        inbound: int,
-        known: Iterable[tuple[Sequence[float], Sequence[int]]],
-    ) -> None:
+    def _note(self, balancer: Balancer, inbound: int, known: Iterable[Timed]) -> None:
         """Hands times to the balancer, a window at a time and after all ranks have agreed."""
-        for seconds, moved in known:
-            balancer.observe(inbound, seconds)
+        for shares, seconds, moved in known:
+            balancer.observe(inbound, shares, seconds)
             for name, one, nbytes in zip(self._totals, seconds, moved, strict=True):
                 self._totals[name].seconds += one
                 self._totals[name].timed_bytes += nbytes

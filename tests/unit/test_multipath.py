@@ -192,7 +192,7 @@ def test_a_link_that_is_left_out_is_never_tried() -> None:
     assert not any(carried_by_b)
     assert balancer.shares(2**26) == pytest.approx((2 / 3, 0, 1 / 3), abs=0.03)
     for _ in range(4 * WINDOW):
-        balancer.observe(2**26, (1.0, 0.0, 1.2))
+        balancer.observe(2**26, balancer.shares(2**26), (1.0, 0.0, 1.2))
     assert balancer.shares(2**26)[1] == 0
 
 
@@ -201,7 +201,7 @@ def test_a_link_without_bytes_is_never_the_fastest() -> None:
     balancer = tuned(links, 2**24)
     assert balancer.shares(2**24) == (1.0, 0.0)
     for _ in range(4 * WINDOW):
-        assert not balancer.observe(2**24, (1.0, 0.0))
+        assert not balancer.observe(2**24, (1.0, 0.0), (1.0, 0.0))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.04])
@@ -214,7 +214,7 @@ def test_a_link_that_halves_its_rate(noise: float) -> None:
     def windows(count: int, rate: float) -> float:
         links[1].gbps = exact[1].gbps = rate
         for _ in range(count * WINDOW):
-            balancer.observe(nbytes, seconds(links, balancer, nbytes))
+            balancer.observe(nbytes, balancer.shares(nbytes), seconds(links, balancer, nbytes))
         return max(seconds(exact, balancer, nbytes))
 
     def best(rate: float) -> float:
@@ -244,9 +244,12 @@ def test_a_full_window_moves_shares(seconds_of_each: tuple[float, float], share:
     balancer = tuned([SimulatedLink("a", 100, 0), SimulatedLink("b", 100, 0)], nbytes)
     assert balancer.shares(nbytes) == (0.5, 0.5)
     for _ in range(WINDOW - 1):
-        assert not balancer.observe(nbytes, seconds_of_each)
-    assert balancer.observe(nbytes, seconds_of_each) == (share != 1 / 2)
+        assert not balancer.observe(nbytes, (0.5, 0.5), seconds_of_each)
+    assert balancer.observe(nbytes, (0.5, 0.5), seconds_of_each) == (share != 1 / 2)
     assert balancer.shares(nbytes) == pytest.approx((share, 1 - share))
+    if share != 1 / 2:  # what went before shares moved does not move them once more
+        for _ in range(4 * WINDOW):
+            assert not balancer.observe(nbytes, (0.5, 0.5), seconds_of_each)
 
 
 def test_a_link_that_stage_two_has_switched_off_is_tried_again() -> None:
@@ -254,11 +257,11 @@ def test_a_link_that_stage_two_has_switched_off_is_tried_again() -> None:
     balancer = tuned(links, 2**26)
     links[1].gbps = 0.01
     for _ in range(10 * WINDOW):
-        balancer.observe(2**26, seconds(links, balancer, 2**26))
+        balancer.observe(2**26, balancer.shares(2**26), seconds(links, balancer, 2**26))
     assert balancer.shares(2**26) == (1.0, 0.0)
     links[1].gbps = 50
     for _ in range(100 * WINDOW):
-        balancer.observe(2**26, seconds(links, balancer, 2**26))
+        balancer.observe(2**26, balancer.shares(2**26), seconds(links, balancer, 2**26))
     assert balancer.shares(2**26)[1] == pytest.approx(1 / 3, abs=0.04)
 
 

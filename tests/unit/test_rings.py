@@ -848,9 +848,11 @@ def noted_times(group: dist.ProcessGroup) -> list[int]:
             part = torch.ones(100, dtype=torch.uint8) if rank == 0 else own.fill_(1)
             add = Times.add
 
-            def noting(self: Times, links: Sequence[Moved | None]) -> Any:
+            def noting(
+                self: Times, shares: tuple[float, ...], links: Sequence[Moved | None]
+            ) -> Any:
                 noted.append(sum(one.num_bytes() for one in links if one))
-                return add(self, links)
+                return add(self, shares, links)
 
             patch.setattr(Times, "add", noting)
             for _ in range(33):

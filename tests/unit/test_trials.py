@@ -32,6 +32,7 @@ class Event:
 class Flight:
     def __init__(self, took: float) -> None:
         self.seconds = lambda: took
+        self.num_bytes = lambda: 1
 
 
 def test_one_in_eight_is_timed_where_times_decide_nothing() -> None:
@@ -56,14 +57,64 @@ def test_times_are_the_slowest_ranks_and_come_two_spans_later() -> None:
         for index in range(4 * span):
             is_pair = index < num_pairs
             other = flight(index + 0.5, 2 * index) if is_pair else None
-            found.append(list(times.add([flight(index, index), other, None])))
+            shares = (float(index), 0.0, 0.0)
+            found.append(list(times.add(shares, [flight(index, index), other, None])))
             slower = 1 + (index // span < num_asked)
             seconds = [slower * index, slower * (index + 0.5) * is_pair, 0.0]
-            want.append((seconds, [index, 2 * index * is_pair, 0]))
+            want.append((shares, seconds, [index, 2 * index * is_pair, 0]))
         given = {index: rows for index, rows in enumerate(found) if rows}
         assert given == {3 * span - 1: want[:span], 4 * span - 1: want[span : 2 * span]}
         assert [len(values) for values in asked] == [3 * span] * num_asked
         asked.clear()
+
+
+def test_ranks_have_the_same_shares_when_a_link_comes_back() -> None:
+    """Nobody agrees on what one link takes alone, and a rank is late by itself."""
+    nbytes = 256 * MIB
+    told: list[list[list[float]]] = [[], []]
+
+    class Rank:
+        def __init__(self, number: int) -> None:
+            self.alone = (1 + 0.02 * number) * 700e-6
+            self.balancer = Balancer(["peer", "host"])
+            self.balancer.tune(nbytes, self.took)
+            asked = itertools.count()
+
+            def ask(values: list[float]) -> Any:
+                told[number].append(values)
+                index = next(asked)
+                return SimpleNamespace(wait=lambda: [one[index] for one in told])
+
+            self.times = Times(SimpleNamespace(ask=ask))  # type: ignore[arg-type]
+
+        @staticmethod
+        def took(carried: Sequence[int], chunks: Sequence[int]) -> list[float]:
+            return [carried[0] / 380e9, carried[1] / (38e9 if is_good else 1e8)]
+
+        def move(self) -> None:
+            shares = self.balancer.shares(nbytes)
+            seconds = self.took(cut(shares, nbytes), [])
+            if shares[1] == 0:
+                seconds = [self.alone, 0.0]
+            flights = [
+                Flight(one) if share else None for one, share in zip(seconds, shares, strict=True)
+            ]
+            for timed in self.times.add(shares, flights):
+                self.balancer.observe(nbytes, timed.shares, timed.seconds)
+
+    is_good = True
+    pair = [Rank(number) for number in range(2)]
+    best = pair[0].balancer.shares(nbytes)
+    seen = []
+    for transfer in range(400 * WINDOW):
+        is_good = not 10 * WINDOW <= transfer < 100 * WINDOW
+        for rank in pair:
+            rank.move()
+        first, second = (rank.balancer.shares(nbytes) for rank in pair)
+        assert first == second
+        seen.append(first)
+    assert (1.0, 0.0) in seen
+    assert seen[-1] == pytest.approx(best, abs=0.02)
 
 
 class Pair:

@@ -5,12 +5,14 @@ exchanges vectors whose length the ranks agreed on beforehand, so a rank without
 layers, takes part with zeros and no rank can run ahead into another collective.
 """
 
+import functools
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.streams import index_of
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
 
@@ -131,8 +133,8 @@ class Reduction:
         return vector.pin_memory().to(device, non_blocking=True)
 
     def _read_back(self, reduced: list[torch.Tensor], device: torch.device) -> None:
-        """Copies to the host behind the collective, on a stream that nothing else waits for."""
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        """Copies to the host behind the collective, on a stream of its own."""
+        stream = _stream_for_reading(index_of(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for work in self._works:
@@ -147,3 +149,13 @@ class Reduction:
             self._copied.record(stream)
         for vector in reduced:
             vector.record_stream(stream)
+
+
+@functools.cache
+def _stream_for_reading(index: int) -> torch.cuda.Stream:
+    """A GPU's stream for what the host reads.
+
+    There is one for all: torch hands out the same 32 streams in turn, so that with a new one each
+    time what is read would soon stand behind transfers, and these behind it.
+    """
+    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]

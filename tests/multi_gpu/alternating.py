@@ -18,7 +18,7 @@ from flashmoe_megatron.telemetry.totals import LINKS
 
 VARIABLE = "FLASHMOE_TURNS"
 BLOCK = 4
-"""Iterations of a block, of which the first has begun in the one before."""
+"""Iterations of a block."""
 _LONG_S = 20.0
 """What no iteration takes, and less than the time limit that ends one that stands still."""
 

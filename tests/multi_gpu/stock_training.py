@@ -34,7 +34,7 @@ SMALL = """
 """
 """A model that is small enough for a thousand iterations."""
 LAUNCHER = ("-m", "flashmoe_megatron.run")
-END_CHARACTERS, ERROR_CHARACTERS = 3000, 600
+END_CHARACTERS, ERROR_CHARACTERS, ERRORS = 3000, 600, 8
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ class Outcome:
 
 
 def _end_of(log: str) -> str:
-    # Megatron prints an exception as one line, at whose end its message is.
-    errors = [line[-ERROR_CHARACTERS:] for line in log.splitlines() if "Error" in line][:3]
+    # Megatron prints an exception as one line, at whose end its message is. Each rank prints its
+    # own, and which one waits for whom only all of them tell.
+    errors = [line[-ERROR_CHARACTERS:] for line in log.splitlines() if "Error" in line][:ERRORS]
     return "\n".join([*errors, "...", log[-END_CHARACTERS:]])
 
 

@@ -61,6 +61,12 @@ MUTATIONS = (
         "tests/unit/test_rings.py::test_ranks_take_note_of_the_same_transfers",
     ),
     Mutation(
+        "a link goes on whose partner has failed",
+        "            for partner in self.partners:\n                partner.fail(error)\n",
+        "",
+        "tests/unit/test_rings.py::test_links_fail_together",
+    ),
+    Mutation(
         "times of a transfer move shares by which it has not gone",
         "if shares != known.shares:",
         "if False:",

@@ -143,12 +143,14 @@ class Link(abc.ABC):
         takes_rest: Whether it may take chunks of a transfer's rest when it is free; the shares of
             the others are fixed when a transfer starts.
         sends_once: Whether what is for all peers takes its way only once until it branches off.
+        partners: The other links of the same transfers, which end if this one does.
     """
 
     name: str
     device_type: Literal["cpu", "cuda"]
     takes_rest: bool = False
     sends_once: bool = False
+    partners: Sequence["Link"] = ()
 
     @abc.abstractmethod
     def begin(self, exchange: Exchange, index: int, tickets: Any) -> Flight:
@@ -226,10 +228,16 @@ class Link(abc.ABC):
         """Raises what has ended the link for good, if anything has."""
 
     def fail(self, error: FlashMoEError) -> None:  # noqa: B027 - peers of most links see it
-        """Ends the link on every rank, since this one has failed."""
+        """Ends the link and its partners on every rank, since this one has failed."""
 
-    def guard(self, output: torch.Tensor) -> None:  # noqa: B027 - a link's errors may be enough
-        """Marks an output as wrong, in the current stream, if the link has failed by then."""
+    def guard(self, output: torch.Tensor) -> bool:
+        """Marks an output as wrong, in the current stream, if the link has failed by then.
+
+        Returns:
+            Whether it does; most links' errors are enough.
+        """
+        del output
+        return False
 
     @abc.abstractmethod
     def close(self) -> None:

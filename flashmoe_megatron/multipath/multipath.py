@@ -377,11 +377,11 @@ class Multipath:
                 link.fail(self._broken)
             raise
 
-    def _guard(self, output: torch.Tensor, links: set[Link]) -> None:
+    def _guard(self, output: torch.Tensor, used: set[Link]) -> None:
+        """Marks an output if a link fails that has brought some of it: all fail with it."""
         if output.dtype.is_floating_point:
             with torch.no_grad():
-                for link in links:
-                    link.guard(output.view(-1))
+                any(link.guard(output.view(-1)) for link in used)
 
     def _gather_of(self, output: torch.Tensor, input: torch.Tensor) -> Load | None:
         """How a gather goes over links, ``None`` if it goes by torch.distributed."""

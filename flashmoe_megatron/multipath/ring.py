@@ -193,6 +193,7 @@ class RingLink(Link):
         self.ring_bytes = NUM_LANES * NUM_SLOTS * self.slot_bytes
         self.device = device
         self.broken: FlashMoEError | None = None
+        self._has_failed = False
         self._verdict: torch.Tensor | None = None
         self._stack = contextlib.ExitStack()
         try:
@@ -324,10 +325,18 @@ class RingLink(Link):
             raise problem
 
     def fail(self, error: FlashMoEError) -> None:
-        """Ends the link with an error, on every rank."""
+        """Ends the link and its partners with an error, on every rank.
+
+        Partners' verdicts are posted before a stream of this link is let go on, so that any of them
+        will do to guard what several have brought.
+        """
         self.broken = self.broken or error
         for memory in self.memories.values():
             board.post(memory, f"{self.rank} {reason_of(error)}")
+        if not self._has_failed:
+            self._has_failed = True
+            for partner in self.partners:
+                partner.fail(error)
         self.watch.wake()
 
     def release(self) -> None:
@@ -335,17 +344,22 @@ class RingLink(Link):
         for one in itertools.chain(*self.awaited.values()):
             one.release()
 
-    def guard(self, output: torch.Tensor) -> None:
+    def guard(self, output: torch.Tensor) -> bool:
         """Makes the first element of an output NaN if the link fails until the stream gets here.
 
         Args:
             output: Flat; of a floating-point type, else nothing is done.
+
+        Returns:
+            Whether it does.
         """
-        if output.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            if self._verdict is None:
-                place = self.headers[self.rank] + board.VERDICT
-                self._verdict = driver.tensor(place, 4, self.device).view(torch.float32)
-            output[:1].mul_(self._verdict)
+        if output.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            return False
+        if self._verdict is None:
+            place = self.headers[self.rank] + board.VERDICT
+            self._verdict = driver.tensor(place, 4, self.device).view(torch.float32)
+        output[:1].mul_(self._verdict)
+        return True
 
     def close(self) -> None:
         """Waits for what the GPU has been given and frees the link's memory."""

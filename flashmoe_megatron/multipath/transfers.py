@@ -125,6 +125,8 @@ class Transfers:
             least_gain: The balancers'.
         """
         self.links = links
+        for link in links:
+            link.partners = [other for other in links if other is not link]
         self.is_on_gpus = any(link.device_type == "cuda" for link in links)
         self._control, self._device = control, device
         self._rank, self._num_ranks = control.rank, control.num_ranks
@@ -396,6 +398,8 @@ class Transfers:
     def close(self) -> None:
         """Ends the links."""
         links, self.links = self.links, []
+        for link in links:
+            link.partners = ()
         with contextlib.ExitStack() as stack:  # an error of one leaves none of the others open
             for link in links:
                 stack.callback(link.close)

@@ -25,6 +25,7 @@ from flashmoe_megatron.errors import (
     LinkError,
     PeerTimeoutError,
     ShapeError,
+    reason_of,
 )
 from flashmoe_megatron.multipath import board, driver, ring, trials
 from flashmoe_megatron.multipath.arena import Arena
@@ -481,7 +482,7 @@ def sum_and_mark_behind(current: Stream, patch: pytest.MonkeyPatch) -> None:
         "flashmoe_megatron.multipath.multipath.sum_in_order",
         lambda *args: (current.synchronize(), sum_in_order(*args)),
     )
-    patch.setattr(ring.RingLink, "guard", lambda *args: (current.synchronize(), guard(*args)))
+    patch.setattr(ring.RingLink, "guard", lambda *args: (current.synchronize(), guard(*args))[1])
 
 
 def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
@@ -647,6 +648,53 @@ def behind_a_failure(group: dist.ProcessGroup) -> float:
 
 def test_streams_end_behind_a_failure(ranks: RankPool) -> None:
     assert max(ranks.run(behind_a_failure, num_ranks=2)) < 5
+
+
+def marked_by_any(group: dist.ProcessGroup, failing: int) -> None:
+    """A gather goes by two links, and the peer tells of the failure of one of them alone."""
+    rank, reason = dist.get_rank(group), reason_of(LinkError("a cable is loose"))
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device = torch.device("cpu")
+        multipath = Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=20)
+        links: Any = multipath.transfers.links
+        multipath.transfers.balancer.tune(
+            2**18, lambda carried, chunks: [1e-6 * n for n in carried]
+        )
+        sum_and_mark_behind(current, patch)
+        guard, release, guards = ring.RingLink.guard, ring.RingLink.release, list[str]()
+
+        def noted(link: ring.RingLink, output: torch.Tensor) -> bool:
+            guards.append(link.name)
+            if len(guards) == 2:
+                dist.barrier(group)  # all of the second gather has been issued
+            return guard(link, output)
+
+        def checked(link: ring.RingLink) -> None:
+            for one in links:
+                assert math.isnan(*struct.unpack("<f", one.own.read(board.VERDICT, 4)))
+            release(link)
+
+        patch.setattr(ring.RingLink, "guard", noted)
+        patch.setattr(ring.RingLink, "release", checked)
+        output, part = torch.zeros(2**17), torch.ones(2**16)
+        multipath.all_gather(output, part)
+        assert len(guards) == 1
+        assert bool((output == 1).all())
+        if rank == 0:
+            multipath.all_gather(output, part)
+            assert bool(output[0].isnan())
+        else:
+            dist.barrier(group)
+            for memory in links[failing].memories.values():
+                board.post(memory, f"1 {reason}")
+        dist.barrier(group)
+        with pytest.raises(LinkError, match="a cable is loose"):
+            multipath.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_links_fail_together(failing: int, ranks: RankPool) -> None:
+    ranks.run(marked_by_any, failing, num_ranks=2)
 
 
 def closed_early(group: dist.ProcessGroup) -> None:

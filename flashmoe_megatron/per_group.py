@@ -1,5 +1,6 @@
 """What all layers over the same process groups share, and what their ranks tell each other."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from flashmoe_megatron.errors import ConfigError, first_told, reason_of
 Made = TypeVar("Made")
 
 _made: dict[tuple[Hashable, ...], Any] = {}
+_named: Counter[str] = Counter()
 
 
 def once_per_group(kind: type[Made], *key: Hashable, make: Callable[[], Made]) -> Made:
@@ -35,6 +37,19 @@ def once_per_group(kind: type[Made], *key: Hashable, make: Callable[[], Made]) -
         _made[whole] = make()
     made: Made = _made[whole]
     return made
+
+
+def next_name(group: dist.ProcessGroup) -> str:
+    """A name for what is made next for a group: alike on its ranks, and no other group's.
+
+    Collective over the group. The group's own name will not do: torch counts the groups that a
+    process is in for those of a mesh, and ranks may be in different numbers of others; and where it
+    splits a group it looks at ranks within that one, which those of other groups have, too.
+    """
+    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+    number = _named[ranks]
+    _named[ranks] += 1
+    return f"{ranks}/{number}"
 
 
 def from_all(make: Callable[[], Made], group: dist.ProcessGroup | None) -> list[Made]:

@@ -22,7 +22,7 @@ from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.config import MAX_HOSTS, MAX_RANKS
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.lookout import GRACE_S
-from flashmoe_megatron.per_group import once_per_group
+from flashmoe_megatron.per_group import next_name, once_per_group
 
 HOST_VARIABLE = "FLASHMOE_HOST_ID"
 """Environment variable that names this process's host, in place of the machine's own name: GPUs
@@ -150,9 +150,10 @@ class HostGroups(OfGroup):
         # NCCL's watchdog ends the process, and is to be later than who says why.
         grace = GRACE_S if "nccl" in backend else 0
         limit = datetime.timedelta(seconds=max(timeout, 1e-3) + grace)
+        whole = next_name(group)
 
         def make(name: str, members: range, options: Any = None) -> dist.ProcessGroup:
-            with _members_alone(f"{group.group_name} {grid} {timeout} {max_ctas} {name}"):
+            with _members_alone(f"flashmoe-hosts/{whole} {name}"):
                 made: dist.ProcessGroup | None = dist.new_group(
                     [ranks[rank] for rank in members],
                     timeout=limit,

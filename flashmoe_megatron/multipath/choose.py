@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flashmoe_megatron.errors import ConfigError, FlashMoEError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, PeerTimeoutError
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.group_link import GroupLink
 from flashmoe_megatron.multipath.links import Link
@@ -35,6 +35,7 @@ def make_links(
 
     Raises:
         ConfigError: A name is unknown, or the link is for tensors on another device.
+        PeerTimeoutError: A rank did not take part within the time limit.
         FlashMoEError: A link that was asked for by name cannot be made.
     """
     names: dict[str, MakeLink] = {
@@ -59,7 +60,8 @@ def make_links(
             try:
                 links.append(names[one](control) if isinstance(one, str) else one(control))
             except FlashMoEError as error:
-                if wanted != "auto":
+                # What cannot be made all ranks know alike; that a peer was late, this one alone.
+                if wanted != "auto" or isinstance(error, PeerTimeoutError):
                     raise
                 logger.warning("multipath goes without the link %s: %s", one, error)
     except BaseException:

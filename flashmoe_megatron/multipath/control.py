@@ -3,7 +3,6 @@
 import itertools
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -17,12 +16,9 @@ from flashmoe_megatron.errors import (
     first_told,
     reason_of,
 )
-from flashmoe_megatron.per_group import check_member, is_destroyed
+from flashmoe_megatron.per_group import check_member, is_destroyed, next_name
 
 Value = TypeVar("Value")
-
-_made: Counter[str] = Counter()
-"""How many of these a group has had in this process, which is the same on all of its ranks."""
 
 
 class Control:
@@ -56,9 +52,7 @@ class Control:
         self.rank, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.num_ranks < 2:
             raise ConfigError("the group has one rank: wanted at least 2, between which links are")
-        name = self.group.group_name
-        self._prefix = f"flashmoe-multipath/{name}/{_made[name]}"
-        _made[name] += 1
+        self._prefix = f"flashmoe-multipath/{next_name(self.group)}"
         self._numbers = itertools.count()
         self._store = _get_default_store()
         self.look: Callable[[], None] = lambda: None

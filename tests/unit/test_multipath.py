@@ -51,7 +51,7 @@ from flashmoe_megatron.multipath.sockets import Pace, SocketLink
 from flashmoe_megatron.multipath.sums import sum_in_order
 from flashmoe_megatron.multipath.tickets import Tickets
 from flashmoe_megatron.telemetry.totals import LINKS
-from tests.distributed import RankError, RankPool, run_ranks
+from tests.distributed import PATIENCE_S, RankError, RankPool, run_ranks
 from tools.bench import multipath as bench
 from tools.bench.multipath import _right, _wait_for_pacer, table
 
@@ -655,6 +655,43 @@ def counts(group: dist.ProcessGroup) -> None:
 
 def test_bytes_are_counted_at_once(ranks: RankPool) -> None:
     ranks.run(counts, num_ranks=2)
+
+
+def in_groups_of_any_name(group: dist.ProcessGroup) -> None:
+    """Groups of a mesh can have other names on their ranks, and disjoint ones the same."""
+    rank = dist.get_rank(group)
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    own = groups[rank // 2]
+    name = own.group_name
+    own._set_group_name(f"any {rank % 2}")
+    try:
+        with Multipath(own, links=["gloo"], min_bytes=1, timeout=PATIENCE_S) as multipath:
+            output = torch.zeros(200)
+            multipath.all_gather(output, torch.full((100,), float(rank)))
+            want = [float(rank // 2 * 2 + index) for index in range(2)]
+            assert torch.equal(output, torch.tensor(want).repeat_interleave(100))
+    finally:
+        own._set_group_name(name)
+
+
+def test_groups_may_have_any_name(ranks: RankPool) -> None:
+    ranks.run(in_groups_of_any_name, num_ranks=4)
+
+
+def comes_late(group: dist.ProcessGroup) -> str:
+    if dist.get_rank(group) == 1:
+        time.sleep(2)
+    try:
+        Multipath(group, min_bytes=1, timeout=1)
+    except PeerTimeoutError as error:
+        return str(error)
+    return "no error"
+
+
+def test_nobody_goes_without_a_link_for_which_a_rank_came_late() -> None:
+    first, late = run_ranks(comes_late, 2)
+    assert first.startswith("rank 0 has waited 1 s for rank 1")
+    assert late.startswith("rank 1 has waited 1 s for rank 0")
 
 
 def unknown(group: dist.ProcessGroup) -> list[str]:

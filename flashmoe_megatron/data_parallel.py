@@ -5,6 +5,7 @@ ranks. Both are wrong for experts, which differ between the ranks of an expert-p
 replicas are in the other groups.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.errors import ConfigError
@@ -42,7 +44,8 @@ def prepare_for_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     Experts are made equal on their replicas, as other parameters are on all ranks. Their gradients
     are summed over the tokens of all ranks and divided by the number of ranks, at the end of a
     backward and in a fixed order, in the dtype that they have; within ``no_sync`` they are not
-    reduced.
+    reduced. Replicas may leave out layers of their own under ``find_unused_parameters=True``; else
+    experts that nobody has used get gradients of zero.
 
     Args:
         model: What will be wrapped, with its parameters on their devices.
@@ -96,8 +99,7 @@ class _Reducer(OfGroup):
         self._num_replicas = dist.get_world_size(replicas)
         self._group = replicas
         self._known = {id(parameter) for parameter in self._parameters}
-        self._is_synchronous = False
-        self._accumulated: set[int] = set()
+        self._is_synchronous = self._may_be_unused = self._is_queued = False
         with torch.no_grad():
             for parameter in self._parameters:
                 dist.broadcast(local_part(parameter), group=replicas, group_src=0)
@@ -108,7 +110,7 @@ class _Reducer(OfGroup):
             parameter.requires_grad_()  # which hooks want; they stay for what is frozen and thawed
             parameter.register_hook(self._divide)  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._note
+                lambda _: self._queue()
             )
             parameter.requires_grad_(is_trained)
 
@@ -116,15 +118,26 @@ class _Reducer(OfGroup):
         """Has a model's forwards say whether their backwards are to reduce gradients.
 
         Layers cannot: a checkpoint with reentry calls them without gradients, and once more in the
-        backward, where DistributedDataParallel is not at work.
+        backward, where DistributedDataParallel is not at work; and a rank that calls none of them
+        reduces what its replicas have.
         """
         if self._note_forward not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(self._note_forward)
+            model.register_forward_hook(self._note_outputs)
 
     def _note_forward(self, *_: Any) -> None:
         model = DistributedDataParallel._active_ddp_module
         if model is not None and torch.is_grad_enabled():
             self._is_synchronous = bool(model.require_backward_grad_sync)
+            self._may_be_unused = bool(model.find_unused_parameters)
+            self._is_queued = False  # also where a backward before has failed
+
+    def _note_outputs(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        if DistributedDataParallel._active_ddp_module is None:
+            return
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda _: self._queue())  # type: ignore[no-untyped-call]
 
     def __call__(self, layer: nn.Module, _: Any) -> None:
         """Refuses layers other than those that were prepared, before their forwards."""
@@ -143,23 +156,32 @@ class _Reducer(OfGroup):
         """
         return grad / self._num_ranks
 
-    def _note(self, parameter: torch.Tensor) -> None:
-        if not self._is_synchronous or self._num_replicas == 1:
+    def _queue(self) -> None:
+        """Has gradients reduced at the end of the backward that is under way."""
+        if self._is_queued or not self._is_synchronous or self._num_replicas == 1:
             return
-        if not self._accumulated:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._reduce)
-        self._accumulated.add(id(parameter))
+        self._is_queued = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
-        grads = [
-            local_part(parameter.grad)
-            for parameter in self._parameters
-            if id(parameter) in self._accumulated and parameter.grad is not None
-        ]
-        self._accumulated.clear()
-        for grad in grads:
-            grad.div_(self._num_replicas)
+        """Reduces the same gradients on all replicas, whichever layers each has called.
+
+        Those that no replica has are left alone where DistributedDataParallel finds out what is
+        unused, for which it has the host wait, too; else all parameters count as used.
+        """
+        self._is_queued = False
+        trained = [one for one in self._parameters if one.requires_grad]
+        if self._may_be_unused and trained:
+            has_one = [one.grad is not None for one in trained]
+            device = local_part(trained[0]).device
+            is_used = torch.tensor(has_one, dtype=torch.int32, device=device)
+            dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._group)
+            trained = list(itertools.compress(trained, is_used.tolist()))
+        grads = []
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grads.append(local_part(parameter.grad).div_(self._num_replicas))
         for work in [dist.all_reduce(grad, group=self._group, async_op=True) for grad in grads]:
             work.wait()
 

@@ -51,10 +51,11 @@ class Model(nn.Module):
         )
         self.last = nn.Linear(HIDDEN, 1)
         self.recomputes = False
+        self.called = [0, 1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        for layer in self.experts:
+        for layer in (self.experts[index] for index in self.called):
             x = x + (checkpoint(layer, x, use_reentrant=True) if self.recomputes else layer(x))
         return self.last(x).square().mean()
 
@@ -134,6 +135,37 @@ def test_ten_steps_are_those_of_one_process(
         for name, parameter in got.items():
             assert_close(name, parameter, want[name], rel_l2=1e-5)
             assert not torch.allclose(parameter, before[name], rtol=1e-3), name
+
+
+def drop_layers(group: dist.ProcessGroup, called: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Gradients where each of the two replicas of a model calls layers of its own."""
+    rank = dist.get_rank(group)
+    model = Model(2, expert_group(2))
+    ddp = DistributedDataParallel(
+        prepare_for_ddp(model, group), process_group=group, find_unused_parameters=True
+    )
+    model.called = called[rank // 2]
+    ddp(batch(0, 4, rank)).backward()
+    return {
+        name: getattr(one.grad, "full_tensor", one.grad.clone)()
+        for name, one in model.named_parameters()
+        if one.grad is not None
+    }
+
+
+@pytest.mark.parametrize("called", [[[0], [1]], [[0], [0, 1]], [[], [0]], [[0], [0]]])
+def test_replicas_may_call_other_layers(ranks: RankPool, called: list[list[int]]):
+    alone = Model(1, None)
+    losses = []
+    for part, layers in zip(batch(0, 4).chunk(2), called, strict=True):
+        alone.called = layers
+        losses.append(alone(part))
+    torch.stack(losses).mean().backward()
+    want = {name: one.grad for name, one in alone.named_parameters() if one.grad is not None}
+    for got in ranks.run(drop_layers, called):
+        assert got.keys() == want.keys()
+        for name, grad in got.items():
+            assert_close(name, grad, want[name], rel_l2=1e-5)
 
 
 def train_frozen(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:

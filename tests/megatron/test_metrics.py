@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.megatron import metrics
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.errors import ConfigError
@@ -277,6 +279,17 @@ def test_each_of_two_models_is_reported_alone(two_ranks: RankPool, tmp_path: Pat
 
 
 TEACHER = [OneLayer(128, number, is_frozen=True) for number in (1, 2, 3)]
+
+
+def test_of_layers_alike_the_last_one_made_is_reported() -> None:
+    """A set gives them in the order of their addresses, which is another one on every rank."""
+    backend = SimpleNamespace(config=cases.CONFIG)
+    older, newer, other = (
+        SimpleNamespace(layer=layer, backend=backend, owner=owner)
+        for layer, owner in ((0, 7), (0, 8), (1, 3))
+    )
+    for order in itertools.permutations((older, newer, other)):
+        assert metrics._one_of_each_number(order) == [newer, other]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("first", ["student", "teacher"])

@@ -115,8 +115,15 @@ def _trained(
 
 
 def _one_of_each_number(layers: Iterable[RoutedExperts]) -> list[RoutedExperts]:
-    """Leaves one layer of each number: where several differ, the same one on every rank."""
-    by_shape = sorted(layers, key=lambda routed: (routed.layer, repr(routed.backend.config)))
+    """Leaves one layer of each number, where there are several the same one on every rank.
+
+    Layers of one shape are told apart by when each was made, which ranks do in one order.
+    """
+
+    def place(routed: RoutedExperts) -> tuple[int, str, int]:
+        return routed.layer, repr(routed.backend.config), -routed.owner
+
+    by_shape = sorted(layers, key=place)
     chosen: dict[int, RoutedExperts] = {}
     for routed in by_shape:
         chosen.setdefault(routed.layer, routed)

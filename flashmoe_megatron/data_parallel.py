@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from flashmoe_megatron.backend import OfGroup
+from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import PREPARE, RANK_BUFFER, FlashMoELayer
@@ -132,6 +133,7 @@ class _Reducer(OfGroup):
             self._may_be_unused = bool(model.find_unused_parameters)
             self._is_queued = False  # also where a backward before has failed
 
+    @eager  # a compiler would have to take the hooks of outputs along
     def _note_outputs(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         if DistributedDataParallel._active_ddp_module is None:
             return

@@ -41,7 +41,7 @@ def alternate(turns: list[str]) -> None:
         nonlocal turn
         turn = turn_of(turns, next(iterations))
         multipath._made = by_turn[turn]
-        faulthandler.dump_traceback_later(_LONG_S)
+        faulthandler.dump_traceback_later(_LONG_S, repeat=True)
         try:
             return train_step(*args, **kwargs)
         finally:

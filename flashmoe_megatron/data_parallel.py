@@ -111,7 +111,7 @@ class _Reducer(OfGroup):
             parameter.requires_grad_()  # which hooks want; they stay for what is frozen and thawed
             parameter.register_hook(self._divide)  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _: self._queue()
+                self._queue
             )
             parameter.requires_grad_(is_trained)
 
@@ -139,7 +139,7 @@ class _Reducer(OfGroup):
             return
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(lambda _: self._queue())  # type: ignore[no-untyped-call]
+                output.register_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def __call__(self, layer: nn.Module, _: Any) -> None:
         """Refuses layers other than those that were prepared, before their forwards."""
@@ -158,7 +158,7 @@ class _Reducer(OfGroup):
         """
         return grad / self._num_ranks
 
-    def _queue(self) -> None:
+    def _queue(self, _: torch.Tensor) -> None:
         """Has gradients reduced at the end of the backward that is under way."""
         if self._is_queued or not self._is_synchronous or self._num_replicas == 1:
             return

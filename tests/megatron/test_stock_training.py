@@ -4,9 +4,11 @@ import math
 import sys
 import time
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -209,12 +211,18 @@ def test_blocks_of_iterations_are_timed_by_what_they_go_by() -> None:
     assert multipath.ms_of(outcome, turns) == {"auto": 10, "off": 20}
 
 
-def test_iterations_choose_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = SimpleNamespace(train_step=lambda: seen.append(adapter._is_on(None)))
+def stand_in(monkeypatch: pytest.MonkeyPatch, train_step: Callable[[], None]) -> Any:
+    """Megatron's training, whose steps alternate; what that replaces comes back behind the test."""
+    training = SimpleNamespace(train_step=train_step)
     monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(training=training))
-    seen: list[object] = []
     for name in ("_is_on", "_made", "Multipath"):
         monkeypatch.setattr(adapter, name, getattr(adapter, name))
+    return training
+
+
+def test_iterations_choose_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    training = stand_in(monkeypatch, lambda: seen.append(adapter._is_on(None)))
     monkeypatch.setattr(adapter, "_is_on", lambda config: True)
     monkeypatch.setattr(adapter, "Multipath", lambda group, links: links)
     alternate(["off", "auto", "peer"])
@@ -236,10 +244,7 @@ def test_an_iteration_that_stands_still_has_its_stacks_written(
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    training = SimpleNamespace(train_step=waits_for_nobody)
-    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(training=training))
-    for name in ("_is_on", "_made", "Multipath"):
-        monkeypatch.setattr(adapter, name, getattr(adapter, name))
+    training = stand_in(monkeypatch, waits_for_nobody)
     monkeypatch.setattr(alternating, "_LONG_S", 0.01)
     alternate(["off"])
     training.train_step()

@@ -7,11 +7,11 @@ a launch of another kind than the other ranks' is found.
 
 import contextlib
 import ctypes
-import queue
 import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -49,32 +49,26 @@ class Gpus:
         self._random = random.Random(seed)
         self._told: dict[tuple[int, str], dict[int, Any]] = {}
         self._change = threading.Condition()
-        self._launches: list[queue.Queue[Callable[[], None]]] = []
+        self._queues = [ThreadPoolExecutor(1) for _ in range(num_ranks)]
         self._counts = [0] * num_ranks
         self.plans: list[tuple[int, bool] | None] = [None] * num_ranks
         self.settled: list[list[bool]] = [[] for _ in range(num_ranks)]
         """By rank, which plans that went on used replicas that were settled on before."""
-        for rank in range(num_ranks):
-            self._launches.append(queue.Queue())
-            threading.Thread(target=self._run, args=(rank,), daemon=True).start()
 
-    def _run(self, rank: int) -> None:
-        while True:
-            launch = self._launches[rank].get()
-            time.sleep(self._random.random() * (4e-3 if rank == self.slow else 1e-3))
-            try:
-                launch()
-            except OutOfStepError as error:
-                self.problems.append(f"rank {rank}: {error}")
-            self._launches[rank].task_done()
+    def _run(self, rank: int, work: Callable[[], object]) -> None:
+        time.sleep(self._random.random() * (4e-3 if rank == self.slow else 1e-3))
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - told by the test
+            self.problems.append(f"rank {rank}: {error!r}")
 
-    def launch(self, rank: int, work: Callable[[], None]) -> None:
+    def launch(self, rank: int, work: Callable[[], object]) -> None:
         """Puts work behind what a rank has launched."""
-        self._launches[rank].put(work)
+        self._queues[rank].submit(self._run, rank, work)
 
     def wait(self, rank: int) -> None:
         """Waits for all that a rank has launched."""
-        self._launches[rank].join()
+        self._queues[rank].submit(lambda: None).result()
 
     def exchange(self, rank: int, kind: str, value: object) -> list[Any]:
         """All ranks' values, once all have come to a step of that kind."""
@@ -154,9 +148,7 @@ class Library:
         refusal, is_bad = given._obj.refusal, _is_bad(given._obj)
         is_settled = bool(given._obj.is_settled)
         self._gpus.plans[rank] = None
-        self._gpus.launch(
-            rank, lambda: self._gpus.plan(rank, refusal, is_bad, None, is_settled) and None
-        )
+        self._gpus.launch(rank, lambda: self._gpus.plan(rank, refusal, is_bad, None, is_settled))
         return bindings.OK
 
     def _await_plan(self, problem: Any, group: Any, blocks: Any, rows: Any, late: Any) -> int:
@@ -184,12 +176,12 @@ class Library:
 
     def _settle(self, problem: Any, group: Any, *_: Any) -> int:
         rank = self._rank_of(problem, group)
-        self._gpus.launch(rank, lambda: self._gpus.exchange(rank, "settle", None) and None)
+        self._gpus.launch(rank, lambda: self._gpus.exchange(rank, "settle", None))
         return bindings.OK
 
     def _gather(self, problem: Any, group: Any, *_: Any) -> int:
         rank = self._rank_of(problem, group)
-        self._gpus.launch(rank, lambda: self._gpus.exchange(rank, "gather", None) and None)
+        self._gpus.launch(rank, lambda: self._gpus.exchange(rank, "gather", None))
         return bindings.OK
 
     def _backward(self, problem: Any, group: Any, launch: Any, *_: Any) -> int:

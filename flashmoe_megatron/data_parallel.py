@@ -110,9 +110,10 @@ class _Reducer(OfGroup):
             is_trained = parameter.requires_grad
             parameter.requires_grad_()  # which hooks want; they stay for what is frozen and thawed
             parameter.register_hook(self._divide)  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._queue
-            )
+            if self._num_replicas > 1:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._queue
+                )
             parameter.requires_grad_(is_trained)
 
     def follow(self, model: nn.Module) -> None:
@@ -122,7 +123,8 @@ class _Reducer(OfGroup):
         backward, where DistributedDataParallel is not at work; and a rank that calls none of them
         reduces what its replicas have.
         """
-        if self._note_forward not in model._forward_pre_hooks.values():
+        is_followed = self._note_forward in model._forward_pre_hooks.values()
+        if self._num_replicas > 1 and not is_followed:
             model.register_forward_pre_hook(self._note_forward)
             model.register_forward_hook(self._note_outputs)
 
@@ -160,7 +162,7 @@ class _Reducer(OfGroup):
 
     def _queue(self, _: torch.Tensor) -> None:
         """Has gradients reduced at the end of the backward that is under way."""
-        if self._is_queued or not self._is_synchronous or self._num_replicas == 1:
+        if self._is_queued or not self._is_synchronous:
             return
         self._is_queued = True
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)

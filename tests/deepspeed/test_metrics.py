@@ -7,12 +7,14 @@ import re
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from flashmoe_megatron.adapters.deepspeed.settings import read_settings
 from flashmoe_megatron.config import MoEConfig
@@ -185,6 +187,64 @@ def test_evaluation_is_in_no_metric(two_ranks: RankPool, tmp_path: Path) -> None
     both = min(len(alone), len(mixed))  # the last report is written if a forward finds it done
     assert both > 1
     assert mixed[:both] == alone[:both]
+
+
+def run_beside_rank_0(group: dist.ProcessGroup, given: Case) -> list[float]:
+    """Steps, and after each an evaluation by rank 0 alone and a sum over all ranks."""
+    engine = build(given, fused=True)
+    rank = dist.get_rank()
+    sums = []
+    for step in range(given.steps):
+        engine.train()
+        torch.manual_seed(77 + step)  # the gate draws
+        engine.backward(engine(*batch(given, step, torch.float32)))
+        engine.step()
+        engine.eval()
+        if rank == 0:
+            with torch.no_grad():
+                engine(*batch(given, 999, torch.float32))
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        sums.append(float(total))
+    return sums
+
+
+def test_one_rank_may_evaluate_alone(two_ranks: RankPool, tmp_path: Path) -> None:
+    given = case(str(tmp_path), metrics_interval=1)
+    given.model["ep_sizes"] = (1, 1)  # a layer of both ranks would need both
+    for sums in two_ranks.run(run_beside_rank_0, given):
+        assert sums == [3.0] * STEPS
+    steps = [line["step"] for line in reports(tmp_path / "job")]
+    assert len(steps) > 1
+    assert steps == list(range(1, 1 + len(steps)))
+
+
+def limit_beside_the_world(group: dist.ProcessGroup, limit: timedelta) -> timedelta:
+    """The time limit of a group for reports, where the world has another than torch's default."""
+    from flashmoe_megatron.adapters.deepspeed.metrics import make_group
+
+    cpu = torch.device("cpu")
+    distributed_c10d._set_pg_timeout(limit)
+    try:
+        return make_group(cpu)._get_backend(cpu).options._timeout
+    finally:
+        distributed_c10d._set_pg_timeout(distributed_c10d.default_pg_timeout)
+
+
+def test_a_rank_may_evaluate_for_as_long_as_the_world_waits(two_ranks: RankPool) -> None:
+    limit = timedelta(hours=7)
+    assert two_ranks.run(limit_beside_the_world, limit) == [limit, limit]
+
+
+def run_with_a_monitor_of(group: dist.ProcessGroup, given: Case, owner: int) -> None:
+    monitors = given.config if dist.get_rank() == owner else {}
+    run(group, replace(given, config={"wall_clock_breakdown": True, **monitors}))
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_first_ranks_monitor_counts(owner: int, two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(run_with_a_monitor_of, case(str(tmp_path)), owner)
+    assert (tmp_path / "job" / "flashmoe_metrics.jsonl").exists() == (owner == 0)
 
 
 def run_in_turns(group: dist.ProcessGroup, given: list[Case]) -> None:

@@ -31,6 +31,7 @@ from flashmoe_megatron.adapters.experts import GroupBackends, read_calibration
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import host_name
+from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.select import resolve_kind
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.registry import choose_metrics
@@ -248,7 +249,9 @@ def _watch(
     served = [layer.module.flashmoe for layer in _find_layers(engine.module) if layer.is_fused]
     if not any_fused or not settings.metrics_interval or not choose_metrics(settings.metrics):
         return
-    if not engine.monitor.enabled:
+    # DeepSpeed has its monitors on rank 0, whatever other ranks' configurations say.
+    has_monitor, *_ = from_all(lambda: bool(engine.monitor.enabled), dist.group.WORLD)
+    if not has_monitor:
         _say_without_monitor(settings)
         return
     report = EngineMetrics(

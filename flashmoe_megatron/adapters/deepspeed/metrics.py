@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
@@ -77,7 +78,7 @@ class EngineMetrics:
         self._last_step = int(engine.global_steps)
         self._reporter = Reporter(
             {one.layer: one.place for one in experts},
-            dist.group.WORLD,
+            make_group(engine.device),
             engine.device,
             chosen=choose_metrics(settings.metrics),
             take_records=self._take_records,
@@ -112,6 +113,23 @@ class EngineMetrics:
 
     def _all_backends(self) -> list[Backend]:
         return [one for group in self._backends() for one in group.backends()]
+
+
+def make_group(device: torch.device) -> dist.ProcessGroup:
+    """A group of all ranks for the reports of one engine. Collective over all ranks.
+
+    Reports begin in forwards, and a rank may have one that others do not have, to evaluate say. In
+    a group that anybody else uses, this rank's report would pair with whatever the others do next.
+
+    Args:
+        device: Where the group communicates.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    # Ranks that wait elsewhere for the one that evaluates begin their report that much later.
+    limit = world._get_backend(device).options._timeout
+    group: dist.ProcessGroup = dist.new_group(timeout=limit)
+    return group
 
 
 def _sinks(engine: Any) -> list[Sink]:

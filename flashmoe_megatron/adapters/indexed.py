@@ -1,14 +1,19 @@
 """The seat of experts that a framework calls with each token's choices as indices."""
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, TypeAlias
 
 import torch
 
 from flashmoe_megatron.adapters.experts import GroupBackends, LayerExperts
-from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.backend import Backend, ExpertWeights, Together
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.layer import moe_forward
 from flashmoe_megatron.weights import SplitWeights
+
+ReadWeights: TypeAlias = Callable[[], ExpertWeights | SplitWeights]
+"""Checks a layer's experts, and gives the local ones as they are now. Not collective over the
+expert-parallel group."""
 
 
 class IndexedExperts(LayerExperts):
@@ -46,7 +51,7 @@ class IndexedExperts(LayerExperts):
         x: torch.Tensor,
         expert_idx: torch.Tensor,
         expert_weight: torch.Tensor,
-        weights: ExpertWeights | SplitWeights,
+        read_weights: ReadWeights,
     ) -> torch.Tensor:
         """Applies the experts. Collective over the group.
 
@@ -54,7 +59,7 @@ class IndexedExperts(LayerExperts):
             x: ``[num_tokens, hidden]``.
             expert_idx: ``[num_tokens, k]`` int32 or int64, -1 for a choice that does not count.
             expert_weight: ``[num_tokens, k]``, the routing weights.
-            weights: The local experts.
+            read_weights: Asked once; what it raises is raised on every rank.
 
         Returns:
             ``[num_tokens, hidden]`` in ``x.dtype``.
@@ -68,6 +73,8 @@ class IndexedExperts(LayerExperts):
         def compute(
             backend: Backend, rows: torch.Tensor, finite_weight: torch.Tensor, number: int
         ) -> torch.Tensor:
+            with Together(backend):  # made by now for as many tokens as all ranks have
+                weights = read_weights()
             return moe_forward(
                 rows,
                 expert_idx,

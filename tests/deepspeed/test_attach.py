@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.deepspeed import changed
 from tests.deepspeed.harness import FUSED, Case, batch, build, ds_config, prepare, train_engine
@@ -247,18 +248,46 @@ def test_later_hooks_are_noticed(family: str, two_ranks: RankPool) -> None:
         assert re.search(r"experts \(\w+\) has forward hooks", told)
 
 
-def autocast_around(group: dist.ProcessGroup) -> None:
+def hook_on_rank_1(group: dist.ProcessGroup, case: Case) -> str:
+    """What a hook on one rank's experts makes of a call; a call without it follows."""
+    engine = build(case, fused=True)
+    engine(*batch(case, 0, torch.float32))
+    fused = next(module for module in engine.module.modules() if hasattr(module, "flashmoe"))
+    own = fused.experts if dist.get_rank() == 1 else nn.Module()
+    hook = own.register_forward_pre_hook(lambda *_: None)
+    told = refusal(group, lambda _: engine(*batch(case, 1, torch.float32)))
+    hook.remove()
+    engine(*batch(case, 1, torch.float32))
+    return told
+
+
+@pytest.mark.parametrize("family", ["native", "autoep"])
+@pytest.mark.parametrize("max_tokens", [None, 24])
+def test_a_later_hook_on_one_rank_ends_the_call_on_every_rank(
+    family: str, max_tokens: int | None, two_ranks: RankPool
+) -> None:
+    section = {} if max_tokens is None else {"max_tokens": max_tokens}
+    case = Case(family=family, zero=1, flashmoe=section)
+    for told in two_ranks.run(hook_on_rank_1, case):
+        assert re.match(r"ConfigError: rank 1: experts \(\w+\) has forward hooks", told)
+
+
+def autocast_around(group: dist.ProcessGroup, ranks: str) -> None:
     case = Case(config={"bf16": {"enabled": True}})
     engine = build(case, fused=True)
-    x = batch(case, 0, torch.float32)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    is_within = str(dist.get_rank()) in ranks
+    x = batch(case, 0, torch.float32 if is_within else torch.bfloat16)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_within):
         engine.module.moe[0](x)
 
 
-def test_tokens_that_autocast_left_in_another_dtype_are_refused(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("ranks", ["01", "1"])
+def test_tokens_that_autocast_left_in_another_dtype_are_refused(
+    ranks: str, two_ranks: RankPool
+) -> None:
     wanted = r"torch.autocast gives .* in torch.float32 and its experts are torch.bfloat16"
-    for told in two_ranks.run(refusal, autocast_around):
-        assert re.search(wanted, told)
+    for told in two_ranks.run(refusal, autocast_around, ranks):
+        assert re.search(f"rank [{ranks}]: {wanted}", told)
 
 
 def too_many_tokens(group: dist.ProcessGroup) -> None:

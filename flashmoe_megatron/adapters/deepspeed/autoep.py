@@ -58,18 +58,22 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
         scores, selected, tokens_per_expert = self.router(x, self.expert_bias)
         with torch.no_grad():
             self.tokens_per_expert.add_(tokens_per_expert)
-        experts = self.experts
-        check_unchanged(experts, self.expert_classes)
-        # The weights are read here, where ZeRO-3 gathers them; attributes are read again in each
-        # call, so that it does so again.
-        weights = SplitWeights(gate=(experts.w1,), up=(experts.w3,), down=(experts.w2,))
         self.flashmoe.set_training(self.training)
-        out = self.flashmoe.experts(x, selected, scores, weights)
+        out = self.flashmoe.experts(x, selected, scores, self._checked_weights)
         self.flashmoe.routes.count(tokens_per_expert, selected)
         output: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = self._finalize_output(
             out.view(hidden_states.shape), x, hidden_states, hidden
         )
         return output
+
+    def _checked_weights(self) -> SplitWeights:
+        """The experts' weights, where these still compute what the layer was attached for.
+
+        Attributes are read in each call, at which ZeRO-3 gathers them.
+        """
+        experts = self.experts
+        check_unchanged(experts, self.expert_classes)
+        return SplitWeights(gate=(experts.w1,), up=(experts.w3,), down=(experts.w2,))
 
 
 STOCK_CLASS = AutoEPMoELayer

@@ -17,8 +17,10 @@ from flashmoe_megatron.adapters.deepspeed.experts import (
 from flashmoe_megatron.adapters.deepspeed.forwards import check_forwards, check_unchanged
 from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
 from flashmoe_megatron.adapters.forwards import Classes
+from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.weights import SplitWeights
 
 
 class FlashMOELayer(MOELayer):  # type: ignore[misc]
@@ -54,16 +56,19 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
         hidden_states, used_token = inputs
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         self.l_aux, _, _, indices, _, gates, self.exp_counts = self.gate(x, used_token, True)
-        check_unchanged(self.experts, self.expert_classes)
-        weights = read_weights(self.experts.deepspeed_experts, self.form)
         self.flashmoe.set_training(self.training)
-        out = self.flashmoe.experts(x, indices.t(), gates.t(), weights)
+        out = self.flashmoe.experts(x, indices.t(), gates.t(), self._checked_weights)
         self.flashmoe.routes.count(self.exp_counts, indices)
         if self.wall_clock_breakdown:
             # The exchanges overlap with the experts, so neither has a time of its own.
             self.timers(MOE_TIMER).stop()
             self.time_moe = self.timers(MOE_TIMER).elapsed(reset=False)
         return out.reshape(hidden_states.shape)
+
+    def _checked_weights(self) -> ExpertWeights | SplitWeights:
+        """The experts' weights, where these still compute what the layer was attached for."""
+        check_unchanged(self.experts, self.expert_classes)
+        return read_weights(self.experts.deepspeed_experts, self.form)
 
 
 STOCK_CLASS = MOELayer

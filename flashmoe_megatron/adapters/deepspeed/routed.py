@@ -3,7 +3,7 @@
 import torch
 
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION
-from flashmoe_megatron.adapters.indexed import IndexedExperts
+from flashmoe_megatron.adapters.indexed import IndexedExperts, ReadWeights
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
@@ -24,20 +24,26 @@ class RoutedExperts(IndexedExperts):
         x: torch.Tensor,
         expert_idx: torch.Tensor,
         expert_weight: torch.Tensor,
-        weights: ExpertWeights | SplitWeights,
+        read_weights: ReadWeights,
     ) -> torch.Tensor:
         """As :meth:`IndexedExperts.__call__`.
 
         Raises:
             ConfigError: ``torch.autocast`` is enabled and gives tokens of another dtype.
         """
-        dtype = (weights.down if isinstance(weights, SplitWeights) else weights.fc2)[0].dtype
-        if x.dtype != dtype and torch.is_autocast_enabled(x.device.type):
-            raise ConfigError(
-                f"torch.autocast gives the layer tokens in {x.dtype} and its experts are {dtype}, "
-                "wanted one dtype: leave torch.autocast out, or cast the tokens before the layer"
-            )
-        return super().__call__(x, expert_idx, expert_weight, weights)
+
+        def read() -> ExpertWeights | SplitWeights:
+            weights = read_weights()
+            dtype = (weights.down if isinstance(weights, SplitWeights) else weights.fc2)[0].dtype
+            if x.dtype != dtype and torch.is_autocast_enabled(x.device.type):
+                raise ConfigError(
+                    f"torch.autocast gives the layer tokens in {x.dtype} and its experts are "
+                    f"{dtype}, wanted one dtype: leave torch.autocast out, or cast the tokens "
+                    "before the layer"
+                )
+            return weights
+
+        return super().__call__(x, expert_idx, expert_weight, read)
 
     def allow_more(self, num_tokens: int) -> str:
         """See :meth:`LayerExperts.allow_more`."""

@@ -1,5 +1,6 @@
 """Routed experts in place of torchtitan's. Imported with torchtitan."""
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,7 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
                 x.to(DTYPE),
                 topk_expert_ids_BLK.reshape(-1, choices),
                 topk_scores_BLK.reshape(-1, choices),
-                _read_weights(self.inner_experts),
+                functools.partial(_read_weights, self.inner_experts),
             )
         return out.to(x_BLD.dtype).view(x_BLD.shape)
 

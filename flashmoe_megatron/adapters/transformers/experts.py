@@ -1,5 +1,6 @@
 """``experts_implementation="flashmoe"``: the experts of one module of transformers, one call."""
 
+import functools
 import weakref
 from typing import Any
 
@@ -96,7 +97,8 @@ def apply_experts(
     seat.is_training = experts.training
     x = hidden_states.to(dtype) if is_autocast else hidden_states
     with torch.autocast(device.type, enabled=False):
-        out = seat(x, top_k_index, top_k_weights, read_weights(experts, dtype))
+        read = functools.partial(read_weights, experts, dtype)
+        out = seat(x, top_k_index, top_k_weights, read)
     return out.to(hidden_states.dtype)
 
 

@@ -319,15 +319,21 @@ INSIDES = (
 """What knows, or is, something within the tested releases that others need not have."""
 
 
-def other_release(group: dist.ProcessGroup, section: dict[str, Any] | None) -> Any:
-    """As ``with_settings``, under another release's number and without what it may lack."""
+def other_release(
+    group: dist.ProcessGroup, section: dict[str, Any] | None, ranks: tuple[int, ...] = (0, 1)
+) -> Any:
+    """As ``with_settings``, on some ranks under another release's number.
+
+    These are without what such a release may lack.
+    """
     prepare()
     import deepspeed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed, "__version__", "0.20.1")
-        for name in INSIDES:
-            patch.setitem(sys.modules, name, None)
+        if dist.get_rank() in ranks:
+            patch.setattr(deepspeed, "__version__", "0.20.1")
+            for name in INSIDES:
+                patch.setitem(sys.modules, name, None)
         return with_settings(group, [section])
 
 
@@ -337,6 +343,17 @@ def test_untested_releases_are_refused(two_ranks: RankPool) -> None:
     for report in two_ranks.run(other_release, {"enabled": True, "fallback": "warn"}):
         assert list(report) == ["moe.0", "moe.1"]
         assert all("0.20.1 is newer" in outcome for outcome in report.values())
+
+
+def test_a_release_that_one_rank_has_is_refused_on_every_rank(two_ranks: RankPool) -> None:
+    wanted = r"DeepSpeed 0.20.1 is newer than .*; install one of these \(on rank 1\)"
+    for message in two_ranks.run(other_release, {"enabled": True}, (1,)):
+        assert re.search(wanted, message)
+    for report in two_ranks.run(other_release, {"enabled": True, "fallback": "warn"}, (1,)):
+        assert list(report) == ["moe.0", "moe.1"]
+        assert all(re.search(wanted, outcome) for outcome in report.values())
+    for classes in two_ranks.run(other_release, None, (1,)):
+        assert classes.count("MOELayer") == 2
 
 
 def test_untested_releases_run_as_they_are_where_flashmoe_is_off(two_ranks: RankPool) -> None:

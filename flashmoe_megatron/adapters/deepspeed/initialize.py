@@ -22,7 +22,7 @@ from flashmoe_megatron.adapters.deepspeed.settings import (
     read_settings,
     resolve_alias,
 )
-from flashmoe_megatron.adapters.deepspeed.versions import version_problem
+from flashmoe_megatron.adapters.deepspeed.versions import versions_problem
 from flashmoe_megatron.adapters.patch import original_of, patch
 from flashmoe_megatron.errors import ConfigError
 
@@ -118,6 +118,7 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
     import deepspeed
     import torch.distributed as dist
 
+    from flashmoe_megatron.per_group import from_all
     from flashmoe_megatron.select import check_ranks_agree
 
     # Ranks compare also where flashmoe is not enabled: another rank's configuration may differ.
@@ -125,7 +126,7 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
     check_ranks_agree(dist.group.WORLD, values)
     if not settings.enabled:
         return _left_alone(engine, f"{SECTION}.enabled is false")
-    problem = version_problem(deepspeed.__version__)
+    problem = versions_problem(from_all(lambda: deepspeed.__version__, dist.group.WORLD))
     if problem is not None:
         if settings.fallback == "error":
             raise ConfigError(

@@ -31,13 +31,22 @@ HOPPER = (9, 0)
 OVERLAP_CTAS = 2
 """Most CTAs of an exchange between hosts that runs beside a launch."""
 Kind = Literal["kernel", "scheduled", "reference"]
-_ALWAYS = ("keep", "row_bound", "host_overlap", "spare_slots", "placement", "replica_policy")
+_ALWAYS = (
+    "keep",
+    "row_bound",
+    "host_overlap",
+    "spare_slots",
+    "placement",
+    "replica_policy",
+    "timeout",
+)
 _AGREED = {
     "kernel": (*_ALWAYS, "symmetric_memory"),
     "reference": _ALWAYS,
-    "scheduled": (*_ALWAYS, "degree", "exchange", "timeout"),
+    "scheduled": (*_ALWAYS, "degree", "exchange"),
 }
-"""Options that all ranks need alike, since launches or exchanges depend on them."""
+"""Options that all ranks need alike, since launches or exchanges depend on them, or for how long
+a rank goes on with the others."""
 
 SLOW = (
     "the reference on a GPU waits for its host at every step and is slow: it is there to compare "

@@ -117,8 +117,8 @@ MUTATIONS = (
     ),
     Mutation(
         "keep is left out of what ranks agree on",
-        '_ALWAYS = ("keep", ',
-        "_ALWAYS = (",
+        '_ALWAYS = (\n    "keep",\n',
+        "_ALWAYS = (\n",
         "tests/unit/test_select.py::test_ranks_must_agree_on_what_is_kept",
     ),
     Mutation(

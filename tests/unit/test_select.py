@@ -203,10 +203,10 @@ def test_ranks_must_agree(ranks: RankPool, changes: list[dict[str, Any]], said: 
         assert said in answer
 
 
-def select_to_keep(group: dist.ProcessGroup, keeps: list[str]) -> str:
+def select_with_options(group: dist.ProcessGroup, options: list[dict[str, Any]]) -> str:
     try:
         select_backend(
-            cases.make_config(num_ranks=2), group, "cpu", keep=keeps[dist.get_rank(group)]
+            cases.make_config(num_ranks=2), group, "cpu", **options[dist.get_rank(group)]
         )
     except ConfigError as error:
         return str(error)
@@ -216,8 +216,16 @@ def select_to_keep(group: dist.ProcessGroup, keeps: list[str]) -> str:
 def test_ranks_must_agree_on_what_is_kept(ranks: RankPool):
     """A backward exchanges other rows with a rank that has kept its own."""
     said = "the ranks disagree on keep: all on rank 0, inputs on rank 1; wanted one value"
-    assert ranks.run(select_to_keep, ["all", "inputs"], num_ranks=2) == [said] * 2
-    assert ranks.run(select_to_keep, ["inputs", "inputs"], num_ranks=2) == ["agreed"] * 2
+    options = [{"keep": "all"}, {"keep": "inputs"}]
+    assert ranks.run(select_with_options, options, num_ranks=2) == [said] * 2
+    assert ranks.run(select_with_options, options[1:] * 2, num_ranks=2) == ["agreed"] * 2
+
+
+def test_ranks_must_agree_on_when_they_give_up(ranks: RankPool):
+    """Behind a fault all go on with NaN until the timeout, and then all make new memory."""
+    said = "the ranks disagree on timeout: 120.0 on rank 0, 60.0 on rank 1; wanted one value"
+    options = [{}, {"timeout": 60.0}]
+    assert ranks.run(select_with_options, options, num_ranks=2) == [said] * 2
 
 
 def select_on_hosts(

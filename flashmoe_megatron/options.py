@@ -41,10 +41,12 @@ class Rule(NamedTuple):
     Attributes:
         wanted: Says what is wanted instead of a value, or ``None`` if the value will do.
         argparse: How a command line reads such a value, as arguments of ``add_argument``.
+        is_file: Whether it is the path of a file.
     """
 
     wanted: Callable[[Any], str | None]
     argparse: Mapping[str, Any] = {}
+    is_file: bool = False
 
 
 def one_of(choices: Collection[str]) -> Rule:
@@ -101,7 +103,7 @@ def _path() -> Rule:
     def wanted(value: Any) -> str | None:
         return None if isinstance(value, str) and value else "wanted the path of a file"
 
-    return Rule(wanted, {"metavar": "FILE"})
+    return Rule(wanted, {"metavar": "FILE"}, is_file=True)
 
 
 def read_degrees(value: object) -> tuple[int, int] | None:
@@ -305,6 +307,19 @@ class FrameworkOptions(BackendOptions):
         """Refuses values without a meaning; derives whether the kernel counts."""
         super().__post_init__()
         object.__setattr__(self, "counters", self.metrics != "none")
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """What every rank has to be given alike, by option; of a file, that there is one.
+
+        Hosts may keep a file at different places. Ranks compare what they make of it.
+        """
+        agreed = {}
+        for one in options_of(type(self)):
+            value = getattr(self, one.name)
+            is_file = one.metadata["rule"].is_file and value is not None
+            agreed[one.name] = "a file" if is_file else value
+        return agreed
 
     def backend_options(self) -> dict[str, Any]:
         """What of this is for :func:`~flashmoe_megatron.select.select_backend`, but its kind."""

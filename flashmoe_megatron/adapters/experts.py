@@ -38,7 +38,7 @@ from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.scheduled.hooks import Hooks
 from flashmoe_megatron.scheduled.slices import GradientSlices
-from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.select import check_ranks_agree, select_backend
 from flashmoe_megatron.telemetry.calibration import (
     Calibration,
     Grads,
@@ -91,15 +91,23 @@ class GroupBackends:
     def backend_of(self, shape: MoEConfig, dtype: torch.dtype) -> Backend:
         """The backend for the group's ``max_tokens``; one is made if there is none yet.
 
-        Making one is collective over the group.
+        Making one is collective over the group. At the first, ranks compare their settings: many
+        say in which collectives a rank takes part.
 
         Args:
             shape: The layer's; its ``max_tokens`` does not count.
             dtype: Its weights', on which the choice "auto" depends.
+
+        Raises:
+            ConfigError: The ranks have different settings; or see
+                :func:`~flashmoe_megatron.select.select_backend`.
         """
         config = dataclasses.replace(shape, max_tokens=self.max_tokens)
         key = config, dtype
         if key not in self._backends:
+            if not self._backends:
+                bound = self.max_tokens if self.is_bounded else None
+                check_ranks_agree(self.group, {**self._settings.agreed, "max_tokens": bound})
             self._backends[key] = select_backend(
                 config,
                 self.group,

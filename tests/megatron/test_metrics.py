@@ -213,6 +213,30 @@ def report_uneven(group: dist.ProcessGroup, path: str) -> None:
         report(iteration, is_last=iteration == 2)
 
 
+def begin_reports(
+    group: dist.ProcessGroup, settings: Sequence[str], intervals: Sequence[int]
+) -> str:
+    """Ends a first iteration with this rank's metrics and interval; returns the error."""
+    prepare(Layout())
+    rank = dist.get_rank()
+    report = metrics.MoEMetrics(settings=Settings(metrics=settings[rank]), interval=intervals[rank])
+    return refusal(group, lambda _: report(1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "intervals", "told"),
+    [
+        (("default", "none"), (1, 1), "metrics: default on rank 0, none on rank 1"),
+        (("default", "default"), (1, 2), "interval: 1 on rank 0, 2 on rank 1"),
+    ],
+)
+def test_ranks_report_the_same_at_the_same_time(
+    settings: Sequence[str], intervals: Sequence[int], told: str, two_ranks: RankPool
+) -> None:
+    said = two_ranks.run(begin_reports, settings, intervals)
+    assert said == [f"ConfigError: the ranks disagree on {told}; wanted one value"] * 2
+
+
 def test_groups_may_have_other_numbers_of_tokens(four_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     four_ranks.run(report_uneven, str(path))

@@ -12,8 +12,8 @@ from flashmoe_megatron.adapters.megatron import multipath
 from flashmoe_megatron.adapters.megatron.notices import find_notices
 from flashmoe_megatron.errors import ConfigError, LinkError
 from flashmoe_megatron.multipath import Multipath
-from tests.distributed import RankPool
-from tests.megatron.harness import Case, Layout, train
+from tests.distributed import RankPool, refusal
+from tests.megatron.harness import Case, Layout, prepare, train, transformer_config
 
 EP2_DP2 = Layout(expert=2)
 DDP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -57,6 +57,24 @@ def test_losses_are_those_of_one_link(ddp: dict, four_ranks: RankPool) -> None:
         torch.testing.assert_close(losses, want.losses, rtol=1e-4, atol=1e-4)
         assert number > 0
         assert reducing == {2}, "NCCL reduces the gradients of four ranks in less time"
+
+
+def wrapped(group: dist.ProcessGroup, choices: list[str]) -> str:
+    """Wraps a model on ranks with their own choice; returns the error."""
+    prepare(Layout(), multipath=choices[dist.get_rank()])
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    config = transformer_config(Layout(), "flashmoe")
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = torch.nn.Linear(2, 2)
+    return refusal(group, lambda _: DistributedDataParallel(config, ddp_config, model))
+
+
+def test_ranks_that_share_buckets_agree(four_ranks: RankPool) -> None:
+    """Also without a MoE layer, as on a stage of dense ones."""
+    said = four_ranks.run(wrapped, ["auto", "off", "auto", "auto"])
+    told = "multipath: auto on rank 0, off on rank 1, auto on rank 2, auto on rank 3"
+    assert said == [f"ConfigError: the ranks disagree on {told}; wanted one value"] * 4
 
 
 def test_small_buckets_go_as_before(four_ranks: RankPool) -> None:

@@ -1,8 +1,11 @@
-"""Ranks of an expert-parallel group that were given different dispatchers hear of it at once."""
+"""Ranks of an expert-parallel group that were given different things hear of it at once."""
+
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from flashmoe_megatron.config import TILE_M
 from flashmoe_megatron.errors import ConfigError
 from tests.distributed import PATIENCE_S, RankPool
 from tests.megatron.harness import Layout, prepare, transformer_config
@@ -43,6 +46,41 @@ def test_a_rank_without_a_layer_is_not_waited_for_without_end(two_ranks: RankPoo
         "ranks [1] of the expert-parallel group [0, 1] have built no MoE layer within 1 s" in said
     )
     assert "flashmoe_megatron installed on every host" in said
+
+
+def build_with(group: dist.ProcessGroup, settings: list[dict[str, Any]]) -> str:
+    """What a rank hears when it builds a layer with its settings."""
+    prepare(Layout())
+    prepare(EP2, **settings[dist.get_rank()])
+    try:
+        make_layer(transformer_config(EP2, "flashmoe"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            [{"calibration": "/of/rank/0.json"}, {}],
+            "calibration: a file on rank 0, None on rank 1",
+        ),
+        ([{}, {"metrics": "none"}], "metrics: default on rank 0, none on rank 1"),
+        ([{}, {"multipath": "auto"}], "multipath: off on rank 0, auto on rank 1"),
+        # As many as an unbounded layer is made for, whose ranks agree on them in every call.
+        (
+            [{"max_tokens": TILE_M}, {"max_tokens": None}],
+            f"max_tokens: {TILE_M} on rank 0, None on rank 1",
+        ),
+    ],
+    ids=["calibration", "metrics", "multipath", "max_tokens"],
+)
+def test_different_settings_are_an_error_on_every_rank(
+    settings: list[dict[str, Any]], told: str, two_ranks: RankPool
+) -> None:
+    said = two_ranks.run(build_with, settings)
+    assert said == [f"the ranks disagree on {told}; wanted one value"] * 2
 
 
 @pytest.mark.parametrize("dispatcher", ["flashmoe", "alltoall"])

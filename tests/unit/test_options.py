@@ -80,6 +80,18 @@ def test_flags_give_the_options_back(kind: type[BackendOptions]) -> None:
     assert (chosen.reserved_sms, chosen.row_bound, chosen.keep) == (8, 1.5, "inputs")
 
 
+def test_ranks_agree_on_whether_there_is_a_file() -> None:
+    """Not on its path: hosts may keep it at different places."""
+    none, first, second = (
+        FrameworkOptions(calibration=path, degree_fit=path).agreed for path in (None, "/a", "/b")
+    )
+    assert first == second
+    assert {name for name, value in none.items() if value != first[name]} == {
+        "calibration",
+        "degree_fit",
+    }
+
+
 def test_what_the_backend_gets_is_every_option_of_it() -> None:
     changed: dict[str, Any] = {
         "keep": "inputs",

@@ -122,7 +122,7 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
     from flashmoe_megatron.select import check_ranks_agree
 
     # Ranks compare also where flashmoe is not enabled: another rank's configuration may differ.
-    values = {f"{SECTION}.{name}": value for name, value in vars(settings).items()}
+    values = {f"{SECTION}.{name}": value for name, value in settings.agreed.items()}
     check_ranks_agree(dist.group.WORLD, values)
     if not settings.enabled:
         return _left_alone(engine, f"{SECTION}.enabled is false")

@@ -32,6 +32,7 @@ from flashmoe_megatron.adapters.metrics import (
 )
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.select import check_ranks_agree
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter
@@ -59,11 +60,13 @@ class MoEMetrics:
         interval: int = 1,
         settings: Settings | None = None,
     ) -> None:
-        self._chosen = choose_metrics((settings or current_settings()).metrics)
+        self._names = (settings or current_settings()).metrics
+        self._chosen = choose_metrics(self._names)
         self._sinks = sinks
         self._model = None if model is None else tuple(model)
         self._interval = interval
         self._reporter: Reporter | None = None
+        self._has_begun = False
 
     def __call__(self, iteration: int, *, is_last: bool = False) -> None:
         """Ends an iteration, before anything else is logged of it.
@@ -75,16 +78,23 @@ class MoEMetrics:
         Args:
             iteration: The iteration's number.
             is_last: No iteration follows: the last report is waited for, and written.
+
+        Raises:
+            ConfigError: On every rank, in the first call, if ranks were given different metrics or
+                intervals.
         """
-        if not self._chosen:
-            return
-        if self._reporter is None:
+        if not self._has_begun:
             self._reporter = self._start()
-        else:
+            self._has_begun = True
+        elif self._reporter is not None:
             self._reporter.step(iteration, now=iteration - 1, is_last=is_last)
 
-    def _start(self) -> Reporter:
+    def _start(self) -> Reporter | None:
+        """What reports, ``None`` if nobody wants any metric. Collective over all ranks."""
         world = dist.group.WORLD if dist.is_initialized() else None
+        check_ranks_agree(world, {"metrics": self._names, "interval": self._interval})
+        if not self._chosen:
+            return None
         found = live_experts() if self._model is None else _experts_of(self._model)
         layers = _one_of_each_number(_trained(found, world))
         device = torch.empty(0, device=torch.cuda.current_device()).device

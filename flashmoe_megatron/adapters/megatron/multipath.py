@@ -5,6 +5,7 @@ method runs, functions stand in their place that take buckets of at least 64 MiB
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from flashmoe_megatron.adapters.patch import Function
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.multipath import MIN_BYTES, LinkTotals, Multipath, Reduction, Work
 from flashmoe_megatron.per_group import is_destroyed
+from flashmoe_megatron.select import check_ranks_agree
 
 _made: dict[dist.ProcessGroup, Multipath] = {}
 _least_bytes = MIN_BYTES
@@ -57,6 +59,26 @@ def over_links(module: ModuleType, handle: str) -> Callable[[Function], Function
     return make
 
 
+def compared(original: Function) -> Function:
+    """Has ranks whose buckets travel together compare the setting; for ``__init__`` of the DDP.
+
+    Else those with another one would wait for each other in different collectives.
+    """
+
+    @functools.wraps(original)  # the plan of the reduction reads the arguments by name
+    def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
+        original(ddp, *args, **kwargs)
+        if not _can_be_on(ddp.ddp_config):
+            return
+        bucket_groups = (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+        name = "intra_distributed_optimizer_instance_group"  # without the optimizer there is none
+        groups = [getattr(each, name) for each in bucket_groups if hasattr(each, name)]
+        for group in dict.fromkeys(groups):
+            check_ranks_agree(group, {"multipath": current_value("multipath")})
+
+    return init
+
+
 def take_link_totals() -> dict[str, LinkTotals]:
     """What each link has carried for all groups of this process since the last call."""
     sums: dict[str, LinkTotals] = {}
@@ -82,13 +104,16 @@ class _Handles:
 
 
 def _is_on(config: Any) -> bool:
-    """Whether buckets go over all links, as the settings and Megatron's own configuration say.
+    """Whether buckets go over all links, as the settings and Megatron's own configuration say."""
+    return current_value("multipath") == "auto" and _can_be_on(config)
+
+
+def _can_be_on(config: Any) -> bool:
+    """Whether buckets can go over all links, as Megatron's own configuration says.
 
     Several instances of the distributed optimizer reduce on a stream of their own, and Megatron's
     sums in float32 have a handle of their own.
     """
-    if current_value("multipath") != "auto":
-        return False
     args = megatron_args()
     return (args is None or is_served(args)) and not (
         getattr(config, "num_distributed_optimizer_instances", 1) > 1

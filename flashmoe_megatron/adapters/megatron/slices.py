@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.gradients import LayerGradients, plan_reduction
+from flashmoe_megatron.adapters.megatron import multipath
 from flashmoe_megatron.adapters.megatron.layer import ROUTED, number_in_model
 from flashmoe_megatron.adapters.megatron.settings import (
     current_settings,
@@ -45,11 +46,15 @@ _is_planned = False
 def patch_ddp(module: ModuleType) -> None:
     """Plans the reduction when Megatron wraps a model, which makes the buckets.
 
+    Ranks compare then, too, by which links buckets travel.
+
     Args:
         module: ``megatron.core.distributed.distributed_data_parallel``.
     """
     patch(
-        module.DistributedDataParallel, "__init__", lambda original: _planning(original, "module")
+        module.DistributedDataParallel,
+        "__init__",
+        lambda original: _planning(multipath.compared(original), "module"),
     )
 
 

@@ -1,5 +1,6 @@
 """What all layers over the same process groups share, and what their ranks tell each other."""
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -12,7 +13,8 @@ from flashmoe_megatron.errors import ConfigError, first_told, reason_of
 Made = TypeVar("Made")
 
 _made: dict[tuple[Hashable, ...], Any] = {}
-_named: Counter[str] = Counter()
+_named: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]" = weakref.WeakKeyDictionary()
+"""How many names have been given, by all ranks' group and the ranks that a name is for."""
 
 
 def once_per_group(kind: type[Made], *key: Hashable, make: Callable[[], Made]) -> Made:
@@ -45,10 +47,16 @@ def next_name(group: dist.ProcessGroup) -> str:
     Collective over the group. The group's own name will not do: torch counts the groups that a
     process is in for those of a mesh, and ranks may be in different numbers of others; and where it
     splits a group it looks at ranks within that one, which those of other groups have, too.
+
+    Numbers begin anew where torch.distributed is initialized anew, since processes may then be
+    among the ranks that were not before.
     """
+    world = dist.group.WORLD
+    assert world is not None
+    numbers = _named.setdefault(world, Counter())
     ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-    number = _named[ranks]
-    _named[ranks] += 1
+    number = numbers[ranks]
+    numbers[ranks] += 1
     return f"{ranks}/{number}"
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.config import TILE_M
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.per_group import next_name
 from tests.distributed import PATIENCE_S, RankPool
 from tests.megatron.harness import Layout, prepare, transformer_config
 from tests.megatron.layers import make_layer
@@ -21,12 +22,21 @@ def build(group: dist.ProcessGroup, dispatchers: list[str], timeout: float) -> s
     dispatcher = dispatchers[dist.get_rank()]
     said = ""
     try:
-        if dispatcher != "none":
+        if dispatcher == "none":
+            next_name(expert_group())  # so that ranks give later groups one name
+        else:
             make_layer(transformer_config(EP2, dispatcher))
     except ConfigError as error:
         said = str(error)
     dist.barrier()
     return said
+
+
+def expert_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    group: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
+    return group
 
 
 @pytest.mark.parametrize("flashmoe_rank", [0, 1])
@@ -46,6 +56,27 @@ def test_a_rank_without_a_layer_is_not_waited_for_without_end(two_ranks: RankPoo
         "ranks [1] of the expert-parallel group [0, 1] have built no MoE layer within 1 s" in said
     )
     assert "flashmoe_megatron installed on every host" in said
+
+
+def build_in_a_group_of_any_name(group: dist.ProcessGroup) -> str:
+    """What a rank hears when it builds a layer over ranks that name their group differently."""
+    prepare(Layout())
+    prepare(EP2, timeout=5.0)
+    own = expert_group()
+    name = own.group_name
+    own._set_group_name(f"any {dist.get_rank()}")
+    try:
+        make_layer(transformer_config(EP2, "flashmoe"))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        own._set_group_name(name)
+    return ""
+
+
+def test_groups_may_have_any_name(two_ranks: RankPool) -> None:
+    """As those of a program's mesh can."""
+    assert two_ranks.run(build_in_a_group_of_any_name) == ["", ""]
 
 
 def build_with(group: dist.ProcessGroup, settings: list[dict[str, Any]]) -> str:

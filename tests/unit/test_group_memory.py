@@ -14,6 +14,7 @@ from flashmoe_megatron.errors import HeapError, PeerTimeoutError
 from flashmoe_megatron.kernel import bindings, group_memory, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.per_group import next_name
 from tests.unit.cases import make_config
 
 SIZES = bindings.FlashMoESizes(heap_bytes=4096, workspace_bytes=512, mailbox_bytes=256)
@@ -173,6 +174,19 @@ def test_layers_that_differ_in_their_bounds_alone_share_it() -> None:
         assert group_memory.shared_memory(None, device, BackendOptions(**options)) is shared
     for options in ({"counters": False}, {"symmetric_memory": "nvshmem"}):
         assert group_memory.shared_memory(None, device, BackendOptions(**options)) is not shared
+
+
+def test_names_begin_anew_with_torch_distributed(tmp_path: Path) -> None:
+    """A process that takes a dead one's place has given none."""
+    names = []
+    for start in range(2):
+        store = dist.FileStore(str(tmp_path / f"store{start}"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            names.append([next_name(dist.group.WORLD) for _ in range(2)])
+        finally:
+            dist.destroy_process_group()
+    assert names == [["0/0", "0/1"]] * 2
 
 
 def test_the_memory_of_a_group_that_is_destroyed_is_given_up(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, STOCK_DISPATCHER_TYPE
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.per_group import next_name
 
-_told: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+_names: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
+"""Under which name the ranks of a group tell each other something, where this one has."""
 _checked: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 
 
@@ -28,9 +30,9 @@ def tell_dispatcher(group: dist.ProcessGroup | None, dispatcher: str) -> None:
         dispatcher: A value of ``--moe-token-dispatcher-type``.
     """
     store = _store_of(group)
-    if store is None or group is None or group in _told:
+    if store is None or group is None or group in _names:
         return
-    _told.add(group)
+    _names[group] = next_name(group)
     store.set(_key(group, dist.get_rank()), dispatcher)
 
 
@@ -83,5 +85,4 @@ def _store_of(group: dist.ProcessGroup | None) -> Any:
 
 
 def _key(group: dist.ProcessGroup, rank: int) -> str:
-    # The name of a group is the same on all its ranks, and none of a later group's.
-    return f"flashmoe/dispatcher/{group.group_name}/{rank}"
+    return f"flashmoe/dispatcher/{_names[group]}/{rank}"

@@ -27,11 +27,10 @@ from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
 from flashmoe_megatron.options import BackendKind, BackendOptions
-from flashmoe_megatron.per_group import from_all
+from flashmoe_megatron.per_group import check_alike, from_all
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
 from flashmoe_megatron.select import (
-    check_alike,
     check_choice,
     named_device,
     resolve_kind,

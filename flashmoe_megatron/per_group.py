@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -95,6 +95,35 @@ def made_on_all(make: Callable[[], Made], group: dist.ProcessGroup | None) -> Ma
     made: list[Made] = []
     from_all(lambda: made.append(make()), group)
     return made[0]
+
+
+def check_ranks_agree(group: dist.ProcessGroup | None, settings: dict[str, Any]) -> None:
+    """Refuses settings that are not the same on every rank. Collective over the group.
+
+    Args:
+        group: The ranks to compare, ``None`` for one rank.
+        settings: Names and values, any picklable.
+
+    Raises:
+        ConfigError: On every rank, naming the first setting that differs and each rank's value.
+    """
+    check_alike(from_all(lambda: settings, group))
+
+
+def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses what ranks have told each other, if it is not the same of all. Not collective.
+
+    Args:
+        everyone: Names and values of each rank, in order.
+
+    Raises:
+        ConfigError: Names the first that differs and each rank's value.
+    """
+    for name in everyone[0]:
+        values = [other.get(name) for other in everyone]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ConfigError(f"the ranks disagree on {name}: {listed}; wanted one value")
 
 
 def check_member(group: object, name: str = "group") -> None:

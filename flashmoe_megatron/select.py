@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -17,7 +16,7 @@ from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.hosts.rail import TorchRail
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
-from flashmoe_megatron.per_group import check_member, from_all, made_on_all
+from flashmoe_megatron.per_group import check_alike, check_member, from_all, made_on_all
 from flashmoe_megatron.planner import describe_choice, describe_hosts
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.replicas.policy import check_slots
@@ -266,35 +265,6 @@ def resolve_kind(kind: BackendKind, device: torch.device, dtype: torch.dtype | N
             return "kernel"
         return "scheduled" if device.type == "cuda" and torch.cuda.is_available() else "reference"
     return kind
-
-
-def check_ranks_agree(group: dist.ProcessGroup | None, settings: dict[str, Any]) -> None:
-    """Refuses settings that are not the same on every rank. Collective over the group.
-
-    Args:
-        group: The ranks to compare, ``None`` for one rank.
-        settings: Names and values, any picklable.
-
-    Raises:
-        ConfigError: On every rank, naming the first setting that differs and each rank's value.
-    """
-    check_alike(from_all(lambda: settings, group))
-
-
-def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses what ranks have told each other, if it is not the same of all. Not collective.
-
-    Args:
-        everyone: Names and values of each rank, in order.
-
-    Raises:
-        ConfigError: Names the first that differs and each rank's value.
-    """
-    for name in everyone[0]:
-        values = [other.get(name) for other in everyone]
-        if any(value != values[0] for value in values):
-            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            raise ConfigError(f"the ranks disagree on {name}: {listed}; wanted one value")
 
 
 def named_device(device: torch.device | str) -> torch.device:

@@ -32,13 +32,13 @@ from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
-from flashmoe_megatron.per_group import made_on_all, once_per_group
+from flashmoe_megatron.per_group import check_ranks_agree, made_on_all, once_per_group
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.scheduled.hooks import Hooks
 from flashmoe_megatron.scheduled.slices import GradientSlices
-from flashmoe_megatron.select import check_ranks_agree, select_backend
+from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.calibration import (
     Calibration,
     Grads,

@@ -17,7 +17,7 @@ from flashmoe_megatron.kernel.early_fc2 import EarlyFc2
 from flashmoe_megatron.kernel.memory import SLOT_BYTES
 from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.per_group import once_per_group
+from flashmoe_megatron.per_group import check_ranks_agree, once_per_group
 from flashmoe_megatron.planner import least_rows_of
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -106,8 +106,17 @@ class GroupMemory:
         )
 
     def allocate(self, sizes: bindings.FlashMoESizes) -> None:
-        """Allocates anew, never less than before. Collective over the group."""
+        """Allocates anew, never less than before. Collective over the group.
+
+        Raises:
+            ConfigError: Ranks would lay the heap out differently, for layers that some have not.
+            HeapError: See :func:`~flashmoe_megatron.kernel.symmetric.allocate`.
+        """
         heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
+        check_ranks_agree(
+            self.group,
+            {"the symmetric heap's bounds": self.bounds, "the symmetric heap's bytes": heap_bytes},
+        )
         workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
         torch.cuda.synchronize(self.device)
         if self.captured.has_heap:

@@ -15,6 +15,7 @@ from flashmoe_megatron.kernel import bindings, group_memory, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.per_group import next_name
+from tests.distributed import RankPool, refusal
 from tests.unit.cases import make_config
 
 SIZES = bindings.FlashMoESizes(heap_bytes=4096, workspace_bytes=512, mailbox_bytes=256)
@@ -109,6 +110,22 @@ def test_a_rank_without_room_for_the_rest_tells_the_others(
         memory.allocate(SIZES)
     assert "out of memory" in str(told[0])
     assert memory.needs(SIZES)
+
+
+def allocate_for(group: dist.ProcessGroup, layers: list[dict[str, int]]) -> str:
+    """Makes the heap of a rank that knows of a layer; returns the error."""
+    memory = GroupMemory(group, torch.device("cpu"), BackendOptions())
+    memory.register(make_config(**layers[dist.get_rank(group)]))
+    return refusal(group, lambda _: memory.allocate(SIZES))
+
+
+def test_ranks_that_know_of_other_layers_make_no_heap(ranks: RankPool) -> None:
+    """They would read each other's rows in wrong places."""
+    layers = [{"max_tokens": 32, "topk": 2}, {"max_tokens": 64, "topk": 2}]
+    for said in ranks.run(allocate_for, layers, num_ranks=2):
+        assert said.startswith("ConfigError: the ranks disagree on the symmetric heap's bounds: ")
+        assert "tokens=32, " in said
+        assert "tokens=64, " in said
 
 
 def test_a_heap_that_does_not_fit_is_refused_before_it_is_allocated(

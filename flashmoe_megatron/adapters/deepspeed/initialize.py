@@ -118,8 +118,7 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
     import deepspeed
     import torch.distributed as dist
 
-    from flashmoe_megatron.per_group import from_all
-    from flashmoe_megatron.select import check_ranks_agree
+    from flashmoe_megatron.per_group import check_ranks_agree, from_all
 
     # Ranks compare also where flashmoe is not enabled: another rank's configuration may differ.
     values = {f"{SECTION}.{name}": value for name, value in settings.agreed.items()}

@@ -32,7 +32,7 @@ from flashmoe_megatron.adapters.metrics import (
 )
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.backend import Backend
-from flashmoe_megatron.select import check_ranks_agree
+from flashmoe_megatron.per_group import check_ranks_agree
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter

@@ -22,8 +22,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
 from flashmoe_megatron.adapters.patch import Function
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.multipath import MIN_BYTES, LinkTotals, Multipath, Reduction, Work
-from flashmoe_megatron.per_group import is_destroyed
-from flashmoe_megatron.select import check_ranks_agree
+from flashmoe_megatron.per_group import check_ranks_agree, is_destroyed
 
 _made: dict[dist.ProcessGroup, Multipath] = {}
 _least_bytes = MIN_BYTES

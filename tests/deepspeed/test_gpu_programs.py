@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 200
+TIMEOUT_S = 400
 
 
 def run_module(module: str, *arguments: object) -> str:

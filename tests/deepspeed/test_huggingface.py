@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 200
+TIMEOUT_S = 400
 STEPS = 4
 
 pytestmark = [

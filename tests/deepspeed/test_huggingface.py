@@ -38,7 +38,7 @@ def test_trainer_and_accelerate_autoep(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-6000:]
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-20_000:]
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(record["job"], record["fused"]) for record in records] == [
         ("trainer", False),

@@ -148,7 +148,7 @@ def test_deepspeeds_own(selection: str, upstream: Path, tmp_path: Path) -> None:
     ran = subprocess.run(
         command, cwd=upstream, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True
     )
-    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-20_000:]
     outcomes = [
         outcome for line in report.read_text().splitlines() for outcome in json.loads(line).values()
     ]

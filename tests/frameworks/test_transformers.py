@@ -53,7 +53,7 @@ def run(release: str | None, out: Path, launcher: list[str], *options: str) -> l
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-20_000:]
     records = [json.loads(line) for line in out.read_text().splitlines()]
     if release is not None:
         assert {record["release"] for record in records} == {release}

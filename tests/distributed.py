@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,17 @@ def run_ranks(
     """Calls ``function(group, *args)`` on fresh processes; see :meth:`RankPool.run`."""
     with contextlib.closing(RankPool(num_ranks)) as pool:
         return pool.run(function, *args, timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def renamed(group: dist.ProcessGroup, name: str) -> Iterator[None]:
+    """Gives a group another name within, which the ranks of a mesh's groups can have."""
+    own = group.group_name
+    group._set_group_name(name)
+    try:
+        yield
+    finally:
+        group._set_group_name(own)
 
 
 def refusal(group: dist.ProcessGroup, function: Callable[..., Any], *args: Any) -> str:

@@ -160,14 +160,18 @@ def test_evaluation_writes_the_last_report(two_ranks: RankPool, tmp_path: Path) 
     assert [line["step"] for line in reports(tmp_path / "job")] == [INTERVAL]
 
 
+def train_step(engine: Any, given: Case, step: int) -> None:
+    engine.train()
+    torch.manual_seed(77 + step)  # the gate draws
+    engine.backward(engine(*batch(given, step, torch.float32)))
+    engine.step()
+
+
 def run_beside_evaluations(group: dist.ProcessGroup, given: Case, evaluations: int) -> None:
     """Steps, and after each evaluations of a third as many tokens."""
     engine = build(given, fused=True)
     for step in range(given.steps):
-        engine.train()
-        torch.manual_seed(77 + step)  # the gate draws
-        engine.backward(engine(*batch(given, step, torch.float32)))
-        engine.step()
+        train_step(engine, given, step)
         engine.eval()
         for _ in range(evaluations):
             with torch.no_grad():
@@ -195,10 +199,7 @@ def run_beside_rank_0(group: dist.ProcessGroup, given: Case) -> list[float]:
     rank = dist.get_rank()
     sums = []
     for step in range(given.steps):
-        engine.train()
-        torch.manual_seed(77 + step)  # the gate draws
-        engine.backward(engine(*batch(given, step, torch.float32)))
-        engine.step()
+        train_step(engine, given, step)
         engine.eval()
         if rank == 0:
             with torch.no_grad():
@@ -255,9 +256,7 @@ def run_in_turns(group: dist.ProcessGroup, given: list[Case]) -> None:
         backend._records = backends[0]._records
     for step in range(given[0].steps):
         for engine, one in zip(engines, given, strict=True):
-            torch.manual_seed(77 + step)  # the gate draws
-            engine.backward(engine(*batch(one, step, torch.float32)))
-            engine.step()
+            train_step(engine, one, step)
 
 
 def test_each_engine_reports_its_own_layers(two_ranks: RankPool, tmp_path: Path) -> None:

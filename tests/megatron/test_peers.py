@@ -8,7 +8,7 @@ import torch.distributed as dist
 from flashmoe_megatron.config import TILE_M
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.per_group import next_name
-from tests.distributed import PATIENCE_S, RankPool
+from tests.distributed import PATIENCE_S, RankPool, renamed
 from tests.megatron.harness import Layout, prepare, transformer_config
 from tests.megatron.layers import make_layer
 
@@ -62,15 +62,11 @@ def build_in_a_group_of_any_name(group: dist.ProcessGroup) -> str:
     """What a rank hears when it builds a layer over ranks that name their group differently."""
     prepare(Layout())
     prepare(EP2, timeout=5.0)
-    own = expert_group()
-    name = own.group_name
-    own._set_group_name(f"any {dist.get_rank()}")
     try:
-        make_layer(transformer_config(EP2, "flashmoe"))
+        with renamed(expert_group(), f"any {dist.get_rank()}"):
+            make_layer(transformer_config(EP2, "flashmoe"))
     except ConfigError as error:
         return str(error)
-    finally:
-        own._set_group_name(name)
     return ""
 
 

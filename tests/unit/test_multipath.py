@@ -51,7 +51,7 @@ from flashmoe_megatron.multipath.sockets import Pace, SocketLink
 from flashmoe_megatron.multipath.sums import sum_in_order
 from flashmoe_megatron.multipath.tickets import Tickets
 from flashmoe_megatron.telemetry.totals import LINKS
-from tests.distributed import PATIENCE_S, RankError, RankPool, run_ranks
+from tests.distributed import PATIENCE_S, RankError, RankPool, renamed, run_ranks
 from tools.bench import multipath as bench
 from tools.bench.multipath import _right, _wait_for_pacer, table
 
@@ -662,16 +662,14 @@ def in_groups_of_any_name(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     own = groups[rank // 2]
-    name = own.group_name
-    own._set_group_name(f"any {rank % 2}")
-    try:
-        with Multipath(own, links=["gloo"], min_bytes=1, timeout=PATIENCE_S) as multipath:
-            output = torch.zeros(200)
-            multipath.all_gather(output, torch.full((100,), float(rank)))
-            want = [float(rank // 2 * 2 + index) for index in range(2)]
-            assert torch.equal(output, torch.tensor(want).repeat_interleave(100))
-    finally:
-        own._set_group_name(name)
+    with (
+        renamed(own, f"any {rank % 2}"),
+        Multipath(own, links=["gloo"], min_bytes=1, timeout=PATIENCE_S) as multipath,
+    ):
+        output = torch.zeros(200)
+        multipath.all_gather(output, torch.full((100,), float(rank)))
+        want = [float(rank // 2 * 2 + index) for index in range(2)]
+        assert torch.equal(output, torch.tensor(want).repeat_interleave(100))
 
 
 def test_groups_may_have_any_name(ranks: RankPool) -> None:

@@ -118,14 +118,15 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
     import deepspeed
     import torch.distributed as dist
 
-    from flashmoe_megatron.per_group import check_ranks_agree, from_all
+    from flashmoe_megatron.per_group import check_alike, from_all
 
     # Ranks compare also where flashmoe is not enabled: another rank's configuration may differ.
     values = {f"{SECTION}.{name}": value for name, value in settings.agreed.items()}
-    check_ranks_agree(dist.group.WORLD, values)
+    told = from_all(lambda: (values, deepspeed.__version__), dist.group.WORLD)
+    check_alike([theirs for theirs, _ in told])
     if not settings.enabled:
         return _left_alone(engine, f"{SECTION}.enabled is false")
-    problem = versions_problem(from_all(lambda: deepspeed.__version__, dist.group.WORLD))
+    problem = versions_problem([release for _, release in told])
     if problem is not None:
         if settings.fallback == "error":
             raise ConfigError(

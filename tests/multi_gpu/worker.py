@@ -331,10 +331,10 @@ def bad_routing(job: Job) -> None:
     backend = job.backend(config)
     weights = job.weights(config, inputs)
     probs = inputs.probs[job.rank].clone()
-    is_faulty = job.rank == job.num_ranks - 1
-    if is_faulty:
+    faulty = job.num_ranks - 1
+    if job.rank == faulty:
         probs[3, inputs.routing_map[job.rank][3]] = float("nan")
-    wanted = "is NaN" if is_faulty else f"rank {job.num_ranks - 1} refused"
+    wanted = rf"^token 3 of rank {faulty}: its probability for expert \d+ is NaN"
     with pytest.raises(RoutingError, match=wanted):
         backend.forward(
             inputs.x[job.rank], probs, inputs.routing_map[job.rank], weights, training=True

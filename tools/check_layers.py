@@ -28,7 +28,7 @@ CSRC = [
 ]
 PYTHON = [
     ["errors", "_version", "streams"],
-    ["config"],
+    ["config", "driver"],
     ["planner", "replicas"],
     ["telemetry", "router"],
     ["options"],
@@ -63,7 +63,7 @@ HOSTS = [
     ["backend"],
 ]
 MULTIPATH = [
-    ["balancer", "driver", "shared", "sums"],
+    ["balancer", "shared", "sums"],
     ["control", "links", "tickets"],
     ["board", "group_link", "inbox", "ledger", "mapped", "simulated"],
     ["sockets", "trials", "watch"],

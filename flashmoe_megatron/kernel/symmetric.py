@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import driver
 from flashmoe_megatron.errors import ConfigError, HeapError
 from flashmoe_megatron.options import SymmetricMemory
 
@@ -106,18 +107,21 @@ def _link_rate(handle: Any, nbytes: int, device: torch.device) -> float:
     copies = LINK_TRIAL_BYTES // size
     if copies > MOST_LINK_COPIES:
         return 0.0
-    source = handle.get_buffer((handle.rank + 1) % handle.world_size, (size,), torch.uint8)
+    # The address, since the handle may be that of smaller memory that was freed: torch keeps
+    # NVSHMEM's handles by their addresses, at which new memory may lie.
+    source = int(handle.buffer_ptrs[(handle.rank + 1) % handle.world_size])
     try:
         here = torch.empty(size, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:  # the others wait for its rate all the same
         return 0.0
+    stream = int(torch.cuda.current_stream(device).cuda_stream)
     seconds = []
     for _ in range(3):
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(copies):
-            here.copy_(source)
+            driver.copy(here.data_ptr(), source, size, stream)
         end.record()
         end.synchronize()
         seconds.append(begin.elapsed_time(end) / 1e3)

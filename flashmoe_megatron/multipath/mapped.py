@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashmoe_megatron import driver
 from flashmoe_megatron.errors import DeviceError, LinkError, ShapeError
-from flashmoe_megatron.multipath import driver
 from flashmoe_megatron.multipath.control import Control
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron import driver
 from flashmoe_megatron.errors import DeviceError
-from flashmoe_megatron.multipath import board, driver
+from flashmoe_megatron.multipath import board
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Part, Piece, Place, Writes
 from flashmoe_megatron.multipath.mapped import Block, MappedMemory

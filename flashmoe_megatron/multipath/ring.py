@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashmoe_megatron import driver
 from flashmoe_megatron.errors import FlashMoEError, LinkError, reason_of, told_error
-from flashmoe_megatron.multipath import board, driver
+from flashmoe_megatron.multipath import board
 from flashmoe_megatron.multipath.balancer import CHUNKS
 from flashmoe_megatron.multipath.board import NUM_LANES
 from flashmoe_megatron.multipath.control import Control

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import driver
 from flashmoe_megatron.errors import HeapError, PeerTimeoutError
 from flashmoe_megatron.kernel import bindings, group_memory, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory
@@ -146,10 +147,36 @@ def test_a_rank_that_the_heap_leaves_no_room_knows_no_rate(monkeypatch: pytest.M
     def fail(*_: object, **__: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    peer = torch.zeros(symmetric.LINK_TRIAL_BYTES, dtype=torch.uint8)
-    heap = SimpleNamespace(rank=1, world_size=2, get_buffer=lambda rank, shape, dtype: peer)
+    heap = SimpleNamespace(rank=1, world_size=2, buffer_ptrs=[0, 0])
     monkeypatch.setattr(torch, "empty", fail)
-    assert symmetric._link_rate(heap, len(peer), torch.device("cpu")) == 0.0
+    assert symmetric._link_rate(heap, symmetric.LINK_TRIAL_BYTES, torch.device("cpu")) == 0.0
+
+
+def test_a_link_is_measured_whatever_size_the_handle_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives the handle of NVSHMEM's memory that was freed for what lies there since."""
+    copied: list[tuple[int, int]] = []
+
+    class Event:
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, _: "Event") -> float:
+            return 2.0  # milliseconds
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise RuntimeError("get_buffer: the requested size exceeds the allocated size")
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(
+        driver, "copy", lambda target, source, nbytes, stream: copied.append((source, nbytes))
+    )
+    heap = SimpleNamespace(rank=1, world_size=2, buffer_ptrs=[4096, 0], get_buffer=refuse)
+    nbytes = symmetric.LINK_TRIAL_BYTES // 4
+    rate = symmetric._link_rate(heap, nbytes, torch.device("cpu"))
+    assert copied == [(4096, nbytes)] * 4 * 3
+    assert rate == pytest.approx(symmetric.LINK_TRIAL_BYTES / 2e-3)
 
 
 @pytest.mark.parametrize("is_captured", [False, True], ids=["no graph", "a graph"])

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import driver
 from flashmoe_megatron.errors import (
     DeviceError,
     FlashMoEError,
@@ -27,7 +28,7 @@ from flashmoe_megatron.errors import (
     ShapeError,
     reason_of,
 )
-from flashmoe_megatron.multipath import board, driver, ring, trials
+from flashmoe_megatron.multipath import board, ring, trials
 from flashmoe_megatron.multipath.arena import Arena
 from flashmoe_megatron.multipath.links import Moved, timed_event
 from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath

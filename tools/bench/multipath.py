@@ -35,8 +35,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from examples.arguments import count
+from flashmoe_megatron import driver
 from flashmoe_megatron.errors import LinkError
-from flashmoe_megatron.multipath import driver
 from flashmoe_megatron.multipath.balancer import Balancer, chunks_of, cut
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Piece

@@ -1,4 +1,4 @@
-"""The few functions of CUDA's driver that links need and torch does not offer."""
+"""The few functions of CUDA's driver that torch does not offer."""
 
 import ctypes
 import functools

@@ -56,8 +56,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks note other transfers where only some have their own part to copy",
-        "times.is_sample()\n        if",
-        "times.is_sample() or meanwhile is not None\n        if",
+        "times.is_next_timed()\n        if",
+        "times.is_next_timed() or meanwhile is not None\n        if",
         "tests/unit/test_rings.py::test_ranks_take_note_of_the_same_transfers",
     ),
     Mutation(

@@ -6,6 +6,7 @@ Every rank owns one segment, which the others map. It begins with what ranks tel
   of it that this rank has taken out of the ring again; both count modulo 2**32;
 - two words that the rank itself writes and all others wait for: OFFERED, for how many direct copies
   it has offered its places, and WRITTEN, how many of its own have come to theirs;
+- a word ENDED that it writes for itself: the exchanges that its streams of the link have ended;
 - the last exchanges that the rank has begun, so that a peer sees that it has begun another one;
 - why the rank's links have failed, once they have, and the factor for what they bring: 1, then NaN.
 
@@ -31,6 +32,8 @@ NOTICE = _LOG + _LOG_ENTRIES * _ENTRY_BYTES
 _LENGTH = struct.Struct("<I")
 OFFERED, WRITTEN = HEADER_BYTES - 192, HEADER_BYTES - 128
 """Offsets of words that count direct copies, modulo 2**32."""
+ENDED = HEADER_BYTES - 256
+"""Offset of the word that counts exchanges, likewise."""
 VERDICT = HEADER_BYTES - 64
 """Offset of the factor for outputs, a float."""
 _FACTOR = struct.Struct("<f")

@@ -15,8 +15,8 @@ from flashmoe_megatron.multipath.links import (
     Flight,
     Link,
     broken_link,
+    moment,
     seconds_between,
-    timed_event,
 )
 
 
@@ -66,7 +66,7 @@ class _GroupFlight(Flight):
         part = exchange.parts[index]
         self._peers = ", ".join(str(piece.peer) for piece in exchange.pieces)
         self._operations, self._received = [], 0
-        self._started = exchange.started
+        self._started, self._is_timed = exchange.started, exchange.is_timed
         for piece in exchange.pieces:
             send, receive = (
                 tensor[part.begin : part.end] for tensor in (piece.send, piece.receive)
@@ -135,7 +135,7 @@ class _DeviceFlight(_GroupFlight):
         with torch.cuda.stream(stream):
             self._start()
             self._finish()
-            self._end_event = timed_event(stream)
+            self._end_event = moment(stream, self._is_timed)
         yield
 
     def join(self) -> None:

@@ -87,6 +87,7 @@ class Exchange(NamedTuple):
         stream: The current stream, for links of GPUs.
         started: Its moment behind which they may begin.
         is_beside: Whether the current stream has other work meanwhile.
+        is_timed: Whether what links do is timed: moments with a time hold a GPU up.
     """
 
     number: int
@@ -97,6 +98,7 @@ class Exchange(NamedTuple):
     stream: Any
     started: Any
     is_beside: bool = False
+    is_timed: bool = True
 
     @property
     def length(self) -> int:
@@ -109,7 +111,7 @@ class Moved(abc.ABC):
 
     @abc.abstractmethod
     def seconds(self) -> float:
-        """How long it took. Waits until that is known."""
+        """How long it took, if it was timed. Waits until that is known."""
 
     @abc.abstractmethod
     def num_bytes(self) -> int:
@@ -245,13 +247,18 @@ class Link(abc.ABC):
 
 
 def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """A moment of a stream with its time.
+    """A moment of a stream with its time, which takes the GPU some 3 us.
 
     An event for which a host may sleep would interrupt every process of the GPU when it is reached.
     """
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+def moment(stream: torch.cuda.Stream, is_timed: bool) -> torch.cuda.Event:
+    """A moment of a stream, with its time or without."""
+    return timed_event(stream) if is_timed else stream.record_event()
 
 
 def seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:

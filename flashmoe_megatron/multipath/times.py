@@ -11,7 +11,7 @@ from flashmoe_megatron.multipath.trials import seconds_of
 _WINDOWS = 4
 """Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
 _SAMPLES = 8
-"""One in so many transfers is timed where times decide nothing."""
+"""One in so many transfers is timed where that takes time; then windows are told one by one."""
 
 _Row = tuple[tuple[float, ...], Sequence[Moved | None]]
 """A transfer's shares, and what each link moved of it."""
@@ -36,23 +36,29 @@ class Times:
 
     The times of some windows are asked for when the next ones are full, so that nobody waits for a
     transfer, and used when those after them are, so that nobody waits for a rank.
+
+    Args:
+        control: The ranks.
+        has_samples: Whether only samples are timed.
     """
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: Control, *, has_samples: bool) -> None:
         self._control, self._count = control, 0
+        self._every = _SAMPLES if has_samples else 1
+        self._span = WINDOW if has_samples else _WINDOWS * WINDOW
         self._window: list[_Row] = []
         self._full: list[_Row] = []
         self._asked: tuple[Answers[list[float]] | None, list[Timed]] | None = None
 
-    def is_sample(self) -> bool:
-        """Whether the next one is to be timed of transfers whose times decide nothing."""
+    def is_next_timed(self) -> bool:
+        """Whether the next transfer is timed; on every rank or on none."""
         self._count += 1
-        return self._count % _SAMPLES == 0
+        return self._count % self._every == 0
 
     def add(self, shares: tuple[float, ...], links: Sequence[Moved | None]) -> Iterator[Timed]:
-        """Takes a transfer, link by link; gives earlier ones with their times, now and then."""
+        """Takes a timed transfer, link by link; gives earlier ones with times, now and then."""
         self._window.append((shares, links))
-        if len(self._window) < _WINDOWS * WINDOW:
+        if len(self._window) < self._span:
             return
         if self._asked is not None:
             answers, timed = self._asked

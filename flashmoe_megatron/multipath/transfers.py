@@ -30,6 +30,7 @@ from flashmoe_megatron.multipath.links import (
     Piece,
     Place,
     Writes,
+    moment,
     timed_event,
 )
 from flashmoe_megatron.multipath.times import Timed, Times
@@ -219,9 +220,8 @@ class Transfers:
             times = load.times = self._times_of(load)
         shares = balancer.shares(inbound)
         carried, chunks, rates, alone = self._settled(load, shares)
-        # One copy to each peer takes hardly longer than what it takes to time it. Ranks note the
-        # same transfers, also where only some of them have other work meanwhile.
-        is_noted = load.writes is None or times.is_sample()
+        # Ranks note the same transfers, also where only some of them have other work meanwhile.
+        is_noted = times.is_next_timed()
         if load.writes is not None and meanwhile is None:
             link = self.links[alone]
             self._totals[link.name].nbytes += load.writes.received
@@ -231,7 +231,9 @@ class Transfers:
             else:
                 self._write(link, load.what, load.writes)
             return {link}
-        flights = self.fly(load.what, load.pieces, carried, chunks, rates, meanwhile)
+        flights = self.fly(
+            load.what, load.pieces, carried, chunks, rates, meanwhile, is_timed=is_noted
+        )
         used = set()
         for link, flight in zip(self.links, flights, strict=True):
             if flight is not None:
@@ -247,7 +249,7 @@ class Transfers:
         if key not in self._times:
             if not load.balancer.is_tuned(load.inbound):
                 self.tune(load)
-            self._times[key] = Times(self._control)
+            self._times[key] = Times(self._control, has_samples=self.is_on_gpus)
         return self._times[key]
 
     def _write(self, link: Link, what: str, writes: Writes) -> None:
@@ -289,6 +291,7 @@ class Transfers:
         chunks: Sequence[int],
         rates: Sequence[float],
         meanwhile: Callable[[], object] | None = None,
+        is_timed: bool = True,
     ) -> list[Flight | None]:
         """Moves so many bytes of every piece over each link; the current stream waits for it.
 
@@ -299,7 +302,8 @@ class Transfers:
             chunks: Bytes that each link moves at once.
             rates: Bytes per second of each link, by which it takes chunks of the rest; with 0 there
                 is no rest.
-            meanwhile: As there.
+            meanwhile: As in :class:`Load`.
+            is_timed: Whether flights have times.
 
         Returns:
             What each link did, ``None`` for those that had nothing to do.
@@ -307,9 +311,11 @@ class Transfers:
         self._number += 1
         parts, used, turns = _plan(tuple(carried), tuple(chunks))
         stream = current_stream(self._device.index) if self.is_on_gpus else None
-        started = timed_event(stream) if stream else None
+        started = moment(stream, is_timed) if stream else None
         is_beside = meanwhile is not None
-        exchange = Exchange(self._number, what, pieces, parts, rates, stream, started, is_beside)
+        exchange = Exchange(
+            self._number, what, pieces, parts, rates, stream, started, is_beside, is_timed
+        )
         free = [index for index in used if self.links[index].takes_rest]
         ledger = None
         if free:
@@ -344,7 +350,10 @@ class Transfers:
             scaled = [nbytes // (self._num_ranks - 1) for nbytes in carried]
             # Without rates there is no rest: a trial shows what each link does alone.
             rates = [0.0] * len(scaled)
-            move = functools.partial(self.fly, what, pieces, scaled, chunks, rates)
+
+            def move(is_timed: bool = True) -> list[Flight | None]:
+                return self.fly(what, pieces, scaled, chunks, rates, is_timed=is_timed)
+
             if not self.is_on_gpus:
                 return greatest(self._control.gather(seconds_of(move())))
             # GPUs begin together, else a time has the lateness of a peer.

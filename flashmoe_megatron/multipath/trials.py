@@ -1,7 +1,6 @@
 """Trials of stage one between GPUs."""
 
 from collections.abc import Callable, Sequence
-from statistics import fmean
 from typing import Any, TypeVar
 
 from flashmoe_megatron.multipath.control import greatest
@@ -10,11 +9,11 @@ from flashmoe_megatron.multipath.links import Moved, seconds_between
 _Result = TypeVar("_Result")
 
 _REPEATS = 5
-"""Transfers of a trial that count, behind one that does not."""
+"""Transfers of a trial that count, behind one that does not; of them only the last is timed."""
 
 
 def one_of_a_row(
-    move: Callable[[], Sequence[Moved | None]],
+    move: Callable[[bool], Sequence[Moved | None]],
     mark: Callable[[], Any],
     gather: Callable[[list[float]], list[list[float]]],
 ) -> list[float]:
@@ -25,15 +24,16 @@ def one_of_a_row(
     it, and what the host and the meetings of ranks take. The others' are in proportion.
 
     Args:
-        move: Issues a transfer; gives what each link moves, ``None`` for one without bytes.
+        move: Issues a transfer, timed or not; gives what each link moves, ``None`` for one without
+            bytes.
         mark: An event with a time, behind what has been issued.
         gather: Tells all ranks a row of numbers and gives theirs.
     """
-    runs, took = row_of(move, mark)
-    means = [fmean(column) for column in zip(*map(seconds_of, runs), strict=True)]
-    *means, took = greatest(gather([*means, took]))
-    slowest = max(means) or 1.0
-    return [took * mean / slowest for mean in means]
+    are_timed = iter([False] * _REPEATS + [True])
+    runs, took = row_of(lambda: move(next(are_timed)), mark)
+    *each, took = greatest(gather([*seconds_of(runs[-1]), took]))
+    slowest = max(each) or 1.0
+    return [took * one / slowest for one in each]
 
 
 def row_of(move: Callable[[], _Result], mark: Callable[[], Any]) -> tuple[list[_Result], float]:

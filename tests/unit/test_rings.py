@@ -30,7 +30,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.multipath import board, ring, trials
 from flashmoe_megatron.multipath.arena import Arena
-from flashmoe_megatron.multipath.links import Moved, timed_event
+from flashmoe_megatron.multipath.links import Moved, moment
 from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.ring import HostRelay
@@ -387,7 +387,7 @@ def alone(group: dist.ProcessGroup, is_direct: bool) -> str:
         tuned = multipath.transfers.direct if is_direct else multipath.transfers.balancer
         tuned.tune(100, lambda carried, chunks: [1e-6 * max(carried)])
         events = list[Any]()
-        patch.setattr("flashmoe_megatron.multipath.transfers.timed_event", noting(events))
+        patch.setattr("flashmoe_megatron.multipath.transfers.moment", noting(events))
         if rank == 0:
             multipath.all_gather(output, part)
             current.synchronize()  # which ends, since the link lets its streams go
@@ -400,9 +400,9 @@ def alone(group: dist.ProcessGroup, is_direct: bool) -> str:
         return "no error"
 
 
-def noting(made: list[Any]) -> Callable[[Any], Any]:
-    def noted(stream: Any) -> Any:
-        made.append(timed_event(stream))
+def noting(made: list[Any]) -> Callable[[Any, bool], Any]:
+    def noted(stream: Any, is_timed: bool) -> Any:
+        made.append(moment(stream, is_timed))
         return made[-1]
 
     return noted
@@ -426,9 +426,9 @@ def by_shares_of_their_own(group: dist.ProcessGroup) -> None:
                 nbytes, lambda carried, chunks: [1e-9 * carried[0], 1.0]
             )
 
-            def noted(what: str, pieces: Any, carried: tuple[int, ...], *rest: Any) -> Any:
-                moved.append(carried)
-                return fly(what, pieces, carried, *rest)
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                moved.append(args[2])
+                return fly(*args, **kwargs)
 
             patch.setattr(multipath.transfers, "fly", noted)
             part = torch.ones(nbytes, dtype=torch.uint8)
@@ -450,9 +450,9 @@ def trials_alone(group: dist.ProcessGroup, is_direct: bool) -> None:
         with Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=30) as multipath:
             flown, fly = list[str](), multipath.transfers.fly
 
-            def noted(what: str, *rest: Any) -> Any:
-                flown.append(what)
-                return fly(what, *rest)
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                flown.append(args[0])
+                return fly(*args, **kwargs)
 
             patch.setattr(multipath.transfers, "fly", noted)
             memory = multipath.empty(2 * 2**16)
@@ -536,9 +536,9 @@ def into_shared_tensors(group: dist.ProcessGroup) -> None:
         with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
             fly = multipath.transfers.fly
 
-            def noted(what: str, pieces: Any, *rest: Any) -> Any:
-                moved.append(pieces[0].place is not None)
-                return fly(what, pieces, *rest)
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                moved.append(args[1][0].place is not None)
+                return fly(*args, **kwargs)
 
             # A program's tensors lie somewhere in allocations, on each rank somewhere else.
             allocation = driver.tensor(driver.allocate(2**17), 2**17, device)

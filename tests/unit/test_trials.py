@@ -35,14 +35,16 @@ class Flight:
         self.num_bytes = lambda: 1
 
 
-def test_one_in_eight_is_timed_where_times_decide_nothing() -> None:
-    times = Times(SimpleNamespace())  # type: ignore[arg-type]
-    assert [times.is_sample() for _ in range(24)] == ([False] * 7 + [True]) * 3
+def test_one_in_eight_is_timed_where_that_takes_time() -> None:
+    for has_samples, eight in ((True, [False] * 7 + [True]), (False, [True] * 8)):
+        times = Times(SimpleNamespace(), has_samples=has_samples)  # type: ignore[arg-type]
+        assert [times.is_next_timed() for _ in range(24)] == eight * 3
 
 
-def test_times_are_the_slowest_ranks_and_come_two_spans_later() -> None:
+@pytest.mark.parametrize("has_samples", [False, True])
+def test_times_are_the_slowest_ranks_and_come_two_spans_later(has_samples: bool) -> None:
     """The other rank is twice as slow, and is not asked of a span of one link alone."""
-    span = _WINDOWS * WINDOW
+    span = WINDOW if has_samples else _WINDOWS * WINDOW
     asked: list[list[float]] = []
 
     def ask(values: list[float]) -> Any:
@@ -53,7 +55,8 @@ def test_times_are_the_slowest_ranks_and_come_two_spans_later() -> None:
         return SimpleNamespace(seconds=lambda: seconds, num_bytes=lambda: nbytes)
 
     for num_pairs, num_asked in ((4 * span, 3), (1, 1), (0, 0)):
-        times, found, want = Times(SimpleNamespace(ask=ask)), [], []  # type: ignore[arg-type]
+        control: Any = SimpleNamespace(ask=ask)
+        times, found, want = Times(control, has_samples=has_samples), [], []
         for index in range(4 * span):
             is_pair = index < num_pairs
             other = flight(index + 0.5, 2 * index) if is_pair else None
@@ -85,7 +88,8 @@ def test_ranks_have_the_same_shares_when_a_link_comes_back() -> None:
                 index = next(asked)
                 return SimpleNamespace(wait=lambda: [one[index] for one in told])
 
-            self.times = Times(SimpleNamespace(ask=ask))  # type: ignore[arg-type]
+            control: Any = SimpleNamespace(ask=ask)
+            self.times = Times(control, has_samples=True)
 
         @staticmethod
         def took(carried: Sequence[int], chunks: Sequence[int]) -> list[float]:
@@ -129,7 +133,9 @@ class Pair:
         self._host = self._sent = self._received = 0.0
         self._free = [0.0, 0.0, 0.0]
 
-    def move(self, carried: Sequence[int], chunks: Sequence[int]) -> list[Any]:
+    def move(
+        self, carried: Sequence[int], chunks: Sequence[int], is_timed: bool = True
+    ) -> list[Any]:
         pairs = list(zip(carried, chunks, strict=True))
         self._host += sum(math.ceil(nbytes / chunk) for nbytes, chunk in pairs) * self._chunk_s
         leaves, began = max(self._host, self._sent), max(self._host, self._received)

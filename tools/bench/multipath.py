@@ -505,8 +505,8 @@ def _right(both: Multipath, count: int, largest: int = 2**26) -> dict[str, Any]:
     moved, fly = dict.fromkeys((link.name for link in transfers.links), 0), transfers.fly
     shares: list[float] = []
 
-    def counted(*args: Any) -> list[Any]:
-        flights = fly(*args)
+    def counted(*args: Any, **kwargs: Any) -> list[Any]:
+        flights = fly(*args, **kwargs)
         for link, flight in zip(transfers.links, flights, strict=True):
             moved[link.name] += flight.num_bytes() if flight else 0
         return flights

@@ -43,7 +43,7 @@ _BALANCED = 0.02
 """The search of stage one ends where the slowest and the fastest link differ by less."""
 _CHUNK_FACTORS = (1.0, 0.5, 0.25)
 """How much smaller chunks of links with small shares are tried."""
-_NEIGHBOURS = (0.01, 0.025)
+_NEIGHBOURS = (0.005, 0.01, 0.02)
 """How far from the best shares the last comparison of stage one looks, to both sides."""
 LEAST_GAIN = 0.03
 """How much faster several links have to be than one alone, for what the others cost the host and
@@ -51,9 +51,11 @@ since the best of several trials is in part the luckiest."""
 LEAST_SECONDS = 16e-6
 """How much less time they have to take besides: they cost the host some 180 us more, a transfer."""
 _ROUNDS = 3
-"""How often that comparison tries each; the median counts."""
+"""How often that comparison tries each; the least counts, since what disturbs a trial only makes it
+longer."""
 _LAST_ROUNDS = 5
-"""How often its fastest shares and one link alone are tried anew."""
+"""How often its fastest shares and one link alone are tried anew; there the median counts, since a
+caller is disturbed, too."""
 _THRESHOLD, _RETURN_THRESHOLD = 0.10, 0.03
 """How far apart links have to be before stage two moves bytes: off the fastest link, and back."""
 _GAIN, _RETURN_GAIN = 0.5, 1.0
@@ -361,24 +363,28 @@ class _Tuning:
         if rounds <= 0 or len(candidates) == 1:
             gains = _gains(max(best.seconds), max(alone.seconds), least_gain)
             return best.shares if gains else alone.shares
-        medians = self._medians(list(candidates), rounds)
-        fastest = min(candidates, key=lambda shares: medians[shares])
+        least = self._in_turns(list(candidates), rounds, min)
+        fastest = min(candidates, key=lambda shares: least[shares])
+        took = {shares: least[shares] for shares in (fastest, alone.shares)}
         rounds = min(_LAST_ROUNDS, (MAX_TRIALS - self.trials) // 2)
         if fastest != alone.shares and rounds > 0:
             # What is the fastest of several has been lucky in part, which it will not be anew.
-            medians = self._medians([fastest, alone.shares], rounds)
-        gains = _gains(medians[fastest], medians[alone.shares], least_gain)
+            took = self._in_turns(list(took), rounds, median)
+        gains = _gains(took[fastest], took[alone.shares], least_gain)
         return fastest if gains else alone.shares
 
-    def _medians(
-        self, candidates: Sequence[tuple[float, ...]], rounds: int
+    def _in_turns(
+        self,
+        candidates: Sequence[tuple[float, ...]],
+        rounds: int,
+        of_all: Callable[[list[float]], float],
     ) -> dict[tuple[float, ...], float]:
         """The seconds of several shares, which are tried in turns."""
         took = {shares: list[float]() for shares in candidates}
         for _ in range(rounds):
             for shares in candidates:
                 took[shares].append(max(self._try(shares).seconds))
-        return {shares: median(each) for shares, each in took.items()}
+        return {shares: of_all(each) for shares, each in took.items()}
 
     def _alone_for(self, link: int, nbytes: int, chunk: int) -> float:
         self.trials += 1

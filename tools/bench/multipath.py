@@ -354,7 +354,7 @@ def _reductions(rank: int, about: dict[str, Any], device: torch.device) -> None:
 
 def _gbps(ways: dict[str, Callable[[], Any]], inbound: int) -> dict[str, float]:
     """GB/s into a rank of each way, in turns, as the slowest rank has it."""
-    times = 5 if inbound > 2**27 else 20  # what is small has to be told from chance
+    times = max(5, min(20, 2**33 // inbound))  # what is small has to be told from chance
     calls = {name: functools.partial(turn_ms, way, times) for name, way in ways.items()}
     taken = {name: statistics.median(each) for name, each in in_turns(calls, 5).items()}
     values: list[Any] = [None] * dist.get_world_size()

@@ -61,6 +61,18 @@ MUTATIONS = (
         "tests/unit/test_rings.py::test_ranks_take_note_of_the_same_transfers",
     ),
     Mutation(
+        "every gather by two links is timed, which holds a GPU up",
+        "return timed_event(stream) if is_timed else stream.record_event()",
+        "return timed_event(stream)",
+        "tests/unit/test_rings.py::test_a_gather_by_two_links_is_timed_one_time_in_eight",
+    ),
+    Mutation(
+        "a gather does not wait for the relay's part",
+        "            self.link.await_end(self._stream, self._number)\n",
+        "            pass\n",
+        "tests/unit/test_rings.py::test_gathers_without_a_detour_have_shares_of_their_own",
+    ),
+    Mutation(
         "a link goes on whose partner has failed",
         "            for partner in self.partners:\n                partner.fail(error)\n",
         "",

@@ -303,7 +303,8 @@ class RingLink(Link):
     def end(self, stream: torch.cuda.Stream) -> int:
         """Counts an exchange as ended when a stream comes here; gives its number.
 
-        Another stream that waits for it does so sooner by such a word than by an event.
+        Another stream that waits for it does so sooner by such a word than by an event. The word
+        only grows, since an exchange begins behind the end of the one before.
         """
         self._num_ended += 1
         ended = self.headers[self.rank] + board.ENDED

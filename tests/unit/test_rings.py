@@ -30,7 +30,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.multipath import board, ring, trials
 from flashmoe_megatron.multipath.arena import Arena
-from flashmoe_megatron.multipath.links import Moved, moment
+from flashmoe_megatron.multipath.links import Moved, moment, timed_event
 from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.ring import HostRelay
@@ -913,6 +913,34 @@ def noted_times(group: dist.ProcessGroup) -> list[int]:
 
 def test_ranks_take_note_of_the_same_transfers(ranks: RankPool) -> None:
     assert ranks.run(noted_times, num_ranks=2) == [[100] * 4] * 2
+
+
+def timed_moments(group: dist.ProcessGroup) -> int:
+    """Moments with a time in sixteen gathers by two links."""
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        device, nbytes, timed = torch.device("cpu"), 2**16, list[Any]()
+        with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
+            multipath.transfers.direct.tune(
+                nbytes, lambda carried, chunks: [1e-9 * one for one in carried]
+            )
+            memory = multipath.empty(2 * nbytes)
+            part = memory[nbytes * dist.get_rank(group) :][:nbytes].fill_(1)
+
+            def noting(stream: Any) -> Any:
+                timed.append(timed_event(stream))
+                return timed[-1]
+
+            patch.setattr("flashmoe_megatron.multipath.links.timed_event", noting)
+            for _ in range(16):
+                multipath.all_gather(memory, part)
+            current.synchronize()
+            assert bool((memory == 1).all())
+        return len(timed)
+
+
+def test_a_gather_by_two_links_is_timed_one_time_in_eight(ranks: RankPool) -> None:
+    """A moment with a time holds a GPU up: each of the two has a begin and two links' ends."""
+    assert ranks.run(timed_moments, num_ranks=2) == [2 * 3] * 2
 
 
 def into_other_parts(group: dist.ProcessGroup, operation: str) -> str:

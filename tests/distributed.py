@@ -27,7 +27,7 @@ import torch.distributed as dist
 GRACE_S = 3.0
 """How long the other ranks may take to fail too once one has failed."""
 
-WRITING_S = 0.5
+WRITING_S = 2.0
 """How long a rank may take to write its stacks."""
 
 PATIENCE_S = 240.0

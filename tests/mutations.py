@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a gather does not wait for the relay's part",
-        "            self.link.await_end(self._stream, self._number)\n",
+        "            self.link.await_end(self._stream, self._end_number)\n",
         "            pass\n",
         "tests/unit/test_rings.py::test_gathers_without_a_detour_have_shares_of_their_own",
     ),

@@ -239,6 +239,7 @@ class RingLink(Link):
                 self.headers[peer] = self.registered(memory, 0, board.HEADER_BYTES)
 
         control.agree(register)
+        self._ended = self.headers[self.rank] + board.ENDED
         inbound, outbound, common = self._slots(control)
         self.inbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
         self.outbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
@@ -307,14 +308,12 @@ class RingLink(Link):
         only grows, since an exchange begins behind the end of the one before.
         """
         self._num_ended += 1
-        ended = self.headers[self.rank] + board.ENDED
-        driver.write_value(int(stream.cuda_stream), ended, self._num_ended)
+        driver.write_value(int(stream.cuda_stream), self._ended, self._num_ended)
         return self._num_ended
 
     def await_end(self, stream: torch.cuda.Stream, number: int) -> None:
         """Makes a stream wait for that."""
-        ended = self.headers[self.rank] + board.ENDED
-        driver.wait_value(int(stream.cuda_stream), ended, number)
+        driver.wait_value(int(stream.cuda_stream), self._ended, number)
 
     def send_to_all(self, lane: int, address: int, nbytes: int) -> None:
         """Issues a lane's next chunk, from an address to every peer, if the link sends it once."""
@@ -474,7 +473,7 @@ class RingFlight(Flight):
         for stream in others:
             first.wait_stream(stream)
         self.ended = moment(first, self._is_timed)
-        self._number = None if first is self._stream else self.link.end(first)
+        self._end_number = None if first is self._stream else self.link.end(first)
         self.link.watch.add(self)
 
     def has_begun(self) -> bool:
@@ -488,8 +487,8 @@ class RingFlight(Flight):
     def join(self) -> None:
         """Makes the current stream wait for it."""
         self.link.raise_if_broken()
-        if self._number is not None:
-            self.link.await_end(self._stream, self._number)
+        if self._end_number is not None:
+            self.link.await_end(self._stream, self._end_number)
 
     def seconds(self) -> float:
         """By the GPU's clock, from when this rank could begin."""

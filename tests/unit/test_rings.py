@@ -387,7 +387,7 @@ def alone(group: dist.ProcessGroup, is_direct: bool) -> str:
         tuned = multipath.transfers.direct if is_direct else multipath.transfers.balancer
         tuned.tune(100, lambda carried, chunks: [1e-6 * max(carried)])
         events = list[Any]()
-        patch.setattr("flashmoe_megatron.multipath.transfers.moment", noting(events))
+        patch.setattr("flashmoe_megatron.multipath.transfers.moment", noting(moment, events))
         if rank == 0:
             multipath.all_gather(output, part)
             current.synchronize()  # which ends, since the link lets its streams go
@@ -400,10 +400,12 @@ def alone(group: dist.ProcessGroup, is_direct: bool) -> str:
         return "no error"
 
 
-def noting(made: list[Any]) -> Callable[[Any, bool], Any]:
-    def noted(stream: Any, is_timed: bool) -> Any:
-        made.append(moment(stream, is_timed))
-        return made[-1]
+def noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    """The function, which notes the positional arguments of each call before that."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return function(*args, **kwargs)
 
     return noted
 
@@ -418,7 +420,7 @@ def by_shares_of_their_own(group: dist.ProcessGroup) -> None:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         device = torch.device("cpu")
         with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
-            nbytes, moved, fly = 2**16, list[tuple[int, ...]](), multipath.transfers.fly
+            nbytes, flights = 2**16, list[Any]()
             multipath.transfers.balancer.tune(
                 nbytes, lambda carried, chunks: [1e-9 * one for one in carried]
             )
@@ -426,17 +428,14 @@ def by_shares_of_their_own(group: dist.ProcessGroup) -> None:
                 nbytes, lambda carried, chunks: [1e-9 * carried[0], 1.0]
             )
 
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                moved.append(args[2])
-                return fly(*args, **kwargs)
-
-            patch.setattr(multipath.transfers, "fly", noted)
+            patch.setattr(multipath.transfers, "fly", noting(multipath.transfers.fly, flights))
             part = torch.ones(nbytes, dtype=torch.uint8)
             memory = multipath.empty(2 * nbytes)
             for output in (memory, torch.empty_like(memory)):
                 multipath.all_gather(output, part)
                 current.synchronize()
                 assert bool((output == 1).all())
+            moved = [carried for _, _, carried, *_ in flights]
             assert moved == [(nbytes, 0), (nbytes // 2, nbytes // 2)]
 
 
@@ -448,20 +447,15 @@ def trials_alone(group: dist.ProcessGroup, is_direct: bool) -> None:
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
         device = torch.device("cpu")
         with Multipath(group, device=device, links=LINKS[:1], min_bytes=1, timeout=30) as multipath:
-            flown, fly = list[str](), multipath.transfers.fly
-
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                flown.append(args[0])
-                return fly(*args, **kwargs)
-
-            patch.setattr(multipath.transfers, "fly", noted)
+            flights = list[Any]()
+            patch.setattr(multipath.transfers, "fly", noting(multipath.transfers.fly, flights))
             memory = multipath.empty(2 * 2**16)
             part = torch.ones(2**16, dtype=torch.uint8)
             output = memory if is_direct else torch.empty_like(memory)
             multipath.all_gather(output, part)
             current.synchronize()
-            timed = [what for what in flown if what != "a meeting"]
-            assert len(timed) < len(flown)
+            timed = [what for what, *_ in flights if what != "a meeting"]
+            assert len(timed) < len(flights)
             # The call itself has its own part to copy meanwhile, so that it has a flight.
             assert (len(timed) == 1) == is_direct
 
@@ -490,15 +484,10 @@ def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
     """Sums of parts that peers have written to this rank's inbox, which grows and is used again."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, num_queues) as current:
-        device, direct = torch.device("cpu"), list[bool]()
+        device, exchanges = torch.device("cpu"), list[Any]()
         with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
             exchange = multipath.transfers.exchange
-
-            def noted(load: Any) -> Any:
-                direct.append(load.pieces[0].place is not None)
-                return exchange(load)
-
-            patch.setattr(multipath.transfers, "exchange", noted)
+            patch.setattr(multipath.transfers, "exchange", noting(exchange, exchanges))
             sum_and_mark_behind(current, patch)
             memory = multipath.empty(4 * 5 * 30_000)
             for dtype in (torch.bfloat16, torch.float32):
@@ -517,10 +506,11 @@ def reductions(group: dist.ProcessGroup, num_queues: int) -> None:
                         for place in (torch.empty(nbytes, dtype=torch.uint8), memory[:nbytes]):
                             whole = place.view(dtype)
                             whole.copy_(parts[rank][:-2])
-                            direct.clear()
+                            exchanges.clear()
                             multipath.all_reduce(whole, op)
                             current.synchronize()
                             assert torch.equal(whole, want[:-2])
+                            direct = [load.pieces[0].place is not None for (load,) in exchanges]
                             assert direct == [True, place.data_ptr() == memory.data_ptr()]
 
 
@@ -532,14 +522,9 @@ def test_reductions_without_a_detour(num_ranks: int, num_queues: int, ranks: Ran
 def into_shared_tensors(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank(group)
     with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
-        device, moved = torch.device("cpu"), list[bool]()
+        device, flights = torch.device("cpu"), list[Any]()
         with Multipath(group, device=device, links=LINKS, min_bytes=1, timeout=30) as multipath:
             fly = multipath.transfers.fly
-
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                moved.append(args[1][0].place is not None)
-                return fly(*args, **kwargs)
-
             # A program's tensors lie somewhere in allocations, on each rank somewhere else.
             allocation = driver.tensor(driver.allocate(2**17), 2**17, device)
             output, alike = (
@@ -553,13 +538,14 @@ def into_shared_tensors(group: dist.ProcessGroup) -> None:
                 part = torch.full((length,), rank + 1, dtype=torch.uint8)
                 multipath.all_gather(target, part)
                 current.synchronize()
-                patch.setattr(multipath.transfers, "fly", noted)
-                moved.clear()
+                patch.setattr(multipath.transfers, "fly", noting(fly, flights))
+                flights.clear()
                 target.zero_()
                 dist.barrier(group)
                 multipath.all_gather(target, part)
                 current.synchronize()
                 assert target.tolist() == [1] * length + [2] * length
+                moved = [pieces[0].place is not None for _, pieces, *_ in flights]
                 assert moved == [target is not alike]
                 patch.setattr(multipath.transfers, "fly", fly)
             refused = alike if rank else driver.tensor(driver.allocate(70_000), 70_000, device)
@@ -926,11 +912,9 @@ def timed_moments(group: dist.ProcessGroup) -> int:
             memory = multipath.empty(2 * nbytes)
             part = memory[nbytes * dist.get_rank(group) :][:nbytes].fill_(1)
 
-            def noting(stream: Any) -> Any:
-                timed.append(timed_event(stream))
-                return timed[-1]
-
-            patch.setattr("flashmoe_megatron.multipath.links.timed_event", noting)
+            patch.setattr(
+                "flashmoe_megatron.multipath.links.timed_event", noting(timed_event, timed)
+            )
             for _ in range(16):
                 multipath.all_gather(memory, part)
             current.synchronize()

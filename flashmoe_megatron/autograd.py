@@ -1,18 +1,25 @@
 """Makes a backend differentiable: one autograd node per layer and call."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together, Void, WeightGrad
 from flashmoe_megatron.checks import check_choices_dtype, check_readable
 from flashmoe_megatron.eager import eager
-from flashmoe_megatron.errors import ConfigError, ShapeError, reason_of, told_error
+from flashmoe_megatron.errors import (
+    ConfigError,
+    FlashMoEError,
+    ShapeError,
+    reason_of,
+    told_error,
+)
 from flashmoe_megatron.router import Router, refuse_forward_mode, refuse_second_derivative
 from flashmoe_megatron.weights import SplitGrads, SplitWeights, WrappedWeights
 
@@ -20,15 +27,33 @@ AfterBackward = Callable[[Sequence[torch.Tensor]], None]
 """Takes the fc2 weights whose gradients a backward adds to main_grad."""
 
 
-class SharedHooks(Protocol):
-    """Stands in for hooks on all weights of a layer, whose gradients are added to main_grad."""
+class MainGrads(Protocol):
+    """Has backwards add weights' gradients to ``main_grad``, and hears of each weight by a hook.
 
-    def are_due(self) -> bool:
-        """Whether the hooks would do anything in this backward."""
+    The hook is on the weight's gradient accumulator, which autograd runs once in a backward pass,
+    after every contribution. A gradient that was added elsewhere reaches it as none.
+
+    Attributes:
+        gives_dummies: Whether the accumulators get a dummy in place of none.
+    """
+
+    gives_dummies: bool
+
+    def begin(self, accumulators: Sequence[Any] | None) -> list[bool] | None:
+        """Begins a backward of a layer, in the order of the weights.
+
+        Args:
+            accumulators: The nodes of autograd of all weights, ``None`` of those that are frozen.
+                ``None`` where this pass runs them all.
+
+        Returns:
+            Which weights' gradients are added to ``main_grad``; autograd gets the others.
+            ``None`` where all are.
+        """
         ...
 
-    def __call__(self) -> None:
-        """Does what they would."""
+    def is_due(self) -> bool:
+        """Whether what this pass adds will be reduced as soon as it is complete."""
         ...
 
 
@@ -53,7 +78,7 @@ def moe_apply(
     router: Router | None = None,
     after_backward: AfterBackward | None = None,
     on_saved: OnSaved | None = None,
-    shared_hooks: SharedHooks | None = None,
+    main_grads: MainGrads | None = None,
 ) -> torch.Tensor:
     """Applies a layer's routed experts, with gradients for tokens, probabilities and weights.
 
@@ -97,9 +122,9 @@ def moe_apply(
         after_backward: Called in backward when the backend's has been issued, before hooks on the
             parameters; in it and in these hooks the backend's ``early_fc2_grads`` may be used.
         on_saved: Called in a forward that saves something, before hooks on saved tensors.
-        shared_hooks: Called in backward in place of the hooks on all weights, which then are no
-            inputs of autograd's node; all have a ``main_grad``, and ``after_backward`` is called
-            where these hooks are due. None with ``SplitWeights``.
+        main_grads: In place of ``accumulate_into_main_grad``: adds gradients as far as nobody else
+            has to see them, whatever else autograd brings for a weight, and leaves no mark on it.
+            ``after_backward`` is called where it is due. None with ``SplitWeights``.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
@@ -118,8 +143,7 @@ def moe_apply(
         given, routing = _one_routing(probs, routing_map, topk_idx, topk_weight)
         parameters: tuple[torch.Tensor, ...] = ()
         if torch.is_grad_enabled():
-            shared = (_anchor_on(x.device),)
-            parameters = _tensors_of(weights) if shared_hooks is None else shared
+            parameters = _tensors_of(weights)
         if not parameters or not any(t.requires_grad for t in (x, given, *parameters)):
             taken = _as_taken(weights, backend)
             return backend.forward(
@@ -137,11 +161,12 @@ def moe_apply(
             after_backward,
             on_saved,
             None,
-            shared_hooks,
+            main_grads,
             routing,
             x,
             given,
             *parameters,
+            *_anchors_of(main_grads, x.device),
         )
         assert isinstance(out, torch.Tensor)
         return out
@@ -155,6 +180,7 @@ def moe_apply(
         weights,
         accumulate_into_main_grad=accumulate_into_main_grad,
         after_backward=after_backward,
+        main_grads=main_grads,
     )
 
 
@@ -167,6 +193,7 @@ def void_call(
     *,
     accumulate_into_main_grad: bool = False,
     after_backward: AfterBackward | None = None,
+    main_grads: MainGrads | None = None,
 ) -> torch.Tensor:
     """NaN in the place of a call that this rank refuses, and of which the others hear late.
 
@@ -180,6 +207,7 @@ def void_call(
         weights: The local experts.
         accumulate_into_main_grad: See :func:`moe_apply`.
         after_backward: See :func:`moe_apply`.
+        main_grads: See :func:`moe_apply`.
 
     Raises:
         FlashMoEError: The call's own, if ``x`` is no plain tensor, of which nobody could make NaN.
@@ -206,11 +234,12 @@ def void_call(
         after_backward,
         None,
         together.void.of(probs),
-        None,
+        main_grads,
         None,
         x,
         probs,
         *parameters,
+        *_anchors_of(main_grads, x.device),
     )
     assert isinstance(out, torch.Tensor)
     return out
@@ -267,7 +296,7 @@ class _RoutedExperts(torch.autograd.Function):
         after_backward: AfterBackward | None,
         on_saved: OnSaved | None,
         void: Void | None,
-        shared_hooks: SharedHooks | None,
+        main_grads: MainGrads | None,
         routing_map: torch.Tensor,
         x: torch.Tensor,
         probs: torch.Tensor,
@@ -294,9 +323,10 @@ class _RoutedExperts(torch.autograd.Function):
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
         # The parameters and not views of them: ZeRO-3 frees and gathers them in between.
-        inputs = _tensors_of(weights) if shared_hooks is None else ()
+        inputs = _tensors_of(weights) if main_grads is None else ()
         ctx.save_for_backward(*inputs, *tensors)
-        ctx.shared_hooks = shared_hooks
+        ctx.main_grads = main_grads
+        ctx.versions = 0 if main_grads is None else _versions_of(weights)
         ctx.backend = backend
         # The objects themselves: a hook on saved tensors may return copies without main_grad.
         ctx.owners = weights
@@ -311,11 +341,15 @@ class _RoutedExperts(torch.autograd.Function):
             with torch.autocast(kind, enabled=False):
                 return _RoutedExperts.backward(ctx, *grad_outputs)
         refuse_second_derivative("layer")
-        hooks: SharedHooks | None = ctx.shared_hooks
+        main_grads: MainGrads | None = ctx.main_grads
         num_weights = len(_tensors_of(ctx.owners))
-        num_saved = num_weights if hooks is None else 0
+        num_saved = num_weights if main_grads is None else 0
         values = ctx.saved_tensors
-        weights = _with_tensors(ctx.owners, values[:num_weights]) if hooks is None else ctx.owners
+        if main_grads is None:
+            weights = _with_tensors(ctx.owners, values[:num_weights])
+        else:
+            weights = ctx.owners
+            _check_not_changed(weights, ctx.versions)
         saved = _give_tensors(ctx.skeleton, values[num_saved:])
         if isinstance(saved, _Inputs):
             saved = ctx.backend.forward(
@@ -328,21 +362,7 @@ class _RoutedExperts(torch.autograd.Function):
             )[1]  # the output, which the backward does not need, is freed here
         elif isinstance(saved, Void) and ctx.backend.keep == "inputs":
             saved = _refused_again(ctx.backend, saved)
-        destinations: _Destinations | _SplitDestinations
-        if isinstance(weights, SplitWeights):
-            destinations = _SplitDestinations(weights, ctx.backend)
-        elif hooks is not None:
-            if _accumulates(ctx.next_functions[-1][0]):
-                destinations = _Destinations.in_main_grad(ctx.owners)
-            else:
-                destinations = _Destinations(ctx.owners, [False] * num_weights)
-                hooks = None
-        else:
-            adds = [
-                ctx.accumulate_into_main_grad and _accumulates(node)
-                for node, _ in ctx.next_functions[-num_weights:]
-            ]
-            destinations = _Destinations(ctx.owners, adds)
+        destinations = _destinations_of(ctx, weights, grad_outputs[0].device)
         targets = destinations.targets
         grad_x, grad_probs = ctx.backend.backward(
             grad_outputs[0].contiguous(),
@@ -353,15 +373,11 @@ class _RoutedExperts(torch.autograd.Function):
             targets["fc1_bias"],
             targets["fc2_bias"],
         )
-        is_due = ctx.shared_hooks is None or (hooks is not None and hooks.are_due())
-        if ctx.after_backward is not None and is_due:
+        if ctx.after_backward is not None and (main_grads is None or main_grads.is_due()):
             ctx.after_backward(destinations.fc2_in_main_grad())
-        if ctx.shared_hooks is not None:
-            if hooks is not None and is_due:
-                hooks()
-            return *[None] * 10, grad_x, grad_probs, None
         # Autograd drops the gradients of inputs that need none.
-        return *[None] * 10, grad_x, grad_probs, *destinations.grads()
+        anchors = () if main_grads is None else (None,)
+        return *[None] * 10, grad_x, grad_probs, *destinations.grads(), *anchors
 
 
 def _refused_again(backend: Backend, void: Void) -> Void:
@@ -393,10 +409,14 @@ class _Destinations:
         owners: The parameters.
         adds: Whether each parameter's gradient is added to main_grad, in the order of the node's
             inputs.
+        main_grads: Who hears of those that are added; ``None`` if the parameters are marked.
     """
 
-    def __init__(self, owners: ExpertWeights, adds: Sequence[bool]) -> None:
+    def __init__(
+        self, owners: ExpertWeights, adds: Sequence[bool], main_grads: MainGrads | None = None
+    ) -> None:
         self._owners = owners
+        self._main_grads = main_grads
         left = iter(adds)
         self.targets: _Targets = {
             kind: [self._target(owner, next(left)) for owner in getattr(owners, kind)]
@@ -404,10 +424,11 @@ class _Destinations:
         }
 
     @classmethod
-    def in_main_grad(cls, owners: ExpertWeights) -> "_Destinations":
+    def in_main_grad(cls, owners: ExpertWeights, main_grads: MainGrads) -> "_Destinations":
         """Makes them for parameters that all have a main_grad, by loops in C."""
         made = cls.__new__(cls)
         made._owners = owners
+        made._main_grads = main_grads
         made.targets = {
             kind: list(
                 map(WeightGrad, map(attrgetter("main_grad"), getattr(owners, kind)), repeat(True))
@@ -416,14 +437,20 @@ class _Destinations:
         }
         return made
 
-    def grads(self) -> tuple[torch.Tensor, ...]:
+    def grads(self) -> tuple[torch.Tensor | None, ...]:
         """What autograd is told, in the order of the node's inputs."""
-        grads: list[torch.Tensor] = []
+        main_grads = self._main_grads
+        grads: list[torch.Tensor | None] = []
         for kind in _KINDS:
-            pairs = list(zip(getattr(self._owners, kind), self.targets[kind], strict=True))
+            targets = self.targets[kind]
+            if main_grads is not None and not main_grads.gives_dummies:
+                grads += (None if target.accumulate else target.buffer for target in targets)
+                continue
+            pairs = list(zip(getattr(self._owners, kind), targets, strict=True))
             added = [owner for owner, target in pairs if target.accumulate]
-            for owner in added:
-                owner.grad_added_to_main_grad = True
+            if main_grads is None:
+                for owner in added:
+                    owner.grad_added_to_main_grad = True
             dummies = dummy_grads(added)
             grads += (next(dummies) if target.accumulate else target.buffer for _, target in pairs)
         return tuple(grads)
@@ -443,7 +470,29 @@ class _Destinations:
         )
 
 
-def _accumulates(node: Any) -> bool:
+def _destinations_of(
+    ctx: Any, weights: ExpertWeights | SplitWeights, device: torch.device
+) -> "_Destinations | _SplitDestinations":
+    """Chooses where a backward writes the gradients of its weights."""
+    if isinstance(weights, SplitWeights):
+        return _SplitDestinations(weights, ctx.backend)
+    num_weights = len(_tensors_of(ctx.owners))
+    main_grads: MainGrads | None = ctx.main_grads
+    if main_grads is None:
+        nodes = [node for node, _ in ctx.next_functions[-num_weights:]]
+        adds = [ctx.accumulate_into_main_grad and accumulates(node) for node in nodes]
+        return _Destinations(ctx.owners, adds)
+    # Nobody can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
+    if accumulates(_anchor_on(device).accumulator):
+        chosen = main_grads.begin(None)
+    else:
+        chosen = main_grads.begin([node for node, _ in ctx.next_functions[-num_weights - 1 : -1]])
+    if chosen is None:
+        return _Destinations.in_main_grad(ctx.owners, main_grads)
+    return _Destinations(ctx.owners, chosen, main_grads)
+
+
+def accumulates(node: Any) -> bool:
     """Whether this backward accumulates the gradient of a leaf.
 
     It does not for one that is frozen, nor where only others' gradients are asked for, as
@@ -509,14 +558,52 @@ def _with_tensors(weights: _Weights, tensors: tuple[torch.Tensor, ...]) -> _Weig
     return dataclasses.replace(weights, **changes)
 
 
-_anchors: dict[torch.device, torch.Tensor] = {}
+class _Anchor(NamedTuple):
+    """A leaf that nobody else has, and its accumulator."""
+
+    leaf: torch.Tensor
+    accumulator: Any
 
 
-def _anchor_on(device: torch.device) -> torch.Tensor:
-    """Stands for weights that are no inputs of a node, so that it has a backward at all."""
-    if device not in _anchors:
-        _anchors[device] = torch.zeros((), device=device, requires_grad=True)
-    return _anchors[device]
+@functools.cache
+def _anchor_on(device: torch.device) -> _Anchor:
+    """The input by which a node sees which kind of backward pass runs it."""
+    leaf = torch.zeros((), device=device, requires_grad=True)
+    return _Anchor(leaf, accumulator_of(leaf))
+
+
+def _anchors_of(main_grads: MainGrads | None, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return () if main_grads is None else (_anchor_on(device).leaf,)
+
+
+def accumulator_of(leaf: torch.Tensor) -> Any:
+    """The node of autograd that accumulates a leaf's gradient; it lives while somebody has it."""
+    with torch.enable_grad():
+        node = leaf.expand_as(leaf).grad_fn
+    assert node is not None
+    return node.next_functions[0][0]
+
+
+_version_of = attrgetter("_version")
+
+
+def _versions_of(weights: ExpertWeights | SplitWeights) -> int:
+    """Counts how often weights were written in place; all that autograd does not keep itself."""
+    return sum(map(_version_of, _tensors_of(weights)))
+
+
+def _check_not_changed(weights: ExpertWeights | SplitWeights, versions: int) -> None:
+    """Refuses weights that were written in place since the forward, as autograd does.
+
+    Raises:
+        FlashMoEError: There is one.
+    """
+    since = _versions_of(weights) - versions
+    if since:
+        raise FlashMoEError(
+            f"the experts' weights were changed in place {since} times between a forward and its "
+            "backward: wanted those of the forward; step the optimizer after the last backward"
+        )
 
 
 _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}

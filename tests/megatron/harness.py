@@ -300,9 +300,10 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reduced = _run(step, model, case, iteration, forward_only=False)
-        if dispatcher == "flashmoe":  # with Megatron's fusion and without
+        if dispatcher == "flashmoe":  # Megatron's mark is left where Megatron's layers leave it
             for layer in _moe_layers(chunks):
-                assert all(each.grad_added_to_main_grad for each in layer.experts.parameters())
+                marks = {each.grad_added_to_main_grad for each in layer.experts.parameters()}
+                assert marks == {case.fuse_main_grad}
         is_updated, grad_norm, _ = optimizer.step()
         losses.append(_mean(reduced))
         skipped.append(not is_updated)

@@ -4,10 +4,12 @@
 
 What runs on the host in a training is real: the layer and its experts, Megatron's DDP with both
 overlaps and its hooks, autograd, tables and operators. Only the library's functions that launch do
-nothing, and processors stand for the GPU. Times are of micro-batches that are not the last ones.
+nothing, and processors stand for the GPU. Times are of micro-batches that are not the last ones;
+with ``--last`` of last ones, without what reduces their gradients.
 """
 
 import argparse
+import contextlib
 import functools
 import statistics
 import sys
@@ -89,9 +91,12 @@ def make_experts_one_weight(layer: Any) -> None:
         linear.register_parameter("weight", stack)
 
 
-def microseconds(kind: str, num_experts: int, calls: int) -> tuple[list[float], list[float]]:
+def microseconds(
+    kind: str, num_experts: int, calls: int, *, is_last: bool = False
+) -> tuple[list[float], list[float]]:
     """The times of forwards and of their backwards."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
     config = transformer_config(
         Layout(),
@@ -119,7 +124,11 @@ def microseconds(kind: str, num_experts: int, calls: int) -> tuple[list[float], 
     routing_map[:, :2] = True
     forwards, backwards = [], []
     # The backend compares it with its device's number, and "cpu" has none.
-    with model.no_sync(), mock.patch.object(torch.cuda, "current_device", return_value=None):
+    with (
+        contextlib.nullcontext() if is_last else model.no_sync(),
+        mock.patch.object(torch.cuda, "current_device", return_value=None),
+        mock.patch.object(_ParamAndGradBucketGroup, "start_grad_sync"),
+    ):
         for _ in range(calls + 20):  # the first ones make tables
             begin = time.perf_counter()
             out = layer.flashmoe_routed_experts(x, probs, routing_map)
@@ -128,7 +137,7 @@ def microseconds(kind: str, num_experts: int, calls: int) -> tuple[list[float], 
             forwards.append(1e6 * (middle - begin))
             backwards.append(1e6 * (time.perf_counter() - middle))
     if layer.flashmoe_routed_experts._hooks is None:
-        raise RuntimeError("Megatron's hooks are called for each parameter, wanted once")
+        raise RuntimeError("gradients go through autograd, wanted them in main_grad")
     return forwards[20:], backwards[20:]
 
 
@@ -140,6 +149,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--experts", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--num-experts", type=int, default=64)
     parser.add_argument("--calls", type=int, default=300)
+    parser.add_argument("--last", action="store_true", help="time last micro-batches")
     parser.add_argument("--keep", default="all", help="as --flashmoe-keep")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -149,7 +159,7 @@ def main(arguments: list[str]) -> None:
     print("| experts | forward, best (median), us | backward, best (median), us |", flush=True)
     print("| --- | --- | --- |")
     for kind in options.experts:
-        times = microseconds(kind, options.num_experts, options.calls)
+        times = microseconds(kind, options.num_experts, options.calls, is_last=options.last)
         told = " | ".join(f"{min(each):.0f} ({statistics.median(each):.0f})" for each in times)
         print(f"| {kind} | {told} |", flush=True)
     dist.destroy_process_group()

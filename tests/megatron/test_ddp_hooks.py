@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 
 from flashmoe_megatron.adapters.megatron import ddp_hooks
 from flashmoe_megatron.adapters.megatron.ddp_hooks import ExpertHooks
-from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.autograd import accumulator_of, moe_apply
 from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from tests.unit import cases
 
@@ -24,9 +26,15 @@ TOKENS = 8
 class Ddp:
     """As much of Megatron's DDP as hooks parameters: two buckets, and what its hooks do."""
 
-    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], *, is_last: bool = True) -> None:
         half = len(params) // 2
-        groups = [SimpleNamespace(is_last_microbatch=True) for _ in range(2)]
+        config = self.ddp_config = SimpleNamespace(
+            overlap_grad_reduce=True, num_distributed_optimizer_instances=1
+        )
+        groups = [
+            SimpleNamespace(is_last_microbatch=is_last, is_first_batch=True, ddp_config=config)
+            for _ in range(2)
+        ]
         self.param_to_bucket_group = {
             param: groups[index >= half] for index, param in enumerate(params)
         }
@@ -35,9 +43,15 @@ class Ddp:
         for param in params:
             param.main_grad = torch.zeros(param.shape)  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            if not param.requires_grad:
+                continue
             node = param.expand_as(param).grad_fn.next_functions[0][0]
             node.register_hook(self._make_backward_post_hook(param))
             setattr(self, f"node{id(param)}", node)
+
+    def set_last(self, is_last: bool) -> None:
+        for group in self.param_to_bucket_group.values():
+            group.is_last_microbatch = is_last
 
     def _make_backward_post_hook(self, param: Any) -> Any:
         def hook(*_: Any) -> None:
@@ -77,23 +91,36 @@ def make_params() -> list[torch.nn.Parameter]:
     ]
 
 
+def ids(params: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(id, params))
+
+
+def forward(
+    params: list[torch.nn.Parameter],
+    hooks: ExpertHooks | None,
+    x: torch.Tensor | None = None,
+    probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One call of a layer on the same tokens."""
+    generator = cases.generator(2)
+    tokens = torch.randn(TOKENS, CONFIG.hidden, generator=generator)
+    weights = torch.rand(TOKENS, CONFIG.num_experts, generator=generator)
+    return moe_apply(
+        ReferenceBackend(CONFIG),
+        tokens if x is None else x,
+        weights if probs is None else probs,
+        torch.arange(CONFIG.num_experts).expand(TOKENS, -1) < 2,
+        ExpertWeights(tuple(params[: CONFIG.num_experts]), tuple(params[CONFIG.num_experts :])),
+        main_grads=hooks,
+    )
+
+
 def step(params: list[torch.nn.Parameter], hooks: ExpertHooks | None) -> list[torch.Tensor]:
     """One micro-batch; the gradients of tokens and probabilities."""
     generator = cases.generator(2)
     x = torch.randn(TOKENS, CONFIG.hidden, generator=generator).requires_grad_()
     probs = torch.rand(TOKENS, CONFIG.num_experts, generator=generator).requires_grad_()
-    weights = ExpertWeights(
-        tuple(params[: CONFIG.num_experts]), tuple(params[CONFIG.num_experts :])
-    )
-    moe_apply(
-        ReferenceBackend(CONFIG),
-        x,
-        probs,
-        torch.arange(CONFIG.num_experts).expand(TOKENS, -1) < 2,
-        weights,
-        accumulate_into_main_grad=True,
-        shared_hooks=hooks,
-    ).sum().backward()
+    forward(params, hooks, x, probs).sum().backward()
     assert x.grad is not None
     assert probs.grad is not None
     return [x.grad, probs.grad]
@@ -104,11 +131,10 @@ def test_gradients_and_calls_are_those_of_a_hook_for_each():
     for is_shared in (False, True):
         params = make_params()
         ddp = Ddp(params)
-        hooks = ExpertHooks.of(tuple(params)) if is_shared else None
+        hooks = ExpertHooks.of(tuple(params), fuses=False) if is_shared else None
         assert (hooks is not None) == is_shared
         for is_last in (False, False, True):
-            for group in ddp.param_to_bucket_group.values():
-                group.is_last_microbatch = is_last
+            ddp.set_last(is_last)
             grads = step(params, hooks)
             assert len(ddp.ready) == len(params) * is_last
             assert all(param.grad is None for param in params)
@@ -120,59 +146,177 @@ def test_gradients_and_calls_are_those_of_a_hook_for_each():
 def test_gradients_of_others_leave_main_grad():
     params = make_params()
     ddp = Ddp(params)
-    hooks = ExpertHooks.of(tuple(params))
     x = torch.ones(TOKENS, CONFIG.hidden, requires_grad=True)
-    probs = torch.ones(TOKENS, CONFIG.num_experts)
-    weights = ExpertWeights(
-        tuple(params[: CONFIG.num_experts]), tuple(params[CONFIG.num_experts :])
-    )
-    out = moe_apply(
-        ReferenceBackend(CONFIG),
-        x,
-        probs,
-        torch.arange(CONFIG.num_experts).expand(TOKENS, -1) < 2,
-        weights,
-        accumulate_into_main_grad=True,
-        shared_hooks=hooks,
-    )
+    out = forward(params, ExpertHooks.of(tuple(params), fuses=False), x)
     torch.autograd.grad(out.sum(), x)
     assert not ddp.ready
     assert not any(param.main_grad.any() for param in params)  # type: ignore[attr-defined]
 
 
-def freeze(param: Any) -> None:
-    param.requires_grad = False
+def hook_accumulator(param: torch.Tensor, seen: list[Any]) -> None:
+    accumulator_of(param).register_hook(lambda _, grads: seen.append(grads[0]))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        freeze,
-        lambda param: param.register_hook(lambda grad: grad),
-        lambda param: param.register_post_accumulate_grad_hook(lambda param: None),
-    ],
-    ids=["frozen", "hooked", "hooked behind"],
-)
-def test_what_others_have_to_see_is_not_served(change: Any):
-    params = tuple(make_params())
-    ddp = Ddp(list(params))
-    hooks = ExpertHooks.of(params)
+def hook_tensor(param: torch.Tensor, seen: list[Any]) -> None:
+    param.register_hook(seen.append)
+
+
+def hook_behind(param: torch.Tensor, seen: list[Any]) -> None:
+    param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+
+
+OBSERVERS = (hook_accumulator, hook_tensor, hook_behind)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("observe", OBSERVERS)
+def test_what_others_have_to_see_they_see(observe: Any, is_last: bool):
+    """Their hooks may have been put there after a first call, and see what a plain layer gives."""
+    params = make_params()
+    ddp = Ddp(params, is_last=is_last)
+    hooks = ExpertHooks.of(tuple(params), fuses=False)
+    step(params, hooks)
+    want = [param.main_grad.clone() for param in params]  # type: ignore[attr-defined]
+    ddp.ready.clear()
+    seen: list[torch.Tensor] = []
+    observe(params[3], seen)
     assert hooks is not None
-    assert not ddp.ready
-    assert hooks.serve(params)
-    change(params[3])
-    assert not hooks.serve(params)
-    assert not hooks.serve(params[:-1])
+    assert hooks.serve(tuple(params), fuses=False)
+    step(params, hooks)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], want[3])
+    for param, once in zip(params, want, strict=True):
+        assert torch.equal(param.main_grad, 2 * once)  # type: ignore[attr-defined]
+        assert param.grad is None
+    assert ids(ddp.ready) == ids(params * is_last)
 
 
-@pytest.mark.parametrize("name", ["zero_out_wgrad", "skip_backward_post_hook"])
-def test_hooks_that_wait_for_more_are_left_alone(name: str):
+@pytest.mark.parametrize("observe", OBSERVERS)
+def test_with_fusion_others_see_dummies_as_with_megatrons_layers(observe: Any):
+    params = make_params()
+    ddp = Ddp(params)
+    hooks = ExpertHooks.of(tuple(params), fuses=True)
+    seen: list[torch.Tensor] = []
+    observe(params[3], seen)
+    step(params, hooks)
+    assert len(seen) == 1
+    assert not seen[0].any()
+    assert all(param.main_grad.any() for param in params[:2])  # type: ignore[attr-defined]
+    assert params[3].main_grad.shape == params[3].shape  # type: ignore[attr-defined]
+    assert ids(ddp.ready) == ids(params)
+
+
+def test_a_frozen_expert_has_no_gradient_and_ddp_hears_of_the_others():
+    params = make_params()
+    params[3].requires_grad = False
+    ddp = Ddp(params)
+    hooks = ExpertHooks.of(tuple(params), fuses=False)
+    assert hooks is not None
+    step(params, hooks)
+    assert ids(ddp.ready) == ids([param for param in params if param is not params[3]])
+    assert not params[3].main_grad.any()  # type: ignore[attr-defined]
+    params[5].requires_grad = False
+    assert not hooks.serve(tuple(params), fuses=False)
+    assert not hooks.serve(tuple(params[:-1]), fuses=False)
+
+
+def test_ddp_hears_of_experts_in_their_order_after_the_last_call():
+    params = make_params()
+    ddp = Ddp(params)
+    hooks = ExpertHooks.of(tuple(params), fuses=False)
+    told_with: list[int] = []
+    calls = [forward(params, hooks) for _ in range(3)]
+    for out in calls:
+        out.register_hook(lambda _: told_with.append(len(ddp.ready)))
+    torch.stack([out.sum() for out in calls]).sum().backward()
+    assert told_with == [0, 0, 0]
+    assert ids(ddp.ready) == ids(params)
+    once = make_params()
+    Ddp(once)
+    step(once, ExpertHooks.of(tuple(once), fuses=False))
+    for three, one in zip(params, once, strict=True):
+        torch.testing.assert_close(three.main_grad, 3 * one.main_grad)  # type: ignore[attr-defined]
+
+
+def test_a_pass_that_failed_leaves_no_count_behind():
+    params = make_params()
+    ddp = Ddp(params)
+    hooks = ExpertHooks.of(tuple(params), fuses=False)
+    x = torch.ones(TOKENS, CONFIG.hidden, requires_grad=True)
+    x.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        forward(params, hooks, x).sum().backward()
+    ddp.ready.clear()
+    step(params, hooks)
+    assert ids(ddp.ready) == ids(params)
+
+
+def test_only_those_that_are_asked_for_get_a_gradient():
+    params = make_params()
+    ddp = Ddp(params)
+    hooks = ExpertHooks.of(tuple(params), fuses=False)
+    step(params, hooks)
+    want = [param.main_grad.clone() for param in params]  # type: ignore[attr-defined]
+    ddp.ready.clear()
+    forward(params, hooks).sum().backward(inputs=params[2:4])
+    assert ids(ddp.ready) == ids(params[2:4])
+    for index, (param, once) in enumerate(zip(params, want, strict=True)):
+        times = 2 if index in (2, 3) else 1
+        assert torch.equal(param.main_grad, times * once)  # type: ignore[attr-defined]
+    (grad,) = torch.autograd.grad(forward(params, hooks).sum(), params[1:2])
+    assert torch.equal(grad, want[1])
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_what_autograd_brings_besides_is_added_unless_megatron_drops_it(fuses: bool):
+    params = make_params()
+    ddp = Ddp(params)
+    hooks = ExpertHooks.of(tuple(params), fuses=fuses)
+    step(params, hooks)
+    want = [param.main_grad.clone() for param in params]  # type: ignore[attr-defined]
+    for is_last in (False, True):
+        ddp.set_last(is_last)
+        ddp.ready.clear()
+        (forward(params, hooks).sum() + params[3].sum()).backward()
+        assert ids(ddp.ready) == ids(params * is_last)
+    for index, (param, once) in enumerate(zip(params, want, strict=True)):
+        brought = 2.0 if index == 3 and not fuses else 0.0
+        torch.testing.assert_close(param.main_grad, 3 * once + brought)  # type: ignore[attr-defined]
+        assert param.grad_added_to_main_grad == fuses  # type: ignore[attr-defined]
+        assert param.grad is None
+
+
+def test_layers_with_the_same_experts_share_what_ddp_hears():
+    params = make_params()
+    ddp = Ddp(params)
+    first = ExpertHooks.of(tuple(params), fuses=False)
+    assert ExpertHooks.of(tuple(params), fuses=False) is first
+    assert ExpertHooks.of(tuple(params[:-1]), fuses=False) is None  # DDP sees these itself
+    (forward(params, first).sum() + forward(params, None).sum()).backward()
+    assert ids(ddp.ready) == ids(params)
+    both = [param.main_grad.clone() for param in params]  # type: ignore[attr-defined]
+    step(params, None)
+    for param, twice in zip(params, both, strict=True):
+        torch.testing.assert_close(param.main_grad, 1.5 * twice)  # type: ignore[attr-defined]
+
+
+def test_weights_that_were_changed_in_place_are_refused():
+    params = make_params()
+    Ddp(params)
+    out = forward(params, ExpertHooks.of(tuple(params), fuses=False))
+    with torch.no_grad():
+        params[3].mul_(2)
+    with pytest.raises(FlashMoEError, match="changed in place 1 times between a forward and its"):
+        out.sum().backward()
+
+
+def test_hooks_that_add_zeros_are_left_alone():
     params = tuple(make_params())
-    assert ExpertHooks.of(params) is None  # nobody has hooked them
-    ddp = Ddp(list(params))
-    assert ExpertHooks.of(params) is not None
-    setattr(params[-1], name, True)
-    assert ExpertHooks.of(params) is None
+    assert ExpertHooks.of(params, fuses=False) is None  # nobody has hooked them
+    ddp = Ddp(params)
+    assert ExpertHooks.of(params, fuses=False) is not None
+    params[-1].zero_out_wgrad = True  # type: ignore[attr-defined]
+    assert ExpertHooks.of(params, fuses=False) is None
     assert not ddp.ready
 
 
@@ -200,9 +344,9 @@ def test_ddp_is_freed_with_its_model():
     ddp = weakref.ref(Ddp(params))
     gc.collect()
     assert ddp() is None
-    assert ExpertHooks.of(tuple(params)) is None
+    assert ExpertHooks.of(tuple(params), fuses=False) is None
     held = Ddp(params)
-    hooks = ExpertHooks.of(tuple(params))
+    hooks = ExpertHooks.of(tuple(params), fuses=False)
     step(params, hooks)
     assert held.ready
     ddp, model = weakref.ref(held), weakref.ref(params[0])

@@ -67,6 +67,7 @@ def gradients(
         if is_single:
             for linear in linears.values():
                 group(linear)
+        layer.config.gradient_accumulation_fusion = has_main_grad
         if has_main_grad:
             for parameter in layer.experts.parameters():
                 parameter.main_grad = torch.full(parameter.shape, 0.5)

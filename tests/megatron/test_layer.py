@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from flashmoe_megatron.adapters.megatron import ddp_hooks
 from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError
 from flashmoe_megatron.reference.oracle import assert_close
 from tests.distributed import RankPool, refusal
@@ -267,7 +269,7 @@ def test_padded_decoding_matches(place: str, two_ranks: RankPool) -> None:
 def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
     way_out = r"would not be called; .* use the alltoall dispatcher"
     said = four_ranks.run(changed_experts)[0]
-    converted, hooked, patched, whole, *backward, wrapped, built = said
+    converted, hooked, patched, whole, *backward, before, wrapped, built = said
     assert re.search(
         r"experts\.local_experts\.1\.linear_fc1 .*class tests.megatron.*\.Quantized", converted
     )
@@ -276,6 +278,7 @@ def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
     assert re.search(r"experts \(SequentialMLP\) has forward hooks", whole)
     assert "experts (Wrapper) was put there after the layer was built" in wrapped
     assert re.search(r"experts\.linear_fc1 .*class tests.megatron.*\.Quantized", built)
+    assert re.search(r"\.1\.linear_fc2 .* has a forward pre-hook of others .* \(print\)", before)
     assert len(backward) == 2
     for message in backward:
         assert re.search(r"experts\.local_experts\.1\.linear_fc2 .* has backward hooks", message)
@@ -311,10 +314,9 @@ def test_experts_of_which_some_have_biases_are_refused(two_ranks: RankPool) -> N
         ]
 
 
-def test_forward_pre_hooks_are_called_as_torch_calls_them(two_ranks: RankPool) -> None:
-    """Megatron waits in them for the parameters, with ``--overlap-param-gather``."""
-    want = [("plain", ()), ("with kwargs", (), {})] * 2  # experts, and the first one's linear_fc1
-    assert two_ranks.run(called_hooks) == [want] * 2
+def test_parameters_are_awaited_as_often_as_by_a_module(two_ranks: RankPool) -> None:
+    """Megatron waits in forward pre-hooks for the parameters, with ``--overlap-param-gather``."""
+    assert two_ranks.run(awaited) == [["SequentialMLP", "ColumnParallelLinear"]] * 2
 
 
 def test_probabilities_in_float64_are_not_rounded_to_the_tokens_dtype(two_ranks: RankPool) -> None:
@@ -520,10 +522,7 @@ def refused_settings(group: dist.ProcessGroup, settings: dict[str, Any]) -> str:
 
 
 def main_grads(group: dist.ProcessGroup) -> None:
-    """Gradients go to ``main_grad``, where DDP looks for them, with Megatron's fusion or without.
-
-    They do not where a hook on a parameter wants to see its gradient, unless fusion was asked for.
-    """
+    """Without Megatron's DDP gradients go to ``main_grad`` with Megatron's fusion alone."""
     prepare(Layout(expert=2))
     layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
     want = run_layer(layer)
@@ -546,13 +545,13 @@ def main_grads(group: dist.ProcessGroup) -> None:
             assert_close(grad, got[grad], want[grad], rel_l2=1e-5)
         return [parameter.grad_added_to_main_grad for parameter in experts]
 
-    assert all(added())
+    assert not any(added())
+    assert all(added(fusion=True))
     for register in (first.register_hook, first.register_post_accumulate_grad_hook):
         handle = register(lambda _: None)
         assert not any(added())
         assert all(added(fusion=True))
         handle.remove()
-    assert all(added())
 
 
 def overflown(group: dist.ProcessGroup, dtype: torch.dtype) -> tuple[str, list[bool], float]:
@@ -655,7 +654,7 @@ def quantize(linear: Any) -> None:
 
 
 def changed_experts(group: dist.ProcessGroup) -> list[str]:
-    """The refusal of each change; before it the layer runs, with Megatron's pre-hooks too."""
+    """The refusal of each change; before it the layer runs, with a pre-hook of Megatron's DDP."""
     prepare(EP2_DP2)
     x = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64)
     said = []
@@ -666,9 +665,10 @@ def changed_experts(group: dist.ProcessGroup) -> list[str]:
         lambda experts: experts.register_forward_hook(print),
         lambda experts: experts.local_experts[1].linear_fc2.register_full_backward_hook(print),
         lambda experts: experts.local_experts[1].linear_fc2.register_full_backward_pre_hook(print),
+        lambda experts: experts.local_experts[1].linear_fc2.register_forward_pre_hook(print),
     ):
         layer = make_layer(transformer_config(EP2_DP2, "flashmoe"))
-        layer.experts.register_forward_pre_hook(lambda *_: None)
+        layer.experts.register_forward_pre_hook(waiting(lambda *_: None))
         layer(x)
         change(layer.experts)
         said.append(refusal_of(layer, x))
@@ -722,15 +722,20 @@ def some_biases(group: dist.ProcessGroup) -> list[str]:
     return [refusal_of(sequential, x), refusal_of(grouped, x)]
 
 
-def called_hooks(group: dist.ProcessGroup) -> list[Any]:
-    """The arguments that each hook was called with, besides its module."""
+def waiting(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward pre-hook like those of Megatron's DDP."""
+    setattr(hook, ddp_hooks._WAITS, True)
+    return hook
+
+
+def awaited(group: dist.ProcessGroup) -> list[str]:
+    """The classes of the modules whose parameters are awaited in a forward."""
     prepare(Layout(expert=2))
     layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
-    called: list[Any] = []
+    called: list[str] = []
     for module in (layer.experts, layer.experts.local_experts[0].linear_fc1):
-        module.register_forward_pre_hook(lambda _, args: called.append(("plain", args)))
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: called.append(("with kwargs", args, kwargs)), with_kwargs=True
+            waiting(lambda module, *_: called.append(type(module).__name__))
         )
     layer(torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64))
     return called

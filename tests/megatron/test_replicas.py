@@ -3,12 +3,14 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
+from flashmoe_megatron.adapters.megatron import ddp_hooks
 from flashmoe_megatron.telemetry.record import read_launch_number
 from tests.distributed import RankPool
 from tests.megatron.harness import (
@@ -143,9 +145,12 @@ def read_ahead(group: dist.ProcessGroup) -> list[tuple[str, int]]:
         layer.self_attention.register_forward_pre_hook(
             lambda *_, number=number: called.append(("attention", number))
         )
-        experts.register_forward_pre_hook(
-            lambda *_, number=number: called.append(("experts", number))
-        )
+
+        def wait(*_: Any, number: int = number) -> None:
+            called.append(("experts", number))
+
+        setattr(wait, ddp_hooks._WAITS, True)
+        experts.register_forward_pre_hook(wait)
         backend = routed.backend
         if "settle" in vars(backend):  # the layers share it
             continue

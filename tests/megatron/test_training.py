@@ -55,6 +55,17 @@ CASES = {
             "recompute_num_layers": 1,
         },
     ),
+    "recompute_full_pp2_vpp2": Case(
+        Layout(pipeline=2, virtual=2),
+        config={
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        ddp={"overlap_grad_reduce": True},
+        iterations=2,
+        micro_batches=4,
+    ),
     "keep_inputs": Case(EP2_DP2, settings={"keep": "inputs"}, ddp=OVERLAP, fuse_main_grad=True),
     "keep_preactivations": Case(
         EP2_DP2, settings={"keep": "preactivations"}, ddp=OVERLAP, fuse_main_grad=True

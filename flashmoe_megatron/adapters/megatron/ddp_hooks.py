@@ -1,13 +1,21 @@
-"""Calls the hooks of Megatron's DDP once for all experts of a layer, where it has one for each.
+"""Tells Megatron's DDP of experts' gradients that a launch has added to ``main_grad`` itself.
 
-DDP hooks every parameter's gradient and, with ``--overlap-param-gather``, waits in every module's
-forward for each of its parameters. With 128 experts these are 256 nodes of autograd and twice as
-many calls of Python, in every micro-batch, beside one launch. In all micro-batches but the last a
-hook has nothing to do once a launch has added the gradient; and one wait for each bucket is enough.
+DDP hooks each parameter's gradient accumulator, which autograd runs once in a backward pass, after
+the last call of a layer and after whatever else has a gradient for the parameter. A launch's part
+reaches the accumulator as none, so that its hook adds what others bring and nothing else. In all
+micro-batches but the last that is all; in the last one DDP hears of all experts of a layer in
+their order, once the last accumulator has run, on the stream of the launch.
+
+With ``--overlap-param-gather`` DDP also waits in every module's forward for each of its parameters;
+one wait for each bucket is enough.
 """
 
+import contextlib
+import itertools
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter, is_
 from types import ModuleType
 from typing import Any
@@ -15,10 +23,14 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.adapters.patch import Function, patch
-from flashmoe_megatron.autograd import dummy_grads
+from flashmoe_megatron.autograd import accumulates, accumulator_of, dummy_grads
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.streams import current_stream, index_of
 
 _HOOK = "flashmoe_ddp_hook"
 """Attribute of a parameter: the hook that DDP has registered for its gradient."""
+_WAITS = "flashmoe_waits_for_parameters"
+"""Attribute of a forward pre-hook: it is DDP's."""
 _FEW = 8
 """Parameters of a module that are not worth a list of its buckets."""
 _wants_grad = attrgetter("requires_grad")
@@ -39,23 +51,53 @@ def patch_ddp(module: ModuleType) -> None:
 class _Hook:
     """A hook of DDP's, which is no part of what a parameter is saved with.
 
-    It holds neither. DDP keeps each parameter's node of autograd, and the node keeps the parameter
-    where Python's garbage collector does not see it: both would live forever.
+    It holds nothing. DDP keeps each parameter's node of autograd, and the node keeps the parameter
+    and its hooks where Python's garbage collector does not see them: all would live forever.
+
+    Attributes:
+        experts: Gives the experts whose launches add to the parameter's ``main_grad``, or ``None``.
     """
 
-    def __init__(self, ddp: Any, call: Function) -> None:
+    def __init__(self, ddp: Any, param: torch.Tensor, original: Function) -> None:
         self.ddp = weakref.ref(ddp)
-        self.call = weakref.ref(call)
+        self._param = weakref.ref(param)
+        self._original = weakref.ref(original)
+        self.experts: Callable[[], ExpertHooks | None] = _nobody
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
+
+    def called(self, *_: Any) -> None:
+        """What is registered in place of DDP's hook."""
+        param = self._param()
+        experts = self.experts()
+        if param is None:
+            return
+        if experts is None:
+            self.call()
+        elif experts.is_waiting():
+            experts.arrive()
+        elif param.grad is not None or experts.is_delayed:
+            experts.tell(param, self)
+
+    def call(self) -> None:
+        """Does what DDP does."""
+        original = self._original()
+        if original is not None:
+            original()
+
+
+def _nobody() -> None:
+    """There are no experts."""
 
 
 def _make_backward_post_hook(original: Function) -> Function:
     def make(ddp: Any, param: torch.nn.Parameter) -> Function:
         hook: Function = original(ddp, param)
-        setattr(param, _HOOK, _Hook(ddp, hook))
-        return hook
+        vars(ddp).setdefault(_HOOK, []).append(hook)  # the parameter and its node hold it weakly
+        mine = _Hook(ddp, param, hook)
+        setattr(param, _HOOK, mine)
+        return mine.called
 
     return make
 
@@ -93,6 +135,7 @@ def _make_forward_pre_hook(original: Function) -> Function:
                 stand_in = known[module] = _Representatives(ddp, module)
             return hook(stand_in, *given)
 
+        setattr(call, _WAITS, True)
         return call
 
     return make
@@ -102,62 +145,263 @@ def _same(values: Any, others: Sequence[object]) -> bool:
     return len(values) == len(others) and all(map(is_, values, others))
 
 
+def waits_for_parameters(hook: Function) -> bool:
+    """Whether a forward pre-hook is DDP's, which waits for a module's parameters and no more."""
+    return hasattr(hook, _WAITS)
+
+
+def checked(original: Function) -> Function:
+    """Says which gradients a reduction still waits for; for ``finish_grad_sync``."""
+
+    def finish_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_counting(group) and not getattr(group, "grad_reduce_finished", False):
+            came, wanted = _counts_of(group)
+            if group.grad_reduce_handle is None and came < wanted:
+                raise _miscounted(came, wanted)
+        return original(group, *args, **kwargs)
+
+    return finish_grad_sync
+
+
+def _check_is_awaited(group: Any) -> None:
+    """Refuses gradients that come after their bucket's reduction has begun."""
+    if _is_counting(group):
+        came, wanted = _counts_of(group)
+        if came >= wanted:
+            raise _miscounted(came + 1, wanted)
+
+
+def _is_counting(group: Any) -> bool:
+    """Whether a reduction begins once gradients have come as often as in the first iteration."""
+    config = group.ddp_config
+    return bool(
+        config.overlap_grad_reduce
+        and not group.is_first_batch
+        and config.num_distributed_optimizer_instances == 1
+    )
+
+
+def _counts_of(group: Any) -> tuple[int, int]:
+    """How often DDP has heard of an expert's gradient, and how often it did at first."""
+    found = group.per_param_grad_ready_counts
+    pairs = [
+        (found.get(param, 0), wanted)
+        for param, wanted in group.golden_per_param_grad_ready_counts.items()
+        if hasattr(param, _HOOK) and getattr(param, _HOOK).experts() is not None
+    ]
+    return min(pairs, key=lambda pair: pair[0] - pair[1], default=(0, 0))
+
+
+def _miscounted(came: int, wanted: int) -> ConfigError:
+    return ConfigError(
+        f"experts' gradients came {came} times in this iteration's last micro-batch and {wanted} "
+        "times in the first iteration's, after which --overlap-grad-reduce reduces them: wanted "
+        "the same number of backward passes; a recomputation by --recompute-granularity full is "
+        "one for each call of a layer; leave one of these flags out"
+    )
+
+
+@dataclass
+class _Pass:
+    """A backward pass of the last micro-batch: whose gradients come in it, and how many have."""
+
+    params: list[torch.Tensor]
+    num_arrived: int = 0
+
+
 class ExpertHooks:
-    """What DDP does with the gradients of all of a layer's experts.
+    """What DDP hears of the gradients of all of a layer's experts.
+
+    It is the :class:`~flashmoe_megatron.autograd.MainGrads` of every layer that has these experts.
 
     Args:
-        params: The experts' parameters, of which each has its hook.
+        params: The experts' parameters, of which each that is trained has its hook.
+        fuses: Whether Megatron's own layers add gradients to ``main_grad``, and then drop what
+            autograd brings besides (``gradient_accumulation_fusion``).
+
+    Attributes:
+        gives_dummies: Whether hooks of others have to be called although they see no gradient.
+        is_delayed: Whether DDP hears of gradients when Megatron's schedule asks for them, with
+            ``--delay-wgrad-compute``.
     """
 
-    def __init__(self, params: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, params: tuple[torch.Tensor, ...], *, fuses: bool) -> None:
         self.params = params
-        hooks = [getattr(param, _HOOK) for param in params]
+        self.gives_dummies = False
+        self._fuses = fuses
+        self._is_trained = list(map(_wants_grad, params))
+        self._trained = [param for param in params if param.requires_grad]
+        self._hooks: list[_Hook] = [getattr(param, _HOOK) for param in self._trained]
+        self._ddp = self._hooks[0].ddp
         groups = [
-            hook.ddp().param_to_bucket_group[param]
-            for hook, param in zip(hooks, params, strict=True)
+            found.param_to_bucket_group[param]
+            for hook, param in zip(self._hooks, self._trained, strict=True)
+            if (found := hook.ddp()) is not None
         ]
-        self._first = hooks[0]
-        self._calls = [hook.call() for hook in hooks]
         self._groups = list({id(group): group for group in groups}.values())
+        self._accumulators = list(map(accumulator_of, self._trained))
+        self._on_accumulators = list(map(_hooks_on, self._accumulators))
+        self.is_delayed = self._hooks[0].called not in self._on_accumulators[0].values()
+        self._is_last = False
+        self._stream: torch.cuda.Stream | None = None
+        self._passes: dict[int, _Pass] = {}
+        for hook in self._hooks:
+            hook.experts = weakref.ref(self)
 
     @classmethod
-    def of(cls, params: tuple[torch.Tensor, ...]) -> "ExpertHooks | None":
-        """Makes them for parameters whose hooks a layer may call itself; ``None`` where it may not.
+    def of(cls, params: tuple[torch.Tensor, ...], *, fuses: bool) -> "ExpertHooks | None":
+        """Finds or makes them for parameters; ``None`` where DDP has to see gradients itself.
 
-        It may not where a parameter has no ``main_grad`` or no hook, or one that waits for
-        something else, or has zeros added to its gradient.
+        It has to where a parameter that is trained has no ``main_grad`` or no hook, or has zeros
+        added to its gradient, or is of a layer, too, that has other experts besides.
         """
-        for param in params:
-            hook = getattr(param, _HOOK, None)
-            ddp = hook and hook.ddp()
+        trained = [param for param in params if param.requires_grad]
+        known: dict[int, ExpertHooks] = {}
+        for param in trained:
+            hook: _Hook | None = getattr(param, _HOOK, None)
+            ddp = None if hook is None else hook.ddp()
             if (
-                ddp is None
+                hook is None
+                or ddp is None
                 or not hasattr(param, "main_grad")
-                or getattr(param, "skip_backward_post_hook", False)
                 or getattr(param, "zero_out_wgrad", False)
                 or param not in ddp.param_to_bucket_group
             ):
                 return None
-        return cls(params)
+            if (one := hook.experts()) is not None:
+                known[id(one)] = one
+        if not trained:
+            return None
+        if known:
+            one = next(iter(known.values()))
+            return one if one.serve(params, fuses=fuses) else None
+        return cls(params, fuses=fuses)
 
-    def serve(self, params: tuple[torch.Tensor, ...]) -> bool:
-        """Whether these are still the hooks of these parameters, all trained and hooked no more."""
+    def serve(self, params: tuple[torch.Tensor, ...], *, fuses: bool) -> bool:
+        """Whether these are still the hooks of these parameters."""
         return (
             _same(params, self.params)
-            and getattr(params[0], _HOOK, None) is self._first
-            and all(map(_wants_grad, params))
-            and not any(any(map(hooks_of, params)) for hooks_of in _hooks_of)
+            and fuses == self._fuses
+            and getattr(self._trained[0], _HOOK, None) is self._hooks[0]
+            and list(map(_wants_grad, params)) == self._is_trained
         )
 
-    def are_due(self) -> bool:
-        """Whether DDP may reduce what has been added, as it does in the last micro-batch."""
-        return any(group.is_last_microbatch for group in self._groups)
+    def begin(self, accumulators: Sequence[Any] | None) -> list[bool] | None:
+        """See :class:`~flashmoe_megatron.autograd.MainGrads`."""
+        self._is_last = self._reduces()
+        device = self._trained[0].device
+        self._stream = current_stream(index_of(device)) if device.type == "cuda" else None
+        if self._fuses:  # Megatron takes the marks away before each iteration
+            for param in self._trained:
+                param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        is_seen = self._is_seen()
+        self.gives_dummies = is_seen and self._fuses
+        if accumulators is None:
+            runs = self._is_trained
+        else:
+            runs = [
+                is_trained and accumulates(node)
+                for is_trained, node in zip(self._is_trained, accumulators, strict=True)
+            ]
+        if self._is_last and not self.is_delayed and any(runs):
+            self._passes[torch._C._current_graph_task_id()] = _Pass(
+                [*itertools.compress(self.params, runs)]
+            )
+        if is_seen and not self._fuses:
+            seen = iter(self._seen())
+            hidden = [not (is_trained and next(seen)) for is_trained in self._is_trained]
+            return [*map(operator.and_, runs, hidden)]
+        return None if all(runs) else runs
 
-    def __call__(self) -> None:
-        """Does what autograd would: gives each parameter a gradient and calls its hook."""
-        for param, call, dummy in zip(
-            self.params, self._calls, dummy_grads(self.params), strict=True
-        ):
-            param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            param.grad = dummy
-            call()
+    def is_due(self) -> bool:
+        """See :class:`~flashmoe_megatron.autograd.MainGrads`."""
+        return self._is_last
+
+    def is_waiting(self) -> bool:
+        """Whether DDP hears in this pass of all gradients at once, after the last."""
+        return bool(self._passes) and torch._C._current_graph_task_id() in self._passes
+
+    def arrive(self) -> None:
+        """Counts an accumulator that has run in this pass; after the last, DDP hears of all."""
+        task = torch._C._current_graph_task_id()
+        this = self._passes[task]
+        this.num_arrived += 1
+        if this.num_arrived < len(this.params):
+            return
+        del self._passes[task]
+        for group in self._groups:
+            _check_is_awaited(group)
+        brings = any(param.grad is not None for param in this.params)
+        with self._on_their_stream(waits=brings):
+            for param, dummy in zip(this.params, dummy_grads(this.params), strict=True):
+                self._tell(param, getattr(param, _HOOK), dummy)
+
+    def tell(self, param: torch.Tensor, hook: _Hook) -> None:
+        """Has DDP hear of one gradient, outside of the last micro-batch or if it is delayed."""
+        if param.grad is None and not self._reduces():
+            return
+        (dummy,) = dummy_grads([param])
+        with self._on_their_stream(waits=param.grad is not None):
+            self._tell(param, hook, dummy)
+
+    def _tell(self, param: torch.Tensor, hook: _Hook, dummy: torch.Tensor) -> None:
+        """Has DDP hear of a gradient, and add what autograd has brought besides a launch's part."""
+        owner: Any = param
+        is_marked = owner.grad_added_to_main_grad
+        if owner.grad is None:
+            owner.grad, owner.grad_added_to_main_grad = dummy, True
+        hook.call()
+        owner.grad_added_to_main_grad = is_marked
+
+    def _reduces(self) -> bool:
+        """Whether DDP reduces gradients as they come, as it may in the last micro-batch."""
+        ddp = self._ddp()
+        overlaps = ddp is not None and ddp.ddp_config.overlap_grad_reduce
+        return overlaps and any(group.is_last_microbatch for group in self._groups)
+
+    def _is_seen(self) -> bool:
+        """Whether anybody else has to see a gradient of these."""
+        own = 0 if self.is_delayed else len(self._trained)
+        return sum(map(len, self._on_accumulators)) != own or any(
+            any(map(hooks_of, self._trained)) for hooks_of in _hooks_of
+        )
+
+    def _seen(self) -> list[bool]:
+        """Whether anybody else has to see the gradient of each that is trained."""
+        own = int(not self.is_delayed)
+        return [
+            len(on_accumulator) != own or any(hooks_of(param) for hooks_of in _hooks_of)
+            for param, on_accumulator in zip(self._trained, self._on_accumulators, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def _on_their_stream(self, *, waits: bool) -> Iterator[None]:
+        """Makes the launches' stream the current one, for collectives wait for that alone.
+
+        Args:
+            waits: Something on the current stream is needed there.
+        """
+        stream = self._stream
+        current = None if stream is None else current_stream(stream.device_index)
+        if current is None or current == stream:
+            yield
+            return
+        assert stream is not None
+        if waits:
+            stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        if waits:  # memory that was freed there is the current stream's
+            current.wait_stream(stream)
+
+
+def _hooks_on(accumulator: Any) -> dict[int, Function]:
+    """The hooks on a node of autograd, now and later."""
+    handle = accumulator.register_hook(_nothing)
+    hooks: dict[int, Function] = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+def _nothing(*_: Any) -> None:
+    """Does nothing."""

@@ -18,7 +18,7 @@ from flashmoe_megatron.adapters.megatron.asked import (
     is_set,
     recomputes,
 )
-from flashmoe_megatron.adapters.megatron.forwards import call_pre_hooks
+from flashmoe_megatron.adapters.megatron.forwards import await_parameters
 from flashmoe_megatron.adapters.megatron.layer import ROUTED, number_in_model
 from flashmoe_megatron.adapters.megatron.settings import Settings, flag_of
 from flashmoe_megatron.adapters.patch import Function, patch
@@ -135,7 +135,7 @@ def _predict(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     The router's forward would count the tokens and add to the auxiliary losses.
     """
     router = layer.mlp.router
-    call_pre_hooks(router)
+    await_parameters(router)
     logits = router.gating(_normed(layer, hidden_states))
     logits = logits.reshape(-1, logits.shape[-1])
     if getattr(router, "expert_bias", None) is not None:

@@ -1,4 +1,4 @@
-"""Refuses experts of Megatron that compute something else, and calls their pre-hooks."""
+"""Refuses experts of Megatron that compute something else, and waits for their parameters."""
 
 import torch
 
@@ -9,6 +9,7 @@ from flashmoe_megatron.adapters.forwards import (
     name_of,
     with_all_below,
 )
+from flashmoe_megatron.adapters.megatron.ddp_hooks import waits_for_parameters
 from flashmoe_megatron.errors import ConfigError
 
 _STOCK = ("megatron.core.", "transformer_engine.", "torch.nn.modules.")
@@ -28,8 +29,8 @@ def check_forwards(experts: torch.nn.Module) -> Classes:
         Their classes, for :func:`stand_in_for_forwards`.
 
     Raises:
-        ConfigError: A class or a ``forward`` is not Megatron's, or there are hooks after a forward
-            or around a backward; names the module.
+        ConfigError: A class or a ``forward`` is not Megatron's, or there are hooks around a forward
+            or a backward, but for those of Megatron's DDP; names the module.
     """
     modules = with_all_below(experts)
     for module in modules:
@@ -70,17 +71,14 @@ def stand_in_for_forwards(experts: torch.nn.Module, classes: Classes) -> None:
             _check_class(module, experts)
     for module in find_touched(modules):
         _check_hooks(module, experts)
-        call_pre_hooks(module)
+        await_parameters(module)
 
 
-def call_pre_hooks(module: torch.nn.Module) -> None:
+def await_parameters(module: torch.nn.Module) -> None:
     """Calls what waits for a module's parameters, as often as its forward would."""
-    with_kwargs = module._forward_pre_hooks_with_kwargs
-    for key, hook in tuple(module._forward_pre_hooks.items()):
-        if key in with_kwargs:
-            hook(module, (), {})
-        else:
-            hook(module, ())
+    for hook in tuple(module._forward_pre_hooks.values()):
+        if waits_for_parameters(hook):
+            hook(module)
 
 
 def _check_class(module: torch.nn.Module, experts: torch.nn.Module) -> None:
@@ -90,6 +88,12 @@ def _check_class(module: torch.nn.Module, experts: torch.nn.Module) -> None:
 
 
 def _check_hooks(module: torch.nn.Module, experts: torch.nn.Module) -> None:
+    for hook in module._forward_pre_hooks.values():
+        if not waits_for_parameters(hook):
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            _refuse(
+                module, experts, f"has a forward pre-hook of others than Megatron's DDP ({name})"
+            )
     if module._forward_hooks:
         _refuse(module, experts, "has forward hooks")
     if module._backward_hooks or module._backward_pre_hooks:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron import slices
+from flashmoe_megatron.adapters.megatron import ddp_hooks, slices
 from flashmoe_megatron.adapters.megatron.multipath import over_links
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.backend import Backend
@@ -66,7 +66,11 @@ def patch_buckets(module: ModuleType) -> None:
         "register_grad_ready",
         lambda original: slices.told(_register_grad_ready(original)),
     )
-    patch(group_class, "finish_grad_sync", slices.drained)
+    patch(
+        group_class,
+        "finish_grad_sync",
+        lambda original: slices.drained(ddp_hooks.checked(original)),
+    )
     patch(group_class, "start_param_sync", over_links(module, "param_gather_handle"))
     grads_over_links = over_links(module, "grad_reduce_handle")
     patch(

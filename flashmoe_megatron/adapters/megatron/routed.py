@@ -152,7 +152,7 @@ class RoutedExperts(LayerExperts):
                 if experts is not None:
                     check_not_replaced(experts, self._experts)
                 weights = self._checked_weights()
-                hooks = self._shared_hooks(weights)
+                main_grads = self._main_grads(weights)
 
             def launch(rows: torch.Tensor, on_saved: OnSaved | None) -> torch.Tensor:
                 return moe_apply(
@@ -161,11 +161,11 @@ class RoutedExperts(LayerExperts):
                     finite_probs.contiguous(),
                     routing_map.contiguous(),
                     weights,
-                    accumulate_into_main_grad=hooks is not None or self._adds_to_main_grad(weights),
+                    accumulate_into_main_grad=bool(self._config.gradient_accumulation_fusion),
                     layer=number,
                     after_backward=functools.partial(note_backward, backend),
                     on_saved=on_saved,
-                    shared_hooks=hooks,
+                    main_grads=main_grads,
                 )
 
             return run_offloaded(self._config, rows, launch)
@@ -207,28 +207,18 @@ class RoutedExperts(LayerExperts):
         """Whether any of the experts' parameters gets a gradient; a teacher's do not."""
         return any(parameter.requires_grad for parameter in self._experts.parameters())
 
-    def _shared_hooks(self, weights: ExpertWeights) -> ExpertHooks | None:
-        """Megatron's hooks on the experts' gradients, if the layer may call them all at once."""
-        params = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
-        if self._hooks is None or not self._hooks.serve(params):
-            made = ExpertHooks.of(params)
-            self._hooks = made if made is not None and made.serve(params) else None
-        return self._hooks
+    def _main_grads(self, weights: ExpertWeights) -> ExpertHooks | None:
+        """Adds gradients to ``main_grad`` behind Megatron's DDP, whether its fusion is on or not.
 
-    def _adds_to_main_grad(self, weights: ExpertWeights) -> bool:
-        """Whether gradients go to ``main_grad``, for which Megatron's fusion need not be on.
-
-        Fusion may be off for want of apex alone. Megatron's DDP marks parameters whose gradients
-        may be added by others, and its hooks then add nothing themselves. Gradients as tensors of
-        their own would cost a table, buffers and an addition for each expert and micro-batch; they
-        are made where somebody else's hooks want to see them.
+        Fusion may be off for want of apex alone. Gradients as tensors of their own would cost a
+        table, buffers and an addition for each expert and micro-batch.
         """
-        if self._config.gradient_accumulation_fusion:
-            return True
-        parameters = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
-        return hasattr(parameters[0], "grad_added_to_main_grad") and not any(
-            each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters
-        )
+        params = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
+        fuses = bool(self._config.gradient_accumulation_fusion)
+        if self._hooks is None or not self._hooks.serve(params, fuses=fuses):
+            self._hooks = None  # its parameters may be others' now
+            self._hooks = ExpertHooks.of(params, fuses=fuses)
+        return self._hooks
 
     def allow_more(self, num_tokens: int) -> str:
         """See :meth:`LayerExperts.allow_more`."""

@@ -72,11 +72,12 @@ class ExpertGroup(OfGroup):
             name: For the message.
 
         Raises:
-            ConfigError: It is some rank's part that does not say which, or a DTensor of more ranks.
+            ConfigError: It is some rank's part that does not say which, another rank's part, or a
+                DTensor where one process has all experts.
         """
         if isinstance(given, DTensor):
             if isinstance(parameter, DTensor):
-                return given
+                return _placed_as(parameter, given, name)
             raise ConfigError(
                 f"{name} is a DTensor of {given.device_mesh.size()} ranks, wanted the plain "
                 "experts of one: call .full_tensor(), or load with torch.distributed.checkpoint"
@@ -92,6 +93,44 @@ class ExpertGroup(OfGroup):
         return distribute_tensor(
             given, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
+
+
+def _placed_as(parameter: DTensor, given: DTensor, name: str) -> DTensor:
+    """The same part of the same whole, on the mesh of a parameter.
+
+    torch copies a DTensor's part whatever the place that it was saved from, and a mesh that comes
+    out of a file is the one of the process that wrote it.
+
+    Raises:
+        ConfigError: It has another part than this rank's.
+    """
+    if given.device_mesh is parameter.device_mesh or given.shape != parameter.shape:
+        return given  # torch distributes it as the parameter is, or says that the sizes differ
+    part, own = _place(given), _place(parameter)
+    if part != own:
+        raise ConfigError(
+            f"{name} is the part {part} that another rank has saved, wanted {own} of "
+            f"{tuple(parameter.shape)}, the part of this rank: save a state_dict on every rank, "
+            "each for itself in as many ranks; or save and load with torch.distributed.checkpoint; "
+            "or save all experts, which get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True)) of "
+            "torch.distributed.checkpoint.state_dict gives where all ranks call it"
+        )
+    return DTensor.from_local(
+        local_part(given.detach()),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _place(tensor: DTensor) -> str:
+    """Where this process's part lies in the whole, as an index that a reader knows."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return "[]"  # a live mesh of other ranks
+    return "[" + ", ".join(f"{one.start}:{one.stop}" for one in local_slices(tensor)) + "]"
 
 
 def _device_type(group: dist.ProcessGroup) -> str:

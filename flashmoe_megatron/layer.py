@@ -522,12 +522,16 @@ class FlashMoELayer(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Takes the own part of plain tensors of all experts, and refuses those of other parts."""
-        for name, parameter in self.expert_parameters():
-            given = state_dict.get(prefix + name)
+        """Takes the own part of plain tensors of all experts, and refuses those of other parts.
+
+        So it does for what is below: a parametrization keeps the experts in a module of its own,
+        which torch loads next from the same dictionary.
+        """
+        for name, parameter in self.named_parameters():
+            key = prefix + name
+            given = state_dict.get(key)
             if isinstance(given, torch.Tensor):
-                loaded = self.expert_group.like(parameter, given, prefix + name)
-                state_dict = {**state_dict, prefix + name: loaded}
+                state_dict[key] = self.expert_group.like(parameter, given, key)
         before = local_part(self.fc2).device
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         if local_metadata.get("assign_to_params_buffers", False):

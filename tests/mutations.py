@@ -342,6 +342,24 @@ MUTATIONS = (
         "token_idx = token_idx[by_expert]",
         "tests/unit/test_choices.py::test_both_forms_are_equal_bit_by_bit",
     ),
+    Mutation(
+        "experts that another rank has saved are loaded",
+        "    if part != own:\n",
+        "    if False:\n",
+        "tests/unit/test_checkpoints.py::test_a_file_of_another_rank_is_refused",
+    ),
+    Mutation(
+        "loaded experts are on the mesh of the rank that saved them",
+        "        parameter.device_mesh,\n        parameter.placements,\n        run_check=False,",
+        "        given.device_mesh,\n        parameter.placements,\n        run_check=False,",
+        "tests/unit/test_checkpoints.py::test_a_file_of_another_rank_is_refused",
+    ),
+    Mutation(
+        "experts below a parametrization are loaded from any rank's file",
+        "for name, parameter in self.named_parameters():\n            key",
+        "for name, parameter in self.named_parameters(recurse=False):\n            key",
+        "tests/unit/test_checkpoints.py::test_parametrized_experts_of_another_rank_are_refused",
+    ),
 )
 
 

@@ -1,22 +1,28 @@
 """Checkpoints of expert-parallel layers, read by other numbers of ranks."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
+from flashmoe_megatron import prepare_for_ddp
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference.oracle import assert_close
-from tests.distributed import RankPool
+from tests.distributed import RankPool, refusal
 from tests.unit import cases
 
 HIDDEN, TOKENS, NUM_STEPS = 64, 16, 10
@@ -120,3 +126,152 @@ def load_plain(group: dist.ProcessGroup) -> None:
 
 def test_plain_experts_are_taken_whole_alone(ranks: RankPool):
     ranks.run(load_plain, num_ranks=2)
+
+
+WAYS_OUT = ("on every rank", "torch.distributed.checkpoint;", "full_state_dict=True")
+
+
+def pairs() -> DeviceMesh:
+    """Two expert-parallel groups of two ranks; collective over four."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+
+
+def model_of(seed: int, mesh: DeviceMesh) -> Model:
+    """Experts by a seed on the ranks of a mesh of one dimension."""
+    model = Model(mesh.size(), mesh)
+    torch.manual_seed(seed)
+    model.experts.reset_parameters()
+    return model
+
+
+def files_of(model: nn.Module, folder: Path, name: str) -> list[Path]:
+    """Every rank's own file, as torch.save writes it; collective."""
+    paths = [folder / f"{name}{rank}.pt" for rank in range(dist.get_world_size())]
+    torch.save(model.state_dict(), paths[dist.get_rank()])
+    dist.barrier()
+    return paths
+
+
+def load_file(_: object, model: nn.Module, file: Path, **options: Any) -> None:
+    model.load_state_dict(torch.load(file, weights_only=True), **options)
+
+
+def load_behind_ddp(group: dist.ProcessGroup, model: nn.Module, file: Path) -> None:
+    load_file(group, DistributedDataParallel(prepare_for_ddp(model)).module, file)
+
+
+def load_assigned(group: dist.ProcessGroup, model: nn.Module, file: Path) -> None:
+    load_file(group, model, file, assign=True)
+
+
+def load_laxly(group: dist.ProcessGroup, model: nn.Module, file: Path) -> None:
+    load_file(group, model, file, strict=False)
+
+
+LOADS = (load_file, load_assigned, load_laxly, load_behind_ddp)
+
+
+def load_files_of_others(
+    group: dist.ProcessGroup, folder: Path, load: Callable[..., None]
+) -> list[str]:
+    """Loads the file of each of the first two ranks in all four; gives what each load says."""
+    mesh, rank = pairs(), dist.get_rank(group)
+    source = model_of(0, mesh["ep"])
+    said = []
+    for number, file in enumerate(files_of(source, folder, "pairs")[:2]):
+        target = model_of(1, mesh["ep"])
+        before = local_part(target.experts.fc1).clone()
+        said.append(refusal(group, load, target, file))
+        want = local_part(source.experts.fc1) if rank % 2 == number else before
+        assert torch.equal(local_part(target.experts.fc1), want)
+    target = model_of(1, mesh["ep"])
+    load(group, target, folder / f"pairs{rank % 2}.pt")
+    x = batch(rank)
+    assert torch.equal(target(x), source(x))
+    # The mesh is this group's, and not one of those who wrote the file.
+    assert torch.equal(target.experts.fc2.full_tensor(), source.experts.fc2.full_tensor())
+    return said
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.__name__)
+def test_a_file_of_another_rank_is_refused(
+    ranks: RankPool, tmp_path: Path, load: Callable[..., None]
+):
+    for rank, said in enumerate(ranks.run(load_files_of_others, tmp_path, load)):
+        assert said[rank % 2] == "no error"
+        error = said[1 - rank % 2]
+        parts = ["[0:4, 0:128, 0:64]", "[4:8, 0:128, 0:64]"]
+        theirs, own = reversed(parts) if rank % 2 == 0 else parts
+        assert error.startswith("ConfigError: ")
+        assert f"experts.fc1 is the part {theirs} that another rank has saved" in error
+        assert f"wanted {own} of (8, 128, 64)" in error
+        assert all(words in error for words in WAYS_OUT)
+
+
+def load_where_files_are_right(group: dist.ProcessGroup, folder: Path) -> None:
+    """Takes each of the ways out that the error names, where one rank writes the only file."""
+    mesh, file = pairs(), folder / "whole.pt"
+    source = model_of(0, mesh["ep"])
+    state = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank(group) == 0:
+        torch.save(state, file)
+    dist.barrier()
+    for load in LOADS:
+        target = model_of(1, mesh["ep"])
+        load(group, target, file)
+        assert torch.equal(target.experts.fc1.full_tensor(), source.experts.fc1.full_tensor())
+
+
+def test_a_file_of_all_experts_is_loaded_by_all_ranks(ranks: RankPool, tmp_path: Path):
+    ranks.run(load_where_files_are_right, tmp_path)
+
+
+def sharded(seed: int, mesh: DeviceMesh) -> Model:
+    model = model_of(seed, mesh["ep"])
+    fully_shard(model.experts, mesh=mesh["fsdp"])
+    return model
+
+
+def load_files_of_shards(group: dist.ProcessGroup, folder: Path) -> list[str]:
+    mesh = pairs()
+    source = sharded(0, mesh)
+    files = files_of(source, folder, "shards")
+    said = [refusal(group, load_file, sharded(1, mesh), file) for file in files]
+    target = sharded(1, mesh)
+    load_file(group, target, files[dist.get_rank(group)])
+    assert torch.equal(target.experts.fc1.full_tensor(), source.experts.fc1.full_tensor())
+    wide = model_of(1, init_device_mesh("cpu", (4,)))
+    narrow = files_of(model_of(0, mesh["ep"]), folder, "pairs")[0]
+    return [*said, refusal(group, load_file, wide, narrow)]
+
+
+def test_with_fsdp_both_dimensions_count_and_so_do_sizes(ranks: RankPool, tmp_path: Path):
+    places = ["0:2", "4:6", "2:4", "6:8"]
+    for rank, said in enumerate(ranks.run(load_files_of_shards, tmp_path)):
+        for other, place in enumerate(places):
+            want = f"is the part [{place}, 0:128, 0:64] that" if other != rank else "no error"
+            assert want in said[other]
+        assert f"[0:4, 0:128, 0:64] that another rank has saved, wanted [{2 * rank}:" in said[4]
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def load_parametrized(group: dist.ProcessGroup, folder: Path) -> str:
+    """A parametrization has the experts in a module of its own, which torch loads."""
+    mesh = pairs()
+    model = model_of(0, mesh["ep"])
+    parametrize.register_parametrization(model.experts, "fc2", Doubled())
+    files = files_of(model, folder, "doubled")
+    load_file(group, model, files[dist.get_rank(group) % 2])
+    key = "experts.parametrizations.fc2.original"
+    alone = {key: torch.load(files[0], weights_only=True)[key]}
+    return refusal(group, lambda _: model.load_state_dict(alone, strict=False))
+
+
+def test_parametrized_experts_of_another_rank_are_refused(ranks: RankPool, tmp_path: Path):
+    for rank, said in enumerate(ranks.run(load_parametrized, tmp_path)):
+        want = "no error" if rank % 2 == 0 else "experts.parametrizations.fc2.original is the part"
+        assert want in said

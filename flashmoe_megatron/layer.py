@@ -27,6 +27,7 @@ from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
 from flashmoe_megatron.options import BackendKind, BackendOptions
+from flashmoe_megatron.own_router import fusable_weight, logits_of
 from flashmoe_megatron.per_group import check_alike, from_all
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
@@ -202,9 +203,12 @@ class FlashMoELayer(nn.Module):
         fc2: Their ``[num_experts, hidden, intermediate]`` parameter.
         fc1_bias: Their ``[num_experts, fc1_rows]`` parameter, ``None`` without ``bias``.
         fc2_bias: Their ``[num_experts, hidden]`` parameter, ``None`` without ``bias``.
-        router: ``nn.Linear(hidden, num_experts)`` without bias, or ``None``.
+        router: ``nn.Linear(hidden, num_experts)`` without bias, or ``None``. Adapters may wrap it,
+            hooks be put on it, and any module take its place that gives logits
+            ``[num_tokens, num_experts]`` for ``[num_tokens, hidden]``, but with ``fuse_router``.
     """
 
+    router: nn.Linear | None
     fc1: nn.Parameter
     fc1_gate: nn.Parameter
     fc1_up: nn.Parameter
@@ -239,10 +243,11 @@ class FlashMoELayer(nn.Module):
                 the kernel also float32 or float64. By default torch's default dtype, but bfloat16
                 for float32.
             backend: Which to choose, or another layer's, of an equal ``config``.
-            router: Own a router, an ``nn.Linear`` that :meth:`route` applies with torch's operators
-                in front of the launch, so that :meth:`forward` can be called with tokens alone.
+            router: Own a router, an ``nn.Linear`` that :meth:`route` calls in front of the launch,
+                so that :meth:`forward` can be called with tokens alone.
             fuse_router: Run that router inside the layer's launch instead, as
-                :func:`moe_router_forward` does with its weight; needs ``router=True``.
+                :func:`moe_router_forward` does with its weight; needs ``router=True``. Calls refuse
+                a router with a bias, hooks or adapters, or of another class.
             bias: Give both projections of every expert a bias.
             split: Keep gate and up projections as parameters of their own, ``fc1_gate`` and
                 ``fc1_up``, in place of ``fc1``; the kernel reads and differentiates them where they
@@ -363,16 +368,29 @@ class FlashMoELayer(nn.Module):
 
         Every rank draws all experts and keeps its own part: one seed gives one model, whatever the
         number of ranks, and also behind FSDP's ``fully_shard``.
+
+        Raises:
+            ConfigError: The router is no ``nn.Linear``, or what is to be drawn is computed from
+                something else, as by pruning or a parametrization.
         """
         self._write_rank()
         if self.router is not None:
-            weight = self.router.weight
-            drawn = _drawn(weight, weight.shape, self.config.hidden)
-            local_part(weight).copy_(drawn[local_slices(weight)])
-        experts = [
-            (name, parameter, local_slices(parameter))
-            for name, parameter in self.expert_parameters()
-        ]
+            if not isinstance(self.router, nn.Linear):
+                raise ConfigError(
+                    f"reset_parameters() draws an nn.Linear, but the router is of class "
+                    f"{type(self.router).__qualname__}: wanted it before the router is wrapped or "
+                    "replaced"
+                )
+            for name in ("weight", "bias"):
+                parameter = getattr(self.router, name)
+                if parameter is not None:
+                    _check_drawable(f"router.{name}", parameter)
+                    drawn = _drawn(parameter, parameter.shape, self.config.hidden)
+                    local_part(parameter).copy_(drawn[local_slices(parameter)])
+        experts = []
+        for name, parameter in self.expert_parameters():
+            _check_drawable(name, parameter)
+            experts.append((name, parameter, local_slices(parameter)))
         for expert in range(self.config.num_experts):
             for name, parameter, (own, *part) in experts:
                 is_fc1 = name.startswith("fc1")
@@ -411,7 +429,8 @@ class FlashMoELayer(nn.Module):
         with Together(backend, may_be_void=True) as together:
             return self._forward(backend, x, topk_idx, topk_weight)
         if topk_weight is None and self.router is not None:
-            topk_weight = self.router.weight
+            parts = [local_part(one).flatten().float() for one in self.router.parameters()]
+            topk_weight = torch.cat(parts) if parts else None
         kind = local_part(self.fc2).device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return void_call(together, backend, x, topk_weight, self._weights(dtype))
@@ -460,7 +479,7 @@ class FlashMoELayer(nn.Module):
         number = launch_number(0, is_training=self.training)
         if topk_idx is None or topk_weight is None:
             if self.router is not None and self.fuse_router:
-                router = cast(self.router.weight)
+                router = cast(fusable_weight(self.router))
                 return moe_router_forward(
                     cast(tokens), router, weights, backend=backend, layer=number
                 ).out
@@ -575,6 +594,9 @@ class FlashMoELayer(nn.Module):
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses each token's experts: softmax over its ``topk`` largest logits, in float32.
 
+        A router with hooks, a bias or adapters, or of another class is called as a module, with
+        tokens in float32 and outside of autocast; its products are computed in float32.
+
         Args:
             tokens: ``[num_tokens, hidden]``.
 
@@ -583,15 +605,14 @@ class FlashMoELayer(nn.Module):
 
         Raises:
             ConfigError: The layer has no router.
+            ShapeError: The router, a module that has been put there, gives no such logits.
         """
         if self.router is None:
             raise ConfigError(
                 "the layer has no router: give topk_idx and topk_weight, or build it with "
                 "router=True"
             )
-        check_readable("router weight", self.router.weight)
-        with torch.autocast(tokens.device.type, enabled=False):
-            logits = nn.functional.linear(tokens.float(), self.router.weight.float())
+        logits = logits_of(self.router, tokens, self.config.num_experts)
         top = logits.topk(self.config.topk, dim=1)
         return top.indices, top.values.softmax(dim=1)
 
@@ -664,6 +685,14 @@ def _default_device() -> torch.device:
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
+
+
+def _check_drawable(name: str, given: torch.Tensor) -> None:
+    if not isinstance(given, nn.Parameter):
+        raise ConfigError(
+            f"reset_parameters() draws {name}, which is computed from other parameters: wanted it "
+            "before pruning or a parametrization"
+        )
 
 
 def _drawn(parameter: torch.Tensor, shape: torch.Size, fan_in: int) -> torch.Tensor:

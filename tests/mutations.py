@@ -360,6 +360,48 @@ MUTATIONS = (
         "for name, parameter in self.named_parameters(recurse=False):\n            key",
         "tests/unit/test_checkpoints.py::test_parametrized_experts_of_another_rank_are_refused",
     ),
+    Mutation(
+        "a router with hooks is not called",
+        "        if _what_it_adds(router) is None:\n",
+        "        if isinstance(router, nn.Linear):\n",
+        "tests/unit/test_own_router.py::test_a_changed_router_is_called[forward hook]",
+    ),
+    Mutation(
+        "a launch takes a router with a bias",
+        '    if router.bias is not None:\n        return "has a bias"\n',
+        "",
+        "tests/unit/test_own_router.py::test_a_launch_takes_a_changed_router_for_no_other[bias]",
+    ),
+    Mutation(
+        "hooks on all modules do not see a router",
+        "    if _has_any_global_hook():\n",
+        "    if False:\n",
+        "tests/unit/test_own_router.py::test_hooks_on_all_modules_see_the_router",
+    ),
+    Mutation(
+        "a router with a hook computes in bfloat16",
+        "        with _Wide():\n            logits: torch.Tensor = router(tokens.float())\n",
+        "        if True:\n            logits: torch.Tensor = router(tokens)\n",
+        "tests/unit/test_own_router.py::test_looking_at_a_router_changes_no_bits[torch.bfloat16]",
+    ),
+    Mutation(
+        "a router's output is not looked at",
+        "    if logits.shape != wanted or not logits.is_floating_point():\n",
+        "    if False:\n",
+        "tests/unit/test_own_router.py::test_what_gives_no_logits_is_refused",
+    ),
+    Mutation(
+        "a call without a result leaves an adapter of the router out",
+        "parts = [local_part(one).flatten().float() for one in self.router.parameters()]",
+        "parts = [local_part(next(self.router.parameters())).flatten()]",
+        "tests/unit/test_own_router.py::test_a_call_without_a_result_spoils_all_of_a_router",
+    ),
+    Mutation(
+        "parameters that others are computed from are drawn without effect",
+        "    if not isinstance(given, nn.Parameter):\n        raise ConfigError(",
+        "    if False:\n        raise ConfigError(",
+        "tests/unit/test_own_router.py::test_a_reset_draws_nothing_that_is_computed",
+    ),
 )
 
 

@@ -27,7 +27,7 @@ CSRC = [
     ["api"],
 ]
 PYTHON = [
-    ["errors", "_version", "streams"],
+    ["errors", "_version", "streams", "touched"],
     ["config", "driver"],
     ["planner", "replicas"],
     ["telemetry", "router"],
@@ -37,7 +37,7 @@ PYTHON = [
     ["kernel", "reference", "hosts"],
     ["scheduled"],
     ["schedule"],
-    ["select", "autograd"],
+    ["select", "autograd", "own_router"],
     ["layer"],
     ["data_parallel", "gates"],
     ["adapters"],

@@ -26,19 +26,6 @@ def with_all_below(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def find_touched(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that have hooks or a ``forward`` that is not their class's, in their order."""
-    return [
-        module
-        for module in modules
-        if (own := module.__dict__)["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-    ]
-
-
 def classes_of(modules: Sequence[nn.Module]) -> Classes:
     """The classes of modules, to be compared with what they are later."""
     return tuple(map(type, modules))

@@ -5,11 +5,11 @@ from torch import nn
 from flashmoe_megatron.adapters.forwards import (
     Classes,
     classes_of,
-    find_touched,
     name_of,
     with_all_below,
 )
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.touched import find_touched
 
 _HARMLESS = "deepspeed."
 """The package whose hooks gather parameters (ZeRO-3), as reading these does too, or profile."""

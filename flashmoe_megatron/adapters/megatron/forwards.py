@@ -5,12 +5,12 @@ import torch
 from flashmoe_megatron.adapters.forwards import (
     Classes,
     classes_of,
-    find_touched,
     name_of,
     with_all_below,
 )
 from flashmoe_megatron.adapters.megatron.ddp_hooks import waits_for_parameters
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.touched import find_touched
 
 _STOCK = ("megatron.core.", "transformer_engine.", "torch.nn.modules.")
 """Packages whose classes compute with the parameters they own; torch's are the containers."""

@@ -8,6 +8,7 @@ the group that the papers balance within.
 
 import math
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from flashmoe_megatron.backend import Together
 from flashmoe_megatron.config import MAX_TOPK, got, is_count, is_number
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer
+
+_Kind = TypeVar("_Kind", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -412,14 +415,16 @@ class GatedExperts(nn.Module):
             ShapeError: On every rank of the layer's group: the tokens are none of the gate's, or it
                 makes more rows of them than the layer was built for.
         """
-        with Together(self.layer.backend):
+        layer = _within(self.layer, FlashMoELayer)
+        assert layer is not None
+        with Together(layer.backend):
             if x.dim() < 2:
                 raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [..., tokens, hidden]")
             width = x.shape[-1]
-            is_soft = isinstance(self.gate, SoftMoEGate) and x.dim() > 2
+            is_soft = _within(self.gate, SoftMoEGate) is not None and x.dim() > 2
             given = x.reshape(-1, x.shape[-2], width) if is_soft else x.reshape(-1, width)
             routing = self.gate(given)
-            most = self.layer.config.max_tokens
+            most = layer.config.max_tokens
             if len(routing.tokens) > most:
                 raise ShapeError(
                     f"the gate makes {len(routing.tokens)} rows of x of shape {tuple(x.shape)}, "
@@ -428,6 +433,11 @@ class GatedExperts(nn.Module):
                 )
         out = self.layer(routing.tokens, routing.topk_idx, routing.topk_weight)
         return routing.finish(out).view(x.shape), routing
+
+
+def _within(module: nn.Module, kind: type[_Kind]) -> _Kind | None:
+    """A module of a kind, or the first that it wraps, as an adapter does."""
+    return next((one for one in module.modules() if isinstance(one, kind)), None)
 
 
 def _balance(scores: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:

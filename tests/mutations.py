@@ -402,6 +402,12 @@ MUTATIONS = (
         "    if False:\n        raise ConfigError(",
         "tests/unit/test_own_router.py::test_a_reset_draws_nothing_that_is_computed",
     ),
+    Mutation(
+        "a wrapped soft gate mixes tokens of all sequences",
+        "_within(self.gate, SoftMoEGate) is not None",
+        "isinstance(self.gate, SoftMoEGate)",
+        "tests/unit/test_gates.py::test_gate_and_layer_may_be_wrapped",
+    ),
 )
 
 

@@ -440,3 +440,28 @@ def test_a_gate_of_another_layer_is_refused() -> None:
     for shape in ((4, 32), (2, 4, 32), (2, 2, 4, 64)):
         with pytest.raises(ShapeError, match=r"wanted \[batch, tokens, 64\] or \[tokens, 64\]"):
             soft(torch.zeros(shape))
+
+
+class Wrapper(nn.Module):
+    """Stands around a module as an adapter does."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *args: torch.Tensor) -> object:
+        return self.base_layer(*args)
+
+
+@pytest.mark.parametrize("name", ["soft", "sigmoid"])
+def test_gate_and_layer_may_be_wrapped(name: str):
+    """A soft gate mixes tokens within each sequence, also within what wraps it."""
+    gate = make_gate(name)
+    layer = FlashMoELayer(cases.make_config(topk=2), device="cpu", dtype=torch.float64)
+    model = GatedExperts(gate, layer)
+    x = tokens().view(4, 10, HIDDEN)
+    want, routing = model(x)
+    model.gate, model.layer = Wrapper(Wrapper(gate)), Wrapper(layer)
+    got, wrapped = model(x)
+    assert torch.equal(got, want)
+    assert torch.equal(wrapped.topk_idx, routing.topk_idx)

@@ -144,8 +144,15 @@ class _Reducer(OfGroup):
                 output.register_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def __call__(self, layer: nn.Module, _: Any) -> None:
-        """Refuses layers other than those that were prepared, before their forwards."""
+        """Refuses layers other than those that were prepared, and Join, before their forwards."""
         assert isinstance(layer, FlashMoELayer)
+        model = DistributedDataParallel._active_ddp_module
+        if model is not None and model._join_config.enable:
+            raise ConfigError(
+                "torch.distributed.algorithms.Join lets a rank without batches leave out its "
+                "forwards, but the layer's calls need all ranks of its group: wanted no Join, and "
+                "batches without tokens (x[:0]) on a rank that has no more, whose loss is 0"
+            )
         if any(id(one) not in self._known for _, one in layer.expert_parameters()):
             raise ConfigError(
                 "the layer is a copy of one that was prepared for DistributedDataParallel, or its "

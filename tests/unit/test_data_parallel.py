@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -57,7 +58,8 @@ class Model(nn.Module):
         x = self.first(x)
         for layer in (self.experts[index] for index in self.called):
             x = x + (checkpoint(layer, x, use_reentrant=True) if self.recomputes else layer(x))
-        return self.last(x).square().mean()
+        losses = self.last(x).square()
+        return losses.mean() if len(losses) else losses.sum()
 
 
 def batch(step: int, world: int, rank: int | None = None) -> torch.Tensor:
@@ -237,6 +239,21 @@ def step_of(
     scaler.update()
 
 
+def join_uneven_batches(group: dist.ProcessGroup) -> None:
+    """Join would have the rank with more batches wait for the other's part in its calls."""
+    model, rank = prepare_for_ddp(Model(2, group), group), dist.get_rank(group)
+    ddp = DistributedDataParallel(model, process_group=group)
+    with Join([ddp]), pytest.raises(ConfigError, match=r"wanted no Join, .*\(x\[:0\]\)"):
+        ddp(batch(0, 2, rank))
+    ddp = DistributedDataParallel(model, process_group=group)  # the other one stays in Join
+    ddp(batch(0, 2, rank)[: TOKENS if rank == 0 else 0]).backward()
+    alone = Model(1, None)
+    (alone(batch(0, 2, 0)) / 2).backward()
+    for (name, got), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+        grad = getattr(got.grad, "full_tensor", got.grad.clone)()
+        assert_close(name, grad, want.grad, rel_l2=1e-5)
+
+
 def wrap_unprepared(group: dist.ProcessGroup) -> None:
     """Torch itself will not broadcast experts beside others; the layer sees to what is left."""
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
@@ -303,6 +320,13 @@ def prepare_uneven_groups(group: dist.ProcessGroup) -> None:
     [wrap_unprepared, wrap_a_prepared_part, broadcast_by_hand, copy_a_prepared_model],
 )
 def test_what_is_refused(pair: RankPool, function: Callable[[dist.ProcessGroup], None]):
+    pair.run(function)
+
+
+@pytest.mark.parametrize("function", [join_uneven_batches])
+def test_batches_and_experts_of_other_kinds(
+    pair: RankPool, function: Callable[[dist.ProcessGroup], None]
+):
     pair.run(function)
 
 

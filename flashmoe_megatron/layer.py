@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -338,8 +339,9 @@ class FlashMoELayer(nn.Module):
         """
         if self._given is not None:
             return self._given
-        fc2 = self._parameters["fc2"]  # a tracer puts what has no device in place of self.fc2
-        assert fc2 is not None
+        fc2 = self._parameters.get("fc2")  # a tracer puts what has no device in place of self.fc2
+        if fc2 is None:  # pruned or parametrized: it is computed from what stands under other names
+            fc2 = self.fc2
         device = fc2.device
         if device.type == "meta":
             raise ConfigError(
@@ -388,7 +390,7 @@ class FlashMoELayer(nn.Module):
                     drawn = _drawn(parameter, parameter.shape, self.config.hidden)
                     local_part(parameter).copy_(drawn[local_slices(parameter)])
         experts = []
-        for name, parameter in self.expert_parameters():
+        for name, parameter in self._experts():
             _check_drawable(name, parameter)
             experts.append((name, parameter, local_slices(parameter)))
         for expert in range(self.config.num_experts):
@@ -496,19 +498,34 @@ class FlashMoELayer(nn.Module):
 
     def _weights(self, dtype: torch.dtype | None) -> ExpertWeights | SplitWeights:
         """This rank's experts, in another dtype if given one."""
-        local = {name: local_part(one) for name, one in self.expert_parameters()}
+        local = {name: local_part(one) for name, one in self._experts()}
         stacks = {name: (one if dtype is None else one.to(dtype),) for name, one in local.items()}
         if "fc1" in stacks:
             return ExpertWeights(**stacks, transposed=False, split=False)
         gate, up, down = (stacks.pop(name) for name in ("fc1_gate", "fc1_up", "fc2"))
         return SplitWeights(gate, up, down, **stacks)
 
-    def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The experts' parameters, without the router's, by their names."""
+    def _experts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The experts as they are computed with, by their names."""
         for name in ("fc1", "fc1_gate", "fc1_up", "fc2", "fc1_bias", "fc2_bias"):
-            parameter = getattr(self, name, None)
+            tensor = getattr(self, name, None)
+            if tensor is not None:
+                yield name, tensor
+
+    def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that have this rank's experts, without the router's, by their names.
+
+        They are others than those that the layer computes with where these are pruned or
+        parametrized.
+        """
+        for name, parameter in self._parameters.items():
             if parameter is not None:
                 yield name, parameter
+        for name, module in self._modules.items():  # what parametrizations have
+            if name != "router" and module is not None:
+                for below, parameter in module.named_parameters(name):
+                    if isinstance(parameter, DTensor) or self.config.num_ranks == 1:
+                        yield below, parameter
 
     def _check_experts(self) -> None:
         """Refuses experts that are, or are about to be, another rank's; waits for the device."""

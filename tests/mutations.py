@@ -403,6 +403,18 @@ MUTATIONS = (
         "tests/unit/test_own_router.py::test_a_reset_draws_nothing_that_is_computed",
     ),
     Mutation(
+        "a layer's backend is looked for by fc2 where it is computed",
+        "            fc2 = self.fc2\n",
+        '            fc2 = self._parameters["fc2"]\n',
+        "tests/unit/test_layer.py::test_experts_may_be_pruned_or_parametrized",
+    ),
+    Mutation(
+        "a plain parameter of a parametrization is left out of what ranks share",
+        "                    if isinstance(parameter, DTensor) or self.config.num_ranks == 1:\n",
+        "                    if True:\n",
+        "tests/unit/test_data_parallel.py::test_batches_and_experts_of_other_kinds",
+    ),
+    Mutation(
         "a wrapped soft gate mixes tokens of all sequences",
         "_within(self.gate, SoftMoEGate) is not None",
         "isinstance(self.gate, SoftMoEGate)",

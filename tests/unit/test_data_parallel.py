@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms import Join
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.data_parallel import expert_parameters, prepare_for_ddp
@@ -254,6 +255,32 @@ def join_uneven_batches(group: dist.ProcessGroup) -> None:
         assert_close(name, grad, want.grad, rel_l2=1e-5)
 
 
+def train_parametrized(group: dist.ProcessGroup) -> None:
+    """The experts are below a parametrization, whose own scale is a parameter as others are."""
+    model, alone = Model(2, group), Model(1, None)
+    for one in (model, alone):
+        parametrize.register_parametrization(one.experts[0], "fc2", Scaled())
+    ddp = DistributedDataParallel(prepare_for_ddp(model, group), process_group=group)
+    ddp(batch(0, 2, dist.get_rank(group))).backward()
+    alone(batch(0, 2)).backward()
+    for (name, got), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+        grad = getattr(got.grad, "full_tensor", got.grad.clone)()
+        assert_close(name, grad, want.grad, rel_l2=1e-5)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        # torch multiplies no DTensor by a plain parameter.
+        local = local_part(weight) * self.scale
+        if not isinstance(weight, DTensor):
+            return local
+        return DTensor.from_local(local, weight.device_mesh, weight.placements)
+
+
 def wrap_unprepared(group: dist.ProcessGroup) -> None:
     """Torch itself will not broadcast experts beside others; the layer sees to what is left."""
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
@@ -323,7 +350,7 @@ def test_what_is_refused(pair: RankPool, function: Callable[[dist.ProcessGroup],
     pair.run(function)
 
 
-@pytest.mark.parametrize("function", [join_uneven_batches])
+@pytest.mark.parametrize("function", [join_uneven_batches, train_parametrized])
 def test_batches_and_experts_of_other_kinds(
     pair: RankPool, function: Callable[[dist.ProcessGroup], None]
 ):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parametrize, prune
 
 from flashmoe_megatron import layer as layer_module
 from flashmoe_megatron.backend import ExpertWeights
@@ -110,6 +111,45 @@ def test_gradients_reach_weights_and_choices():
     want = torch.autograd.grad(out, leaves, grad_out.double())
     for index, (grad, expected) in enumerate(zip(got, want, strict=True)):
         assert_close(f"gradient {index}", grad, expected, rel_l2=1e-5)
+
+
+class Scaled(torch.nn.Module):
+    """A parametrization with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.scale * weight
+
+
+ADAPT = {
+    "parametrized": lambda layer, name: parametrize.register_parametrization(layer, name, Scaled()),
+    "pruned": lambda layer, name: prune.l1_unstructured(layer, name, 0.5),
+}
+
+
+@pytest.mark.parametrize("names", [["fc1"], ["fc2"], ["fc2_bias"], ["fc1", "fc2"]], ids=str)
+@pytest.mark.parametrize("how", ADAPT)
+def test_experts_may_be_pruned_or_parametrized(how: str, names: list[str]):
+    layer, plain = make_layer(bias=True), make_layer(bias=True)
+    for name in names:
+        ADAPT[how](layer, name)
+    x, choice = torch.randn(20, 64), make_choice(20)
+    layer(x, *choice)  # pruning computes its experts in a layer's hooks
+    weights = {name: getattr(layer, name) for name in ("fc1", "fc2", "fc1_bias", "fc2_bias")}
+    leaves = list(layer.parameters())
+    out = torch.func.functional_call(plain, weights, (x, *choice))
+    want = torch.autograd.grad(out.square().sum(), leaves)
+    for _ in range(2):  # the second time after a step of an optimizer, say
+        layer.zero_grad()
+        out = layer(x, *choice)
+        out.square().sum().backward()
+        for got, expected in zip((one.grad for one in leaves), want, strict=True):
+            torch.testing.assert_close(got, expected)
+    assert str(layer.fc2.dtype) in repr(layer)
+    assert layer.to(torch.float64)(x.double(), *choice).dtype == torch.float64
 
 
 def test_router():

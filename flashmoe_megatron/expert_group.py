@@ -109,12 +109,12 @@ def _placed_as(parameter: DTensor, given: DTensor, name: str) -> DTensor:
     part, own = _place(given), _place(parameter)
     if part != own:
         raise ConfigError(
-            f"{name} is the part {part} that another rank has saved, wanted {own} of "
-            f"{tuple(parameter.shape)}, the part of this rank: save a state_dict on every rank, "
-            "each for itself in as many ranks; or save and load with torch.distributed.checkpoint; "
-            "or save all experts, which get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True)) of "
-            "torch.distributed.checkpoint.state_dict gives where all ranks call it"
+            f"{name} has the part {part} of {tuple(parameter.shape)}, wanted this rank's, {own}: "
+            "another rank has saved it, or another number of ranks. Save a state_dict on every "
+            "rank, and load each rank's own on as many; or use torch.distributed.checkpoint; or "
+            "save what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
+            "of torch.distributed.checkpoint.state_dict gives where all ranks call it, which has "
+            "all experts"
         )
     return DTensor.from_local(
         local_part(given.detach()),

@@ -423,8 +423,9 @@ class FlashMoELayer(nn.Module):
 
         Raises:
             ConfigError: Only one of the two choices is given, or none without a router; or the
-                experts were overwritten with another rank's, as DistributedDataParallel does.
-            ShapeError: A tensor is not what the layer was built for.
+                experts were overwritten with another rank's, as DistributedDataParallel does; or
+                with ``fuse_router`` the router has become more than its weight.
+            ShapeError: A tensor is not what the layer was built for, or a router gives no logits.
             RoutingError: As in :func:`moe_forward`.
         """
         backend = self.backend  # autocast, on which it may depend, is off where experts are applied

@@ -1,4 +1,4 @@
-"""Gives all tests process pools, and skips what the machine cannot run."""
+"""Gives all tests process pools, skips what the machine cannot run, and tells failures at once."""
 
 import contextlib
 import os
@@ -25,6 +25,34 @@ def ranks() -> Iterator[RankPool]:
     """Four gloo processes that live as long as the session; start with their first use."""
     with contextlib.closing(RankPool(4)) as pool:
         yield pool
+
+
+class AtOnce:
+    """Prints a failure when it happens, for whoever reads a run that may be cut short."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._terminal.write_sep("_", f"{report.nodeid} ({report.when})")
+            self._terminal.write_line(report.longreprtext)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--at-once",
+        action="store_true",
+        help="print failures when they happen, not at the end alone",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has made its terminal
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    # The processes of xdist hand their reports to the first one, which prints them.
+    if config.getoption("at_once", False) and not hasattr(config, "workerinput") and terminal:
+        config.pluginmanager.register(AtOnce(terminal), "flashmoe-at-once")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Checks the kernel on this machine's GPUs, whatever their number, and records the result.
 
-One command runs, each in bounded time: the single-GPU tests (up to 8 virtual ranks on one GPU), the
+One command runs, each in bounded time: the single-GPU tests (up to 8 virtual ranks on one GPU), in
+several processes where pytest-xdist is installed, and after them alone those that judge times; the
 multi-GPU tests where there are 2 or 4 GPUs, faults of ranks there, DeepSpeed beside its own layers
 where it is installed, and NVIDIA's compute-sanitizer on a small case where it is installed. The
 library has to be built already (``tools/build.py``); the package is used from the checkout.
@@ -37,7 +38,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"
 
-SINGLE_LIMIT_S = 240
+SINGLE_LIMIT_S = 210  # in so many processes
+SINGLE_PROCESSES = 3
+ALONE_LIMIT_S = 90
 MULTI_LIMIT_S = 260
 DEEPSPEED_LIMIT_S = 250
 FAULTS_LIMIT_S = 400
@@ -47,6 +50,31 @@ SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZER_ERROR = 86  # compute-sanitizer is told to end so where it finds something
 
 PARTS = ("single", "multi", "faults", "deepspeed", "sanitizer")
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests that pytest runs together.
+
+    Attributes:
+        part: One of ``PARTS``.
+        name: What they check.
+        path: Their file or folder.
+        limit_s: They are ended then.
+        marks: An expression of pytest's markers that chooses among them.
+        chosen: An expression of names that chooses further.
+        processes: How many share them, in as much of the time limit as one would need for its part.
+        why_not: Why they cannot run here.
+    """
+
+    part: str
+    name: str
+    path: str
+    limit_s: float
+    marks: str = "gpu or multi_gpu"
+    chosen: str = ""
+    processes: int = 1
+    why_not: str = ""
 
 
 @dataclass
@@ -161,21 +189,30 @@ def checked(
     return check, output
 
 
-def run_tests(name: str, path: str, chosen: str, limit_s: float) -> Check:
-    """Runs tests with pytest, those that an expression chooses, and reads its report."""
+def run_tests(tests: Tests) -> Check:
+    """Runs tests with pytest, which prints a failure when it happens, and reads its report."""
+    shared = tests.processes > 1 and importlib.util.find_spec("xdist") is not None
+    processes = tests.processes if shared else 1
+    limit_s = tests.limit_s * tests.processes / processes
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        command = [sys.executable, "-m", "pytest", path, "-m", "gpu or multi_gpu", "-k", chosen]
-        command += ["-q", "--tb=short"]
+        command = [sys.executable, "-m", "pytest", tests.path, "-m", tests.marks]
+        command += ["-k", tests.chosen, "-q", "--tb=short"]
+        variables = {}
+        if shared:
+            command += ["-n", str(processes), "--dist", "worksteal"]
+            # The oracle of each takes every core otherwise.
+            variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (processes + 1)))
         # The project's own options are left out: a GPU machine may lack their plugins.
         options = ["-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        options += ["--durations=8", "--maxfail=30"]
-        check, _ = checked(name, [*command, *options], limit_s)
+        options += ["--durations=8", "--maxfail=30", "--at-once"]
+        check, _ = checked(tests.name, [*command, *options], limit_s, variables=variables)
         check.command = shlex.join(["python", *command[1:]])
         if report.exists():
             _read_report(report, check)
     if check.status == "passed" and not check.counts.get("passed"):
         check.status, check.reason = "failed", "no test ran"
+    check.report["processes"] = processes
     return check
 
 
@@ -298,26 +335,46 @@ def run_parts(only: list[str], num_hopper: int) -> list[Check]:
     """Runs the parts that are asked for; one that cannot run here is skipped and says why."""
     one_gpu = "this machine has one Hopper GPU" if num_hopper < 2 else ""
     missing = "" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
-    rest = "not deepspeed and not faults"
     several = "tests/multi_gpu"
-    tests = {
-        "single": ("one GPU", "", "tests/gpu", "", SINGLE_LIMIT_S),
-        "multi": ("several GPUs", one_gpu, several, rest, MULTI_LIMIT_S),
-        "faults": ("faults of ranks", one_gpu, f"{several}/test_faults.py", "", FAULTS_LIMIT_S),
-        "deepspeed": (
-            "DeepSpeed",
-            one_gpu or missing,
-            f"{several}/test_deepspeed.py",
-            "",
-            DEEPSPEED_LIMIT_S,
+    tests = [
+        Tests(
+            "single",
+            "one GPU",
+            "tests/gpu",
+            SINGLE_LIMIT_S,
+            marks="gpu and not alone",
+            processes=SINGLE_PROCESSES,
         ),
-    }
+        Tests("single", "times on one GPU", "tests/gpu", ALONE_LIMIT_S, marks="gpu and alone"),
+        Tests(
+            "multi",
+            "several GPUs",
+            several,
+            MULTI_LIMIT_S,
+            chosen="not deepspeed and not faults",
+            why_not=one_gpu,
+        ),
+        Tests(
+            "faults",
+            "faults of ranks",
+            f"{several}/test_faults.py",
+            FAULTS_LIMIT_S,
+            why_not=one_gpu,
+        ),
+        Tests(
+            "deepspeed",
+            "DeepSpeed",
+            f"{several}/test_deepspeed.py",
+            DEEPSPEED_LIMIT_S,
+            why_not=one_gpu or missing,
+        ),
+    ]
     checks = []
-    for part, (name, why_not, path, chosen, limit_s) in tests.items():
-        if part in only and why_not:
-            checks.append(Check(name, "skipped", reason=why_not))
-        elif part in only:
-            checks.append(run_tests(name, path, chosen, limit_s))
+    for each in tests:
+        if each.part in only and each.why_not:
+            checks.append(Check(each.name, "skipped", reason=each.why_not))
+        elif each.part in only:
+            checks.append(run_tests(each))
     if "sanitizer" in only:
         checks += [run_sanitizer(tool) for tool in SANITIZER_TOOLS]
     return checks

@@ -312,6 +312,7 @@ def test_a_call_that_one_rank_refuses_ends_on_all(is_bounded: bool):
         assert_as_good(steps.step(layer, inputs, weights), expected(config, inputs))
 
 
+@pytest.mark.alone
 def test_a_plan_ends_when_a_peer_has_given_up():
     config = make_config(4)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
@@ -334,6 +335,7 @@ def test_a_plan_ends_when_a_peer_has_given_up():
     assert time.monotonic() - start < 20.0
 
 
+@pytest.mark.alone
 def test_a_peer_that_never_calls():
     config = make_config(2)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[2])

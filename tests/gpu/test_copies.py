@@ -1,6 +1,7 @@
 """The scheduled backend whose rows copy engines carry, between processes that share one GPU."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -22,8 +23,14 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
 
+CALLS = [
+    ([5, 0, 3], cases.to_nobody),
+    *itertools.product(([5, 0, 3], [300, 17, 64], [20, 40, 1]), (cases.to_one_rank, cases.skewed)),
+]
+"""Tokens of each rank and their routing, one call after the other."""
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     with contextlib.closing(RankPool(3)) as pool:
         yield pool
@@ -46,19 +53,21 @@ def on_cpu(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def layers_of_ranks(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Compares two layers, which share the group's memory, call by call."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    for degrees in ((1, 1), (3, 2)):
-        backend = backend_of(group, degrees)
-        reference = ReferenceBackend(backend.config, group)
-        for tokens in ([5, 0, 3], [300, 17, 64], [20, 40, 1]):
-            for routing in (cases.skewed, cases.to_one_rank, cases.to_nobody):
-                given = cases.make_inputs(backend.config, routing, tokens[:num_ranks], dtype=dtype)
-                want = run(reference, given, rank=rank)
-                moved = on(DEVICE, given, dtype)
-                found = on_cpu(run(backend, moved, rank=rank))
-                compare(found, want, dtype)
-                again = on_cpu(run(backend, moved, rank=rank))
-                assert all(torch.equal(again[name], value) for name, value in found.items())
+    backends = [backend_of(group, degrees) for degrees in ((1, 1), (3, 2))]
+    config = backends[0].config
+    reference = ReferenceBackend(config, group)
+    for tokens, routing in CALLS:
+        given = cases.make_inputs(config, routing, tokens[:num_ranks], dtype=dtype)
+        want = run(reference, given, rank=rank)
+        moved = on(DEVICE, given, dtype)
+        for backend in backends:
+            found = on_cpu(run(backend, moved, rank=rank))
+            compare(found, want, dtype)
+            again = on_cpu(run(backend, moved, rank=rank))
+            assert all(torch.equal(again[name], value) for name, value in found.items())
+    for backend in backends:
         with pytest.raises(RoutingError, match=f"rank {num_ranks // 2}: token 0 selects"):
             broken(backend, moved, rank)
         compare(on_cpu(run(backend, moved, rank=rank)), want, dtype)

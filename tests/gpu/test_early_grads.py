@@ -87,6 +87,7 @@ class Layer:
         return copied.elapsed_time(end)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_they_are_there_before_the_end(dtype: torch.dtype):
     layer = Layer(dtype=dtype)
@@ -139,6 +140,7 @@ def test_replays_of_a_graph_tell_nobody():
     layer.check()
 
 
+@pytest.mark.alone
 def test_who_waits_for_a_launch_that_gives_up_goes_on():
     config = make_config(2)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[2])
@@ -260,6 +262,7 @@ kinds = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.alone
 @kinds
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_replicas_are_added_before_the_end(

@@ -24,7 +24,7 @@ from tests.gpu.spinner import Spinner
 from tests.gpu.virtual import VirtualLayer, device, streams
 from tests.unit import cases
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(90)]
 
 TIMEOUT_S = 1.0
 MARGIN_S = 4.0
@@ -224,14 +224,16 @@ def test_a_stream_waits_for_the_one_before(default_is: str):
     torch.cuda.synchronize()
     lanes = [torch.cuda.default_stream(), torch.cuda.Stream()]
     first, second = lanes if default_is == "first" else reversed(lanes)
-    with torch.cuda.stream(first):
-        torch.cuda._sleep(400_000_000)  # 0.2 s
-        got = [lone_step(backend, case)]
-    with torch.cuda.stream(second):
-        got.append(lone_step(backend, case))
-        done = second.record_event()
-    time.sleep(0.05)
-    assert not done.query(), "the second launch did not wait for the first"
+    spinner = Spinner()
+    with spinner.hold(1):
+        with torch.cuda.stream(first):
+            first.wait_stream(spinner.stream)
+            got = [lone_step(backend, case)]
+        with torch.cuda.stream(second):
+            got.append(lone_step(backend, case))
+            done = second.record_event()
+        time.sleep(0.05)  # in which it would end
+        assert not done.query(), "the second launch did not wait for the first"
     torch.cuda.synchronize()
     assert all(torch.equal(one, want) for one in got)
 

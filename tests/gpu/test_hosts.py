@@ -213,6 +213,7 @@ def make_kernel(part: MoEConfig, within: BackendOptions) -> KernelBackend:
     return KernelBackend(part, None, device(), options=within)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tokens", [1024, 8192])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_the_second_level_takes(model: str, tokens: int):
@@ -288,6 +289,7 @@ def judge_second_level(name: str, whole: float, alone: float, copies: float) -> 
     assert whole - alone <= 1.1 * copies + 0.02
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("grid", GRIDS)
 def test_what_the_second_level_takes_on_virtual_hosts(grid: str):
     """The same where all ranks of all hosts share the GPU, each with its part of it.
@@ -378,6 +380,7 @@ def spans_of(rail: ThrottledRail, backend: HostsBackend, forward: Callable[[], o
     )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tokens", [8192, 32768])
 def test_exchanges_under_launches(tokens: int):
     """A card that takes as long for one way as the products do is the limit, with two launches.

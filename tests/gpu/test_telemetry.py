@@ -22,6 +22,7 @@ from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
 from tests.gpu import steps
 from tests.gpu.layers import make_config
+from tests.gpu.spinner import Spinner
 from tests.gpu.virtual import device
 from tests.unit import cases
 
@@ -157,16 +158,16 @@ def test_reports_wait_for_no_device(world: dist.ProcessGroup) -> None:
     torch.cuda.synchronize()
     reporter.step(1)
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second
-    busy = torch.cuda.Event()
-    busy.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        reporter.step(2)  # behind the sleep, on its stream
-        reporter.step(3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not busy.query(), "a step waited for the GPU"
+    spinner = Spinner()
+    with spinner.hold(1):
+        torch.cuda.current_stream().wait_stream(spinner.stream)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            reporter.step(2)  # after the kernel that holds the stream up
+            reporter.step(3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert spinner.is_running, "a step waited for the GPU"
     assert [(step, now) for step, now, _ in written] == [(1, 2)]
     reporter.step(4, is_last=True)
     assert [(step, now) for step, now, _ in written] == [(1, 2), (2, 4), (3, 4), (4, 4)]

@@ -9,6 +9,8 @@ import pytest
 from tools import gpu_check
 from tools.gpu_check import PARTS, Check, main, run_parts, run_stress
 
+pytest_plugins = "pytester"
+
 
 def test_every_number_of_ranks_and_library_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, Path, float, int]] = []
@@ -33,9 +35,48 @@ def test_too_few_launches_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
     assert run_stress(1, 60.0, 20_000)[-1].status == "failed"
 
 
+@pytest.mark.parametrize("has_xdist", [True, False])
+def test_what_judges_times_runs_alone_after_the_rest(
+    monkeypatch: pytest.MonkeyPatch, has_xdist: bool
+) -> None:
+    seen: list[tuple[list[str], float]] = []
+
+    def note(name: str, command: list[str], limit_s: float, **_: object) -> tuple[Check, str]:
+        seen.append((command, limit_s))
+        return Check(name, "passed", counts={"passed": 1}), ""
+
+    monkeypatch.setattr(gpu_check, "checked", note)
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda _: has_xdist or None)
+    checks = run_parts(["single"], 1)
+    assert [check.report["processes"] for check in checks] == [3 if has_xdist else 1, 1]
+    (many, many_s), (alone, alone_s) = seen
+    assert "gpu and not alone" in many
+    assert "gpu and alone" in alone
+    assert ("-n" in many) == has_xdist
+    assert "-n" not in alone
+    assert "--at-once" in many
+    assert "--at-once" in alone
+    assert many_s == (210 if has_xdist else 630)
+    assert alone_s == 90
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_failure_is_printed_when_it_happens(pytester: pytest.Pytester, at_once: bool) -> None:
+    pytester.makepyfile(
+        """
+        def test_first(): assert "one" == "other"
+        def test_second(): pass
+        """
+    )
+    options = ["-v", "-p", "tests.conftest", *(["--at-once"] if at_once else [])]
+    printed = pytester.runpytest_inprocess(*options).stdout.str()
+    assert printed.count("""assert "one" == "other\"""") == 1 + at_once
+    assert (printed.index("""assert "one\"""") < printed.index("::test_second")) == at_once
+
+
 @pytest.fixture
 def anything_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "run_tests", lambda name, *_: Check(name, "passed"))
+    monkeypatch.setattr(gpu_check, "run_tests", lambda tests: Check(tests.name, "passed"))
     monkeypatch.setattr(gpu_check, "run_sanitizer", lambda tool: Check(tool, "passed"))
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda _: object())
 
@@ -56,7 +97,7 @@ def test_a_part_runs_or_says_why_not(anything_passes: None, part: str, num_gpus:
     ("arguments", "status", "recorded"),
     [
         (["--only", "faults", "deepspeed"], 1, None),
-        (["--only", "single", "faults"], 0, ["passed", "skipped"]),
+        (["--only", "single", "faults"], 0, ["passed", "passed", "skipped"]),
     ],
 )
 def test_it_fails_where_nothing_ran(

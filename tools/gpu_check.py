@@ -38,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"
 
-SINGLE_LIMIT_S = 210  # in so many processes
+SINGLE_LIMIT_S = 210
 SINGLE_PROCESSES = 3
 ALONE_LIMIT_S = 90
 MULTI_LIMIT_S = 260
@@ -63,7 +63,8 @@ class Tests:
         limit_s: They are ended then.
         marks: An expression of pytest's markers that chooses among them.
         chosen: An expression of names that chooses further.
-        processes: How many share them, in as much of the time limit as one would need for its part.
+        processes: How many share them where pytest-xdist is installed; else one takes all of them,
+            and has as many times the limit.
         why_not: Why they cannot run here.
     """
 
@@ -198,7 +199,7 @@ def run_tests(tests: Tests) -> Check:
         report = Path(scratch, "report.xml")
         command = [sys.executable, "-m", "pytest", tests.path, "-m", tests.marks]
         command += ["-k", tests.chosen, "-q", "--tb=short"]
-        variables = {}
+        variables: dict[str, str] = {}
         if shared:
             command += ["-n", str(processes), "--dist", "worksteal"]
             # The oracle of each takes every core otherwise.

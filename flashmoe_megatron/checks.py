@@ -145,7 +145,10 @@ def check_choices(
 
 
 def choices_problem(
-    config: MoEConfig, topk_idx: torch.Tensor, topk_weight: torch.Tensor
+    config: MoEConfig,
+    topk_idx: torch.Tensor,
+    topk_weight: torch.Tensor,
+    x: torch.Tensor | None = None,
 ) -> str | None:
     """Says what makes routing by indices unusable, if anything. The host waits for its values.
 
@@ -153,6 +156,8 @@ def choices_problem(
         config: The layer's shape.
         topk_idx: ``[num_tokens, choices]``.
         topk_weight: ``[num_tokens, choices]``.
+        x: ``[num_tokens, hidden]``, looked at where a weight is NaN, since a router may have made
+            that of the token; ``None`` where they are not at hand.
     """
     outside = ((topk_idx < -1) | (topk_idx >= config.num_experts)).nonzero()
     if len(outside):
@@ -171,6 +176,12 @@ def choices_problem(
     nan = (topk_weight.isnan() & (topk_idx >= 0)).nonzero()
     if len(nan):
         token, choice = nan[0].tolist()
+        if x is not None and len(wrong := x[token].isfinite().logical_not().nonzero()):
+            column = int(wrong[0])
+            return (
+                f"token {token} of x is {float(x[token, column])} in column {column}, and its "
+                "routing weights are NaN: wanted numbers"
+            )
         return f"topk_weight[{token}, {choice}] is NaN, wanted a number"
     return None
 

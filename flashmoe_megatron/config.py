@@ -1,7 +1,8 @@
 """The shape of one mixture-of-experts layer, validated once, free of any device."""
 
+import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -49,6 +50,18 @@ def got(name: str, value: object) -> str:
     kind = type(value)
     is_foreign = hasattr(kind, "__index__") and kind not in (int, bool)
     return f"{name}={value!r}" + (f" of type {kind.__module__}.{kind.__name__}" * is_foreign)
+
+
+def nearest(name: object, names: Iterable[str], spell: Callable[[str], str] = repr) -> str:
+    """Words on what an unknown name may have meant, nothing where no name is like it.
+
+    Args:
+        name: What was given.
+        names: What would have been known.
+        spell: How a user writes a name.
+    """
+    like = difflib.get_close_matches(str(name), names, n=1)
+    return f", the nearest is {spell(like[0])}" if like else ""
 
 
 def is_number(value: object, *, least: float, most: float) -> bool:

@@ -74,7 +74,8 @@ def moe_forward(
 
     Raises:
         ShapeError: A tensor is not what the backend was built for.
-        RoutingError: An expert id is out of range or given twice for a token, or a weight is NaN.
+        RoutingError: An expert id is out of range or given twice for a token, or a weight is NaN;
+            tells of the token where that is no number itself.
     """
     with Together(backend, may_be_void=True) as together:
         check_readable("x", x)
@@ -87,7 +88,7 @@ def moe_forward(
         topk_idx, topk_weight = topk_idx.contiguous(), topk_weight.contiguous()
         check_choices(backend.config, x, topk_idx, topk_weight)
         if check_routing:
-            problem = choices_problem(backend.config, topk_idx, topk_weight)
+            problem = choices_problem(backend.config, topk_idx, topk_weight, x)
             if problem is not None:
                 raise RoutingError(problem)
         return moe_apply(

@@ -6,7 +6,6 @@ that a configuration can be read without either.
 """
 
 import argparse
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -24,6 +23,7 @@ from flashmoe_megatron.config import (
     got,
     is_count,
     is_number,
+    nearest,
 )
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.replicas.policy import POLICIES, Policy, When
@@ -372,14 +372,13 @@ def make_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
         given: Values by name; what is left out has its default.
 
     Raises:
-        ConfigError: A name is unknown, with the nearest one; a value has no meaning.
+        ConfigError: A name is unknown, with one that is like it; a value has no meaning.
     """
     names = [one.name for one in options_of(kind)]
     for name in given:
         if name not in names:
-            (nearest,) = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
             raise ConfigError(
-                f"option {name!r} is unknown, the nearest is {nearest!r}: wanted some of "
+                f"option {name!r} is unknown{nearest(name, names)}: wanted some of "
                 f"{', '.join(names)}"
             )
     return kind(**given)

@@ -112,6 +112,12 @@ def select_backend(
     check_alike([choice.agreed for choice in choices])
     _, chosen, device, chosen_options = choices[0 if group is None else dist.get_rank(group)]
     check_slots(config, chosen_options.spare_slots, chosen_options.placement)
+    if chosen_options.filled_slots and config.num_ranks == 1 and chosen != "scheduled":
+        _announce_once(
+            f"spare_slots={chosen_options.spare_slots} on one rank, which has all "
+            f"{config.num_experts} experts: there are no replicas",
+            logging.WARNING,
+        )
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if kind == "auto":
         _announce(chosen, _describe(device)[1], dtype if chosen == "scheduled" else None)

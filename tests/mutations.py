@@ -49,6 +49,43 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "one rank takes a fit that several would refuse",
+        "read_fit(path, None, dtype)  # what several",
+        "pass  # what several",
+        "tests/unit/test_schedule_fit.py::test_one_rank_wants_the_fit_that_several_want",
+    ),
+    Mutation(
+        "slots on one rank do nothing without a word",
+        'config.num_ranks == 1 and chosen != "scheduled":',
+        'config.num_ranks == 0 and chosen != "scheduled":',
+        "tests/unit/test_select.py::test_slots_on_one_rank_are_said_to_do_nothing",
+    ),
+    Mutation(
+        "the memory of slots is looked at on several ranks alone",
+        "if self.options.filled_slots:  # on one rank, too",
+        "if self.spare_slots:  # on one rank, too",
+        "tests/unit/test_group_memory.py"
+        "::test_slots_that_take_too_much_memory_are_refused_on_one_rank_too",
+    ),
+    Mutation(
+        "replicas are described that one rank does not have",
+        "if settings.filled_slots and backend.config.num_ranks > 1:",
+        "if settings.filled_slots:",
+        "tests/megatron/test_ignored.py::test_replicas_are_described_where_there_are_other_ranks",
+    ),
+    Mutation(
+        "an unknown option is compared with names that are nothing like it",
+        "difflib.get_close_matches(str(name), names, n=1)",
+        "difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)",
+        "tests/unit/test_options.py::test_an_unknown_option_that_is_like_none_gets_all_names",
+    ),
+    Mutation(
+        "a token of NaN is told as its router's weight",
+        "problem = choices_problem(backend.config, topk_idx, topk_weight, x)",
+        "problem = choices_problem(backend.config, topk_idx, topk_weight)",
+        "tests/unit/test_gates.py::test_every_rank_hears_of_the_token_of_nan",
+    ),
+    Mutation(
         "an average of two ranks overflows where their sum would",
         "is_one = len(contributions) == 2 and not average",
         "is_one = len(contributions) == 2",

@@ -185,8 +185,8 @@ class KernelBackend(OfGroup):
         self.takes_split = True
         self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         properties = torch.cuda.get_device_properties(self.device)
-        if self.spare_slots:
-            check_slots_fit(config, self.spare_slots, properties.total_memory)
+        if self.options.filled_slots:  # on one rank, too, which will be several
+            check_slots_fit(config, self.options.filled_slots, properties.total_memory)
         sms = properties.multi_processor_count
         self.num_ctas = num_ctas or (sms - self.options.reserved_sms) // CLUSTER_SIZE * CLUSTER_SIZE
         if not CLUSTER_SIZE <= self.num_ctas <= sms:

@@ -58,8 +58,6 @@ def choose_degrees(
         raise options.refusal(
             "degree", options.degree, "wanted numbers where several ranks share each expert"
         )
-    if config.num_ranks == 1:
-        return 1, 1  # nothing travels
     everyone = from_all(lambda: _computed(config, options, grid, device, dtype), group)
     if len(set(everyone)) > 1:
         listed = ", ".join(f"{found} on rank {rank}" for rank, found in enumerate(everyone))
@@ -82,7 +80,11 @@ def _computed(
             "or numbers",
         )
     exchange = kind_of(options.exchange, grid, device)
-    fit = read_fit(Path(options.degree_fit), machine_of(grid, device, exchange), dtype)
+    path = Path(options.degree_fit)
+    if config.num_ranks == 1:
+        read_fit(path, None, dtype)  # what several ranks would refuse; it may be of their machine
+        return 1, 1  # nothing travels
+    fit = read_fit(path, machine_of(grid, device, exchange), dtype)
     keep = choose_keep(options.keep, config)
     degrees = range(1, min(config.max_tokens * config.topk, MAX_DEGREE) + 1)
     forward, backward = passes_of(config, fit, exchange, keep)

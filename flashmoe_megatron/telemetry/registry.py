@@ -15,10 +15,10 @@ a plan of its own, where training has no ``row_bound``; with ``keep`` "preactiva
 fetches tokens again for a backward; and what sums the gradients of biases.
 """
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
 
+from flashmoe_megatron.config import nearest
 from flashmoe_megatron.errors import ConfigError
 
 PREFIX = "flashmoe/"
@@ -459,12 +459,11 @@ def find_metric(name: str) -> Metric:
     """A metric by its name.
 
     Raises:
-        ConfigError: There is none; names the nearest.
+        ConfigError: There is none; names one that is like it.
     """
     if name not in METRICS:
-        (nearest,) = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
         raise ConfigError(
-            f"unknown metric {name!r}: the nearest is {nearest!r}; wanted some of "
+            f"unknown metric {name!r}{nearest(name, METRICS)}: wanted some of "
             f"{', '.join(METRICS)}, or default, all, none"
         )
     return METRICS[name]

@@ -14,10 +14,10 @@ from flashmoe_megatron.options import BackendOptions
 from tests.distributed import PATIENCE_S
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"flashmoe": {"enable": True}}, r"flashmoe\.enable .* nearest valid key is flashmoe\.enabled"),
-    ({"flashmoe": {"fall_back": "warn"}}, r"nearest valid key is flashmoe\.fallback"),
-    ({"flashmoe": {"max_tokens_per_rank": 8}}, r"nearest valid key is flashmoe\.max_tokens;"),
-    ({"flashmoe": {"x": 1}}, r"flashmoe\.x .*wanted some of enabled, fallback, .*backend"),
+    ({"flashmoe": {"enable": True}}, r"flashmoe\.enable .* the nearest is flashmoe\.enabled"),
+    ({"flashmoe": {"fall_back": "warn"}}, r"the nearest is flashmoe\.fallback"),
+    ({"flashmoe": {"max_tokens_per_rank": 8}}, r"the nearest is flashmoe\.max_tokens;"),
+    ({"flashmoe": {"x": 1}}, r"flashmoe\.x .* is unknown; wanted some of enabled, .*backend"),
     ({"flashmoe": True}, r'flashmoe is True, wanted an object such as {"enabled": true}'),
     ({"flashmoe": None}, "flashmoe is None, wanted an object"),
     (

@@ -1,5 +1,6 @@
 """Settings that change nothing are accepted, and the user hears of each once."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,3 +99,15 @@ def test_it_is_said_once(
     assert len(lines) == 3
     assert sum("--recompute-modules moe_act" in line for line in lines) == 1
     assert all(line.startswith("flashmoe: ") for line in lines)
+
+
+def test_replicas_are_described_where_there_are_other_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_ranks in (1, 2):
+        monkeypatch.setattr(routed, "_said", set())
+        backend: Any = SimpleNamespace(config=make_config(num_ranks=num_ranks), keep="all")
+        config = transformer_config(Layout(), "flashmoe")
+        routed._announce(backend, config, Settings(spare_slots=2), is_bounded=True)
+        lines = capsys.readouterr().out.splitlines()
+        assert sum("replicas of at most 2 experts" in line for line in lines) == num_ranks - 1

@@ -92,6 +92,9 @@ def test_a_misspelt_flag_gets_the_nearest(
             parse([word, "all"])
         said = capsys.readouterr().err
         assert "unrecognized argument --flashmoe-kep, the nearest is --flashmoe-keep" in said
+    with pytest.raises(SystemExit):
+        parse(["--flashmoe-foo", "all"])
+    assert capsys.readouterr().err.endswith("unrecognized argument --flashmoe-foo\n")
     assert parse(["--flashmoe-keep", "inputs"])
     if ignores_unknown:
         _, unknown = parser.parse_known_args(["--another", "--flashmoe-keep", "all"])

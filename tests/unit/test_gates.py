@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.errors import ConfigError, RoutingError, ShapeError
 from flashmoe_megatron.gates import (
     ExpertChoiceGate,
     Gate,
@@ -160,7 +160,7 @@ def test_xmoe_is_its_loop(activation: str, temperature: float) -> None:
     with torch.no_grad():
         gate.temperature.fill_(temperature)
     x = tokens()
-    table = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
+    table, means = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64), [0.0] * EXPERTS
     for token, projected in enumerate(dots(x, gate.projection.detach())):
         logits = []
         for embedding in gate.embeddings.detach().tolist():
@@ -168,6 +168,7 @@ def test_xmoe_is_its_loop(activation: str, temperature: float) -> None:
             cosine = product / math.hypot(*projected) / math.hypot(*embedding)
             logits.append(cosine / max(temperature, 0.01))
         scores = softmax(logits)
+        means = [mean + score / TOKENS for mean, score in zip(means, scores, strict=True)]
         if activation == "sigmoid":
             scores = [1 / (1 + math.exp(-value)) for value in logits]
         for expert in sorted(range(EXPERTS), key=lambda e: -logits[e])[:2]:
@@ -175,6 +176,9 @@ def test_xmoe_is_its_loop(activation: str, temperature: float) -> None:
     routing = gate(x)
     torch.testing.assert_close(as_table(routing), table, rtol=1e-9, atol=1e-15)
     assert int(routing.logs["dropped"]) == 0
+    shares = [routes / (2 * TOKENS) for routes in (table > 0).sum(0).tolist()]
+    loss = EXPERTS * sum(mean * share for mean, share in zip(means, shares, strict=True))
+    assert routing.aux_loss.item() == pytest.approx(loss, rel=1e-9)
 
 
 def test_xmoe_begins_as_its_paper_does() -> None:
@@ -424,6 +428,31 @@ def test_what_one_ranks_gate_refuses_ends_the_call_on_all(ranks: RankPool) -> No
         assert said[0].startswith("rank 2: the gate makes 24 rows of x of shape (3, 5, 64), but")
         assert said[1] == "rank 2: x has shape (0, 64), wanted at least one token to mix"
         assert said[2] == "rank 2: x has shape (64,), wanted [..., tokens, hidden]"
+
+
+def token_of_nan(group: dist.ProcessGroup | None, num_ranks: int, name: str) -> str:
+    """What a rank hears where the last one's second token has NaN."""
+    gate = make_gate(name, torch.float32)
+    config = cases.make_config(num_ranks=num_ranks, topk=gate.num_choices)
+    layer = FlashMoELayer(
+        config, group=group, device="cpu", dtype=torch.float32, backend="reference"
+    )
+    x = torch.ones(5, HIDDEN)
+    if group is None or dist.get_rank(group) == num_ranks - 1:
+        x[1, 7] = math.nan
+    with pytest.raises(RoutingError) as error:
+        GatedExperts(gate, layer)(x)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gshard", "sigmoid", "xmoe", "expert choice"])
+def test_a_token_of_nan_is_named_in_place_of_its_gates_weights(name: str) -> None:
+    assert token_of_nan(None, 1, name).startswith("token 1 of x is nan in column 7, and its")
+
+
+def test_every_rank_hears_of_the_token_of_nan(ranks: RankPool) -> None:
+    for said in ranks.run(token_of_nan, 2, "gshard", num_ranks=2):
+        assert said.startswith("rank 1: token 1 of x is nan in column 7, and its routing weights")
 
 
 def test_a_gate_of_another_layer_is_refused() -> None:

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import driver
-from flashmoe_megatron.errors import HeapError, PeerTimeoutError
+from flashmoe_megatron.errors import ConfigError, HeapError, PeerTimeoutError
 from flashmoe_megatron.kernel import bindings, group_memory, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.per_group import next_name
 from tests.distributed import RankPool, refusal
 from tests.unit.cases import make_config
+from tests.unit.simulated_gpus import Gpus, install, make_backend
 
 SIZES = bindings.FlashMoESizes(heap_bytes=4096, workspace_bytes=512, mailbox_bytes=256)
 
@@ -248,3 +249,15 @@ def test_the_memory_of_a_group_that_is_destroyed_is_given_up(tmp_path: Path) -> 
     del memory
     gc.collect()
     assert of_nobody() is None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_slots_that_take_too_much_memory_are_refused_on_one_rank_too(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank allocates none: what it refuses is what the job will be on several GPUs."""
+    install(Gpus(num_ranks, seed=0, slow=0), monkeypatch)
+    wide = make_config(num_ranks=num_ranks, hidden=16384, intermediate=16384)
+    assert make_backend(wide, 0, spare_slots=1).spare_slots == num_ranks - 1
+    with pytest.raises(ConfigError, match=r"^spare_slots=2: .* wanted at most 6554 MiB"):
+        make_backend(wide, 0, spare_slots=2)

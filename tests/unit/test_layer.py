@@ -1,6 +1,7 @@
 """The layer as a module of plain PyTorch."""
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn.utils import parametrize, prune
 from flashmoe_megatron import layer as layer_module
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
 from flashmoe_megatron.reference.oracle import assert_close, moe_reference
 from tests.distributed import RankPool
@@ -163,6 +164,21 @@ def test_router():
     assert_close("out", out, want, rel_l2=1e-5)
     out.sum().backward()
     assert layer.router.weight.grad.any()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_token_that_is_no_number_is_named_and_not_what_the_router_made_of_it(value: str):
+    layer = make_layer(router=True)
+    x = torch.randn(3, 4, 64)
+    x[1, 2, 5] = float(value)
+    wanted = f"^token 6 of x is {value} in column 5, and its routing weights are NaN: wanted num"
+    with pytest.raises(RoutingError, match=wanted):
+        layer(x)
+    x[1, 2, 5] = 0
+    with torch.no_grad():
+        layer.router.weight[3, 3] = math.nan
+    with pytest.raises(RoutingError, match=r"^topk_weight\[0, 0\] is NaN"):
+        layer(x)
 
 
 def test_no_tokens():

@@ -59,6 +59,12 @@ def test_an_unknown_option_gets_the_nearest(given: str, nearest: str) -> None:
         make_options(BackendOptions, {given: 1})
 
 
+@pytest.mark.parametrize("given", ["calibration", "hot", "", "metrics"])
+def test_an_unknown_option_that_is_like_none_gets_all_names(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"^option '{given}' is unknown: wanted some of keep, "):
+        make_options(BackendOptions, {given: 1})
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__module__)
 def test_every_default_is_accepted_and_explained(kind: type[BackendOptions]) -> None:
     kind()

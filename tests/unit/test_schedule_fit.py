@@ -313,7 +313,7 @@ def test_ranks_measure_and_choose_degrees(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_a_degree_beyond_the_rows_is_refused_and_one_rank_needs_no_fit() -> None:
+def test_a_degree_beyond_the_rows_is_refused() -> None:
     config = cases.make_config(max_tokens=4, topk=3)
     for degree in ("13", "1,13"):
         with pytest.raises(ConfigError, match=f"'{degree}': wanted at most 12, the routes of max"):
@@ -321,9 +321,26 @@ def test_a_degree_beyond_the_rows_is_refused_and_one_rank_needs_no_fit() -> None
     most = select_backend(config, None, "cpu", kind="scheduled", degree="12")
     assert isinstance(most, ScheduledBackend)
     assert most.degrees == (12, 12)
-    alone = select_backend(config, None, "cpu", kind="scheduled", degree="auto")
-    assert isinstance(alone, ScheduledBackend)
-    assert alone.degrees == (1, 1)
+
+
+def test_one_rank_wants_the_fit_that_several_want(tmp_path: Path) -> None:
+    """A script that works on one rank goes on working on several."""
+
+    def select(**options: Any) -> tuple[int, int]:
+        config = cases.make_config(max_tokens=4, topk=3)
+        backend = select_backend(config, None, "cpu", kind="scheduled", degree="auto", **options)
+        assert isinstance(backend, ScheduledBackend)
+        return backend.degrees
+
+    with pytest.raises(ConfigError, match="^degree='auto': wanted a degree_fit beside it"):
+        select()
+    with pytest.raises(ConfigError, match=r"^fit .*none.json: cannot be read"):
+        select(degree_fit=str(tmp_path / "none.json"))
+    fit = tmp_path / "fit.json"
+    write_fit(fit, make_fit())
+    with pytest.raises(ConfigError, match="is of float32, but tokens are torch.float64"):
+        select(degree_fit=str(fit), dtype=torch.float64)
+    assert select(degree_fit=str(fit)) == (1, 1), "nothing travels, whatever a fit of ranks says"
 
 
 def test_the_command_measures_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

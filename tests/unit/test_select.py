@@ -431,6 +431,29 @@ def test_sizes_decide_what_is_kept_and_the_log_says_so(caplog: pytest.LogCapture
     assert len(caplog.messages) == said
 
 
+def slots_announced(group: dist.ProcessGroup | None, num_ranks: int) -> list[str]:
+    """What is said of two slots, without and with replicas."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("flashmoe_megatron")
+    logger.addHandler(handler)
+    _announce_once.cache_clear()
+    config = cases.make_config(num_ranks=num_ranks)
+    for placement in ("off", "launch", "launch"):
+        select_backend(
+            config, group, "cpu", kind="reference", keep="all", spare_slots=2, placement=placement
+        )
+    logger.removeHandler(handler)
+    return records
+
+
+def test_slots_on_one_rank_are_said_to_do_nothing(ranks: RankPool):
+    said = "spare_slots=2 on one rank, which has all 8 experts: there are no replicas"
+    assert slots_announced(None, 1) == [said]
+    assert ranks.run(slots_announced, 2, num_ranks=2) == [[], []]
+
+
 def test_unknown_keep():
     with pytest.raises(ConfigError, match="keep='some': wanted one of auto, all, preact"):
         select_backend(cases.CONFIG, None, "cpu", keep="some")  # type: ignore[arg-type]

@@ -362,6 +362,8 @@ def test_the_nearest_metric_is_named() -> None:
         choose_metrics("overlap_efficency")
     with pytest.raises(ConfigError, match="the nearest is 'heap_mib'"):
         compute_metrics(totals_of(), ["heap_mb"])
+    with pytest.raises(ConfigError, match="unknown metric 'gpu': wanted some of "):
+        choose_metrics("gpu")
     assert key_of("mib_between", source=0, target=3) == "flashmoe/mib/rank_0_to_3"
 
 

@@ -4,12 +4,12 @@ DeepSpeed ignores keys that it does not know, so a misspelt one would switch not
 nothing. Needs neither torch nor DeepSpeed.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_megatron.adapters.options import RANKS_AGREE
+from flashmoe_megatron.config import nearest
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import (
     FrameworkOptions,
@@ -61,7 +61,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         The settings; not enabled if there is no section.
 
     Raises:
-        ConfigError: A key is unknown, with the nearest valid one; a value has no meaning; or
+        ConfigError: A key is unknown, with one that is like it; a value has no meaning; or
             there is a section that does not say whether to enable it.
     """
     for key in config:
@@ -80,10 +80,9 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     valid = [one.name for one in options_of(Settings)]
     for key in section:
         if key not in valid:
-            (nearest,) = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.0)
             raise ConfigError(
-                f"{_key(key)} in the DeepSpeed configuration is unknown, the nearest valid key is "
-                f"{_key(nearest)}; wanted some of {', '.join(valid)}"
+                f"{_key(key)} in the DeepSpeed configuration is unknown"
+                f"{nearest(key, valid, _key)}; wanted some of {', '.join(valid)}"
             )
     if SECTION in config and "enabled" not in section:
         raise ConfigError(f"{_key('enabled')} is missing, wanted true or false")

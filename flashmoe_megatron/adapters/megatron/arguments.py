@@ -1,13 +1,13 @@
 """Adds the flashmoe choice and the ``--flashmoe-*`` flags to Megatron's command line."""
 
 import argparse
-import difflib
 from types import ModuleType
 from typing import Any
 
 from flashmoe_megatron.adapters.megatron.asked import MEGAKERNEL
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, FLAG_PREFIX, Settings
 from flashmoe_megatron.adapters.patch import Function, patch
+from flashmoe_megatron.config import nearest
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import add_flags
 
@@ -67,14 +67,15 @@ def name_nearest_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """
     parse, ours = parser.parse_known_args, f"--{FLAG_PREFIX}-"
     flags = [flag for flag in parser._option_string_actions if flag.startswith(ours)]
+    names = [flag.removeprefix(ours) for flag in flags]
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
         parsed, unknown = parse(*args, **kwargs)
         for word in unknown:
             name = word.partition("=")[0]
             if name.startswith(ours):
-                (nearest,) = difflib.get_close_matches(name, flags, n=1, cutoff=0.0)
-                parser.error(f"unrecognized argument {name}, the nearest is {nearest}")
+                like = nearest(name.removeprefix(ours), names, lambda one: f"{ours}{one}")
+                parser.error(f"unrecognized argument {name}{like}")
         return parsed, unknown
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]

@@ -280,7 +280,7 @@ def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: 
     _say_once(describe(backend, config, is_bounded=is_bounded))
     if getattr(config, "fp8", None):
         _say_once(BFLOAT16_EXPERTS)
-    if settings.filled_slots:
+    if settings.filled_slots and backend.config.num_ranks > 1:
         _say_once(_describe_replicas(backend.config, settings))
     if settings.pre_gate:
         _say_once(PRE_GATE)

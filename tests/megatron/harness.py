@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from tests.megatron.graphed import graph_layers
 from tests.megatron.grouped import grouped_experts
@@ -102,8 +103,8 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def prepare(layout: Layout, **settings: Any) -> None:
-    """Brings Megatron up in this rank, once, and divides the world as wanted."""
+def prepare(layout: Layout, *, hosts: int = 1, **settings: Any) -> None:
+    """Brings Megatron up in this rank, once, and divides the world, on so many hosts, as wanted."""
     from examples import cpu_bridge
     from flashmoe_megatron.adapters import megatron as adapter
 
@@ -111,7 +112,8 @@ def prepare(layout: Layout, **settings: Any) -> None:
     _stand_in_for_transformer_engine()
     adapter.install()
     adapter.configure(**{"max_tokens": SEQ_LENGTH * MICRO_BATCH, **settings})
-    _divide(layout)
+    os.environ[HOST_VARIABLE] = f"host{dist.get_rank() * hosts // dist.get_world_size()}"
+    _divide(layout, hosts)
     _reset_loss_scale()
 
 
@@ -177,7 +179,8 @@ def _groups_before() -> frozenset[dist.ProcessGroup]:
 
 
 @functools.lru_cache(maxsize=1)
-def _divide(layout: Layout) -> None:
+def _divide(layout: Layout, hosts: int) -> None:
+    """Makes the groups of a layout, anew where hosts differ: layers of a group share a backend."""
     from megatron.core import parallel_state
 
     if parallel_state.is_initialized():
@@ -243,9 +246,7 @@ def transformer_config(layout: Layout, dispatcher: str, **overrides: Any) -> Any
 
 def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     """Trains a model from one seed; the same numbers come out for every right dispatcher."""
-    prepare(case.layout, **case.settings)
-    host = dist.get_rank() * case.hosts // dist.get_world_size()
-    os.environ[HOST_VARIABLE] = f"host{host}"
+    prepare(case.layout, hosts=case.hosts, **case.settings)
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -322,6 +323,8 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     # The optimizer's views of float32 parameters hold, unseen by the garbage collector, what holds
     # DDP, whose configuration would hold the optimizer: nothing of this training would be freed.
     config.grad_scale_func = None
+    backends = [routed.backend for routed in _routed_experts(chunks)]
+    assert all(isinstance(backend, HostsBackend) == (case.hosts > 1) for backend in backends)
     return Outcome(
         losses=[loss for loss in losses if loss is not None],
         skipped=skipped,
@@ -334,7 +337,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
         },
         layer_classes={type(layer).__name__ for layer in _dispatchers(chunks)},
         fused_calls=sum(routed.num_calls for routed in _routed_experts(chunks)),
-        keeps={routed.backend.keep for routed in _routed_experts(chunks)},
+        keeps={backend.keep for backend in backends},
     )
 
 

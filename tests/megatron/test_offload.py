@@ -30,20 +30,22 @@ def offloaded(*modules: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("keep", "modules", "widths"),
+    ("keep", "modules", "widths", "hosts"),
     [
-        ("all", BOTH, {FC1, ACTIVATION}),
-        ("all", BOTH[:1], {FC1}),
-        ("all", BOTH[1:], {ACTIVATION}),
-        ("preactivations", BOTH, {ACTIVATION}),
-        ("inputs", BOTH, set()),
+        ("all", BOTH, {FC1, ACTIVATION}, 1),
+        ("all", BOTH, {FC1, ACTIVATION}, 2),
+        ("all", BOTH[:1], {FC1}, 1),
+        ("all", BOTH[1:], {ACTIVATION}, 1),
+        ("preactivations", BOTH, {ACTIVATION}, 1),
+        ("inputs", BOTH, set(), 1),
     ],
 )
 def test_what_is_offloaded_gives_the_same_training(
-    keep: str, modules: list[str], widths: set[int], two_ranks: RankPool
+    keep: str, modules: list[str], widths: set[int], hosts: int, two_ranks: RankPool
 ) -> None:
     case = Case(
         Layout(expert=2),
+        hosts=hosts,
         config={**offloaded(*modules), "moe_grouped_gemm": True, "bf16": True},
         later={"bf16": False},
         experts="te_grouped",
@@ -59,7 +61,7 @@ def trained_and_offloaded(
     group: dist.ProcessGroup, case: Case
 ) -> tuple[Outcome, Outcome, set[int]]:
     """Both trainings, and the widths of what the second has moved."""
-    prepare(case.layout)
+    prepare(case.layout, hosts=case.hosts)
     with _on_processors() as moved:
         stock = train(group, case, "alltoall")
         assert moved

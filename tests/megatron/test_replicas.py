@@ -227,6 +227,19 @@ def test_early_routing_sees_packed_samples_as_the_layer_does(is_fused: bool) -> 
     assert torch.equal(_predict(layer, tokens).int().argmax(1), tokens.view(6, 4).argmax(1))
 
 
+def test_a_lookahead_adds_the_bias_of_experts_to_sigmoids() -> None:
+    """Beside logits, a bias of 0.2 would change no choice."""
+    from types import SimpleNamespace
+
+    from flashmoe_megatron.adapters.megatron.early_routing import _predict
+
+    router = Router()
+    router.expert_bias = torch.tensor([0.2, 0.0, 0.0])
+    layer = SimpleNamespace(mlp=SimpleNamespace(router=router), pre_mlp_layernorm=lambda x: x)
+    logits = torch.tensor([[3.0, 5.0, 1.0], [-3.0, 1.0, -5.0]])  # 0.95 + 0.2, 0.99; 0.25, 0.73
+    assert _predict(layer, logits[:, None]).int().argmax(1).tolist() == [0, 1]
+
+
 def test_pre_run_gating_routes_by_the_layers_input(two_ranks: RankPool) -> None:
     for found, refused in two_ranks.run(early_routing):
         assert found == [True] * 3  # two layers, and gradients in both routers

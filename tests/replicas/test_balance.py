@@ -60,6 +60,17 @@ def test_no_routing_gets_worse(data: st.DataObject):
         assert {slot for slot in slots if slot >= local} == {local + i for i in range(len(experts))}
 
 
+def test_fewer_rows_are_not_bought_with_more_blocks():
+    """Pieces of experts fill blocks in part, so that the busiest rank could get one more."""
+    counts = [[191, 22, 101, 117, 21, 296, 124, 299], [197, 260, 52, 37, 62, 31, 152, 198]]
+    home = home_placement(2, 8, 1)
+    found, at_home = (
+        [cases.blocks_of(rows.values()) for rows in rows_of_ranks(counts, placement)]
+        for placement in (balance(counts, 1), home)
+    )
+    assert max(found) <= max(at_home) == 11
+
+
 def test_the_first_of_the_best_attempts_counts():
     from flashmoe_megatron.replicas.balance import _Attempt
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -195,6 +196,36 @@ def test_frozen_experts_stay_and_thawed_ones_are_reduced(ranks: RankPool):
             assert_close(name, parameter, want[name], rel_l2=1e-5)
             is_frozen = "fc1" in name or "fc2_bias" in name
             assert torch.equal(parameter, before[name]) == is_frozen, name
+
+
+def fail_once(group: dist.ProcessGroup) -> bool:
+    """Whether gradients after a backward that has failed are those of a model without one."""
+    rank, found = dist.get_rank(group), []
+    experts = expert_group(2)
+    for fails in (False, True):
+        model = Model(2, experts)
+        ddp = DistributedDataParallel(prepare_for_ddp(model, group), process_group=group)
+        if fails:
+            handle = model.first.weight.register_hook(refuse)
+            with pytest.raises(ZeroDivisionError):
+                ddp(batch(0, 4, rank)).backward()
+            handle.remove()
+            model.zero_grad()
+            del ddp  # which does not go on, and whose hooks would count what a new one counts
+            gc.collect()
+            ddp = DistributedDataParallel(prepare_for_ddp(model, group), process_group=group)
+        ddp(batch(1, 4, rank)).backward()
+        found.append({name: local_part(one.grad) for name, one in expert_parameters(model)})
+    return all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+
+
+def refuse(grad: torch.Tensor) -> torch.Tensor:
+    """A hook of the first layer, whose gradient is the last to come."""
+    raise ZeroDivisionError
+
+
+def test_experts_are_reduced_behind_a_backward_that_has_failed(ranks: RankPool):
+    assert ranks.run(fail_once) == [True] * 4
 
 
 def step_with_experts_apart(group: dist.ProcessGroup) -> None:

@@ -173,3 +173,17 @@ def test_pieces_start_in_order_where_they_fit_once_they_are_complete(
     notes.clear()
     put("e", 1)
     assert notes == [], "what is drained leaves no room"
+
+
+def test_a_gap_without_pieces_leaves_no_room_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "mark", lambda device: None)
+    monkeypatch.setattr(lanes, "wait", lambda device, moment: None)
+    notes: list[str] = []
+    slices, way = GradientSlices(torch.device("cpu")), cast(lanes.Lane, Way([]))
+    slices.plan({1: 100.0, 0: 40.0}, {})
+    slices.take(1, way)  # its layer is over before anything is ready
+    slices.put(90, lambda: notes.append("starts"))
+    slices.take(0, way)
+    assert notes == [], "90 bytes fit neither half of the second gap nor what the first had"
+    slices.drain()
+    assert notes == ["starts"]

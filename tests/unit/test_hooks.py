@@ -172,8 +172,15 @@ def refused(group: dist.ProcessGroup, config: MoEConfig) -> list[str]:
                     said.append(str(error))
                 handle.remove()
     assert backend.traffic.bytes_sent == 0
+    backend.hooks.add("before", "combine", lambda rows, call: None)
     run(backend, inputs, rank=rank)
-    assert backend.traffic.bytes_sent > 0
+    sent = backend.traffic.bytes_sent
+    assert sent > 0
+    # A hook that comes behind a call is looked at before the next one, as the first was.
+    backend.hooks.add("after", "experts", bad["narrow"] if rank == 1 else lambda r, c: None)
+    with pytest.raises(ShapeError, match="rank 1: a hook after experts returned rows of shape"):
+        run(backend, inputs, rank=rank)
+    assert backend.traffic.bytes_sent == sent
     return said
 
 

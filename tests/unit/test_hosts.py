@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,15 +20,18 @@ from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters, W
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, HeapError, ShapeError
 from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.hosts.crossing import Share, sum_of_shares
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid, arrange
 from flashmoe_megatron.hosts.lookout import Lookout
+from flashmoe_megatron.hosts.rail import Crossed
 from flashmoe_megatron.layer import moe_router_forward
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
 from flashmoe_megatron.select import check_over_hosts, select_backend
+from flashmoe_megatron.telemetry.record import LaunchRecord
 from tests.distributed import RankPool
-from tests.unit import cases
+from tests.unit import cases, records
 from tests.unit.test_reference_backend import ROUTINGS, TOKENS, TOLERANCE, oracle
 
 CONFIG = cases.make_config(num_ranks=4, num_experts=16, topk=4, max_tokens=40)
@@ -116,6 +120,8 @@ def run_forms(
         other = make_backend(group, config, hosts, **options)
         forms.append(step(other, inputs))
         assert_same(step(other, inputs), forms[-1])
+        if "row_bound" in options:  # twice out and back with every token, also to and from others
+            assert other.traffic.rows_crossed == 2 * 4 * (hosts - 1) * config.max_tokens
         if "host_overlap" in options:
             assert other.traffic.bytes_crossed == 2 * traffic.bytes_crossed
             for name in ("out", "grad x", "grad probs"):
@@ -136,6 +142,19 @@ def test_two_levels_compute_what_one_does(ranks: RankPool, routing: cases.Routin
                     assert_close(
                         f"{name} of rank {rank}", got[name], value, rel_l2=1.2 * TOLERANCE[dtype]
                     )
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_shares_of_hosts_are_rounded_once(is_listed: bool):
+    """Each of two small shares would be lost if their sum were rounded after each host."""
+    tokens = torch.arange(2) if is_listed else None
+    shares = [
+        Share(host, tokens, torch.full((2, 3), value, dtype=torch.bfloat16), lambda: None)
+        for host, value in ((2, 2**-8), (0, 1.0), (1, 2**-8))
+    ]
+    total = sum_of_shares(shares, 2)
+    assert total.dtype == torch.bfloat16
+    assert torch.equal(total, torch.full((2, 3), 1 + 2**-7, dtype=torch.bfloat16))
 
 
 CONFIGS = {
@@ -308,7 +327,53 @@ def test_sizes_follow_the_counts(ranks: RankPool):
         assert after == 1664  # whole tiles
 
 
-def growing_alone(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[int]:
+def rows_sent_by(
+    group: dist.ProcessGroup, few: cases.Inputs, many: cases.Inputs
+) -> tuple[int, int]:
+    """Rows of a backend that has grown, and of two that have not had to."""
+    config = replace(CONFIG, num_experts=64, topk=1, max_tokens=400)
+    grown, *apart = (make_backend(group, config, 2) for _ in range(3))
+    step(grown, few)
+    before = grown.within
+    step(grown, many)
+    assert grown.within is not before
+    for backend, inputs in zip(apart, (few, many), strict=True):
+        step(backend, inputs)
+    return grown.traffic.rows_sent, sum(backend.traffic.rows_sent for backend in apart)
+
+
+def test_a_backend_that_has_grown_counts_what_it_sent_before(ranks: RankPool):
+    config = replace(CONFIG, num_experts=64, topk=1, max_tokens=400)
+    few, many = (
+        cases.make_inputs(config, routing, [tokens] * 4, dtype=torch.float32)
+        for routing, tokens in ((cases.uniform, 100), (cases.to_one_rank, 400))
+    )
+    found = ranks.run(rows_sent_by, few, many)
+    assert all(rows == wanted for rows, wanted in found)
+    assert all(rows > 0 for rows, _ in found)
+
+
+class Within:
+    """A backend within a host that has records to tell."""
+
+    def __init__(self, config: MoEConfig, *_: object) -> None:
+        self.config, self.records = config, [records.record()]
+
+    def take_records(self) -> list[LaunchRecord]:
+        return self.records
+
+
+def test_records_have_ranks_at_their_places_in_the_group():
+    rail: Any = SimpleNamespace(grid=HostGrid(2, 2, 3), crossed=Crossed())
+    told = records.record(rows_pulled=(1, 2), results_pushed=(3, 4))
+    backend = HostsBackend(CONFIG, rail, Within)  # type: ignore[arg-type]
+    backend.within.records = [told, records.record(rows_pulled=(), results_pushed=())]
+    first, second = backend.take_records()
+    assert (first.rows_pulled, first.results_pushed) == ((0, 0, 1, 2), (0, 0, 3, 4))
+    assert (second.rows_pulled, second.results_pushed) == ((), ())
+
+
+def growing_alone(group: dist.ProcessGroup, bad: int, inputs: cases.Inputs) -> list[int]:
     """A host that has no room for larger launches ends the call on all of them."""
     config = replace(CONFIG, num_experts=64, topk=1, max_tokens=400)
     backend = make_backend(group, config, 4)
@@ -317,10 +382,11 @@ def growing_alone(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[int]:
     def full(*_: object) -> Backend:
         raise HeapError("no room")
 
-    if backend.rank == 2:
+    if backend.rank == bad:
         backend._make_within = full
     bounds = []
-    with pytest.raises(HeapError, match=r"^rank 2: within host 2 \(ranks 2 to 2 .*: no room$"):
+    said = rf"^rank {bad}: within host {bad} \(ranks {bad} to {bad} .*: no room$"
+    with pytest.raises(HeapError, match=said):
         step(backend, inputs)
     bounds.append(backend.within.config.max_tokens)
     backend._make_within = make
@@ -328,10 +394,11 @@ def growing_alone(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[int]:
     return [*bounds, backend.within.config.max_tokens]
 
 
-def test_launches_grow_on_all_hosts_or_on_none(ranks: RankPool):
+@pytest.mark.parametrize("bad", [0, 2])
+def test_launches_grow_on_all_hosts_or_on_none(ranks: RankPool, bad: int):
     config = replace(CONFIG, num_experts=64, topk=1, max_tokens=400)
     inputs = cases.make_inputs(config, cases.to_one_rank, [400] * 4, dtype=torch.float32)
-    assert ranks.run(growing_alone, inputs) == [[896, 1664]] * 4
+    assert ranks.run(growing_alone, bad, inputs) == [[896, 1664]] * 4
 
 
 NAMES = {
@@ -374,8 +441,10 @@ def test_grids():
             arrange(names, 0)
 
 
-def call_with(group: dist.ProcessGroup, hosts: int, inputs: cases.Inputs) -> dict[str, str]:
-    """What every rank hears if rank 2 alone calls with something wrong; then all is well again."""
+def call_with(
+    group: dist.ProcessGroup, hosts: int, bad: int, inputs: cases.Inputs
+) -> dict[str, str]:
+    """What every rank hears if one alone calls with something wrong; then all is well again."""
     said = {}
     for row_bound in (None, 1e6):
         backend = make_backend(group, CONFIG, hosts, row_bound=row_bound)
@@ -384,15 +453,18 @@ def call_with(group: dist.ProcessGroup, hosts: int, inputs: cases.Inputs) -> dic
         nan, many, short = (inputs.probs[rank].clone() for _ in range(3))
         nan[:1][inputs.routing_map[rank][:1]] = torch.nan
         all_experts = torch.ones_like(inputs.routing_map[rank])
+        weight_of_nan = short[:, :1].clone()
+        weight_of_nan[3:4] = torch.nan
         wrong: dict[str, tuple[Any, ...]] = {
             "nan": (inputs.x[rank], nan, inputs.routing_map[rank]),
             "many": (inputs.x[rank], many, all_experts),
             "shape": (inputs.x[rank][:, :32], short, inputs.routing_map[rank]),
             "again": (inputs.x[rank], short[:, :2].contiguous(), 0 * all_experts[:, :2].int()),
             "outside": (inputs.x[rank], short[:, :1].contiguous(), 16 * all_experts[:, :1].int()),
+            "nan weight": (inputs.x[rank], weight_of_nan, all_experts[:, :1].int()),
         }
         for name, call in wrong.items():
-            if rank != 2:
+            if rank != bad:
                 call = (inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank])
             leaves = leaves_of(CONFIG, inputs, rank)
             x, *routing = call
@@ -408,21 +480,24 @@ def call_with(group: dist.ProcessGroup, hosts: int, inputs: cases.Inputs) -> dic
 
 
 WRONG = {
-    "nan": "RoutingError: rank 2: the probability of token 0 for expert ",
-    "many": "RoutingError: rank 2: token 0 selects 16 experts (33 such tokens in all), wanted at",
-    "shape": "ShapeError: rank 2: x has shape (33, 32), wanted [num_tokens, 64]",
-    "again": "RoutingError: rank 2: topk_idx[0] names expert 0 2 times, wanted distinct experts",
-    "outside": "RoutingError: rank 2: topk_idx[0, 0] is 16, wanted an expert id of 0 to 15",
+    "nan": "RoutingError: rank {}: the probability of token 0 for expert ",
+    "many": "RoutingError: rank {}: token 0 selects 16 experts ({} such tokens in all), wanted at",
+    "shape": "ShapeError: rank {}: x has shape ({}, 32), wanted [num_tokens, 64]",
+    "again": "RoutingError: rank {}: topk_idx[0] names expert 0 2 times, wanted distinct experts",
+    "outside": "RoutingError: rank {}: topk_idx[0, 0] is 16, wanted an expert id of 0 to 15",
+    "nan weight": "RoutingError: rank {}: topk_weight[3, 0] is NaN, wanted a number",
 }
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
-def test_a_refusal_of_one_rank_ends_the_call_on_all_hosts(ranks: RankPool, hosts: int):
-    inputs = cases.make_inputs(CONFIG, cases.uniform, TOKENS[4], dtype=torch.float32)
-    for said in ranks.run(call_with, hosts, inputs):
+@pytest.mark.parametrize(("hosts", "bad"), [(2, 0), (2, 3), (4, 2)])
+def test_a_refusal_of_one_rank_ends_the_call_on_all_hosts(ranks: RankPool, hosts: int, bad: int):
+    tokens = [9, 0, 33, 16]
+    inputs = cases.make_inputs(CONFIG, cases.uniform, tokens, dtype=torch.float32)
+    for said in ranks.run(call_with, hosts, bad, inputs):
         assert len(said) == 2 * len(WRONG)
         for name, message in said.items():
-            assert message.startswith(WRONG[name.split(",")[0]]), name
+            wanted = WRONG[name.split(",")[0]].format(bad, tokens[bad])
+            assert message.startswith(wanted), name
 
 
 def fail_within(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[str]:
@@ -454,8 +529,10 @@ def test_a_failure_within_a_host_reaches_the_others(ranks: RankPool):
         assert second.startswith(f"RowBoundError: rank {max(rank, 2)}: {within}")
 
 
-def refuse_backward(group: dist.ProcessGroup, hosts: int, inputs: cases.Inputs) -> list[str]:
-    """A gradient that rank 2 alone cannot use: what each rank gets, and hears in the next call."""
+def refuse_backward(
+    group: dist.ProcessGroup, hosts: int, bad: int, inputs: cases.Inputs
+) -> list[str]:
+    """A gradient that one rank alone cannot use: what each gets, and hears in the next call."""
     said = []
     for options in ({}, {"row_bound": 1e6}, {"host_overlap": 2}):
         backend = make_backend(group, CONFIG, hosts, **options)
@@ -470,11 +547,11 @@ def refuse_backward(group: dist.ProcessGroup, hosts: int, inputs: cases.Inputs) 
                 [WeightGrad(torch.empty_like(one), False) for one in kind]
                 for kind in (weights.fc1, weights.fc2)
             ]
-            if rank == 2:
+            if rank == bad:
                 out = out[:, 1:] if wrong == "shape" else out.double()
             try:
                 backend.backward(out, saved, weights, *grads)
-                # What rank 2's tokens contribute to everyone's experts.
+                # What that rank's tokens contribute to everyone's experts.
                 assert all(one.buffer.isnan().any() for kind in grads for one in kind)
                 said.append("NaN")
             except FlashMoEError as error:
@@ -486,15 +563,15 @@ def refuse_backward(group: dist.ProcessGroup, hosts: int, inputs: cases.Inputs) 
     return said
 
 
-@pytest.mark.parametrize("hosts", [2, 4])
-def test_a_backward_that_one_rank_refuses_ends_on_all_hosts(ranks: RankPool, hosts: int):
+@pytest.mark.parametrize(("hosts", "bad"), [(2, 1), (4, 2)])
+def test_a_backward_that_one_rank_refuses_ends_on_all_hosts(ranks: RankPool, hosts: int, bad: int):
     inputs = cases.make_inputs(CONFIG, cases.uniform, [40] * 4, dtype=torch.float32)
     of_shape = "ShapeError: {}grad_out has shape (40, 63), wanted [40, 64]"
     of_dtype = "ShapeError: {}grad_out is torch.float64 on cpu, wanted torch.float32 on cpu"
-    for rank, said in enumerate(ranks.run(refuse_backward, hosts, inputs)):
+    for rank, said in enumerate(ranks.run(refuse_backward, hosts, bad, inputs)):
         for now, later, wanted in zip(said[::2], said[1::2], [of_shape, of_dtype] * 3, strict=True):
-            assert now.startswith(wanted.format("") if rank == 2 else "NaN")
-            assert later.startswith(wanted.format("rank 2: "))
+            assert now.startswith(wanted.format("") if rank == bad else "NaN")
+            assert later.startswith(wanted.format(f"rank {bad}: "))
 
 
 def other_weights(group: dist.ProcessGroup, inputs: cases.Inputs) -> str:

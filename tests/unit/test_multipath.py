@@ -5,6 +5,7 @@ import functools
 import multiprocessing
 import os
 import random
+import re
 import resource
 import sys
 import threading
@@ -29,7 +30,7 @@ from flashmoe_megatron.errors import (
     PeerTimeoutError,
     ShapeError,
 )
-from flashmoe_megatron.multipath import choose
+from flashmoe_megatron.multipath import board, choose
 from flashmoe_megatron.multipath.balancer import (
     CHUNKS,
     FEWER_CHUNKS,
@@ -42,6 +43,7 @@ from flashmoe_megatron.multipath.balancer import (
     cut,
     size_class,
 )
+from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.ledger import Ledger
 from flashmoe_megatron.multipath.links import Exchange, Part, Piece
 from flashmoe_megatron.multipath.multipath import Multipath
@@ -385,6 +387,16 @@ def test_memory_of_another_host_is_not_taken_for_one_s_own() -> None:
     memory.close()
 
 
+def test_the_first_reason_of_a_failure_stays() -> None:
+    memory = SharedMemory.create(board.HEADER_BYTES)
+    board.clear(memory)
+    assert board.notice(memory) is None
+    for reason in ("1 a cable is loose", "0 what comes of that"):
+        board.post(memory, reason)
+    assert board.notice(memory) == "1 a cable is loose"
+    memory.close()
+
+
 def test_full_memory_is_named() -> None:
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
@@ -712,6 +724,29 @@ def test_links_that_cannot_be_made_are_refused_on_every_rank(ranks: RankPool) ->
         assert "'carrier pigeon' for tensors on cpu: wanted some of gloo, sockets" in said[0]
         assert "'host' for tensors on cpu" in said[1]
         assert "rank 0: link sockets: cannot listen at 203.0.113.1" in said[2]
+
+
+def agree_with_a_rank_that(group: dist.ProcessGroup, error: type[Exception]) -> tuple[str, Any]:
+    """What a rank hears where the last one fails, and what all tell each other behind that."""
+    rank, control = dist.get_rank(group), Control(group, 20)
+
+    def make() -> int:
+        if rank == 1:
+            raise error("no such place")
+        return rank
+
+    with pytest.raises(FlashMoEError) as told:
+        control.agree(make)
+    return str(told.value), control.agree(lambda: rank)
+
+
+@pytest.mark.parametrize("error", [LinkError, OSError, RuntimeError])
+def test_what_one_rank_cannot_make_no_rank_waits_for(
+    error: type[Exception], ranks: RankPool
+) -> None:
+    for said, numbers in ranks.run(agree_with_a_rank_that, error, num_ranks=2):
+        assert re.fullmatch(r"rank 1: (\w+: )?no such place", said)
+        assert numbers == [0, 1]
 
 
 def with_a_peer_that(group: dist.ProcessGroup, fault: str, path: Path) -> None:

@@ -871,6 +871,36 @@ def test_small_gathers_go_by_torch(ranks: RankPool) -> None:
     ranks.run(by_their_size, num_ranks=2)
 
 
+def strided_in_place(group: dist.ProcessGroup) -> list[str]:
+    """What is said of other tensors at addresses, with lengths and dtypes, that are known."""
+    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9) as current:
+        multipath, output, part = with_places(group, 20)
+        part.fill_(1)
+        for _ in range(2):
+            multipath.all_gather(output, part)
+        current.synchronize()
+        said = []
+        for given in ((output.view(2, 100).t(), part), (output, part.view(2, 50).t())):
+            with pytest.raises(ShapeError) as refused:
+                multipath.all_gather(*given)
+            said.append(str(refused.value))
+        multipath.close()
+        return said
+
+
+def test_a_known_address_does_not_make_a_tensor_contiguous(ranks: RankPool) -> None:
+    for output, part in ranks.run(strided_in_place, num_ranks=2):
+        assert output == "output has strides (1, 100): wanted it contiguous"
+        assert part == "input has strides (1, 50): wanted it contiguous"
+
+
+@pytest.mark.parametrize("count", [5, 2**32 - 3])
+def test_a_counter_goes_on_past_its_last_number(count: int) -> None:
+    for behind, has_counted in ((-1, False), (0, True), (1, True), (7, True), (2**30, True)):
+        word = ctypes.c_uint32((count + behind) & 0xFFFFFFFF)
+        assert ring.has_counted(word, count) == has_counted
+
+
 def noted_times(group: dist.ProcessGroup) -> list[int]:
     """Bytes of noted gathers, of which only the first rank's own part has to be copied."""
     rank = dist.get_rank(group)

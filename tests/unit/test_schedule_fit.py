@@ -268,6 +268,8 @@ def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
     sizes = Sizes(64, 64, 2, rows=64, num_bytes=2**12, points=3, turns=3)
     found = measure(group, HostGrid(1, 2, rank), CPU, torch.float32, sizes)
     assert set(found.lines) == set(found.machine.wanted)
+    (fewest, _), *_, (most, _) = found.samples["product"]
+    assert (fewest, most) == (2 * 64 * 64 * 2, 2 * 64 * 64 * 64), "a multiply and an add"
     for name, pairs in found.samples.items():
         assert all(time > 0 for _, time in pairs), name
         if name in TOGETHER:

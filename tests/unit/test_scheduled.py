@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,8 +30,8 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close
 from flashmoe_megatron.reference.rows import RowExchange
-from flashmoe_megatron.scheduled import lanes, plain, plan
-from flashmoe_megatron.scheduled.agreement import Agreement
+from flashmoe_megatron.scheduled import lanes, plain, plan, products
+from flashmoe_megatron.scheduled.agreement import Agreement, Heard
 from flashmoe_megatron.scheduled.backend import ScheduledBackend, _make_exchange
 from flashmoe_megatron.scheduled.exchange import Exchange
 from flashmoe_megatron.scheduled.plan import latest_ends
@@ -299,6 +302,8 @@ def run_ranks(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs)
             bits[degrees] = found
     (record,) = [one for one in backend.take_records() if one.direction == "forward"]
     assert record.num_rows == sum(record.expert_rows)
+    own = inputs.routing_map[rank].sum(0).view(num_ranks, -1).sum(1).tolist()
+    assert record.routes == (own[rank], sum(own)), "those that stay on the rank, and all"
     assert backend.traffic.rows_sent == reference.traffic.rows_sent
     if num_ranks == 4:
         grid = HostGrid(2, 2, rank)
@@ -430,6 +435,41 @@ def share_experts(group: dist.ProcessGroup, inputs: cases.Inputs) -> None:
         for one in made:
             if one is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(one)
+
+
+def test_rows_of_all_ranks_that_share_experts_count_in_the_bound() -> None:
+    """Where every rank hears its whole group's counts, too: these are not all that come."""
+    config = cases.make_config(num_ranks=2, num_experts=4, topk=1)
+    # What comes is from two ranks of this group and two of the other one.
+    told = {"own": [64] * 4, "received": [64] * 8, "all counts of this group": [64] * 8}
+
+    def check_bound(blocks: int, most: int, counts: object) -> None:
+        if blocks > most:
+            raise RowBoundError.of(0, blocks, most)
+
+    talk: Any = SimpleNamespace(rank=0, check_bound=check_bound)
+    exchange: Any = SimpleNamespace(needs_all_counts=True)
+    found: Any = SimpleNamespace(counts=torch.tensor(told["own"]), routes=lambda *_: "routes")
+    heard = Heard(torch.tensor(told["received"]).view(4, 2), lambda: [*chain(*told.values())])
+    for most_blocks in (4, 3):
+        tensor: Any = SimpleNamespace(rank=0)
+        agreement = Agreement(config, None, talk, tensor, exchange, most_blocks=most_blocks)
+        plan = partial(agreement.plan, heard, found, torch.empty(0), torch.empty(0))
+        if most_blocks == 4:
+            assert plan()[0] == "routes"
+        else:
+            with pytest.raises(RowBoundError, match="was to receive 4 blocks of 128 rows"):
+                plan()
+
+
+def test_a_gradient_that_is_a_view_is_written_where_it_is() -> None:
+    """A gradient that owns its memory may take the values' own, for which nothing is copied."""
+    base, values = torch.zeros(2, 3, 4), torch.randn(2, 3, 4)
+    products.store([WeightGrad(base.view(2, 3, 4), False)], values)
+    assert torch.equal(base, values)
+    assert base.data_ptr() != values.data_ptr()
+    products.store([WeightGrad(base, False)], values)
+    assert base.data_ptr() == values.data_ptr()
 
 
 def refuse_gradients_alone(group: dist.ProcessGroup, inputs: cases.Inputs) -> str:

@@ -21,7 +21,7 @@ from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference.backend import MOST_RECORDS, ReferenceBackend
 from flashmoe_megatron.telemetry.calibration import Calibration, Entry
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
-from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
+from flashmoe_megatron.telemetry.reduce import Reduction, agree_calibration, agree_layout
 from flashmoe_megatron.telemetry.registry import METRICS
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, TensorBoardSink, WandbSink
@@ -266,6 +266,27 @@ def reduce_without_records(group: dist.ProcessGroup) -> list[float]:
 def test_a_rank_without_records_does_not_diverge(ranks: RankPool) -> None:
     for found in ranks.run(reduce_without_records, num_ranks=2):
         assert found == [1, 500, 20.0, 100, 150]
+
+
+def calibrations_of_pairs(group: dist.ProcessGroup) -> list[float | None]:
+    """The time that each of two groups agrees on, where some of its ranks have measured it."""
+    rank, found = dist.get_rank(group), list[float | None]()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    for owners in ((1, 3), (0, 2, 3), (3,)):
+        own = None
+        if rank in owners:
+            run = {"num_tokens": 256, "gpu": "cpu", "dtype": "float32", "direction": "forward"}
+            entry = Entry.of(records.CONFIG, time_ms=10.0 + rank, **run)  # type: ignore[arg-type]
+            own = Calibration([entry], gpu="cpu", dtype="float32")
+        told = agree_calibration(own, pairs[rank // 2])
+        found.append(told and told.time_ms(records.CONFIG, "forward", num_tokens=256))
+    dist.destroy_process_group(pairs[rank // 2])
+    return found
+
+
+def test_a_group_of_some_ranks_agrees_on_its_own_calibration(ranks: RankPool) -> None:
+    first, last = [11.0, 10.0, None], [13.0, 12.0, 13.0]
+    assert ranks.run(calibrations_of_pairs) == [first, first, last, last]
 
 
 def test_records_of_unknown_layers_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -229,9 +229,17 @@ def test_no_bytes_take_no_time() -> None:
     assert one_of_a_row(move, pair.mark, lambda row: [row]) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(("links_take", "is_won"), [(0.94, True), (0.96, False)])
+@pytest.mark.parametrize(
+    ("links_take", "others", "is_won"),
+    [
+        (0.94, [0.01, 1.0], True),
+        (0.96, [0.01, 1.0], False),
+        (0.5, [0.96, 1.0], False),
+        (0.96, [0.01, 2.0], True),
+    ],
+)
 def test_links_have_to_win_by_a_margin_on_the_slowest_rank(
-    links_take: float, is_won: bool, monkeypatch: pytest.MonkeyPatch
+    links_take: float, others: list[float], is_won: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other rank tells what this one is compared by; luck in two of five rounds is no gain."""
     moved = list[str]()
@@ -243,7 +251,7 @@ def test_links_have_to_win_by_a_margin_on_the_slowest_rank(
     monkeypatch.setattr(comparison, "row_of", row)
     monkeypatch.setattr(comparison, "current_stream", lambda index: None)
     transfers = SimpleNamespace(exchange=lambda load: moved.append(load.what) or "links")
-    control = SimpleNamespace(gather=lambda own: [own, [0.01, 1.0]])
+    control = SimpleNamespace(gather=lambda own: [own, others])
     compared = comparison.Comparison(control, transfers, 0)  # type: ignore[arg-type]
     balancer = Balancer(["a"])
     for what, inbound in (("first", 100), ("second", 120), ("other", 2**20)):

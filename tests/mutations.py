@@ -49,6 +49,18 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "every call with a map is refused",
+        "if routing_map.dtype != torch.bool:\n            raise ShapeError",
+        "if routing_map.dtype is not None:\n            raise ShapeError",
+        "tests/fuzz/test_public_api.py::test_moe_apply",
+    ),
+    Mutation(
+        "the router's factor scales no probability",
+        "return probs * self.scaling_factor",
+        "return probs",
+        "tests/fuzz/test_public_api.py::test_moe_router_forward",
+    ),
+    Mutation(
         "over hosts nothing is offloaded",
         "each = kept if isinstance(kept, list) else [kept]",
         "each = [kept]",

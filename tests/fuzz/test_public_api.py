@@ -1,16 +1,21 @@
 """Whatever tensors and settings a caller gives, there is a result or one of the package's errors.
 
-Types are as annotated; all else is drawn: shapes, dtypes, strides, devices, layouts, values. A call
-that succeeds has to give what its docstring says, and its backward has to succeed as well.
+Types are as annotated; all else is drawn: shapes, dtypes, strides, devices, layouts, values. Half
+of the draws of a layer's call are well-formed, on any backend that a CPU has: such a call succeeds
+and gives the oracle's results and gradients. In the others something may be spoiled. What succeeds
+then has to give what its docstring says, and its backward has to succeed as well; and some of them
+have to be refused.
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +36,12 @@ from flashmoe_megatron import (
     prepare_for_ddp,
     select_backend,
 )
+from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.hosts.grid import HostGrid, host_groups
+from flashmoe_megatron.hosts.rail import TorchRail
+from flashmoe_megatron.reference.oracle import assert_close, moe_reference
+from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from tests.fuzz import tensors
 from tests.unit import cases
 
@@ -44,12 +55,60 @@ slow = settings(
 )
 TOKENS = 6
 CONFIG = cases.make_config(num_experts=4, max_tokens=32)
-BACKEND = ReferenceBackend(CONFIG)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float64: 1e-12}
+SEEDS = st.integers(0, 2**16)
 
 
-def good_call(dtype: torch.dtype, routing: cases.Routing) -> dict[str, Any]:
-    inputs = cases.make_inputs(CONFIG, routing, [TOKENS], dtype=dtype)
+@pytest.fixture(scope="module")
+def backends() -> Iterator[list[Backend]]:
+    """Every backend of a CPU. That over hosts has one host of one rank here, but its own ways."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = host_groups(dist.group.WORLD, HostGrid(1, 1, 0), timeout=60)
+        yield [
+            ReferenceBackend(CONFIG),
+            ScheduledBackend(CONFIG, degrees=(2, 3)),
+            HostsBackend(CONFIG, TorchRail(groups), lambda part, _: ReferenceBackend(part)),
+        ]
+    finally:
+        dist.destroy_process_group()
+
+
+class Tally:
+    """How a test's draws have ended: a test in which everything is refused shows nothing."""
+
+    def __init__(self) -> None:
+        self.well = self.refused = 0
+
+    @contextlib.contextmanager
+    def of(self, *, is_well: bool) -> Iterator[None]:
+        """Counts a draw, which may be refused unless it is well-formed."""
+        try:
+            yield
+        except FlashMoEError:
+            if is_well:
+                raise
+            self.refused += 1
+        else:
+            self.well += is_well
+
+    def check(self) -> None:
+        """Wants a share of each kind, far below what is drawn."""
+        assert self.well >= EXAMPLES / 8
+        assert self.refused >= EXAMPLES / 12
+
+
+@contextlib.contextmanager
+def tallied() -> Iterator[Tally]:
+    """A tally that is checked once all draws are over."""
+    tally = Tally()
+    yield tally
+    tally.check()
+
+
+def good_call(dtype: torch.dtype, routing: cases.Routing, seed: int = 0) -> dict[str, Any]:
+    inputs = cases.make_inputs(CONFIG, routing, [TOKENS], dtype=dtype, seed=seed)
     return {
         "x": inputs.x[0],
         "probs": inputs.probs[0].to(torch.float32 if dtype == torch.bfloat16 else dtype),
@@ -81,114 +140,297 @@ def check_result(out: torch.Tensor, x: torch.Tensor) -> None:
         out.backward(torch.ones(out.shape, dtype=out.dtype))
 
 
+def check_against(want: torch.Tensor, out: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
+    """Compares a result, and the gradients of what it is made of, with the oracle's.
+
+    Args:
+        want: The oracle's, made of the same leaves.
+        out: The result.
+        leaves: The tokens first, whose dtype the result has and decides how close that has to be.
+    """
+    dtype = leaves[0].dtype
+    grad_out = torch.randn(want.shape, generator=cases.generator(7), dtype=torch.float64).to(dtype)
+    assert out.dtype == dtype
+    assert_close("out", out.detach().view(want.shape), want.detach(), rel_l2=TOLERANCE[dtype])
+    got = torch.autograd.grad(out, leaves, grad_out.view(out.shape))
+    wanted = torch.autograd.grad(want, leaves, grad_out.to(want.dtype))
+    for number, (grad, other) in enumerate(zip(got, wanted, strict=True)):
+        assert_close(f"gradient {number}", grad, other, rel_l2=2 * TOLERANCE[dtype])
+
+
+def trained(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies that take gradients."""
+    return [one.detach().clone().requires_grad_() for one in tensors]
+
+
+def oracle(
+    x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, *experts: Any, **biases: Any
+) -> torch.Tensor:
+    form = cases.form_of(CONFIG)
+    return moe_reference(x, probs, routing_map, *experts, **form, **biases)
+
+
+def choose(scores: torch.Tensor) -> torch.Tensor:
+    """Each token's experts of the largest scores, by ids."""
+    return scores.topk(CONFIG.topk, dim=1).indices
+
+
 ROUTINGS = st.sampled_from([cases.uniform, cases.to_one_expert, cases.to_nobody])
 
 
-@slow
-@given(data=st.data(), dtype=DTYPES, routing=ROUTINGS, transposed=st.booleans())
-def test_moe_apply(
-    data: st.DataObject, dtype: torch.dtype, routing: cases.Routing, transposed: bool
-):
-    call = good_call(dtype, routing)
-    for name in ("x", "probs", "routing_map"):
-        call[name] = tensors.apply(call[name], data.draw(tensors.changes()))
-    fc1, fc2 = (spoil_experts(data, call.pop(name)) for name in ("fc1", "fc2"))
-    biases = tuple(torch.ones(CONFIG.fc1_rows, dtype=dtype) for _ in range(4))
-    bias = data.draw(st.sampled_from([(), biases, biases[:1]]))
-    weights = ExpertWeights(fc1, fc2, transposed=transposed, fc1_bias=bias)
-    try:
-        out = moe_apply(BACKEND, weights=weights, **call)
-    except FlashMoEError:
-        return
-    check_result(out, call["x"])
+def check_well_applied(
+    backend: Backend, call: dict[str, Any], *, transposed: bool, biased: bool
+) -> None:
+    experts = [*call["fc1"], *call["fc2"]]
+    if transposed:
+        experts = [one.t().contiguous() for one in experts]
+    x, probs, *experts = trained(call["x"], call["probs"], *experts)
+    fc1, fc2 = experts[:4], experts[4:]
+    widths = [CONFIG.fc1_rows] * 4 + [CONFIG.hidden] * 4
+    biases = trained(*(torch.linspace(-1, 1, width).to(x.dtype) for width in widths * biased))
+    kinds = {"fc1_bias": tuple(biases[:4]), "fc2_bias": tuple(biases[4:])}
+    weights = ExpertWeights(tuple(fc1), tuple(fc2), transposed=transposed, **kinds)
+    out = moe_apply(backend, x, probs, call["routing_map"], weights)
+    plain = [[one.t() if transposed else one for one in kind] for kind in (fc1, fc2)]
+    want = oracle(x, probs, call["routing_map"], *plain, **kinds)
+    check_against(want, out, [x, probs, *experts, *biases])
 
 
-@slow
-@given(data=st.data(), dtype=DTYPES, stacked=st.booleans())
-def test_split_weights(data: st.DataObject, dtype: torch.dtype, stacked: bool):
-    call = good_call(dtype, cases.uniform)
-    fc1, fc2 = call.pop("fc1"), call.pop("fc2")
-    gate, up = zip(*(weight.chunk(2) for weight in fc1), strict=True)
-    parts = [gate, up, fc2]
+def test_moe_apply(backends: list[Backend]):
+    @slow
+    @given(
+        data=st.data(),
+        is_well=st.booleans(),
+        seed=SEEDS,
+        dtype=DTYPES,
+        routing=ROUTINGS,
+        transposed=st.booleans(),
+    )
+    def draw(data, is_well, seed, dtype, routing, transposed):
+        call, backend = good_call(dtype, routing, seed), data.draw(st.sampled_from(backends))
+        with tally.of(is_well=is_well):
+            if is_well:
+                biased = data.draw(st.booleans())
+                check_well_applied(backend, call, transposed=transposed, biased=biased)
+                return
+            for name in ("x", "probs", "routing_map"):
+                call[name] = tensors.apply(call[name], data.draw(tensors.changes()))
+            fc1, fc2 = (spoil_experts(data, call.pop(name)) for name in ("fc1", "fc2"))
+            biases = tuple(torch.ones(CONFIG.fc1_rows, dtype=dtype) for _ in range(4))
+            bias = data.draw(st.sampled_from([(), biases, biases[:1]]))
+            weights = ExpertWeights(fc1, fc2, transposed=transposed, fc1_bias=bias)
+            check_result(moe_apply(backend, weights=weights, **call), call["x"])
+
+    with tallied() as tally:
+        draw()
+
+
+def check_well_split(backend: Backend, call: dict[str, Any], *, stacked: bool) -> None:
+    fc1, fc2 = call["fc1"], call["fc2"]
+    gates, ups = zip(*(weight.chunk(2) for weight in fc1), strict=True)
+    parts: list[list[torch.Tensor]] = [list(part) for part in (gates, ups, fc2)]
     if stacked:
-        parts = [(torch.stack(part),) for part in parts]
-    parts = [spoil_experts(data, part) for part in parts]
-    with_grad = data.draw(st.booleans())
-    if with_grad:
-        parts = [tuple(tensors.apply(weight, ["with a gradient"]) for weight in p) for p in parts]
-    try:
-        out = moe_apply(BACKEND, weights=SplitWeights(*parts), **call)
-    except FlashMoEError:
-        return
-    check_result(out, call["x"])
+        parts = [[torch.stack(part)] for part in parts]
+    x, probs = trained(call["x"], call["probs"])
+    parts = [trained(*part) for part in parts]
+    out = moe_apply(
+        backend, x, probs, call["routing_map"], SplitWeights(*(tuple(part) for part in parts))
+    )
+    each = [part[0].unbind() if stacked else part for part in parts]
+    whole = [torch.cat(pair) for pair in zip(each[0], each[1], strict=True)]
+    want = oracle(x, probs, call["routing_map"], whole, each[2])
+    check_against(want, out, [x, probs, *parts[0], *parts[1], *parts[2]])
 
 
-@slow
-@given(data=st.data(), dtype=DTYPES, ids=st.lists(st.integers(-3, 5), min_size=12, max_size=12))
-def test_moe_forward(data: st.DataObject, dtype: torch.dtype, ids: list[int]):
-    call = good_call(dtype, cases.uniform)
-    idx = tensors.apply(torch.tensor(ids).view(TOKENS, 2), data.draw(tensors.changes()))
-    weight = tensors.apply(torch.rand(TOKENS, 2), data.draw(tensors.changes()))
-    x = tensors.apply(call["x"], data.draw(tensors.changes(1)))
-    weights = ExpertWeights(call["fc1"], call["fc2"])
-    try:
-        out = moe_forward(x, idx, weight, weights, backend=BACKEND)
-    except FlashMoEError:
-        return
-    check_result(out, x)
+def test_split_weights(backends: list[Backend]):
+    @slow
+    @given(data=st.data(), is_well=st.booleans(), seed=SEEDS, dtype=DTYPES, stacked=st.booleans())
+    def draw(data, is_well, seed, dtype, stacked):
+        call, backend = good_call(dtype, cases.uniform, seed), data.draw(st.sampled_from(backends))
+        with tally.of(is_well=is_well):
+            if is_well:
+                check_well_split(backend, call, stacked=stacked)
+                return
+            fc1, fc2 = call.pop("fc1"), call.pop("fc2")
+            gate, up = zip(*(weight.chunk(2) for weight in fc1), strict=True)
+            parts = [gate, up, fc2]
+            if stacked:
+                parts = [(torch.stack(part),) for part in parts]
+            parts = [spoil_experts(data, part) for part in parts]
+            if data.draw(st.booleans()):
+                parts = [
+                    tuple(tensors.apply(one, ["with a gradient"]) for one in part) for part in parts
+                ]
+            check_result(moe_apply(backend, weights=SplitWeights(*parts), **call), call["x"])
+
+    with tallied() as tally:
+        draw()
 
 
-@slow
-@given(
-    data=st.data(),
-    dtype=DTYPES,
-    options=st.fixed_dictionaries(
-        {},
-        optional={
-            "score": st.sampled_from(["softmax", "sigmoid", "", None]),
-            "pre_softmax": st.booleans() | st.none(),
-            "scaling_factor": st.floats() | st.integers() | st.text(max_size=3),
-        },
-    ),
-)
-def test_moe_router_forward(data: st.DataObject, dtype: torch.dtype, options: dict[str, Any]):
-    call = good_call(dtype, cases.uniform)
-    x = tensors.apply(call["x"], data.draw(tensors.changes(1)))
-    weight = torch.rand(CONFIG.num_experts, CONFIG.hidden).to(dtype)
-    weight = tensors.apply(weight, data.draw(tensors.changes(1)))
-    weights = ExpertWeights(call["fc1"], call["fc2"])
-    try:
-        router = RouterConfig(**options)
-        found = moe_router_forward(x, weight, weights, backend=BACKEND, router=router)
-    except FlashMoEError:
-        return
-    assert found.probs.shape == found.logits.shape == found.routing_map.shape
-    check_result(found.out, x)
+def check_well_forward(
+    backend: Backend, call: dict[str, Any], idx: torch.Tensor, weight: torch.Tensor
+) -> None:
+    x, weight, *experts = trained(call["x"], weight, *call["fc1"], *call["fc2"])
+    fc1, fc2 = experts[:4], experts[4:]
+    out = moe_forward(x, idx, weight, ExpertWeights(tuple(fc1), tuple(fc2)), backend=backend)
+    probs, chosen = (
+        cases.spread(CONFIG, idx, one.masked_fill(idx < 0, 0))
+        for one in (weight, torch.ones_like(weight))
+    )
+    check_against(oracle(x, probs, chosen > 0, fc1, fc2), out, [x, weight, *experts])
+
+
+def test_moe_forward(backends: list[Backend]):
+    @slow
+    @given(
+        data=st.data(),
+        is_well=st.booleans(),
+        seed=SEEDS,
+        dtype=DTYPES,
+        ids=st.lists(st.integers(-3, 5), min_size=12, max_size=12),
+    )
+    def draw(data, is_well, seed, dtype, ids):
+        call, backend = good_call(dtype, cases.uniform, seed), data.draw(st.sampled_from(backends))
+        g = cases.generator(seed)
+        weight = torch.rand(TOKENS, 2, generator=g)
+        with tally.of(is_well=is_well):
+            if is_well:
+                idx = choose(torch.rand(TOKENS, CONFIG.num_experts, generator=g))
+                skipped = torch.tensor(ids).view(TOKENS, 2) < 0
+                kind = data.draw(st.sampled_from([torch.int32, torch.int64]))
+                check_well_forward(backend, call, idx.masked_fill(skipped, -1).to(kind), weight)
+                return
+            idx = torch.tensor(ids).view(TOKENS, 2)
+            if data.draw(st.booleans()):
+                idx = torch.tensor([[0, 3]]).repeat(TOKENS, 1)
+            idx = tensors.apply(idx, data.draw(tensors.changes()))
+            weight = tensors.apply(weight, data.draw(tensors.changes()))
+            x = tensors.apply(call["x"], data.draw(tensors.changes(1)))
+            weights = ExpertWeights(call["fc1"], call["fc2"])
+            check_result(moe_forward(x, idx, weight, weights, backend=backend), x)
+
+    with tallied() as tally:
+        draw()
+
+
+def check_well_routed(backend: Backend, call: dict[str, Any], seed: int, router: Any) -> None:
+    g = cases.generator(seed)
+    drawn = torch.rand(CONFIG.num_experts, CONFIG.hidden, generator=g).to(call["x"].dtype)
+    x, weight, *experts = trained(call["x"], drawn, *call["fc1"], *call["fc2"])
+    fc1, fc2 = experts[:4], experts[4:]
+    found = moe_router_forward(
+        x, weight, ExpertWeights(tuple(fc1), tuple(fc2)), backend=backend, router=router
+    )
+    logits = x.double() @ weight.double().t()
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, choose(logits), True)
+    if router.score == "sigmoid":
+        scores = logits.sigmoid() * chosen
+        probs = scores / scores.sum(1, keepdim=True)
+    elif router.pre_softmax:
+        probs = logits.softmax(1) * chosen
+    else:
+        probs = logits.exp() * chosen / (logits.exp() * chosen).sum(1, keepdim=True)
+    probs = probs * router.scaling_factor
+    assert torch.equal(found.routing_map, chosen)
+    for name, got, want in (("probs", found.probs, probs), ("logits", found.logits, logits)):
+        assert_close(name, got.detach(), want.detach(), rel_l2=1e-5)
+    check_against(oracle(x, probs, chosen, fc1, fc2), found.out, [x, weight, *experts])
+
+
+ROUTERS = st.builds(
+    RouterConfig, score=st.just("sigmoid"), scaling_factor=st.floats(0.125, 8)
+) | st.builds(RouterConfig, pre_softmax=st.booleans(), scaling_factor=st.floats(0.125, 8))
+
+
+def test_moe_router_forward(backends: list[Backend]):
+    @slow
+    @given(
+        data=st.data(),
+        is_well=st.booleans(),
+        seed=SEEDS,
+        dtype=DTYPES,
+        options=st.fixed_dictionaries(
+            {},
+            optional={
+                "score": st.sampled_from(["softmax", "sigmoid", "", None]),
+                "pre_softmax": st.booleans() | st.none(),
+                "scaling_factor": st.floats() | st.integers() | st.text(max_size=3),
+            },
+        ),
+    )
+    def draw(data, is_well, seed, dtype, options):
+        call, backend = good_call(dtype, cases.uniform, seed), data.draw(st.sampled_from(backends))
+        with tally.of(is_well=is_well):
+            if is_well:
+                check_well_routed(backend, call, seed, data.draw(ROUTERS))
+                return
+            x = tensors.apply(call["x"], data.draw(tensors.changes(1)))
+            weight = torch.rand(CONFIG.num_experts, CONFIG.hidden).to(dtype)
+            weight = tensors.apply(weight, data.draw(tensors.changes(1)))
+            weights = ExpertWeights(call["fc1"], call["fc2"])
+            router = RouterConfig(**options)
+            found = moe_router_forward(x, weight, weights, backend=backend, router=router)
+            assert found.probs.shape == found.logits.shape == found.routing_map.shape
+            check_result(found.out, x)
+
+    with tallied() as tally:
+        draw()
 
 
 @pytest.fixture(scope="module")
-def layer() -> FlashMoELayer:
-    return FlashMoELayer(CONFIG, router=True, dtype=torch.float32, device="cpu", backend=BACKEND)
+def layers(backends: list[Backend]) -> list[FlashMoELayer]:
+    return [
+        FlashMoELayer(CONFIG, router=True, dtype=torch.float32, device="cpu", backend=backend)
+        for backend in backends
+    ]
 
 
-@slow
-@given(data=st.data(), shape=st.lists(st.integers(0, 3), max_size=3), own_choice=st.booleans())
-def test_layer(layer: FlashMoELayer, data: st.DataObject, shape: list[int], own_choice: bool):
-    x = tensors.apply(torch.randn(*shape, CONFIG.hidden), data.draw(tensors.changes()))
-    tokens = x.numel() // CONFIG.hidden
-    choice: dict[str, torch.Tensor] = {}
-    if own_choice:
-        idx = torch.tensor([[0, 3]]).repeat(tokens, 1)
-        choice["topk_idx"] = tensors.apply(idx, data.draw(tensors.changes(1)))
-        if data.draw(st.booleans()):
-            choice["topk_weight"] = tensors.apply(
-                torch.rand(tokens, 2), data.draw(tensors.changes(1))
-            )
-    try:
-        out = layer(x, **choice)
-    except FlashMoEError:
-        return
-    check_result(out, x)
+def check_well_called(layer: FlashMoELayer, given: torch.Tensor, *, own_choice: bool) -> None:
+    router, (x,) = layer.router, trained(given)
+    assert router is not None
+    tokens = x.view(-1, CONFIG.hidden)
+    logits = tokens.double() @ router.weight.double().t()
+    idx = choose(logits)
+    weight = logits.gather(1, idx).exp()
+    weight = weight / weight.sum(1, keepdim=True)
+    choice = (idx, weight.detach().float()) if own_choice else ()
+    used = weight.detach() if own_choice else weight
+    chosen = cases.spread(CONFIG, idx, torch.ones_like(used)) > 0
+    want = oracle(tokens, cases.spread(CONFIG, idx, used), chosen, layer.fc1, layer.fc2)
+    leaves = [x, layer.fc1, layer.fc2, *([] if own_choice else [router.weight])]
+    check_against(want, layer(x, *choice), leaves)
+
+
+def test_layer(layers: list[FlashMoELayer]):
+    @slow
+    @given(
+        data=st.data(),
+        is_well=st.booleans(),
+        seed=SEEDS,
+        shape=st.lists(st.integers(0, 3), max_size=3),
+        own_choice=st.booleans(),
+    )
+    def draw(data, is_well, seed, shape, own_choice):
+        layer = data.draw(st.sampled_from(layers))
+        x = torch.randn(*shape, CONFIG.hidden, generator=cases.generator(seed))
+        with tally.of(is_well=is_well):
+            if is_well:
+                check_well_called(layer, x if shape else x[None], own_choice=own_choice)
+                return
+            x = tensors.apply(x, data.draw(tensors.changes()))
+            tokens = x.numel() // CONFIG.hidden
+            choice: dict[str, torch.Tensor] = {}
+            if own_choice:
+                idx = torch.tensor([[0, 3]]).repeat(tokens, 1)
+                choice["topk_idx"] = tensors.apply(idx, data.draw(tensors.changes(1)))
+                if data.draw(st.booleans()):
+                    choice["topk_weight"] = tensors.apply(
+                        torch.rand(tokens, 2), data.draw(tensors.changes(1))
+                    )
+            check_result(layer(x, **choice), x)
+
+    with tallied() as tally:
+        draw()
 
 
 @slow

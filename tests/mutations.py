@@ -49,6 +49,12 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "buckets of DeepSpeed have as many elements as fit bytes",
+        "max(plan.piece_bytes // size, 1)",
+        "max(plan.piece_bytes, 1)",
+        "tests/deepspeed/test_training.py::test_buckets_have_the_size_of_what_fits_gaps",
+    ),
+    Mutation(
         "every call with a map is refused",
         "if routing_map.dtype != torch.bool:\n            raise ShapeError",
         "if routing_map.dtype is not None:\n            raise ShapeError",

@@ -4,11 +4,15 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.deepspeed import slices
+from flashmoe_megatron.adapters.gradients import plan_reduction
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.schedule.fit import write_fit
 from tests.deepspeed.harness import (
@@ -282,9 +286,18 @@ def fit(tmp_path: Path) -> str:
     return str(path)
 
 
-def train_with_buckets(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, int]:
-    engine = build(case, fused=True)
-    return train_engine(engine, case), engine.optimizer.reduce_bucket_size
+def train_with_buckets(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, int, int]:
+    """A training, and the sizes of its buckets and of the pieces that were planned."""
+    planned = list[Any]()
+
+    def plan(*args: Any) -> Any:
+        planned.append(plan_reduction(*args))
+        return planned[-1]
+
+    with mock.patch.object(slices, "plan_reduction", plan):
+        engine = build(case, fused=True)
+    sizes = engine.optimizer.reduce_bucket_size, planned[0].piece_bytes
+    return train_engine(engine, case), *sizes
 
 
 def refused_slices(group: dist.ProcessGroup, cases: list[Case]) -> list[str]:
@@ -297,23 +310,24 @@ def refused_slices(group: dist.ProcessGroup, cases: list[Case]) -> list[str]:
 
 
 def test_buckets_have_the_size_of_what_fits_gaps(fit: str, two_ranks: RankPool) -> None:
-    slices = {"slice_gradients": True, "degree_fit": fit, "max_tokens": 24}
+    asked = {"slice_gradients": True, "degree_fit": fit, "max_tokens": 24}
     overlapped = stage(2, overlap_comm=True)
-    case = Case(**native(), **overlapped, flashmoe={**slices, "backend": "scheduled"})
+    case = Case(**native(), **overlapped, flashmoe={**asked, "backend": "scheduled"})
     plain = two_ranks.run(train, Case(**native(), **overlapped), True)
-    for (found, size), want in zip(two_ranks.run(train_with_buckets, case), plain, strict=True):
-        assert 100 < size < 100_000, "not DeepSpeed's 500 million"
+    outcomes = two_ranks.run(train_with_buckets, case)
+    for (found, size, piece_bytes), want in zip(outcomes, plain, strict=True):
+        assert size == piece_bytes // 4 > 0, "DeepSpeed counts elements, of float32 here"
         for loss, other in zip(found.losses, want.losses, strict=True):
             assert abs(loss - other) < FLOAT32.losses * abs(other)
     given = stage(2, overlap_comm=True, reduce_bucket_size=777)
-    case = Case(**native(), **given, flashmoe=slices)
-    assert [size for _, size in two_ranks.run(train_with_buckets, case)] == [777, 777]
+    case = Case(**native(), **given, flashmoe=asked)
+    assert [size for _, size, *_ in two_ranks.run(train_with_buckets, case)] == [777, 777]
     bad = [
-        Case(**native(), flashmoe=slices),
-        Case(**native(), zero=2, flashmoe={**slices, "max_tokens": None}),
-        Case(**native(), zero=2, flashmoe={**slices, "degree_fit": None}),
-        Case(**native(), zero=2, flashmoe={**slices, "degree_fit": "/nowhere"}),
-        Case(**native(ep_sizes=(1, 1)), zero=2, flashmoe=slices),
+        Case(**native(), flashmoe=asked),
+        Case(**native(), zero=2, flashmoe={**asked, "max_tokens": None}),
+        Case(**native(), zero=2, flashmoe={**asked, "degree_fit": None}),
+        Case(**native(), zero=2, flashmoe={**asked, "degree_fit": "/nowhere"}),
+        Case(**native(ep_sizes=(1, 1)), zero=2, flashmoe=asked),
     ]
     for said in two_ranks.run(refused_slices, bad):
         assert "flashmoe.slice_gradients is True, wanted false with ZeRO stage 0" in said[0]

@@ -148,7 +148,7 @@ def die(rank: int, hosts: int, victim: int, operation: int) -> str:
     """Trains until an error; the victim dies in front of its so many-th exchange, or in a launch.
 
     Returns:
-        The error's kind and message, and the seconds that it took.
+        The error's kind and message. Who awaits it ends a rank that waits for much longer.
     """
     num_ranks = dist.get_world_size()
     config = cases.make_config(num_ranks=num_ranks, max_tokens=32)
@@ -159,12 +159,11 @@ def die(rank: int, hosts: int, victim: int, operation: int) -> str:
     _step(backend, call, own)
     if rank == victim:
         arm(backend, operation, lambda: os._exit(1))
-    begin = time.monotonic()
     try:
         for _ in range(3):
             _step(backend, call, own)
     except Exception as error:  # noqa: BLE001 - told to the test
-        return f"{type(error).__name__} after {time.monotonic() - begin:.1f} s: {error}"
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 

@@ -5,13 +5,14 @@ torchrun would end the survivors of a killed rank before they could be seen to n
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,22 +45,18 @@ class Outcome:
         return record
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def run_job(
     module: str, case: str, num_ranks: int, folder: Path, *, timeout_s: float, **variables: str
 ) -> Outcome:
     """Runs ``python -m MODULE --case CASE --out FOLDER`` on every rank; ends what does not end."""
+    # The store is this process's, so that no port is free when it is chosen and taken later.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     environment = dict(
         os.environ,
         OMP_NUM_THREADS="1",
         MASTER_ADDR="localhost",
-        MASTER_PORT=str(free_port()),
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
         WORLD_SIZE=str(num_ranks),
         **variables,
     )

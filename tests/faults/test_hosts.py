@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.faults.hosts_job import PHASES, TIMEOUT_S, compute, die, run_hosts
+from tests.faults.hosts_job import PHASES, compute, die, run_hosts
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -12,11 +12,7 @@ def test_a_host_that_dies_is_a_named_error_on_every_rank(phase: str):
     found = run_hosts(die, 4, 2, 3, PHASES[phase])
     assert found[3] is None
     for said in found[:3]:
-        match = re.match(r"(\w+) after ([\d.]+) s: (.*)", said, re.S)
-        assert match is not None, said
-        assert match[1] == "PeerTimeoutError", said
-        assert float(match[2]) < TIMEOUT_S + 5
-        assert re.search(r"rank \d.* gone or did not come", match[3]), said
+        assert re.match(r"PeerTimeoutError: .*rank \d.* gone or did not come", said, re.S), said
 
 
 @pytest.mark.parametrize(("num_ranks", "hosts", "tokens"), [(16, 4, 1024), (2, 2, 8192)])

@@ -191,7 +191,7 @@ def test_a_run_that_is_stopped_ends_its_ranks_and_keeps_its_points(tmp_path: Pat
     assert process.returncode == 130, printed
     assert "stopped; what was measured is kept" in printed
     assert "failed" not in printed
-    assert not psutil.wait_procs(started, timeout=5)[1]
+    assert not psutil.wait_procs(started, timeout=TIMEOUT_S)[1]
     assert (folder / "report.md").exists()
 
 

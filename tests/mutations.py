@@ -49,6 +49,30 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "an expert of another rank of transformers is taken for the first here",
+        "top_k_index.masked_fill(is_elsewhere, -1)",
+        "top_k_index.masked_fill(is_elsewhere, 0)",
+        "tests/frameworks/test_transformers.py::test_a_module_keeps_no_trace",
+    ),
+    Mutation(
+        "transposed experts of transformers are as wide as their rows are many",
+        "rows, hidden = hidden, rows",
+        "pass",
+        "tests/frameworks/test_transformers.py::test_rows_are_found_where_a_class_has_them",
+    ),
+    Mutation(
+        "alternating gate and up rows of transformers are read as halves",
+        '"glu_interleave": int(gated and not experts.is_concatenated)}',
+        '"glu_interleave": 0}',
+        "tests/frameworks/test_transformers.py::test_rows_are_found_where_a_class_has_them",
+    ),
+    Mutation(
+        "outputs under autocast have its dtype and not the tokens'",
+        "return out.to(hidden_states.dtype)",
+        "return out",
+        "tests/frameworks/test_transformers.py::test_autocast_gives_back_the_dtype_of_the_tokens",
+    ),
+    Mutation(
         "buckets of DeepSpeed have as many elements as fit bytes",
         "max(plan.piece_bytes // size, 1)",
         "max(plan.piece_bytes, 1)",

@@ -136,6 +136,34 @@ def test_clamps_are_recognised() -> None:
     assert (shape.activation, shape.clamp_value) == (Activation.SILU, 7.0)
 
 
+@pytest.mark.parametrize("is_concatenated", [True, False])
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_rows_are_found_where_a_class_has_them(is_transposed: bool, is_concatenated: bool) -> None:
+    """The hidden size differs from the rows of a projection: nothing is the same both ways."""
+    experts = Experts(nn.functional.silu)
+    experts.is_transposed, experts.is_concatenated = is_transposed, is_concatenated
+    shape = (4, 192, 128) if is_transposed else (4, 128, 192)
+    experts.gate_up_proj = nn.Parameter(torch.randn(shape))
+    if not is_concatenated:
+        experts._apply_gate = lambda rows: nn.functional.silu(rows[..., ::2]) * rows[..., 1::2]
+    found = read(experts)
+    assert (found.hidden, found.intermediate) == (192, 64)
+    assert found.glu_interleave == int(not is_concatenated)
+
+
+def test_autocast_gives_back_the_dtype_of_the_tokens() -> None:
+    from flashmoe_megatron.adapters.transformers.experts import experts_forward
+
+    experts, x = Experts(nn.functional.silu), torch.randn(8, 64)
+    call = x, torch.tensor([[0, 3]] * 8), torch.full((8, 2), 0.5)
+    want = experts_forward(experts, *call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = experts_forward(experts, *call)
+    assert out.dtype == x.dtype
+    assert not torch.equal(out, want), "computed in bfloat16"
+    torch.testing.assert_close(out, want, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("experts", "message"),
     [

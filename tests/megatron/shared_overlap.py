@@ -106,6 +106,7 @@ def both(sizes: Sizes, dispatcher: str, turns: int) -> dict[str, list[float]]:
         )
         layer = layers["with" if overlaps else "without"] = make_layer(config, use_te=True).cuda()
         if dispatcher == "flashmoe":
+            layer.config.gradient_accumulation_fusion = True
             for parameter in layer.experts.parameters():
                 parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
                 parameter.grad_added_to_main_grad = False

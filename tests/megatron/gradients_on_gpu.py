@@ -1,0 +1,128 @@
+"""Holds experts' gradients behind Megatron's DDP on a GPU against alltoall's.
+
+    python -m tests.megatron.gradients_on_gpu
+
+Needs one GPU and Transformer Engine. A layer is called once, twice and three times in the backward
+passes of three iterations of two micro-batches, whose last ones have a penalty on the experts'
+weights. With Megatron's fusion, alltoall adds nothing of the penalty, and neither may flashmoe. Every
+case is a line with the largest relative error of an expert's gradient; the exit status is 1 if one
+is too large, or if the gradients did not go through the kernel.
+"""
+
+import contextlib
+import itertools
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.megatron.layers import make_layer
+from tools.bench import common
+
+TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 2048, 1024, 512, 16, 4
+CALLS = (1, 2, 3)
+TOLERANCE = 2e-2
+"""Both sides compute in bfloat16 and round in other places."""
+
+
+def make_model(dispatcher: str, *, fuses: bool, overlap: bool, distributed: bool) -> Any:
+    """One layer in Megatron's DDP."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        num_attention_heads=16,
+        hidden_size=HIDDEN,
+        moe_ffn_hidden_size=INTERMEDIATE,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=True,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        moe_grouped_gemm=True,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=fuses,
+        moe_token_dispatcher_type=dispatcher,
+    )
+    layer = make_layer(config, use_te=True).cuda()
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlap,
+        use_distributed_optimizer=distributed,
+        bucket_size=3_000_000,
+    )
+    return DistributedDataParallel(config, ddp_config, layer)
+
+
+def gradients(ddp: Any, *, overlap: bool) -> list[dict[str, torch.Tensor]]:
+    """Every expert's gradient after each iteration."""
+    found = []
+    experts = ddp.module.experts
+    for iteration, calls in enumerate(CALLS):
+        ddp.zero_grad_buffer()
+        for micro_batch in range(2):
+            with ddp.no_sync() if overlap and not micro_batch else contextlib.nullcontext():
+                torch.manual_seed(100 * iteration + micro_batch)
+                x = torch.randn(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, device="cuda")
+                out = x.requires_grad_()
+                for _ in range(calls):
+                    out = out + ddp(out)[0]
+                loss = out.float().square().mean()
+                if micro_batch:
+                    loss = loss + 1e-3 * sum(
+                        each.float().square().sum() for each in experts.parameters()
+                    )
+                loss.backward()
+        ddp.finish_grad_sync()
+        named = experts.named_parameters()
+        found.append({name: each.main_grad.clone() for name, each in named})
+    return found
+
+
+def largest_error(*, fuses: bool, overlap: bool, distributed: bool) -> float:
+    """Compares a case's gradients with those of alltoall without overlap."""
+    kinds = {"fuses": fuses, "distributed": distributed}
+    stock = gradients(make_model("alltoall", overlap=False, **kinds), overlap=False)
+    fused = make_model("flashmoe", overlap=overlap, **kinds)
+    found = gradients(fused, overlap=overlap)
+    routed = fused.module.flashmoe_routed_experts
+    if type(routed.backend).__name__ != "KernelBackend" or routed._hooks is None:
+        raise SystemExit(f"{routed.backend} did not add to main_grad, wanted the kernel")
+    return max(
+        float((got[name] - want[name]).norm() / want[name].norm())
+        for got, want in zip(found, stock, strict=True)
+        for name in want
+    )
+
+
+def main() -> int:
+    """The command line."""
+    if not common.has_gpu():
+        return 2
+    from megatron.core import parallel_state
+
+    from flashmoe_megatron.adapters.megatron import configure, install
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    install()
+    configure(max_tokens=TOKENS)
+    is_right = True
+    print("| fusion | overlap | distributed optimizer | largest error |\n| --- | --- | --- | --- |")
+    for fuses, overlap, distributed in itertools.product((False, True), repeat=3):
+        error = largest_error(fuses=fuses, overlap=overlap, distributed=distributed)
+        is_right &= error < TOLERANCE
+        print(f"| {fuses} | {overlap} | {distributed} | {error:.1e} |", flush=True)
+    dist.destroy_process_group()
+    return int(not is_right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,7 @@
 """The ranks that a layer's experts are spread over, and its parameters on them."""
 
+from collections.abc import Hashable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,13 +11,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.per_group import check_member
+from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
 
 
 class ExpertGroup(OfGroup):
     """An expert-parallel group as the owner of experts sees it.
 
     Attributes:
-        group: The process group, ``None`` for one rank.
+        given: The process group, or the wrapper of one, that it was made for.
+        group: That group as torch knows it, ``None`` for one rank.
         rank: This process's rank in it.
         ranks: Its processes' ranks among all.
     """
@@ -28,6 +32,7 @@ class ExpertGroup(OfGroup):
         """
         check_member(group)
         self._mesh: DeviceMesh | None = None
+        self._owns_mesh = not isinstance(group, DeviceMesh)
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ConfigError(
@@ -35,9 +40,26 @@ class ExpertGroup(OfGroup):
                     'mesh["ep"] has'
                 )
             self._mesh, group = group, group.get_group()
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+        self.given = group
+        self.group: dist.ProcessGroup | None = torch_group(group)
+        self.rank = 0 if group is None else dist.get_rank(self.group)
+        self.ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(self.group))
+
+    def follow(self) -> bool:
+        """Takes the group that a wrapper has made again, if the last one has been destroyed.
+
+        Returns:
+            Whether it has been.
+
+        Raises:
+            ConfigError: The group has not been made again.
+        """
+        if not is_destroyed(self.group):
+            return False
+        self.group = living_group(self.given)
+        if self._mesh is not None and self._owns_mesh:
+            _mesh_of(self.group, self._mesh.device_type)  # which parameters have
+        return True
 
     def parameter(self, local: torch.Tensor) -> nn.Parameter:
         """A parameter of all experts.
@@ -54,7 +76,7 @@ class ExpertGroup(OfGroup):
         if self._mesh is None:
             assert self.group is not None
             kind = _device_type(self.group) if local.is_meta else local.device.type
-            self._mesh = DeviceMesh.from_group(self.group, kind)
+            self._mesh = _mesh_of(self.group, kind)
         return nn.Parameter(DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False))
 
     def mark(self, parameter: torch.Tensor) -> None:
@@ -131,6 +153,27 @@ def _place(tensor: DTensor) -> str:
     if tensor.device_mesh.get_coordinate() is None:
         return "[]"  # a live mesh of other ranks
     return "[" + ", ".join(f"{one.start}:{one.stop}" for one in local_slices(tensor)) + "]"
+
+
+_meshes: dict[tuple[Hashable, ...], DeviceMesh] = {}
+
+
+def _mesh_of(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
+    """The mesh of all layers over the same ranks, which finds a group of them that is there.
+
+    Parameters keep their mesh when a wrapper makes its group again. Further, torch remembers what
+    it has found out for one mesh and uses it for every equal one, also one of a group that is gone.
+    """
+    made = DeviceMesh.from_group(group, kind)
+    key = (*dist.get_process_group_ranks(group), dist.get_rank(), kind)
+    mesh = _meshes.setdefault(key, made)
+    try:
+        mesh.get_group()
+    except (RuntimeError, ValueError):  # it has been destroyed
+        mesh._dim_group_names = made._dim_group_names
+        if hasattr(made, "_pg_registry"):
+            mesh._pg_registry = made._pg_registry
+    return mesh
 
 
 def _device_type(group: dist.ProcessGroup) -> str:

@@ -34,6 +34,7 @@ from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
 from flashmoe_megatron.select import (
     check_choice,
+    followed,
     named_device,
     resolve_kind,
     select_backend,
@@ -331,13 +332,18 @@ class FlashMoELayer(nn.Module):
         """What computes the layer; may be given to further layers of the same shape.
 
         It is chosen when the layer is made, and again at the first use after the layer has moved to
-        another device, or in another dtype, as under ``torch.autocast``; that is collective over
-        the group. Where the choice for two dtypes is the same, they share the backend.
+        another device, or in another dtype, as under ``torch.autocast``, or after a wrapper's
+        process group has been destroyed and made again; that is collective over the group. Where
+        the choice for two dtypes is the same, they share the backend.
 
         Raises:
-            ConfigError: The layer is on "meta".
+            ConfigError: The layer is on "meta", or its group has been destroyed and not made again.
             DeviceError: The kernel was asked for and cannot run where the layer is.
         """
+        if self.expert_group.follow():
+            if self._given is not None:
+                self._given = followed(self._given)
+            self._backends = {dtype: followed(one) for dtype, one in self._backends.items()}
         if self._given is not None:
             return self._given
         fc2 = self._parameters.get("fc2")  # a tracer puts what has no device in place of self.fc2
@@ -362,7 +368,7 @@ class FlashMoELayer(nn.Module):
             here = named_device(device)
             if resolve_kind(kind, here, other) == resolve_kind(kind, here, dtype):
                 return backend
-        group = self.expert_group.group
+        group = self.expert_group.given
         return select_backend(self.config, group, device, kind=kind, dtype=dtype, **options)
 
     @torch.no_grad()

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashmoe_megatron.ending import end_destroyed
 from flashmoe_megatron.errors import ConfigError, first_told, reason_of
+from flashmoe_megatron.torch_groups import is_destroyed, torch_group
 
 Made = TypeVar("Made")
 
@@ -22,16 +24,17 @@ def once_per_group(kind: type[Made], *key: Hashable, make: Callable[[], Made]) -
 
     An object keeps its groups, which is why weak references to groups would never end. Instead,
     what was made for groups that have been destroyed is given up in the next call, whatever its
-    kind: it lives on with the layers that have it.
+    kind: it lives on with the layers that have it, without what ends with a group.
 
     Args:
         kind: Its class.
-        *key: Process groups, and whatever else tells objects of that class apart.
+        *key: Process groups of torch's own, and whatever else tells objects of that class apart.
         make: Makes it where there is none yet.
 
     Returns:
         The object.
     """
+    end_destroyed()
     for known in [known for known in _made if any(map(is_destroyed, known))]:
         del _made[known]
     whole = (kind, *key)
@@ -54,7 +57,7 @@ def next_name(group: dist.ProcessGroup) -> str:
     world = dist.group.WORLD
     assert world is not None
     numbers = _named.setdefault(world, Counter())
-    ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+    ranks = "-".join(map(str, dist.get_process_group_ranks(torch_group(group))))
     number = numbers[ranks]
     numbers[ranks] += 1
     return f"{ranks}/{number}"
@@ -71,6 +74,7 @@ def from_all(make: Callable[[], Made], group: dist.ProcessGroup | None) -> list[
         FlashMoEError: On every rank, the first rank's that could not make it. One rank's own error
             is raised as it is.
     """
+    group = torch_group(group)
     if group is None or dist.get_world_size(group) == 1:
         return [make()]
     made, reason, problem = None, None, None
@@ -139,14 +143,9 @@ def check_member(group: object, name: str = "group") -> None:
     if isinstance(group, DeviceMesh):
         is_member = group.get_coordinate() is not None
     else:
-        is_member = group is None or isinstance(group, dist.ProcessGroup)
+        is_member = group is None or isinstance(torch_group(group), dist.ProcessGroup)
     if not is_member:
         raise ConfigError(
             f"{name}={group!r} is no group of this rank: wanted a process group or a mesh that "
             "this rank is in, or no call by ranks outside"
         )
-
-
-def is_destroyed(part: Hashable) -> bool:
-    """Whether something is a process group that has been destroyed."""
-    return isinstance(part, dist.ProcessGroup) and part not in dist.distributed_c10d._world.pg_map

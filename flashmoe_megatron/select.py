@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import logging
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -23,6 +25,7 @@ from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.schedule.degree import choose_degrees
 from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.scheduled.tensor import check_tensor_group
+from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -86,7 +89,8 @@ def select_backend(
 
     Args:
         config: The layer's shape.
-        group: The expert-parallel group, ``None`` for one rank.
+        group: The expert-parallel group, ``None`` for one rank. The backend of a wrapper is that
+            of its inner group, with which it ends.
         device: Where the layer's tensors live.
         kind: "kernel", "scheduled", "reference", or "auto": the kernel on a Hopper GPU (compute
             capability 9.0), the scheduled backend on other GPUs and for dtypes that the kernel does
@@ -108,6 +112,74 @@ def select_backend(
             or the kernel's library cannot be loaded.
     """
     check_member(group)
+    given = group, tensor_group
+    inner = torch_group(group), torch_group(tensor_group)
+    make = functools.partial(_make_backend, config, device=device, kind=kind, dtype=dtype)
+    backend = make(*inner, options=options)
+    _origins[backend] = _Origin(
+        given,
+        inner,
+        lambda: select_backend(
+            config, group, device, kind=kind, dtype=dtype, tensor_group=tensor_group, **options
+        ),
+    )
+    return backend
+
+
+class _Origin:
+    """What a backend was made for, and what has taken its place.
+
+    Attributes:
+        given: The groups that the caller gave.
+        inner: What they were to torch.
+        make_again: Makes another backend in the same way.
+        next: That one, once there is one.
+    """
+
+    def __init__(
+        self, given: Sequence[Any], inner: Sequence[Any], make_again: Callable[[], Backend]
+    ) -> None:
+        self.given, self.inner, self.make_again = given, inner, make_again
+        self.next: Backend | None = None
+
+
+_origins: "weakref.WeakKeyDictionary[Backend, _Origin]" = weakref.WeakKeyDictionary()
+
+
+def followed(backend: Backend) -> Backend:
+    """The backend for the groups as they are now, for all who have one that ended with them.
+
+    Collective over the group where a wrapper's inner group has been made again since.
+
+    Args:
+        backend: From :func:`select_backend`; any other is given back.
+
+    Raises:
+        ConfigError: A group has been destroyed, and has not been made again.
+    """
+    origin = _origins.get(backend)
+    if origin is None or not any(map(is_destroyed, origin.inner)):
+        return backend
+    if origin.next is None:
+        for group in origin.given:
+            living_group(group)
+        origin.next = origin.make_again()
+    else:  # whoever is late goes to the last one at once: a chain would keep all between alive
+        origin.next = followed(origin.next)
+    return origin.next
+
+
+def _make_backend(
+    config: MoEConfig,
+    group: dist.ProcessGroup | None,
+    tensor_group: dist.ProcessGroup | None,
+    *,
+    device: torch.device | str,
+    kind: BackendKind,
+    dtype: torch.dtype | None,
+    options: dict[str, Any],
+) -> Backend:
+    """Makes the backend for groups as torch knows them; see :func:`select_backend`."""
     choices = from_all(lambda: _choose(config, kind, device, dtype, options, tensor_group), group)
     check_alike([choice.agreed for choice in choices])
     _, chosen, device, chosen_options = choices[0 if group is None else dist.get_rank(group)]
@@ -216,7 +288,7 @@ def find_grid(group: dist.ProcessGroup) -> HostGrid:
     Raises:
         ConfigError: On every rank, if they do not lie in blocks of hosts or are too many.
     """
-    return arrange(from_all(host_name, group), dist.get_rank(group))
+    return arrange(from_all(host_name, group), dist.get_rank(torch_group(group)))
 
 
 def check_choice(kind: str, options: dict[str, Any]) -> None:

@@ -28,8 +28,8 @@ CSRC = [
 ]
 PYTHON = [
     ["errors", "_version", "streams", "touched"],
-    ["config", "driver"],
-    ["planner", "replicas"],
+    ["config", "driver", "torch_groups"],
+    ["ending", "planner", "replicas"],
     ["telemetry", "router"],
     ["options"],
     ["backend", "per_group"],

@@ -47,6 +47,7 @@ from flashmoe_megatron.telemetry.calibration import (
 )
 from flashmoe_megatron.telemetry.record import MOST_OWNERS, launch_number
 from flashmoe_megatron.telemetry.totals import LayerPlace
+from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
 
 Compute = Callable[[Backend, torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Computes ``[num_tokens, hidden]`` outputs from a backend, contiguous ``[num_tokens, hidden]``
@@ -56,10 +57,11 @@ tokens, finite probabilities and the number that the launch carries."""
 class GroupBackends:
     """The backends of all layers of one expert-parallel group, and the tokens they are made for.
 
-    Layers of one shape share a backend, and all backends of a group share its symmetric heap.
+    Layers of one shape share a backend, and all backends of a group share its symmetric heap. They
+    end with the group; where that is a wrapper's inner one, which is made again, others follow.
 
     Args:
-        group: The expert-parallel group, ``None`` for one rank.
+        group: The expert-parallel group or a wrapper of it, ``None`` for one rank.
         device: Where the layers live.
         settings: The user's.
         max_tokens: Most tokens of one rank and call. If it is ``None``, the ranks agree on the most
@@ -67,8 +69,10 @@ class GroupBackends:
         tensor_group: The ranks that share each expert, ``None`` where experts are whole.
 
     Attributes:
+        group: That group, as torch knows it.
         max_tokens: The tokens that backends are made for now.
         is_bounded: Whether the user has given that bound.
+        is_shared: Whether layers find them by the same arguments.
     """
 
     def __init__(
@@ -79,14 +83,46 @@ class GroupBackends:
         max_tokens: int | None,
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.group = group
-        self._tensor_group = tensor_group
+        self._given = group, device, settings, max_tokens, tensor_group
+        self.group, self._tensor_group = torch_group(group), torch_group(tensor_group)
         self.device = device
         self.max_tokens = max_tokens or TILE_M
         self.is_bounded = max_tokens is not None
         self._settings = settings
         self._backends: dict[tuple[MoEConfig, torch.dtype], Backend] = {}
         self._slices: GradientSlices | None = None
+        self._hooks: dict[tuple[MoEConfig, torch.dtype], Hooks] = {}
+        self.is_shared = False
+        self._next: GroupBackends | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the groups have been destroyed for which they were made."""
+        return is_destroyed(self.group) or is_destroyed(self._tensor_group)
+
+    def followed(self) -> "GroupBackends":
+        """Finds the backends of the groups as they are now, the same for all layers.
+
+        Not collective.
+
+        Raises:
+            ConfigError: A group has been destroyed, and has not been made again.
+        """
+        if not self.is_over:
+            return self
+        # Whoever is late goes to the last ones at once: a chain would keep all between alive.
+        self._next = self._follow() if self._next is None else self._next.followed()
+        return self._next
+
+    def _follow(self) -> "GroupBackends":
+        """Makes those that take over what layers have asked of these."""
+        for group in (self._given[0], self._given[-1]):
+            living_group(group)
+        made = (shared_backends if self.is_shared else GroupBackends)(*self._given)
+        made.max_tokens = max(made.max_tokens, self.max_tokens)
+        made._slices = made._slices or self._slices
+        made._hooks = {**self._hooks, **made._hooks}
+        return made
 
     def backend_of(self, shape: MoEConfig, dtype: torch.dtype) -> Backend:
         """The backend for the group's ``max_tokens``; one is made if there is none yet.
@@ -131,14 +167,15 @@ class GroupBackends:
 
     def _share(self) -> bool:
         """Gives all scheduled backends the slices, and those for more tokens the first's hooks."""
-        hooks: dict[tuple[MoEConfig, torch.dtype], Hooks] = {}
+        has_gaps = False
         for (config, dtype), made in self._backends.items():
             backend = within_host(made)
             if isinstance(backend, ScheduledBackend):
                 shape = dataclasses.replace(config, max_tokens=1), dtype
-                backend.hooks = hooks.setdefault(shape, backend.hooks)
+                backend.hooks = self._hooks.setdefault(shape, backend.hooks)
                 backend.slices = self._slices
-        return bool(hooks)
+                has_gaps = True
+        return has_gaps
 
     def backends(self) -> Iterable[Backend]:
         """All that have been made, those for fewer tokens included."""
@@ -172,8 +209,14 @@ def shared_backends(
     tensor_group: dist.ProcessGroup | None = None,
 ) -> GroupBackends:
     """The same backends for every layer of this process with the same arguments."""
-    key = (group, device, settings, max_tokens, tensor_group)
-    return once_per_group(GroupBackends, *key, make=lambda: GroupBackends(*key))
+
+    def make() -> GroupBackends:
+        made = GroupBackends(group, device, settings, max_tokens, tensor_group)
+        made.is_shared = True
+        return made
+
+    key = (torch_group(group), device, settings, max_tokens, torch_group(tensor_group))
+    return once_per_group(GroupBackends, *key, make=make)
 
 
 _layers_made = itertools.count()
@@ -211,7 +254,7 @@ class LayerExperts(ABC):
         layer: int = 0,
         capacity_factor: float = 1.0,
     ) -> None:
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.rank = 0 if group is None else dist.get_rank(torch_group(group))
         self.dtype = self._weights_dtype = dtype
         self.layer = layer
         self.owner = 1 + next(_layers_made) % (MOST_OWNERS - 1)
@@ -301,8 +344,23 @@ class LayerExperts(ABC):
         """The number that the layer's launches carry now."""
         return launch_number(self.layer, is_training=self.is_training, owner=self.owner)
 
+    def follow_group(self) -> Backend:
+        """The backend for the group as it is now, which a wrapper may have made again.
+
+        Collective over the group where it has been; whoever only reads takes :attr:`backend`.
+
+        Raises:
+            ConfigError: The group has been destroyed, and has not been made again.
+        """
+        backend = self.backend
+        if self._backends.is_over:
+            self._backends = self._backends.followed()
+            backend = self._backends.backend_of(self._shape, self._weights_dtype)
+            self._backend = backend
+        return backend
+
     def _backend_for(self, num_tokens: int) -> Backend:
-        backend, backends = self.backend, self._backends
+        backend, backends = self.follow_group(), self._backends
         if not backends.is_bounded:
             backends.agree_on_tokens(num_tokens)
             if backends.max_tokens != backend.config.max_tokens:

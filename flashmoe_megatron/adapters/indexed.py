@@ -43,7 +43,7 @@ class IndexedExperts(LayerExperts):
         capacity_factor: float = 1.0,
     ) -> None:
         super().__init__(backends.group, dtype, layer=layer, capacity_factor=capacity_factor)
-        self._at = shape, backends
+        self._shape, self._backends = shape, backends
         self.open()  # what cannot run is to fail now, not in the first step
 
     def __call__(
@@ -90,4 +90,4 @@ class IndexedExperts(LayerExperts):
 
     def locate(self) -> tuple[MoEConfig, GroupBackends]:
         """See :meth:`LayerExperts.locate`."""
-        return self._at
+        return self._shape, self._backends

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.config import MAX_HOSTS, MAX_RANKS
+from flashmoe_megatron.ending import EndsWithGroup, destroy_own, ends_with
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.lookout import GRACE_S
 from flashmoe_megatron.per_group import next_name, once_per_group
@@ -115,8 +116,10 @@ def arrange(names: Sequence[str], rank: int) -> HostGrid:
     return HostGrid(len(hosts), len(names) // len(hosts), rank)
 
 
-class HostGroups(OfGroup):
+class HostGroups(OfGroup, EndsWithGroup):
     """A grid and the process groups along its axes, made once for an expert-parallel group.
+
+    They are destroyed with that group.
 
     Attributes:
         grid: The grid.
@@ -154,7 +157,8 @@ class HostGroups(OfGroup):
 
         def make(name: str, members: range, options: Any = None) -> dist.ProcessGroup:
             with _members_alone(f"flashmoe-hosts/{whole} {name}"):
-                made: dist.ProcessGroup | None = dist.new_group(
+                # Not torch.distributed's, whose place a function may have taken that wraps groups.
+                made: dist.ProcessGroup | None = distributed_c10d.new_group(
                     [ranks[rank] for rank in members],
                     timeout=limit,
                     backend=backend,
@@ -168,6 +172,19 @@ class HostGroups(OfGroup):
             self.within = make(f"host {grid.host}", grid.ranks_within)
         options = _nccl_options(backend, max_ctas, limit)
         self.rail = make(f"rail {grid.place}", grid.ranks_of_rail, options)
+        ends_with(group, self)
+
+    def leave(self) -> None:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`: there is nothing to leave."""
+
+    def is_left(self) -> bool:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`: what groups have ends with them."""
+        return True
+
+    def free(self) -> None:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
+        destroy_own(self.within)
+        destroy_own(self.rail)
 
 
 def host_groups(

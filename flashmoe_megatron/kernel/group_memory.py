@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import MAX_RANKS, MoEConfig
-from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.ending import EndsWithGroup, ends_with
+from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.kernel import bindings, symmetric
 from flashmoe_megatron.kernel.captured import Captured
 from flashmoe_megatron.kernel.early_fc2 import EarlyFc2
 from flashmoe_megatron.kernel.memory import SLOT_BYTES
 from flashmoe_megatron.kernel.records import launch_record
+from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.per_group import check_ranks_agree, once_per_group
 from flashmoe_megatron.planner import least_rows_of
@@ -42,7 +44,7 @@ class Promised:
             self._memory.is_void = True
 
 
-class GroupMemory:
+class GroupMemory(EndsWithGroup):
     """What all layers of one expert-parallel group share: heap, workspace and mailbox.
 
     Sized by the largest layer registered so far, allocated at the first call that needs it. All
@@ -84,6 +86,9 @@ class GroupMemory:
         self._stream_ahead: torch.cuda.Stream | None = None
         self.settled_for: object = None
         """The forward whose replicas the last launch has settled on, if it has."""
+        self._control: Control | None = None
+        self._is_over = False
+        ends_with(group, self)
 
     def register(self, config: MoEConfig, spare_slots: int = 0) -> None:
         """Adds a layer; a larger one than any before grows the memory at its first call."""
@@ -92,6 +97,7 @@ class GroupMemory:
     @property
     def own_heap(self) -> int:
         """Address of this rank's symmetric heap, which has been allocated."""
+        self._raise_if_over()
         assert self._heap is not None
         return self._heap.local.data_ptr()
 
@@ -109,14 +115,18 @@ class GroupMemory:
         """Allocates anew, never less than before. Collective over the group.
 
         Raises:
-            ConfigError: Ranks would lay the heap out differently, for layers that some have not.
+            ConfigError: Ranks would lay the heap out differently, for layers that some have not; or
+                the group has been destroyed.
             HeapError: See :func:`~flashmoe_megatron.kernel.symmetric.allocate`.
         """
+        self._raise_if_over()
         heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
         check_ranks_agree(
             self.group,
             {"the symmetric heap's bounds": self.bounds, "the symmetric heap's bytes": heap_bytes},
         )
+        if self._control is None and self.group is not None and dist.get_world_size(self.group) > 1:
+            self._control = Control(self.group, self.options.timeout)
         workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
         torch.cuda.synchronize(self.device)
         if self.captured.has_heap:
@@ -162,8 +172,61 @@ class GroupMemory:
                     SLOT_BYTES * self.bounds.slot_elements / 2**20,
                 )
 
+    def leave(self) -> None:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`; later calls raise a ConfigError.
+
+        Peers' memory stays mapped as long as this rank's is there: torch maps and frees them
+        together. Nothing reads it any more.
+        """
+        self._is_over = True
+        try:
+            if self._heap is not None:
+                torch.cuda.synchronize(self.device)
+        finally:
+            self._groups.clear()
+            if self._control is not None:
+                self._control.leave()
+
+    def is_left(self) -> bool:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`.
+
+        Nobody waits for ranks of a group some of which have given up on others.
+        """
+        return self.is_void or self.has_fault or self._control is None or self._control.is_left()
+
+    def free(self) -> None:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`.
+
+        A heap that graphs of others have captured stays, since a replay would write where somebody
+        else's memory is by then.
+        """
+        if not self.captured.end():
+            self.captured.keep(self._heap, self._workspace, self._mailbox)
+            logger.warning(
+                "the process group of a symmetric heap is destroyed: CUDA graphs of MoE layers "
+                "keep its %.1f MiB, and a replay of them waits for ranks that do not come",
+                self.heap_bytes / 2**20,
+            )
+        self._heap, self.heap_bytes, self._workspace_bytes = None, 0, 0
+        self._workspace = self._mailbox = torch.empty(0)
+        self._fault_code = ctypes.c_uint32()
+        self.settled_for = None
+
+    def _raise_if_over(self) -> None:
+        if self._is_over:
+            raise ConfigError(
+                "the process group of these experts has been destroyed, and with it the memory "
+                "that its ranks shared: wanted every backward before that, and the next forward "
+                "for a group that is there"
+            )
+
     def open(self) -> bindings.FlashMoEGroup:
-        """The group as the library sees it, on the current stream."""
+        """The group as the library sees it, on the current stream.
+
+        Raises:
+            ConfigError: The group has been destroyed.
+        """
+        self._raise_if_over()
         assert self._heap is not None
         # What torch.cuda.current_stream() asks, without a stream object for every launch.
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
@@ -261,7 +324,7 @@ class GroupMemory:
 
     def take_records(self, num_ranks: int) -> list[LaunchRecord]:
         """What launches have ended since the last call, oldest first; waits for none."""
-        if self._heap is None:
+        if self._heap is None or self._is_over:
             return []
         group = self.open()
         records: list[LaunchRecord] = []

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.ending import EndsWithGroup, ends_with
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.multipath.control import Control, Value
 from flashmoe_megatron.multipath.links import Place, Writes
@@ -36,7 +37,7 @@ class Region(NamedTuple):
     place: Place
 
 
-class Arena:
+class Arena(EndsWithGroup):
     """What all calls of a group share that exchange pieces. Making one is collective.
 
     Args:
@@ -53,8 +54,9 @@ class Arena:
         self._control = Control(group, timeout)
         self._link = PeerCopies(self._control, device, has_rings=False)
         self._control.look = self._link.raise_if_broken
-        # Layers of a destroyed group take their arena with them, unless the process ends.
-        weakref.finalize(self, _close_apart, self._link).atexit = False
+        # Layers that go before their group take their arena with them, unless the process ends.
+        self._close = weakref.finalize(self, _close_apart, self._link)
+        self._close.atexit = False
         self._memory: torch.Tensor | None = None
         self._outgrown: list[torch.Tensor] = []
         self._taken = 0
@@ -62,6 +64,25 @@ class Arena:
         self._number = 0
         self._stream: torch.cuda.Stream | None = None
         self._writer: torch.cuda.Stream | None = None
+        ends_with(self._control.group, self)
+
+    def leave(self) -> None:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`; later calls raise a LinkError."""
+        try:
+            self._link.leave()
+        finally:
+            self._control.leave()
+
+    def is_left(self) -> bool:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
+        return self._control.is_left()
+
+    def free(self) -> None:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
+        self._close.detach()
+        self._memory = None
+        self._outgrown.clear()
+        self._link.close()
 
     def restart(self, stream: torch.cuda.Stream) -> None:
         """Has regions taken from the beginning again, since nobody reads earlier ones any more.

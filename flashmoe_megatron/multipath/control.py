@@ -16,7 +16,8 @@ from flashmoe_megatron.errors import (
     first_told,
     reason_of,
 )
-from flashmoe_megatron.per_group import check_member, is_destroyed, next_name
+from flashmoe_megatron.per_group import check_member, next_name
+from flashmoe_megatron.torch_groups import is_destroyed, torch_group
 
 Value = TypeVar("Value")
 
@@ -47,7 +48,7 @@ class Control:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized: wanted a process group")
         check_member(group)
-        self.group: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
+        self.group: dist.ProcessGroup = torch_group(group or dist.group.WORLD)
         self.timeout = timeout
         self.rank, self.num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.num_ranks < 2:
@@ -60,6 +61,24 @@ class Control:
     def can_meet(self) -> bool:
         """Whether the group is still there; the ranks of a destroyed one go their own ways."""
         return not is_destroyed(self.group)
+
+    def leave(self) -> None:
+        """Tells the others that this rank does nothing to them any more. Never waits."""
+        if self._is_of_this_job():
+            self._store.set(self._key("left", self.rank), "")
+
+    def is_left(self) -> bool:
+        """Whether every rank has left, or the job ends whose ranks could tell each other."""
+        if not self._is_of_this_job():
+            return True
+        keys = [self._key("left", rank) for rank in range(self.num_ranks)]
+        try:
+            return all(self._store.check([key]) for key in keys)
+        except RuntimeError:  # the process that had the store is gone
+            return True
+
+    def _is_of_this_job(self) -> bool:
+        return dist.is_initialized() and _get_default_store() is self._store
 
     def ask(self, value: Value) -> "Answers[Value]":
         """Tells the others a value and begins to wait for theirs. Collective."""
@@ -114,7 +133,7 @@ class Control:
                 self._store.delete_key(key)
         return values
 
-    def _key(self, number: int, rank: int) -> str:
+    def _key(self, number: int | str, rank: int) -> str:
         return f"{self._prefix}/{number}/{rank}"
 
 

@@ -241,6 +241,12 @@ class Link(abc.ABC):
         del output
         return False
 
+    def leave(self) -> None:  # noqa: B027 - most links have nothing of other ranks
+        """Waits for what the GPU has been given, and unmaps other ranks' memory for good.
+
+        A rank frees its own, by :meth:`close`, once every rank has left.
+        """
+
     @abc.abstractmethod
     def close(self) -> None:
         """Frees what the link holds."""

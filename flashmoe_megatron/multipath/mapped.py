@@ -33,7 +33,9 @@ class Block(NamedTuple):
 
 
 class MappedMemory:
-    """Blocks of memory that every rank of a group can write to. Every call is collective.
+    """Blocks of memory that every rank of a group can write to.
+
+    Calls are collective, but for those that end it.
 
     Args:
         control: The ranks.
@@ -106,8 +108,14 @@ class MappedMemory:
         with own:  # which nobody has mapped any more
             self._control.agree(theirs.close)
 
+    def leave(self) -> None:
+        """Unmaps what other ranks have in them, which nobody here uses any more. Never waits."""
+        with contextlib.ExitStack() as stack:
+            for _, theirs in self._held.values():
+                stack.callback(theirs.close)
+
     def close(self) -> None:
-        """Gives all of them back, which is not collective."""
+        """Gives all of them back, which nobody has mapped once all have left. Never waits."""
         with contextlib.ExitStack() as stack:
             for own, theirs in self._held.values():
                 stack.callback(own.close)

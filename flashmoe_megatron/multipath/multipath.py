@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import DEFAULT_TIMEOUT
+from flashmoe_megatron.ending import EndsWithGroup, ends_with
 from flashmoe_megatron.errors import (
     ConfigError,
     FlashMoEError,
@@ -55,7 +56,7 @@ class Work:
         self._tensors = ()
 
 
-class Multipath:
+class Multipath(EndsWithGroup):
     """Gathers and reduces over all links between the ranks of a group.
 
     Making one is collective, and so is every call; ranks make the same calls in the same order. The
@@ -124,6 +125,7 @@ class Multipath:
         self._can_share = True
         self._shared: set[tuple[int, int]] = set()
         self._inbox = Inbox(made, self.device)
+        ends_with(self._group, self)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False
@@ -284,6 +286,17 @@ class Multipath:
         Raises:
             FlashMoEError: A link has failed of which no call has told; the links have ended.
         """
+        is_open = self._broken is None
+        try:
+            self.leave()
+            if is_open and self._control.can_meet():
+                # A rank that is still receiving must not find its peers gone.
+                self._control.gather(None)
+        finally:
+            self.free()
+
+    def leave(self) -> None:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
         if self.device.type == "cpu":
             self._worker.shutdown()
         try:
@@ -291,13 +304,20 @@ class Multipath:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 self._raise_if_a_link_is_broken()
-                if self._control.can_meet():
-                    # A rank that is still receiving must not find its peers gone.
-                    self._control.gather(None)
         finally:
             self._broken = self._broken or LinkError("it has been closed")
-            self._in_place.clear()
-            self.transfers.close()
+            self._control.look = lambda: None  # links that have been left are no failures
+            self.transfers.leave()
+            self._control.leave()
+
+    def is_left(self) -> bool:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
+        return self._control.is_left()
+
+    def free(self) -> None:
+        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
+        self._in_place.clear()
+        self.transfers.close()
 
     def __enter__(self) -> "Multipath":
         return self

@@ -82,6 +82,12 @@ class PeerCopies(RingLink):
         with torch.cuda.device(self.device):
             self._memory.release(block)
 
+    def leave(self) -> None:
+        """See the base class."""
+        super().leave()
+        with torch.cuda.device(self.device):
+            self._memory.leave()
+
     def place_of(self, whole: torch.Tensor, offsets: Mapping[int, int]) -> Place | None:
         """See the base class."""
         for block in self._blocks:

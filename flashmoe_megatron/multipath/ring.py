@@ -378,12 +378,16 @@ class RingLink(Link):
         output[:1].mul_(self._verdict)
         return True
 
-    def close(self) -> None:
-        """Waits for what the GPU has been given and frees the link's memory."""
+    def leave(self) -> None:
+        """See the base class."""
         # Sums and marks are in streams of others. Behind a failure the watch lets streams go on.
         torch.cuda.synchronize(self.device)
         self.watch.close()
         self.broken = self.broken or LinkError("it has been closed")
+
+    def close(self) -> None:
+        """Waits for what the GPU has been given and frees the link's memory."""
+        self.leave()
         self._stack.close()
 
 

@@ -404,6 +404,12 @@ class Transfers:
         self._totals = {name: LinkTotals() for name in taken}
         return taken
 
+    def leave(self) -> None:
+        """Has the links unmap what is other ranks'; an error of one leaves none of them mapped."""
+        with contextlib.ExitStack() as stack:
+            for link in self.links:
+                stack.callback(link.leave)
+
     def close(self) -> None:
         """Ends the links."""
         links, self.links = self.links, []

@@ -20,9 +20,10 @@ from flashmoe_megatron.adapters.megatron.settings import (
     megatron_args,
 )
 from flashmoe_megatron.adapters.patch import Function
-from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.ending import end_destroyed
 from flashmoe_megatron.multipath import MIN_BYTES, LinkTotals, Multipath, Reduction, Work
-from flashmoe_megatron.per_group import check_ranks_agree, is_destroyed
+from flashmoe_megatron.per_group import check_ranks_agree
+from flashmoe_megatron.torch_groups import is_destroyed, torch_group
 
 _made: dict[dist.ProcessGroup, Multipath] = {}
 _least_bytes = MIN_BYTES
@@ -200,11 +201,11 @@ def _is_large(tensor: torch.Tensor, group: Any) -> bool:
 
 def _multipath(group: Any, tensor: torch.Tensor) -> Multipath:
     """The links of a group. Collective when it is first asked for."""
-    group = group or dist.group.WORLD
+    group = torch_group(group) or dist.group.WORLD
     if group not in _made:
+        end_destroyed()
         for gone in filter(is_destroyed, list(_made)):
-            with contextlib.suppress(FlashMoEError):  # nobody is left who could be told
-                _made.pop(gone).close()
+            del _made[gone]
         timeout = current_settings().backend_options()["timeout"]
         _made[group] = Multipath(
             group,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, STOCK_DISPATCHER_TYPE
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.per_group import next_name
+from flashmoe_megatron.torch_groups import torch_group
 
 _names: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
 """Under which name the ranks of a group tell each other something, where this one has."""
@@ -29,6 +30,7 @@ def tell_dispatcher(group: dist.ProcessGroup | None, dispatcher: str) -> None:
         group: The layer's expert-parallel group.
         dispatcher: A value of ``--moe-token-dispatcher-type``.
     """
+    group = torch_group(group)
     store = _store_of(group)
     if store is None or group is None or group in _names:
         return
@@ -48,6 +50,7 @@ def check_dispatchers(group: dist.ProcessGroup | None, *, timeout: float) -> Non
     Raises:
         ConfigError: They differ, or a rank has built no MoE layer within the timeout.
     """
+    group = torch_group(group)
     store = _store_of(group)
     if store is None or group is None or group in _checked:
         return

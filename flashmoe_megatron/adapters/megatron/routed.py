@@ -192,7 +192,7 @@ class RoutedExperts(LayerExperts):
             routing_map: ``[num_tokens, num_experts]`` bool, what the call's routing may be.
             layer: The layer's number in the model.
         """
-        backend = self.backend
+        backend = self.follow_group()
         self.layer, self.is_training = layer, self._experts.training
         if isinstance(backend, LooksAhead):  # no other is made with lookahead
             backend.settle(routing_map, self._read_weights_ahead, layer=self.launch_number())

@@ -536,6 +536,77 @@ MUTATIONS = (
         "::test_a_heap_that_does_not_fit_is_refused_before_it_is_allocated",
     ),
     Mutation(
+        "a wrapper of a process group passes for its own",
+        '    values = getattr(group, "__dict__", {}).values()\n',
+        "    values = ()\n",
+        "tests/unit/test_wrapped_groups.py::test_which_group_a_wrapper_stands_for",
+    ),
+    Mutation(
+        "layers look for what their group shares by its wrapper",
+        "key = (torch_group(group), device, settings, max_tokens, torch_group(tensor_group))",
+        "key = (object(), device, settings, max_tokens, torch_group(tensor_group))",
+        "tests/megatron/test_wrapped_groups.py::test_layers_match_alltoall_over_sleeps",
+    ),
+    Mutation(
+        "a layer that missed some groups keeps all of their backends",
+        "self._next.followed()",
+        "self._next",
+        "tests/unit/test_wrapped_groups.py"
+        "::test_a_wrapper_has_the_backends_of_one_group_however_often_it_sleeps",
+    ),
+    Mutation(
+        "layers that share a backend part when their group is made again",
+        "    if origin.next is None:\n",
+        "    if True:\n",
+        "tests/unit/test_wrapped_groups.py"
+        "::test_layers_are_right_whenever_their_group_is_made_again",
+    ),
+    Mutation(
+        "parameters name a process group that is gone",
+        "        mesh._dim_group_names = made._dim_group_names\n",
+        "        pass\n",
+        "tests/unit/test_wrapped_groups.py"
+        "::test_layers_are_right_whenever_their_group_is_made_again",
+    ),
+    Mutation(
+        "a rank frees memory that a peer has not left",
+        "            return all(self._store.check([key]) for key in keys)\n",
+        "            return any(self._store.check([key]) for key in keys)\n",
+        "tests/unit/test_ending.py::test_no_rank_frees_what_another_one_uses",
+    ),
+    Mutation(
+        "a rank that destroys a group early keeps the memory for good",
+        "    elif _left:\n        _free_left()\n",
+        "",
+        "tests/unit/test_ending.py::test_no_rank_frees_what_another_one_uses",
+    ),
+    Mutation(
+        "a heap outlives its group",
+        "        self._heap, self.heap_bytes, self._workspace_bytes = None, 0, 0\n",
+        "        self.heap_bytes, self._workspace_bytes = 0, 0\n",
+        "tests/unit/test_ending.py::test_no_rank_frees_what_another_one_uses",
+        on_gpu="tests/gpu/test_ending.py::test_memory_is_free_between_two_groups",
+    ),
+    Mutation(
+        "a heap is freed that a graph of the user's has captured",
+        "            if _drop is None:\n",
+        "            if False:\n",
+        "tests/unit/test_ending.py::test_graphs_are_dropped_with_their_group",
+    ),
+    Mutation(
+        "Megatron's graph outlives the heap that it has captured",
+        "            graph.reset()\n",
+        "",
+        "tests/megatron/test_graphs.py"
+        "::test_graphs_of_a_group_that_is_destroyed_are_captured_again",
+    ),
+    Mutation(
+        "groups between hosts outlive the group that they are for",
+        "        destroy_own(self.rail)\n",
+        "",
+        "tests/unit/test_ending.py::test_groups_between_hosts_end_with_the_whole_one",
+    ),
+    Mutation(
         "a clamped gate keeps its gradient",
         "grad_gate * (gate <= config.clamp_value)",
         "grad_gate * (gate < math.inf)",

@@ -7,10 +7,13 @@ import torch
 from tools.bench.megatron_layer import moe_submodules
 
 
-def make_layer(config: Any, experts: Any = None, *, use_te: bool = False) -> Any:
+def make_layer(
+    config: Any, experts: Any = None, *, use_te: bool = False, groups: Any = None
+) -> Any:
     """A layer with the weights of one seed, and with other experts than Megatron's if wanted.
 
-    ``use_te`` takes Transformer Engine's linear layers and grouped experts.
+    ``use_te`` takes Transformer Engine's linear layers and grouped experts; ``groups`` are its
+    process groups in place of Megatron's own.
     """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -20,7 +23,7 @@ def make_layer(config: Any, experts: Any = None, *, use_te: bool = False) -> Any
         submodules.experts = experts
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)
-    layer = MoELayer(config, submodules)
+    layer = MoELayer(config, submodules, **({"pg_collection": groups} if groups else {}))
     layer.set_layer_number(1)
     with torch.no_grad():
         for name, parameter in layer.experts.named_parameters():

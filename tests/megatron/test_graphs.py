@@ -1,13 +1,14 @@
 """CUDA graphs around the experts' launch, with a stand-in for Transformer Engine's graphs."""
 
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from flashmoe_megatron.adapters.megatron import graphs
 from flashmoe_megatron.errors import RowBoundError
+from flashmoe_megatron.kernel.captured import Captured
 from tests.distributed import RankPool
 from tests.megatron.harness import Case, Layout, train_both
 from tests.megatron.test_training import OVERLAP, OVERLAPPED, assert_same
@@ -119,3 +120,35 @@ def test_faults_of_replayed_launches_are_raised(monkeypatch: pytest.MonkeyPatch)
     backend.config.num_ranks = 2  # ranks hear of a fault in the same call
     assert step() == "reduced losses"
     assert len(waits) == 1
+
+
+def test_graphs_of_a_group_that_is_destroyed_are_captured_again() -> None:
+    """A replay would run on memory that is no more; graphs without experts stay."""
+    reset: list[str] = []
+    graph = SimpleNamespace(reset=lambda: reset.append("training"))
+
+    class FullCudaGraphWrapper:
+        curr_iteration: ClassVar[dict[str, int]] = {"training": 7, "validation": 1}
+        cuda_graph: ClassVar[dict[str, Any]] = {"training": graph, "validation": None}
+        result: ClassVar[dict[str, Any]] = {"training": "losses", "validation": "others"}
+
+        def __call__(self) -> None:
+            for memory in (heap, other):
+                memory.note_launch()
+
+    module = ModuleType("full_cuda_graph")
+    module.FullCudaGraphWrapper = FullCudaGraphWrapper  # type: ignore[attr-defined]
+    graphs.patch_full_graph(module)
+    heap, other = Captured(), Captured()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "live_experts", list)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        FullCudaGraphWrapper()()
+        other.note_launch()  # in a graph of the user's
+    assert heap.end()
+    assert reset == ["training"]
+    assert FullCudaGraphWrapper.cuda_graph == {"training": None, "validation": None}
+    assert FullCudaGraphWrapper.result == {"training": None, "validation": "others"}
+    assert FullCudaGraphWrapper.curr_iteration == {"training": 0, "validation": 1}
+    assert not other.end()
+    assert reset == ["training"]

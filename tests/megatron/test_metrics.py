@@ -622,3 +622,26 @@ def test_a_release_without_the_place_is_told_of() -> None:
     done = run_python(OTHER_RELEASE)
     assert done.stdout.strip() == "goes on", done.stderr
     assert "megatron.training.training has no training_log: no metrics" in done.stderr
+
+
+def test_metrics_begin_again_with_torch_distributed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frameworks may destroy all groups while others use the GPUs."""
+    steps: list[list[int]] = []
+
+    def start(_: object) -> Any:
+        steps.append([])
+        return SimpleNamespace(step=lambda number, **_: steps[-1].append(number))
+
+    monkeypatch.setattr(metrics.MoEMetrics, "_start", start)
+    report = metrics.MoEMetrics(settings=Settings())
+    for world in range(2):
+        store = dist.FileStore(str(tmp_path / str(world)), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            for iteration in range(3):
+                report(3 * world + iteration)
+        finally:
+            dist.destroy_process_group()
+    assert steps == [[1, 2], [4, 5]]

@@ -67,6 +67,7 @@ class MoEMetrics:
         self._interval = interval
         self._reporter: Reporter | None = None
         self._has_begun = False
+        self._world: dist.ProcessGroup | None = None
 
     def __call__(self, iteration: int, *, is_last: bool = False) -> None:
         """Ends an iteration, before anything else is logged of it.
@@ -74,6 +75,7 @@ class MoEMetrics:
         Collective over all ranks, which make the same calls.
 
         The first call only looks at what layers there are; metrics begin with the next iteration.
+        So it is with the first call after torch.distributed has been initialized again.
 
         Args:
             iteration: The iteration's number.
@@ -83,9 +85,9 @@ class MoEMetrics:
             ConfigError: On every rank, in the first call, if ranks were given different metrics or
                 intervals.
         """
-        if not self._has_begun:
+        if not self._has_begun or self._world is not dist.group.WORLD:
             self._reporter = self._start()
-            self._has_begun = True
+            self._has_begun, self._world = True, dist.group.WORLD
         elif self._reporter is not None:
             self._reporter.step(iteration, now=iteration - 1, is_last=is_last)
 

@@ -133,14 +133,19 @@ class _Origin:
         given: The groups that the caller gave.
         inner: What they were to torch.
         make_again: Makes another backend in the same way.
-        next: That one, once there is one.
+        last: The one that took over last, in a list that all share who have taken over before.
     """
 
     def __init__(
         self, given: Sequence[Any], inner: Sequence[Any], make_again: Callable[[], Backend]
     ) -> None:
         self.given, self.inner, self.make_again = given, inner, make_again
-        self.next: Backend | None = None
+        self.last: list[weakref.ref[Backend]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a group of them has been destroyed."""
+        return any(map(is_destroyed, self.inner))
 
 
 _origins: "weakref.WeakKeyDictionary[Backend, _Origin]" = weakref.WeakKeyDictionary()
@@ -158,15 +163,16 @@ def followed(backend: Backend) -> Backend:
         ConfigError: A group has been destroyed, and has not been made again.
     """
     origin = _origins.get(backend)
-    if origin is None or not any(map(is_destroyed, origin.inner)):
+    if origin is None or not origin.is_over:
         return backend
-    if origin.next is None:
+    last = origin.last[0]() if origin.last else None
+    if last is None or _origins[last].is_over:
         for group in origin.given:
             living_group(group)
-        origin.next = origin.make_again()
-    else:  # whoever is late goes to the last one at once: a chain would keep all between alive
-        origin.next = followed(origin.next)
-    return origin.next
+        last = origin.make_again()
+        origin.last[:] = [weakref.ref(last)]
+        _origins[last].last = origin.last
+    return last
 
 
 def _make_backend(

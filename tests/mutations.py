@@ -548,15 +548,15 @@ MUTATIONS = (
         "tests/megatron/test_wrapped_groups.py::test_layers_match_alltoall_over_sleeps",
     ),
     Mutation(
-        "a layer that missed some groups keeps all of their backends",
-        "self._next.followed()",
-        "self._next",
+        "a layer that missed some groups gets the backends of one that is gone",
+        "        if self.is_over and self._last[0].is_over:\n",
+        "        if self.is_over and self._last[0] is self:\n",
         "tests/unit/test_wrapped_groups.py"
         "::test_a_wrapper_has_the_backends_of_one_group_however_often_it_sleeps",
     ),
     Mutation(
         "layers that share a backend part when their group is made again",
-        "    if origin.next is None:\n",
+        "    if last is None or _origins[last].is_over:\n",
         "    if True:\n",
         "tests/unit/test_wrapped_groups.py"
         "::test_layers_are_right_whenever_their_group_is_made_again",

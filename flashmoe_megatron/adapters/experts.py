@@ -93,7 +93,8 @@ class GroupBackends:
         self._slices: GradientSlices | None = None
         self._hooks: dict[tuple[MoEConfig, torch.dtype], Hooks] = {}
         self.is_shared = False
-        self._next: GroupBackends | None = None
+        self._last = [self]
+        """Those that took over last, in a list that all share: a chain would keep all between."""
 
     @property
     def is_over(self) -> bool:
@@ -108,11 +109,10 @@ class GroupBackends:
         Raises:
             ConfigError: A group has been destroyed, and has not been made again.
         """
-        if not self.is_over:
-            return self
-        # Whoever is late goes to the last ones at once: a chain would keep all between alive.
-        self._next = self._follow() if self._next is None else self._next.followed()
-        return self._next
+        if self.is_over and self._last[0].is_over:
+            made = self._last[0]._follow()
+            self._last[0], made._last = made, self._last
+        return self._last[0] if self.is_over else self
 
     def _follow(self) -> "GroupBackends":
         """Makes those that take over what layers have asked of these."""

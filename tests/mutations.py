@@ -548,9 +548,9 @@ MUTATIONS = (
         "tests/megatron/test_wrapped_groups.py::test_layers_match_alltoall_over_sleeps",
     ),
     Mutation(
-        "a layer that missed some groups gets the backends of one that is gone",
-        "        if self.is_over and self._last[0].is_over:\n",
-        "        if self.is_over and self._last[0] is self:\n",
+        "a layer that misses many groups keeps the backends of all between",
+        "self._last[0], made._last = made, self._last",
+        "self._last[0] = made",
         "tests/unit/test_wrapped_groups.py"
         "::test_a_wrapper_has_the_backends_of_one_group_however_often_it_sleeps",
     ),

@@ -12,7 +12,7 @@ import torch
 
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together, Void, WeightGrad
 from flashmoe_megatron.checks import check_choices_dtype, check_readable
-from flashmoe_megatron.eager import eager
+from flashmoe_megatron.eager import eager, unseen
 from flashmoe_megatron.errors import (
     ConfigError,
     FlashMoEError,
@@ -146,9 +146,10 @@ def moe_apply(
             parameters = _tensors_of(weights)
         if not parameters or not any(t.requires_grad for t in (x, given, *parameters)):
             taken = _as_taken(weights, backend)
-            return backend.forward(
-                x, given, routing, taken, training=False, layer=layer, router=router
-            )[0]
+            with unseen():
+                return backend.forward(
+                    x, given, routing, taken, training=False, layer=layer, router=router
+                )[0]
         if ordered_grads:
             # Each view is a node with a place of its own in the order of backward.
             parameters = tuple(parameter.view_as(parameter) for parameter in parameters)
@@ -307,15 +308,17 @@ class _RoutedExperts(torch.autograd.Function):
         if void is not None:
             out = torch.full_like(x, torch.nan)
         else:
-            out, saved = backend.forward(
-                x,
-                probs,
-                routing_map,
-                _as_taken(weights, backend),
-                training=not keeps_inputs,
-                layer=layer,
-                router=router,
-            )
+            taken = _as_taken(weights, backend)
+            with unseen():
+                out, saved = backend.forward(
+                    x,
+                    probs,
+                    routing_map,
+                    taken,
+                    training=not keeps_inputs,
+                    layer=layer,
+                    router=router,
+                )
         if keeps_inputs and not isinstance(saved, Void):
             saved = _Inputs(x, probs, routing_map, layer)
         if on_saved is not None and not isinstance(saved, Void):

@@ -1,16 +1,19 @@
 """Keeps compilers out of a layer, and refuses what would have to see into it.
 
 A layer is a launch of a kernel, or exchanges between ranks that depend on the routing's values.
-torch.compile leaves it as it is. Transforms of torch.func, vmap, export and fake tensors cannot do
-with it what they are for, and would fail somewhere inside.
+torch.compile leaves it as it is, and dispatch modes see none of its operators. Transforms of
+torch.func, vmap, export and fake tensors cannot do with it what they are for, and would fail
+somewhere inside.
 """
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flashmoe_megatron.errors import FlashMoEError
 
@@ -19,6 +22,8 @@ _Result = TypeVar("_Result")
 _transform = torch._C._functorch.peek_interpreter_stack
 _tracing_state = torch._C._get_tracing_state
 _mode = torch._C._get_dispatch_mode
+_num_modes = torch._C._len_torch_dispatch_stack
+_NOTHING = nullcontext()
 _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -49,6 +54,18 @@ def eager(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
         return function(*args, **kwargs)
 
     return run
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Hides operators from the caller's dispatch modes, whichever backend runs them.
+
+    Selective activation checkpointing is such a mode. In a recomputation it gives the tensor that
+    an operator returned in the forward, and does not run the operator again. A backend writes into
+    buffers and views of them, so that rows would go into buffers of the forward and leave those of
+    the recomputation empty. What is made in a first call alone would be missed in its
+    recomputation.
+    """
+    return _disable_current_modes() if _num_modes() else _NOTHING
 
 
 def _is_seen_into() -> bool:

@@ -258,6 +258,10 @@ MUTATIONS = (
         "problem = choices_problem(backend.config, topk_idx, topk_weight, x)",
         "problem = choices_problem(backend.config, topk_idx, topk_weight)",
         "tests/unit/test_gates.py::test_every_rank_hears_of_the_token_of_nan",
+        "selective checkpointing keeps tensors that a backend writes into",
+        "return _disable_current_modes() if _num_modes() else _NOTHING",
+        "return _NOTHING",
+        "tests/unit/test_reference_backend.py::test_what_a_checkpoint_saves_of_a_forward_changes_no_gradient",
     ),
     Mutation(
         "an average of two ranks overflows where their sum would",

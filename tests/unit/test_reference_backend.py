@@ -11,11 +11,13 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
 from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig
 from flashmoe_megatron.errors import RowBoundError
+from flashmoe_megatron.layer import moe_forward, moe_router_forward
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.reference.oracle import assert_close, moe_reference
 from flashmoe_megatron.select import select_backend
 from tests.distributed import RankPool
+from tests.operators import Operators, gradients, saving
 from tests.unit import cases
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-14, torch.bfloat16: 6e-3}
@@ -320,3 +322,41 @@ def test_a_row_bound_holds_on_every_rank(ranks: RankPool, row_bound: float, boun
             "raise row_bound, or leave it out for exact buffers",
             said,
         ), said
+
+
+@pytest.mark.parametrize("routes_itself", [False, True])
+@pytest.mark.parametrize("kind", ["reference", "scheduled"])
+def test_what_a_checkpoint_saves_of_a_forward_changes_no_gradient(kind: str, routes_itself: bool):
+    """A recomputation gets saved tensors of the forward: none may be written into again."""
+    config = cases.make_config(num_experts=4, max_tokens=24, **cases.GPT_OSS)
+    inputs = cases.make_inputs(config, cases.uniform, [24], dtype=torch.float32)
+    g = cases.generator(5)
+    choices = inputs.routing_map[0].float().topk(2).indices
+    stacks = [torch.stack(inputs.fc1), torch.stack(inputs.fc2)]
+    stacks += [torch.randn(4, 128, generator=g), torch.randn(4, 64, generator=g)]
+    routing = (
+        torch.randn(4, 64, generator=g) if routes_itself else inputs.probs[0].gather(1, choices)
+    )
+    leaves = [t.requires_grad_() for t in (inputs.x[0], routing, *stacks)]
+    backend = select_backend(config, None, "cpu", kind=kind, dtype=torch.float32)
+
+    def run(x: torch.Tensor, routing: torch.Tensor, *stacks: torch.Tensor) -> torch.Tensor:
+        fc1, fc2, *biases = ((stack,) for stack in stacks)
+        weights = ExpertWeights(fc1, fc2, fc1_bias=biases[0], fc2_bias=biases[1])
+        rows = x * 1.5
+        if routes_itself:
+            out, probs, logits, _ = moe_router_forward(rows, routing, weights, backend=backend)
+            return out * out.tanh() + (probs * logits).sum(1, keepdim=True)
+        out = moe_forward(rows, choices, routing, weights, backend=backend)
+        return out * out.tanh()
+
+    with Operators() as around:
+        want = gradients(run(*leaves), leaves)
+    weights = ExpertWeights(*((stack.detach(),) for stack in stacks[:2]))
+    probs = inputs.probs[0].detach().gather(1, choices)
+    with Operators() as within:
+        backend.forward(inputs.x[0].detach(), probs, choices, weights, training=True)
+    assert len(set(within.seen)) > 20
+    for operator in dict.fromkeys((*around.seen, *within.seen)):
+        got = gradients(saving(operator)(run, *leaves), leaves)
+        assert all(map(torch.equal, got, want)), operator

@@ -29,6 +29,7 @@ from flashmoe_megatron.autograd import in_backward
 from flashmoe_megatron.backend import Backend, Together
 from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
+from flashmoe_megatron.eager import unseen
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
@@ -141,20 +142,24 @@ class GroupBackends:
         config = dataclasses.replace(shape, max_tokens=self.max_tokens)
         key = config, dtype
         if key not in self._backends:
-            if not self._backends:
-                bound = self.max_tokens if self.is_bounded else None
-                check_ranks_agree(self.group, {**self._settings.agreed, "max_tokens": bound})
-            self._backends[key] = select_backend(
-                config,
-                self.group,
-                self.device,
-                kind=self._settings.backend,
-                dtype=dtype,
-                tensor_group=self._tensor_group,
-                **self._settings.backend_options(),
-            )
+            with unseen():
+                self._backends[key] = self._make(config, dtype)
             self._share()
         return self._backends[key]
+
+    def _make(self, config: MoEConfig, dtype: torch.dtype) -> Backend:
+        if not self._backends:
+            bound = self.max_tokens if self.is_bounded else None
+            check_ranks_agree(self.group, {**self._settings.agreed, "max_tokens": bound})
+        return select_backend(
+            config,
+            self.group,
+            self.device,
+            kind=self._settings.backend,
+            dtype=dtype,
+            tensor_group=self._tensor_group,
+            **self._settings.backend_options(),
+        )
 
     def reduce_in_gaps(self, slices: GradientSlices) -> bool:
         """Has gradients reduced in the gaps of backwards.
@@ -193,10 +198,11 @@ class GroupBackends:
             if group is not None and dist.get_world_size(group) > 1
         ]
         if groups:
-            agreed = torch.tensor([num_tokens], device=self.device)
-            for group in groups:
-                dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-            most = int(agreed)
+            with unseen():
+                agreed = torch.tensor([num_tokens], device=self.device)
+                for group in groups:
+                    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+                most = int(agreed)
         if most > self.max_tokens:
             self.max_tokens = align_capacity(max(most, self.max_tokens * 5 // 4))
 

@@ -7,6 +7,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
+_HARMLESS = "deepspeed."
+"""The package whose hooks gather parameters (ZeRO-3), as reading these does too, or profile."""
+
+_WRAPPER = "torchtitan.protocols."
+"""The package that puts a forward of its own around a class's, to spread tensors over ranks."""
+
 Classes = tuple[type[nn.Module], ...]
 """The class of a module and of all below it, in torch's order."""
 
@@ -24,6 +30,32 @@ def with_all_below(module: nn.Module) -> list[nn.Module]:
         if children := one._modules:
             left += [below for below in reversed(children.values()) if below is not None]
     return found
+
+
+def touch_of(module: nn.Module) -> str | None:
+    """What calling a module would do besides its class's ``forward``.
+
+    Args:
+        module: One that :func:`~flashmoe_megatron.touched.find_touched` has found.
+
+    Returns:
+        A noun, ``None`` if there are only hooks that may be left out.
+    """
+    kinds = {
+        "forward": (module._forward_hooks, module._forward_pre_hooks),
+        "backward": (module._backward_hooks, module._backward_pre_hooks),
+    }
+    own = module.__dict__.get("forward")
+    touch = None if own is None or _is_of(own, _WRAPPER) else "a forward of its own"
+    for kind, registries in kinds.items():
+        hooks = [hook for registry in registries for hook in registry.values()]
+        if not all(_is_of(hook, _HARMLESS) for hook in hooks):
+            touch = f"{kind} hooks"
+    return touch
+
+
+def _is_of(function: object, package: str) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(package)
 
 
 def classes_of(modules: Sequence[nn.Module]) -> Classes:

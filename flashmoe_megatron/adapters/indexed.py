@@ -1,14 +1,21 @@
 """The seat of experts that a framework calls with each token's choices as indices."""
 
-from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+import dataclasses
+import enum
+from collections.abc import Callable, Collection, Hashable
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from flashmoe_megatron.adapters.experts import GroupBackends, LayerExperts
+from flashmoe_megatron.adapters.held import Held, Holding
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together
 from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.eager import unseen
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import moe_forward
+from flashmoe_megatron.per_group import check_alike, from_all
 from flashmoe_megatron.weights import SplitWeights
 
 ReadWeights: TypeAlias = Callable[[], ExpertWeights | SplitWeights]
@@ -91,3 +98,99 @@ class IndexedExperts(LayerExperts):
     def locate(self) -> tuple[MoEConfig, GroupBackends]:
         """See :meth:`LayerExperts.locate`."""
         return self._shape, self._backends
+
+
+def facts_of(shape: MoEConfig) -> dict[str, Any]:
+    """A shape as names and values, which ranks can compare."""
+    facts = dataclasses.asdict(shape)
+    return {name: v.value if isinstance(v, enum.Enum) else v for name, v in facts.items()}
+
+
+_Seat = TypeVar("_Seat", bound=IndexedExperts)
+
+
+class KnownExperts(Generic[_Seat]):
+    """What a module's experts computed when they were read, and what applies them since.
+
+    They are read in their first call. Where a module with all experts holds something else later,
+    they are read again. Ranks that share experts do not tell each other in every call what they
+    hold, so that there a change is an error, of which all ranks hear.
+
+    Args:
+        ignored: Attributes of the module that do not say what it computes.
+        way_out: What a user does about a change on ranks that share experts, as an imperative.
+    """
+
+    def __init__(self, ignored: Collection[str], way_out: str) -> None:
+        self._ignored = ignored
+        self._way_out = way_out
+        self._held: Held | None = None
+        self._seats: dict[Hashable, _Seat] = {}
+        self._current: set[Hashable] = set()
+
+    def seat(
+        self,
+        key: Hashable,
+        group: dist.ProcessGroup | None,
+        look: Callable[[], Holding],
+        read_shape: Callable[[], MoEConfig],
+        make: Callable[[MoEConfig], _Seat],
+    ) -> _Seat:
+        """Gives what applies the experts now. The first time, collective over the group.
+
+        Args:
+            key: Tells calls apart for which experts are read separately.
+            group: The ranks that share the experts, ``None`` if there is one.
+            look: Gives what says what the experts compute, and refuses what would not be called.
+            read_shape: Reads what they compute. Neither is collective.
+            make: Makes what applies experts of a shape; collective over the group.
+
+        Raises:
+            ConfigError: On every rank, if any rank's experts compute something that no backend
+                does, or the ranks' experts differ.
+        """
+        is_alone = group is None or dist.get_world_size(group) == 1
+        if is_alone and self._held is not None and self._held.change(look()) is not None:
+            self._current.clear()
+            self._held = None
+        if key not in self._current:
+            with unseen():
+                shapes = from_all(lambda: (look(), read_shape())[1], group)
+            check_alike([facts_of(shape) for shape in shapes])
+            known = self._seats.get(key)
+            if known is None or known.locate()[0] != shapes[0]:
+                self._seats[key] = make(shapes[0])
+            if self._held is None:
+                self._held = Held(look(), self._ignored)
+            self._current.add(key)
+        return self._seats[key]
+
+    def check_unchanged(
+        self,
+        seat: _Seat,
+        look: Callable[[], Holding],
+        read_shape: Callable[[], MoEConfig],
+    ) -> None:
+        """Refuses experts that compute something else than when their seat was made.
+
+        Not collective; only experts of several ranks do.
+
+        Args:
+            seat: What :meth:`seat` gave for this call.
+            look: As in :meth:`seat`.
+            read_shape: As in :meth:`seat`.
+
+        Raises:
+            ConfigError: They do, or no backend computes what they do.
+        """
+        assert self._held is not None
+        holding = look()
+        change = self._held.change(holding)
+        if change is None:
+            return
+        if read_shape() != seat.locate()[0]:
+            raise ConfigError(
+                f"{change[1]} of the experts is not what it was in their first call, and they "
+                f"compute something else; {self._way_out}"
+            )
+        self._held.note(holding)

@@ -66,6 +66,12 @@ def tanh_on_rank_1(engine: Any) -> None:
         tanh(engine)
 
 
+def relu_on_rank_1(engine: Any) -> None:
+    if dist.get_rank() == 1:
+        for expert in first_layer(engine).experts.deepspeed_experts:
+            expert.function = torch.relu
+
+
 def different_experts(engine: Any) -> None:
     first_layer(engine).experts.deepspeed_experts[0].function = torch.relu
 
@@ -122,6 +128,11 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
     ),
     "activation": ({}, tanh, "moe.0: expert TwoLinears computes none of the known functions"),
     "one rank": ({}, tanh_on_rank_1, r"moe.0: expert TwoLinears computes none of.*\(on rank 1\)"),
+    "other on one rank": (
+        {},
+        relu_on_rank_1,
+        "moe.0: the ranks disagree on activation: gelu on rank 0, relu on rank 1; wanted one",
+    ),
     "different experts": ({}, different_experts, "moe.0: its experts differ from each other"),
     "late layer": ({}, late, "moe.2: .*added after deepspeed.initialize"),
     "identity": (

@@ -272,6 +272,42 @@ def test_a_later_hook_on_one_rank_ends_the_call_on_every_rank(
         assert re.match(r"ConfigError: rank 1: experts \(\w+\) has forward hooks", told)
 
 
+def change_on_rank_1(group: dist.ProcessGroup, family: str) -> list[str]:
+    """What changes on one rank make of a call; a call without each follows."""
+    case = Case(family=family, zero=1)
+    engine = build(case, fused=True)
+    fused = next(module for module in engine.module.modules() if hasattr(module, "flashmoe"))
+    own = fused.experts if family == "autoep" else fused.experts.deepspeed_experts[0]
+    told = []
+    for step, (name, value) in enumerate(CHANGES[family]):
+        before = getattr(own, name, None)
+        if dist.get_rank() == 1:
+            setattr(own, name, value)
+        told.append(refusal(group, lambda _, s=step: engine(*batch(case, s, torch.float32))))
+        setattr(own, name, before)
+        engine(*batch(case, step, torch.float32))
+    return told
+
+
+CHANGES: dict[str, list[tuple[str, Any]]] = {
+    "native": [("note", 1), ("function", torch.tanh), ("function", torch.relu)],
+    "autoep": [("note", 1), ("activation", "swiglu_plus"), ("activation", "geglu_tanh")],
+}
+"""An attribute that says nothing, one that is not known, and one of another form."""
+
+
+@pytest.mark.parametrize("family", ["native", "autoep"])
+def test_what_experts_hold_later_on_one_rank_ends_the_call_on_every_rank(
+    family: str, two_ranks: RankPool
+) -> None:
+    unknown = {"native": "experts differ from each other|computes none", "autoep": "swiglu_plus"}
+    other = {"native": "experts differ from each other", "autoep": "activation of experts"}
+    for nothing, first, second in two_ranks.run(change_on_rank_1, family):
+        assert nothing == "no error"
+        assert re.match(f"ConfigError: rank 1: .*({unknown[family]})", first), first
+        assert re.match(f"ConfigError: rank 1: .*({other[family]})", second), second
+
+
 def autocast_around(group: dist.ProcessGroup, ranks: str) -> None:
     case = Case(config={"bf16": {"enabled": True}})
     engine = build(case, fused=True)

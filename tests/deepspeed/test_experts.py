@@ -14,6 +14,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.reference.oracle import assert_close, moe_reference
 from flashmoe_megatron.weights import SplitWeights
 from tests.deepspeed.models import EXPERTS, HIDDEN, WIDTH, Gated, TwoLinears, sequential
+from tests.operators import Operators
 
 WANTED = {
     "gelu": (Activation.GELU, False, True),
@@ -93,6 +94,24 @@ def test_experts_that_recompute_themselves_are_recognised() -> None:
             return checkpoint(super().forward, x, use_reentrant=False)
 
     assert recognise(Recomputed(), HIDDEN).activation is Activation.GELU
+
+
+def test_the_call_in_which_experts_are_recognised_does_not_matter() -> None:
+    dtypes: set[torch.dtype] = set()
+
+    def note(value: torch.Tensor) -> torch.Tensor:
+        dtypes.add(value.dtype)
+        return value
+
+    with (
+        Operators() as operators,
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(note, note),
+    ):
+        assert recognise(TwoLinears(), HIDDEN).activation is Activation.GELU
+    assert not dtypes
+    assert torch.ops.aten.gelu.default not in operators.seen
 
 
 class Tuple(TwoLinears):

@@ -61,12 +61,12 @@ WATCHED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 def test_hooks_and_replaced_forwards_are_refused(name: str) -> None:
     change, message = WATCHED[name]
     experts = make()
-    classes = check_forwards(experts)
+    watched = check_forwards(experts)
     change(experts)
     with pytest.raises(ConfigError, match=message):
         check_forwards(experts)
     with pytest.raises(ConfigError, match=message):
-        check_unchanged(experts, classes)
+        check_unchanged(experts, watched)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_hooks_of_deepspeed_are_not(package: str) -> None:
 
     hook.__module__ = f"deepspeed.{package}"
     experts = make()
-    classes = check_forwards(experts)
+    watched = check_forwards(experts)
     linear(experts).register_forward_hook(hook)
-    check_unchanged(experts, classes)
+    check_unchanged(experts, watched)
     linear(experts).register_forward_hook(print)
     with pytest.raises(ConfigError, match="has forward hooks"):
-        check_unchanged(experts, classes)
+        check_unchanged(experts, watched)
 
 
 def lora(experts: nn.Module) -> None:
@@ -92,6 +92,57 @@ def lora(experts: nn.Module) -> None:
 
 def add_dropout(experts: nn.Module) -> None:
     experts.deepspeed_experts[1].dropout = nn.Dropout()
+
+
+def act(experts: nn.Module, function: Callable) -> None:
+    experts.deepspeed_experts[1].function = function
+
+
+class Scaled(TwoLinears):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def patched(experts: nn.Module) -> None:
+    type(experts.deepspeed_experts[0]).forward = lambda self, x: x
+
+
+HELD: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "function": (lambda e: act(e, torch.relu), r"function of experts\.deepspeed_experts\.1 \(Sca"),
+    "number": (lambda e: setattr(e.deepspeed_experts[0], "scale", 2.0), r"scale of experts.*\.0 "),
+    "text": (
+        lambda e: setattr(e.deepspeed_experts[0].act, "approximate", "tanh"),
+        "approximate of",
+    ),
+    "tensor": (lambda e: e.deepspeed_experts[0].mask.fill_(2), "mask of"),
+    "buffer": (lambda e: e.deepspeed_experts[0].register_buffer("late", torch.ones(1)), "late of"),
+    "more": (lambda e: setattr(e.deepspeed_experts[1], "more", None), "more of"),
+    "less": (lambda e: delattr(e.deepspeed_experts[1], "scale"), "scale of"),
+    "function of the class": (patched, "is not what it was when flashmoe was attached"),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_modules_hold_is_noticed_later(name: str) -> None:
+    change, message = HELD[name]
+    kind = type("Scaled", (Scaled,), {"forward": Scaled.forward})
+    experts = nn.Module()
+    experts.deepspeed_experts = nn.ModuleList([kind(), kind()])
+    for expert in experts.deepspeed_experts:
+        expert.scale, expert.act, expert.mask = 1.0, nn.GELU(), torch.ones(1)
+    watched = check_forwards(experts)
+    for module in experts.modules():
+        module.ds_grads_remaining = 3  # as ZeRO-3 does in every step
+    experts.eval()
+    experts.deepspeed_experts[0].scale = float("1")  # another object with the same value
+    check_unchanged(experts, watched)
+    change(experts)
+    with pytest.raises(ConfigError, match=message):
+        check_unchanged(experts, watched)
+    asked = []
+    check_unchanged(experts, watched, lambda: not asked.append("again"))
+    check_unchanged(experts, watched)
+    assert asked == ["again"]
 
 
 CHANGED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
@@ -105,10 +156,10 @@ CHANGED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 def test_other_modules_are_noticed_later(name: str) -> None:
     change, message = CHANGED[name]
     experts = make()
-    classes = check_forwards(experts)
-    check_unchanged(experts, classes)
+    watched = check_forwards(experts)
+    check_unchanged(experts, watched)
     linear(experts).weight = nn.Parameter(torch.ones(1, HIDDEN))  # read anew in each call
-    check_unchanged(experts, classes)
+    check_unchanged(experts, watched)
     change(experts)
     with pytest.raises(ConfigError, match=message):
-        check_unchanged(experts, classes)
+        check_unchanged(experts, watched)

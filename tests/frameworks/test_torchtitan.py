@@ -120,6 +120,86 @@ except ConfigError as error:
 """
 
 
+CHANGES = """
+import torch
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.torchtitan import routed_experts
+
+
+def told(layer, *inputs):
+    try:
+        return "computed" if layer(*inputs).isfinite().all() else "nan"
+    except ConfigError as error:
+        return str(error)
+
+
+def limit(inner):
+    inner.swiglu_limit = 0.05
+
+
+def hook(inner):
+    inner.register_forward_hook(print)
+
+
+def own_forward(inner):
+    inner.forward = lambda x, counts: x
+
+
+class Converted(GroupedExperts):
+    pass
+
+
+def convert(inner):
+    inner.__class__ = Converted
+
+
+torch.manual_seed(0)
+scores, ids = torch.rand(1, 9, 4).softmax(-1).topk(2, dim=-1)
+counts = torch.bincount(ids.flatten(), minlength=4)
+x = torch.randn(1, 9, 64).bfloat16()
+kinds = ((GptOssGroupedExperts, limit), (GptOssGroupedExperts, hook), (GroupedExperts, hook))
+for kind, change in (*kinds, (GroupedExperts, own_forward), (GroupedExperts, convert)):
+    for is_called in (False, True):
+        config = RoutedExperts.Config(
+            inner_experts=kind.Config(dim=64, hidden_dim=64, num_experts=4),
+            token_dispatcher=LocalTokenDispatcher.Config(num_experts=4, top_k=2),
+        )
+        own, ours = config.build(), routed_experts(config, backend="reference").build()
+        for parameter in own.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        ours.load_state_dict(own.state_dict())
+        if is_called:
+            ours(x, scores, ids, counts)
+        change(ours.inner_experts)
+        said = told(ours, x, scores, ids, counts)
+        if said == "computed":
+            change(own.inner_experts)
+            got, want = (layer(x, scores, ids, counts).float() for layer in (ours, own))
+            said = "right" if (got - want).norm() < 2e-2 * want.norm() else "wrong"
+        print(change.__name__, said)
+"""
+
+
+def test_a_change_has_one_answer_before_and_after_the_first_call() -> None:
+    ran = run("-c", CHANGES)
+    assert ran.returncode == 0, ran.stderr[-20_000:]
+    hooked = r"hook inner_experts \(G\w+\) has forward hooks, which would not be called"
+    wanted = (
+        r"limit right",
+        hooked,
+        hooked,
+        r"own_forward inner_experts .* has a forward of its own",
+        r"convert the experts are Converted, wanted GroupedExperts",
+    )
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 2 * len(wanted), ran.stdout
+    for number, line in enumerate(lines):
+        assert re.match(wanted[number // 2], line), line
+
+
 def test_refusals() -> None:
     ran = run("-c", REFUSALS)
     assert ran.returncode == 0, ran.stderr[-20_000:]

@@ -28,10 +28,11 @@ from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
 from flashmoe_megatron.adapters.deepspeed.slices import size_buckets
 from flashmoe_megatron.adapters.experts import GroupBackends, read_calibration
+from flashmoe_megatron.adapters.indexed import facts_of
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import host_name
-from flashmoe_megatron.per_group import from_all
+from flashmoe_megatron.per_group import check_alike, from_all
 from flashmoe_megatron.select import resolve_kind
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.registry import choose_metrics
@@ -155,11 +156,12 @@ def _agree(
     Layers of one name on several ranks are one layer: it is fused on all of them or on none.
     """
     groups = {name: dist.get_process_group_ranks(info.group) for name, info in infos.items()}
+    facts = {name: facts_of(info.shape) for name, info in infos.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (host_name(), dict(outcomes), groups))
-    hosts = {rank: host for rank, (host, _, _) in enumerate(everyone)}
+    dist.all_gather_object(everyone, (host_name(), dict(outcomes), groups, facts))
+    hosts = {rank: host for rank, (host, *_) in enumerate(everyone)}
     by_layer: dict[str, dict[int, str]] = {}
-    for rank, (_, its_outcomes, its_groups) in enumerate(everyone):
+    for rank, (_, its_outcomes, its_groups, _) in enumerate(everyone):
         for name, outcome in its_outcomes.items():
             if outcome == FUSED and name in its_groups:
                 outcome = hosts_problem(its_groups[name], hosts, settings) or FUSED
@@ -167,12 +169,24 @@ def _agree(
     report = {}
     for name, by_rank in by_layer.items():
         refused = {rank: outcome for rank, outcome in by_rank.items() if outcome != FUSED}
-        report[name] = FUSED
+        report[name] = _difference(name, [its_facts for *_, its_facts in everyone]) or FUSED
         if refused:
             rank, outcome = min(refused.items())
             everywhere = len(refused) == len(by_rank)
             report[name] = outcome if everywhere else f"{outcome} (on rank {rank})"
     return report
+
+
+def _difference(name: str, everyone: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says in what a layer's experts differ between the ranks that have it, if in anything."""
+    first = next((facts[name] for facts in everyone if name in facts), None)
+    if first is None:
+        return None
+    try:
+        check_alike([facts.get(name, first) for facts in everyone])
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _speak_up(report: Mapping[str, str], settings: Settings) -> None:

@@ -6,9 +6,12 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 
-from flashmoe_megatron.adapters.deepspeed.forwards import check_forwards, check_unchanged
+from flashmoe_megatron.adapters.deepspeed.forwards import (
+    Watched,
+    check_forwards,
+    check_unchanged,
+)
 from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
-from flashmoe_megatron.adapters.forwards import Classes
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import SplitWeights
@@ -31,11 +34,13 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
 
     Attributes:
         flashmoe: Applies the experts and counts the routes.
-        expert_classes: The classes that the experts' modules have to keep.
+        watched: What the experts' modules were when flashmoe was attached.
+        form: What the experts compute, as fields of MoEConfig.
     """
 
     flashmoe: Served
-    expert_classes: Classes
+    watched: Watched
+    form: dict[str, Any]
 
     def forward(
         self, hidden_states: torch.Tensor
@@ -72,7 +77,7 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
         Attributes are read in each call, at which ZeRO-3 gathers them.
         """
         experts = self.experts
-        check_unchanged(experts, self.expert_classes)
+        check_unchanged(experts, self.watched, lambda: _form_of(experts) == self.form)
         return SplitWeights(gate=(experts.w1,), up=(experts.w3,), down=(experts.w2,))
 
 
@@ -119,7 +124,7 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
             f"expert_parallel.comm_backend is {layer.comm_backend!r}, wanted 'comm' or 'flashmoe'"
         )
     form = _form_of(experts)
-    classes = check_forwards(experts)
+    watched = check_forwards(experts)
     # Sharded parameters are empty between uses and carry their shape beside them.
     _, intermediate, hidden = getattr(experts.w1, "ds_shape", experts.w1.shape)
     shape = MoEConfig(
@@ -132,7 +137,7 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
         num_ranks=layer.ep_size,
         max_tokens=1,
     )
-    return LayerInfo(shape, layer.ep_group, experts.w1.dtype, classes)
+    return LayerInfo(shape, layer.ep_group, experts.w1.dtype, watched)
 
 
 def _form_of(experts: GroupedExperts) -> dict[str, Any]:
@@ -159,4 +164,5 @@ def fuse(layer: AutoEPMoELayer, info: LayerInfo, served: Served) -> None:
     """Gives a layer our class; its modules and parameters stay."""
     layer.__class__ = FlashAutoEPMoELayer
     layer.flashmoe = served
-    layer.expert_classes = info.classes
+    layer.watched = info.watched
+    layer.form = _form_of(layer.experts)

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from flashmoe_megatron.adapters.probe import PROBE_ROWS, PROBE_SCALES, is_close
+from flashmoe_megatron.adapters.probe import (
+    PROBE_ROWS,
+    PROBE_SCALES,
+    as_in_no_other_call,
+    in_mode,
+    is_close,
+)
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
@@ -72,7 +78,8 @@ def recognise(expert: nn.Module, hidden: int) -> ExpertForm:
     device = next(iter(linears.values())).weight.device
     found = list(_candidates(linears, hidden))
     # Random numbers are drawn here; the training that follows must draw the same as without.
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with as_in_no_other_call(device), forked:
         copy = _Copy(linears, hidden)
         for scale, training in itertools.product(PROBE_SCALES, (True, False)):
             proof = _run(expert, copy, scale, training=training)
@@ -263,12 +270,11 @@ def _run(expert: nn.Module, copy: _Copy, scale: float, *, training: bool) -> _Pr
     """Runs the module forward and backward on rows around ``scale``."""
     x = (copy.x * scale).requires_grad_()
     values = {f"expert.{name}": value for name, value in copy.values.items()}
-    modes = [(module, module.training) for module in expert.modules()]
     try:
-        expert.train(training)
-        out, grads = torch.func.functional_call(
-            _ForwardBackward(expert), values, (x, (x, *values.values()), copy.grad_out)
-        )
+        with in_mode([*expert.modules()], training=training):
+            out, grads = torch.func.functional_call(
+                _ForwardBackward(expert), values, (x, (x, *values.values()), copy.grad_out)
+            )
     except ConfigError:
         raise
     except Exception as error:
@@ -276,7 +282,4 @@ def _run(expert: nn.Module, copy: _Copy, scale: float, *, training: bool) -> _Pr
             f"expert {type(expert).__name__} cannot be run forward and backward on {PROBE_ROWS} "
             f"rows in float64: {error}"
         ) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
     return _Proof(x, copy, out, grads)

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.deepspeed.experts import ExpertForm
+from flashmoe_megatron.adapters.deepspeed.forwards import Watched
 from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
 from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
-from flashmoe_megatron.adapters.forwards import Classes
 from flashmoe_megatron.config import MoEConfig
 
 LATE = (
@@ -26,7 +26,7 @@ class LayerInfo:
         shape: The layer's shape; ``max_tokens`` does not count.
         group: The layer's expert-parallel group.
         dtype: The dtype of the experts' parameters.
-        classes: The classes of the experts and of all modules in them.
+        watched: What the experts are, and all modules in them.
         biases: Whether its experts' first projection has a bias, and whether their second has one.
         form: What each expert module computes; ``None`` where experts are stacked.
     """
@@ -34,7 +34,7 @@ class LayerInfo:
     shape: MoEConfig
     group: dist.ProcessGroup
     dtype: torch.dtype
-    classes: Classes
+    watched: Watched
     biases: tuple[bool, bool] = (False, False)
     form: ExpertForm | None = None
 

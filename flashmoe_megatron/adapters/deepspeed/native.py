@@ -14,9 +14,12 @@ from flashmoe_megatron.adapters.deepspeed.experts import (
     read_weights,
     recognise,
 )
-from flashmoe_megatron.adapters.deepspeed.forwards import check_forwards, check_unchanged
+from flashmoe_megatron.adapters.deepspeed.forwards import (
+    Watched,
+    check_forwards,
+    check_unchanged,
+)
 from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
-from flashmoe_megatron.adapters.forwards import Classes
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -30,12 +33,12 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
 
     Attributes:
         flashmoe: Applies the experts and counts the routes.
-        expert_classes: The classes that the experts' modules have to keep.
+        watched: What the experts' modules were when flashmoe was attached.
         form: What the experts compute.
     """
 
     flashmoe: Served
-    expert_classes: Classes
+    watched: Watched
     form: ExpertForm
 
     def forward(self, *inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -67,7 +70,7 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
 
     def _checked_weights(self) -> ExpertWeights | SplitWeights:
         """The experts' weights, where these still compute what the layer was attached for."""
-        check_unchanged(self.experts, self.expert_classes)
+        check_unchanged(self.experts, self.watched, lambda: _read_form(self)[0] == self.form)
         return read_weights(self.experts.deepspeed_experts, self.form)
 
 
@@ -102,18 +105,10 @@ def inspect(layer: MOELayer) -> LayerInfo:
     tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
     if tensor_parallel > 1:
         raise ConfigError(f"it is in a tensor-parallel group of size {tensor_parallel}, wanted 1")
-    classes = check_forwards(layer.experts)
-    hidden = layer.gate.wg.in_features
-    experts = layer.experts.deepspeed_experts
-    recognised = [recognise(expert, hidden) for expert in experts]
-    forms = {
-        (form, has_biases(expert, form)) for expert, form in zip(experts, recognised, strict=True)
-    }
-    if len(forms) != 1:
-        raise ConfigError(f"its experts differ from each other: {sorted(map(str, forms))}")
-    ((form, biases),) = forms
+    watched = check_forwards(layer.experts)
+    form, biases = _read_form(layer)
     shape = MoEConfig(
-        hidden=hidden,
+        hidden=form.hidden,
         intermediate=form.intermediate,
         num_experts=layer.num_local_experts * layer.ep_size,
         topk=layer.gate.k,
@@ -122,8 +117,25 @@ def inspect(layer: MOELayer) -> LayerInfo:
         num_ranks=layer.ep_size,
         max_tokens=1,
     )
-    dtype = next(experts.parameters()).dtype
-    return LayerInfo(shape, layer.ep_group, dtype, classes, biases=biases, form=form)
+    dtype = next(layer.experts.parameters()).dtype
+    return LayerInfo(shape, layer.ep_group, dtype, watched, biases=biases, form=form)
+
+
+def _read_form(layer: MOELayer) -> tuple[ExpertForm, tuple[bool, bool]]:
+    """What the experts compute, and which of their projections have biases.
+
+    Raises:
+        ConfigError: One is not known, or they differ from each other.
+    """
+    experts = layer.experts.deepspeed_experts
+    recognised = [recognise(expert, layer.gate.wg.in_features) for expert in experts]
+    forms = {
+        (form, has_biases(expert, form)) for expert, form in zip(experts, recognised, strict=True)
+    }
+    if len(forms) != 1:
+        raise ConfigError(f"its experts differ from each other: {sorted(map(str, forms))}")
+    (found,) = forms
+    return found
 
 
 def fuse(layer: MOELayer, info: LayerInfo, served: Served) -> None:
@@ -131,4 +143,4 @@ def fuse(layer: MOELayer, info: LayerInfo, served: Served) -> None:
     layer.__class__ = FlashMOELayer
     layer.flashmoe = served
     layer.form = info.form
-    layer.expert_classes = info.classes
+    layer.watched = info.watched

@@ -11,7 +11,9 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from flashmoe_megatron.adapters.experts import shared_backends
-from flashmoe_megatron.adapters.indexed import IndexedExperts
+from flashmoe_megatron.adapters.forwards import touch_of
+from flashmoe_megatron.adapters.held import Holding
+from flashmoe_megatron.adapters.indexed import IndexedExperts, KnownExperts
 from flashmoe_megatron.adapters.options import ModuleOptions
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation, MoEConfig
@@ -19,10 +21,21 @@ from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.options import make_options
+from flashmoe_megatron.touched import find_touched
 from flashmoe_megatron.weights import SplitWeights
 
 _GPT_OSS = "torchtitan.models.gpt_oss.moe"
 """Not imported here: it brings all of that model along, and a model of it has imported it."""
+
+_WAY_OUT = "make such a change before the first step"
+
+_IGNORED = frozenset(
+    {
+        *("w1_EFD", "w2_EDF", "w3_EFD", "mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF"),
+        *("mlp2_bias_ED", "forward"),
+    }
+)
+"""Attributes that are read in each call, and what torchtitan puts around the experts' forward."""
 
 DTYPE = torch.bfloat16
 """What torchtitan's experts compute in, whatever their parameters are."""
@@ -58,7 +71,7 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
         super().__init__(config)
         self._options: ModuleOptions = config.options
         self._sizes = config.inner_experts.dim, config.inner_experts.hidden_dim
-        self._seats: dict[torch.device, FlashMoEExperts] = {}
+        self._known: KnownExperts[FlashMoEExperts] = KnownExperts(_IGNORED, _WAY_OUT)
 
     @eager
     def forward(
@@ -81,29 +94,46 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
 
         Raises:
             ConfigError: The experts are sharded within, as tensor parallelism does without expert
-                parallelism.
+                parallelism; or they have hooks or a forward of their own, which is not called. On
+                several ranks, the experts have changed since the first call.
         """
         x = x_BLD.reshape(-1, x_BLD.shape[-1])
         choices = topk_expert_ids_BLK.shape[-1]
-        if x.device not in self._seats:
-            self._seats[x.device] = self._seat(x.device)
-        seat = self._seats[x.device]
-        seat.is_training = self.training
+        mesh = getattr(self.token_dispatcher, "ep_mesh", None)
+        num_ranks = 1 if mesh is None else mesh.size()
+        group = None if mesh is None or num_ranks == 1 else mesh.get_group()
+        experts = self.inner_experts
+        look = functools.partial(_holding_of, experts)
+        read = functools.partial(self._read_shape, num_ranks)
+
+        def make(shape: MoEConfig) -> FlashMoEExperts:
+            backends = shared_backends(group, x.device, self._options, self._options.max_tokens)
+            return FlashMoEExperts(shape, backends, DTYPE)
+
         with torch.autocast(x.device.type, enabled=False):
+            # A rank alone may make another seat; of several, each has to be at the same call.
+            weights = _read_weights(experts) if group is None else None
+            key = x.device, (None if weights is None else _down_of(weights).shape)
+            seat = self._known.seat(key, group, look, read, make)
+            seat.is_training = self.training
+
+            def checked_weights() -> ExpertWeights | SplitWeights:
+                if group is not None:
+                    self._known.check_unchanged(seat, look, read)
+                return _read_weights(experts) if weights is None else weights
+
             out = seat(
                 x.to(DTYPE),
                 topk_expert_ids_BLK.reshape(-1, choices),
                 topk_scores_BLK.reshape(-1, choices),
-                functools.partial(_read_weights, self.inner_experts),
+                checked_weights,
             )
         return out.to(x_BLD.dtype).view(x_BLD.shape)
 
-    def _seat(self, device: torch.device) -> FlashMoEExperts:
-        """Makes what applies the experts. Collective over the expert-parallel mesh."""
-        dispatcher: Any = self.token_dispatcher
-        mesh = getattr(dispatcher, "ep_mesh", None)
-        num_ranks = 1 if mesh is None else mesh.size()
+    def _read_shape(self, num_ranks: int) -> MoEConfig:
+        """What the experts of all ranks compute, by those of this one."""
         hidden, intermediate = self._sizes
+        dispatcher: Any = self.token_dispatcher
         shape = MoEConfig(
             hidden=hidden,
             intermediate=intermediate,
@@ -114,8 +144,7 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
             num_ranks=num_ranks,
             max_tokens=1,
         )
-        weights = _read_weights(self.inner_experts)
-        (down,) = weights.down if isinstance(weights, SplitWeights) else weights.fc2
+        down = _down_of(_read_weights(self.inner_experts))
         wanted = (shape.num_local_experts, hidden, intermediate)
         if down.shape != wanted:
             raise ConfigError(
@@ -123,9 +152,7 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
                 "torchtitan shards single experts where tensor_parallel_degree is above 1 and "
                 "expert_parallel_degree is 1"
             )
-        group = None if mesh is None or num_ranks == 1 else mesh.get_group()
-        backends = shared_backends(group, device, self._options, self._options.max_tokens)
-        return FlashMoEExperts(shape, backends, DTYPE)
+        return shape
 
 
 def replace_routed_experts(config: Any, **options: Any) -> Any:
@@ -160,7 +187,7 @@ def replace_routed_experts(config: Any, **options: Any) -> Any:
 
 def _read_form(experts: Any) -> dict[str, Any]:
     """The fields of MoEConfig that say what becomes of the first projection's output."""
-    if type(experts) is GroupedExperts:
+    if _is_swiglu(experts):
         return {"activation": Activation.SILU}
     return {
         "activation": Activation.QUICK_GELU,
@@ -170,13 +197,51 @@ def _read_form(experts: Any) -> dict[str, Any]:
     }
 
 
+def _is_swiglu(experts: Any) -> bool:
+    """Whether experts are torchtitan's usual ones, or GPT-OSS's.
+
+    Raises:
+        ConfigError: They are of another class, which an override does not admit.
+    """
+    if type(experts) is GroupedExperts:
+        return True
+    if type(experts).__module__ != _GPT_OSS:
+        raise ConfigError(
+            f"the experts are {type(experts).__name__}, wanted GroupedExperts or "
+            "GptOssGroupedExperts: leave converters of experts out"
+        )
+    return False
+
+
+def _holding_of(experts: Any) -> Holding:
+    """What says what experts compute, but for their parameters; their forward is not called.
+
+    Raises:
+        ConfigError: They have hooks or a ``forward`` that is not torchtitan's.
+    """
+    for module in find_touched([experts]):
+        touch = touch_of(module)
+        if touch is not None:
+            raise ConfigError(
+                f"inner_experts ({type(module).__name__}) has {touch}, which would not be called: "
+                "remove what put it there, or leave the override out"
+            )
+    return Holding([experts], [type(experts), type(experts).forward])
+
+
+def _down_of(weights: ExpertWeights | SplitWeights) -> torch.Tensor:
+    """The stack of this rank's down projections."""
+    (down,) = weights.down if isinstance(weights, SplitWeights) else weights.fc2
+    return down
+
+
 def _read_weights(experts: Any) -> ExpertWeights | SplitWeights:
     """This rank's experts, in the dtype that they are computed in."""
 
     def read(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (local_part(parameter).to(DTYPE),)
 
-    if type(experts) is GroupedExperts:
+    if _is_swiglu(experts):
         return SplitWeights(
             gate=read(experts.w1_EFD), up=read(experts.w3_EFD), down=read(experts.w2_EDF)
         )

@@ -8,18 +8,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashmoe_megatron.adapters.experts import shared_backends
-from flashmoe_megatron.adapters.indexed import IndexedExperts
+from flashmoe_megatron.adapters.experts import GroupBackends, shared_backends
+from flashmoe_megatron.adapters.indexed import IndexedExperts, KnownExperts
 from flashmoe_megatron.adapters.options import ModuleOptions
-from flashmoe_megatron.adapters.transformers.form import read_shape, read_weights
+from flashmoe_megatron.adapters.transformers.form import (
+    IGNORED,
+    holding_of,
+    read_shape,
+    read_weights,
+)
+from flashmoe_megatron.backend import ExpertWeights
+from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.eager import eager
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import make_options
 
 _settings = ModuleOptions()
 
 
 def configure(**options: Any) -> ModuleOptions:
-    """Chooses how experts run whose first call is still to come; the same on every rank.
+    """Chooses how experts run from their next call on, in which what they compute is read again.
+
+    The same on every rank.
 
     Args:
         **options: Fields of :class:`~flashmoe_megatron.adapters.options.ModuleOptions`; what is
@@ -33,16 +43,58 @@ def configure(**options: Any) -> ModuleOptions:
     """
     global _settings
     _settings = make_options(ModuleOptions, options)
+    _known.clear()
     return _settings
 
 
+_Sizes = tuple[torch.Size, torch.Size]
+
+_WAY_OUT = (
+    "make such a change before, or call flashmoe_megatron.transformers.configure() on every rank "
+    "after it"
+)
+
+
 class RoutedExperts(IndexedExperts):
-    """Applies the routed experts of one module of transformers."""
+    """Applies the routed experts of one module of transformers.
+
+    Args:
+        shape: See :class:`IndexedExperts`.
+        backends: Likewise.
+        dtype: Likewise.
+        sizes: The shapes of the module's two stacks of matrices.
+        layer: See :class:`IndexedExperts`.
+    """
 
     WAYS_OUT_OF_DTYPE = (
         "load the model with dtype=torch.bfloat16, train it under autocast (bf16=True of the "
         'Trainer), or call flashmoe_megatron.transformers.configure(backend="auto") first'
     )
+
+    def __init__(
+        self,
+        shape: MoEConfig,
+        backends: GroupBackends,
+        dtype: torch.dtype,
+        sizes: _Sizes,
+        *,
+        layer: int = 0,
+    ) -> None:
+        super().__init__(shape, backends, dtype, layer=layer)
+        self._sizes = sizes
+
+    def check_sizes(self, sizes: _Sizes) -> None:
+        """Refuses stacks of other shapes than those that the layer was made for.
+
+        Raises:
+            ConfigError: They are, as after experts were pruned.
+        """
+        if sizes != self._sizes:
+            got, had = ([tuple(size) for size in both] for both in (sizes, self._sizes))
+            raise ConfigError(
+                f"the experts' matrices have shapes {got}, and had {had} in their first call; "
+                f"{_WAY_OUT}"
+            )
 
     def allow_more(self, num_tokens: int) -> str:
         """See :meth:`LayerExperts.allow_more`."""
@@ -52,10 +104,11 @@ class RoutedExperts(IndexedExperts):
         )
 
 
-_Seats = dict[tuple[torch.device, int, torch.dtype], RoutedExperts]
-_seats: weakref.WeakKeyDictionary[nn.Module, _Seats] = weakref.WeakKeyDictionary()
-"""By module, device, choices of a token and dtype; beside the modules and not in them, so that
-copies and checkpoints know nothing of it."""
+_known: weakref.WeakKeyDictionary[nn.Module, KnownExperts[RoutedExperts]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By module; beside the modules and not in them, so that copies and checkpoints know nothing of
+it."""
 
 
 @eager
@@ -68,7 +121,9 @@ def apply_experts(
 ) -> torch.Tensor:
     """Applies a module's experts to tokens that the model has routed. Collective over the group.
 
-    Under ``torch.autocast`` the experts compute in autocast's dtype, as ``nn.Linear`` does.
+    Under ``torch.autocast`` the experts compute in autocast's dtype, as ``nn.Linear`` does, else in
+    that of their second projection. Where a module holds something else than in its last call,
+    such as another activation or fewer experts, what it computes is read again.
 
     Args:
         experts: The module, with the plain parameters of this rank's experts.
@@ -82,37 +137,40 @@ def apply_experts(
         ``[num_tokens, hidden]`` in the dtype of ``hidden_states``.
 
     Raises:
-        ConfigError: The experts compute something that no backend does, or have a dtype in which
-            the kernel cannot compute.
+        ConfigError: The experts compute something that no backend does, have hooks within, or have
+            a dtype in which the kernel cannot compute. Experts of several ranks have changed.
         ShapeError: A tensor is not what the experts were made for.
     """
-    device = hidden_states.device
+    device, topk = hidden_states.device, top_k_index.shape[-1]
     is_autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if is_autocast else experts.down_proj.dtype
-    seats = _seats.setdefault(experts, {})
-    key = device, top_k_index.shape[-1], dtype
-    if key not in seats:
-        seats[key] = _seat(experts, key[1], dtype, device, group)
-    seat = seats[key]
-    seat.is_training = experts.training
-    x = hidden_states.to(dtype) if is_autocast else hidden_states
+    num_ranks = 1 if group is None else dist.get_world_size(group)
     with torch.autocast(device.type, enabled=False):
-        read = functools.partial(read_weights, experts, dtype)
-        out = seat(x, top_k_index, top_k_weights, read)
+        weights = read_weights(
+            experts, torch.get_autocast_dtype(device.type) if is_autocast else None
+        )
+        sizes, dtype = (weights.fc1[0].shape, weights.fc2[0].shape), weights.fc2[0].dtype
+        if (known := _known.get(experts)) is None:
+            known = _known[experts] = KnownExperts(IGNORED, _WAY_OUT)
+        look = functools.partial(holding_of, experts)
+        read = functools.partial(read_shape, experts, topk, num_ranks)
+
+        def make(shape: MoEConfig) -> RoutedExperts:
+            backends = shared_backends(group, device, _settings, _settings.max_tokens)
+            return RoutedExperts(shape, backends, dtype, sizes, layer=len(_known) - 1)
+
+        # A rank alone may make another seat; of several, each has to be at the same call.
+        key = device, topk, dtype, (sizes if num_ranks == 1 else group)
+        seat = known.seat(key, group, look, read, make)
+        seat.is_training = experts.training
+
+        def checked_weights() -> ExpertWeights:
+            if num_ranks > 1:
+                known.check_unchanged(seat, look, read)
+                seat.check_sizes(sizes)
+            return weights
+
+        out = seat(hidden_states.to(dtype), top_k_index, top_k_weights, checked_weights)
     return out.to(hidden_states.dtype)
-
-
-def _seat(
-    experts: nn.Module,
-    topk: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> RoutedExperts:
-    """Makes what applies a module's experts. Collective over the group."""
-    shape = read_shape(experts, topk, 1 if group is None else dist.get_world_size(group))
-    backends = shared_backends(group, device, _settings, _settings.max_tokens)
-    return RoutedExperts(shape, backends, dtype, layer=len(_seats) - 1)
 
 
 def experts_forward(

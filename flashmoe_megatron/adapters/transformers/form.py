@@ -6,22 +6,66 @@ projection's output is code of the model's, so that is put to the proof: it runs
 backward on random rows, and has to give the values and gradients of one formula of ours.
 """
 
-import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from flashmoe_megatron.adapters.probe import PROBE_ROWS, PROBE_SCALES, is_close
+from flashmoe_megatron.adapters.forwards import name_of, touch_of, with_all_below
+from flashmoe_megatron.adapters.held import Holding
+from flashmoe_megatron.adapters.probe import (
+    PROBE_ROWS,
+    PROBE_SCALES,
+    as_in_no_other_call,
+    in_mode,
+    is_close,
+)
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import BOUNDED_ACTIVATIONS, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.reference.activations import activate
+from flashmoe_megatron.touched import find_touched
 
 _OFFSETS = (0.0, 1.0)
 """What models add to the up rows."""
+
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+IGNORED = frozenset({*_WEIGHTS, *(f"{name}_bias" for name in _WEIGHTS), "forward"})
+"""Attributes that are read in each call, and the experts' forward, which makes that call."""
+
+_OF_PARAMETERS = "parametrizations"
+"""torch's child of modules whose parameters are computed, as those with adapters are."""
+
+
+def holding_of(experts: nn.Module) -> Holding:
+    """What says what experts compute, but for their parameters; their modules are not called.
+
+    Args:
+        experts: As in :func:`read_shape`.
+
+    Raises:
+        ConfigError: A module of theirs has hooks or a ``forward`` of its own.
+    """
+    below = [
+        module
+        for name, child in experts._modules.items()
+        if child is not None and name != _OF_PARAMETERS
+        for module in with_all_below(child)
+    ]
+    for module in find_touched(below):
+        touch = touch_of(module)
+        if touch is not None:
+            raise ConfigError(
+                f"{name_of(module, experts)} ({type(module).__name__}) has {touch}, which would "
+                "not be called: remove what put it there, or call the model's "
+                'set_experts_implementation("grouped_mm"), which calls it'
+            )
+    others: list[object] = [getattr(type(experts), "_apply_gate", None)]
+    for module in below:
+        others += (type(module), type(module).forward)
+    return Holding([experts, *below], others)
 
 
 def read_shape(experts: nn.Module, topk: int, num_ranks: int) -> MoEConfig:
@@ -68,19 +112,26 @@ def read_shape(experts: nn.Module, topk: int, num_ranks: int) -> MoEConfig:
         "num_ranks": num_ranks,
         "max_tokens": 1,
     }
+    _check_sizes(experts, sizes)
     return MoEConfig(**sizes, **_read_activation(experts, sizes))
 
 
-def read_weights(experts: nn.Module, dtype: torch.dtype) -> ExpertWeights:
+def read_weights(experts: nn.Module, dtype: torch.dtype | None = None) -> ExpertWeights:
     """The parameters of experts, where they are now.
 
     Args:
         experts: As in :func:`read_shape`.
-        dtype: What to compute in; parameters of another are cast, with gradients in their own.
+        dtype: What to compute in, by default that of the second projection; parameters of another
+            are cast, with gradients in their own. Those whose rows are not consecutive elements are
+            copied.
     """
+    down = experts.down_proj  # computed here, where adapters are applied to parameters
+    assert isinstance(down, torch.Tensor)
+    wanted = down.dtype if dtype is None else dtype
 
     def read(name: str) -> tuple[torch.Tensor, ...]:
-        return (getattr(experts, name).to(dtype),)
+        weight = (down if name == "down_proj" else getattr(experts, name)).to(wanted)
+        return (weight if weight.stride(-1) == 1 else weight.contiguous(),)
 
     first = _first(experts)
     return ExpertWeights(
@@ -90,6 +141,27 @@ def read_weights(experts: nn.Module, dtype: torch.dtype) -> ExpertWeights:
         fc1_bias=read(f"{first}_bias") if experts.has_bias else (),
         fc2_bias=read("down_proj_bias") if experts.has_bias else (),
     )
+
+
+def _check_sizes(experts: nn.Module, sizes: dict[str, Any]) -> None:
+    """Refuses sizes in which no backend computes.
+
+    Raises:
+        ConfigError: Says also where a size is a rank's share of the model's.
+    """
+    try:
+        MoEConfig(**sizes, activation=Activation.SILU, gated=bool(experts.has_gate))
+    except ConfigError as error:
+        share = sizes["intermediate"]
+        for name, value in vars(experts).items():
+            is_whole = type(value) is int and value > share and value % share == 0
+            if is_whole and name.startswith(("intermediate", "expert_dim")):
+                raise ConfigError(
+                    f"{error}; it is this rank's share of {name}={value}, which a tp_plan divides: "
+                    "take fewer tensor-parallel ranks, or spread whole experts over ranks "
+                    "(DistributedConfig(ep_size=...))"
+                ) from error
+        raise
 
 
 def _first(experts: nn.Module) -> str:
@@ -109,53 +181,49 @@ def _read_activation(experts: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(1)
     width = sizes["intermediate"] * (2 if experts.has_gate else 1)
     forms = [(form, MoEConfig(**sizes, **form)) for form in _candidates(experts)]
-    with _as_in_no_other_call(device):
+    modules = with_all_below(experts)
+    with as_in_no_other_call(device):
         for scale in PROBE_SCALES:
             rows = torch.randn(
                 PROBE_ROWS, width, dtype=torch.float64, device=device, generator=generator
             )
             rows.mul_(scale).requires_grad_()
             try:
-                proof = _run(function, rows)
+                proofs = [_run(function, rows, modules, training=mode) for mode in (True, False)]
             except (RuntimeError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{name}'s activation cannot be run forward and backward on {PROBE_ROWS} rows "
                     f"in float64: {error}"
                 ) from error
-            forms = [
-                (form, config)
-                for form, config in forms
-                if all(map(is_close, proof, _run(lambda x, c=config: activate(x, c), rows)))
-            ]
+            forms = [(form, config) for form, config in forms if _computes(config, rows, proofs)]
     if not forms:
         tried = ", ".join(activation.value for activation in Activation)
         raise ConfigError(
             f"{name} computes none of the known functions between its projections: one of {tried}, "
-            "with or without a gate; SiLU and quick GELU with a gate also clamped, with an offset"
+            "with or without a gate; SiLU and quick GELU with a gate also clamped, with an offset; "
+            "the same in training and evaluation"
         )
     return forms[0][0]
 
 
-@contextlib.contextmanager
-def _as_in_no_other_call(device: torch.device) -> Iterator[None]:
-    """Lets a function run forward and backward, whatever the call is in which that is asked for.
-
-    The call may be a forward of evaluation, or one that is checkpointed: then hooks count what is
-    saved, and find another number in the recomputation.
-    """
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-        torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
-    ):
-        yield
+_Proof = tuple[torch.Tensor, torch.Tensor]
+"""A function's values and the gradient of their sum of squares."""
 
 
-def _run(function: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A function's values and the gradient of their sum of squares."""
-    out = function(rows)
-    return out.detach(), torch.autograd.grad(out.square().sum(), rows)[0]
+def _run(
+    function: Any, rows: torch.Tensor, modules: Sequence[nn.Module], *, training: bool
+) -> _Proof:
+    """Runs a function of modules in one of their modes."""
+    with in_mode(modules, training=training):
+        out = function(rows)
+        return out.detach(), torch.autograd.grad(out.square().sum(), rows)[0]
+
+
+def _computes(config: MoEConfig, rows: torch.Tensor, proofs: Sequence[_Proof]) -> bool:
+    """Whether a formula gives the values and gradients of every run."""
+    out = activate(rows, config)
+    want = out.detach(), torch.autograd.grad(out.square().sum(), rows)[0]
+    return all(is_close(*pair) for proof in proofs for pair in zip(proof, want, strict=True))
 
 
 def _candidates(experts: Any) -> Iterator[dict[str, Any]]:

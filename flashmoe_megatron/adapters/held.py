@@ -7,6 +7,7 @@ a few identities for each module, and looks closer only where one of them differ
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ _READ_LIVE = frozenset({nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict, nn
 
 _Ref = Callable[[], Any]
 _GONE = object()
+_NO_ATTRIBUTES: Mapping[str, Any] = MappingProxyType({})
 
 
 class Holding(NamedTuple):
@@ -101,7 +103,7 @@ class _Attributes:
         self._note(own)
 
     def _note(self, own: Mapping[str, Any]) -> None:
-        self._names = frozenset(own)
+        self._names = [*own]
         self._values: list[tuple[str, Any]] = []
         self._refs: list[tuple[str, _Ref]] = []
         self._tensors: list[tuple[str, _Ref, int]] = []
@@ -123,14 +125,21 @@ class _Attributes:
 
     def are_same(self, own: Mapping[str, Any]) -> bool:
         """Whether all are what they were; a difference may be one that does not count."""
-        return (  # lists, which are faster here than generators
-            own.keys() == self._names
-            and all([own[name] is value for name, value in self._values])  # noqa: C419
-            and all([own[name] is ref() for name, ref in self._refs])  # noqa: C419
-            and (not self._within or all(w.are_same(_vars(ref())) for _, ref, w in self._within))
-            and (not self._tensors or self._changed_tensor(own) is None)
-            and len(self._registered(own)) == self._num_registered
-        )
+        if [*own] != self._names:
+            return False
+        for name, value in self._values:
+            if own[name] is not value:
+                return False
+        for name, ref in self._refs:
+            if own[name] is not ref():
+                return False
+        for _, ref, within in self._within:
+            if not within.are_same(_vars(ref())):
+                return False
+        if self._tensors and self._changed_tensor(own) is not None:
+            return False
+        has_any = own.get("_parameters") or own.get("_buffers")
+        return not has_any or len(self._registered(own)) == self._num_registered
 
     def change(self, own: Mapping[str, Any]) -> str | None:
         """The first that differs. If none does, the object is noted again as it is."""
@@ -182,9 +191,9 @@ class _Attributes:
         return None
 
 
-def _vars(value: Any) -> dict[str, Any]:
-    """What an object holds, none for one that is gone."""
-    return getattr(value, "__dict__", {})
+def _vars(value: Any) -> Mapping[str, Any]:
+    """What an object holds, none for one that is gone or holds nothing."""
+    return getattr(value, "__dict__", _NO_ATTRIBUTES)
 
 
 def _version_of(tensor: torch.Tensor) -> int:

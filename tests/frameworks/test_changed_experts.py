@@ -75,6 +75,12 @@ def keep(experts: Any, num_experts: int) -> None:
     experts.num_experts = num_experts
 
 
+def widen(experts: Any) -> None:
+    g = torch.Generator().manual_seed(3)
+    for name, shape in (("gate_up_proj", (8, 256, 64)), ("down_proj", (8, 64, 128))):
+        setattr(experts, name, nn.Parameter(torch.randn(shape, generator=g) / 8))
+
+
 def gelu_gate(experts: Any, rows: torch.Tensor) -> torch.Tensor:
     gate, up = rows.chunk(2, dim=-1)
     return nn.functional.gelu(gate) * up
@@ -132,6 +138,7 @@ COMPUTED: dict[str, tuple[str, Change, Change]] = {
     "limit": ("gpt_oss", nothing, lambda experts: setattr(experts, "limit", 0.05)),
     "alpha": ("gpt_oss", nothing, lambda experts: setattr(experts, "alpha", 1.0)),
     "pruned": ("qwen3_moe", nothing, lambda experts: keep(experts, 4)),
+    "wider": ("qwen3_moe", nothing, widen),
     "grown": ("qwen3_moe", nothing, lambda experts: keep(experts, 16)),
 }
 

@@ -258,6 +258,8 @@ MUTATIONS = (
         "problem = choices_problem(backend.config, topk_idx, topk_weight, x)",
         "problem = choices_problem(backend.config, topk_idx, topk_weight)",
         "tests/unit/test_gates.py::test_every_rank_hears_of_the_token_of_nan",
+    ),
+    Mutation(
         "selective checkpointing keeps tensors that a backend writes into",
         "return _disable_current_modes() if _num_modes() else _NOTHING",
         "return _NOTHING",

@@ -114,6 +114,20 @@ def test_gshard_is_its_loop(random_second: bool) -> None:
     torch.testing.assert_close(evaluated, table, rtol=1e-12, atol=1e-12)
 
 
+def test_gshard_without_a_capacity_drops_nothing_and_tries_second_choices_all_the_same() -> None:
+    """As with places for all tokens, which it has no need to count."""
+    tables = []
+    for factor in (None, float(EXPERTS)):
+        torch.manual_seed(3)
+        draws = cases.generator(9)
+        gate = GShardGate(HIDDEN, EXPERTS, capacity_factor=factor, generator=draws).double()
+        routing = gate(tokens())
+        assert int(routing.logs["dropped"]) == 0
+        tables.append(as_table(routing))
+    assert torch.equal(*tables)
+    assert TOKENS < int((tables[0] > 0).sum()) < 2 * TOKENS
+
+
 def test_gshard_routes_as_deepspeed_does() -> None:
     sharded_moe = pytest.importorskip("deepspeed.moe.sharded_moe")
     torch.manual_seed(3)
@@ -194,6 +208,16 @@ def test_the_loss_is_a_mean_over_tokens(name: str) -> None:
     gate, x = make_gate(name), tokens()[:1]
     twice = x.expand(2, -1)
     assert gate(x).aux_loss.item() == pytest.approx(gate(twice).aux_loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_scores_begin_as_those_of_a_linear_layer(name: str) -> None:
+    """With smaller weights all experts would be alike, with larger ones a few would get all."""
+    for parameter in make_gate(name).parameters():
+        if parameter.dim() == 2:
+            spread = parameter.shape[1] ** -0.5
+            assert 0.9 * spread < parameter.abs().max().item() <= spread
+            assert abs(parameter.mean().item()) < 0.2 * spread
 
 
 def test_expert_choice_is_its_loop() -> None:
@@ -313,6 +337,19 @@ def test_a_layer_follows_its_gate(name: str) -> None:
         if found is not None:
             torch.testing.assert_close(found, wanted)
     assert routing.logs["load"].shape == (EXPERTS,)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "soft"])
+def test_tokens_may_have_any_number_of_dimensions(name: str) -> None:
+    """The last but one is a sequence for SoftMoE, the others are as many of them."""
+    gate = make_gate(name)
+    config = cases.make_config(topk=gate.num_choices)
+    layer = FlashMoELayer(config, device="cpu", dtype=torch.float64, backend="reference")
+    model = GatedExperts(gate, layer)
+    x = tokens()
+    want, _ = model(x.view(4, TOKENS // 4, HIDDEN))
+    found, _ = model(x.view(2, 2, TOKENS // 4, HIDDEN))
+    assert torch.equal(found, want.view(2, 2, TOKENS // 4, HIDDEN))
 
 
 @pytest.mark.parametrize("name", MAKERS)

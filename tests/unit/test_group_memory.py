@@ -2,13 +2,16 @@
 
 import gc
 import logging
+import os
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 from flashmoe_megatron import driver
 from flashmoe_megatron.errors import ConfigError, HeapError, PeerTimeoutError
@@ -210,6 +213,109 @@ def test_what_the_host_reads_is_on_the_host_whatever_the_default_device(
     with torch.device("meta"):
         memory.allocate(SIZES)
     assert memory._mailbox.device.type == "cpu"
+
+
+def test_launches_go_on_in_the_memory_that_was_made_last(
+    memory: GroupMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is settled on in it: the old one had the replicas."""
+    addresses = iter((4096, 8192))
+    monkeypatch.setattr(
+        group_memory.symmetric,
+        "allocate",
+        lambda *_: symmetric.SymmetricAllocation(torch.empty(0), (next(addresses),)),
+    )
+    memory.allocate(SIZES)
+    assert memory.open().heaps[0] == 4096
+    memory.settled_for = "a forward"
+    memory.allocate(SIZES)
+    opened = memory.open()
+    assert opened.heaps[0] == 8192
+    assert (opened.workspace, opened.mailbox) == (
+        memory._workspace.data_ptr(),
+        memory._mailbox.data_ptr(),
+    )
+    assert memory.settled_for is None
+
+
+def test_each_fault_has_its_own_time(memory: GroupMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks give a fault up that all do not hear of in time, however long one took before."""
+    now = [100.0]
+    monkeypatch.setattr(group_memory.time, "monotonic", lambda: now[0])
+    fault = bindings.FlashMoEFault(code=bindings.BAD_ROUTING, rank=0, peer=-1)
+    monkeypatch.setattr(bindings, "read_fault", lambda _: fault)
+    monkeypatch.setattr(bindings, "clear_fault", lambda _: memory._mailbox.zero_())
+    memory.allocate(SIZES)
+    memory.open()
+    for begin in (100.0, 250.0):
+        now[0] = begin
+        memory._mailbox.view(torch.int32)[0] = bindings.BAD_ROUTING
+        assert memory.seconds_of_fault() == 0
+        now[0] += 3
+        assert memory.seconds_of_fault() == 3
+        assert memory.take_fault() is not None
+        assert not memory.has_fault
+
+
+def test_launches_on_another_stream_are_behind_those_on_the_last(
+    memory: GroupMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All share one memory."""
+    current, waits = [1], list[tuple[int, int]]()
+
+    def stream_of(number: int) -> SimpleNamespace:
+        def wait(other: SimpleNamespace) -> None:
+            waits.append((number, other.number))
+
+        return SimpleNamespace(number=number, wait_stream=wait)
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: current[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream_of(current[0]))
+    monkeypatch.setattr(
+        torch.cuda, "get_stream_from_external", lambda number, _: stream_of(number), raising=False
+    )
+    memory.allocate(SIZES)
+    for current[0] in (1, 1, 2, 2, 1):
+        assert memory.open().stream == current[0]
+    assert waits == [(2, 1), (1, 2)]
+
+
+def test_no_rank_signals_into_memory_that_another_still_zeroes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks meet behind it, and multicast, which never is used, is off before it is made."""
+    switches = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+    for name in switches:
+        monkeypatch.setenv(name, "0")
+    local = torch.ones(64, dtype=torch.uint8)
+    steps: list[str] = []
+
+    def empty(*_: object, **__: object) -> torch.Tensor:
+        assert [os.environ[name] for name in switches] == ["1", "1"]
+        return local
+
+    def synchronize(_: object) -> None:
+        assert not local.any()
+        steps.append("zeroed")
+
+    handle = SimpleNamespace(buffer_ptrs=[1, 2])
+    for owner, name, stand_in in (
+        (symm_mem, "get_backend", lambda _: "CUDA"),
+        (symm_mem, "empty", empty),
+        (symm_mem, "rendezvous", lambda *_: handle),
+        (torch.cuda, "empty_cache", lambda: None),
+        (torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 40)),
+        (torch.cuda, "synchronize", synchronize),
+        (dist, "get_world_size", lambda _: 2),
+        (dist, "barrier", lambda _: steps.append("met")),
+        (symmetric, "_least", lambda value, *_: value),
+        (symmetric, "_link_rate", lambda *_: 5.0),
+    ):
+        monkeypatch.setattr(owner, name, stand_in)
+    group: Any = "two ranks"
+    found = symmetric.allocate(64, group, torch.device("cpu"))
+    assert steps == ["zeroed", "met"]
+    assert (found.addresses, found.link_bytes_per_s) == ((1, 2), 5.0)
 
 
 def test_layers_that_differ_in_their_bounds_alone_share_it() -> None:

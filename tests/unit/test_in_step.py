@@ -1,5 +1,6 @@
 """Hosts ahead of their GPUs hear of an error in one call, and the group goes on in step."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
+from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from tests.unit import cases, in_step
 from tests.unit.in_step import BAD, BAD_STEP, CONFIG, RANKS, Call, Rank, check_in_step
@@ -103,6 +105,61 @@ def test_another_launch_ends_what_was_settled(monkeypatch: pytest.MonkeyPatch) -
     settle(first, layer=1)
     forward(first, layer=1)
     assert gpus.settled[0] == [False, True, False, False, False, False, True, False, True]
+    settle(first)
+    with pytest.raises(ShapeError):
+        first.forward(tokens.float(), torch.ones(4, 2), chosen, weights, training=True)
+    forward(first)
+    assert gpus.settled[0][-1:] == [False], "a call that was refused is another one, too"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ConfigError, match="placement='lookahead' in a CUDA graph"):
+        settle(first)
+
+
+def test_a_bound_has_room_for_a_block_of_each_spare_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for each expert, whose last block may have a single row."""
+    install(Gpus(1, 0, slow=0), monkeypatch)
+    config = cases.make_config(num_ranks=2, num_experts=6, topk=2, max_tokens=1024)
+    blocks = {}
+    for spare_slots in (0, 2):
+        backend = make_backend(config, 0, spare_slots=spare_slots, row_bound=1.5)
+        backend.memory.register(config, spare_slots)
+        backend._describe()
+        blocks[spare_slots] = backend._bounds[True]
+    assert blocks == {0: 24 + 3, 2: 24 + 3 + 2}
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_gradients_that_are_handed_on_are_complete_with_their_backward_alone(
+    is_lent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What begins at no multiple of 16 bytes goes to a buffer of ours until the end."""
+    gpus = Gpus(1, 0, slow=0)
+    install(gpus, monkeypatch)
+    config = cases.make_config(num_ranks=1, max_tokens=16)
+    backend = make_backend(config, 0, row_bound=2.0, keep="all")
+    shapes = (
+        (config.num_experts, config.fc1_rows, config.hidden),
+        (config.num_experts, config.hidden, config.intermediate),
+    )
+    weights = ExpertWeights(*((torch.zeros(shape, dtype=torch.bfloat16),) for shape in shapes))
+    tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
+    chosen = torch.arange(config.topk).repeat(4, 1)
+    _, saved = backend.forward(tokens, torch.ones(chosen.shape), chosen, weights, training=True)
+    grads = [
+        [
+            WeightGrad(
+                torch.zeros(math.prod(shape) + 1)[int(is_lent) :][: math.prod(shape)].view(shape),
+                True,
+            )
+        ]
+        for shape in shapes
+    ]
+    backend.backward(tokens, saved, weights, *grads)
+    gpus.wait(0)
+    asked: list[object] = []
+    monkeypatch.setattr(backend.memory.early_fc2, "stream_behind", asked.append)
+    assert backend.early_fc2_grads() is None
+    assert len(asked) == (0 if is_lent else 1)
 
 
 def without_memory(backend: KernelBackend, after: int) -> None:

@@ -6,8 +6,10 @@ import json
 import math
 import random
 import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,6 +34,7 @@ from flashmoe_megatron.schedule.fit import (
     read_fit,
     write_fit,
 )
+from flashmoe_megatron.schedule.layer import RandomLayer
 from flashmoe_megatron.schedule.line import fit_line
 from flashmoe_megatron.schedule.measure import PARTS, Sizes, _hosts, even_ratios, measure
 from flashmoe_megatron.schedule.model import Stream, best_degree, time_of
@@ -75,6 +78,17 @@ def test_times_that_bend_are_not_taken_for_late() -> None:
     us = [39.78, 53.07, 75.10, 115.10, 173.46, 268.16, 424.51, 663.39]
     line = fit_line([one * 2**20 for one in mib], [one * 1e-6 for one in us])
     assert line.r_squared > 0.999
+
+
+def test_a_line_that_tells_nothing_has_no_share_of_the_variance() -> None:
+    """It is the mean, beside which the share is told."""
+    assert fit_line([1, 2, 4], [3, 2.5, 2]).r_squared <= 0
+
+
+def test_sizes_are_at_even_ratios_from_a_part_to_the_most() -> None:
+    assert even_ratios(3200, 6) == [100, 200, 400, 800, 1600, 3200]
+    assert even_ratios(64, 4, 8) == [8, 16, 32, 64]
+    assert even_ratios(2, 8) == [1, 2]
 
 
 def test_calls_are_timed_in_turns() -> None:
@@ -292,6 +306,32 @@ def test_a_host_is_timed_with_a_layer_in_so_many_parts(ranks: RankPool) -> None:
         assert samples == dict.fromkeys(HOST, wanted)
 
 
+def slowest(group: dist.ProcessGroup) -> list[float]:
+    """What a call takes by clocks of which each rank's goes faster than the last one's."""
+    clock = itertools.count(0, dist.get_rank(group) + 1)
+    with mock.patch.object(time, "perf_counter", functools.partial(next, clock)):
+        return Clock(group, CPU, turns=3).seconds([lambda: None])
+
+
+def test_routes_to_be_timed_differ_between_ranks() -> None:
+    """Else every rank would receive as many rows, which no router has them do."""
+    maps = []
+
+    def forward(
+        x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, *_: Any, **__: Any
+    ):
+        maps.append(routing_map.clone())
+        return x, None
+
+    config = cases.make_config(num_ranks=2)
+    for rank in (0, 1, 0):
+        backend: Any = SimpleNamespace(config=config, rank=rank, forward=forward)
+        RandomLayer(backend, 40, torch.float32, CPU).forward()
+    assert torch.equal(maps[0], maps[2])
+    assert not torch.equal(maps[0], maps[1])
+    assert all(int(one.sum()) == 40 * config.topk for one in maps)
+
+
 def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
     """Everything that ranks do together."""
     rank = dist.get_rank(group)
@@ -311,6 +351,9 @@ def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
         assert all(time > 0 for _, time in pairs), name
         if name in TOGETHER:
             assert all(size / 2 % ALIGNMENT_BYTES == 0 for size, _ in pairs), name
+            assert pairs[-1][0] == 2**12, "bytes of a buffer"
+    assert found.samples["copy"][-1][0] == 64 * 64 * 4, "bytes of rows"
+    assert slowest(group) == pytest.approx([2 / CALLS])
     assert found.beside == {"all_to_all": Beside(2, 2)}, "a processor does one after the other"
     good = Path(folder, "good.json")
     if rank == 0:
@@ -332,6 +375,12 @@ def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
     alone = str(good) if rank == 0 else str(Path(folder, "gone.json"))
     with pytest.raises(ConfigError, match="rank 1: fit .*gone.json: cannot be read"):
         select(degree="auto", degree_fit=alone)
+    own = Path(folder, f"own{rank}.json")  # a rank's clock may be off
+    write_fit(own, make_fit(copy=(0.1 * rank, 0), product=(0, 3e-11)))
+    with pytest.raises(
+        ConfigError, match=r"different degrees: \(\d+, \d+\) on rank 0, \(1, 1\) on"
+    ):
+        select(degree="auto", degree_fit=str(own))
     stamps_are_of_every_part(group, config)
     with pytest.raises(ConfigError, match="rank 0: .* is of float32, but tokens are torch.float64"):
         select(degree="auto", degree_fit=str(good), dtype=torch.float64)

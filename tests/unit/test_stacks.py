@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel import tables as kernel_tables
 from flashmoe_megatron.kernel.tables import AddressTables
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference.backend import ReferenceBackend
@@ -154,6 +156,31 @@ def test_the_kernel_writes_each_gradient_into_its_stack(calls: Calls, sizes: lis
     tensors = stacked(make_tensors(), sizes)
     address_tables(CONFIG).of_grads(make_grads(tensors), torch.bfloat16, PROBLEM, SIZES)
     assert calls.addresses == [addresses_of(tensors)]
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_the_kernel_knows_gradients_that_stay_where_they_are(calls: Calls, accumulate: bool):
+    """What is written may be freed, and another tensor may begin there next."""
+    tensors = stacked(make_tensors(), [4])
+    grads = [grad._replace(accumulate=accumulate) for grad in make_grads(tensors)]
+    tables = address_tables(CONFIG)
+    for _ in range(3):
+        tables.of_grads(grads, torch.bfloat16, PROBLEM, SIZES)
+    assert len(calls.addresses) == (1 if accumulate else 3)
+
+
+def test_tables_of_weights_that_move_do_not_pile_up(calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    """Graphs may have captured launches on those that are forgotten, so that they are handed on."""
+    monkeypatch.setattr(kernel_tables, "MOST_LAYERS", 2)
+    kept: list[object] = []
+    tables = address_tables(CONFIG)
+    captured = SimpleNamespace(keep=lambda *given: kept.extend(given))
+    tables._memory = SimpleNamespace(captured=captured)  # type: ignore[assignment]
+    moved = [stacked(in_bf16(make_tensors()), [4]) for _ in range(5)]
+    made = [tables.of_weights(ExpertWeights(**each), PROBLEM, SIZES) for each in moved]
+    assert [id(one) for one in kept] == [id(one) for one in made[:4]]
+    assert tables.of_weights(ExpertWeights(**moved[4]), PROBLEM, SIZES) is made[4]
+    assert len(calls.addresses) == 5
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Hooks of the scheduled backend: what they see, what becomes of what they return, bad ones."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,12 +128,43 @@ def test_a_hook_is_told_the_layer_of_the_model(is_training: bool) -> None:
 
     for when in ("before", "after"):
         backend.hooks.add(when, "combine", hook)
+    gaps: list[tuple[str, int]] = []
+    backend.slices = SimpleNamespace(
+        take=lambda layer, _: gaps.append(("gap of", layer)),
+        leave=lambda layer: gaps.append(("behind", layer)),
+    )
     layer = FlashMoELayer(cases.CONFIG, router=True, dtype=torch.float32, backend=backend)
     x = torch.randn(TOKENS, cases.CONFIG.hidden)
     number = launch_number(3, is_training=is_training, owner=2)
     weights = layer._weights(None)
     moe_forward(x, *layer.route(x), weights, backend=backend, layer=number).sum().backward()
     assert told == {("forward", 3), ("backward", 3)}
+    assert gaps == [("gap of", 3), ("behind", 3)], "plans of reductions have the model's numbers"
+
+
+def test_what_hooks_return_lies_as_what_they_got() -> None:
+    """It is sent to other ranks as it lies, and the next hook may want a view of it."""
+    backend, inputs = make(keep="preactivations"), make_inputs()
+    want = run(backend, inputs)
+    seen = set()
+
+    def turn(rows: torch.Tensor, _: Call) -> torch.Tensor:
+        return rows.t().contiguous().t()
+
+    def look(when: str, stage: str) -> Any:
+        def hook(rows: torch.Tensor, call: Call) -> None:
+            assert rows.is_contiguous()
+            seen.add((when, stage))
+
+        return hook
+
+    for when in ("before", "after"):
+        for stage in STAGES:
+            backend.hooks.add(when, stage, turn)
+            backend.hooks.add(when, stage, look(when, stage))
+    found = run(backend, inputs)
+    assert all(torch.equal(found[name], value) for name, value in want.items())
+    assert len(seen) == 2 * len(STAGES)
 
 
 def test_a_hook_that_cannot_be_is_refused() -> None:

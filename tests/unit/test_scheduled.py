@@ -35,7 +35,9 @@ from flashmoe_megatron.scheduled.agreement import Agreement, Heard
 from flashmoe_megatron.scheduled.backend import ScheduledBackend, _make_exchange
 from flashmoe_megatron.scheduled.exchange import Exchange
 from flashmoe_megatron.scheduled.plan import latest_ends
-from flashmoe_megatron.scheduled.ways import Ways
+from flashmoe_megatron.scheduled.products import stack_of, store
+from flashmoe_megatron.scheduled.tensor import TensorGroup
+from flashmoe_megatron.scheduled.ways import Way, Ways
 from flashmoe_megatron.select import select_backend
 from tests.distributed import RankPool
 from tests.unit import cases
@@ -215,6 +217,68 @@ def count_rooms(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Input
     # Probabilities, three parts, these back; and in the backward two parts, these back, gradients.
     assert len(made) == 1 + 3 + 1 + 2 + 1 + 1
     assert all(any(rows is one.rows for one in made) for rows in summed)
+
+
+def test_ids_below_minus_one_are_no_choices_left_out() -> None:
+    config = cases.make_config()
+    inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.float32)
+    weights = ExpertWeights((torch.stack(inputs.fc1),), (torch.stack(inputs.fc2),))
+    idx = torch.tensor([[0, 1], [2, -2], [3, -1], [4, 5], [6, 7]])
+    with pytest.raises(RoutingError, match=r"topk_idx\[1, 1\] is -2, wanted an expert id"):
+        ScheduledBackend(config).forward(
+            inputs.x[0], torch.ones(5, 2), idx, weights, training=False
+        )
+
+
+def test_weights_of_another_dtype_are_looked_at_again() -> None:
+    config = cases.make_config()
+    inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.float32)
+    fc1, fc2 = torch.stack(inputs.fc1), torch.stack(inputs.fc2)
+    call = inputs.x[0], inputs.probs[0], inputs.routing_map[0]
+    backend = ScheduledBackend(config)
+    backend.forward(*call, ExpertWeights((fc1,), (fc2,)), training=False)
+    with pytest.raises(ShapeError, match=r"fc2 .*float64"):
+        backend.forward(*call, ExpertWeights((fc1,), (fc2.double(),)), training=False)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_phases_add_up_to_the_call(direction: str) -> None:
+    config = cases.make_config()
+    inputs = cases.make_inputs(config, cases.uniform, [50], dtype=torch.float32)
+    backend = ScheduledBackend(config, degrees=(2, 2))
+    run(backend, inputs)
+    (record,) = [one for one in backend.take_records() if one.direction == direction]
+    assert record.duration_ns > 0
+    assert sum(record.phase_ns.values()) == record.duration_ns
+
+
+def test_what_has_arrived_is_looked_at_once_it_is_waited_for() -> None:
+    """An exchange that is broken by then marks it as wrong."""
+    guarded: list[torch.Tensor] = []
+    exchange: Any = SimpleNamespace(guard=guarded.append)
+    rows = torch.ones(3, 2)
+    assert Way((), rows, None, exchange).wait() is rows
+    assert len(guarded) == 1
+    assert guarded[0] is rows
+
+
+def test_experts_that_lie_in_other_ways_are_not_read_as_the_first_one_does() -> None:
+    memory = torch.arange(3.0 * 16).view(3, 4, 4)
+    even = [memory[0], memory[1], memory[2]]
+    assert stack_of(even).data_ptr() == memory.data_ptr(), "nothing is copied"
+    turned = [memory[0], memory[1].t(), memory[2]]
+    assert torch.equal(stack_of(turned), torch.stack(turned))
+
+
+def test_a_gradient_in_a_part_of_a_memory_stays_there() -> None:
+    """Whoever reads the whole memory has to find it."""
+    memory = torch.zeros(3 * 8)
+    part = torch.empty(0).set_(memory.untyped_storage(), 8, (2, 2, 2))  # which has no base
+    store([WeightGrad(part, False)], torch.ones(2, 2, 2))
+    assert memory.tolist() == [0.0] * 8 + [1.0] * 8 + [0.0] * 8
+    whole = torch.zeros(2, 2, 2)
+    store([WeightGrad(whole, False)], values := torch.ones(2, 2, 2))
+    assert whole.data_ptr() == values.data_ptr(), "a memory of its own is taken over"
 
 
 def test_one_rank_refuses_unusable_routing_alone() -> None:
@@ -470,6 +534,24 @@ def test_a_gradient_that_is_a_view_is_written_where_it_is() -> None:
     assert base.data_ptr() != values.data_ptr()
     products.store([WeightGrad(base, False)], values)
     assert base.data_ptr() == values.data_ptr()
+
+
+def sum_of_shares(group: dist.ProcessGroup) -> tuple[list[float], int]:
+    """Four ranks' summands of one row of each, in bfloat16, and what one has sent."""
+    traffic = TrafficCounters()
+    tensor = TensorGroup(group, traffic, torch.device("cpu"))
+    value = 1.0 if tensor.rank == 0 else 2.0**-8  # half of what bfloat16 has behind 1
+    rows = torch.full((4, 64), value, dtype=torch.bfloat16)
+    out = torch.empty(1, 64, dtype=torch.bfloat16)
+    tensor.reduce(out, rows, [1] * 4, None)
+    assert traffic.rows_sent == 3
+    return out[0].unique().tolist(), traffic.bytes_sent
+
+
+def test_what_ranks_share_is_rounded_once(ranks: RankPool) -> None:
+    want = torch.tensor(1 + 3 * 2.0**-8).bfloat16().item()
+    assert want > 1
+    assert ranks.run(sum_of_shares) == [([want], 3 * 64 * 2)] * 4
 
 
 def refuse_gradients_alone(group: dist.ProcessGroup, inputs: cases.Inputs) -> str:

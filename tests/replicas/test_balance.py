@@ -148,6 +148,13 @@ def test_stale_replicas_do_no_harm():
     assert stale[1] <= home[1]
 
 
+MORE_BLOCKS = [
+    [1, 129, 200, 129, 5, 200, 2, 5, 1],
+    [0, 60, 0, 100, 100, 129, 1, 200, 127],
+    [127, 129, 127, 60, 2, 0, 0, 0, 0],
+]
+"""Routes of which some moves would even out rows and give a rank more blocks than any has."""
+
 PROGRAM = r"""
 #include <pthread.h>
 
@@ -333,6 +340,11 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
         (counts, spare, balance(counts[::-1], spare).hosts, 0) for counts, spare in routings[:6]
     ]
     given += [(counts, spare, None, 700) for counts, spare in routings]
+    given += [
+        ([[10] * 4] * 2, 1, ((3,), (0,)), 0),  # nobody needs the replicas
+        ([[700, 0], [700, 0]], 1, None, 700),  # what can move is just enough
+        (MORE_BLOCKS, 2, None, 0),
+    ]
 
     def line(counts, spare, hosts, least_rows: int, is_popular: bool) -> str:
         flat = [slot for experts in hosts or () for slot in [*experts, *[-1] * spare][:spare]]

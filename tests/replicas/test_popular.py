@@ -1,9 +1,14 @@
 """The placement of CCFuser: rows stay where their tokens are."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.reference.replicas import add_replica_grads
 from flashmoe_megatron.replicas.placement import (
     Counts,
     Hosts,
@@ -80,13 +85,38 @@ def test_placements_that_cannot_be_followed_are_refused():
         (good._replace(hosts=((), ())), "rank 1's table sends expert 1 to slot 5, which does not"),
         *(
             (good._replace(slot_of=(good.slot_of[0], (0, slot, 3, 4))), f"to slot {slot}, which")
-            for slot in (-1, 6, 99)
+            for slot in (-1, -5, 6, 99)  # from behind, -5 would hold it
         ),
         (good._replace(slot_of=(good.slot_of[0], (0, 5))), "rank 1's table has 2 experts, wanted"),
         (Placement(((),), good.slot_of, 3), "replicas for 1 ranks, tables for 2 and 3 slots"),
     ):
         with pytest.raises(ConfigError, match=message):
             bad.check(2, 4, 1)
+    twice = placement_of([[0, 0, 1, 1], [0, 1, 1, 1]], [(), (1, 1)], 2)
+    with pytest.raises(ConfigError, match=r"\[1, 1\]: wanted at most 2 different ones"):
+        twice.check(2, 4, 2)
+
+
+def test_routes_that_stay_on_their_rank():
+    placement = placement_of([[0, 0, 1, 1], [0, 1, 1, 1]], [(), (1,)], 1)
+    assert locality([[1, 2, 3, 4], [5, 6, 7, 8]], placement) == (1 + 2 + 6 + 7 + 8) / 36
+    assert locality([[0] * 4] * 2, placement) == 1, "nothing crosses where nothing is routed"
+
+
+def test_gradients_of_replicas_are_added_and_their_bytes_told():
+    placement = placement_of([[0, 0, 1, 1], [1, 0, 1, 1]], [(), (0,)], 1)
+    asked: list[list[int]] = []
+
+    def exchange(send: torch.Tensor, _: object, sizes: list[int]) -> torch.Tensor:
+        asked.append(sizes)
+        return torch.arange(float(sum(sizes)))
+
+    own = {0: [torch.ones(2, 3), torch.ones(3)]}
+    rows: Any = SimpleNamespace(rank=0, exchange=exchange)
+    assert add_replica_grads(rows, placement, own, [], like=torch.empty(0)) == 9 * 4
+    assert asked == [[0, 9]]
+    assert torch.equal(own[0][0].flatten(), 1 + torch.arange(6.0))
+    assert torch.equal(own[0][1], 1 + torch.arange(6.0, 9.0))
 
 
 @pytest.mark.library

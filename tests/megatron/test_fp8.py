@@ -96,6 +96,22 @@ def parameters_in_fp8(
     return found[0], found[1]
 
 
+def test_experts_that_are_built_later_are_as_megatron_has_them() -> None:
+    """Those of a layer that another dispatcher serves, also behind a layer that failed."""
+    engine, made = Engine(), list[bool]()
+    experts = ModuleType("experts")
+    experts.SequentialMLP = type(  # type: ignore[attr-defined]
+        "SequentialMLP", (), {"__init__": lambda self: made.append(engine.makes_fp8)}
+    )
+    fp8.patch_experts(experts)
+    with engine.installed(*RELEASES[0]), engine.init():
+        with contextlib.suppress(ConfigError), fp8.bfloat16_experts():
+            experts.SequentialMLP()
+            raise ConfigError("the layer is of no use")
+        experts.SequentialMLP()
+    assert made == [False, True]
+
+
 @pytest.mark.parametrize("is_on", [False, True])
 def test_the_call_decides_what_is_said(is_on: bool, two_ranks: RankPool) -> None:
     """Somebody else may enter the autocast, without the flag of Megatron's configuration."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from flashmoe_megatron.adapters.megatron import multipath
 from flashmoe_megatron.adapters.megatron.notices import find_notices
 from flashmoe_megatron.errors import ConfigError, LinkError
-from flashmoe_megatron.multipath import Multipath
+from flashmoe_megatron.multipath import LinkTotals, Multipath
 from tests.distributed import RankPool, refusal
 from tests.megatron.harness import Case, Layout, prepare, train, transformer_config
 
@@ -110,6 +110,28 @@ def test_parameters_in_the_memory_of_gradients_are_not_shared() -> None:
     ):
         given = own if bucket.param_data is None else bucket.param_data
         assert multipath._has_own_memory(bucket, given) == is_own
+
+
+def test_links_of_all_groups_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"peer": LinkTotals(1, 2, 0.5), "host": LinkTotals(4, 8, 1.0)}
+    other = {"peer": LinkTotals(10, 20, 0.25)}
+    groups = {
+        name: SimpleNamespace(take_totals=lambda totals=totals: totals)
+        for name, totals in (("a group", one), ("another", other))
+    }
+    monkeypatch.setattr(multipath, "_made", groups)
+    assert multipath.take_link_totals() == {
+        "peer": LinkTotals(11, 22, 0.75),
+        "host": LinkTotals(4, 8, 1.0),
+    }
+
+
+def test_one_rank_has_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has all of a bucket copies it, as Megatron does."""
+    monkeypatch.setattr(multipath, "_least_bytes", 16)
+    for num_ranks, length, is_large in ((1, 4, False), (2, 4, True), (2, 3, False)):
+        monkeypatch.setattr(dist, "get_world_size", lambda _, n=num_ranks: n)
+        assert multipath._is_large(torch.ones(length), "a group") == is_large
 
 
 def test_links_end_with_their_group(four_ranks: RankPool) -> None:

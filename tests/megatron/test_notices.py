@@ -81,6 +81,19 @@ def test_rank_0_is_told_when_the_script_starts(caplog: pytest.LogCaptureFixture)
         assert len(caplog.messages) == 1 - rank
 
 
+@pytest.mark.parametrize(("stages", "is_told"), [(1, True), (2, False)])
+def test_stages_of_a_pipeline_share_no_experts(
+    stages: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a reduction of theirs is not another one beside that of all else."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("NCCL_MAX_CTAS", "4")
+    sizes = {"expert_model_parallel_size": 2, "world_size": 4}
+    args = parse(FLASHMOE, overlap_grad_reduce=True, **sizes, pipeline_model_parallel_size=stages)
+    assert any("NCCL_MAX_CTAS" in notice for notice in find_notices(args)) == is_told
+
+
 @pytest.mark.parametrize("ignores_unknown", [False, True])
 def test_a_misspelt_flag_gets_the_nearest(
     ignores_unknown: bool, capsys: pytest.CaptureFixture[str]

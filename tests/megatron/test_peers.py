@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.megatron import peers
 from flashmoe_megatron.config import TILE_M
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.per_group import next_name
@@ -37,6 +38,16 @@ def expert_group() -> dist.ProcessGroup:
 
     group: dist.ProcessGroup = parallel_state.get_expert_model_parallel_group()
     return group
+
+
+def test_ranks_that_are_made_up_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run has one process for all ranks."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 8)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "fake")
+    nobody: Any = "a group"
+    peers.tell_dispatcher(nobody, "flashmoe")
+    peers.check_dispatchers(nobody, timeout=0.0)
 
 
 @pytest.mark.parametrize("flashmoe_rank", [0, 1])

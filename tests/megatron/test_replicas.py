@@ -240,6 +240,31 @@ def test_a_lookahead_adds_the_bias_of_experts_to_sigmoids() -> None:
     assert _predict(layer, logits[:, None]).int().argmax(1).tolist() == [0, 1]
 
 
+def test_a_routing_that_was_found_before_attention_is_for_one_call() -> None:
+    """And for the tokens that it was found for: those of another call would be routed wrong."""
+    from types import SimpleNamespace
+
+    from flashmoe_megatron.adapters.megatron import early_routing
+    from flashmoe_megatron.errors import ConfigError
+
+    class Layer:
+        def route(self, hidden_states: torch.Tensor) -> str:
+            return "by its own router"
+
+    early_routing.patch_route(SimpleNamespace(MoELayer=Layer))
+    layer, tokens = Layer(), torch.zeros(3, 2, 8)
+    assert layer.route(tokens) == "by its own router"
+    setattr(layer, early_routing.ROUTED, SimpleNamespace(pre_gates=True))
+    found = torch.ones(6, 4), torch.ones(6, 4, dtype=torch.bool)
+    setattr(layer, early_routing._EARLY, found)
+    assert layer.route(tokens) is found
+    with pytest.raises(ConfigError, match="has 6 tokens and got none of the routings"):
+        layer.route(tokens)
+    setattr(layer, early_routing._EARLY, found)
+    with pytest.raises(ConfigError, match="has 4 tokens and got one of 6 tokens"):
+        layer.route(tokens[:2])
+
+
 def test_pre_run_gating_routes_by_the_layers_input(two_ranks: RankPool) -> None:
     for found, refused in two_ranks.run(early_routing):
         assert found == [True] * 3  # two layers, and gradients in both routers

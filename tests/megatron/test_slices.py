@@ -160,6 +160,81 @@ def test_other_backends_get_buckets_that_fit(fit: str, two_ranks: RankPool) -> N
         assert 100 < size < 100_000, "not Megatron's default of 40 million"
 
 
+class Noted:
+    """Stands for the queue: notes what is drained and queued."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def drain(self) -> None:
+        self.notes.append("drained")
+
+    def put(self, num_bytes: int, start: Callable[[], None]) -> None:
+        self.notes.append(f"queued {num_bytes}")
+
+
+class BucketGroup:
+    """A bucket group of Megatron's, as far as it starts a reduction."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.ddp_config = SimpleNamespace(flashmoe_slices=Noted(notes))
+        self.buckets = [SimpleNamespace(grad_data=SimpleNamespace(nbytes=64))] * 2
+        self.notes = notes
+
+    def start(self) -> None:
+        self.notes.append("started")
+
+    def tell(self, is_last: bool) -> None:
+        if is_last:
+            self.start_grad_sync()
+
+    start_grad_sync = slices.queued(start)
+    register_grad_ready = slices.told(tell)
+
+
+def test_a_reduction_that_the_program_starts_is_behind_all_that_wait() -> None:
+    """On every rank, whichever gaps each has had by then; only the last gradient queues one."""
+    notes: list[str] = []
+    group, other = BucketGroup(notes), BucketGroup(notes)
+    group.register_grad_ready(False)
+    group.register_grad_ready(True)
+    assert notes == ["queued 128"]
+    notes.clear()
+    for one in (group, other):
+        one.start_grad_sync()
+    assert notes == ["drained", "started"] * 2
+
+
+def test_each_model_is_planned_for_once_though_one_cannot_be_wrapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[str] = []
+
+    def size_buckets(ddp_config: Any, chunks: list[str], *, will_scatter: bool) -> None:
+        planned.extend(chunks)
+
+    monkeypatch.setattr(slices, "_size_buckets", size_buckets)
+    monkeypatch.setattr(slices, "current_value", lambda name: name == "slice_gradients")
+
+    def ddp(module: str, ddp_config: Any) -> str:
+        if module == "bad":
+            raise ConfigError("it cannot be wrapped")
+        return module
+
+    inner = slices._planning(ddp, "module")
+
+    def script(model_chunks: list[str], ddp_config: Any) -> list[str]:
+        return [inner(chunk, ddp_config) for chunk in model_chunks]
+
+    wrap = slices._planning(script, "model_chunks")
+    config = SimpleNamespace(use_distributed_optimizer=True)
+    with pytest.raises(ConfigError):
+        wrap(["bad"], config)
+    assert wrap(["one", "two"], config) == ["one", "two"]
+    assert inner("three", config) == "three"
+    assert planned == ["bad", "one", "two", "three"]
+
+
 SCRIPT_SIZE = 40_000_000
 """What Megatron's script gives buckets whose size nobody has chosen."""
 

@@ -1,0 +1,253 @@
+"""What links keep, let go and tell first, each by itself in one process."""
+
+import errno
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.errors import DeviceError, HeapError, LinkError
+from flashmoe_megatron.multipath import ledger as ledgers
+from flashmoe_megatron.multipath import shared
+from flashmoe_megatron.multipath.arena import Arena
+from flashmoe_megatron.multipath.choose import make_links
+from flashmoe_megatron.multipath.control import Control
+from flashmoe_megatron.multipath.inbox import Inbox
+from flashmoe_megatron.multipath.ledger import Ledger
+from flashmoe_megatron.multipath.links import Exchange, Part, Piece, Place
+from flashmoe_megatron.multipath.mapped import Block
+from flashmoe_megatron.multipath.multipath import Multipath
+from flashmoe_megatron.multipath.ring import HostRelay
+from flashmoe_megatron.multipath.shared import SharedMemory
+from flashmoe_megatron.multipath.sockets import SocketLink
+from flashmoe_megatron.multipath.transfers import Transfers
+
+CPU = torch.device("cpu")
+
+
+def bare(kind: Any, **attributes: Any) -> Any:
+    """An object of a class that is made by several ranks, with what one test looks at."""
+    made = kind.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+def test_a_forward_is_behind_what_was_read_and_what_was_broken_off() -> None:
+    waits: list[object] = []
+    link = SimpleNamespace(raise_if_broken=lambda: None)
+    arena = bare(Arena, _link=link, _stream="the last one", _writer="broken off")
+    stream: Any = SimpleNamespace(wait_stream=waits.append)
+    arena.restart(stream)
+    assert waits == ["the last one", "broken off"]
+    arena.restart(stream)
+    assert len(waits) == 2, "what is in the same stream is in order"
+
+
+def test_a_failed_link_is_not_asked_for_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    asked: list[int] = []
+
+    def allocate(nbytes: int) -> Any:
+        asked.append(nbytes)
+        raise DeviceError("no room")
+
+    def raise_if_broken() -> None:
+        raise LinkError("a peer is gone")
+
+    link = SimpleNamespace(allocate=allocate, raise_if_broken=raise_if_broken)
+    with pytest.raises(LinkError, match="a peer is gone"):
+        bare(Arena, _link=link, _memory=None, _outgrown=[])._grow(64)
+    assert asked == [64]
+
+
+def test_links_that_were_made_before_one_fails_are_closed() -> None:
+    closed: list[str] = []
+
+    def fail(_: Control) -> Any:
+        raise LinkError("no wires")
+
+    made = [
+        lambda _, name=name: SimpleNamespace(close=lambda: closed.append(name)) for name in "ab"
+    ]
+    control: Any = None
+    with pytest.raises(LinkError, match="no wires"):
+        make_links(control, CPU, [*made, fail])
+    assert closed == ["a", "b"]
+
+
+def test_nothing_of_what_ranks_have_told_stays_in_the_store() -> None:
+    """A training tells times for weeks."""
+    store = dist.HashStore()
+    ranks = [
+        bare(Control, _store=store, _prefix="x", rank=rank, num_ranks=3, timeout=5.0)
+        for rank in range(3)
+    ]
+    for number in range(2):
+        for one in ranks:
+            one._store.set(one._key(number, one.rank), str(10 * one.rank))
+        assert [one.read(number) for one in ranks] == [[0, 10, 20]] * 3
+    assert store.num_keys() == 0
+
+
+def make_ledger() -> Ledger:
+    piece = Piece(1, torch.zeros(4), torch.zeros(4))
+    exchange = Exchange(1, "a test", [piece], [Part(0, 4, 4)], [0.0], None, None)
+    return Ledger(0, exchange, [0], takes_rest=False, timeout=5)
+
+
+def test_who_sends_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that reads is there, though nothing comes of it."""
+    now = [0.0]
+    monkeypatch.setattr(ledgers.time, "monotonic", lambda: now[0])
+    ledger = make_ledger()
+    ledger.note_received(1, 4)
+    ledger.begin_sending()
+    now[0] = 4.0
+    ledger.note_sent()
+    now[0] = 7.0
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        ledger._num_sending = 0
+
+    monkeypatch.setattr(ledger._changed, "wait", wait)
+    ledger.wait()
+    assert waited == [2.0]
+
+
+def test_the_first_error_of_an_exchange_counts() -> None:
+    """The others follow from it."""
+    ledger = make_ledger()
+    for reason in ("the first", "the second"):
+        ledger.fail(LinkError(reason))
+    with pytest.raises(LinkError, match="the first"):
+        ledger.wait()
+
+
+def test_memory_has_what_lies_in_it_as_a_whole() -> None:
+    """Peers have mapped no more of it."""
+    memory = torch.empty(64, dtype=torch.uint8)
+    block = Block(0, memory.data_ptr() + 16, 32, {})
+    for begin, end, is_in in ((16, 48, True), (20, 48, True), (16, 49, False), (15, 20, False)):
+        assert block.has(memory[begin:end]) == is_in
+    assert not block.has(memory[48:])
+
+
+def test_a_gather_is_known_by_its_dtype_too() -> None:
+    """Half of a float32 tensor's memory may be another one's of 16 bits."""
+    place = Place("here", {}, 0)
+    transfers = SimpleNamespace(
+        links=[], pieces=lambda own, parts, _: len(own.view(torch.uint8)), load=lambda *given: given
+    )
+    multipath = bare(
+        Multipath,
+        _in_place={},
+        _broken=None,
+        _gathered_in=lambda *_: place,
+        device=CPU,
+        min_bytes=1,
+        num_ranks=2,
+        rank=0,
+        transfers=transfers,
+    )
+    wide = torch.zeros(8)
+    narrow = wide.view(torch.bfloat16)[:8]
+    moved = [multipath._gather_of(one, one[:4])[1] for one in (wide, narrow, wide)]
+    assert moved == [16, 8, 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_outputs_of_every_floating_dtype_are_marked_if_their_link_fails(dtype: torch.dtype) -> None:
+    for verdict in (1.0, torch.nan):
+        link = bare(HostRelay, _verdict=torch.tensor([verdict]))
+        output = torch.ones(3, dtype=dtype)
+        assert link.guard(output)
+        assert output.isnan().tolist() == [verdict != 1.0, False, False]
+    assert not link.guard(torch.ones(3, dtype=torch.int32))
+
+
+def test_a_host_without_room_keeps_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def truncate(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared.os, "ftruncate", truncate)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(HeapError, match="ENOSPC"):
+        SharedMemory.create(4096)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_connections_end_with_a_link_that_cannot_be_made() -> None:
+    """The peer that has accepted one would wait for it until the process ends."""
+    with socket.create_server(("127.0.0.1", 0)) as lower:
+        lower.settimeout(20)
+
+        def agree(make: Any) -> list[Any]:
+            own = make()
+            if own is not None:
+                return [lower.getsockname(), own]
+            raise LinkError("rank 0: link sockets: cannot reach a peer")
+
+        control: Any = SimpleNamespace(rank=1, num_ranks=2, timeout=20, agree=agree)
+        with pytest.raises(LinkError, match="cannot reach"):
+            SocketLink(control)
+        accepted, _ = lower.accept()
+        with accepted:
+            accepted.settimeout(20)
+            assert accepted.recv(4) == b"\1\0\0\0"
+            assert accepted.recv(1) == b"", "it is closed"
+
+
+def test_of_two_links_over_the_same_wires_the_slower_one_is_found() -> None:
+    took = {"peer": 2.0, "nccl": 3.0, "host": 9.0}
+    links = [SimpleNamespace(name=name) for name in took]
+
+    def fly(what: str, pieces: object, carried: list[int], *_: object) -> list[Any]:
+        return [
+            SimpleNamespace(seconds=lambda one=one: took[one.name]) if nbytes else None
+            for one, nbytes in zip(links, carried, strict=True)
+        ]
+
+    control = SimpleNamespace(gather=lambda row: [row])
+    transfers = bare(
+        Transfers, links=links, fly=fly, pieces=lambda *_: [], _control=control, _num_ranks=1
+    )
+    transfers._device = torch.device("meta")
+    assert transfers._slower("peer", "nccl") == "nccl"
+    took["peer"] = 4.0
+    assert transfers._slower("peer", "nccl") == "peer"
+    assert transfers._slower("peer", "gloo") is None
+
+
+def test_what_moves_time_and_again_goes_by_the_shares_of_now() -> None:
+    routes = {(1.0, 0.0): 0, (0.5, 0.5): -1, (0.0, 1.0): 1}
+    link = SimpleNamespace(writes=lambda *_: None)
+    transfers = bare(
+        Transfers,
+        _num_ranks=2,
+        links=[link, link],
+        _route=lambda _, length, shares: SimpleNamespace(alone=routes[shares]),
+    )
+    load: Any = SimpleNamespace(route=None, shares=None, inbound=64, balancer=None, pieces=[])
+    for shares, alone in routes.items():
+        for _ in range(2):
+            assert transfers._settled(load, shares).alone == alone
+
+
+def test_ranks_compare_operations_before_they_wait_for_memory() -> None:
+    steps: list[str] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        steps.append(f"{nbytes} bytes")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    link: Any = SimpleNamespace(allocate=allocate)
+    inbox = Inbox([link], CPU)
+    inbox.take(64, lambda: steps.append("compared"))
+    inbox.take(32, lambda: steps.append("compared"))
+    assert steps == ["compared", "64 bytes"]

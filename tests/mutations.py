@@ -488,6 +488,266 @@ MUTATIONS = (
     Mutation(
         "hooks of experts go on serving where one of them has been frozen",
         "            and list(map(_wants_grad, params)) == self._is_trained\n",
+    ),
+    Mutation(
+        "fixed sizes have too little room at first: the first call makes a second backend",
+        "first = every if self._is_fixed else tokens_within(config, grid.num_hosts)",
+        "first = tokens_within(config, grid.num_hosts)",
+        "tests/unit/test_one_host.py"
+        "::test_fixed_sizes_have_room_for_the_tokens_of_all_hosts_at_once",
+    ),
+    Mutation(
+        "backends that share a memory count their rows once each",
+        'return {id(getattr(one, "memory", one)): one for one in self._within}.values()',
+        "return {id(one): one for one in self._within}.values()",
+        "tests/unit/test_one_host.py::test_backends_of_one_memory_count_once",
+    ),
+    Mutation(
+        "records over hosts have ranks at wrong places",
+        "before = (0,) * grid.ranks_within.start",
+        "before = (0,) * grid.host",
+        "tests/unit/test_one_host.py::test_records_have_the_ranks_of_a_host_at_their_places",
+    ),
+    Mutation(
+        "what crosses behind the first report is never told",
+        "self._taken = dataclasses.replace(self._rail.crossed)",
+        "self._taken = self._rail.crossed",
+        "tests/unit/test_one_host.py::test_each_report_has_what_has_crossed_since_the_last",
+    ),
+    Mutation(
+        "a refusal takes part in one of a host's launches: the others wait",
+        "            for _ in range(launches[number]):\n                self.within.refuse(reason)",
+        "            self.within.refuse(reason)",
+        "tests/unit/test_one_host.py::test_a_refusal_takes_part_in_every_launch_of_the_host",
+    ),
+    Mutation(
+        "the reason of a failure is replaced by hosts that have gone since",
+        "                        stack.enter_context(contextlib.suppress(FlashMoEError))\n",
+        "",
+        "tests/unit/test_one_host.py"
+        "::test_the_reason_of_a_failure_is_told_though_other_hosts_have_gone_since",
+    ),
+    Mutation(
+        "a backward that fails within a host sends rows of another width",
+        "width = min(topk, self._experts_per_host)",
+        "width = topk",
+        "tests/unit/test_one_host.py"
+        "::test_what_a_backward_that_fails_sends_is_as_wide_as_other_hosts_expect",
+    ),
+    Mutation(
+        "weights that are transposed since are not looked at",
+        "form = (device, weights.transposed, *map(len, kinds))",
+        "form = (device, *map(len, kinds))",
+        "tests/unit/test_one_host.py::test_weights_that_are_transposed_since_are_looked_at_again",
+    ),
+    Mutation(
+        "a refusal sends rows of another dtype",
+        "no_tokens = none.new_empty(0, self.config.hidden, dtype=self._dtype)",
+        "no_tokens = none.new_empty(0, self.config.hidden)",
+        "tests/unit/test_one_host.py::test_a_refusal_takes_part_in_every_launch_of_the_host",
+    ),
+    Mutation(
+        "with fixed sizes nobody refuses an unusable routing",
+        "own.copy_(torch.where(choices.is_bad, experts_per_host, own))",
+        "own.copy_(own)",
+        "tests/unit/test_one_host.py::test_with_fixed_sizes_a_host_refuses_its_own_tokens_routing",
+    ),
+    Mutation(
+        "a launch without routes has no locality",
+        "if stays) / total if total else 1.0",
+        "if stays) / total if total else 0.0",
+        "tests/replicas/test_popular.py::test_routes_that_stay_on_their_rank",
+    ),
+    Mutation(
+        "ranks with different fits have different degrees: a deadlock",
+        "    if len(set(everyone)) > 1:\n",
+        "    if False:\n",
+        "tests/unit/test_schedule_fit.py::test_ranks_measure_and_choose_degrees",
+    ),
+    Mutation(
+        "every fit looks good",
+        "whole = sum((t - mean) ** 2 for t in times_s)",
+        "whole = sum(t**2 for t in times_s)",
+        "tests/unit/test_schedule_fit.py"
+        "::test_a_line_that_tells_nothing_has_no_share_of_the_variance",
+    ),
+    Mutation(
+        "sizes do not span what they should",
+        "ratio = span ** (1 / (points - 1))",
+        "ratio = span ** (1 / points)",
+        "tests/unit/test_schedule_fit.py::test_sizes_are_at_even_ratios_from_a_part_to_the_most",
+    ),
+    Mutation(
+        "SoftMoE refuses tokens of four dimensions",
+        "given = x.reshape(-1, x.shape[-2], width) if is_soft else x.reshape(-1, width)",
+        "given = x if is_soft else x.reshape(-1, width)",
+        "tests/unit/test_gates.py::test_tokens_may_have_any_number_of_dimensions",
+    ),
+    Mutation(
+        "scores begin too close to each other",
+        "return nn.Parameter(torch.empty(rows, width).uniform_(-1, 1) / math.sqrt(width))",
+        "return nn.Parameter(torch.empty(rows, width).uniform_(-1, 1) / width)",
+        "tests/unit/test_gates.py::test_scores_begin_as_those_of_a_linear_layer",
+    ),
+    Mutation(
+        "without a capacity second choices are never left out",
+        "        kept = tried\n",
+        "        kept = torch.ones_like(tried)\n",
+        "tests/unit/test_gates.py"
+        "::test_gshard_without_a_capacity_drops_nothing_and_tries_second_choices_all_the_same",
+    ),
+    Mutation(
+        "what the user has told DDP to leave out is forgotten",
+        "    ignored += [name for name in getattr(model, _IGNORED, ()) if name not in ignored]\n",
+        "",
+        "tests/unit/test_data_parallel.py::test_what_is_refused",
+    ),
+    Mutation(
+        "groups of different sizes are accepted",
+        "if covered != sorted(members) or len({len(one) for one in groups}) > 1:",
+        "if covered != sorted(members):",
+        "tests/unit/test_data_parallel.py::test_groups_of_experts_divide_the_ranks_evenly",
+    ),
+    Mutation(
+        "an evaluation without sync between forward and backward leaves gradients unreduced",
+        "if model is not None and torch.is_grad_enabled():",
+        "if model is not None:",
+        "tests/unit/test_data_parallel.py"
+        "::test_an_evaluation_before_a_backward_leaves_its_reduction",
+    ),
+    Mutation(
+        "a mesh of two dimensions is accepted",
+        "            if group.ndim != 1:",
+        "            if False:",
+        "tests/unit/test_data_parallel.py::test_what_is_refused",
+    ),
+    Mutation(
+        "buckets are larger by an element's bytes",
+        "max(plan.piece_bytes // size, 1)",
+        "max(plan.piece_bytes, 1)",
+        "tests/deepspeed/test_slices.py::test_buckets_have_as_many_elements_as_fit",
+    ),
+    Mutation(
+        "gradients that nobody shares are taken to be reduced",
+        "own = numbers[True] * is_reduced[True] // max(len(layers), 1)",
+        "own = numbers[True] // max(len(layers), 1)",
+        "tests/deepspeed/test_slices.py::test_buckets_have_as_many_elements_as_fit",
+    ),
+    Mutation(
+        "buckets of which some are due are not reduced",
+        "return any(group.is_last_microbatch for group in self._groups)",
+        "return all(group.is_last_microbatch for group in self._groups)",
+        "tests/megatron/test_ddp_hooks.py"
+        "::test_a_bucket_in_its_last_micro_batch_is_due_whatever_the_others_are_in",
+    ),
+    Mutation(
+        "stages of a pipeline count as ranks with the same experts",
+        'apart = stages * number(args, "expert_model_parallel_size", 1) * expert_tensor_size(args)',
+        'apart = number(args, "expert_model_parallel_size", 1) * expert_tensor_size(args)',
+        "tests/megatron/test_notices.py::test_stages_of_a_pipeline_share_no_experts",
+    ),
+    Mutation(
+        "a dry run of one process waits for ranks that are made up",
+        '    if dist.get_backend(group) == "fake":',
+        "    if False:",
+        "tests/megatron/test_peers.py::test_ranks_that_are_made_up_are_not_waited_for",
+    ),
+    Mutation(
+        "only the first weight of a module is reduced",
+        '        for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", ()):\n'
+        "            hook()",
+        '        for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", '
+        "())[:1]:\n            hook()",
+        "tests/megatron/test_schedule.py"
+        "::test_every_weight_of_a_module_is_reduced_and_the_last_modules_first",
+    ),
+    Mutation(
+        "launches go on with addresses of the old heap",
+        "        self._groups.clear()\n",
+        "",
+        "tests/unit/test_group_memory.py::test_launches_go_on_in_the_memory_that_was_made_last",
+    ),
+    Mutation(
+        "a new heap is taken to have the old one's replicas",
+        "        self._heap_bounds = self.bounds\n        self._groups.clear()\n"
+        "        self._last_record = bindings.FlashMoERecord()\n"
+        "        self.is_void = False\n        self.settled_for = None\n",
+        "        self._heap_bounds = self.bounds\n        self._groups.clear()\n"
+        "        self._last_record = bindings.FlashMoERecord()\n        self.is_void = False\n",
+        "tests/unit/test_group_memory.py::test_launches_go_on_in_the_memory_that_was_made_last",
+    ),
+    Mutation(
+        "a fault is given up sooner since there was one before",
+        "        self._known_since = None\n        self.is_void = self.is_void or fault.code",
+        "        self.is_void = self.is_void or fault.code",
+        "tests/unit/test_group_memory.py::test_each_fault_has_its_own_time",
+    ),
+    Mutation(
+        "NVLink multicast is used",
+        '    os.environ["NVSHMEM_DISABLE_NVLS"] = "1"\n',
+        "",
+        "tests/unit/test_group_memory.py"
+        "::test_no_rank_signals_into_memory_that_another_still_zeroes",
+    ),
+    Mutation(
+        "a signal into memory that is being zeroed is lost",
+        "    dist.barrier(ranks)  # nobody signals into memory that is still being zeroed\n",
+        "",
+        "tests/unit/test_group_memory.py"
+        "::test_no_rank_signals_into_memory_that_another_still_zeroes",
+    ),
+    Mutation(
+        "tables of weights that move pile up",
+        "        if len(tables) >= MOST_LAYERS:\n"
+        "            self._memory.captured.keep(*tables.values())\n            tables.clear()\n",
+        "",
+        "tests/unit/test_stacks.py::test_tables_of_weights_that_move_do_not_pile_up",
+    ),
+    Mutation(
+        "rows of replicas do not fit a bound that they are within",
+        "blocks = bounded_row_blocks(self.config, self.options.row_bound) + self.spare_slots",
+        "blocks = bounded_row_blocks(self.config, self.options.row_bound)",
+        "tests/unit/test_in_step.py::test_a_bound_has_room_for_a_block_of_each_spare_slot",
+    ),
+    Mutation(
+        "others reduce gradients that have not been handed on yet",
+        "self._early_number = number if grads.are_own else 0",
+        "self._early_number = number",
+        "tests/unit/test_in_step.py"
+        "::test_gradients_that_are_handed_on_are_complete_with_their_backward_alone",
+    ),
+    Mutation(
+        "a refused forward leaves its replicas to the next one",
+        "        self.num_calls += 1\n        self.memory.settled_for = None\n"
+        "        if self.config.num_ranks == 1",
+        "        self.num_calls += 1\n        if self.config.num_ranks == 1",
+        "tests/unit/test_in_step.py::test_another_launch_ends_what_was_settled",
+    ),
+    Mutation(
+        "a table is kept for gradients that are gone",
+        "            if grads[0].accumulate:  # main_grad stays where it is; ordinary "
+        "gradients do not\n",
+        "            if True:\n",
+        "tests/unit/test_stacks.py::test_the_kernel_knows_gradients_that_stay_where_they_are",
+    ),
+    Mutation(
+        "launches on two streams share memory at once",
+        "        if last is not None and not torch.cuda.is_current_stream_capturing():",
+        "        if False:",
+        "tests/unit/test_group_memory.py"
+        "::test_launches_on_another_stream_are_behind_those_on_the_last",
+    ),
+    Mutation(
+        "a graph captures a lookahead that no replay asks for",
+        "        if not self.spare_slots:\n            return\n"
+        "        if torch.cuda.is_current_stream_capturing():\n            raise ConfigError(",
+        "        if not self.spare_slots:\n            return\n        if False:\n"
+        "            raise ConfigError(",
+        "tests/unit/test_in_step.py::test_another_launch_ends_what_was_settled",
+    ),
+    Mutation(
+        "a layer calls its experts' hooks where one of them is frozen",
+        "            and all(map(_wants_grad, params))\n",
         "",
         "tests/megatron/test_ddp_hooks.py::test_a_frozen_expert_has_no_gradient_and_ddp_hears_of_the_others",
     ),

@@ -179,6 +179,46 @@ def test_other_experts_are_refused(experts: nn.Module, message: str) -> None:
         read(experts)
 
 
+def test_experts_that_are_no_stack_are_refused_by_name() -> None:
+    experts = Experts(nn.functional.silu)
+    experts.gate_up_proj = nn.Parameter(torch.randn(4 * 128, 64))
+    with pytest.raises(ConfigError, match=r"gate_up_proj has shape \(512, 64\), wanted a stack"):
+        read(experts)
+
+
+def test_autocast_reaches_experts_in_a_seat_of_their_own() -> None:
+    from flashmoe_megatron.adapters.transformers import experts as adapter
+
+    experts = Experts(nn.functional.silu)
+    x, weight = torch.randn(8, 64), torch.full((8, 2), 0.5)
+    idx = torch.tensor([[0, 3]] * 8)
+    exact = adapter.experts_forward(experts, x, idx, weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = adapter.experts_forward(experts, x, idx, weight)
+    want = adapter.experts_forward(copy.deepcopy(experts).bfloat16(), x.bfloat16(), idx, weight)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, want.float())
+    assert not torch.equal(found, exact)
+    assert {seat.backend for seat in adapter._seats[experts].values()}
+    assert {dtype for _, _, dtype in adapter._seats[experts]} == {torch.float32, torch.bfloat16}
+
+
+def test_records_tell_evaluation() -> None:
+    from flashmoe_megatron.adapters.transformers import experts as adapter
+
+    experts = Experts(nn.functional.silu)
+    x, weight = torch.randn(8, 64), torch.full((8, 2), 0.5)
+    idx = torch.tensor([[0, 3]] * 8)
+    adapter.experts_forward(experts, x, idx, weight)
+    (seat,) = adapter._seats[experts].values()
+    seat.backend.take_records()
+    for is_training in (True, False, True):
+        experts.train(is_training)
+        adapter.experts_forward(experts, x, idx, weight)
+        (record,) = seat.backend.take_records()
+        assert record.is_evaluation != is_training
+
+
 def test_norms_behind_experts_are_refused() -> None:
     experts = Experts(nn.functional.silu)
     experts.has_post_expert_norm = True

@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms import Join
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from flashmoe_megatron.data_parallel import expert_parameters, prepare_for_ddp
+from flashmoe_megatron.data_parallel import _problem, expert_parameters, prepare_for_ddp
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.expert_group import local_part
+from flashmoe_megatron.expert_group import ExpertGroup, local_part
 from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.per_group import check_member
 from flashmoe_megatron.reference.oracle import assert_close
 from tests.distributed import RankPool
 from tests.unit import cases
@@ -373,9 +375,35 @@ def prepare_uneven_groups(group: dist.ProcessGroup) -> None:
         prepare_for_ddp(layers, group)
 
 
+def leave_out_what_the_user_says(group: dist.ProcessGroup) -> None:
+    model = Model(2, group)
+    left_out = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    left_out(model, ["last.weight"])
+    ddp = DistributedDataParallel(prepare_for_ddp(model, group), process_group=group)
+    ddp(batch(0, 2, dist.get_rank(group))).backward()
+    for layer, is_shared in ((model.first, True), (model.last, False)):
+        both = [torch.empty_like(layer.weight) for _ in range(2)]
+        dist.all_gather(both, layer.weight.grad, group=group)
+        assert torch.equal(*both) == is_shared
+
+
+def give_a_mesh_of_two_dimensions(group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
+    with pytest.raises(ConfigError, match=r"has 2 dimensions, wanted one, as mesh\[\"ep\"\] has"):
+        ExpertGroup(mesh)
+    assert ExpertGroup(mesh["dp"]).ranks == (0, 1)
+
+
 @pytest.mark.parametrize(
     "function",
-    [wrap_unprepared, wrap_a_prepared_part, broadcast_by_hand, copy_a_prepared_model],
+    [
+        give_a_mesh_of_two_dimensions,
+        wrap_unprepared,
+        wrap_a_prepared_part,
+        broadcast_by_hand,
+        copy_a_prepared_model,
+        leave_out_what_the_user_says,
+    ],
 )
 def test_what_is_refused(pair: RankPool, function: Callable[[dist.ProcessGroup], None]):
     pair.run(function)
@@ -386,6 +414,49 @@ def test_batches_and_experts_of_other_kinds(
     pair: RankPool, function: Callable[[dist.ProcessGroup], None]
 ):
     pair.run(function)
+
+
+def evaluate_in_between(group: dist.ProcessGroup) -> None:
+    """An evaluation without gradients, and without sync, between a forward and its backward."""
+    model = Model(2, expert_group(2))
+    ddp = DistributedDataParallel(prepare_for_ddp(model, group), process_group=group)
+    x = batch(0, 4, dist.get_rank(group))
+    loss = ddp(x)
+    with torch.no_grad(), ddp.no_sync():
+        ddp(x)
+    loss.backward()
+    for parameter in (one for _, one in expert_parameters(model)):
+        own = local_part(parameter.grad)
+        everyone = [torch.empty_like(own) for _ in range(4)]
+        dist.all_gather(everyone, own, group=group)
+        assert torch.equal(everyone[0], everyone[2])
+        assert torch.equal(everyone[1], everyone[3])
+
+
+def test_an_evaluation_before_a_backward_leaves_its_reduction(ranks: RankPool):
+    ranks.run(evaluate_in_between)
+
+
+def test_groups_of_experts_divide_the_ranks_evenly():
+    """A mean over replicas would weigh those of a smaller group twice."""
+    everyone = (0, 1, 2)
+    told = [(everyone, [(0, 1)]), (everyone, [(0, 1)]), (everyone, [(2,)])]
+    problem = _problem(everyone, told)
+    assert problem is not None
+    assert problem.startswith("the expert-parallel groups are [(0, 1), (2,)], wanted groups of one")
+    four = (0, 1, 2, 3)
+    assert _problem(four, [(four, [(rank // 2 * 2, rank // 2 * 2 + 1)]) for rank in four]) is None
+
+
+def test_a_mesh_that_this_rank_is_not_in_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """Those in it do not wait for this rank, which would wait for them."""
+    mesh = DeviceMesh.__new__(DeviceMesh)
+    monkeypatch.setattr(DeviceMesh, "__repr__", lambda _: "a mesh")
+    for coordinate, is_member in (([0], True), (None, False)):
+        monkeypatch.setattr(DeviceMesh, "get_coordinate", lambda _, found=coordinate: found)
+        said = "" if is_member else "group=a mesh is no group of this rank"
+        with contextlib.nullcontext() if is_member else pytest.raises(ConfigError, match=said):
+            check_member(mesh)
 
 
 def test_fused_and_scaled_steps(pair: RankPool):

@@ -194,13 +194,13 @@ def test_connections_end_with_a_link_that_cannot_be_made() -> None:
             raise LinkError("rank 0: link sockets: cannot reach a peer")
 
         control: Any = SimpleNamespace(rank=1, num_ranks=2, timeout=20, agree=agree)
-        with pytest.raises(LinkError, match="cannot reach"):
+        with pytest.raises(LinkError, match="cannot reach") as raised:  # which keeps all alive
             SocketLink(control)
         accepted, _ = lower.accept()
         with accepted:
             accepted.settimeout(20)
             assert accepted.recv(4) == b"\1\0\0\0"
-            assert accepted.recv(1) == b"", "it is closed"
+            assert accepted.recv(1) == b"", f"it is closed behind {raised.value}"
 
 
 def test_of_two_links_over_the_same_wires_the_slower_one_is_found() -> None:

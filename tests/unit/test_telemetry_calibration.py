@@ -97,6 +97,13 @@ def test_a_later_measurement_replaces_its_own_kind_alone(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name], "a draft was left behind"
 
 
+def test_a_file_is_for_all_who_train_on_the_machine(file: Path) -> None:
+    """Whoever has measured: temporary files are their owner's alone."""
+    assert file.stat().st_mode & 0o777 == 0o644
+    write_entries(file, [entry(time_ms=3.0)])
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
 def test_writing_refuses_to_replace_another_file(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text('{"loss": 3.0}')

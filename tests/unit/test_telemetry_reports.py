@@ -19,6 +19,7 @@ from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.reference.backend import MOST_RECORDS, ReferenceBackend
+from flashmoe_megatron.telemetry import reporter as reporters
 from flashmoe_megatron.telemetry.calibration import Calibration, Entry
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 from flashmoe_megatron.telemetry.reduce import Reduction, agree_calibration, agree_layout
@@ -180,6 +181,25 @@ def test_the_mode_of_the_layer_tells_evaluation(
     taken = layer.backend.take_records()
     assert taken[-1].direction == "backward"
     assert {(one.layer, one.is_evaluation) for one in taken} == {(0, not is_training)}
+
+
+def test_what_was_before_the_first_step_is_in_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report's time is from the one before to it, and its launches are of that time."""
+    now = [100.0]
+    monkeypatch.setattr(reporters.time, "monotonic", lambda: now[0])
+    backend = ReferenceBackend(cases.CONFIG)
+    for _ in range(3):
+        run_layer(None, backend, 0)
+    taken: list[Totals] = []
+    reporter = make_reporter(
+        None, {0: place(backend, 0)}, backend, [], annotate=taken.append, interval=2
+    )
+    for step, at in ((1, 101.0), (2, 104.0), (3, 105.0), (4, 111.0)):
+        run_layer(None, backend, 0)
+        now[0] = at
+        reporter.step(step)
+    assert [one.launches[0, "forward"].launches for one in taken] == [2, 2]
+    assert [one.seconds for one in taken] == [4.0, 7.0]
 
 
 def test_training_in_evaluation_mode_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -97,7 +97,7 @@ def parameters_in_fp8(
 
 
 def test_experts_that_are_built_later_are_as_megatron_has_them() -> None:
-    """Those of a layer that another dispatcher serves, also behind a layer that failed."""
+    """A layer that another dispatcher serves may come after one that has failed."""
     engine, made = Engine(), list[bool]()
     experts = ModuleType("experts")
     experts.SequentialMLP = type(  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -237,6 +238,24 @@ def test_what_moves_time_and_again_goes_by_the_shares_of_now() -> None:
     for shares, alone in routes.items():
         for _ in range(2):
             assert transfers._settled(load, shares).alone == alone
+
+
+def test_what_is_closed_holds_no_tensors() -> None:
+    class Gather:
+        """Has the tensors of a gather that is known by their addresses."""
+
+    known = {0: Gather()}
+    held = weakref.ref(known[0])
+    multipath = bare(
+        Multipath,
+        _broken=LinkError("a peer is gone"),
+        _in_place=known,
+        _worker=SimpleNamespace(shutdown=lambda: None),
+        device=CPU,
+        transfers=SimpleNamespace(close=lambda: None),
+    )
+    multipath.close()
+    assert held() is None
 
 
 def test_ranks_compare_operations_before_they_wait_for_memory() -> None:

@@ -30,7 +30,7 @@ class MadeUp:
     """A rail whose other hosts have no tokens, and refuse nothing.
 
     Attributes:
-        spread_dtypes: Those of rows that went to all hosts.
+        spread_dtypes: The dtypes of rows that went to all hosts.
         is_lost: Whether the other hosts have gone.
     """
 
@@ -306,7 +306,7 @@ def test_events_of_exchanges_do_not_pile_up_where_nobody_reads_them(
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_both_forms_of_a_routing_have_the_same_choices(skips: bool) -> None:
-    """Those of no weight are none, if the layer's routes without one are none."""
+    """A choice of no weight is none where the layer skips routes without one."""
     config = cases.make_config(num_experts=8, topk=3, skip_zero_probs=skips)
     idx = torch.tensor([[1, 4, 6], [0, 2, 7]])
     weights = torch.tensor([[0.5, 0.0, 0.25], [0.0, 0.0, 1.0]])

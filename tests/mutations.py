@@ -746,6 +746,56 @@ MUTATIONS = (
         "tests/unit/test_in_step.py::test_another_launch_ends_what_was_settled",
     ),
     Mutation(
+        "keeping all is said to cost time",
+        'if settings.keep not in ("auto", "all") and recomputes_layers(config):',
+        'if settings.keep != "auto" and recomputes_layers(config):',
+        "tests/megatron/test_ignored.py::test_keeping_less_of_what_is_recomputed_is_said",
+    ),
+    Mutation(
+        "autocast does not reach experts",
+        "dtype = torch.get_autocast_dtype(device.type) if is_autocast else experts.down_proj.dtype",
+        "dtype = experts.down_proj.dtype",
+        "tests/frameworks/test_transformers.py"
+        "::test_autocast_reaches_experts_in_a_seat_of_their_own",
+    ),
+    Mutation(
+        "evaluation counts as training",
+        "    seat.is_training = experts.training\n",
+        "",
+        "tests/frameworks/test_transformers.py::test_records_tell_evaluation",
+    ),
+    Mutation(
+        "experts that are no stack fail without a name",
+        "    if fc1.dim() != 3:",
+        "    if False:",
+        "tests/frameworks/test_transformers.py::test_experts_that_are_no_stack_are_refused_by_name",
+    ),
+    Mutation(
+        "experts in another dtype take the seat of the first",
+        "key = device, top_k_index.shape[-1], dtype",
+        "key = device, top_k_index.shape[-1], torch.float32",
+        "tests/frameworks/test_transformers.py"
+        "::test_autocast_reaches_experts_in_a_seat_of_their_own",
+    ),
+    Mutation(
+        "exchanges are taken to be four times as slow",
+        "return _samples(clock, {float(one.nbytes): exchange(one, group) for one in buffers})",
+        "return _samples(clock, {float(one.numel()): exchange(one, group) for one in buffers})",
+        "tests/unit/test_schedule_fit.py::test_ranks_measure_and_choose_degrees",
+    ),
+    Mutation(
+        "times are the fastest rank's",
+        "dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)",
+        "dist.all_reduce(taken, op=dist.ReduceOp.MIN, group=self._group)",
+        "tests/unit/test_schedule_fit.py::test_ranks_measure_and_choose_degrees",
+    ),
+    Mutation(
+        "all ranks measure with the same routes",
+        "manual_seed(backend.rank)",
+        "manual_seed(0)",
+        "tests/unit/test_schedule_fit.py::test_routes_to_be_timed_differ_between_ranks",
+    ),
+    Mutation(
         "a layer calls its experts' hooks where one of them is frozen",
         "            and all(map(_wants_grad, params))\n",
         "",

@@ -78,7 +78,8 @@ def test_keeping_less_of_what_is_recomputed_is_said(
     settings: dict[str, Any], is_said: bool
 ) -> None:
     config = transformer_config(Layout(), "flashmoe", **settings)
-    assert not list(ignored_settings(config, Settings()))
+    for keep in ("auto", "all"):
+        assert not list(ignored_settings(config, Settings(keep=keep)))
     for keep in ("preactivations", "inputs"):
         said = list(ignored_settings(config, Settings(keep=keep)))
         assert len(said) == is_said

@@ -1,0 +1,109 @@
+"""Numbers that the C interface is given: a call that no layer makes is refused by name."""
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from flashmoe_megatron.kernel import bindings
+from tests.unit import cases, native
+
+pytestmark = pytest.mark.library
+
+CONFIG = cases.make_config(num_ranks=2, num_experts=8, topk=2, max_tokens=64, gated=True)
+HEAPS = (0x200000, 0x300000)
+
+
+def refusal(
+    problem: bindings.FlashMoEProblem, *, heaps: tuple[int, ...] = HEAPS, **given: Any
+) -> str:
+    """What a plan is refused with before it reaches a GPU; no pointer is of anybody."""
+    good = native.problem_of(CONFIG)
+    mailbox = native.Mailbox(good)
+    group = bindings.FlashMoEGroup(
+        heaps=(ctypes.c_void_p * 8)(*heaps), workspace=0x100000, mailbox=mailbox.address
+    )
+    fields = {"num_tokens": 4, "x": 0x500000, "probs": 0x400000, "routing_map": 0x600000, **given}
+    status = bindings.load().flashmoe_plan(
+        ctypes.byref(problem),
+        ctypes.byref(group),
+        ctypes.byref(bindings.FlashMoEInput(**fields)),
+        0x700000,
+    )
+    said = bindings.load().flashmoe_last_error().decode()
+    assert (status == bindings.BAD_ARGUMENT) == bool(said and status != bindings.CUDA_ERROR)
+    return said if status == bindings.BAD_ARGUMENT else ""
+
+
+def changed(**fields: Any) -> bindings.FlashMoEProblem:
+    problem = native.problem_of(CONFIG)
+    for name, value in fields.items():
+        setattr(problem, name, value)
+    return problem
+
+
+def test_what_a_layer_asks_for_gets_as_far_as_the_launch() -> None:
+    assert refusal(changed()) == ""
+    indices = {"topk_idx": 0x600000, "routing_map": None, "index_bytes": 8}
+    assert refusal(changed(), num_choices=2, **indices) == ""
+    assert refusal(changed(), num_tokens=0, refusal=b"ShapeError: x") == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"heap_tokens": 63}, "heap_tokens 63: wanted max_tokens = 64 to 2^24"),
+        ({"heap_topk": 1}, "heap_topk 1: wanted topk = 2 to 16"),
+        ({"is_split": 1, "is_transposed": 1}, "is_split with is_gated 1, glu_interleave 0, is_t"),
+        ({"glu_interleave": 4}, "glu_interleave 4 of intermediate 64, is_gated 1: wanted 0, or"),
+    ],
+)
+def test_a_problem_that_no_layer_has(fields: dict[str, int], said: str) -> None:
+    assert refusal(changed(**fields)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"num_choices": 3, "topk_idx": 0x600000, "index_bytes": 4},
+            "num_choices 3: wanted 0 to topk = 2",
+        ),
+        ({"is_settled": 1}, "is_settled with spare_slots 0: wanted slots or 0"),
+        ({"refusal": b"ShapeError: x"}, "4 tokens of a call that is refused: wanted none"),
+        ({"num_tokens": 65}, "65 tokens: wanted 0 to max_tokens = 64"),
+    ],
+)
+def test_an_input_that_no_layer_gives(given: dict[str, Any], said: str) -> None:
+    assert refusal(changed(), **given) == said
+
+
+def test_every_ranks_heap_is_needed() -> None:
+    assert refusal(changed(), heaps=(0x200000, 0)).startswith("a rank's heap is at ")
+
+
+def test_gradients_have_a_column_for_each_expert_or_choice() -> None:
+    problem = changed()
+    group = bindings.FlashMoEGroup(
+        heaps=(ctypes.c_void_p * 8)(*HEAPS),
+        workspace=0x100000,
+        mailbox=native.Mailbox(problem).address,
+    )
+    said = {}
+    for columns in (0, 2, 3, 8, 9, -1):
+        launch = bindings.FlashMoELaunch(
+            num_tokens=4,
+            plan=0x700000,
+            weight_maps=0x400000,
+            out=0x800000,
+            grad_columns=columns,
+            grad_probs=0x900000,
+            grad_probs_dtype=bindings.FLOAT32,
+        )
+        status = bindings.load().flashmoe_backward(
+            *map(ctypes.byref, (problem, group, launch)), 0xA00000, 0xB00000, bindings.FLOAT32, 0, 1
+        )
+        if status == bindings.BAD_ARGUMENT:
+            said[columns] = bindings.load().flashmoe_last_error().decode()
+    wanted = "grad_columns {}: wanted num_experts = 8 or, with indices, 0 to topk = 2"
+    assert said == {columns: wanted.format(columns) for columns in (3, 9, -1)}

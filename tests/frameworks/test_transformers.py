@@ -199,8 +199,8 @@ def test_autocast_reaches_experts_in_a_seat_of_their_own() -> None:
     assert found.dtype == torch.float32
     assert torch.equal(found, want.float())
     assert not torch.equal(found, exact)
-    assert {seat.backend for seat in adapter._seats[experts].values()}
-    assert {dtype for _, _, dtype in adapter._seats[experts]} == {torch.float32, torch.bfloat16}
+    seats = adapter._known[experts]._seats
+    assert {dtype for _, _, dtype, _ in seats} == {torch.float32, torch.bfloat16}
 
 
 def test_records_tell_evaluation() -> None:
@@ -210,7 +210,7 @@ def test_records_tell_evaluation() -> None:
     x, weight = torch.randn(8, 64), torch.full((8, 2), 0.5)
     idx = torch.tensor([[0, 3]] * 8)
     adapter.experts_forward(experts, x, idx, weight)
-    (seat,) = adapter._seats[experts].values()
+    (seat,) = adapter._known[experts]._seats.values()
     seat.backend.take_records()
     for is_training in (True, False, True):
         experts.train(is_training)

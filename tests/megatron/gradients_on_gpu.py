@@ -5,8 +5,8 @@
 Needs one GPU and Transformer Engine. A layer is called once, twice and three times in the backward
 passes of three iterations of two micro-batches, whose last ones have a penalty on the experts'
 weights. With Megatron's fusion, alltoall adds nothing of the penalty, and neither may flashmoe.
-Every case is a line with the largest relative error of an expert's gradient; the exit status is 1 if one
-is too large, or if the gradients did not go through the kernel.
+Every case is a line with the largest relative error of an expert's gradient; the exit status is 1
+if one is too large, or if the gradients did not go through the kernel.
 """
 
 import contextlib

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
-from flashmoe_megatron.backend import Backend, ExpertWeights, Together, Void, WeightGrad
+from flashmoe_megatron.backend import (
+    Backend,
+    ExpertWeights,
+    Together,
+    Void,
+    WeightGrad,
+    unmatched_backward,
+)
 from flashmoe_megatron.checks import check_choices_dtype, check_readable
 from flashmoe_megatron.eager import eager, unseen
 from flashmoe_megatron.errors import (
@@ -136,6 +143,8 @@ def moe_apply(
         RoutingError: The routing is not usable: a token selects too many experts or one twice, an
             index is out of range, or a weight is NaN.
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
+        ConfigError: In backward, if some rank has none of this call; those hear of it in their next
+            call.
     """
     with Together(backend, may_be_void=True) as together:
         if isinstance(weights, SplitWeights):
@@ -316,6 +325,7 @@ class _RoutedExperts(torch.autograd.Function):
                     routing_map,
                     taken,
                     training=not keeps_inputs,
+                    followed=True,
                     layer=layer,
                     router=router,
                 )
@@ -331,6 +341,7 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.main_grads = main_grads
         ctx.versions = 0 if main_grads is None else _versions_of(weights)
         ctx.backend = backend
+        ctx.unfollowed = backend.unfollowed if void is None else ()
         # The objects themselves: a hook on saved tensors may return copies without main_grad.
         ctx.owners = weights
         ctx.accumulate_into_main_grad = accumulate_into_main_grad
@@ -344,6 +355,10 @@ class _RoutedExperts(torch.autograd.Function):
             with torch.autocast(kind, enabled=False):
                 return _RoutedExperts.backward(ctx, *grad_outputs)
         refuse_second_derivative("layer")
+        if ctx.unfollowed:  # before anything that would wait for these ranks
+            error = unmatched_backward(ctx.unfollowed)
+            ctx.backend.put_off(error)
+            raise told_error(ctx.backend.rank, reason_of(error))
         main_grads: MainGrads | None = ctx.main_grads
         num_weights = len(_tensors_of(ctx.owners))
         num_saved = num_weights if main_grads is None else 0

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 import torch
 
 from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import FlashMoEError, ShapeError, reason_of, told_error
+from flashmoe_megatron.errors import (
+    ConfigError,
+    FlashMoEError,
+    ShapeError,
+    reason_of,
+    told_error,
+)
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -125,19 +131,23 @@ class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each we
 
 
 class Untold:
-    """What a backward was refused for, on a rank whose peers wait for its part in it.
+    """What a backward was refused for, which only a forward can tell the other ranks.
 
-    Only a forward can tell them: the backward goes on with gradients of NaN, and the next forward
-    raises its error on every rank.
+    The next forward raises it on every rank. Where peers wait for this rank's part in the backward,
+    that goes on with gradients of NaN.
     """
 
     def __init__(self) -> None:
         self._error: FlashMoEError | None = None
 
+    def put_off(self, error: FlashMoEError) -> None:
+        """Keeps an error for :meth:`tell`."""
+        self._error = error
+
     def keep(
         self, error: FlashMoEError, weights: ExpertWeights, grads: Sequence[Sequence[WeightGrad]]
     ) -> list[list[WeightGrad]]:
-        """Puts an error off.
+        """Puts an error off, and gives the backward that goes on buffers for nobody.
 
         Args:
             error: Why gradients cannot be written.
@@ -147,7 +157,7 @@ class Untold:
         Returns:
             Where they go instead, for nobody: those of fc1, of fc2, and of their biases.
         """
-        self._error = error
+        self.put_off(error)
         for grad in itertools.chain(*grads):
             grad.buffer.fill_(torch.nan)
         kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
@@ -168,6 +178,32 @@ class Untold:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+
+UNFOLLOWED = 1 << 40
+"""A rank adds this to every count that it tells in a forward of which it has no backward."""
+
+
+def unfollowed_ranks(told: Sequence[int]) -> tuple[int, ...]:
+    """The ranks without a backward of a forward, by one of the counts that each has told."""
+    # A rank that refuses the call tells a negative number, with or without the addend.
+    return tuple(rank for rank, count in enumerate(told) if count > UNFOLLOWED // 2)
+
+
+def unmatched_backward(unfollowed: Sequence[int]) -> ConfigError:
+    """The error of a backward that some ranks do not have.
+
+    Args:
+        unfollowed: These ranks, as :attr:`Backend.unfollowed` names them.
+    """
+    ranks = ", ".join(map(str, unfollowed))
+    return ConfigError(
+        f"this rank has a backward of its experts and cannot run it alone: none follows this "
+        f"forward on rank {ranks}, where grad mode was off or nothing that the experts were given "
+        "required a gradient, neither tokens nor probabilities nor weights (all frozen); wanted a "
+        "backward on every rank or on none: call with tokens that require a gradient on all ranks "
+        "(x.requires_grad_()), also on those whose experts are frozen, and in the same grad mode"
+    )
 
 
 @dataclass
@@ -250,6 +286,8 @@ class Backend(Protocol):
         rank: This rank in the group.
         num_calls: Forwards in which this rank has taken part, refused ones included.
         takes_split: Whether it reads gate and up projections that are matrices of their own.
+        unfollowed: The ranks that have told in the last forward that no backward of it follows
+            there, as far as this rank's host has waited for what they tell.
     """
 
     config: MoEConfig
@@ -257,6 +295,7 @@ class Backend(Protocol):
     takes_split: bool
     rank: int
     num_calls: int
+    unfollowed: tuple[int, ...]
 
     @property
     def traffic(self) -> TrafficCounters:
@@ -280,6 +319,7 @@ class Backend(Protocol):
         weights: ExpertWeights,
         *,
         training: bool,
+        followed: bool | None = None,
         layer: int = 0,
         router: Router | None = None,
     ) -> tuple[torch.Tensor, Any]:
@@ -293,7 +333,10 @@ class Backend(Protocol):
                 their indices, ``[num_tokens, choices]`` int32 or int64, with at most ``topk``
                 choices; -1 selects none.
             weights: The local experts.
-            training: Whether a backward will follow; what it needs is returned as ``saved``.
+            training: Whether what a backward needs is returned as ``saved``.
+            followed: Whether a backward will follow, be it that it runs this forward again first.
+                The other ranks are told if none does, since all of them have to take part in it.
+                By default, ``training``.
             layer: A number from 0 to 65,535 that comes back in the records of this forward and of
                 its backward; evaluation's is marked, by
                 :func:`~flashmoe_megatron.telemetry.record.launch_number`.
@@ -349,6 +392,14 @@ class Backend(Protocol):
         Raises:
             ShapeError: ``grad_out`` is not a gradient of that forward's output; or there is one
                 rank, and a gradient of a weight cannot be written.
+        """
+        ...
+
+    def put_off(self, error: FlashMoEError) -> None:
+        """Has the next forward raise an error on every rank. Not collective.
+
+        Args:
+            error: Why this rank does not begin a backward.
         """
         ...
 

@@ -1134,6 +1134,60 @@ MUTATIONS = (
         "if False:",
         "tests/unit/test_data_parallel.py::test_batches_and_experts_of_other_kinds",
     ),
+    Mutation(
+        "a backward begins that some ranks do not have",
+        "if ctx.unfollowed:  # before",
+        "if False:  # before",
+        "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[reference-2-all]",
+    ),
+    Mutation(
+        "ranks without a backward never hear why the others have refused theirs",
+        "            ctx.backend.put_off(error)\n",
+        "",
+        "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[scheduled-2-all]",
+    ),
+    Mutation(
+        "a recorded forward that keeps its inputs alone tells that no backward follows",
+        "                    followed=True,\n",
+        "",
+        "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[reference-2-inputs]",
+    ),
+    Mutation(
+        "the reference takes the mark of a rank without a backward for rows",
+        "told[list(unfollowed)] -= UNFOLLOWED",
+        "pass",
+        "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[reference-4-all]",
+    ),
+    Mutation(
+        "the device takes the mark of a rank without a backward for rows",
+        "received = received % UNFOLLOWED",
+        "pass",
+        "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[scheduled-4-all]",
+    ),
+    Mutation(
+        "where all ranks know all counts they take the mark of a rank without a backward for rows",
+        "all_counts = without_marks(Table.of(others[num_received:], num_experts))",
+        "all_counts = Table.of(others[num_received:], num_experts)",
+        "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[two steps]",
+    ),
+    Mutation(
+        "a refusal by a rank without a backward passes for rows",
+        "if count > UNFOLLOWED // 2)",
+        "if count >= UNFOLLOWED)",
+        "tests/unit/test_unfollowed.py::test_a_rank_without_a_backward_hears_and_tells_refusals[scheduled]",
+    ),
+    Mutation(
+        "ranks that share experts get numbers that no rank of the group has",
+        "tuple(sorted({source % config.num_ranks for source in sources}))",
+        "sources",
+        "tests/unit/test_unfollowed.py::test_ranks_that_share_experts_hear_of_each_other",
+    ),
+    Mutation(
+        "ranks of other hosts do not tell that they have no backward",
+        "words[1].fill_(len(leaves) if followed else len(leaves) + UNFOLLOWED)",
+        "words[1].fill_(len(leaves))",
+        "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[hosts]",
+    ),
 )
 
 

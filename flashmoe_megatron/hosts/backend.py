@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.backend import (
+    UNFOLLOWED,
     Backend,
     ExpertWeights,
     OfGroup,
     Together,
     TrafficCounters,
     WeightGrad,
+    unfollowed_ranks,
 )
 from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
 from flashmoe_megatron.config import Keep, MoEConfig
@@ -124,6 +126,8 @@ class HostsBackend(OfGroup):
         keep: What a forward keeps for its backward.
         rank: This rank in the group.
         num_calls: Forwards in which this rank has taken part.
+        unfollowed: The ranks that have no backward of the last forward. Where the host does not
+            wait for the counts, these are of this host alone.
     """
 
     def __init__(
@@ -158,6 +162,7 @@ class HostsBackend(OfGroup):
         self.config = config
         self.rank = grid.rank
         self.num_calls = 0
+        self.unfollowed: tuple[int, ...] = ()
         self.takes_split = False
         self._rail = rail
         self._make_within = make_within
@@ -286,6 +291,7 @@ class HostsBackend(OfGroup):
         weights: ExpertWeights,
         *,
         training: bool,
+        followed: bool | None = None,
         layer: int = 0,
         router: Router | None = None,
     ) -> tuple[torch.Tensor, SavedOverHosts | None]:
@@ -309,7 +315,8 @@ class HostsBackend(OfGroup):
             choices = Choices.of(self.config, probs, routing_map)
         self.num_calls += 1
         self._rail.crossed.calls += 1
-        legs, needs = self._cross(choices, probs, routing_map)
+        is_followed = training if followed is None else followed
+        legs, needs = self._cross(choices, probs, routing_map, followed=is_followed)
         backend, launches = self._backend_for(needs)
         # Rows take longer than routes, which are made while they are under way.
         begun = [(leg.out(self._rail, x), leg.routes(self._rail)) for leg in legs]
@@ -325,13 +332,22 @@ class HostsBackend(OfGroup):
                 strict=True,
             ):
                 out, saved = backend.forward(
-                    tokens, weight, idx, weights, training=training, layer=layer
+                    tokens,
+                    weight,
+                    idx,
+                    weights,
+                    training=training,
+                    followed=is_followed,
+                    layer=layer,
                 )
                 made.append(out)
                 kept.append(saved)
             return _joined(made), None
 
         total, _ = self._there_and_back(legs, [out for out, _ in begun], launch)
+        if not self._host_reads:
+            first = self._rail.grid.ranks_within.start
+            self.unfollowed = tuple(first + rank for rank in backend.unfollowed)
         if not training:
             return total, None
         return total, SavedOverHosts(legs, choices, backend, kept, num_rows, x.dtype)
@@ -459,6 +475,10 @@ class HostsBackend(OfGroup):
 
         self._there_and_back(legs, [out for out, _ in begun], launch)
 
+    def put_off(self, error: FlashMoEError) -> None:
+        """Has the next forward raise an error on every rank; see the protocol."""
+        self._untold = error
+
     def raise_pending_fault(self) -> None:
         """Raises what a launch within this host has found wrong; see the protocol."""
         for one in self._distinct():
@@ -469,7 +489,12 @@ class HostsBackend(OfGroup):
         return None if self._last is None else self._last.early_fc2_grads()
 
     def _cross(
-        self, choices: Choices, probs: torch.Tensor, routing_map: torch.Tensor
+        self,
+        choices: Choices,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        *,
+        followed: bool,
     ) -> tuple[list[ExactCrossing] | list[FixedCrossing], list[int]]:
         """How the tokens cross, and the most tokens of any rank on each leg. Collective.
 
@@ -484,15 +509,16 @@ class HostsBackend(OfGroup):
         everyone: list[list[int]] = []
         if self._host_reads:
             words = self._words(is_refused=choices.is_bad.any())
-            words[1].fill_(len(leaves))
+            words[1].fill_(len(leaves) if followed else len(leaves) + UNFOLLOWED)
             words[2:] = leaves.sum(0)
             everyone = self._gather(words)
             if any(words[0] for words in everyone):
                 problem = routing_problem(self.config, probs, routing_map)
                 raise self._hear(None if problem is None else reason_of(RoutingError(problem)))
+            self.unfollowed = unfollowed_ranks([words[1] for words in everyone])
         if self._is_fixed:
             return [self._fixed(choices)], self._fixed_needs()
-        own = [words[1] for words in everyone]
+        own = [words[1] % UNFOLLOWED for words in everyone]
         leaving = [words[2:] for words in everyone]
         legs = ExactCrossing.legs(
             choices,
@@ -534,7 +560,10 @@ class HostsBackend(OfGroup):
         )
 
     def _words(self, *, is_refused: torch.Tensor | bool) -> torch.Tensor:
-        """What a rank tells all: whether it refuses the call, its tokens, how many go where."""
+        """What a rank tells all: whether it refuses the call, its tokens, how many go where.
+
+        A rank that has no backward of the call adds :data:`UNFOLLOWED` to its tokens.
+        """
         count = 2 + self._rail.grid.num_hosts
         words = torch.zeros(count, dtype=torch.int64, device=self._device)
         # Assigning a number to one element copies it from the host, which waits for the GPU.

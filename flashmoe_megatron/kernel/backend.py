@@ -182,6 +182,8 @@ class KernelBackend(OfGroup):
             raise ConfigError(f"the group has {size} ranks, the layer wants {config.num_ranks}")
         self.memory = memory or shared_memory(group, self.device, self.options)
         self.num_calls = 0
+        self.unfollowed: tuple[int, ...] = ()
+        """Always none: ranks do not tell."""
         self.takes_split = True
         self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
         properties = torch.cuda.get_device_properties(self.device)
@@ -215,6 +217,7 @@ class KernelBackend(OfGroup):
         weights: ExpertWeights,
         *,
         training: bool,
+        followed: bool | None = None,
         layer: int = 0,
         router: Router | None = None,
     ) -> tuple[torch.Tensor, SavedForward | Void | None]:
@@ -610,6 +613,10 @@ class KernelBackend(OfGroup):
             pad_rows_sent=counts.pad_rows_pulled,
             pad_rows_local=counts.pad_rows_made,
         )
+
+    def put_off(self, error: FlashMoEError) -> None:
+        """See :class:`flashmoe_megatron.backend.Backend`."""
+        self._untold.put_off(error)
 
     def raise_pending_fault(self) -> None:
         """Raises what a launch found wrong that the host did not wait for.

@@ -152,6 +152,7 @@ class ReferenceBackend(OfGroup):
         self._device = device or torch.device("cpu")
         self.rank = self._rows.rank
         self.num_calls = 0
+        self.unfollowed: tuple[int, ...] = ()
         self._untold = Untold()
         self._epoch = 0
         self._records: deque[LaunchRecord] = deque(maxlen=MOST_RECORDS)
@@ -181,6 +182,7 @@ class ReferenceBackend(OfGroup):
         weights: ExpertWeights,
         *,
         training: bool,
+        followed: bool | None = None,
         layer: int = 0,
         router: Router | None = None,
     ) -> tuple[torch.Tensor, Any]:
@@ -210,10 +212,12 @@ class ReferenceBackend(OfGroup):
         self.num_calls += 1
         hosts = self._settled.pop(layer, None)
         try:
-            plan = self._rows.plan(probs, routing_map, hosts)
+            is_followed = training if followed is None else followed
+            plan = self._rows.plan(probs, routing_map, hosts, followed=is_followed)
         except FlashMoEError:
             self._settled.clear()  # on every rank, as on one that refuses
             raise
+        self.unfollowed = plan.unfollowed
         weights, moved = self._with_replicas(weights, plan)
         watch.lap("plan")
         row_probs = self._rows.dispatch(probs[plan.token_idx, plan.column_idx], plan)
@@ -253,6 +257,10 @@ class ReferenceBackend(OfGroup):
     ) -> None:
         """See :class:`~flashmoe_megatron.backend.LooksAhead`; weights travel in the forward."""
         self._settled[layer] = self._rows.foresee(routing_map)
+
+    def put_off(self, error: FlashMoEError) -> None:
+        """Has the next forward raise an error on every rank; see the protocol."""
+        self._untold.put_off(error)
 
     def raise_pending_fault(self) -> None:
         """Does nothing, for every call raises its own faults; see the protocol."""

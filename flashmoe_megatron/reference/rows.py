@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.backend import UNFOLLOWED, TrafficCounters, unfollowed_ranks
 from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import MoEConfig, align_capacity, count_row_blocks
 from flashmoe_megatron.errors import (
@@ -56,6 +56,7 @@ class RowPlan:
         segments: First row and number of rows of each local expert in the receive buffer, then of
             each replica.
         placement: Where replicas are; ``None`` if there are no spare slots.
+        unfollowed: The ranks that have no backward of this call.
     """
 
     token_idx: torch.Tensor
@@ -67,6 +68,7 @@ class RowPlan:
     is_route: torch.Tensor
     segments: tuple[tuple[int, int], ...]
     placement: Placement | None = None
+    unfollowed: tuple[int, ...] = ()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -120,7 +122,12 @@ class RowExchange:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def plan(
-        self, probs: torch.Tensor, routing_map: torch.Tensor, hosts: Hosts | None = None
+        self,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        hosts: Hosts | None = None,
+        *,
+        followed: bool = True,
     ) -> RowPlan:
         """Exchanges the counts of rows between all ranks and lays out the receive buffer.
 
@@ -128,6 +135,7 @@ class RowExchange:
             probs: What a backend's forward takes.
             routing_map: Likewise.
             hosts: The experts in the spare slots, if these are settled.
+            followed: Whether this rank has a backward of this call.
 
         Raises:
             RoutingError: On every rank, if any rank's routing is unusable.
@@ -153,7 +161,10 @@ class RowExchange:
         token_idx, column_idx = selected.nonzero(as_tuple=True)
         expert_idx = column_idx if is_map else routing_map[token_idx, column_idx].long()
         send = torch.bincount(expert_idx, minlength=config.num_experts)
-        told = self.tell_counts(send)
+        told = self.tell_counts(send, followed=followed)
+        unfollowed = unfollowed_ranks(told[:, 0].tolist())
+        if unfollowed:
+            told[list(unfollowed)] -= UNFOLLOWED
         if bool((told < 0).any()):
             raise self.hear_refusal(None)
         placement, recv, slot_idx = None, told, expert_idx
@@ -211,6 +222,7 @@ class RowExchange:
             is_route=is_route,
             segments=tuple(zip(starts, rows_per_expert, strict=True)),
             placement=placement,
+            unfollowed=unfollowed,
         )
 
     def foresee(self, routing_map: torch.Tensor) -> Hosts:
@@ -283,13 +295,20 @@ class RowExchange:
         of_ranks = self._exchange_counts(counts.new_full((self._config.num_ranks,), blocks))
         refuse_beyond(of_ranks.tolist(), most)
 
-    def tell_counts(self, send: torch.Tensor) -> torch.Tensor:
+    def tell_counts(self, send: torch.Tensor, *, followed: bool = True) -> torch.Tensor:
         """Tells the others how many routes this rank has to each expert.
+
+        Args:
+            send: ``[num_experts]`` int64, the numbers of routes.
+            followed: Whether this rank has a backward of this call; else :data:`UNFOLLOWED` is
+                added to what it tells.
 
         Returns:
             ``[num_ranks, num_local_experts]``, the routes of each rank to this one's experts; if
             replicas are planned, ``[num_ranks, num_experts]``, to all.
         """
+        if not followed and self._group is not None:
+            send = send + UNFOLLOWED
         if self._planner is not None:
             return self._gather_counts(send)
         recv = self._exchange_counts(send)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.backend import UNFOLLOWED, unfollowed_ranks
 from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import MoEConfig, count_row_blocks
 from flashmoe_megatron.errors import FlashMoEError, RoutingError, reason_of, told_error
@@ -28,7 +29,8 @@ class Heard(NamedTuple):
     """What other ranks have told.
 
     Attributes:
-        received: ``[sources, num_local_experts]``, the rows that each sends to this rank's experts.
+        received: ``[sources, num_local_experts]``, the rows that each sends to this rank's experts;
+            :data:`UNFOLLOWED` more of each source that has no backward of this call.
         wait: Waits until the host knows what this rank has told, and what it has heard.
     """
 
@@ -44,6 +46,7 @@ class Agreement:
     Attributes:
         is_alone: Whether there is no other rank.
         most_blocks: Blocks of rows that a rank may receive, ``None`` for any number.
+        unfollowed: The ranks that have no backward of the last call that was planned.
     """
 
     def __init__(
@@ -70,12 +73,17 @@ class Agreement:
         self._exchange, self.most_blocks = exchange, most_blocks
         self._here: torch.Tensor | None = None
         self.is_alone = group is None and tensor is None
+        self.unfollowed: tuple[int, ...] = ()
 
-    def tell(self, counts: torch.Tensor) -> Heard:
-        """Tells all ranks the numbers of routes."""
+    def tell(self, counts: torch.Tensor, *, followed: bool = True) -> Heard:
+        """Tells all ranks the numbers of routes, and whether this one has a backward of the call.
+
+        What is refused may be told of as followed: the call has no backward anywhere.
+        """
         if self.is_alone:
             return Heard(counts.view(1, -1), self.host_counts(counts))
-        received, everyone = self._tell(counts)
+        # Evaluation pays for the sum, and training for nothing.
+        received, everyone = self._tell(counts if followed else counts + UNFOLLOWED)
         if self._tensor is not None:
             received = self._tensor.every(received)
         heard = (counts, received, *([] if everyone is None else [everyone]))
@@ -111,12 +119,19 @@ class Agreement:
         all_counts = None
         if self._exchange.needs_all_counts:
             num_received = len(others) - config.num_ranks * num_experts
-            all_counts = Table.of(others[num_received:], num_experts)
+            all_counts = without_marks(Table.of(others[num_received:], num_experts))
             others = others[:num_received]
-        host_received = Table.of(others, local)
+        told = Table.of(others, local)
+        host_received = without_marks(told)
         self._raise_unusable(own, host_received, first_source, probs, routing_map)
         self._check_bound(host_received, all_counts, found.counts)
-        routes = found.routes(Table.of(own, local), host_received, heard.received, first_source)
+        received = heard.received
+        if host_received is not told:
+            received = received % UNFOLLOWED
+        # Ranks that share experts are in other groups, with the same numbers.
+        sources = unfollowed_ranks([counts[0] for counts in told])
+        self.unfollowed = tuple(sorted({source % config.num_ranks for source in sources}))
+        routes = found.routes(Table.of(own, local), host_received, received, first_source)
         return routes, all_counts
 
     def refuse(self, reason: str, device: torch.device) -> None:
@@ -253,3 +268,18 @@ class Agreement:
             found = self._tensor.first(found)
         assert found is not None
         return told_error(*found)
+
+
+def without_marks(told: Table) -> Table:
+    """The counts of rows, if some ranks have told theirs with :data:`UNFOLLOWED`.
+
+    Args:
+        told: ``[sources][experts]``. It is returned itself where no rank has.
+    """
+    marked = unfollowed_ranks([counts[0] for counts in told])
+    if not marked:
+        return told
+    return Table(
+        tuple(count - UNFOLLOWED for count in counts) if source in marked else counts
+        for source, counts in enumerate(told)
+    )

@@ -29,7 +29,7 @@ from flashmoe_megatron.checks import (
     check_weights,
 )
 from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
@@ -188,6 +188,11 @@ class ScheduledBackend(OfGroup):
         self._checked: tuple[Any, ...] | None = None
 
     @property
+    def unfollowed(self) -> tuple[int, ...]:
+        """The ranks that have no backward of the last forward; see the protocol."""
+        return self._agreement.unfollowed
+
+    @property
     def streams(self) -> dict[str, Lane]:
         """Where rows travel between ranks, by the name of the stream."""
         return self._exchange.lanes
@@ -209,6 +214,7 @@ class ScheduledBackend(OfGroup):
         weights: ExpertWeights,
         *,
         training: bool,
+        followed: bool | None = None,
         layer: int = 0,
         router: Router | None = None,
     ) -> tuple[torch.Tensor, Any]:
@@ -255,7 +261,8 @@ class ScheduledBackend(OfGroup):
             return self._forward_alone(
                 found, x, probs, routing_map, weights, laps, training=training, layer=layer
             )
-        heard = self._agreement.tell(found.counts)
+        is_followed = training if followed is None else followed
+        heard = self._agreement.tell(found.counts, followed=is_followed)
         cut = steps.cut_routes(found.token_idx, found.place, found.ends, degree)
         probs_ready = self._ways.ready(x)  # the rows, which follow, take longer to collect
         every, ready = self._ways.collect(x, cut.token_idx, degree)
@@ -379,6 +386,10 @@ class ScheduledBackend(OfGroup):
             preact[:num],
             layer,
         )
+
+    def put_off(self, error: FlashMoEError) -> None:
+        """Has the next forward raise an error on every rank; see the protocol."""
+        self._untold.put_off(error)
 
     def raise_pending_fault(self) -> None:
         """Does nothing, for every call raises its own faults; see the protocol."""

@@ -481,7 +481,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a backward that is refused is not told to the other ranks",
-        "        self._error = error\n        for grad",
+        "        self.put_off(error)\n        for grad",
         "        for grad",
         "tests/unit/test_in_step.py::test_a_backward_that_is_refused",
     ),

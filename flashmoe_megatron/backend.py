@@ -286,8 +286,6 @@ class Backend(Protocol):
         rank: This rank in the group.
         num_calls: Forwards in which this rank has taken part, refused ones included.
         takes_split: Whether it reads gate and up projections that are matrices of their own.
-        unfollowed: The ranks that have told in the last forward that no backward of it follows
-            there, as far as this rank's host has waited for what they tell.
     """
 
     config: MoEConfig
@@ -295,7 +293,14 @@ class Backend(Protocol):
     takes_split: bool
     rank: int
     num_calls: int
-    unfollowed: tuple[int, ...]
+
+    @property
+    def unfollowed(self) -> tuple[int, ...]:
+        """The ranks that have told in the last forward that no backward of it follows there.
+
+        As far as this rank's host has waited for what they tell.
+        """
+        ...
 
     @property
     def traffic(self) -> TrafficCounters:

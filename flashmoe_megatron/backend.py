@@ -298,7 +298,7 @@ class Backend(Protocol):
     def unfollowed(self) -> tuple[int, ...]:
         """The ranks that have told in the last forward that no backward of it follows there.
 
-        As far as this rank's host has waited for what they tell.
+        None where this rank's host has not waited for what they tell.
         """
         ...
 

@@ -38,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"
 
-SINGLE_LIMIT_S = 210
+SINGLE_LIMIT_S = 240
 SINGLE_PROCESSES = 3
 ALONE_LIMIT_S = 90
 MULTI_LIMIT_S = 260

@@ -269,7 +269,7 @@ class Parts:
         x, probs, selected = self._call
         rail, config = self._rail, self._backend.config
         choices = Choices.of(config, probs, selected)
-        (ways,), _ = self._backend._cross(choices, probs, selected)
+        (ways,), _ = self._backend._cross(choices, probs, selected, followed=True)
         kept: list[object] = []
         for own in (x, self._grad_out):
             kept.append(ways.out(rail, own)())

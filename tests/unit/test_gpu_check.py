@@ -56,7 +56,7 @@ def test_what_judges_times_runs_alone_after_the_rest(
     assert "-n" not in alone
     assert "--at-once" in many
     assert "--at-once" in alone
-    assert many_s == (210 if has_xdist else 630)
+    assert many_s == (240 if has_xdist else 720)
     assert alone_s == 90
 
 

@@ -31,7 +31,7 @@ check codespell
 check python tools/check_layers.py
 check python tools/check_prose.py
 # Each file is in one of two processes, since its tests share fixtures; short files come last.
-check pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+check pytest --at-once --numprocesses 2 --dist loadfile --no-loadscope-reorder \
     tests/protocol tests/unit tests/build tests/megatron tests/deepspeed tests/frameworks tests/tools tests/replicas tests/fuzz tests/faults "$@"
 
 if [ "${#failed[@]}" -gt 0 ]; then

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from flashmoe_megatron.adapters.deepspeed import refusals
+from flashmoe_megatron.adapters.deepspeed.forwards import Watched
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo
 from flashmoe_megatron.adapters.deepspeed.settings import Settings
+from flashmoe_megatron.adapters.held import Held, Holding
 from flashmoe_megatron.errors import DeviceError
 from tests.unit import cases
 
@@ -13,7 +15,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def info(**changes) -> LayerInfo:
-    wanted = {"shape": cases.CONFIG, "group": None, "dtype": torch.bfloat16, "classes": ()}
+    watched = Watched((), Held(Holding(())))
+    wanted = {"shape": cases.CONFIG, "group": None, "dtype": torch.bfloat16, "watched": watched}
     return LayerInfo(**{**wanted, **changes})
 
 

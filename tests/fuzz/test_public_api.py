@@ -53,6 +53,8 @@ slow = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+half = settings(slow, max_examples=max(EXAMPLES // 2, 1))
+"""For tests that draw well-formed calls and then others."""
 TOKENS = 6
 CONFIG = cases.make_config(num_experts=4, max_tokens=32)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -199,10 +201,9 @@ def check_well_applied(
 
 
 def test_moe_apply(backends: list[Backend]):
-    @slow
+    @half
     @given(
         data=st.data(),
-        is_well=st.booleans(),
         seed=SEEDS,
         dtype=DTYPES,
         routing=ROUTINGS,
@@ -224,7 +225,8 @@ def test_moe_apply(backends: list[Backend]):
             check_result(moe_apply(backend, weights=weights, **call), call["x"])
 
     with tallied() as tally:
-        draw()
+        draw(is_well=True)
+        draw(is_well=False)
 
 
 def check_well_split(backend: Backend, call: dict[str, Any], *, stacked: bool) -> None:
@@ -245,8 +247,8 @@ def check_well_split(backend: Backend, call: dict[str, Any], *, stacked: bool) -
 
 
 def test_split_weights(backends: list[Backend]):
-    @slow
-    @given(data=st.data(), is_well=st.booleans(), seed=SEEDS, dtype=DTYPES, stacked=st.booleans())
+    @half
+    @given(data=st.data(), seed=SEEDS, dtype=DTYPES, stacked=st.booleans())
     def draw(data, is_well, seed, dtype, stacked):
         call, backend = good_call(dtype, cases.uniform, seed), data.draw(st.sampled_from(backends))
         with tally.of(is_well=is_well):
@@ -266,7 +268,8 @@ def test_split_weights(backends: list[Backend]):
             check_result(moe_apply(backend, weights=SplitWeights(*parts), **call), call["x"])
 
     with tallied() as tally:
-        draw()
+        draw(is_well=True)
+        draw(is_well=False)
 
 
 def check_well_forward(
@@ -283,10 +286,9 @@ def check_well_forward(
 
 
 def test_moe_forward(backends: list[Backend]):
-    @slow
+    @half
     @given(
         data=st.data(),
-        is_well=st.booleans(),
         seed=SEEDS,
         dtype=DTYPES,
         ids=st.lists(st.integers(-3, 5), min_size=12, max_size=12),
@@ -312,7 +314,8 @@ def test_moe_forward(backends: list[Backend]):
             check_result(moe_forward(x, idx, weight, weights, backend=backend), x)
 
     with tallied() as tally:
-        draw()
+        draw(is_well=True)
+        draw(is_well=False)
 
 
 def check_well_routed(backend: Backend, call: dict[str, Any], seed: int, router: Any) -> None:
@@ -345,10 +348,9 @@ ROUTERS = st.builds(
 
 
 def test_moe_router_forward(backends: list[Backend]):
-    @slow
+    @half
     @given(
         data=st.data(),
-        is_well=st.booleans(),
         seed=SEEDS,
         dtype=DTYPES,
         options=st.fixed_dictionaries(
@@ -376,7 +378,8 @@ def test_moe_router_forward(backends: list[Backend]):
             check_result(found.out, x)
 
     with tallied() as tally:
-        draw()
+        draw(is_well=True)
+        draw(is_well=False)
 
 
 @pytest.fixture(scope="module")
@@ -406,10 +409,9 @@ def check_well_called(layer: FlashMoELayer, given: torch.Tensor, *, own_choice: 
 
 
 def test_layer(layers: list[FlashMoELayer]):
-    @slow
+    @half
     @given(
         data=st.data(),
-        is_well=st.booleans(),
         seed=SEEDS,
         shape=st.lists(st.integers(0, 3), max_size=3),
         own_choice=st.booleans(),
@@ -434,7 +436,8 @@ def test_layer(layers: list[FlashMoELayer]):
             check_result(layer(x, **choice), x)
 
     with tallied() as tally:
-        draw()
+        draw(is_well=True)
+        draw(is_well=False)
 
 
 @slow

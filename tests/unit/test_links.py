@@ -249,10 +249,11 @@ def test_what_is_closed_holds_no_tensors() -> None:
     multipath = bare(
         Multipath,
         _broken=LinkError("a peer is gone"),
+        _control=SimpleNamespace(leave=lambda: None),
         _in_place=known,
         _worker=SimpleNamespace(shutdown=lambda: None),
         device=CPU,
-        transfers=SimpleNamespace(close=lambda: None),
+        transfers=SimpleNamespace(leave=lambda: None, close=lambda: None),
     )
     multipath.close()
     assert held() is None

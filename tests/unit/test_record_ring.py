@@ -98,6 +98,7 @@ def test_the_newest_records_are_taken(launches: int, monkeypatch: pytest.MonkeyP
     ring = Ring()
     memory = group_memory.GroupMemory.__new__(group_memory.GroupMemory)
     memory._heap = object()
+    memory._is_over = False
     memory._last_record = bindings.FlashMoERecord()
     monkeypatch.setattr(memory, "open", lambda: ring._group, raising=False)
     monkeypatch.setattr(group_memory, "launch_record", lambda record, *_: record.sequence)

@@ -163,7 +163,11 @@ REFUSED: dict[str, tuple[Change, Change, str]] = {
     "own forward": (nothing, relu_forward, r"experts\.act_fn \(\w+\) has a forward of its own"),
     "activation": (nothing, act(nn.Tanh), "computes none of the known functions"),
     "attribute of a function": (act(Scaled), scaled, "computes none of the known functions"),
-    "evaluation": (nothing, act(lambda: nn.Dropout(0.5)), "in training and evaluation"),
+    "training": (
+        nothing,
+        act(lambda: nn.Sequential(nn.SiLU(), nn.Dropout())),
+        "in training and eval",
+    ),
 }
 
 

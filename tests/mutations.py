@@ -1266,6 +1266,8 @@ def main(arguments: list[str]) -> int:
     chosen = [one for one in MUTATIONS if any(word in one.name for word in words)]
     if options.gpu:
         chosen = [one for one in chosen if one.on_gpu]
+    if not chosen:
+        parser.error(f"no mutation has {' or '.join(words)!r} in its name: see --list")
     if options.list:
         for one in chosen:
             place = place_of(one).relative_to(ROOT)

@@ -99,7 +99,7 @@ class GroupBackends:
 
     @property
     def is_over(self) -> bool:
-        """Whether the groups have been destroyed for which they were made."""
+        """Tells whether a group that these were made for has been destroyed."""
         return is_destroyed(self.group) or is_destroyed(self._tensor_group)
 
     def followed(self) -> "GroupBackends":

@@ -33,7 +33,7 @@ def with_all_below(module: nn.Module) -> list[nn.Module]:
 
 
 def touch_of(module: nn.Module) -> str | None:
-    """What calling a module would do besides its class's ``forward``.
+    """Names what a call of a module would do besides its class's ``forward``.
 
     Args:
         module: One that :func:`~flashmoe_megatron.touched.find_touched` has found.

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 _TORCHS = frozenset(vars(nn.Module()))
-"""What every module has: torch's registries, and its mode, in which nothing is read."""
+"""Attributes of every module: torch's registries, and the mode, in which nothing is read."""
 
 _ENGINES = frozenset({"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"})
 _ENGINES_PREFIXES = ("ds_", "__")
-"""What DeepSpeed's ZeRO-3 and its profiler keep on all modules, and change in every step."""
+"""Prefixes of attributes that DeepSpeed's ZeRO-3 and its profiler change in every step."""
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None))
 _READ_LIVE = frozenset({nn.Linear, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential})

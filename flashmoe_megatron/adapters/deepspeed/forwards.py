@@ -19,7 +19,7 @@ from flashmoe_megatron.touched import find_touched
 
 @dataclass(frozen=True)
 class Watched:
-    """What experts were when flashmoe was attached.
+    """The state of experts when flashmoe was attached.
 
     Attributes:
         classes: Their classes.

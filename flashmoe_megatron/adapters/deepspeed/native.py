@@ -122,7 +122,7 @@ def inspect(layer: MOELayer) -> LayerInfo:
 
 
 def _read_form(layer: MOELayer) -> tuple[ExpertForm, tuple[bool, bool]]:
-    """What the experts compute, and which of their projections have biases.
+    """Finds out which function the experts compute, and which projections have biases.
 
     Raises:
         ConfigError: One is not known, or they differ from each other.

@@ -24,12 +24,12 @@ from flashmoe_megatron.layer import FlashMoELayer as FlashMoELayer
 from flashmoe_megatron.layer import RouterOutput as RouterOutput
 from flashmoe_megatron.layer import moe_forward as moe_forward
 from flashmoe_megatron.layer import moe_router_forward as moe_router_forward
+from flashmoe_megatron.oracle import moe_reference as moe_reference
 from flashmoe_megatron.planner import dispatch_volume as dispatch_volume
 from flashmoe_megatron.planner import expert_capacity as expert_capacity
 from flashmoe_megatron.planner import plan_buffer_rows as plan_buffer_rows
 from flashmoe_megatron.planner import plan_capacity as plan_capacity
-from flashmoe_megatron.reference.backend import ReferenceBackend as ReferenceBackend
-from flashmoe_megatron.reference.oracle import moe_reference as moe_reference
 from flashmoe_megatron.router import RouterConfig as RouterConfig
 from flashmoe_megatron.select import select_backend as select_backend
+from flashmoe_megatron.separate.reference import ReferenceBackend as ReferenceBackend
 from flashmoe_megatron.weights import SplitWeights as SplitWeights

@@ -20,11 +20,11 @@ from flashmoe_megatron.hosts.rail import TorchRail
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
 from flashmoe_megatron.per_group import check_alike, check_member, from_all, made_on_all
 from flashmoe_megatron.planner import describe_choice, describe_hosts
-from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.replicas.policy import check_slots
-from flashmoe_megatron.schedule.degree import choose_degrees
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.tensor import check_tensor_group
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.degree import choose_degrees
+from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.separate.tensor import check_tensor_group
 from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -97,7 +97,7 @@ def select_backend(
             not serve, else the reference. The choice of "auto" is logged once per process.
         dtype: The dtype of tokens and weights, ``None`` for one that every backend serves.
         tensor_group: The ranks that share each expert, ``None`` where experts are whole; see
-            :class:`~flashmoe_megatron.scheduled.backend.ScheduledBackend`, which alone takes them.
+            :class:`~flashmoe_megatron.separate.backend.ScheduledBackend`, which alone takes them.
         **options: Fields of :class:`~flashmoe_megatron.options.BackendOptions`.
 
     Returns:

@@ -35,11 +35,11 @@ from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.per_group import check_ranks_agree, made_on_all, once_per_group
 from flashmoe_megatron.planner import choose_keep
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.hooks import Hooks
-from flashmoe_megatron.scheduled.slices import GradientSlices
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.hooks import Hooks
+from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.separate.slices import GradientSlices
 from flashmoe_megatron.telemetry.calibration import (
     Calibration,
     Grads,

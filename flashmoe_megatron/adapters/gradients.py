@@ -13,18 +13,18 @@ from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.per_group import from_all
-from flashmoe_megatron.schedule.degree import passes_of
 from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
-from flashmoe_megatron.schedule.gradients import (
+from flashmoe_megatron.select import find_grid
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.degree import passes_of
+from flashmoe_megatron.separate.exchange import Kind, kind_of
+from flashmoe_megatron.separate.gaps import (
     Window,
     beside_window,
     cut_gradients,
     layer_window,
 )
-from flashmoe_megatron.schedule.model import time_of
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.exchange import Kind, kind_of
-from flashmoe_megatron.select import find_grid
+from flashmoe_megatron.separate.model import time_of
 
 FLOPS_OF_BACKWARD = 4
 """Floating-point operations of a backward for each token and parameter of a linear layer."""

@@ -1,1 +1,1 @@
-"""The degrees of the scheduled backend: a model of its streams, and what this machine takes."""
+"""What a machine takes: measurements from which degrees are computed."""

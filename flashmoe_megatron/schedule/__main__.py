@@ -32,13 +32,13 @@ from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_name
 from flashmoe_megatron.options import LAYER_SIZES, BackendOptions, add_flags, add_sizes
-from flashmoe_megatron.schedule.degree import choose_degrees
 from flashmoe_megatron.schedule.fit import machine_of, write_fit, write_json
 from flashmoe_megatron.schedule.measure import Sizes, measure
 from flashmoe_megatron.schedule.trace import as_json
 from flashmoe_megatron.schedule.trace import trace as stamps_of
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.exchange import kind_of
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.degree import choose_degrees
+from flashmoe_megatron.separate.exchange import kind_of
 from flashmoe_megatron.telemetry.record import DIRECTIONS
 
 ON_GPU = Sizes(hidden=2048, intermediate=2048, num_experts=8, rows=65536, num_bytes=2**28)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.scheduled import lanes
+from flashmoe_megatron.separate import lanes
 
 CALLS = 5
 CYCLES_PER_SECOND = 2e9

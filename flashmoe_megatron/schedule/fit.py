@@ -16,8 +16,8 @@ import torch
 from flashmoe_megatron.checks import TOKEN_DTYPES
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.options import ExchangeKind
 from flashmoe_megatron.schedule.line import Line
-from flashmoe_megatron.scheduled.exchange import Kind
 
 FORMAT = "flashmoe-schedule-fit"
 VERSION = 2
@@ -68,7 +68,7 @@ class Machine:
         return ("all_to_all", *levels)
 
 
-def machine_of(grid: HostGrid, device: torch.device, exchange: Kind = "direct") -> Machine:
+def machine_of(grid: HostGrid, device: torch.device, exchange: ExchangeKind = "direct") -> Machine:
     """The machine of a rank's group, and what carries its rows."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

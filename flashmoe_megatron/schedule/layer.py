@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.backend import ExpertWeights, WeightGrad
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.separate.backend import ScheduledBackend
 
 
 class RandomLayer:

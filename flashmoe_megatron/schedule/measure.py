@@ -17,11 +17,11 @@ from flashmoe_megatron.schedule.clock import Clock, Work
 from flashmoe_megatron.schedule.fit import Beside, Fit, machine_of
 from flashmoe_megatron.schedule.layer import RandomLayer
 from flashmoe_megatron.schedule.line import fit_line
-from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.copies import Copies
-from flashmoe_megatron.scheduled.exchange import kind_of
-from flashmoe_megatron.scheduled.products import product
+from flashmoe_megatron.separate import lanes
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.copies import Copies
+from flashmoe_megatron.separate.exchange import kind_of
+from flashmoe_megatron.separate.products import product
 
 SPAN = 32
 COPY_SPAN = 8

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.schedule.layer import RandomLayer
-from flashmoe_megatron.schedule.model import Stream
-from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.hooks import Call, When
+from flashmoe_megatron.separate import lanes
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.hooks import Call, When
+from flashmoe_megatron.separate.model import Stream
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction, Phase
 
 WARM_UP = 3

@@ -48,8 +48,13 @@ def test_layers_of_csrc(tmp_path, files, found):
             ["'config'", "'layer'"],
         ),
         (
-            {"kernel/ops.py": "from flashmoe_megatron.reference import rows\n"},
-            ["'kernel'", "'reference'"],
+            {"kernel/ops.py": "from flashmoe_megatron.hosts import grid\n"},
+            ["'kernel'", "'hosts'"],
+        ),
+        ({"separate/degree.py": "from flashmoe_megatron.schedule.fit import read_fit\n"}, []),
+        (
+            {"separate/degree.py": "from flashmoe_megatron.schedule import trace\n"},
+            ["'separate'", "'schedule'"],
         ),
         ({"kernel/ops.py": "from flashmoe_megatron.kernel import tables\n"}, ["'ops'", "'tables'"]),
         ({"kernel/ops.py": "from flashmoe_megatron.kernel import bindings\n"}, []),

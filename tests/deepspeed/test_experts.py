@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from flashmoe_megatron.adapters.deepspeed.experts import has_biases, read_weights, recognise
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.reference.oracle import assert_close, moe_reference
+from flashmoe_megatron.oracle import assert_close, moe_reference
 from flashmoe_megatron.weights import SplitWeights
 from tests.deepspeed.models import EXPERTS, HIDDEN, WIDTH, Gated, TwoLinears, sequential
 from tests.operators import Operators

@@ -20,7 +20,7 @@ from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
-from flashmoe_megatron.reference.oracle import moe_reference
+from flashmoe_megatron.oracle import moe_reference
 from flashmoe_megatron.select import select_backend
 from tests.unit import cases
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import PATIENCE_S, RankError, RankPool
 from tests.megatron.harness import Case, Layout, Outcome, train
 

@@ -13,7 +13,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.gates import GatedExperts, SoftMoEGate
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 
 peft = pytest.importorskip("peft")
 

@@ -40,8 +40,8 @@ from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.hosts.rail import TorchRail
-from flashmoe_megatron.reference.oracle import assert_close, moe_reference
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.oracle import assert_close, moe_reference
+from flashmoe_megatron.separate.backend import ScheduledBackend
 from tests.fuzz import tensors
 from tests.unit import cases
 

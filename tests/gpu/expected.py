@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.reference.oracle import Difference, assert_close, moe_reference
+from flashmoe_megatron.oracle import Difference, assert_close, moe_reference
 from tests.unit.cases import Inputs, form_of
 
 SLACK = 1.1

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.copies import Copies
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.copies import Copies
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool, assert_waited
 from tests.gpu.test_scheduled import on
 from tests.unit import cases

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashmoe_megatron.config import Activation
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from tests.gpu import steps
 from tests.gpu.expected import expected
 from tests.gpu.layers import TOKENS, make_config

@@ -18,7 +18,7 @@ from flashmoe_megatron.hosts.rail import Rail
 from flashmoe_megatron.hosts.routes import Choices
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config, zipf

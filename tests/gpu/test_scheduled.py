@@ -11,8 +11,8 @@ import torch.distributed as dist
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.scheduled import kernels, plain
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.separate import kernels, plain
+from flashmoe_megatron.separate.backend import ScheduledBackend
 from tests.gpu.expected import Results, assert_as_good, expected
 from tests.gpu.layers import make_config
 from tests.unit import cases

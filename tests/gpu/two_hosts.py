@@ -42,9 +42,9 @@ from flashmoe_megatron.errors import RoutingError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from flashmoe_megatron.kernel.backend import KernelBackend
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.faults.hosts_job import PHASES, arm
 from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected, to_device

@@ -16,7 +16,7 @@ from flashmoe_megatron.adapters.megatron.ddp_hooks import ExpertHooks
 from flashmoe_megatron.autograd import accumulator_of, moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import FlashMoEError
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.unit import cases
 
 CONFIG = cases.make_config(num_ranks=1, num_experts=12, topk=2)

@@ -13,7 +13,7 @@ from flashmoe_megatron.adapters.megatron import fp8, routed
 from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tests.megatron.grouped import TorchGroupedLinear
 from tests.megatron.harness import Layout, prepare, transformer_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tests.megatron.harness import Case, Layout, prepare, train
 

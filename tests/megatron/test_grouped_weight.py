@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from tests.distributed import RankPool
 from tests.megatron.grouped import TorchGroupedLinear, grouped_experts
 from tests.megatron.harness import Layout, prepare, transformer_config

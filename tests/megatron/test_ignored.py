@@ -10,7 +10,7 @@ from flashmoe_megatron.adapters.megatron import routed
 from flashmoe_megatron.adapters.megatron.ignored import IGNORED, ignored_settings
 from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.settings import Settings
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.megatron.harness import Layout, transformer_config
 from tests.unit.cases import make_config
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from flashmoe_megatron.adapters.megatron import ddp_hooks
 from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from tests.distributed import RankPool, refusal
 from tests.megatron.grouped import TorchGroupedLinear, grouped_experts
 from tests.megatron.harness import Layout, prepare, transformer_config

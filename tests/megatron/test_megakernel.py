@@ -13,7 +13,7 @@ from flashmoe_megatron.adapters.megatron import layer as layer_patches
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.patch import original_of
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from tests.distributed import RankPool
 from tests.megatron.harness import (
     MICRO_BATCH,

@@ -13,7 +13,7 @@ from flashmoe_megatron.adapters.megatron import slices
 from flashmoe_megatron.adapters.patch import original_of
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.schedule.fit import write_fit
-from flashmoe_megatron.scheduled.slices import GradientSlices
+from flashmoe_megatron.separate.slices import GradientSlices
 from tests.distributed import RankPool
 from tests.fits import make_fit
 from tests.megatron.harness import Case, Layout, build_model, prepare, train, transformer_config

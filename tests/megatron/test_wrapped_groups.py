@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from tests.distributed import RankPool, refusal
 from tests.megatron.harness import Layout, prepare, transformer_config
 from tests.megatron.layers import make_layer

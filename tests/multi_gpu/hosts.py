@@ -40,7 +40,7 @@ from flashmoe_megatron.hosts.grid import HOST_VARIABLE, host_groups
 from flashmoe_megatron.hosts.rail import TorchRail
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import OVERLAP_CTAS, find_grid, select_backend
 from tests.gpu.spinner import SHARED_BYTES, Wait
 from tests.gpu.two_hosts import PARTS as OVER_SOCKETS

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.reference.replicas import add_replica_grads
 from flashmoe_megatron.replicas.placement import (
     Counts,
     Hosts,
@@ -19,6 +18,7 @@ from flashmoe_megatron.replicas.placement import (
     rows_of_ranks,
 )
 from flashmoe_megatron.replicas.popular import popular
+from flashmoe_megatron.separate.replicas import add_replica_grads
 from tests.replicas import cases
 from tests.unit import native
 from tests.unit.cases import make_config

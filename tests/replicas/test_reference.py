@@ -11,9 +11,9 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, placement_of
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tests.unit import cases
 
@@ -216,7 +216,7 @@ def test_bad_input_is_refused_on_every_rank(ranks: RankPool):
 
 def test_slots_that_stay_empty_are_no_replicas():
     from flashmoe_megatron.replicas.policy import check_slots
-    from flashmoe_megatron.scheduled.backend import ScheduledBackend
+    from flashmoe_megatron.separate.backend import ScheduledBackend
 
     off = BackendOptions(spare_slots=9, placement="off")
     assert (off.filled_slots, BackendOptions(spare_slots=9).filled_slots) == (0, 9)

@@ -16,7 +16,7 @@ from flashmoe_megatron.checks import (
 )
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, ShapeError
 from flashmoe_megatron.layer import moe_forward
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tests.unit import cases
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tools.bench import bench_layer, compare_libraries, multipath, stopwatch
 from tools.bench.bench_layer import (

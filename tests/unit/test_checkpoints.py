@@ -25,7 +25,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from tests.distributed import RankPool, refusal
 from tests.unit import cases
 

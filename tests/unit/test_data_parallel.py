@@ -20,8 +20,8 @@ from flashmoe_megatron.data_parallel import _problem, expert_parameters, prepare
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part
 from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.per_group import check_member
-from flashmoe_megatron.reference.oracle import assert_close
 from tests.distributed import RankPool
 from tests.unit import cases
 

@@ -24,7 +24,7 @@ from flashmoe_megatron.gates import (
     XMoEGate,
 )
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.reference.oracle import moe_reference
+from flashmoe_megatron.oracle import moe_reference
 from tests.distributed import RankPool
 from tests.unit import cases
 

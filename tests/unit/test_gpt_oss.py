@@ -7,8 +7,8 @@ import torch
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.unit import cases
 
 pytestmark = pytest.mark.skipif(

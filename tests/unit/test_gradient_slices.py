@@ -11,7 +11,9 @@ import pytest
 import torch
 from scipy.optimize import differential_evolution
 
-from flashmoe_megatron.schedule.gradients import (
+from flashmoe_megatron.schedule.line import Line
+from flashmoe_megatron.separate import lanes
+from flashmoe_megatron.separate.gaps import (
     Window,
     added_time,
     beside_window,
@@ -19,10 +21,8 @@ from flashmoe_megatron.schedule.gradients import (
     fill_gaps,
     layer_window,
 )
-from flashmoe_megatron.schedule.line import Line
-from flashmoe_megatron.schedule.model import Pass, Stage, time_of
-from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.slices import GradientSlices
+from flashmoe_megatron.separate.model import Pass, Stage, time_of
+from flashmoe_megatron.separate.slices import GradientSlices
 
 LINE = Line(alpha_s=20e-6, beta_s=1e-9, r_squared=1.0)
 

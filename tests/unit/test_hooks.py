@@ -12,8 +12,8 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
 from flashmoe_megatron.options import BackendOptions, FrameworkOptions
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.hooks import Call
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.hooks import Call
 from flashmoe_megatron.telemetry.record import launch_number
 from tests.distributed import RankPool
 from tests.unit import cases

@@ -26,9 +26,9 @@ from flashmoe_megatron.hosts.lookout import Lookout
 from flashmoe_megatron.hosts.rail import Crossed
 from flashmoe_megatron.layer import moe_router_forward
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import check_over_hosts, select_backend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from tests.distributed import RankPool
 from tests.unit import cases, records

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashmoe_megatron import streams
-from flashmoe_megatron.scheduled import lanes
+from flashmoe_megatron.separate import lanes
 
 DEVICE = torch.device("cuda", 0)
 

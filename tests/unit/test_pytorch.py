@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.reference.oracle import assert_close
+from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tests.unit import cases
 

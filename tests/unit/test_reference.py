@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashmoe_megatron.config import Activation
-from flashmoe_megatron.reference.oracle import (
+from flashmoe_megatron.oracle import (
     ROW_FACTOR,
     MismatchError,
     assert_close,

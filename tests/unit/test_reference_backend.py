@@ -13,9 +13,9 @@ from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig
 from flashmoe_megatron.errors import RowBoundError
 from flashmoe_megatron.layer import moe_forward, moe_router_forward
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.reference.oracle import assert_close, moe_reference
+from flashmoe_megatron.oracle import assert_close, moe_reference
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tests.operators import Operators, gradients, saving
 from tests.unit import cases

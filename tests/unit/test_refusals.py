@@ -11,7 +11,7 @@ from flashmoe_megatron import errors
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights, Together
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tests.unit import cases
 

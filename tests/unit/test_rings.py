@@ -37,7 +37,7 @@ from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.sums import sum_in_order
 from flashmoe_megatron.multipath.times import Times
-from flashmoe_megatron.scheduled.copies import Copies
+from flashmoe_megatron.separate.copies import Copies
 from tests.distributed import RankPool, assert_waited
 from tools.bench import multipath as bench
 

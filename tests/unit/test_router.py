@@ -16,8 +16,8 @@ from flashmoe_megatron.backend import ExpertWeights, Void
 from flashmoe_megatron.config import KEEPS
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.reference.backend import ReferenceBackend
 from flashmoe_megatron.router import open_router
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import SplitWeights
 from tests.distributed import RankPool
 from tests.unit import cases

@@ -23,7 +23,6 @@ from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.schedule import __main__ as command
 from flashmoe_megatron.schedule.clock import CALLS, Clock
-from flashmoe_megatron.schedule.degree import passes_of
 from flashmoe_megatron.schedule.fit import (
     HOST,
     TOGETHER,
@@ -37,12 +36,13 @@ from flashmoe_megatron.schedule.fit import (
 from flashmoe_megatron.schedule.layer import RandomLayer
 from flashmoe_megatron.schedule.line import fit_line
 from flashmoe_megatron.schedule.measure import PARTS, Sizes, _hosts, even_ratios, measure
-from flashmoe_megatron.schedule.model import Stream, best_degree, time_of
 from flashmoe_megatron.schedule.trace import trace
-from flashmoe_megatron.scheduled import backend as backend_module
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
-from flashmoe_megatron.scheduled.exchange import Kind
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.separate import backend as backend_module
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.degree import passes_of
+from flashmoe_megatron.separate.exchange import Kind
+from flashmoe_megatron.separate.model import Stream, best_degree, time_of
 from tests.distributed import RankPool
 from tests.fits import make_fit
 from tests.unit import cases

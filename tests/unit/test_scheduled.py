@@ -27,18 +27,18 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.reference.oracle import assert_close
-from flashmoe_megatron.reference.rows import RowExchange
-from flashmoe_megatron.scheduled import lanes, plain, plan, products
-from flashmoe_megatron.scheduled.agreement import Agreement, Heard
-from flashmoe_megatron.scheduled.backend import ScheduledBackend, _make_exchange
-from flashmoe_megatron.scheduled.exchange import Exchange
-from flashmoe_megatron.scheduled.plan import latest_ends
-from flashmoe_megatron.scheduled.products import stack_of, store
-from flashmoe_megatron.scheduled.tensor import TensorGroup
-from flashmoe_megatron.scheduled.ways import Way, Ways
+from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.separate import lanes, plain, plan, products
+from flashmoe_megatron.separate.agreement import Agreement, Heard
+from flashmoe_megatron.separate.backend import ScheduledBackend, _make_exchange
+from flashmoe_megatron.separate.exchange import Exchange
+from flashmoe_megatron.separate.plan import latest_ends
+from flashmoe_megatron.separate.products import stack_of, store
+from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.separate.rows import RowExchange
+from flashmoe_megatron.separate.tensor import TensorGroup
+from flashmoe_megatron.separate.ways import Way, Ways
 from tests.distributed import RankPool
 from tests.unit import cases
 

@@ -19,9 +19,9 @@ from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError
 from flashmoe_megatron.multipath import Multipath
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.select import _announce, _announce_once, resolve_kind, select_backend
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool, refusal
 from tests.unit import cases
 

@@ -15,7 +15,7 @@ from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel import tables as kernel_tables
 from flashmoe_megatron.kernel.tables import AddressTables
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.unit import cases
 from tests.unit.test_weights import BIASES, PROBLEM, SIZES, address_tables, make_biases
 

@@ -18,7 +18,7 @@ from flashmoe_megatron.autograd import in_backward, moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.reference.backend import MOST_RECORDS, ReferenceBackend
+from flashmoe_megatron.separate.reference import MOST_RECORDS, ReferenceBackend
 from flashmoe_megatron.telemetry import reporter as reporters
 from flashmoe_megatron.telemetry.calibration import Calibration, Entry
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
@@ -371,7 +371,7 @@ DYING = """
 import os, signal, sys
 import torch
 from pathlib import Path
-from flashmoe_megatron.reference.backend import ReferenceBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.telemetry.sinks import JsonLines
 from tests.unit import cases
 from tests.unit.test_telemetry_reports import make_reporter, place, run_layer

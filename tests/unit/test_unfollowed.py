@@ -13,8 +13,8 @@ from flashmoe_megatron.backend import UNFOLLOWED, Backend, ExpertWeights, unfoll
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tests.unit import cases
 from tests.unit.test_hosts import make_backend as over_hosts

@@ -18,8 +18,8 @@ from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.kernel.tables import AddressTables
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.reference.oracle import assert_close, moe_reference
+from flashmoe_megatron.oracle import assert_close, moe_reference
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import SplitWeights
 from tests.distributed import RankPool
 from tests.unit import cases

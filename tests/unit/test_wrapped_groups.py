@@ -17,9 +17,9 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.options import FrameworkOptions
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.reference.oracle import assert_close
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
 from tests.distributed import RankPool, refusal
 from tests.unit import cases

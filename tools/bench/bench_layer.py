@@ -41,8 +41,8 @@ from examples.arguments import count
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import MATRIX, Backend, ExpertWeights, unstacked
 from flashmoe_megatron.layer import RouterOutput, moe_router_forward
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.telemetry.record import Direction
 from tools.arguments import exponent, not_negative, row_bound, share
 from tools.bench import common, stopwatch

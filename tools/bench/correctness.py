@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.layer import RouterOutput
-from flashmoe_megatron.reference.oracle import moe_reference
+from flashmoe_megatron.oracle import moe_reference
 from tools.bench.shapes import Problem
 
 

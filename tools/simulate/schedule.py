@@ -9,9 +9,9 @@ from typing import Any
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import MAX_DEGREE
-from flashmoe_megatron.schedule.degree import passes_of
 from flashmoe_megatron.schedule.fit import LEVELS, Fit, read_fit
-from flashmoe_megatron.schedule.model import Pass, Stage, time_of
+from flashmoe_megatron.separate.degree import passes_of
+from flashmoe_megatron.separate.model import Pass, Stage, time_of
 from tools.weak_scaling.style import ACCENT, FUSED, NEUTRAL, UNFUSED, new_figure, save
 
 WAYS = ("one degree", "a degree each way", "and between beside within hosts")

@@ -23,7 +23,7 @@ from flashmoe_megatron.adapters.probe import (
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.reference.oracle import moe_reference
+from flashmoe_megatron.oracle import moe_reference
 from flashmoe_megatron.weights import SplitWeights
 
 

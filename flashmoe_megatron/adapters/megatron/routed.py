@@ -51,8 +51,8 @@ from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.planner import plan_capacity
-from flashmoe_megatron.reference.backend import ReferenceBackend
-from flashmoe_megatron.scheduled.backend import ScheduledBackend
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.telemetry.calibration import Calibration
 
 

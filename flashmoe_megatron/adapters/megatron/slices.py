@@ -29,7 +29,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
 )
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.scheduled.slices import GradientSlices
+from flashmoe_megatron.separate.slices import GradientSlices
 
 logger = logging.getLogger("flashmoe_megatron")
 

@@ -25,7 +25,7 @@ from flashmoe_megatron.adapters.probe import (
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import BOUNDED_ACTIVATIONS, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.reference.activations import activate
+from flashmoe_megatron.separate.activations import activate
 from flashmoe_megatron.touched import find_touched
 
 _OFFSETS = (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""The activations of the reference backend and their derivatives, free of autograd.
+"""Activations and their derivatives in plain torch, free of autograd, and the dtype of sums.
 
 All in the dtype of what is given, element by element.
 """
@@ -9,6 +9,11 @@ from collections.abc import Callable
 import torch
 
 from flashmoe_megatron.config import Activation, MoEConfig
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over values of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def activate(pre_activation: torch.Tensor, config: MoEConfig) -> torch.Tensor:

@@ -6,12 +6,12 @@ from typing import Protocol, cast
 import torch
 
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.scheduled import plain
-from flashmoe_megatron.scheduled.plan import Cut, Indices, Sorted
+from flashmoe_megatron.separate import plain
+from flashmoe_megatron.separate.plan import Cut, Indices, Sorted
 
 
 class Steps(Protocol):
-    """What :mod:`~flashmoe_megatron.scheduled.plain` has, and says."""
+    """What :mod:`~flashmoe_megatron.separate.plain` has, and says."""
 
     def sort_routes(
         self, config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor
@@ -58,6 +58,6 @@ def steps_for(x: torch.Tensor) -> Steps:
 
 @functools.cache
 def _kernels() -> Steps:
-    from flashmoe_megatron.scheduled import kernels  # a processor needs no Triton
+    from flashmoe_megatron.separate import kernels  # a processor needs no Triton
 
     return cast(Steps, kernels)

@@ -17,7 +17,7 @@ from flashmoe_megatron.errors import ConfigError, FlashMoEError, PeerTimeoutErro
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
 from flashmoe_megatron.options import ExchangeKind
 from flashmoe_megatron.per_group import from_all
-from flashmoe_megatron.scheduled.lanes import Lane, Mark
+from flashmoe_megatron.separate.lanes import Lane, Mark
 
 Counts = Sequence[Sequence[int]]
 Kind = Literal["direct", "copies", "1dh", "2dh"]
@@ -84,7 +84,7 @@ class Exchange:
         traffic: What was sent so far.
         needs_all_counts: Whether a call needs the counts of all ranks, not its own alone.
         is_alone: Whether there is no other rank, so that what is sent is what is received.
-        streams: Where rows travel, by the names of :mod:`flashmoe_megatron.schedule.model`.
+        streams: Where rows travel, by the names of :mod:`flashmoe_megatron.separate.model`.
         lanes: These streams.
     """
 

@@ -10,10 +10,9 @@ from flashmoe_megatron.backend import UNFOLLOWED, unfollowed_ranks
 from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import MoEConfig, count_row_blocks
 from flashmoe_megatron.errors import FlashMoEError, RoutingError, reason_of, told_error
-from flashmoe_megatron.reference.rows import RowExchange, refuse_beyond
-from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.exchange import Counts, Exchange
-from flashmoe_megatron.scheduled.plan import (
+from flashmoe_megatron.separate import lanes
+from flashmoe_megatron.separate.exchange import Counts, Exchange
+from flashmoe_megatron.separate.plan import (
     REFUSED,
     Routes,
     Sizes,
@@ -22,7 +21,8 @@ from flashmoe_megatron.scheduled.plan import (
     cut_table,
     rows_of_experts,
 )
-from flashmoe_megatron.scheduled.tensor import TensorGroup
+from flashmoe_megatron.separate.rows import RowExchange, refuse_beyond
+from flashmoe_megatron.separate.tensor import TensorGroup
 
 
 class Heard(NamedTuple):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError
-from flashmoe_megatron.reference.rows import accumulation_dtype
-from flashmoe_megatron.scheduled.lanes import Lane, Mark
+from flashmoe_megatron.separate.activations import accumulation_dtype
+from flashmoe_megatron.separate.lanes import Lane, Mark
 
 
 class TensorGroup:

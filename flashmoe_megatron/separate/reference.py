@@ -35,12 +35,12 @@ from flashmoe_megatron.config import TILE_M, Keep, MoEConfig, align_capacity
 from flashmoe_megatron.errors import FlashMoEError, ShapeError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import choose_keep
-from flashmoe_megatron.reference.activations import activate, activate_backward
-from flashmoe_megatron.reference.replicas import Values, add_replica_grads, with_replicas
-from flashmoe_megatron.reference.rows import Planner, RowExchange, RowPlan, accumulation_dtype
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
 from flashmoe_megatron.replicas.policy import check_slots, plan_replicas
 from flashmoe_megatron.router import Router
+from flashmoe_megatron.separate.activations import accumulation_dtype, activate, activate_backward
+from flashmoe_megatron.separate.replicas import Values, add_replica_grads, with_replicas
+from flashmoe_megatron.separate.rows import Planner, RowExchange, RowPlan
 from flashmoe_megatron.telemetry.record import (
     Direction,
     LaunchRecord,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.config import count_row_blocks
-from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.plan import Routes, rows_of_experts
+from flashmoe_megatron.separate import lanes
+from flashmoe_megatron.separate.plan import Routes, rows_of_experts
 from flashmoe_megatron.telemetry.record import (
     Direction,
     LaunchRecord,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe_megatron.scheduled import lanes
+from flashmoe_megatron.separate import lanes
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.multipath.arena import Arena, Region
 from flashmoe_megatron.per_group import once_per_group
-from flashmoe_megatron.scheduled.exchange import Counts, Exchange, Room, Slot, row_bytes
-from flashmoe_megatron.scheduled.lanes import Lane, Mark
+from flashmoe_megatron.separate.exchange import Counts, Exchange, Room, Slot, row_bytes
+from flashmoe_megatron.separate.lanes import Lane, Mark
 from flashmoe_megatron.streams import current_stream, index_of
 
 _SPIN_S = 0.01

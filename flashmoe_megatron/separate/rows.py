@@ -28,6 +28,7 @@ from flashmoe_megatron.errors import (
 from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.planner import bounded_row_blocks
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
+from flashmoe_megatron.separate.activations import accumulation_dtype
 
 Planner = Callable[[Counts, Hosts | None], Placement]
 """Plans replicas from all ranks' routes and, if they are settled, the experts in spare slots."""
@@ -69,11 +70,6 @@ class RowPlan:
     segments: tuple[tuple[int, int], ...]
     placement: Placement | None = None
     unfollowed: tuple[int, ...] = ()
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over values of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class RowExchange:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from flashmoe_megatron.backend import MATRIX, WeightGrad, unstacked
-from flashmoe_megatron.reference.rows import accumulation_dtype
+from flashmoe_megatron.separate.activations import accumulation_dtype
 
 
 def stack_of(tensors: Sequence[torch.Tensor], num_dims: int = MATRIX) -> torch.Tensor:

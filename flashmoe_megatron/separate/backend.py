@@ -33,12 +33,12 @@ from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
-from flashmoe_megatron.reference.rows import RowExchange, accumulation_dtype
 from flashmoe_megatron.router import Router
-from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.agreement import Agreement
-from flashmoe_megatron.scheduled.copies import Copies
-from flashmoe_megatron.scheduled.exchange import (
+from flashmoe_megatron.separate import lanes
+from flashmoe_megatron.separate.activations import accumulation_dtype
+from flashmoe_megatron.separate.agreement import Agreement
+from flashmoe_megatron.separate.copies import Copies
+from flashmoe_megatron.separate.exchange import (
     ONE_STEP,
     ByLeader,
     Counts,
@@ -47,10 +47,10 @@ from flashmoe_megatron.scheduled.exchange import (
     TwoSteps,
     kind_of,
 )
-from flashmoe_megatron.scheduled.hooks import Call, Hooks, of_part
-from flashmoe_megatron.scheduled.lanes import Lane
-from flashmoe_megatron.scheduled.plan import Part, Routes, Sizes, Sorted, Table, picked
-from flashmoe_megatron.scheduled.products import (
+from flashmoe_megatron.separate.hooks import Call, Hooks, of_part
+from flashmoe_megatron.separate.lanes import Lane
+from flashmoe_megatron.separate.plan import Part, Routes, Sizes, Sorted, Table, picked
+from flashmoe_megatron.separate.products import (
     add_weight_grad,
     bias_grad,
     is_grouped,
@@ -58,11 +58,12 @@ from flashmoe_megatron.scheduled.products import (
     stack_of,
     store,
 )
-from flashmoe_megatron.scheduled.records import Laps, Records
-from flashmoe_megatron.scheduled.slices import GradientSlices
-from flashmoe_megatron.scheduled.steps import steps_for
-from flashmoe_megatron.scheduled.tensor import TensorGroup
-from flashmoe_megatron.scheduled.ways import Way, Ways, arrived, returned
+from flashmoe_megatron.separate.records import Laps, Records
+from flashmoe_megatron.separate.rows import RowExchange
+from flashmoe_megatron.separate.slices import GradientSlices
+from flashmoe_megatron.separate.steps import steps_for
+from flashmoe_megatron.separate.tensor import TensorGroup
+from flashmoe_megatron.separate.ways import Way, Ways, arrived, returned
 from flashmoe_megatron.telemetry.record import LaunchRecord, read_launch_number
 
 

@@ -14,8 +14,8 @@ from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
 from flashmoe_megatron.schedule.line import Line
-from flashmoe_megatron.schedule.model import Pass, Slowdown, Stage, Stream, best_degree
-from flashmoe_megatron.scheduled.exchange import ONE_STEP, Kind, kind_of
+from flashmoe_megatron.separate.exchange import ONE_STEP, Kind, kind_of
+from flashmoe_megatron.separate.model import Pass, Slowdown, Stage, Stream, best_degree
 
 
 def choose_degrees(

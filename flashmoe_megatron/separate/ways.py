@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe_megatron.scheduled import lanes
-from flashmoe_megatron.scheduled.exchange import Counts, Exchange, Room, Slot
-from flashmoe_megatron.scheduled.plan import Part, Sizes, latest_ends, picked
-from flashmoe_megatron.scheduled.tensor import TensorGroup
+from flashmoe_megatron.separate import lanes
+from flashmoe_megatron.separate.exchange import Counts, Exchange, Room, Slot
+from flashmoe_megatron.separate.plan import Part, Sizes, latest_ends, picked
+from flashmoe_megatron.separate.tensor import TensorGroup
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from dataclasses import replace
 import torch
 
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.reference.activations import activate, activate_backward
-from flashmoe_megatron.reference.rows import accumulation_dtype
-from flashmoe_megatron.scheduled.plan import REFUSED, Cut, Indices, Sorted
+from flashmoe_megatron.separate.activations import accumulation_dtype, activate, activate_backward
+from flashmoe_megatron.separate.plan import REFUSED, Cut, Indices, Sorted
 
 
 def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor) -> Sorted:

@@ -1,6 +1,6 @@
 """The steps around products as one kernel each, in Triton: on a GPU launches are what they cost.
 
-Each has a twin of torch's operators in :mod:`~flashmoe_megatron.scheduled.plain`, which says what
+Each has a twin of torch's operators in :mod:`~flashmoe_megatron.separate.plain`, which says what
 it computes. None takes float64.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.scheduled.plan import REFUSED, Cut, Indices, Sorted
+from flashmoe_megatron.separate.plan import REFUSED, Cut, Indices, Sorted
 
 TILE = 2048
 """Elements of a program's block of rows and columns."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashmoe_megatron.schedule.line import Line
-from flashmoe_megatron.schedule.model import Pass, time_of
+from flashmoe_megatron.separate.model import Pass, time_of
 
 PARTS = (1, 1 / 2, 1 / 8, 1 / 32, 1 / 128)
 """Which parts of a reduction are moved to other windows."""

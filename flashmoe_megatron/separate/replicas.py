@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from flashmoe_megatron.backend import ExpertWeights
-from flashmoe_megatron.reference.rows import RowExchange
 from flashmoe_megatron.replicas.placement import Placement
+from flashmoe_megatron.separate.rows import RowExchange
 
 Values = list[torch.Tensor]
 """One tensor of each kind that an expert has: fc1, fc2 and their biases."""

@@ -1,1 +1,0 @@
-"""The scheduled backend: parts of the layer travel while others are computed."""

@@ -2,9 +2,32 @@
 
 import argparse
 import math
+import sys
+from collections.abc import Callable
 
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import BackendOptions
+
+
+def parser_of(text: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """A parser whose help has a docstring as it is.
+
+    Args:
+        text: The docstring of the tool.
+        prog: How the tool is called, where its file does not say it.
+    """
+    return argparse.ArgumentParser(
+        prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def run_command(run: Callable[[], int], *errors: type[Exception]) -> int:
+    """Runs a command; prints an error of the given kinds and returns 2 for it."""
+    try:
+        return run()
+    except errors as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def positive(text: str) -> float:

@@ -29,7 +29,7 @@ from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
-from tools.arguments import not_negative
+from tools.arguments import not_negative, parser_of
 from tools.bench import common
 from tools.bench.common import Record, log
 from tools.bench.shapes import SHAPES, Shape, make_problem
@@ -152,9 +152,7 @@ def problems(
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
     add("--ranks", type=int, default=4, help="where there is no GPU")

@@ -5,7 +5,6 @@
     python -m tools.option_tables
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from flashmoe_megatron.adapters.deepspeed import settings as deepspeed
 from flashmoe_megatron.adapters.megatron import settings as megatron
 from flashmoe_megatron.adapters.options import ModuleOptions
 from flashmoe_megatron.options import option_table
+from tools.arguments import parser_of
 
 ADAPTERS = Path(__file__).parents[1] / "flashmoe_megatron" / "adapters"
 TABLES = {
@@ -40,9 +40,7 @@ def with_table(page: str, table: str) -> str:
 
 
 def main() -> int:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     for page, table in TABLES.items():
         page.write_text(with_table(page.read_text(), table()))
     return 0

@@ -15,8 +15,7 @@ hosts, and with its ``--exchange`` where copy engines are to carry rows. The fil
         --degree auto --degree-fit fit.json \
         --hidden 2048 --intermediate 768 --num-experts 128 --topk 8 --gated --tokens 8192
 
-runs one layer in one part and at its degree, with time stamps of each stream, for a picture by
-``python -m tools.simulate schedule`` of the checkout.
+runs one layer in one part and at its degree, and writes time stamps of each stream.
 """
 
 import argparse

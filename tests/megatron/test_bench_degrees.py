@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from tests.distributed import RankPool
 from tests.megatron.harness import Layout, prepare
-from tools.bench.bench_layer import GATE
 from tools.bench.correctness import relative_errors
+from tools.bench.layers import GATE
 from tools.bench.megatron_layer import MegatronLayer
 from tools.bench.shapes import Router, Shape, make_problem
 

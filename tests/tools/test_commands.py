@@ -23,14 +23,14 @@ from tools.bench import (
     bench_peers,
     common,
     compare_libraries,
+    layers,
     multipath,
     stopwatch,
 )
-from tools.bench.bench_layer import GATE
 from tools.bench.bench_training import logs
 from tools.bench.common import Timer
+from tools.bench.layers import GATE
 from tools.bench.shapes import Problem, Shape, make_problem
-from tools.simulate import __main__ as simulate
 from tools.timeline import __main__ as timeline
 
 ROOT = Path(__file__).parents[2]
@@ -95,9 +95,9 @@ def test_a_baseline_that_is_not_installed_is_left_out(capsys, monkeypatch) -> No
 
 @pytest.mark.parametrize("error", [GATE * 1.01, float("nan")])
 def test_nothing_wrong_is_measured(error: float) -> None:
-    bench_layer.require_gate("small", {"out": GATE, "grad_x": 0.0})
+    layers.require_gate("small", {"out": GATE, "grad_x": 0.0})
     with pytest.raises(SystemExit, match="small: relative L2 error .*, wanted at most 0.006"):
-        bench_layer.require_gate("small", {"out": error, "grad_x": 0.0})
+        layers.require_gate("small", {"out": error, "grad_x": 0.0})
 
 
 @pytest.mark.library
@@ -200,27 +200,6 @@ def test_what_cannot_be_is_told_in_one_line(
     told = capsys.readouterr().err if ended.value.code == 2 else str(ended.value.code)
     assert re.search(said, told.splitlines()[-1])
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("schedule --trace nosuch", "trace nosuch: .* wanted a file of python -m"),
-        ("schedule --trace empty", "trace empty: .* wanted a file of python -m"),
-        ("schedule --trace other", "trace other: KeyError.'layers'.; wanted a file of python"),
-        ("replicas --ranks 3", "num_experts=128: .* the expert-parallel size 3"),
-    ],
-)
-def test_what_cannot_be_simulated_is_told_in_one_line(
-    arguments: str, said: str, tmp_path: Path, capsys, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty").touch()
-    Path("other").write_text("{}")
-    assert simulate.main(arguments.split()) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert re.match(f"error: {said}", told[0])
 
 
 def test_links_of_gpus_want_as_many(monkeypatch, capsys) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tools.bench import bench_peers, common, peers_report
-from tools.bench.bench_layer import GATE
 from tools.bench.bench_peers import ALL, GROUPS, examined, expected, main
+from tools.bench.layers import GATE
 from tools.bench.peers import PEERS, Layer, stacked
 from tools.bench.shapes import Problem, Shape, make_problem
 

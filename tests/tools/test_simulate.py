@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from tools.simulate.model import (
     with_run,
 )
 from tools.simulate.predict import weak_scaling
-from tools.simulate.replicas import simulate_replicas
 from tools.simulate.routing import busiest_rank, hit_probability, maximal_incast_volume
 
 PAPER = SHAPES["paper-8k"]
@@ -439,19 +437,6 @@ def test_points_that_the_model_does_not_know_are_left_out(tmp_path: Path, apart:
                 read_points(file)
 
 
-def test_pictures_want_something_to_draw(tmp_path: Path, capsys):
-    out = tmp_path / "picture"
-    for arguments, told in (
-        ([], "wanted --trace or --fit, got neither"),
-        (["--trace", "a", "--within", "b"], "--within b: wanted --fit"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            command.main(["schedule", *arguments, "--out", str(out)])
-        assert told in capsys.readouterr().err
-    assert command.main(["schedule", "--trace", str(tmp_path / "none"), "--out", str(out)]) == 2
-    assert "none" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("text", ["", "nonsense\n", '{"status": "ok"}\n'])
 def test_files_without_times_are_refused(tmp_path: Path, text: str, capsys):
     file = tmp_path / "results.jsonl"
@@ -525,44 +510,3 @@ def test_predictions_as_table_and_figures(tmp_path: Path, capsys):
     }
     for name in ("weak_scaling_paper-8k.png", "weak_scaling_paper-8k.svg"):
         assert (tmp_path / name).stat().st_size > 1000
-
-
-def test_replicas_pay_where_routers_are_skewed(capsys: pytest.CaptureFixture[str]):
-    shape = SHAPES["paper-8k"]
-    outcome = simulate_replicas(shape, 4, 1.0, 2, FIGURES, FITTED)
-    assert outcome.imbalance[0] > 1.3 > 1.2 > outcome.imbalance[1] >= 1
-    assert outcome.layer_us[1] + outcome.moved_us < outcome.layer_us[0]
-    few = simulate_replicas(SHAPES["paper-1k"], 4, 1.0, 2, FIGURES, FITTED)
-    assert few.imbalance[0] == few.imbalance[1] > 1.3  # too few rows to be worth a push
-    assert few.moved_us == 0
-    assert outcome.slot_bytes == 2 * 2 * 2048 * 2048
-    assert outcome.break_even > 1
-    even = simulate_replicas(shape, 4, 0.0, 2, FIGURES, FITTED)
-    assert even.layer_us[0] < outcome.layer_us[0]
-    assert (
-        command.main(["replicas", "--shapes", "m-gpt-e4", "--ranks", "2", "4", "--zipf", "1"]) == 0
-    )
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert lines[2].startswith("| m-gpt-e4 | 2 | 1 | ")
-
-
-def test_a_layer_over_hosts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows by hand, and the page's tables."""
-    assert command.main(["hosts", "--card-gbps", "90", "--hosts", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    # 4,096 rows of 7,168 elements and 8 routes; nearly every token needs the other host.
-    crossing, times = "4.00, 1.00 | 56 | 118 | 4.12 | 0.65", "9.37 | 5.43 | 4.78 | 4.45"
-    assert f"| DeepSeek-V3 | 2 | 256 | {crossing} | {times} |" in lines
-    assert lines[-5] == "| this model, 90 GB/s a card | 0.65 | 1.77 | 3.02 |"
-    # 81 GB/s of 2 x 58.5 MB.
-    assert lines[-3].endswith("| 1.44 (81 GB/s) | 3.48 (61 GB/s) |  |")
-    assert command.main(["hosts"]) == 0
-    page = (command.ROOT / "flashmoe_megatron" / "hosts" / "README.md").read_text().splitlines()
-    printed = capsys.readouterr().out.splitlines()
-    rows = [line for line in printed if re.match(r"\| DeepSeek-V3 \| (2|8|32|512) \|", line)]
-    assert len(rows) == 4
-    for line in rows + printed[-5:]:
-        assert line in page, line
-    assert command.main(["hosts", "--hosts", "3"]) == 2
-    assert "3 hosts of 8 GPUs do not divide Qwen3-30B's experts" in capsys.readouterr().err

@@ -11,19 +11,11 @@ import torch.distributed as dist
 
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
-from tools.bench import bench_layer, compare_libraries, multipath, stopwatch
-from tools.bench.bench_layer import (
-    DTYPES,
-    GATE,
-    FusedLayer,
-    UnfusedLayer,
-    early_timing,
-    routed_calls,
-    router_weight_for,
-    without_grad,
-)
+from tools.bench import bench_layer, compare_libraries, layers, multipath, stopwatch
+from tools.bench.bench_layer import DTYPES, early_timing, routed_calls, router_weight_for
 from tools.bench.compare_libraries import Worker
 from tools.bench.correctness import relative_errors, routed_errors
+from tools.bench.layers import GATE, FusedLayer, UnfusedLayer, without_grad
 from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Router, Shape, make_problem, shape_of
 from tools.timeline import __main__ as timeline
 from tools.timeline import capture
@@ -173,8 +165,8 @@ def test_a_wrong_layer_or_baseline_has_no_figures(
 ):
     use_on_processor(monkeypatch, bench_layer, SpoiltLayer if spoilt == "fused" else FusedLayer)
     if spoilt == "unfused":
-        right = bench_layer.unfused_layer
-        monkeypatch.setattr(bench_layer, "unfused_layer", lambda *layer: right(*layer) * 1.01)
+        right = layers.unfused_layer
+        monkeypatch.setattr(layers, "unfused_layer", lambda *layer: right(*layer) * 1.01)
     rows = measured_on_processor(tmp_path / "out.jsonl", spoilt)
     assert [(row["implementation"], row["measurement"]) for row in rows] == ROWS[:num_rows]
 

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import (
+    CARD_BYTES_PER_S,
     MOST_FETCH_COST,
+    ROUTE_BYTES,
     bounded_row_blocks,
     choose_keep,
+    crossings,
     describe_hosts,
     dispatch_volume,
     expert_capacity,
@@ -25,6 +28,7 @@ from flashmoe_megatron.planner import (
     plan_capacity,
     plan_hosts,
     plan_launches,
+    products_s,
     tokens_within,
 )
 from tests.unit import cases
@@ -257,6 +261,38 @@ def test_a_forward_over_hosts():
     assert forward_over_hosts(1.0, 3.0, num_hosts=2, overlap=1) == pytest.approx(3.0 + 0.5 + 3.0)
     assert forward_over_hosts(1.0, 3.0, num_hosts=2, overlap=2) == pytest.approx(3.0 + 3.0)
     assert forward_over_hosts(4.0, 1.0, num_hosts=2, overlap=2) == pytest.approx(4.0 + 0.5)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 8, 32, 512])
+def test_the_page_says_what_hosts_cost(num_hosts: int):
+    """The rows of DeepSeek-V3's layer, with an expert for each GPU where there are more GPUs."""
+    config = cases.make_config(
+        num_ranks=1, max_tokens=4096, hidden=7168, intermediate=2048, topk=8,
+        num_experts=max(256, 8 * num_hosts),
+    )  # fmt: skip
+    by_route, by_host = 8 * (1 - 1 / num_hosts), crossings(config, num_hosts)
+    row_bytes = 2 * 7168 + min(8, config.num_experts // num_hosts) * ROUTE_BYTES
+    num_bytes, products = 4096 * row_bytes, products_s(config)
+    times = [
+        forward_over_hosts(
+            products,
+            rows * num_bytes / CARD_BYTES_PER_S,
+            num_hosts=num_hosts,
+            overlap=overlap,
+        )
+        for rows, overlap in ((by_route, 0), (by_host, 0), (by_host, 1), (by_host, 2))
+    ]
+    cells = [
+        "DeepSeek-V3",
+        num_hosts,
+        config.num_experts,
+        f"{by_route:.2f}, {by_host:.2f}",
+        f"{by_host * num_bytes / 2**20:.0f}",
+        f"{2 * by_host * num_bytes / 1e6:.0f}",
+        *(f"{1e3 * one:.2f}" for one in (products, by_host * num_bytes / CARD_BYTES_PER_S, *times)),
+    ]
+    page = PAGE.parent / "hosts" / "README.md"
+    assert f"| {' | '.join(map(str, cells))} |" in page.read_text().splitlines()
 
 
 @pytest.mark.parametrize(

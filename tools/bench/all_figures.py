@@ -9,7 +9,6 @@ prints the steps and runs none. Each step has a folder with its results and what
 anew, but for the sweep, which goes on where it stopped.
 """
 
-import argparse
 import shutil
 import sys
 import time
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.arguments import not_negative
+from tools.arguments import not_negative, parser_of
 from tools.bench.shapes import ODD_SHAPES
 from tools.gpu_check import run_bounded, torchrun
 
@@ -131,9 +130,7 @@ def run(todo: list[Step], minutes: float, commit: str | None) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/figures"), help="may hold steps")
     parser.add_argument("--minutes", type=float, default=60.0, help="for all steps together")
     parser.add_argument("--gpus", type=not_negative, help="as if there were so many; default: all")

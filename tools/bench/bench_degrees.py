@@ -28,17 +28,11 @@ import torch.distributed as dist
 
 from examples.arguments import count
 from flashmoe_megatron.schedule.fit import read_fit
-from tools.arguments import not_negative
+from tools.arguments import not_negative, parser_of
 from tools.bench import common, stopwatch
-from tools.bench.bench_layer import (
-    FusedLayer,
-    UnfusedLayer,
-    kernel_layer,
-    pass_gate,
-    without_grad,
-)
 from tools.bench.common import Record, Timer, log
 from tools.bench.correctness import relative_errors
+from tools.bench.layers import FusedLayer, UnfusedLayer, kernel_layer, pass_gate, without_grad
 from tools.bench.megatron_layer import MegatronLayer
 from tools.bench.shapes import Problem, Shape, make_problem, shape_of, shares_of
 
@@ -164,9 +158,7 @@ def measure(
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add(
         "fits",

@@ -30,10 +30,11 @@ from typing import Any
 import torch
 
 from examples.arguments import count
+from tools.arguments import parser_of
 from tools.bench import common, peers, stopwatch
-from tools.bench.bench_layer import GATE, replayed, without_grad
 from tools.bench.common import Record, Timer, log
 from tools.bench.correctness import expert_results, worst_of
+from tools.bench.layers import GATE, replayed, without_grad
 from tools.bench.peers import PEERS, SONICMOE_TILES, Layer, stacked
 from tools.bench.shapes import SHAPES, Problem, Shape, make_problem
 from tools.bench.stopwatch import in_turns, turn_ms
@@ -186,9 +187,7 @@ def recorded(out: Path | None, settings: dict[str, Any]) -> list[tuple[str, Shap
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     names = [*GROUPS, *ALL]
     add("--shapes", nargs="+", default=list(GROUPS), choices=names, metavar="SHAPE",

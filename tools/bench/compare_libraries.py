@@ -27,10 +27,11 @@ import torch
 
 from examples.arguments import count
 from flashmoe_megatron.kernel import bindings
+from tools.arguments import parser_of
 from tools.bench import common
-from tools.bench.bench_layer import kernel_layer, pass_gate, without_grad
 from tools.bench.common import log
 from tools.bench.correctness import relative_errors
+from tools.bench.layers import kernel_layer, pass_gate, without_grad
 from tools.bench.shapes import SHAPES, make_problem, shares_of
 from tools.bench.stopwatch import in_turns, turn_ms
 
@@ -100,9 +101,7 @@ class Worker:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("libraries", nargs="*", type=Path, help="others are compared with the first; default: ours")
     add("--uncounted", action="store_true", help="the first also without counters")

@@ -48,8 +48,8 @@ from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sockets import Pace, SocketLink
 from tools.arguments import not_negative, positive
 from tools.bench import common
-from tools.bench.bench_layer import kernel_layer, require_gate
 from tools.bench.correctness import relative_errors
+from tools.bench.layers import kernel_layer, require_gate
 from tools.bench.shapes import SHAPES, make_problem
 from tools.bench.stopwatch import in_turns, turn_ms
 

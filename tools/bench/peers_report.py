@@ -6,7 +6,6 @@ Times are medians over turns. Where two layers are compared, what is above 1 is 
 has rows of several settings is refused, since no table or figure tells them apart.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import markdown
+from tools.arguments import parser_of
 from tools.bench.bench_peers import PASSES, SETTINGS
 from tools.bench.common import read_record
 from tools.bench.correctness import worst_of
@@ -137,9 +137,7 @@ def draw(rows: list[Row], path: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("record", type=Path, help="what bench_peers has written")
     parser.add_argument("--out", type=Path, required=True, help="path without an ending")
     options = parser.parse_args(arguments)

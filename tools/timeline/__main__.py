@@ -6,19 +6,16 @@ from pathlib import Path
 
 from examples.arguments import count
 from tools import timeline
-from tools.arguments import row_bound
+from tools.arguments import parser_of, row_bound, run_command
 from tools.bench.shapes import SHAPES
 from tools.timeline.records import LaunchTrace, TraceError
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.timeline",
-        description=timeline.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(timeline.__doc__, "python -m tools.timeline")
     commands = parser.add_subparsers(dest="command", required=True)
     capture = commands.add_parser("capture", help="record on GPUs, under torchrun")
+    capture.set_defaults(run=run_capture)
     capture.add_argument(
         "--out",
         type=Path,
@@ -35,14 +32,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     capture.add_argument("--commit", help="what is recorded, where the checkout has no git")
     draw = commands.add_parser("draw", help="picture and trace of recorded launches")
+    draw.set_defaults(run=run_draw)
     draw.add_argument("files", type=Path, nargs="+", help=".npz files")
     draw.add_argument("--out", type=Path, help="folder; default: beside each file")
     summarize = commands.add_parser("summarize", help="tables of recorded launches")
+    summarize.set_defaults(run=run_summarize)
     summarize.add_argument("files", type=Path, nargs="+", help=".npz files")
     return parser.parse_args(arguments)
 
 
-def draw(options: argparse.Namespace) -> None:
+def run_capture(options: argparse.Namespace) -> int:
+    """Records launches."""
+    from tools.timeline.capture import capture
+
+    return capture(options)
+
+
+def run_draw(options: argparse.Namespace) -> int:
     """Draws every file."""
     from tools.timeline.chrome import write_chrome_trace
     from tools.timeline.draw import draw_launch
@@ -56,31 +62,21 @@ def draw(options: argparse.Namespace) -> None:
         trace = folder / f"{file.stem}.trace.json.gz"
         slices = write_chrome_trace(launch, trace)
         print(f"wrote {trace}, {slices} slices")
+    return 0
 
 
-def summarize(options: argparse.Namespace) -> None:
+def run_summarize(options: argparse.Namespace) -> int:
     """Prints every file's tables."""
     from tools.timeline.summary import summary
 
     for file in options.files:
         print("\n".join(summary(LaunchTrace.load(file))))
+    return 0
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    try:
-        if options.command == "capture":
-            from tools.timeline.capture import capture
-
-            return capture(options)
-        if options.command == "summarize":
-            summarize(options)
-        else:
-            draw(options)
-    except TraceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(lambda: options.run(options), TraceError)
 
 
 if __name__ == "__main__":

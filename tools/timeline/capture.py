@@ -18,8 +18,8 @@ import torch.distributed as dist
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.backend import KernelBackend
 from tools.bench import common
-from tools.bench.bench_layer import FusedLayer, kernel_layer, pass_gate
 from tools.bench.correctness import relative_errors
+from tools.bench.layers import FusedLayer, kernel_layer, pass_gate
 from tools.bench.shapes import SHAPES, make_problem, shares_of
 from tools.timeline.records import (
     LaunchTrace,

@@ -3,21 +3,19 @@
 import argparse
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from tools import weak_scaling
+from tools.arguments import parser_of, run_command
 from tools.weak_scaling import layer, training
 from tools.weak_scaling.ranks import UsageError
 from tools.weak_scaling.report import write_report
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.weak_scaling",
-        description=weak_scaling.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(weak_scaling.__doc__, "python -m tools.weak_scaling")
     commands = parser.add_subparsers(dest="command", required=True)
     layer.add_arguments(commands.add_parser("run", allow_abbrev=False, help="measure a layer"))
     report = commands.add_parser("report", help="write table and figure of a folder again")
@@ -34,22 +32,23 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(f"signal {number}")
 
 
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["training"]:
+        return training.main(arguments[1:])
+    options = parse(arguments)
+    if options.command == "run":
+        return layer.run(options)
+    write_report(options.folder, {})
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _stop)  # a job that runs is ended first
     try:
-        if arguments[:1] == ["training"]:
-            return training.main(arguments[1:])
-        options = parse(arguments)
-        if options.command == "run":
-            return layer.run(options)
-        write_report(options.folder, {})
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return run_command(partial(_run, arguments), UsageError)
     except KeyboardInterrupt:
         print("stopped; what was measured is kept", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

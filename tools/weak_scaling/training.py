@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tools.arguments import parser_of
 from tools.markdown import table
 from tools.weak_scaling.ranks import StuckError, UsageError, counts_of, run_job
 from tools.weak_scaling.style import COLORS, NEUTRAL, legend_below, new_figure, save
@@ -40,11 +41,7 @@ Report = dict[str, Any]
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.weak_scaling training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m tools.weak_scaling training")
     add = parser.add_argument
     add("framework", choices=list(LARGE))
     add("--gpus", type=int, nargs="+", help="default: 1, 2, 4, ...; processes without a GPU")

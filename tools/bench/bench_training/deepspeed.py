@@ -30,7 +30,7 @@ from examples.arguments import count
 from examples.leave import leave
 from examples.python_sources import read_sources
 from flashmoe_megatron.deepspeed import attach
-from tools.arguments import not_negative, row_bound
+from tools.arguments import not_negative, parser_of, row_bound
 from tools.bench import common
 from tools.bench.bench_training.curves import apart
 from tools.bench.bench_training.decoder import (
@@ -124,11 +124,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     shapes = {**SHAPES, **SMALL}
     gated = [name for name, shape in shapes.items() if shape.gated]
     usual = ["mixtral-8x7b", "qwen3-30b"] if HAS_GPU else list(SMALL)
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.bench_training deepspeed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m tools.bench.bench_training deepspeed")
     add = parser.add_argument
     add("--shapes", nargs="+", choices=gated, default=usual, metavar="SHAPE", help=f"of {gated}")
     add("--families", nargs="+", choices=list(KINDS), default=list(KINDS))

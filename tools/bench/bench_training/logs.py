@@ -13,13 +13,13 @@ the bound. A reference may end early: iterations that it lacks are not judged, b
 markdown table; the exit status is 1 if any iteration is outside.
 """
 
-import argparse
 import math
 import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.arguments import parser_of
 from tools.bench.bench_training.curves import WARM, apart, within_noise
 
 LINE = re.compile(r"iteration +(\d+)/")
@@ -58,11 +58,7 @@ def _number(pattern: re.Pattern[str], line: str) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.bench_training logs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, "python -m tools.bench.bench_training logs")
     parser.add_argument("ours", type=Path)
     parser.add_argument("theirs", type=Path)
     parser.add_argument("--noise", type=Path, required=True)

@@ -1,0 +1,182 @@
+"""The layers that tools time, and the gate that their results pass before."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.backend import MATRIX, Backend, ExpertWeights, unstacked
+from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from tools.bench import stopwatch
+from tools.bench.common import log
+from tools.bench.correctness import LayerResults, worst_of
+from tools.bench.shapes import Problem
+from tools.bench.unfused import GroupedWeights, unfused_layer
+
+T = TypeVar("T")
+GATE = 6e-3
+"""The most that results may differ from float32's, by relative L2."""
+TIMEOUT_S = 10.0
+
+
+class FusedLayer:
+    """A backend's layer as a model calls it; of the kernel, with a parameter for each weight."""
+
+    def __init__(self, problem: Problem, backend: Backend, *, use_main_grad: bool) -> None:
+        self.problem = problem
+        self.weights = problem.weights
+        if isinstance(backend, ScheduledBackend):  # its products take all experts at once
+            fc1, fc2 = (
+                (torch.stack([one.detach() for one in each]).requires_grad_(),)
+                for each in (problem.weights.fc1, problem.weights.fc2)
+            )
+            self.weights = ExpertWeights(fc1, fc2)
+        self.backend = backend
+        self.use_main_grad = use_main_grad
+        if use_main_grad:
+            for parameter in self.parameters:
+                parameter.main_grad = torch.zeros_like(  # type: ignore[attr-defined]
+                    parameter, dtype=torch.float32
+                )
+
+    @property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        """All local weights, fc1's first."""
+        return (*self.weights.fc1, *self.weights.fc2)
+
+    def __call__(self) -> torch.Tensor:
+        """One forward."""
+        problem = self.problem
+        return moe_apply(
+            self.backend,
+            problem.x,
+            problem.probs,
+            problem.routing_map,
+            self.weights,
+            accumulate_into_main_grad=self.use_main_grad,
+        )
+
+    def forward_and_backward(self) -> torch.Tensor:
+        """One of each; forgets ordinary gradients of an earlier call."""
+        problem = self.problem
+        return problem.differentiate(self, (problem.x, problem.probs, *self.parameters))
+
+    def results(self) -> LayerResults:
+        """The results of one forward and backward."""
+        out = self.forward_and_backward()
+        problem = self.problem
+        name = "main_grad" if self.use_main_grad else "grad"
+        assert problem.x.grad is not None
+        assert problem.probs.grad is not None
+        return LayerResults(
+            out,
+            problem.x.grad,
+            problem.probs.grad,
+            *(
+                list(unstacked([getattr(weight, name) for weight in each], MATRIX))
+                for each in (self.weights.fc1, self.weights.fc2)
+            ),
+        )
+
+
+def kernel_layer(problem: Problem, *, use_main_grad: bool = True, **options: Any) -> FusedLayer:
+    """The layer on this GPU's kernel, over the default group if the problem has several ranks.
+
+    Args:
+        problem: Made by :func:`~tools.bench.shapes.make_problem`.
+        use_main_grad: Weight gradients are added to float32 buffers.
+        **options: Further ones of :func:`~flashmoe_megatron.select.select_backend`, ``kind`` where
+            it is to be another backend.
+    """
+    group = dist.group.WORLD if problem.config.num_ranks > 1 else None
+    options = {"kind": "kernel", "timeout": TIMEOUT_S, "keep": "all", **options}
+    backend = select_backend(problem.config, group, problem.x.device, **options)
+    return FusedLayer(problem, backend, use_main_grad=use_main_grad)
+
+
+class UnfusedLayer:
+    """The baseline."""
+
+    def __init__(self, problem: Problem, *, use_main_grad: bool) -> None:
+        self.problem = problem
+        self.weights = GroupedWeights.of(problem)
+        self.main_grads = (
+            [torch.zeros_like(w, dtype=torch.float32) for w in vars(self.weights).values()]
+            if use_main_grad
+            else []
+        )
+
+    def __call__(self) -> torch.Tensor:
+        """One forward."""
+        return unfused_layer(self.problem, self.weights)
+
+    def forward_and_backward(self) -> torch.Tensor:
+        """One of each."""
+        parameters = list(vars(self.weights).values())
+        leaves = (self.problem.x, self.problem.topk_weight, *parameters)
+        out = self.problem.differentiate(self, leaves)
+        for main_grad, parameter in zip(self.main_grads, parameters, strict=False):
+            main_grad.add_(parameter.grad)
+        return out
+
+    def results(self) -> LayerResults:
+        """The results of one forward and backward, in the form of the fused layer's."""
+        for main_grad in self.main_grads:
+            main_grad.zero_()
+        out = self.forward_and_backward()
+        problem = self.problem
+        assert problem.x.grad is not None
+        assert problem.topk_weight.grad is not None
+        grad_probs = torch.zeros_like(problem.probs)
+        grad_probs.scatter_(1, problem.topk_idx, problem.topk_weight.grad)
+        fc1, fc2 = self.main_grads or [self.weights.fc1.grad, self.weights.fc2.grad]
+        shares = (list(grad.transpose(1, 2)) for grad in (fc1, fc2))
+        return LayerResults(out, problem.x.grad, grad_probs, *shares)
+
+
+def require_gate(name: str, errors: dict[str, float]) -> None:
+    """Refuses results that are further from float32's than the correctness gate allows.
+
+    Raises:
+        SystemExit: They are.
+    """
+    worst = worst_of(errors.values())
+    if not worst <= GATE:
+        raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {GATE}")
+
+
+def pass_gate(name: str, errors: dict[str, float]) -> None:
+    """Logs how far a layer is from float32, before it is timed.
+
+    Args:
+        name: What was compared, for messages.
+        errors: By result, from a function of ``correctness.py``.
+
+    Raises:
+        SystemExit: They are larger than the gate allows.
+    """
+    log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
+    require_gate(name, errors)
+    if stopwatch.HAS_GPU:
+        torch.cuda.empty_cache()
+
+
+def without_grad(call: Callable[[], T]) -> Callable[[], T]:
+    """The call in evaluation mode."""
+
+    def run() -> T:
+        with torch.no_grad():
+            return call()
+
+    return run
+
+
+def replayed(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, which takes nothing of the host."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

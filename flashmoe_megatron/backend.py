@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -180,16 +180,6 @@ class Untold:
             raise error
 
 
-UNFOLLOWED = 1 << 40
-"""A rank adds this to every count that it tells in a forward of which it has no backward."""
-
-
-def unfollowed_ranks(told: Sequence[int]) -> tuple[int, ...]:
-    """The ranks without a backward of a forward, by one of the counts that each has told."""
-    # A rank that refuses the call tells a negative number, with or without the addend.
-    return tuple(rank for rank, count in enumerate(told) if count > UNFOLLOWED // 2)
-
-
 def unmatched_backward(unfollowed: Sequence[int]) -> ConfigError:
     """The error of a backward that some ranks do not have.
 
@@ -256,19 +246,6 @@ class Void:
         """NaN for tokens and probabilities."""
         probs = grad_out.new_full(self.probs_shape, torch.nan, dtype=self.probs_dtype)
         return torch.full_like(grad_out, torch.nan), probs
-
-
-class OfGroup:
-    """What belongs to a process group, which cannot be copied: a copy of a layer shares it."""
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "OfGroup":
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise FlashMoEError(
-            f"{type(self).__name__} belongs to the process group of this process and cannot be "
-            "pickled: save and send the state_dict of the layer instead"
-        )
 
 
 class Backend(Protocol):

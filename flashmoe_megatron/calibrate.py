@@ -37,6 +37,7 @@ from flashmoe_megatron.options import (
     add_flags,
     add_sizes,
 )
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.telemetry.calibration import (
     GRADS,
     Entry,
@@ -108,7 +109,7 @@ def measure(
             torch.autograd.backward(out, torch.ones_like(out))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        dist.barrier()
+        Ranks(dist.group.WORLD).meet()
 
     run(WARM_UP)
     layer.backend.take_records()
@@ -186,7 +187,7 @@ def main(arguments: list[str]) -> int:
             write_entries(options.file, entries)
             for entry in entries:
                 sys.stdout.write(f"{entry.time_ms:.4f} ms: {entry.describe()}\n")
-        dist.barrier()
+        Ranks(dist.group.WORLD).meet()
     except FlashMoEError as error:
         return _fail(str(error))
     finally:

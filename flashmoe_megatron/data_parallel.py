@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import PREPARE, RANK_BUFFER, FlashMoELayer
+from flashmoe_megatron.ranks import OfGroup, Ranks
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -216,8 +216,7 @@ def _make_replica_groups(
 
     All ranks make all groups in one order, which is the form that torch.distributed wants.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (tuple(dist.get_process_group_ranks(group)), mine))
+    everyone = Ranks(dist.group.WORLD).gather((tuple(dist.get_process_group_ranks(group)), mine))
     problems = [_problem(members, everyone) for members in sorted({one[0] for one in everyone})]
     if any(problems):
         raise ConfigError("; ".join(filter(None, problems)))

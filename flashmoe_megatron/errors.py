@@ -3,8 +3,6 @@
 Each message names what was got and what was wanted, so that it can be acted on without a debugger.
 """
 
-from collections import abc
-
 
 class FlashMoEError(Exception):
     """Base of all errors raised by this package."""
@@ -70,13 +68,3 @@ def told_error(rank: int, reason: str) -> FlashMoEError:
     if name in kinds:
         return kinds[name](f"rank {rank}: {message}")
     return FlashMoEError(f"rank {rank}: {reason}")
-
-
-def first_told(reasons: abc.Iterable[str | None]) -> FlashMoEError | None:
-    """The error of the first rank that had one, ``None`` if none had.
-
-    Args:
-        reasons: What every rank tells, in order: from :func:`reason_of`, or ``None``.
-    """
-    told = (told_error(rank, one) for rank, one in enumerate(reasons) if one is not None)
-    return next(told, None)

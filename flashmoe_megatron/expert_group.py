@@ -8,9 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.per_group import check_member
+from flashmoe_megatron.ranks import OfGroup, check_member
 from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
 
 

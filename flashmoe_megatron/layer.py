@@ -29,7 +29,7 @@ from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, Sha
 from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
 from flashmoe_megatron.options import BackendKind, BackendOptions
 from flashmoe_megatron.own_router import fusable_weight, logits_of
-from flashmoe_megatron.per_group import check_alike, from_all
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
 from flashmoe_megatron.select import (
@@ -283,8 +283,7 @@ class FlashMoELayer(nn.Module):
             lacks_router=fuse_router and not router,
             split=split,
         )
-        told = from_all(check, self.expert_group.group)
-        check_alike([{"backend": whose} for whose, _ in told])
+        told = Ranks(self.expert_group.group).all(check, alike=lambda one: {"backend": one[0]})
         self._backends: dict[torch.dtype, Backend] = {}
         self._given: Backend | None = None
         self._choice: tuple[BackendKind, dict[str, Any]] | None = None

@@ -18,8 +18,8 @@ from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.hosts.rail import TorchRail
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
-from flashmoe_megatron.per_group import check_alike, check_member, from_all, made_on_all
 from flashmoe_megatron.planner import describe_choice, describe_hosts
+from flashmoe_megatron.ranks import Ranks, check_member
 from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.degree import choose_degrees
@@ -186,9 +186,12 @@ def _make_backend(
     options: dict[str, Any],
 ) -> Backend:
     """Makes the backend for groups as torch knows them; see :func:`select_backend`."""
-    choices = from_all(lambda: _choose(config, kind, device, dtype, options, tensor_group), group)
-    check_alike([choice.agreed for choice in choices])
-    _, chosen, device, chosen_options = choices[0 if group is None else dist.get_rank(group)]
+    ranks = Ranks(group)
+    choices = ranks.all(
+        lambda: _choose(config, kind, device, dtype, options, tensor_group),
+        alike=lambda choice: choice.agreed,
+    )
+    _, chosen, device, chosen_options = choices[ranks.rank]
     check_slots(config, chosen_options.spare_slots, chosen_options.placement)
     if chosen_options.filled_slots and config.num_ranks == 1 and chosen != "scheduled":
         _announce_once(
@@ -215,7 +218,7 @@ def _make_backend(
                 grid=grid,
                 device=device,
                 dtype=dtype,
-                is_cut=tensor_group is not None and dist.get_world_size(tensor_group) > 1,
+                is_cut=Ranks(tensor_group).num_ranks > 1,
             ),
             tensor_group=tensor_group,
         )
@@ -232,10 +235,9 @@ def _make_backend(
         return KernelBackend(config, within, device, options=options)
 
     if group is None or grid.num_hosts == 1:
-        return made_on_all(lambda: make(config, group, chosen_options), group)
-    made_on_all(
-        lambda: check_over_hosts(chosen_options, grid.num_hosts, is_kernel=chosen == "kernel"),
-        group,
+        return ranks.each(lambda: make(config, group, chosen_options))
+    ranks.each(
+        lambda: check_over_hosts(chosen_options, grid.num_hosts, is_kernel=chosen == "kernel")
     )
     is_fixed, overlap = chosen_options.row_bound is not None, chosen_options.host_overlap
     described = describe_hosts(config, grid.num_hosts, is_fixed=is_fixed, overlap=overlap)
@@ -246,15 +248,14 @@ def _make_backend(
         timeout=chosen_options.timeout,
         max_ctas=OVERLAP_CTAS if overlap else None,
     )
-    return made_on_all(
+    return ranks.each(
         lambda: HostsBackend(
             config,
             TorchRail(groups),
             lambda part, options: make(part, groups.within, options),
             device=device,
             options=chosen_options,
-        ),
-        group,
+        )
     )
 
 
@@ -294,7 +295,8 @@ def find_grid(group: dist.ProcessGroup) -> HostGrid:
     Raises:
         ConfigError: On every rank, if they do not lie in blocks of hosts or are too many.
     """
-    return arrange(from_all(host_name, group), dist.get_rank(torch_group(group)))
+    ranks = Ranks(group)
+    return arrange(ranks.all(host_name), ranks.rank)
 
 
 def check_choice(kind: str, options: dict[str, Any]) -> None:

@@ -166,18 +166,18 @@ MUTATIONS = (
         "tests/unit/test_hosts.py::test_a_backend_that_has_grown_counts_what_it_sent_before",
     ),
     Mutation(
-        "the calibration is asked of a rank of another group",
+        "a rank without layers has no calibration",
         "agree_calibration",
-        "dist.get_global_rank(group, has_one.index(True))",
-        "has_one.index(True)",
+        "Ranks(group).gather(calibration)",
+        "[calibration]",
         "tests/unit/test_telemetry_reports.py"
         "::test_a_group_of_some_ranks_agrees_on_its_own_calibration",
     ),
     Mutation(
         "an error of one rank's system leaves the others waiting",
-        "agree",
-        "(FlashMoEError, OSError, RuntimeError)",
-        "FlashMoEError",
+        "all",
+        "except Exception as error:",
+        "except FlashMoEError as error:",
         "tests/unit/test_multipath.py::test_what_one_rank_cannot_make_no_rank_waits_for",
     ),
     Mutation(
@@ -315,7 +315,7 @@ MUTATIONS = (
     Mutation(
         "experts of transformers keep what they computed in their first call",
         "seat",
-        "is_alone and self._held is not None and self._held.change(look()) is not None",
+        "ranks.num_ranks == 1 and self._held is not None and self._held.change(look()) is not None",
         "False",
         "tests/frameworks/test_changed_experts.py::test_a_change_is_computed_whenever_it_comes",
     ),
@@ -395,7 +395,7 @@ MUTATIONS = (
     Mutation(
         "a rank that refuses its experts leaves the others waiting",
         "seat",
-        "from_all(lambda: (look(), read_shape())[1], group)",
+        "ranks.all(lambda: (look(), read_shape())[1], alike=facts_of)",
         "[(look(), read_shape())[1]]",
         "tests/frameworks/test_changed_experts.py::test_ranks_that_differ_are_told_of_it_on_all",
     ),
@@ -767,9 +767,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a dry run of one process waits for ranks that are made up",
-        "_store_of",
-        'dist.get_backend(group) == "fake"',
-        "False",
+        "_has_peers",
+        'dist.get_backend(group) != "fake"',
+        "True",
         "tests/megatron/test_peers.py::test_ranks_that_are_made_up_are_not_waited_for",
     ),
     Mutation(
@@ -812,7 +812,7 @@ MUTATIONS = (
     Mutation(
         "a signal into memory that is being zeroed is lost",
         "allocate",
-        "dist.barrier(ranks)",
+        "ranks.meet()",
         "pass",
         "tests/unit/test_group_memory.py"
         "::test_no_rank_signals_into_memory_that_another_still_zeroes",
@@ -916,8 +916,8 @@ MUTATIONS = (
     Mutation(
         "times are the fastest rank's",
         "_medians",
-        "dist.ReduceOp.MAX",
-        "dist.ReduceOp.MIN",
+        "self._ranks.most",
+        "self._ranks.least",
         "tests/unit/test_schedule_fit.py::test_ranks_measure_and_choose_degrees",
     ),
     Mutation(
@@ -1132,8 +1132,8 @@ MUTATIONS = (
     Mutation(
         "layers look for what their group shares by its wrapper",
         "shared_backends",
-        "torch_group(group)",
-        "object()",
+        "once(GroupBackends, *key, make=make)",
+        "once(GroupBackends, object(), *key, make=make)",
         "tests/megatron/test_wrapped_groups.py::test_layers_match_alltoall_over_sleeps",
     ),
     Mutation(
@@ -1163,8 +1163,8 @@ MUTATIONS = (
     Mutation(
         "a rank frees memory that a peer has not left",
         "is_left",
-        "all(self._store.check([key]) for key in keys)",
-        "any(self._store.check([key]) for key in keys)",
+        'all(self.has("left", rank) for rank in range(self.num_ranks))',
+        'any(self.has("left", rank) for rank in range(self.num_ranks))',
         "tests/unit/test_ending.py::test_no_rank_frees_what_another_one_uses",
     ),
     Mutation(

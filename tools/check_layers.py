@@ -3,6 +3,9 @@
 The lists are the architecture, lowest layer first. A file may use its own directory or module
 and anything in a lower line; never a higher line, and never a neighbour on its own line. A module
 with a dot lies in a lower line than the rest of its folder.
+
+Ranks agree on everything in ranks.py: no other file of the package may use a collective or a store
+of torch.distributed, but for the exchanges that carry rows, gradients, weights and figures.
 """
 
 import argparse
@@ -31,9 +34,10 @@ PYTHON = [
     ["errors", "_version", "streams", "touched"],
     ["config", "driver", "torch_groups"],
     ["ending", "planner", "replicas"],
+    ["ranks"],
     ["telemetry", "router"],
     ["options"],
-    ["backend", "per_group"],
+    ["backend"],
     ["checks", "eager", "expert_group", "multipath", "weights"],
     ["kernel", "hosts", "oracle"],
     ["schedule.line"],
@@ -85,6 +89,28 @@ SCHEDULE = [
 ]
 PACKAGE = Path("flashmoe_megatron")
 EVERYWHERE = "__init__"  # names the public, so it may know all
+AGREES = "ranks.py"
+EXCHANGES = {
+    "data_parallel.py",  # experts and their gradients between replicas
+    "hosts/rail.py",
+    "multipath/group_link.py",
+    "multipath/multipath.py",  # what is too small for several links
+    "schedule/measure.py",  # times these collectives
+    "separate/exchange.py",
+    "separate/rows.py",
+    "separate/tensor.py",
+    "telemetry/reduce.py",  # sums of figures, for which nobody waits
+}
+COLLECTIVES = {
+    f"{verb}{form}"
+    for verb in ("all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce")
+    for form in ("", "_coalesced", "_into_tensor", "_object", "_object_list", "_single")
+} | {
+    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
+    *("send", "isend", "recv", "irecv", "send_object_list", "recv_object_list"),
+    *("batch_isend_irecv", "barrier", "monitored_barrier"),
+}
+STORES = {"_get_default_store", "FileStore", "HashStore", "PrefixStore", "TCPStore"}
 
 Edge = tuple[Path, str, str]
 
@@ -127,6 +153,33 @@ def python_edges(root: Path, folder: str = "") -> Iterator[Edge]:
                     yield path, user, ".".join(parts[len(prefix) : len(prefix) + 2])
 
 
+def messages(root: Path) -> Iterator[str]:
+    """One line for every collective and store that a file other than an exchange uses."""
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).as_posix() in EXCHANGES | {AGREES}:
+            continue
+        tree = ast.parse(path.read_text())
+        modules: dict[str, str] = {}  # what names of the file stand for
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    whole = alias.name if alias.asname else alias.name.split(".")[0]
+                    modules[alias.asname or whole] = whole
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Name | ast.Attribute):
+                continue
+            first, *rest = ast.unparse(node).split(".")
+            *parents, used = [*modules.get(first, "").split("."), *rest]
+            if parents[:2] == ["torch", "distributed"] and used in COLLECTIVES | STORES:
+                yield (
+                    f"{path}:{node.lineno}: '{used}' of torch.distributed is for {AGREES} and the "
+                    "exchanges of tools/check_layers.py"
+                )
+
+
 def violations(edges: Iterator[Edge], layers: list[list[str]]) -> Iterator[str]:
     """One line for every edge that goes up, sideways, or out of the architecture."""
     height = {name: i for i, line in enumerate(layers) for name in line}
@@ -150,6 +203,7 @@ def main() -> int:
     found = [
         *violations(csrc_edges(Path("csrc")), CSRC),
         *violations(python_edges(PACKAGE), PYTHON),
+        *messages(PACKAGE),
         *violations(python_edges(PACKAGE, "kernel"), KERNEL),
         *violations(python_edges(PACKAGE, "hosts"), HOSTS),
         *violations(python_edges(PACKAGE, "multipath"), MULTIPATH),

@@ -33,8 +33,8 @@ from flashmoe_megatron.eager import unseen
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.options import FrameworkOptions
-from flashmoe_megatron.per_group import check_ranks_agree, made_on_all, once_per_group
 from flashmoe_megatron.planner import choose_keep
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.hooks import Hooks
@@ -150,7 +150,7 @@ class GroupBackends:
     def _make(self, config: MoEConfig, dtype: torch.dtype) -> Backend:
         if not self._backends:
             bound = self.max_tokens if self.is_bounded else None
-            check_ranks_agree(self.group, {**self._settings.agreed, "max_tokens": bound})
+            Ranks(self.group).check_same({**self._settings.agreed, "max_tokens": bound})
         return select_backend(
             config,
             self.group,
@@ -192,16 +192,12 @@ class GroupBackends:
         Collective over the group and over the ranks that share its experts.
         """
         most = num_tokens
-        groups = [
-            group
-            for group in (self.group, self._tensor_group)
-            if group is not None and dist.get_world_size(group) > 1
-        ]
-        if groups:
+        groups = [Ranks(self.group), Ranks(self._tensor_group)]
+        if any(ranks.num_ranks > 1 for ranks in groups):
             with unseen():
                 agreed = torch.tensor([num_tokens], device=self.device)
-                for group in groups:
-                    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+                for ranks in groups:
+                    ranks.most(agreed)
                 most = int(agreed)
         if most > self.max_tokens:
             self.max_tokens = align_capacity(max(most, self.max_tokens * 5 // 4))
@@ -221,8 +217,8 @@ def shared_backends(
         made.is_shared = True
         return made
 
-    key = (torch_group(group), device, settings, max_tokens, torch_group(tensor_group))
-    return once_per_group(GroupBackends, *key, make=make)
+    key = (device, settings, max_tokens, torch_group(tensor_group))
+    return Ranks(group).once(GroupBackends, *key, make=make)
 
 
 _layers_made = itertools.count()
@@ -260,7 +256,7 @@ class LayerExperts(ABC):
         layer: int = 0,
         capacity_factor: float = 1.0,
     ) -> None:
-        self.rank = 0 if group is None else dist.get_rank(torch_group(group))
+        self.rank = Ranks(group).rank
         self.dtype = self._weights_dtype = dtype
         self.layer = layer
         self.owner = 1 + next(_layers_made) % (MOST_OWNERS - 1)
@@ -438,7 +434,7 @@ def read_calibration(
     def find() -> Calibration | None:
         return _own_calibration(settings, shapes, device, dtype, grads) if shapes else None
 
-    return made_on_all(find, group)
+    return Ranks(group).each(find)
 
 
 def _own_calibration(

@@ -12,7 +12,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import FrameworkOptions
-from flashmoe_megatron.per_group import from_all
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
 from flashmoe_megatron.select import find_grid
 from flashmoe_megatron.separate.backend import ScheduledBackend
@@ -93,12 +93,12 @@ def plan_reduction(
             experts are all on one rank, whose backward has no gap; or if ranks have different fits.
     """
     grid = find_grid(group) if layers and group is not None else None
-    plans = from_all(
-        lambda: _planned(layers, settings, grid, device, operation) if layers else None,
-        dist.group.WORLD,
+    world = Ranks(dist.group.WORLD)
+    plans = world.all(
+        lambda: _planned(layers, settings, grid, device, operation) if layers else None
     )
     _check_alike(plans)
-    return plans[dist.get_rank()]
+    return plans[world.rank]
 
 
 def _check_alike(plans: Sequence[ReductionPlan | None]) -> None:

@@ -15,7 +15,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.eager import unseen
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import moe_forward
-from flashmoe_megatron.per_group import check_alike, from_all
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.weights import SplitWeights
 
 ReadWeights: TypeAlias = Callable[[], ExpertWeights | SplitWeights]
@@ -149,14 +149,17 @@ class KnownExperts(Generic[_Seat]):
             ConfigError: On every rank, if any rank's experts compute something that no backend
                 does, or the ranks' experts differ.
         """
-        is_alone = group is None or dist.get_world_size(group) == 1
-        if is_alone and self._held is not None and self._held.change(look()) is not None:
+        ranks = Ranks(group)
+        if (
+            ranks.num_ranks == 1
+            and self._held is not None
+            and self._held.change(look()) is not None
+        ):
             self._current.clear()
             self._held = None
         if key not in self._current:
             with unseen():
-                shapes = from_all(lambda: (look(), read_shape())[1], group)
-            check_alike([facts_of(shape) for shape in shapes])
+                shapes = ranks.all(lambda: (look(), read_shape())[1], alike=facts_of)
             known = self._seats.get(key)
             if known is None or known.locate()[0] != shapes[0]:
                 self._seats[key] = make(shapes[0])

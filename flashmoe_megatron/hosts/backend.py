@@ -14,14 +14,11 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.backend import (
-    UNFOLLOWED,
     Backend,
     ExpertWeights,
-    OfGroup,
     Together,
     TrafficCounters,
     WeightGrad,
-    unfollowed_ranks,
 )
 from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
 from flashmoe_megatron.config import Keep, MoEConfig
@@ -30,7 +27,6 @@ from flashmoe_megatron.errors import (
     FlashMoEError,
     RoutingError,
     ShapeError,
-    first_told,
     reason_of,
 )
 from flashmoe_megatron.hosts.crossing import (
@@ -46,6 +42,7 @@ from flashmoe_megatron.hosts.rail import Crossed, Rail
 from flashmoe_megatron.hosts.routes import Choices, routing_problem
 from flashmoe_megatron.options import BackendOptions, number, option
 from flashmoe_megatron.planner import choose_keep, plan_launches, share_of_host, tokens_within
+from flashmoe_megatron.ranks import UNFOLLOWED, OfGroup, unfollowed_ranks
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
@@ -214,16 +211,14 @@ class HostsBackend(OfGroup):
         Raises:
             FlashMoEError: A host cannot make its own: the same on every rank.
         """
-        made, problem = None, None
-        try:
-            made = self._make_within(share, options)
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            problem = self._on_this_host(error)
-        own = None if problem is None else reason_of(problem)
-        if (told := first_told(self._rail.tell(own))) is not None:
-            raise told from problem
-        assert made is not None
-        return made
+
+        def make() -> Backend:
+            try:
+                return self._make_within(share, options)
+            except FlashMoEError as error:
+                raise self._on_this_host(error) from error
+
+        return self._rail.ranks.each(make)
 
     def _distinct(self) -> Iterable[Backend]:
         """Backends within the host that count for themselves: some share one memory."""
@@ -577,7 +572,7 @@ class HostsBackend(OfGroup):
 
     def _hear(self, own: str | None) -> FlashMoEError:
         """What the first rank that refuses this call has refused. Collective over the group."""
-        told = first_told(self._rail.tell(own))
+        told = self._rail.ranks.first_error(own)
         assert told is not None
         return told
 

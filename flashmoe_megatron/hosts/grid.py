@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from flashmoe_megatron.backend import OfGroup
 from flashmoe_megatron.config import MAX_HOSTS, MAX_RANKS
 from flashmoe_megatron.ending import EndsWithGroup, destroy_own, ends_with
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.lookout import GRACE_S
-from flashmoe_megatron.per_group import next_name, once_per_group
+from flashmoe_megatron.ranks import OfGroup, Ranks
 
 HOST_VARIABLE = "FLASHMOE_HOST_ID"
 """Environment variable that names this process's host, in place of the machine's own name: GPUs
@@ -123,6 +122,7 @@ class HostGroups(OfGroup, EndsWithGroup):
 
     Attributes:
         grid: The grid.
+        whole: The expert-parallel group.
         within: The ranks of this host, ``None`` if it has one.
         rail: The ranks of this place, by host.
         timeout: Seconds that an exchange waits for a rank.
@@ -147,16 +147,17 @@ class HostGroups(OfGroup, EndsWithGroup):
         if ranks != sorted(ranks):
             raise ConfigError(f"the expert-parallel group has ranks {ranks}, wanted ascending ones")
         self.grid = grid
+        self.whole = group
         self.timeout = timeout
         self.within: dist.ProcessGroup | None = None
         backend = dist.get_backend_config(group)
         # NCCL's watchdog ends the process, and is to be later than who says why.
         grace = GRACE_S if "nccl" in backend else 0
         limit = datetime.timedelta(seconds=max(timeout, 1e-3) + grace)
-        whole = next_name(group)
+        unique = Ranks(group).next_name()
 
         def make(name: str, members: range, options: Any = None) -> dist.ProcessGroup:
-            with _members_alone(f"flashmoe-hosts/{whole} {name}"):
+            with _members_alone(f"flashmoe-hosts/{unique} {name}"):
                 # Not torch.distributed's, whose place a function may have taken that wraps groups.
                 made: dist.ProcessGroup | None = distributed_c10d.new_group(
                     [ranks[rank] for rank in members],
@@ -191,9 +192,8 @@ def host_groups(
     group: dist.ProcessGroup, grid: HostGrid, *, timeout: float, max_ctas: int | None = None
 ) -> HostGroups:
     """The same groups for all layers of an expert-parallel group; see :class:`HostGroups`."""
-    return once_per_group(
+    return Ranks(group).once(
         HostGroups,
-        group,
         grid,
         timeout,
         max_ctas,

@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import OfGroup
-from flashmoe_megatron.errors import PeerTimeoutError, reason_of
+from flashmoe_megatron.errors import reason_of
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
 from flashmoe_megatron.hosts.lookout import lookout
+from flashmoe_megatron.ranks import OfGroup, Ranks, Value
 
 MOST_PENDING = 1024
 """Exchanges whose events wait to be read."""
@@ -84,18 +84,22 @@ def _timing_event() -> torch.cuda.Event:
 
 
 class Rail(Protocol):
-    """Exchanges of one rank; all are collective, over the rail or over the whole grid."""
+    """Exchanges of one rank; all are collective, over the rail or over the whole grid.
+
+    Attributes:
+        grid: The grid.
+        ranks: Its ranks.
+        crossed: What this rank has sent to other hosts.
+        watch: Times that.
+    """
 
     grid: HostGrid
+    ranks: Ranks
     crossed: Crossed
     watch: Stopwatch
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
         """Every rank's ``[count]`` int64 words, ``[num_ranks, count]`` by rank. Over the grid."""
-        ...
-
-    def tell(self, reason: str | None) -> list[str | None]:
-        """Every rank's reason for refusing a call, by rank. Over the grid."""
         ...
 
     def exchange(
@@ -137,6 +141,33 @@ def count_crossed(crossed: Crossed, entries: int, like: torch.Tensor, *, is_rows
     crossed.bytes += entries * math.prod(like.shape[1:]) * like.element_size()
 
 
+class GridRanks(Ranks):
+    """The ranks of an expert-parallel group over several hosts.
+
+    Values go along the rail, then within the host, within the time limit of these exchanges.
+
+    Args:
+        groups: The grid's.
+    """
+
+    def __init__(self, groups: HostGroups) -> None:
+        grid = groups.grid
+        super().__init__(
+            groups.whole,
+            exchange=f"rank {grid.rank}, on host {grid.host} of {grid.num_hosts}: an exchange "
+            "between hosts",
+            peers=f"ranks {list(grid.ranks_of_rail)} (the same place on every host) or "
+            f"{list(grid.ranks_within)} (this host)",
+        )
+        self._rail, self._within = Ranks(groups.rail), Ranks(groups.within)
+
+    def gather(self, value: Value) -> list[Value]:
+        """See the base class."""
+        with self.bounded:
+            of_places = self._within.gather(self._rail.gather(value))
+        return [of_one[host] for host in range(self._rail.num_ranks) for of_one in of_places]
+
+
 class TorchRail(OfGroup):
     """A rail over process groups.
 
@@ -145,12 +176,14 @@ class TorchRail(OfGroup):
 
     Attributes:
         grid: The grid.
+        ranks: Its ranks.
         crossed: What this rank has sent to other hosts.
         watch: Times that.
     """
 
     def __init__(self, groups: HostGroups) -> None:
         self.grid = groups.grid
+        self.ranks: Ranks = GridRanks(groups)
         self.crossed = Crossed()
         self.watch = Stopwatch(self.crossed)
         self._rail = groups.rail
@@ -160,7 +193,7 @@ class TorchRail(OfGroup):
     def gather(self, words: torch.Tensor) -> torch.Tensor:
         """Along the rail, then within the host; see :class:`Rail`."""
         grid = self.grid
-        with self._bounded(), self.watch.timed(words.device):
+        with self.ranks.bounded, self.watch.timed(words.device):
             of_rail = words.new_empty(grid.num_hosts, *words.shape)
             self._all_gather(of_rail.unbind(), words, self._rail).wait()
             of_places = of_rail.unsqueeze(0)
@@ -168,18 +201,6 @@ class TorchRail(OfGroup):
                 of_places = words.new_empty(grid.ranks_per_host, *of_rail.shape)
                 self._all_gather(of_places.unbind(), of_rail, self._within).wait()
         return of_places.transpose(0, 1).reshape(-1, *words.shape)
-
-    def tell(self, reason: str | None) -> list[str | None]:
-        """Along the rail, then within the host; see :class:`Rail`."""
-        grid = self.grid
-        of_rail: list[str | None] = [None] * grid.num_hosts
-        with self._bounded():
-            dist.all_gather_object(of_rail, reason, group=self._rail)
-            of_places = [of_rail]
-            if self._within is not None:
-                of_places = [of_rail] * grid.ranks_per_host
-                dist.all_gather_object(of_places, of_rail, group=self._within)
-        return [of_one[host] for host in range(grid.num_hosts) for of_one in of_places]
 
     def exchange(
         self,
@@ -193,7 +214,7 @@ class TorchRail(OfGroup):
         """See :class:`Rail`."""
         leaving = sum(send_counts) - send_counts[self.grid.host]
         count_crossed(self.crossed, leaving, send, is_rows=is_rows)
-        with self._bounded():
+        with self.ranks.bounded:
             work = dist.all_to_all_single(
                 received,
                 send,
@@ -205,7 +226,7 @@ class TorchRail(OfGroup):
             begun = self._looked_after(work, received.device)
 
         def wait() -> None:
-            with self._bounded(), self.watch.timed(received.device):
+            with self.ranks.bounded, self.watch.timed(received.device):
                 begun.wait()
 
         return wait
@@ -213,7 +234,7 @@ class TorchRail(OfGroup):
     def spread(self, send: torch.Tensor, received: torch.Tensor) -> None:
         """See :class:`Rail`."""
         count_crossed(self.crossed, len(send) * (self.grid.num_hosts - 1), send, is_rows=True)
-        with self._bounded(), self.watch.timed(send.device):
+        with self.ranks.bounded, self.watch.timed(send.device):
             parts = torch.chunk(received, self.grid.num_hosts)
             self._all_gather(parts, send, self._rail).wait()
 
@@ -230,29 +251,7 @@ class TorchRail(OfGroup):
             lookout.expect(
                 work.get_future_result(),  # type: ignore[attr-defined]
                 self._timeout,
-                lambda reason: reason_of(PeerTimeoutError(self._failed(reason))),
+                lambda reason: reason_of(self.ranks.gone(reason)),
                 is_over=lambda: not dist.is_initialized(),
             )
         return work
-
-    def _failed(self, reason: object) -> str:
-        grid = self.grid
-        return (
-            f"rank {grid.rank}, on host {grid.host} of {grid.num_hosts}: an exchange between "
-            f"hosts failed, since one of ranks {list(grid.ranks_of_rail)} (the same place on "
-            f"every host) or {list(grid.ranks_within)} (this host) is gone or did not come: "
-            f"{reason}"
-        )
-
-    @contextlib.contextmanager
-    def _bounded(self) -> Iterator[None]:
-        """For every exchange; the bound is that of the process groups.
-
-        Raises:
-            PeerTimeoutError: A rank is gone or did not come in time. The groups cannot be used
-                again.
-        """
-        try:
-            yield
-        except RuntimeError as error:  # what torch.distributed raises for it
-            raise PeerTimeoutError(self._failed(error)) from error

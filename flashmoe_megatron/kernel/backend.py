@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from flashmoe_megatron.backend import (
     ExpertWeights,
-    OfGroup,
     Together,
     TrafficCounters,
     Untold,
@@ -43,6 +42,7 @@ from flashmoe_megatron.kernel.memory import check_slots_fit, transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
+from flashmoe_megatron.ranks import OfGroup, Ranks
 from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
@@ -177,15 +177,17 @@ class KernelBackend(OfGroup):
                 f"{capability[0]}.{capability[1]}: the kernel needs 9.0 (Hopper)"
             )
         bindings.load()
-        size = 1 if group is None else dist.get_world_size(group)
-        if memory is None and size != config.num_ranks:
-            raise ConfigError(f"the group has {size} ranks, the layer wants {config.num_ranks}")
+        ranks = Ranks(group)
+        if memory is None and ranks.num_ranks != config.num_ranks:
+            raise ConfigError(
+                f"the group has {ranks.num_ranks} ranks, the layer wants {config.num_ranks}"
+            )
         self.memory = memory or shared_memory(group, self.device, self.options)
         self.num_calls = 0
         self.unfollowed: tuple[int, ...] = ()
         """Always none: ranks do not tell."""
         self.takes_split = True
-        self.rank = rank if rank is not None else (0 if group is None else dist.get_rank(group))
+        self.rank = rank if rank is not None else ranks.rank
         properties = torch.cuda.get_device_properties(self.device)
         if self.options.filled_slots:  # on one rank, too, which will be several
             check_slots_fit(config, self.options.filled_slots, properties.total_memory)

@@ -19,8 +19,8 @@ from flashmoe_megatron.kernel.memory import SLOT_BYTES
 from flashmoe_megatron.kernel.records import launch_record
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.per_group import check_ranks_agree, once_per_group
 from flashmoe_megatron.planner import least_rows_of
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -121,11 +121,11 @@ class GroupMemory(EndsWithGroup):
         """
         self._raise_if_over()
         heap_bytes = max(int(sizes.heap_bytes), self.heap_bytes)
-        check_ranks_agree(
-            self.group,
-            {"the symmetric heap's bounds": self.bounds, "the symmetric heap's bytes": heap_bytes},
+        ranks = Ranks(self.group)
+        ranks.check_same(
+            {"the symmetric heap's bounds": self.bounds, "the symmetric heap's bytes": heap_bytes}
         )
-        if self._control is None and self.group is not None and dist.get_world_size(self.group) > 1:
+        if self._control is None and ranks.num_ranks > 1:
             self._control = Control(self.group, self.options.timeout)
         workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
         torch.cuda.synchronize(self.device)
@@ -156,7 +156,7 @@ class GroupMemory(EndsWithGroup):
         self._last_record = bindings.FlashMoERecord()
         self.is_void = False
         self.settled_for = None
-        if self.group is None or dist.get_rank(self.group) == 0:
+        if ranks.rank == 0:
             logger.warning(
                 "symmetric heap: %.1f MiB on each of %d ranks (%s), shared by all MoE layers",
                 heap_bytes / 2**20,
@@ -346,9 +346,8 @@ def shared_memory(
     group: dist.ProcessGroup | None, device: torch.device, options: BackendOptions
 ) -> GroupMemory:
     """One memory per group and device, for all layers whose memory and counters are alike."""
-    return once_per_group(
+    return Ranks(group).once(
         GroupMemory,
-        group,
         device,
         options.symmetric_memory,
         options.counters,

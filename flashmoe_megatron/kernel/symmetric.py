@@ -14,6 +14,7 @@ import torch.distributed as dist
 from flashmoe_megatron import driver
 from flashmoe_megatron.errors import ConfigError, HeapError
 from flashmoe_megatron.options import SymmetricMemory
+from flashmoe_megatron.ranks import Ranks
 
 LINK_TRIAL_BYTES = 32 * 2**20
 """What is copied to measure a link: so much that the begin of the first copy counts for little."""
@@ -67,13 +68,13 @@ def allocate(
     """
     if kind not in _TORCH_NAMES:
         raise ConfigError(f"symmetric memory {kind!r}: wanted one of {', '.join(_TORCH_NAMES)}")
-    ranks = None if group is None or dist.get_world_size(group) == 1 else group
+    ranks = Ranks(group)
     torch.cuda.empty_cache()  # what torch has cached is not there for symmetric memory
     free = torch.cuda.mem_get_info(device)[0] if obstacle is None else 0
-    least = free if ranks is None else _least(free, ranks, device)
+    least = _least(free, ranks, device)
     if nbytes > least:
         raise _too_little(nbytes, least) from obstacle
-    if ranks is None:
+    if ranks.num_ranks == 1:
         local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return SymmetricAllocation(local, (local.data_ptr(),))
 
@@ -92,10 +93,11 @@ def allocate(
     # A rank that fails alone would leave the others waiting for it.
     if not _least(int(problem is None), ranks, device):
         raise _too_little(nbytes, least) from problem
-    handle = symm_mem.rendezvous(local, ranks)
+    assert ranks.group is not None
+    handle = symm_mem.rendezvous(local, ranks.group)
     local.zero_()
     torch.cuda.synchronize(device)
-    dist.barrier(ranks)  # nobody signals into memory that is still being zeroed
+    ranks.meet()  # nobody signals into memory that is still being zeroed
     # Ranks that plan replicas by it have to agree.
     rate = float(_least(int(_link_rate(handle, nbytes, device)), ranks, device))
     return SymmetricAllocation(local, tuple(int(at) for at in handle.buffer_ptrs), rate)
@@ -128,11 +130,11 @@ def _link_rate(handle: Any, nbytes: int, device: torch.device) -> float:
     return float(copies * size / min(seconds[1:]))
 
 
-def _least(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """The least of all ranks' values. Collective over the group."""
-    least = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    return int(least.item())
+def _least(value: int, ranks: Ranks, device: torch.device) -> int:
+    """Returns the least of all ranks' values. Collective over the group."""
+    if ranks.num_ranks == 1:
+        return value
+    return int(ranks.least(torch.tensor([value], dtype=torch.int64, device=device)).item())
 
 
 def _too_little(nbytes: int, free: int) -> HeapError:

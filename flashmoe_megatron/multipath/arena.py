@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.ending import EndsWithGroup, ends_with
 from flashmoe_megatron.errors import DeviceError
-from flashmoe_megatron.multipath.control import Control, Value
+from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Place, Writes
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 
@@ -45,15 +45,19 @@ class Arena(EndsWithGroup):
         device: This rank's GPU.
         timeout: Seconds without progress that end an exchange with an error.
 
+    Attributes:
+        ranks: These ranks, whose hosts speak to each other; whoever waits for one hears of a link
+            that breaks meanwhile.
+
     Raises:
         LinkError: The ranks do not share a host.
         DeviceError: The GPUs cannot map each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
-        self._control = Control(group, timeout)
-        self._link = PeerCopies(self._control, device, has_rings=False)
-        self._control.look = self._link.raise_if_broken
+        self.ranks = Control(group, timeout)
+        self._link = PeerCopies(self.ranks, device, has_rings=False)
+        self.ranks.look = self._link.raise_if_broken
         # Layers that go before their group take their arena with them, unless the process ends.
         self._close = weakref.finalize(self, _close_apart, self._link)
         self._close.atexit = False
@@ -64,18 +68,18 @@ class Arena(EndsWithGroup):
         self._number = 0
         self._stream: torch.cuda.Stream | None = None
         self._writer: torch.cuda.Stream | None = None
-        ends_with(self._control.group, self)
+        ends_with(self.ranks.group, self)
 
     def leave(self) -> None:
         """See :class:`~flashmoe_megatron.ending.EndsWithGroup`; later calls raise a LinkError."""
         try:
             self._link.leave()
         finally:
-            self._control.leave()
+            self.ranks.leave()
 
     def is_left(self) -> bool:
         """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
-        return self._control.is_left()
+        return self.ranks.is_left()
 
     def free(self) -> None:
         """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
@@ -131,7 +135,7 @@ class Arena(EndsWithGroup):
         whole = self._memory[begin : self._taken]
         place = self._link.place_of(whole, dict.fromkeys(self._link.peers, 0))
         assert place is not None
-        return Region(whole[: nbytes[self._control.rank]], place)
+        return Region(whole[: nbytes[self.ranks.rank]], place)
 
     def write(
         self,
@@ -156,15 +160,6 @@ class Arena(EndsWithGroup):
         self._writer = stream
         writes = Writes(tuple(copies), 0, region.place.block, False)  # nobody asks what arrives
         self._link.write(self._number, what, writes, stream)
-
-    def gather(self, value: Value) -> list[Value]:
-        """Every rank's value, in rank order, told by their hosts. Collective.
-
-        Raises:
-            PeerTimeoutError: A rank does not tell its own within the time limit.
-            FlashMoEError: As :meth:`raise_if_broken`.
-        """
-        return self._control.gather(value)
 
     @property
     def peers(self) -> Sequence[int]:

@@ -106,7 +106,7 @@ class MappedMemory:
         self._adopted.pop(block.number, None)
         own, theirs = self._held.pop(block.number)
         with own:  # which nobody has mapped any more
-            self._control.agree(theirs.close)
+            self._control.all(theirs.close)
 
     def leave(self) -> None:
         """Unmaps what other ranks have in them, which nobody here uses any more. Never waits."""
@@ -140,11 +140,11 @@ class MappedMemory:
 
         mapped: dict[int, int] = {}
         try:
-            shared: list[Any] = self._control.agree(share)
+            shared: list[Any] = self._control.all(share)
             sizes = [size for size, *_ in shared]
             if len(set(sizes)) > 1:
                 raise ShapeError(f"memory of {sizes} bytes: wanted as many on every rank")
-            self._control.agree(connect)
+            self._control.all(connect)
         except BaseException:
             del self._held[number]
             with own:

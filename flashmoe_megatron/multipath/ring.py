@@ -222,7 +222,7 @@ class RingLink(Link):
             self._notice = self.own.word(board.NOTICE)
             return self.own.place
 
-        places = control.agree(create)
+        places = control.all(create)
         self.memories: dict[int, SharedMemory] = {self.rank: self.own}
 
         def connect() -> None:
@@ -230,7 +230,7 @@ class RingLink(Link):
                 self.memories[peer] = SharedMemory.open(places[peer])
                 self._stack.callback(self.memories[peer].close)
 
-        control.agree(connect)
+        control.all(connect)
         self._logs = {rank: board.Log(memory, rank) for rank, memory in self.memories.items()}
         self.headers: dict[int, int] = {}
 
@@ -238,7 +238,7 @@ class RingLink(Link):
             for peer, memory in self.memories.items():
                 self.headers[peer] = self.registered(memory, 0, board.HEADER_BYTES)
 
-        control.agree(register)
+        control.all(register)
         self._ended = self.headers[self.rank] + board.ENDED
         inbound, outbound, common = self._slots(control)
         self.inbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
@@ -417,7 +417,7 @@ class HostRelay(RingLink):
             for rank, memory in self.memories.items() if self.sends_once else ():
                 common[rank] = self.registered(memory, offset, self.ring_bytes)
 
-        control.agree(register)
+        control.all(register)
         return Slots(inbound, outbound, common)
 
 

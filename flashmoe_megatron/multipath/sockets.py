@@ -160,8 +160,8 @@ class SocketLink(Link):
                 raise LinkError(f"link {self.name}: cannot reach a peer: {error}") from error
 
         try:
-            addresses = control.agree(address)
-            control.agree(reached)
+            addresses = control.all(address)
+            control.all(reached)
         except FlashMoEError:
             for connection in found.values():
                 connection.close()

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from flashmoe_megatron.multipath.balancer import WINDOW
-from flashmoe_megatron.multipath.control import Answers, Control, greatest
+from flashmoe_megatron.multipath.control import Control, greatest
 from flashmoe_megatron.multipath.links import Moved
 from flashmoe_megatron.multipath.trials import seconds_of
+from flashmoe_megatron.ranks import Answers
 
 _WINDOWS = 4
 """Windows whose times ranks tell each other at once, since that takes the host a millisecond."""

@@ -31,6 +31,7 @@ from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_name
 from flashmoe_megatron.options import LAYER_SIZES, BackendOptions, add_flags, add_sizes
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.schedule.fit import machine_of, write_fit, write_json
 from flashmoe_megatron.schedule.measure import Sizes, measure
 from flashmoe_megatron.schedule.trace import as_json
@@ -53,9 +54,8 @@ def join_group() -> tuple[dist.ProcessGroup | None, HostGrid, torch.device]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None, HostGrid(1, 1, 0), device
     dist.init_process_group("nccl" if has_gpu else "gloo")
-    names = [""] * dist.get_world_size()
-    dist.all_gather_object(names, host_name())
-    return dist.group.WORLD, arrange(names, dist.get_rank()), device
+    ranks = Ranks(dist.group.WORLD)
+    return ranks.group, arrange(ranks.gather(host_name()), ranks.rank), device
 
 
 def fit(options: argparse.Namespace) -> None:

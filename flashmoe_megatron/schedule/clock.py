@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate import lanes
 
 CALLS = 5
@@ -35,7 +36,7 @@ class Clock:
             turns: How often each call is timed.
         """
         self.device = device
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._ranks = Ranks(group)
         self._turns = turns
         self._lane = lanes.Lane(device)
 
@@ -120,15 +121,12 @@ class Clock:
 
     def _medians(self, turns: Sequence[Callable[[], float]]) -> list[float]:
         rows = [[turn() for turn in turns] for _ in range(self._turns)]
-        taken = torch.tensor(rows, device=self.device)
-        if self._group is not None:
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=self._group)
+        taken = self._ranks.most(torch.tensor(rows, device=self.device))
         return [float(each) for each in taken.median(0).values]
 
     def _meet(self) -> None:
         """Has all ranks begin a turn together, with nothing left of the last one."""
-        if self._group is not None:
-            dist.barrier(self._group)
+        self._ranks.meet()
         self._synchronize()
 
     def _synchronize(self) -> None:

@@ -13,6 +13,7 @@ from flashmoe_megatron.config import DIM_GRANULE, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.options import BackendOptions, ExchangeKind
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.schedule.clock import Clock, Work
 from flashmoe_megatron.schedule.fit import Beside, Fit, machine_of
 from flashmoe_megatron.schedule.layer import RandomLayer
@@ -93,10 +94,10 @@ def measure(
     clock = Clock(group, device, sizes.turns)
     samples = {"product": _products(clock, dtype, sizes), "copy": _copies(clock, dtype, sizes)}
     beside: dict[str, Beside] = {}
-    if group is not None and dist.get_world_size(group) > 1:
+    if group is not None and Ranks(group).num_ranks > 1:
         all_to_all: _Exchange = _all_to_all
         if kind == "copies":
-            all_to_all = _by_copies(Copies(group, grid.rank, TrafficCounters(), device, timeout))
+            all_to_all = _by_copies(Copies(Ranks(group), TrafficCounters(), device, timeout))
         carriers = {"all_to_all": group}
         if grid.num_hosts > 1 and grid.ranks_per_host > 1:
             groups = host_groups(group, grid, timeout=timeout)

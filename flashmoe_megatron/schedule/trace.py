@@ -7,6 +7,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.schedule.layer import RandomLayer
 from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.backend import ScheduledBackend
@@ -59,7 +60,7 @@ def trace(
         recorder = _Recorder(backend, device) if turn == WARM_UP else None
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        dist.barrier(group)
+        Ranks(group).meet()
         begin = lanes.stamp(device)
         saved = layer.forward()
         middle = lanes.stamp(device)

@@ -4,16 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from flashmoe_megatron.backend import UNFOLLOWED, unfollowed_ranks
 from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import MoEConfig, count_row_blocks
 from flashmoe_megatron.errors import FlashMoEError, RoutingError, reason_of, told_error
+from flashmoe_megatron.ranks import REFUSED, UNFOLLOWED, unfollowed_ranks
 from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.exchange import Counts, Exchange
 from flashmoe_megatron.separate.plan import (
-    REFUSED,
     Routes,
     Sizes,
     Sorted,
@@ -52,7 +50,6 @@ class Agreement:
     def __init__(
         self,
         config: MoEConfig,
-        group: dist.ProcessGroup | None,
         talk: RowExchange,
         tensor: TensorGroup | None,
         exchange: Exchange,
@@ -63,16 +60,15 @@ class Agreement:
 
         Args:
             config: The layer's shape.
-            group: The expert-parallel group, ``None`` for one rank.
-            talk: Between its ranks.
+            talk: Between the ranks of the expert-parallel group.
             tensor: The ranks that share experts, if any do.
             exchange: Carries rows between them.
             most_blocks: As the attribute.
         """
-        self._config, self._group, self._talk, self._tensor = config, group, talk, tensor
+        self._config, self._talk, self._tensor = config, talk, tensor
         self._exchange, self.most_blocks = exchange, most_blocks
         self._here: torch.Tensor | None = None
-        self.is_alone = group is None and tensor is None
+        self.is_alone = talk.ranks.group is None and tensor is None
         self.unfollowed: tuple[int, ...] = ()
 
     def tell(self, counts: torch.Tensor, *, followed: bool = True) -> Heard:
@@ -244,10 +240,7 @@ class Agreement:
         """
         if not self._exchange.needs_all_counts:
             return self._talk.tell_counts(told), None
-        everyone = told.new_empty(self._config.num_ranks * len(told))
-        with self._talk.bounded():
-            dist.all_gather_into_tensor(everyone, told, group=self._group)
-        table = everyone.view(self._config.num_ranks, -1)
+        table = self._talk.gather_counts(told)
         local = self._config.num_local_experts
         return table[:, self._talk.rank * local : (self._talk.rank + 1) * local], table
 
@@ -261,11 +254,13 @@ class Agreement:
         """
         found: tuple[int, str] | None = None
         if is_here:
-            with self._talk.bounded():
-                reasons = self._exchange.gather(own)
+            with self._talk.ranks.bounded:
+                reasons = self._exchange.ranks.gather(own)
             found = next((rank, why) for rank, why in enumerate(reasons) if why is not None)
         if self._tensor is not None:
-            found = self._tensor.first(found)
+            with self._tensor.ranks.bounded:
+                everyone = self._tensor.ranks.gather(found)
+            found = next(filter(None, everyone))
         assert found is not None
         return told_error(*found)
 

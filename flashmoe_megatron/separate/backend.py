@@ -15,7 +15,6 @@ import torch.distributed as dist
 from flashmoe_megatron.backend import (
     VECTOR,
     ExpertWeights,
-    OfGroup,
     Together,
     TrafficCounters,
     Untold,
@@ -33,6 +32,7 @@ from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
+from flashmoe_megatron.ranks import OfGroup, Ranks
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.activations import accumulation_dtype
@@ -154,16 +154,15 @@ class ScheduledBackend(OfGroup):
         self.rank, self.traffic = talk.rank, talk.traffic
         self._device = device or torch.device("cpu")
         self._tensor = None
-        if tensor_group is not None and dist.get_world_size(tensor_group) > 1:
+        if tensor_group is not None and Ranks(tensor_group).num_ranks > 1:
             self._tensor = TensorGroup(tensor_group, self.traffic, self._device)
         self.num_calls = 0
         self.takes_split = False
         self._untold = Untold()
         self._exchange = _make_exchange(
             options,
-            group,
+            talk.ranks,
             grid,
-            self.rank,
             self.traffic,
             self._device,
             is_cut=self._tensor is not None,
@@ -173,7 +172,6 @@ class ScheduledBackend(OfGroup):
             most_blocks = bounded_row_blocks(config, options.row_bound)
         self._agreement = Agreement(
             config,
-            group,
             talk,
             self._tensor,
             self._exchange,
@@ -599,9 +597,8 @@ class ScheduledBackend(OfGroup):
 
 def _make_exchange(
     options: BackendOptions,
-    group: dist.ProcessGroup | None,
+    ranks: Ranks,
     grid: HostGrid | None,
-    rank: int,
     traffic: TrafficCounters,
     device: torch.device,
     *,
@@ -620,12 +617,12 @@ def _make_exchange(
             "exchange='copies' where several ranks share each expert, of which some would not hear "
             "that the others' copies have failed: wanted another exchange"
         )
-    if kind == "copies" and group is not None and dist.get_world_size(group) > 1:
-        return Copies(group, rank, traffic, device, options.timeout)
-    if kind in ONE_STEP or group is None or grid is None:
-        return Exchange(group, rank, traffic, device)
-    groups = host_groups(group, grid, timeout=options.timeout)
-    return {"1dh": ByLeader, "2dh": TwoSteps}[kind](group, grid, groups, traffic, device)
+    if kind == "copies" and ranks.num_ranks > 1:
+        return Copies(ranks, traffic, device, options.timeout)
+    if kind in ONE_STEP or ranks.group is None or grid is None:
+        return Exchange(ranks, traffic, device)
+    groups = host_groups(ranks.group, grid, timeout=options.timeout)
+    return {"1dh": ByLeader, "2dh": TwoSteps}[kind](ranks, grid, groups, traffic, device)
 
 
 def _of_parts(routes: torch.Tensor, sizes: Sequence[Sizes]) -> Sequence[torch.Tensor]:

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.multipath.arena import Arena, Region
-from flashmoe_megatron.per_group import once_per_group
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.exchange import Counts, Exchange, Room, Slot, row_bytes
 from flashmoe_megatron.separate.lanes import Lane, Mark
 from flashmoe_megatron.streams import current_stream, index_of
@@ -40,8 +39,7 @@ class Copies(Exchange):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        rank: int,
+        ranks: Ranks,
         traffic: TrafficCounters,
         device: torch.device,
         timeout: float,
@@ -49,8 +47,7 @@ class Copies(Exchange):
         """Binds it to a group.
 
         Args:
-            group: The ranks.
-            rank: This one among them.
+            ranks: Its ranks, two or more.
             traffic: Counts what is sent.
             device: This rank's GPU.
             timeout: Seconds without progress that end an exchange with an error.
@@ -58,13 +55,13 @@ class Copies(Exchange):
         Raises:
             FlashMoEError: The GPUs cannot write into each other's memory.
         """
-        super().__init__(group, rank, traffic, device)
+        super().__init__(ranks, traffic, device)
         self._index = index_of(device)
         self._staying = Lane(device)
-        here = torch.device("cuda", self._index)
-        self._arena = once_per_group(
-            Arena, group, here, timeout, make=lambda: Arena(group, here, timeout)
-        )
+        here, group = torch.device("cuda", self._index), ranks.group
+        assert group is not None
+        self._arena = ranks.once(Arena, here, timeout, make=lambda: Arena(group, here, timeout))
+        self.ranks = self._arena.ranks  # which hear of a copy that fails
 
     def raise_if_broken(self) -> None:
         """See the base class."""
@@ -83,10 +80,6 @@ class Copies(Exchange):
                 os.sched_yield()  # leaves the interpreter to other threads, as query does not
             else:
                 time.sleep(_PAUSE_S)
-
-    def gather(self, reason: str | None) -> list[str | None]:
-        """See the base class."""
-        return self._arena.gather(reason)
 
     def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
         """See the base class; collective where more rows arrive than ever before."""

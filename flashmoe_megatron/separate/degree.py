@@ -10,8 +10,8 @@ from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import MAX_DEGREE, BackendOptions, read_degrees
-from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.planner import choose_keep
+from flashmoe_megatron.ranks import Ranks, by_rank
 from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
 from flashmoe_megatron.schedule.line import Line
 from flashmoe_megatron.separate.exchange import ONE_STEP, Kind, kind_of
@@ -58,10 +58,11 @@ def choose_degrees(
         raise options.refusal(
             "degree", options.degree, "wanted numbers where several ranks share each expert"
         )
-    everyone = from_all(lambda: _computed(config, options, grid, device, dtype), group)
+    everyone = Ranks(group).all(lambda: _computed(config, options, grid, device, dtype))
     if len(set(everyone)) > 1:
-        listed = ", ".join(f"{found} on rank {rank}" for rank, found in enumerate(everyone))
-        raise ConfigError(f"the ranks' fits give different degrees: {listed}; wanted one fit")
+        raise ConfigError(
+            f"the ranks' fits give different degrees: {by_rank(everyone)}; wanted one fit"
+        )
     return everyone[0]
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, PeerTimeoutError
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
 from flashmoe_megatron.options import ExchangeKind
-from flashmoe_megatron.per_group import from_all
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.lanes import Lane, Mark
 
 Counts = Sequence[Sequence[int]]
@@ -81,6 +81,7 @@ class Exchange:
     """Uneven all-to-all of rows over one group; every call is collective over it.
 
     Attributes:
+        ranks: The ranks as their hosts speak to each other in a call.
         traffic: What was sent so far.
         needs_all_counts: Whether a call needs the counts of all ranks, not its own alone.
         is_alone: Whether there is no other rank, so that what is sent is what is received.
@@ -91,18 +92,12 @@ class Exchange:
     needs_all_counts = False
     streams: tuple[str, ...] = ("between",)
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        traffic: TrafficCounters,
-        device: torch.device,
-    ) -> None:
-        """Binds it to a group, ``None`` for one rank."""
-        self.rank = rank
+    def __init__(self, ranks: Ranks, traffic: TrafficCounters, device: torch.device) -> None:
+        """Binds it to the ranks of a group."""
+        self.rank = ranks.rank
         self.traffic = traffic
-        self.is_alone = group is None
-        self._group = group
+        self.is_alone = ranks.group is None
+        self.ranks = ranks
         self.lanes = {name: Lane(device) for name in self.streams}
         self._between = self.lanes["between"]
 
@@ -129,14 +124,6 @@ class Exchange:
                 nothing any more.
         """
         moment.synchronize()
-
-    def gather(self, reason: str | None) -> list[str | None]:
-        """What every rank refuses, by rank, ``None`` of those that refuse nothing. Collective.
-
-        Raises:
-            FlashMoEError: As :meth:`raise_if_broken`.
-        """
-        return from_all(lambda: reason, self._group)
 
     def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
         """Memory for what calls will bring, of the stream that is current.
@@ -177,22 +164,15 @@ class Exchange:
         self._count(send, counts)
         if self.is_alone:
             return ready
-        try:
+        with self.ranks.bounded:
             self._send(slot, send, counts, ready)
-        except FlashMoEError:
-            raise
-        except RuntimeError as error:  # what torch.distributed raises for it
-            raise PeerTimeoutError(
-                f"rank {self.rank}: an exchange with the other {len(counts) - 1} ranks failed, "
-                f"since one of them is gone or did not come: {error}"
-            ) from error
         return self._between.mark()
 
     def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
         from_ranks = [row[self.rank] for row in counts]
         with self._between.after(ready):
             dist.all_to_all_single(
-                slot.rows, send, from_ranks, list(counts[self.rank]), group=self._group
+                slot.rows, send, from_ranks, list(counts[self.rank]), group=self.ranks.group
             )
 
     def _count(self, send: torch.Tensor, counts: Counts) -> None:
@@ -209,14 +189,14 @@ class _OverHosts(Exchange):
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         grid: HostGrid,
         groups: HostGroups,
         traffic: TrafficCounters,
         device: torch.device,
     ) -> None:
         """Binds it to a group whose hosts are known."""
-        super().__init__(group, grid.rank, traffic, device)
+        super().__init__(ranks, traffic, device)
         self._grid, self._groups = grid, groups
 
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.separate.plan import REFUSED, Cut, Indices, Sorted
+from flashmoe_megatron.ranks import REFUSED
+from flashmoe_megatron.separate.plan import Cut, Indices, Sorted
 
 TILE = 2048
 """Elements of a program's block of rows and columns."""

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 
 from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.ranks import REFUSED
 from flashmoe_megatron.separate.activations import accumulation_dtype, activate, activate_backward
-from flashmoe_megatron.separate.plan import REFUSED, Cut, Indices, Sorted
+from flashmoe_megatron.separate.plan import Cut, Indices, Sorted
 
 
 def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor) -> Sorted:

@@ -15,9 +15,6 @@ import torch
 
 Numbers = npt.NDArray[np.int64]
 
-REFUSED = -1
-"""Takes the place of every count of a rank whose routing is unusable."""
-
 
 class Table(tuple[tuple[int, ...], ...]):
     """Numbers that the host knows, in no plain tuple, where autograd would look for tensors."""
@@ -40,8 +37,8 @@ class Sorted:
         row_probs: ``[tokens * choices]``, that probability.
         place: ``[tokens, choices]`` int64, each token's routes by ascending expert;
             ``tokens * choices`` where there is none.
-        counts: ``[num_experts]`` int64, routes to each expert; :data:`REFUSED` throughout if the
-            routing is unusable.
+        counts: ``[num_experts]`` int64, routes to each expert; throughout
+            :data:`~flashmoe_megatron.ranks.REFUSED` if the routing is unusable.
         ends: ``[num_experts]`` int32, where each expert's routes end.
     """
 

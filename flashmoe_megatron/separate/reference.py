@@ -17,7 +17,6 @@ from flashmoe_megatron.backend import (
     MATRIX,
     VECTOR,
     ExpertWeights,
-    OfGroup,
     Together,
     TrafficCounters,
     Untold,
@@ -35,6 +34,7 @@ from flashmoe_megatron.config import TILE_M, Keep, MoEConfig, align_capacity
 from flashmoe_megatron.errors import FlashMoEError, ShapeError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import choose_keep
+from flashmoe_megatron.ranks import OfGroup
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
 from flashmoe_megatron.replicas.policy import check_slots, plan_replicas
 from flashmoe_megatron.router import Router

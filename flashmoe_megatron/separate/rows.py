@@ -4,36 +4,31 @@ Each expert's segment starts at a multiple of :data:`~flashmoe_megatron.config.T
 receiver's buffer only, and every sum has a fixed order.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import UNFOLLOWED, TrafficCounters, unfollowed_ranks
+from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import MoEConfig, align_capacity, count_row_blocks
 from flashmoe_megatron.errors import (
     ConfigError,
     FlashMoEError,
-    PeerTimeoutError,
     RoutingError,
     RowBoundError,
-    first_told,
     reason_of,
     told_error,
 )
-from flashmoe_megatron.per_group import from_all
 from flashmoe_megatron.planner import bounded_row_blocks
+from flashmoe_megatron.ranks import REFUSED, UNFOLLOWED, Ranks, unfollowed_ranks
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
 from flashmoe_megatron.separate.activations import accumulation_dtype
 
 Planner = Callable[[Counts, Hosts | None], Placement]
 """Plans replicas from all ranks' routes and, if they are settled, the experts in spare slots."""
-
-_REFUSED = -1  # takes the place of every count in the exchange of a rank that refuses its call
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,8 @@ class RowExchange:
     """The rows of one layer between the ranks of its group; every method is collective over it.
 
     Attributes:
-        rank: This rank in the group.
+        ranks: The ranks of the group.
+        rank: This one among them.
         traffic: What was sent and padded so far.
     """
 
@@ -102,10 +98,11 @@ class RowExchange:
         Raises:
             ConfigError: The group's size is not ``config.num_ranks``.
         """
-        num_ranks = 1 if group is None else dist.get_world_size(group)
-        if num_ranks != config.num_ranks:
+        self.ranks = Ranks(group)
+        if self.ranks.num_ranks != config.num_ranks:
             raise ConfigError(
-                f"num_ranks={config.num_ranks}, but the process group has {num_ranks} ranks"
+                f"num_ranks={config.num_ranks}, but the process group has {self.ranks.num_ranks} "
+                "ranks"
             )
         self.traffic = TrafficCounters()
         self._most_blocks = None
@@ -115,7 +112,7 @@ class RowExchange:
         self._spare_slots = spare_slots
         self._config = config
         self._group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.rank = self.ranks.rank
 
     def plan(
         self,
@@ -228,7 +225,7 @@ class RowExchange:
             routing_map: ``[num_tokens, num_experts]`` bool.
         """
         assert self._planner is not None, "there are spare slots"
-        return self._planner(self._gather_counts(routing_map.sum(0)).tolist(), None).hosts
+        return self._planner(self.gather_counts(routing_map.sum(0)).tolist(), None).hosts
 
     def refuse(self, reason: str, device: torch.device) -> None:
         """Takes part in the exchange of counts of a call that this rank refuses.
@@ -241,13 +238,13 @@ class RowExchange:
             PeerTimeoutError: A rank is gone or did not come in time.
         """
         if self._group is not None:
-            self.tell_counts(torch.full((self._config.num_experts,), _REFUSED, device=device))
+            self.tell_counts(torch.full((self._config.num_experts,), REFUSED, device=device))
             self.hear_refusal(reason)
 
     def hear_refusal(self, own: str | None) -> FlashMoEError:
         """What the first rank that refuses this call has refused."""
-        with self.bounded():
-            refused = first_told(from_all(lambda: own, self._group))
+        with self.ranks.bounded:
+            refused = self.ranks.first_error(own)
         assert refused is not None
         return refused
 
@@ -306,17 +303,22 @@ class RowExchange:
         if not followed and self._group is not None:
             send = send + UNFOLLOWED
         if self._planner is not None:
-            return self._gather_counts(send)
+            return self.gather_counts(send)
         recv = self._exchange_counts(send)
         return recv.view(self._config.num_ranks, self._config.num_local_experts)
 
-    def _gather_counts(self, send: torch.Tensor) -> torch.Tensor:
+    def gather_counts(self, send: torch.Tensor) -> torch.Tensor:
+        """Returns all ranks' routes to each expert, ``[num_ranks, num_experts]``.
+
+        Args:
+            send: ``[num_experts]`` int64, this rank's.
+        """
         if self._group is None:
             return send[None]
-        everyone = [torch.empty_like(send) for _ in range(self._config.num_ranks)]
-        with self.bounded():
-            dist.all_gather(everyone, send, group=self._group)
-        return torch.stack(everyone)
+        everyone = send.new_empty(self._config.num_ranks * len(send))
+        with self.ranks.bounded:
+            dist.all_gather_into_tensor(everyone, send, group=self._group)
+        return everyone.view(self._config.num_ranks, -1)
 
     def _exchange_counts(self, send: torch.Tensor) -> torch.Tensor:
         """Sends each rank its share of the counts, all shares alike; returns the received."""
@@ -347,24 +349,8 @@ class RowExchange:
         recv_counts: list[int] | None = None,
         send_counts: list[int] | None = None,
     ) -> None:
-        with self.bounded():
+        with self.ranks.bounded:
             dist.all_to_all_single(recv, send, recv_counts, send_counts, group=self._group)
-
-    @contextlib.contextmanager
-    def bounded(self) -> Iterator[None]:
-        """For every exchange of the group; its bound is the timeout of the process group.
-
-        Raises:
-            PeerTimeoutError: A rank is gone or did not come in time. The process group cannot be
-                used again.
-        """
-        try:
-            yield
-        except RuntimeError as error:  # what torch.distributed raises for it
-            raise PeerTimeoutError(
-                f"rank {self.rank}: an exchange with the other {self._config.num_ranks - 1} ranks "
-                f"failed, since one of them is gone or did not come: {error}"
-            ) from error
 
 
 def refuse_beyond(blocks: Sequence[int], most: int) -> None:

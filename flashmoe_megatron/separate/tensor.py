@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import TrafficCounters
-from flashmoe_megatron.errors import ConfigError, PeerTimeoutError
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.activations import accumulation_dtype
 from flashmoe_megatron.separate.lanes import Lane, Mark
 
@@ -20,6 +21,7 @@ class TensorGroup:
     """Exchanges of the ranks that share experts; every call is collective over them.
 
     Attributes:
+        ranks: These ranks.
         size: How many they are.
         rank: This one's number among them.
     """
@@ -28,8 +30,12 @@ class TensorGroup:
         self, group: dist.ProcessGroup, traffic: TrafficCounters, device: torch.device
     ) -> None:
         """Binds it to a group of two or more ranks."""
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = Ranks(
+            group,
+            exchange=f"rank {self.rank} of {self.size} that share experts: an exchange with the "
+            "others",
+        )
         self._group = group
         self._traffic = traffic
         self._within = Lane(device)
@@ -37,20 +43,9 @@ class TensorGroup:
     def every(self, counts: torch.Tensor) -> torch.Tensor:
         """``[size * n, ...]``, the ``[n, ...]`` of all ranks, on the current stream."""
         everyone = [torch.empty_like(counts) for _ in range(self.size)]
-        try:
+        with self.ranks.bounded:
             dist.all_gather(everyone, counts.contiguous(), group=self._group)
-        except RuntimeError as error:
-            raise self._gone(error) from error
         return torch.cat(everyone)
-
-    def first(self, own: tuple[int, str] | None) -> tuple[int, str]:
-        """What the first rank that has something to tell tells."""
-        everyone: list[tuple[int, str] | None] = [own] * self.size
-        try:
-            dist.all_gather_object(everyone, own, group=self._group)
-        except RuntimeError as error:
-            raise self._gone(error) from error
-        return next(one for one in everyone if one is not None)
 
     def gather(
         self, every: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], ready: Mark
@@ -119,18 +114,9 @@ class TensorGroup:
             self._traffic.bytes_sent += leaving.nbytes
         if not ways:
             return
-        try:
+        with self.ranks.bounded:
             for work in dist.batch_isend_irecv(ways):
                 work.wait()
-        except RuntimeError as error:
-            raise self._gone(error) from error
-
-    def _gone(self, error: RuntimeError) -> PeerTimeoutError:
-        """What an error of torch.distributed's means here."""
-        return PeerTimeoutError(
-            f"rank {self.rank} of {self.size} that share experts: an exchange with the others "
-            f"failed, since one of them is gone or did not come: {error}"
-        )
 
 
 def check_tensor_group(group: dist.ProcessGroup | None, backend: str) -> None:

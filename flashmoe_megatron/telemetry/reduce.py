@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.streams import index_of
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
@@ -30,12 +31,8 @@ def agree_layout(places: Mapping[int, LayerPlace], group: dist.ProcessGroup | No
     Raises:
         ConfigError: On every rank, if two ranks have different layers of one number.
     """
-    everyone: list[Mapping[int, LayerPlace]] = [dict(places)]
-    if group is not None:
-        everyone = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyone, dict(places), group=group)
     known: dict[int, LayerPlace] = {}
-    for rank, its_places in enumerate(everyone):
+    for rank, its_places in enumerate(Ranks(group).gather(dict(places))):
         for layer, place in its_places.items():
             other = known.setdefault(layer, place)
             if other.config != place.config:
@@ -60,16 +57,7 @@ def agree_calibration(
     Returns:
         The first rank's that has one, ``None`` if no rank has.
     """
-    if group is None:
-        return calibration
-    has_one = [False] * dist.get_world_size(group)
-    dist.all_gather_object(has_one, calibration is not None, group=group)
-    if not any(has_one):
-        return None
-    told = [calibration]
-    owner = dist.get_global_rank(group, has_one.index(True))
-    dist.broadcast_object_list(told, src=owner, group=group)
-    return told[0]
+    return next((one for one in Ranks(group).gather(calibration) if one is not None), None)
 
 
 class Reduction:

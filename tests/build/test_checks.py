@@ -72,6 +72,50 @@ def test_layers_of_the_package(tmp_path, files, found):
     assert all(part in lines[0] for part in found)
 
 
+DIST = "import torch.distributed as dist\n\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "used"),
+    [
+        ("layer.py", f"{DIST}dist.barrier()\n", "barrier"),
+        (
+            "hosts/grid.py",
+            f"{DIST}def run(x):\n    dist.all_gather_into_tensor(x, x)\n",
+            "all_gather",
+        ),
+        (
+            "hosts/grid.py",
+            "from torch.distributed import all_reduce as add\n\nadd(1)\n",
+            "all_reduce",
+        ),
+        ("gates.py", f"import functools\n{DIST}run = functools.partial(dist.isend, 1)\n", "isend"),
+        ("gates.py", "import torch\n\ntorch.distributed.scatter(1)\n", "scatter"),
+        (
+            "run.py",
+            "from torch.distributed import distributed_c10d\n\n"
+            'distributed_c10d._get_default_store().set("a", "b")\n',
+            "_get_default_store",
+        ),
+        ("run.py", f'{DIST}dist.TCPStore("here", 1).get("a")\n', "TCPStore"),
+        ("layer.py", f"{DIST}dist.get_rank() + len(dist.get_process_group_ranks(None))\n", None),
+        ("layer.py", "import torch\n\ntorch.ones(1).gather(0, 0)\n", None),
+        ("ranks.py", f"{DIST}dist.barrier()\n", None),
+        ("hosts/rail.py", f"{DIST}dist.barrier()\n", None),
+    ],
+)
+def test_what_ranks_agree_on_is_in_one_file(tmp_path, name, text, used):
+    write(tmp_path, {name: text})
+    lines = list(check_layers.messages(tmp_path))
+    assert bool(lines) == bool(used)
+    assert used is None or (f"{name}:" in lines[0] and f"'{used}" in lines[0])
+
+
+def test_every_exchange_that_is_named_is_there():
+    for name in check_layers.EXCHANGES | {check_layers.AGREES}:
+        assert (ROOT / check_layers.PACKAGE / name).is_file(), name
+
+
 @pytest.mark.parametrize(
     ("name", "text", "lines"),
     [

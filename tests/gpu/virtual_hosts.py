@@ -18,6 +18,7 @@ from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.hosts.rail import Crossed, Stopwatch, count_crossed
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.ranks import Ranks, Value
 from tests.gpu import steps
 from tests.gpu.expected import Results
 from tests.gpu.spinner import Wait
@@ -56,22 +57,32 @@ class Switchboard:
         return dict(slots)
 
 
+class LocalRanks(Ranks):
+    """The ranks of a grid within one process."""
+
+    def __init__(self, grid: HostGrid, board: Switchboard) -> None:
+        super().__init__(None)
+        self.rank, self.num_ranks = grid.rank, board.num_ranks
+        self._board = board
+
+    def gather(self, value: Value) -> list[Value]:
+        given = self._board.swap(self._board.given, self.rank, value)
+        self._board.barrier.wait()
+        return [given[rank] for rank in range(self.num_ranks)]
+
+
 class LocalRail:
     """A rail within one process; every exchange is one of the whole grid."""
 
     def __init__(self, grid: HostGrid, board: Switchboard) -> None:
         self.grid = grid
+        self.ranks = LocalRanks(grid, board)
         self.crossed = Crossed()
         self.watch = Stopwatch(self.crossed)
         self._board = board
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
         return self._take(words, lambda given: torch.stack([given[r] for r in sorted(given)]))
-
-    def tell(self, reason: str | None) -> list[str | None]:
-        told = self._board.swap(self._board.given, self.grid.rank, reason)
-        self._board.barrier.wait()
-        return [told[rank] for rank in range(self._board.num_ranks)]
 
     def exchange(
         self,
@@ -248,11 +259,24 @@ class VirtualHosts:
         return steps.collect(out, grad_x, grad_probs, fc1, fc2, transposed=weights[0].transposed)
 
 
+class MirrorRanks(Ranks):
+    """This rank and another one that never has an error."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.rank, self.num_ranks = 0, 2
+
+    def gather(self, value: Value) -> list[Value]:
+        of_other: Any = (None, None) if isinstance(value, tuple) else None
+        return [value, of_other]
+
+
 class MirrorRail:
     """A rail to one host that sends and asks what this one does: both ways in one process."""
 
     def __init__(self) -> None:
         self.grid = HostGrid(2, 1, 0)
+        self.ranks = MirrorRanks()
         self.crossed = Crossed()
         self.watch = Stopwatch(self.crossed)
 
@@ -260,9 +284,6 @@ class MirrorRail:
         status, tokens, _, leaving = words.unbind()
         none = torch.zeros_like(status)
         return torch.stack([words, torch.stack([status, tokens, leaving, none])])
-
-    def tell(self, reason: str | None) -> list[str | None]:
-        return [reason, None]
 
     def exchange(
         self,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from flashmoe_megatron.adapters.megatron import peers
 from flashmoe_megatron.config import TILE_M
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.per_group import next_name
+from flashmoe_megatron.ranks import Ranks
 from tests.distributed import PATIENCE_S, RankPool, renamed
 from tests.megatron.harness import Layout, prepare, transformer_config
 from tests.megatron.layers import make_layer
@@ -24,7 +24,7 @@ def build(group: dist.ProcessGroup, dispatchers: list[str], timeout: float) -> s
     said = ""
     try:
         if dispatcher == "none":
-            next_name(expert_group())  # so that ranks give later groups one name
+            Ranks(expert_group()).next_name()  # so that ranks give later groups one name
         else:
             make_layer(transformer_config(EP2, dispatcher))
     except ConfigError as error:

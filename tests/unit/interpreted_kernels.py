@@ -16,9 +16,9 @@ from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import RoutingError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.ranks import REFUSED
 from flashmoe_megatron.separate import backend, kernels, plain, products
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.plan import REFUSED
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.unit import cases
 from tests.unit.test_scheduled import run

@@ -21,7 +21,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.oracle import assert_close
-from flashmoe_megatron.per_group import check_member
+from flashmoe_megatron.ranks import check_member
 from tests.distributed import RankPool
 from tests.unit import cases
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from flashmoe_megatron import driver, ending, per_group
+from flashmoe_megatron import driver, ending
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.kernel import captured, group_memory, symmetric
@@ -28,6 +28,7 @@ from flashmoe_megatron.multipath.arena import Arena
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.ranks import Ranks
 from tests.distributed import RankPool, refusal
 from tests.unit.cases import make_config
 from tests.unit.test_group_memory import SIZES
@@ -88,7 +89,7 @@ def noted(clock: Clock) -> Iterator[None]:
 
 
 def open_arena(group: dist.ProcessGroup, clock: Clock) -> Callable[[], object]:
-    arena = per_group.once_per_group(Arena, group, make=lambda: Arena(group, DEVICE, 30.0))
+    arena = Ranks(group).once(Arena, make=lambda: Arena(group, DEVICE, 30.0))
     arena.take([1000] * 4)
     return lambda: arena.restart(torch.cuda.current_stream(0))
 
@@ -134,7 +135,7 @@ def ends(group: dist.ProcessGroup, kind: str, is_patient: bool) -> list[tuple[in
             assert not clock.count("freed", dist.get_rank())
             dist.barrier(group)
             clock.wait("freed", LAST)
-            per_group.once_per_group(object, make=object)  # the next call of anything
+            Ranks(None).once(object, make=object)  # the next call of anything
         assert clock.count("freed", dist.get_rank()), "memory is free before a layer is called"
         assert not ending._left
         assert refusal(group, lambda _: use()).startswith(
@@ -172,7 +173,7 @@ def groups_between_hosts(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(made)
         assert set(known) == before
         assert memory()._is_over
-        per_group.once_per_group(object, make=object)
+        Ranks(None).once(object, make=object)
         gc.collect()
         assert memory() is None
         for own in (within, rail):  # for who ends all groups that there were
@@ -240,7 +241,7 @@ def test_a_group_that_is_destroyed_by_an_older_name_ends_in_the_next_call(
     ending.ends_with(alone, one)
     distributed_c10d.destroy_process_group.__wrapped__()
     assert not one.done
-    per_group.once_per_group(object, make=object)
+    Ranks(None).once(object, make=object)
     assert one.done == ["leave", "free"]
 
 

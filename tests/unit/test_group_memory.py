@@ -18,7 +18,7 @@ from flashmoe_megatron.errors import ConfigError, HeapError, PeerTimeoutError
 from flashmoe_megatron.kernel import bindings, group_memory, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.per_group import next_name
+from flashmoe_megatron.ranks import Ranks
 from tests.distributed import RankPool, refusal
 from tests.unit.cases import make_config
 from tests.unit.simulated_gpus import Gpus, install, make_backend
@@ -334,7 +334,7 @@ def test_names_begin_anew_with_torch_distributed(tmp_path: Path) -> None:
         store = dist.FileStore(str(tmp_path / f"store{start}"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
-            names.append([next_name(dist.group.WORLD) for _ in range(2)])
+            names.append([Ranks(dist.group.WORLD).next_name() for _ in range(2)])
         finally:
             dist.destroy_process_group()
     assert names == [["0/0", "0/1"]] * 2

@@ -736,8 +736,8 @@ def agree_with_a_rank_that(group: dist.ProcessGroup, error: type[Exception]) -> 
         return rank
 
     with pytest.raises(FlashMoEError) as told:
-        control.agree(make)
-    return str(told.value), control.agree(lambda: rank)
+        control.all(make)
+    return str(told.value), control.all(lambda: rank)
 
 
 @pytest.mark.parametrize("error", [LinkError, OSError, RuntimeError])

@@ -19,11 +19,24 @@ from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.hosts.rail import MOST_PENDING, Crossed, Stopwatch
 from flashmoe_megatron.hosts.routes import Choices, routing_problem
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.ranks import Ranks, Value
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from tests.unit import cases
 
 CPU = torch.device("cpu")
 CONFIG = cases.make_config(num_ranks=2, num_experts=8, topk=4, max_tokens=128)
+
+
+class MadeUpRanks(Ranks):
+    """Ranks of which only this one ever has an error."""
+
+    def __init__(self, grid: HostGrid) -> None:
+        super().__init__(None)
+        self.rank, self.num_ranks = grid.rank, grid.num_hosts * grid.ranks_per_host
+
+    def gather(self, value: Value) -> list[Value]:
+        of_others: Any = (None, None) if isinstance(value, tuple) else None
+        return [value if rank == self.rank else of_others for rank in range(self.num_ranks)]
 
 
 class MadeUp:
@@ -36,6 +49,7 @@ class MadeUp:
 
     def __init__(self, grid: HostGrid) -> None:
         self.grid = grid
+        self.ranks = MadeUpRanks(grid)
         self.crossed = Crossed()
         self.watch = Stopwatch(self.crossed)
         self.spread_dtypes: list[torch.dtype] = []
@@ -46,11 +60,6 @@ class MadeUp:
         num_ranks = self.grid.num_hosts * self.grid.ranks_per_host
         told = words.new_zeros(num_ranks, len(words))
         told[self.grid.rank] = words
-        return told
-
-    def tell(self, reason: str | None) -> list[str | None]:
-        told: list[str | None] = [None] * (self.grid.num_hosts * self.grid.ranks_per_host)
-        told[self.grid.rank] = reason
         return told
 
     def exchange(

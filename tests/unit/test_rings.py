@@ -1092,7 +1092,8 @@ def hears_while_it_waits(group: dist.ProcessGroup) -> list[str]:
             copies._arena.write("8 rows", [], region, current)
             copies.restart()
             never = Event()
-            for wait in (lambda: copies.wait_on_host(never), lambda: copies.gather(None)):
+            hosts = copies._arena.ranks
+            for wait in (lambda: copies.wait_on_host(never), lambda: hosts.gather(None)):
                 try:
                     wait()
                 except FlashMoEError as error:
@@ -1114,7 +1115,7 @@ def gathers_reasons(group: dist.ProcessGroup) -> list[str | None]:
         begun, moment = time.monotonic(), Event()
         moment.query = lambda: time.monotonic() > begun + 0.03  # longer than a host looks at once
         copies.wait_on_host(moment)
-        return copies.gather("late" if dist.get_rank(group) else None)
+        return copies._arena.ranks.gather("late" if dist.get_rank(group) else None)
 
 
 def test_hosts_tell_what_a_call_refuses(ranks: RankPool) -> None:

@@ -28,6 +28,7 @@ from flashmoe_megatron.errors import (
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate import lanes, plain, plan, products
 from flashmoe_megatron.separate.agreement import Agreement, Heard
@@ -511,13 +512,13 @@ def test_rows_of_all_ranks_that_share_experts_count_in_the_bound() -> None:
         if blocks > most:
             raise RowBoundError.of(0, blocks, most)
 
-    talk: Any = SimpleNamespace(rank=0, check_bound=check_bound)
+    talk: Any = SimpleNamespace(rank=0, ranks=Ranks(None), check_bound=check_bound)
     exchange: Any = SimpleNamespace(needs_all_counts=True)
     found: Any = SimpleNamespace(counts=torch.tensor(told["own"]), routes=lambda *_: "routes")
     heard = Heard(torch.tensor(told["received"]).view(4, 2), lambda: [*chain(*told.values())])
     for most_blocks in (4, 3):
         tensor: Any = SimpleNamespace(rank=0)
-        agreement = Agreement(config, None, talk, tensor, exchange, most_blocks=most_blocks)
+        agreement = Agreement(config, talk, tensor, exchange, most_blocks=most_blocks)
         plan = partial(agreement.plan, heard, found, torch.empty(0), torch.empty(0))
         if most_blocks == 4:
             assert plan()[0] == "routes"
@@ -649,7 +650,7 @@ def test_copies_are_for_whole_experts_on_gpus_of_one_host() -> None:
         (HostGrid(1, 2, 0), gpu, True, "where several ranks share each expert"),
     ):
         with pytest.raises(ConfigError, match=words):
-            _make_exchange(options, None, grid, 0, TrafficCounters(), device, is_cut=is_cut)
+            _make_exchange(options, Ranks(None), grid, TrafficCounters(), device, is_cut=is_cut)
 
 
 def call_alone(group: dist.ProcessGroup) -> str:
@@ -687,7 +688,7 @@ def breaks_while_others_wait(group: dist.ProcessGroup) -> list[str]:
     narrow = replace(inputs, x=[inputs.x[0].double(), inputs.x[1]])
     backend = ScheduledBackend(config, group)
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(backend._exchange, "gather", _raise_broken)
+        patches.setattr(backend._exchange.ranks, "gather", _raise_broken)
         for call in (
             lambda: broken(backend, inputs, rank),
             lambda: run(backend, narrow, rank=rank),
@@ -710,7 +711,7 @@ def test_the_host_waits_for_counts_as_long_as_the_exchange_is_whole(
 ) -> None:
     exchange = mock.Mock(wait_on_host=mock.Mock(side_effect=LinkError("it broke")))
     talk = RowExchange(cases.CONFIG, None)
-    agreement = Agreement(cases.CONFIG, None, talk, None, exchange, most_blocks=None)
+    agreement = Agreement(cases.CONFIG, talk, None, exchange, most_blocks=None)
     agreement._here, arrived = mock.Mock(), mock.Mock()
     monkeypatch.setattr(lanes, "mark", lambda device: arrived)
     wait = agreement.host_counts(mock.Mock(device=torch.device("cuda")))

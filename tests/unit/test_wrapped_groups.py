@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import ending, expert_group, per_group, select
+from flashmoe_megatron import ending, expert_group, select
 from flashmoe_megatron.adapters.experts import GroupBackends, shared_backends
 from flashmoe_megatron.adapters.indexed import IndexedExperts
 from flashmoe_megatron.backend import ExpertWeights
@@ -18,6 +18,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.ranks import Ranks, _made
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
@@ -126,7 +127,7 @@ def living() -> Counter[str]:
     gc.collect()
     kinds = (GroupBackends, ReferenceBackend, ScheduledBackend, FlashMoELayer)
     found = Counter(one.__name__ for one in map(type, gc.get_objects()) if one in kinds)
-    tables = (per_group._made, ending._ending, ending._left, select._origins, expert_group._meshes)
+    tables = (_made, ending._ending, ending._left, select._origins, expert_group._meshes)
     found.update({f"table {at}": len(table) for at, table in enumerate(tables)})
     found["groups"] = len(dist.distributed_c10d._world.pg_map)
     return found
@@ -169,7 +170,7 @@ def backends_of_a_wrapper(
             assert [layer.backend.hooks for layer in layers] == hooks
         del layers, layer, used, make
         wrapper.destroy()
-    per_group.once_per_group(object, make=object)
+    Ranks(None).once(object, make=object)
     return found
 
 

@@ -32,7 +32,7 @@ from flashmoe_megatron.adapters.indexed import facts_of
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import host_name
-from flashmoe_megatron.per_group import check_alike, from_all
+from flashmoe_megatron.ranks import Ranks, check_alike
 from flashmoe_megatron.select import resolve_kind
 from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.registry import choose_metrics
@@ -157,8 +157,7 @@ def _agree(
     """
     groups = {name: dist.get_process_group_ranks(info.group) for name, info in infos.items()}
     facts = {name: facts_of(info.shape) for name, info in infos.items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (host_name(), dict(outcomes), groups, facts))
+    everyone = Ranks(dist.group.WORLD).gather((host_name(), dict(outcomes), groups, facts))
     hosts = {rank: host for rank, (host, *_) in enumerate(everyone)}
     by_layer: dict[str, dict[int, str]] = {}
     for rank, (_, its_outcomes, its_groups, _) in enumerate(everyone):
@@ -264,7 +263,7 @@ def _watch(
     if not any_fused or not settings.metrics_interval or not choose_metrics(settings.metrics):
         return
     # DeepSpeed has its monitors on rank 0, whatever other ranks' configurations say.
-    has_monitor, *_ = from_all(lambda: bool(engine.monitor.enabled), dist.group.WORLD)
+    has_monitor, *_ = Ranks(dist.group.WORLD).all(lambda: bool(engine.monitor.enabled))
     if not has_monitor:
         _say_without_monitor(settings)
         return

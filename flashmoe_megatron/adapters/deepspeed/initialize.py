@@ -83,13 +83,13 @@ def attach(engine: Any) -> dict[str, str]:
     """
     import torch.distributed as dist
 
-    from flashmoe_megatron.per_group import made_on_all
+    from flashmoe_megatron.ranks import Ranks
 
     def read() -> Settings:
         config = engine.config
         return read_settings(config) if SECTION in config else Settings(enabled=True)
 
-    return _attach(engine, made_on_all(read, dist.group.WORLD))
+    return _attach(engine, Ranks(dist.group.WORLD).each(read))
 
 
 def _initialize(
@@ -118,12 +118,13 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
     import deepspeed
     import torch.distributed as dist
 
-    from flashmoe_megatron.per_group import check_alike, from_all
+    from flashmoe_megatron.ranks import Ranks
 
     # Ranks compare also where flashmoe is not enabled: another rank's configuration may differ.
     values = {f"{SECTION}.{name}": value for name, value in settings.agreed.items()}
-    told = from_all(lambda: (values, deepspeed.__version__), dist.group.WORLD)
-    check_alike([theirs for theirs, _ in told])
+    told = Ranks(dist.group.WORLD).all(
+        lambda: (values, deepspeed.__version__), alike=lambda one: one[0]
+    )
     if not settings.enabled:
         return _left_alone(engine, f"{SECTION}.enabled is false")
     problem = versions_problem([release for _, release in told])

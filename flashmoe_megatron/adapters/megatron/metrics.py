@@ -32,7 +32,7 @@ from flashmoe_megatron.adapters.metrics import (
 )
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.backend import Backend
-from flashmoe_megatron.per_group import check_ranks_agree
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter
@@ -94,7 +94,7 @@ class MoEMetrics:
     def _start(self) -> Reporter | None:
         """What reports, ``None`` if nobody wants any metric. Collective over all ranks."""
         world = dist.group.WORLD if dist.is_initialized() else None
-        check_ranks_agree(world, {"metrics": self._names, "interval": self._interval})
+        Ranks(world).check_same({"metrics": self._names, "interval": self._interval})
         if not self._chosen:
             return None
         found = live_experts() if self._model is None else _experts_of(self._model)
@@ -119,11 +119,7 @@ def _trained(
 ) -> list[RoutedExperts]:
     """Leaves out frozen layers where any rank trains some: a teacher's, say. Collective."""
     trained = [routed for routed in layers if routed.is_trained]
-    trains_any = [bool(trained)]
-    if group is not None:
-        trains_any *= dist.get_world_size(group)
-        dist.all_gather_object(trains_any, bool(trained), group=group)
-    return trained if any(trains_any) else list(layers)
+    return trained if any(Ranks(group).gather(bool(trained))) else list(layers)
 
 
 def _one_of_each_number(layers: Iterable[RoutedExperts]) -> list[RoutedExperts]:

@@ -22,7 +22,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
 from flashmoe_megatron.adapters.patch import Function
 from flashmoe_megatron.ending import end_destroyed
 from flashmoe_megatron.multipath import MIN_BYTES, LinkTotals, Multipath, Reduction, Work
-from flashmoe_megatron.per_group import check_ranks_agree
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.torch_groups import is_destroyed, torch_group
 
 _made: dict[dist.ProcessGroup, Multipath] = {}
@@ -74,7 +74,7 @@ def compared(original: Function) -> Function:
         name = "intra_distributed_optimizer_instance_group"  # without the optimizer there is none
         groups = [getattr(each, name) for each in bucket_groups if hasattr(each, name)]
         for group in dict.fromkeys(groups):
-            check_ranks_agree(group, {"multipath": current_value("multipath")})
+            Ranks(group).check_same({"multipath": current_value("multipath")})
 
     return init
 

@@ -5,20 +5,27 @@ timeout. They talk through the store with which the job's ranks have met, since 
 called by some of them alone.
 """
 
-import datetime
-import weakref
 from typing import Any
 
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, STOCK_DISPATCHER_TYPE
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.per_group import next_name
+from flashmoe_megatron.ranks import Answers, Ranks, StoreRanks
 from flashmoe_megatron.torch_groups import torch_group
 
-_names: "weakref.WeakKeyDictionary[dist.ProcessGroup, str]" = weakref.WeakKeyDictionary()
-"""Under which name the ranks of a group tell each other something, where this one has."""
-_checked: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+
+class _Dispatchers:
+    """The dispatchers of all ranks' first layers in a group.
+
+    Attributes:
+        answers: All ranks', once this one has a layer.
+        names: What these are, once this rank has waited for them.
+    """
+
+    def __init__(self) -> None:
+        self.answers: Answers[str] | None = None
+        self.names: list[str] = []
 
 
 def tell_dispatcher(group: dist.ProcessGroup | None, dispatcher: str) -> None:
@@ -31,11 +38,9 @@ def tell_dispatcher(group: dist.ProcessGroup | None, dispatcher: str) -> None:
         dispatcher: A value of ``--moe-token-dispatcher-type``.
     """
     group = torch_group(group)
-    store = _store_of(group)
-    if store is None or group is None or group in _names:
-        return
-    _names[group] = next_name(group)
-    store.set(_key(group, dist.get_rank()), dispatcher)
+    if group is not None and _has_peers(group) and (known := _of(group)).answers is None:
+        ranks = StoreRanks(group, timeout=0.0, purpose="dispatcher")  # whoever checks has its own
+        known.answers = ranks.ask(dispatcher)
 
 
 def check_dispatchers(group: dist.ProcessGroup | None, *, timeout: float) -> None:
@@ -51,41 +56,34 @@ def check_dispatchers(group: dist.ProcessGroup | None, *, timeout: float) -> Non
         ConfigError: They differ, or a rank has built no MoE layer within the timeout.
     """
     group = torch_group(group)
-    store = _store_of(group)
-    if store is None or group is None or group in _checked:
+    if group is None or not _has_peers(group):
         return
-    ranks = dist.get_process_group_ranks(group)
-    keys = [_key(group, rank) for rank in ranks]
-    try:
-        store.wait(keys, datetime.timedelta(seconds=timeout))
-    except RuntimeError:
-        silent = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        if not silent:
-            raise
+    known = _of(group)
+    ranks: list[int] = dist.get_process_group_ranks(group)
+    assert known.answers is not None, "this rank has a layer"
+    if not known.names and (silent := [ranks[one] for one in known.answers.silent(timeout)]):
         raise ConfigError(
             f"ranks {silent} of the expert-parallel group {ranks} have built no MoE layer within "
             f"{timeout:g} s; wanted --moe-token-dispatcher-type {DISPATCHER_TYPE} on every rank, "
             "with flashmoe_megatron installed on every host"
-        ) from None
-    told = [store.get(key).decode() for key in keys]
-    if len(set(told)) > 1:
-        listed = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, told, strict=True))
+        )
+    names = known.names = known.names or known.answers.wait()
+    if len(set(names)) > 1:
+        pairs = zip(ranks, names, strict=True)
+        listed = ", ".join(f"{name} on rank {rank}" for rank, name in pairs)
         raise ConfigError(
             f"the ranks of an expert-parallel group have different token dispatchers: {listed}; "
             f"pass one --moe-token-dispatcher-type, {DISPATCHER_TYPE} or {STOCK_DISPATCHER_TYPE}, "
             "on every rank"
         )
-    _checked.add(group)
 
 
-def _store_of(group: dist.ProcessGroup | None) -> Any:
-    """The job's store, ``None`` where there is no other rank to talk to."""
-    if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return None
-    if dist.get_backend(group) == "fake":  # ranks that are made up, for a dry run of one process
-        return None
-    return dist.distributed_c10d._get_default_store()
+def _of(group: dist.ProcessGroup) -> _Dispatchers:
+    return Ranks(group).once(_Dispatchers, make=_Dispatchers)
 
 
-def _key(group: dist.ProcessGroup, rank: int) -> str:
-    return f"flashmoe/dispatcher/{_names[group]}/{rank}"
+def _has_peers(group: Any) -> bool:
+    """Whether there is another rank to talk to."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return False
+    return dist.get_backend(group) != "fake"  # ranks that are made up, for a dry run of one process

@@ -330,7 +330,7 @@ class _RoutedExperts(torch.autograd.Function):
                     router=router,
                 )
         if keeps_inputs and not isinstance(saved, Void):
-            saved = _Inputs(x, probs, routing_map, layer)
+            saved = _Inputs(x, probs, routing_map, layer, saved)
         if on_saved is not None and not isinstance(saved, Void):
             on_saved(saved)
         tensors: list[torch.Tensor] = []
@@ -376,6 +376,7 @@ class _RoutedExperts(torch.autograd.Function):
                 saved.routing_map,
                 _as_taken(weights, ctx.backend),
                 training=True,
+                first_plan=saved.first_plan,
                 layer=saved.layer,
             )[1]  # the output, which the backward does not need, is freed here
         elif isinstance(saved, Void) and ctx.backend.keep == "inputs":
@@ -414,6 +415,7 @@ class _Inputs:
     probs: torch.Tensor
     routing_map: torch.Tensor
     layer: int
+    first_plan: torch.Tensor | None
 
 
 _KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")

@@ -302,6 +302,7 @@ class Backend(Protocol):
         *,
         training: bool,
         followed: bool | None = None,
+        first_plan: torch.Tensor | None = None,
         layer: int = 0,
         router: Router | None = None,
     ) -> tuple[torch.Tensor, Any]:
@@ -319,6 +320,7 @@ class Backend(Protocol):
             followed: Whether a backward will follow, be it that it runs this forward again first.
                 The other ranks are told if none does, since all of them have to take part in it.
                 By default, ``training``.
+            first_plan: Where a backward runs a forward again, what that has returned as ``saved``.
             layer: A number from 0 to 65,535 that comes back in the records of this forward and of
                 its backward; evaluation's is marked, by
                 :func:`~flashmoe_megatron.telemetry.record.launch_number`.
@@ -326,7 +328,8 @@ class Backend(Protocol):
 
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an
-            opaque ``saved`` (``None`` unless ``training``). NaN and a :class:`Void`, whether or not
+            opaque ``saved``. Without ``training`` that is ``None`` or, if a backward will follow, a
+            ``first_plan`` for it. NaN and a :class:`Void`, whether or not
             a backward will follow, where the call ends by an error that is raised later.
         """
         ...

@@ -321,6 +321,7 @@ inline int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
                     input->num_tokens);
     }
     FLASHMOE_TRY(check_pointer(input->x, has_tokens, "x"));
+    FLASHMOE_TRY(check_pointer(input->first_plan, input->first_plan != nullptr, "first_plan"));
     const bool has_map = input->index_bytes == 0;
     const bool has_probs = has_tokens and (has_map or input->num_choices > 0);
     FLASHMOE_TRY(check_pointer(input->probs, has_probs, "probs", size_of(input->probs_dtype)));

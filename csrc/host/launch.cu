@@ -220,7 +220,8 @@ void set_routing(const FlashMoEProblem* p,
         const void* indices = input->num_choices > 0 ? input->topk_idx : args->workspace.raised;
         args->choices = {indices, input->num_choices, input->index_bytes == 8};
     }
-    args->row_block_bound = row_block_bound;
+    args->row_bound = RowBound::make(row_block_bound, input->has_no_backward != 0);
+    if (p->num_ranks > 1) args->first_plan = static_cast<const PlanHeader*>(input->first_plan);
     args->router = {static_cast<const char*>(input->router_weight),
                     static_cast<float*>(input->logits),
                     static_cast<float*>(input->probs),
@@ -228,6 +229,11 @@ void set_routing(const FlashMoEProblem* p,
                     Dtype(p->dtype),
                     Score(input->score),
                     input->scaling_factor};
+}
+
+// Makes a launch of a backward look for ranks that have none.
+void set_own_plan(LayerArgs* args) {
+    if (args->shape.num_ranks > 1) args->first_plan = args->plan.header;
 }
 
 // Puts why the host refuses its call where the launch finds it; a long reason loses its end.
@@ -411,6 +417,7 @@ int launch_bias_grads(const FlashMoEProblem* p,
     args.grads[0] = backward.weight_grads.pointers + s.num_matrices() + first;
     args.grads[1] = args.grads[0] + s.num_local_slots();
     args.accumulate = backward.weight_grads.accumulate and not is_spare;
+    args.first_plan = backward.first_plan;
     const bool into_float32 = backward.weight_grads.dtype == Dtype::kFloat32 or is_spare;
     const KernelEntry entry = bias_grad_entry_of(p, into_float32);
     const int widest = std::max(args.width[0], args.width[1]);
@@ -559,6 +566,7 @@ int gather(const FlashMoEProblem* problem,
     auto args =
         layer_args<LayerArgs>(problem, group, launch_args->plan, x, launch_args->num_tokens);
     args.rows = static_cast<char*>(launch_args->rows);
+    set_own_plan(&args);
     return launch(reinterpret_cast<const void*>(&gather_kernel), problem->num_ctas,
                   kGatherWarps * 32, int(sizeof(GatherSmem)), group->stream, "gather launch", args);
 }
@@ -578,6 +586,7 @@ int backward(const FlashMoEProblem* problem,
     FLASHMOE_TRY(check_dtype(problem, grads_dtype, "grads_dtype"));
     auto args = layer_args<BackwardArgs>(problem, group, launch_args->plan, grad_out,
                                          launch_args->num_tokens);
+    set_own_plan(&args);
     FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
     FLASHMOE_TRY(set_weight_grads(problem, launch_args, grad_table, grads_dtype, accumulate != 0,
                                   number, &args));

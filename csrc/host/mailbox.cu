@@ -36,10 +36,13 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
                         const FlashMoEGroup* group,
                         int32_t* num_row_blocks,
                         int32_t* num_rows,
+                        uint32_t* unfollowed,
                         int32_t* is_heard_late) {
     FLASHMOE_TRY(check_group(problem, group));
-    if (num_row_blocks == nullptr or num_rows == nullptr or is_heard_late == nullptr) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "num_row_blocks, num_rows or is_heard_late is null");
+    for (const void* output :
+         {static_cast<const void*>(num_row_blocks), static_cast<const void*>(num_rows),
+          static_cast<const void*>(unfollowed), static_cast<const void*>(is_heard_late)}) {
+        FLASHMOE_TRY(check_pointer(output, true, "an output of flashmoe_await_plan", 4));
     }
     const volatile Mailbox* mailbox = static_cast<Mailbox*>(group->mailbox);
     // What the device has written before it is there then, on every processor.
@@ -81,6 +84,7 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
     if (has_failed) return fail(FLASHMOE_PEER_TIMEOUT, "the plan failed and left no fault");
     *num_row_blocks = mailbox->report.num_row_blocks;
     *num_rows = mailbox->report.num_rows;
+    *unfollowed = mailbox->report.unfollowed;
     return FLASHMOE_OK;
 }
 

@@ -11,7 +11,8 @@ static_assert(sizeof(Fault) == sizeof(FlashMoEFault));
 static_assert(sizeof(Totals) == sizeof(FlashMoECounters) and kNumSpans == FLASHMOE_NUM_SPANS);
 static_assert(sizeof(Record) == sizeof(FlashMoERecord) and kNumRecords == FLASHMOE_NUM_RECORDS);
 static_assert(kFaultTimeout == FLASHMOE_PEER_TIMEOUT and kFaultRouting == FLASHMOE_BAD_ROUTING and
-              kFaultRows == FLASHMOE_TOO_MANY_ROWS and kFaultRefused == FLASHMOE_REFUSED);
+              kFaultRows == FLASHMOE_TOO_MANY_ROWS and kFaultRefused == FLASHMOE_REFUSED and
+              kFaultUnmatched == FLASHMOE_UNMATCHED);
 static_assert(kReasonBytes == FLASHMOE_REASON_BYTES);
 
 // Written by the device, read by the host without synchronization; `refusal` the other way round.

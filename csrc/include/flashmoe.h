@@ -3,7 +3,9 @@
  * No call throws, exits, prints or allocates device memory. Every call returns 0, or an error code
  * with a sentence in flashmoe_last_error() (thread-local). All launches go to the given stream and
  * are asynchronous. Calls marked "collective" must be made by every rank of the expert-parallel
- * group, in the same order, also with zero tokens.
+ * group, in the same order, also with zero tokens. A backward is every rank's or none's: ranks tell
+ * in their forwards that they have none, and it then ends where it is launched all the same, with
+ * NaN and FLASHMOE_UNMATCHED, takes no epoch, and the group's next forward fails on every rank.
  *
  * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward; or flashmoe_forward alone,
  * which then plans. One backward of it is flashmoe_backward, with flashmoe_gather before it if the
@@ -21,7 +23,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 18
+#define FLASHMOE_ABI_VERSION 19
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -46,6 +48,7 @@ typedef enum {
     FLASHMOE_BAD_ROUTING = 4,
     FLASHMOE_TOO_MANY_ROWS = 5,
     FLASHMOE_REFUSED = 6,
+    FLASHMOE_UNMATCHED = 7,
 } FlashMoEStatus;
 
 FLASHMOE_EXPORT int flashmoe_abi_version(void);
@@ -224,6 +227,9 @@ typedef struct {
     const void* router_weight; /* [num_experts, hidden] of the problem's dtype; NULL: no router */
     void* logits;              /* [num_tokens, num_experts] float32, written by the router */
     float scaling_factor;      /* of the router's probabilities */
+    int32_t has_no_backward;   /* no backward of this forward follows on this rank */
+    const void* first_plan;    /* NULL; or where this forward is run again for a backward, the first
+                                  16 bytes of its first plan, which every rank with one gives */
     const char* refusal;       /* NULL; or why this rank refuses its call: flashmoe_plan then brings
                                   no tokens, and the call fails on every rank with FLASHMOE_REFUSED */
 } FlashMoEInput;
@@ -258,14 +264,16 @@ FLASHMOE_EXPORT int flashmoe_plan(const FlashMoEProblem* problem,
                                   void* plan);
 
 /* Waits on the host until the plan is there; gives the received blocks of 128 rows (pad rows
- * included) and the received rows. If some rank's routing or call was refused, the plan fails on
- * every rank, and *is_heard_late tells whether a rank called flashmoe_forward alone, so that its
- * host, which does not wait, hears of it at a later call. The bound of time is the plan's own: what
- * is ahead of it on the stream may take as long as it likes. */
+ * included), the received rows, and a mask of the ranks that have no backward of this forward. If
+ * some rank's routing or call was refused, the plan fails on every rank, and *is_heard_late tells
+ * whether a rank called flashmoe_forward alone, so that its host, which does not wait, hears of it
+ * at a later call. The bound of time is the plan's own: what is ahead of it on the stream may take
+ * as long as it likes. */
 FLASHMOE_EXPORT int flashmoe_await_plan(const FlashMoEProblem* problem,
                                         const FlashMoEGroup* group,
                                         int32_t* num_row_blocks,
                                         int32_t* num_rows,
+                                        uint32_t* unfollowed,
                                         int32_t* is_heard_late);
 
 /* Collective. The whole layer in one launch: routing exchange, plan, dispatch, FFN and combine; or
@@ -331,7 +339,7 @@ typedef struct {
     int32_t index;
     uint32_t epoch;
     uint32_t expected;
-    uint32_t seen;
+    uint32_t seen; /* FLASHMOE_UNMATCHED: a mask of the ranks that have no backward */
     char reason[FLASHMOE_REASON_BYTES]; /* FLASHMOE_REFUSED has FlashMoEInput.refusal here */
 } FlashMoEFault;
 

@@ -287,6 +287,7 @@ class HostsBackend(OfGroup):
         *,
         training: bool,
         followed: bool | None = None,
+        first_plan: torch.Tensor | None = None,
         layer: int = 0,
         router: Router | None = None,
     ) -> tuple[torch.Tensor, SavedOverHosts | None]:

@@ -19,6 +19,7 @@ from flashmoe_megatron.backend import (
     Untold,
     Void,
     WeightGrad,
+    unmatched_backward,
 )
 from flashmoe_megatron.checks import (
     KERNEL_DTYPES,
@@ -83,6 +84,22 @@ class PendingForward:
     """Blocks of 128 rows that the buffers hold; ``None`` if the plan under way counts them."""
     is_settled: bool
     """Its replicas have been settled on before."""
+    followed: bool
+    """A backward of it follows on this rank."""
+    first_plan: torch.Tensor | None
+    """Where it runs again for its backward, the header of its first plan."""
+
+    def given(self, router: Router | None) -> tuple[object, ...]:
+        """What this rank brings, as :func:`~flashmoe_megatron.kernel.ops.given` gives it."""
+        return ops.given(
+            self.x,
+            self.probs,
+            self.routing_map,
+            router,
+            is_settled=self.is_settled,
+            has_no_backward=not self.followed,
+            first_plan=self.first_plan,
+        )
 
 
 class _Buffers(NamedTuple):
@@ -100,11 +117,13 @@ class _PlanOutcome(NamedTuple):
     Attributes:
         status: The library's.
         num_row_blocks: Blocks of 128 rows that this rank receives.
+        unfollowed: Mask of the ranks that have no backward of this forward.
         is_heard_late: The plan failed, and the host of some rank hears of it at a later call.
     """
 
     status: int
     num_row_blocks: int
+    unfollowed: int
     is_heard_late: bool
 
 
@@ -185,7 +204,8 @@ class KernelBackend(OfGroup):
         self.memory = memory or shared_memory(group, self.device, self.options)
         self.num_calls = 0
         self.unfollowed: tuple[int, ...] = ()
-        """Always none: ranks do not tell."""
+        """See :class:`flashmoe_megatron.backend.Backend`. Where this host does not wait for the
+        plan, the backward's launch looks for such ranks."""
         self.takes_split = True
         self.rank = rank if rank is not None else ranks.rank
         properties = torch.cuda.get_device_properties(self.device)
@@ -220,20 +240,30 @@ class KernelBackend(OfGroup):
         *,
         training: bool,
         followed: bool | None = None,
+        first_plan: torch.Tensor | None = None,
         layer: int = 0,
         router: Router | None = None,
-    ) -> tuple[torch.Tensor, SavedForward | Void | None]:
+    ) -> tuple[torch.Tensor, SavedForward | Void | torch.Tensor | None]:
         """Applies the routed experts, see :class:`flashmoe_megatron.backend.Backend`."""
         with Together(self):
             tables = self._use_weights(weights)
             self._describe()
         with Together(self, may_be_void=True) as together:
-            self._raise_shared()
+            self._raise_shared(first_plan)
             self._check_call(x, probs, routing_map, router)
             bound = self._bounds[training]
             # A rank without room for them can still tell the others.
             buffers = None if bound is None else self._make_buffers(bound, x, training=training)
-            pending = self._begin(x, probs, routing_map, router, bound, layer=layer)
+            pending = self._begin(
+                x,
+                probs,
+                routing_map,
+                router,
+                bound,
+                layer=layer,
+                followed=training if followed is None else followed,
+                first_plan=first_plan,
+            )
         if together.void is not None:
             return self._end(together.void, x, probs, router)
         return self._finish(pending, tables, buffers, training=training, layer=layer)
@@ -338,13 +368,17 @@ class KernelBackend(OfGroup):
             router.spoil()
         return torch.full_like(x, torch.nan), void.of(probs)
 
-    def _raise_shared(self) -> None:
+    def _raise_shared(self, first_plan: torch.Tensor | None) -> None:
         """Raises what is to be told to all ranks: an error that this rank's host knows of.
 
         A single rank's host, and one that captures a graph, raise it at once, as do all whose
-        group has given up.
+        group has given up. A forward that runs again for its backward does not tell of a backward
+        that some rank lacks: it may be a part of one itself, in which that rank hears nothing.
         """
-        self._untold.tell()
+        if first_plan is None:
+            self._untold.tell()
+        elif self.memory.unfollowed():
+            return
         if self._can_share and self.memory.has_shared_fault:
             raise self.memory.fault()
 
@@ -359,6 +393,9 @@ class KernelBackend(OfGroup):
         probs: torch.Tensor,
         routing_map: torch.Tensor,
         num_row_blocks: int | None = None,
+        *,
+        followed: bool = True,
+        first_plan: torch.Tensor | None = None,
     ) -> PendingForward:
         """Begins a forward, for a caller that drives several ranks. Collective.
 
@@ -371,16 +408,27 @@ class KernelBackend(OfGroup):
                 rank receives more, the output of every rank is NaN and the next call, or
                 :meth:`raise_pending_fault`, raises. ``None`` launches the plan, which counts the
                 rows.
+            followed: Whether a backward of it follows on this rank.
+            first_plan: What a forward without ``training`` has returned, if this one runs it again.
         """
         self._use_layout(self._transposed, self._split, x.dtype)
         self._describe()
         self._check_call(x, probs, routing_map, None)
-        return self._begin(x, probs, routing_map, None, num_row_blocks, layer=0)
+        return self._begin(
+            x,
+            probs,
+            routing_map,
+            None,
+            num_row_blocks,
+            layer=0,
+            followed=followed,
+            first_plan=first_plan,
+        )
 
     @_on_own_device
     def finish(
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
-    ) -> tuple[torch.Tensor, SavedForward | Void | None]:
+    ) -> tuple[torch.Tensor, SavedForward | Void | torch.Tensor | None]:
         """Launches the layer of :meth:`begin`; waits for its plan, if that counts. Collective."""
         return self._finish(pending, self._use_weights(weights), training=training, layer=0)
 
@@ -413,19 +461,29 @@ class KernelBackend(OfGroup):
         num_row_blocks: int | None,
         *,
         layer: int,
+        followed: bool = True,
+        first_plan: torch.Tensor | None = None,
     ) -> PendingForward:
         plan = self._empty(self._sizes.plan_bytes)
         self.num_calls += 1  # what comes now concerns every rank
+        self.unfollowed = ()
         problem = self._prepare()
         with self.memory.promised:
-            is_settled = self._take_settled(layer)
-            group = self.memory.open()
+            pending = PendingForward(
+                self.memory.open(),
+                plan,
+                x,
+                probs,
+                routing_map,
+                router,
+                num_row_blocks,
+                self._take_settled(layer),
+                followed,
+                first_plan,
+            )
             if num_row_blocks is None:
-                given = ops.given(x, probs, routing_map, router, is_settled=is_settled)
-                ops.plan(plan, *_addresses(problem, group), *given)
-        return PendingForward(
-            group, plan, x, probs, routing_map, router, num_row_blocks, is_settled
-        )
+                ops.plan(plan, *_addresses(problem, pending.group), *pending.given(router))
+        return pending
 
     def _finish(
         self,
@@ -435,7 +493,7 @@ class KernelBackend(OfGroup):
         *,
         training: bool,
         layer: int,
-    ) -> tuple[torch.Tensor, SavedForward | Void | None]:
+    ) -> tuple[torch.Tensor, SavedForward | Void | torch.Tensor | None]:
         blocks, router = pending.num_row_blocks, pending.router
         is_planned = blocks is None
         problem = self._describe()
@@ -447,7 +505,10 @@ class KernelBackend(OfGroup):
                 void = self._void(pending.plan, reason_of(self.memory.fault()))
                 return self._end(void, pending.x, pending.probs, router)
             if outcome.status != bindings.OK:
+                if pending.first_plan is not None:  # else all ranks have the fault
+                    self._put_off_unmatched()
                 raise self._failure(outcome)
+            self.unfollowed = bindings.ranks_of(outcome.unfollowed)
             blocks = outcome.num_row_blocks
             router = None  # it has run in the plan
         with self.memory.promised:
@@ -466,16 +527,10 @@ class KernelBackend(OfGroup):
                 is_planned,
                 layer,
                 *_addresses(problem, pending.group),
-                *ops.given(
-                    pending.x,
-                    pending.probs,
-                    pending.routing_map,
-                    router,
-                    is_settled=pending.is_settled,
-                ),
+                *pending.given(router),
             )
         if preact is None:
-            return out, None
+            return out, self._header_of(pending.plan) if pending.followed else None
         keeps_rows = self.keep != "preactivations"
         saved = SavedForward(
             plan=pending.plan,
@@ -490,15 +545,20 @@ class KernelBackend(OfGroup):
         )
         return out, saved
 
+    def _header_of(self, plan: torch.Tensor) -> torch.Tensor | None:
+        """What a plan says of other ranks, for when its forward runs again for its backward."""
+        return plan[: bindings.PLAN_HEADER_BYTES].clone() if self.config.num_ranks > 1 else None
+
     @staticmethod
     def _await_plan(
         problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup
     ) -> _PlanOutcome:
         """Waits for the count of rows that this rank receives."""
         blocks, num_rows, is_heard_late = (ctypes.c_int32() for _ in range(3))
-        arguments = (problem, group, blocks, num_rows, is_heard_late)
+        unfollowed = ctypes.c_uint32()
+        arguments = (problem, group, blocks, num_rows, unfollowed, is_heard_late)
         status = bindings.function("await_plan")(*map(ctypes.byref, arguments))
-        return _PlanOutcome(status, blocks.value, bool(is_heard_late.value))
+        return _PlanOutcome(status, blocks.value, unfollowed.value, bool(is_heard_late.value))
 
     @_on_own_device
     def backward(
@@ -630,6 +690,7 @@ class KernelBackend(OfGroup):
         Raises:
             RowBoundError: A rank was to receive more rows than ``row_bound`` allows.
             RoutingError: The routing of some rank cannot be used.
+            ConfigError: This rank has had a backward that some other rank has not.
             PeerTimeoutError: A wait ran out of time, on this rank or on another.
         """
         if self.memory.has_fault:  # which is asked before every launch, of host memory alone
@@ -637,9 +698,15 @@ class KernelBackend(OfGroup):
 
     @_on_own_device
     def _raise_fault(self) -> None:
+        self._put_off_unmatched()
         error = self.memory.take_fault()
         if error is not None:
             raise error
+
+    def _put_off_unmatched(self) -> None:
+        """Has the ranks without a backward of this one's hear of it in their next call."""
+        if unfollowed := self.memory.unfollowed():
+            self._untold.put_off(unmatched_backward(unfollowed))
 
     def take_records(self) -> list[LaunchRecord]:
         """See :class:`flashmoe_megatron.backend.Backend`. All layers of a group share them."""

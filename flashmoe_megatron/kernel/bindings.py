@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flashmoe_megatron.backend import unmatched_backward
 from flashmoe_megatron.config import MAX_RANKS, Activation, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -18,16 +19,19 @@ from flashmoe_megatron.errors import (
     PeerTimeoutError,
     RoutingError,
     RowBoundError,
+    reason_of,
     told_error,
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
 
-OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS, REFUSED = range(7)
+OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS, REFUSED, UNMATCHED = range(
+    8
+)
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 BALANCE, POPULAR = range(2)
 SOFTMAX_OF_CHOSEN, SOFTMAX, SIGMOID = range(3)
@@ -203,6 +207,8 @@ class FlashMoESlot(_Sized):
 
 
 REASON_BYTES = 480
+PLAN_HEADER_BYTES = 16
+"""The part of a plan that ``FlashMoEInput.first_plan`` reads."""
 
 
 class FlashMoEFault(ctypes.Structure):
@@ -280,6 +286,8 @@ class FlashMoEInput(_Sized):
         ("router_weight", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("scaling_factor", ctypes.c_float),
+        ("has_no_backward", ctypes.c_int32),
+        ("first_plan", ctypes.c_void_p),
         ("refusal", ctypes.c_char_p),
     ]
 
@@ -326,7 +334,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "sizes": (_STATUS, _ADDRESS, _ADDRESS),
     "preload": (_STATUS, _ADDRESS),
     "plan": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-    "await_plan": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "await_plan": (_STATUS, *[_ADDRESS] * 6),
     "await_fc2_grads": (_STATUS, _ADDRESS, ctypes.c_uint64, _ADDRESS),
     "read_fault": (_STATUS, _ADDRESS, _ADDRESS),
     "clear_fault": (_STATUS, _ADDRESS),
@@ -465,6 +473,11 @@ def clear_fault(group: FlashMoEGroup) -> None:
     load().flashmoe_clear_fault(ctypes.byref(group))
 
 
+def ranks_of(mask: int) -> tuple[int, ...]:
+    """The ranks of a mask, a bit each."""
+    return tuple(rank for rank in range(MAX_RANKS) if mask >> rank & 1)
+
+
 def fault_error(fault: FlashMoEFault) -> FlashMoEError:
     """The error that a fault means."""
     if fault.code == REFUSED:
@@ -487,6 +500,8 @@ def fault_error(fault: FlashMoEFault) -> FlashMoEError:
             f"token {fault.index} of rank {fault.rank} selects {fault.seen} experts, wanted at "
             f"most topk={fault.expected}"
         )
+    if fault.code == UNMATCHED:
+        return told_error(fault.rank, reason_of(unmatched_backward(ranks_of(fault.seen))))
     if fault.code == TOO_MANY_ROWS:
         return RowBoundError.of(fault.peer, fault.seen, fault.expected)
     wait = load().flashmoe_wait_name(fault.wait).decode()

@@ -294,6 +294,13 @@ class GroupMemory(EndsWithGroup):
         """Whether it is one that every rank's launch has left, and all raise in one call."""
         return self.has_fault and self._fault_code.value != bindings.PEER_TIMEOUT
 
+    def unfollowed(self) -> tuple[int, ...]:
+        """The ranks that lack a backward of this one's, if that is the fault."""
+        if not self.has_fault or self._fault_code.value != bindings.UNMATCHED:
+            return ()
+        fault = bindings.read_fault(self.last_group())
+        return () if fault is None else bindings.ranks_of(fault.seen)
+
     def seconds_of_fault(self) -> float:
         """For how long this host has known of the fault."""
         now = time.monotonic()

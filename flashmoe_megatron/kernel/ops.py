@@ -20,7 +20,8 @@ _LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-c
 # router's weight and what the router writes: logits, probs and routing_map.
 _INPUT = (
     "Tensor x, Tensor? probs, Tensor? routing_map, Tensor? router_weight, Tensor(g!)[]"
-    " router_outputs, int score, float scaling_factor, bool is_settled"
+    " router_outputs, int score, float scaling_factor, bool is_settled,"
+    " bool has_no_backward, Tensor? first_plan"
 )
 for _schema in (
     f"plan(Tensor(a!) plan, int problem, int group, {_INPUT}) -> ()",
@@ -64,6 +65,8 @@ def given(
     router: Router | None = None,
     *,
     is_settled: bool = False,
+    has_no_backward: bool = False,
+    first_plan: torch.Tensor | None = None,
 ) -> tuple[object, ...]:
     """What :data:`plan` and :data:`forward` take last: tokens, their routing or a router.
 
@@ -73,15 +76,18 @@ def given(
         routing_map: Their routing.
         router: Computes the last two.
         is_settled: Whether the last launch was :data:`settle`, for this forward.
+        has_no_backward: Whether no backward of this forward follows on this rank.
+        first_plan: Where this forward runs again for its backward, the header of its first plan.
     """
+    calls = is_settled, has_no_backward, first_plan
     if router is None:
-        return x, probs, routing_map, None, [], 0, 1.0, is_settled
+        return x, probs, routing_map, None, [], 0, 1.0, *calls
     config = router.config
     score = bindings.SOFTMAX if config.pre_softmax else bindings.SOFTMAX_OF_CHOSEN
     if config.score == "sigmoid":
         score = bindings.SIGMOID
     written = [router.logits, router.probs, router.routing_map]
-    return x, None, None, router.weight, written, score, config.scaling_factor, is_settled
+    return x, None, None, router.weight, written, score, config.scaling_factor, *calls
 
 
 def _input(
@@ -93,6 +99,8 @@ def _input(
     score: int,
     scaling_factor: float,
     is_settled: bool,
+    has_no_backward: bool,
+    first_plan: torch.Tensor | None,
 ) -> object:
     logits = None
     if router_weight is not None:
@@ -115,6 +123,8 @@ def _input(
             None if router_weight is None else router_weight.data_ptr(),
             None if logits is None else logits.data_ptr(),
             scaling_factor,
+            has_no_backward,
+            None if first_plan is None else first_plan.data_ptr(),
         )
     )
 

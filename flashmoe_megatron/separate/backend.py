@@ -214,6 +214,7 @@ class ScheduledBackend(OfGroup):
         *,
         training: bool,
         followed: bool | None = None,
+        first_plan: torch.Tensor | None = None,
         layer: int = 0,
         router: Router | None = None,
     ) -> tuple[torch.Tensor, Any]:

@@ -200,6 +200,8 @@ def _input(choices: Choices) -> Any:
             "num_choices": _count(choices),
             "topk_idx": _pointer(choices),
             "is_settled": int(choices.integer(1) % 8 == 7),
+            "has_no_backward": choices.integer(1) % 3,
+            "first_plan": _pointer(choices) if choices.flag() else None,
         },
     )
 
@@ -243,8 +245,8 @@ def _plan(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
 
 
 def _await_plan(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
-    counts = (ctypes.c_int32 * 3)()
-    where = [ctypes.byref(counts, 4 * index) if choices.flag() else None for index in range(3)]
+    counts = (ctypes.c_int32 * 4)()
+    where = [ctypes.byref(counts, 4 * index) if choices.flag() else None for index in range(4)]
     return int(library.flashmoe_await_plan(problem, _group(choices), *where))
 
 

@@ -228,6 +228,7 @@ class VirtualLayer:
         probs: Sequence[torch.Tensor],
         routing_map: Sequence[torch.Tensor],
         num_row_blocks: int | None = None,
+        without_backward: Sequence[int] = (),
     ) -> list[PendingForward]:
         """Begins the forwards of the ranks for which there are tokens in the lists.
 
@@ -239,7 +240,11 @@ class VirtualLayer:
             with self._on_stream(rank):
                 pending.append(
                     self.backends[rank].begin(
-                        x[rank], probs[rank], routing_map[rank], num_row_blocks
+                        x[rank],
+                        probs[rank],
+                        routing_map[rank],
+                        num_row_blocks,
+                        followed=rank not in without_backward,
                     )
                 )
         return pending
@@ -284,7 +289,8 @@ class VirtualLayer:
         """
         if self.group.options.placement == "lookahead":
             self.settle([*map(mispredicted, routing_map)], weights)
-        pending = self.begin(x, probs, routing_map, num_row_blocks)
+        without = () if training else range(len(x))
+        pending = self.begin(x, probs, routing_map, num_row_blocks, without)
         return self.finish(pending, weights, training=training)
 
     def settle(self, routing_map: Sequence[torch.Tensor], weights: Sequence[ExpertWeights]) -> None:

@@ -168,6 +168,47 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a rank keeps to itself that it has no backward",
+        "ranks3_unmatched",
+        HANG,
+        True,
+        ((SIGNALS, "return blocks | (is_unfollowed ? kUnfollowed : 0);", "return blocks;"),),
+    ),
+    Mutant(
+        "a backward that some rank lacks takes an epoch",
+        "ranks3_unmatched",
+        HANG,
+        True,
+        (
+            (
+                FORWARD,
+                '"other ranks have no backward");\n',
+                '"other ranks have no backward");\n        if (cta_ == 0 and role_ == 0) '
+                "A::write(&here_.epoch[0], A::read(&here_.epoch[0]) + 1);\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a backward that some rank lacks leaves no reason",
+        "ranks3_unmatched",
+        "ranks disagree whether to go on",
+        False,
+        (
+            (
+                FORWARD,
+                "if (cta_ == 0 and role_ == 0) A::fetch_or(&here_.raised[0], 1);\n    }\n",
+                "}\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a bound of rows is compared with what it says of a backward",
+        "ranks3_unfollowed_large",
+        "ranks disagree whether to go on",
+        False,
+        ((SIGNALS, "return word & ~kUnfollowed;", "return word;"),),
+    ),
+    Mutant(
         "no fence between a result and its signal",
         "ranks3",
         "heap",

@@ -15,6 +15,8 @@ COMPLETE = {
     "ranks3_split": 290,
     "ranks3_refused": 190,
     "ranks3_refused_twice": 50,
+    "ranks3_unmatched": 440,
+    "ranks3_unfollowed_large": 40,
     "ctas2": 2_400,
     "ctas2_grads": 5_500,
     "ctas2_grads_slots": 3_600,

@@ -7,6 +7,7 @@ a launch of another kind than the other ranks' is found.
 
 import contextlib
 import ctypes
+import itertools
 import random
 import threading
 import time
@@ -23,6 +24,8 @@ from flashmoe_megatron.options import BackendOptions
 
 PATIENCE_S = 20.0
 MOST_BLOCKS = 64
+NUMBER_BYTES = 12
+"""Where a plan has its number here, as the kernel's has the mask of ranks without a backward."""
 CPU = torch.device("cpu")
 
 
@@ -52,6 +55,9 @@ class Gpus:
         self._queues = [ThreadPoolExecutor(1) for _ in range(num_ranks)]
         self._counts = [0] * num_ranks
         self.plans: list[tuple[int, bool] | None] = [None] * num_ranks
+        self.numbers = itertools.count()
+        self.unfollowed: dict[int, int] = {}
+        """Masks of the ranks without a backward, by the number of the plan."""
         self.settled: list[list[bool]] = [[] for _ in range(num_ranks)]
         """By rank, which plans that went on used replicas that were settled on before."""
 
@@ -89,26 +95,48 @@ class Gpus:
         is_bad: bool,
         bound: int | None,
         is_settled: bool = False,
+        *,
+        number: int,
+        has_no_backward: bool = False,
+        first_plan: int | None = None,
     ) -> bool:
-        """What planning does to the fault; whether it goes on."""
+        """What planning does to the fault and to the plan of a number; whether it goes on."""
+        if first_plan is not None and self.leaves(rank, first_plan):
+            self.unfollowed[number] = self.unfollowed[first_plan]
+            self.plans[rank] = (0, False)
+            return False
         if self.raised[rank] is None and (refusal is not None or is_bad):
             self._raise(rank, _fault(rank, refusal))
-        told = self.exchange(rank, "plan", (self.raised[rank], bound, is_settled))
-        faults = [fault for fault, _, _ in told if fault is not None]
+        told = self.exchange(rank, "plan", (self.raised[rank], bound, is_settled, has_no_backward))
+        faults = [fault for fault, *_ in told if fault is not None]
+        self.unfollowed[number] = sum(each[3] << one for one, each in enumerate(told))
         if faults and self.raised[rank] is None:
             self._raise(rank, faults[0])
-        self.plans[rank] = (int(not faults), any(bound is not None for _, bound, _ in told))
+        self.plans[rank] = (int(not faults), any(bound is not None for _, bound, *_ in told))
         if not faults:
             self.settled[rank].append(is_settled)
-            if any(theirs != is_settled for _, _, theirs in told):
+            if any(theirs != is_settled for _, _, theirs, _ in told):
                 raise OutOfStepError(f"ranks disagree on replicas: {told}")
         return not faults
+
+    def leaves(self, rank: int, plan: int) -> bool:
+        """Whether a launch of a backward along a plan leaves, since some rank has none."""
+        ranks = self.unfollowed[plan]
+        if ranks and self.raised[rank] is None:
+            fault = bindings.FlashMoEFault(code=bindings.UNMATCHED, rank=rank, seen=ranks)
+            self._raise(rank, fault)
+        return bool(ranks)
 
     def _raise(self, rank: int, fault: bindings.FlashMoEFault) -> None:
         self.raised[rank] = fault
         for mailbox, owner in list(self.mailboxes.items()):
             if owner == rank:
                 ctypes.c_uint32.from_address(mailbox).value = fault.code
+
+
+def number_in(plan: int) -> ctypes.c_uint32:
+    """The number of a plan, or of the copy of its header, at an address."""
+    return ctypes.c_uint32.from_address(plan + NUMBER_BYTES)
 
 
 def _fault(rank: int, refusal: bytes | None) -> bindings.FlashMoEFault:
@@ -122,6 +150,7 @@ class Library:
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
+        self._last_plans: dict[int, int] = {}
 
     def __call__(self, name: str) -> Callable[..., int]:
         """The function of that name."""
@@ -146,50 +175,71 @@ class Library:
     def _plan(self, problem: Any, group: Any, given: Any, plan: Any) -> int:
         rank = self._rank_of(problem, group)
         refusal, is_bad = given._obj.refusal, _is_bad(given._obj)
-        is_settled = bool(given._obj.is_settled)
+        tells = self._tells(given._obj, plan)
         self._gpus.plans[rank] = None
-        self._gpus.launch(rank, lambda: self._gpus.plan(rank, refusal, is_bad, None, is_settled))
+        self._gpus.launch(rank, lambda: self._gpus.plan(rank, refusal, is_bad, None, **tells))
+        self._last_plans[rank] = tells["number"]
         return bindings.OK
 
-    def _await_plan(self, problem: Any, group: Any, blocks: Any, rows: Any, late: Any) -> int:
+    def _await_plan(
+        self, problem: Any, group: Any, blocks: Any, rows: Any, ranks: Any, late: Any
+    ) -> int:
         rank = self._rank_of(problem, group)
         self._gpus.wait(rank)
         outcome = self._gpus.plans[rank]
         assert outcome is not None, "a plan was waited for that has not run"
         blocks._obj.value, late._obj.value = 1, int(not outcome[0] and outcome[1])
+        ranks._obj.value = self._gpus.unfollowed[self._last_plans[rank]]
         fault = self._gpus.raised[rank]
         return bindings.OK if fault is None else int(fault.code)
 
     def _forward(self, problem: Any, group: Any, given: Any, launch: Any, is_planned: int) -> int:
         rank, wanted = self._rank_of(problem, group), launch._obj
         is_bad, out, blocks = _is_bad(given._obj), wanted.out, wanted.num_row_blocks
-        is_settled = bool(given._obj.is_settled)
+        tells = {} if is_planned else self._tells(given._obj, wanted.plan)
         num_bytes = wanted.num_tokens * self._hidden * 2
 
         def run() -> None:
-            if is_planned or self._gpus.plan(rank, None, is_bad, blocks, is_settled):
+            if is_planned or self._gpus.plan(rank, None, is_bad, blocks, **tells):
                 self._gpus.exchange(rank, "layer", None)
             self._write(rank, out, num_bytes)
 
         self._gpus.launch(rank, run)
         return bindings.OK
 
+    def _tells(self, given: bindings.FlashMoEInput, plan: int) -> dict[str, Any]:
+        """What a rank says in a new plan of replicas and of its backward."""
+        number = number_in(plan).value = next(self._gpus.numbers)
+        return {
+            "is_settled": bool(given.is_settled),
+            "number": number,
+            "has_no_backward": bool(given.has_no_backward),
+            "first_plan": number_in(given.first_plan).value if given.first_plan else None,
+        }
+
     def _settle(self, problem: Any, group: Any, *_: Any) -> int:
         rank = self._rank_of(problem, group)
         self._gpus.launch(rank, lambda: self._gpus.exchange(rank, "settle", None))
         return bindings.OK
 
-    def _gather(self, problem: Any, group: Any, *_: Any) -> int:
-        rank = self._rank_of(problem, group)
-        self._gpus.launch(rank, lambda: self._gpus.exchange(rank, "gather", None))
+    def _gather(self, problem: Any, group: Any, launch: Any, *_: Any) -> int:
+        rank, plan = self._rank_of(problem, group), number_in(launch._obj.plan).value
+
+        def run() -> None:
+            if not self._gpus.leaves(rank, plan):
+                self._gpus.exchange(rank, "gather", None)
+
+        self._gpus.launch(rank, run)
         return bindings.OK
 
     def _backward(self, problem: Any, group: Any, launch: Any, *_: Any) -> int:
         rank, wanted = self._rank_of(problem, group), launch._obj
-        out, num_bytes = wanted.out, wanted.num_tokens * self._hidden * 2
+        plan, out = number_in(wanted.plan).value, wanted.out
+        num_bytes = wanted.num_tokens * self._hidden * 2
 
         def run() -> None:
-            self._gpus.exchange(rank, "backward", None)
+            if not self._gpus.leaves(rank, plan):
+                self._gpus.exchange(rank, "backward", None)
             self._write(rank, out, num_bytes)
 
         self._gpus.launch(rank, run)

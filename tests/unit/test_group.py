@@ -33,8 +33,8 @@ class Group:
 
     def await_plan(self) -> tuple[int, str]:
         """Status and sentence of the call."""
-        library, counts = bindings.load(), (ctypes.c_int32 * 3)()
-        where = [ctypes.byref(counts, 4 * index) for index in range(3)]
+        library, counts = bindings.load(), (ctypes.c_int32 * 4)()
+        where = [ctypes.byref(counts, 4 * index) for index in range(4)]
         status = library.flashmoe_await_plan(
             ctypes.byref(self._problem), ctypes.byref(self._struct), *where
         )

@@ -105,7 +105,7 @@ class Planned(KernelBackend):
         pass
 
     def _begin(self, *_: object, **__: object) -> PendingForward:
-        return PendingForward(*[None] * 8)  # type: ignore[arg-type]
+        return PendingForward(*[None] * 10)  # type: ignore[arg-type]
 
 
 def on_processor(backend: Planned) -> Planned:
@@ -129,7 +129,7 @@ def test_a_refusal_stays_where_others_hear_of_it_late(
 ) -> None:
     """Then the call goes on without a result, and a later one raises on all ranks."""
     backend = on_processor(
-        Planned(_PlanOutcome(bindings.REFUSED, 0, is_heard_late), ShapeError("x"))
+        Planned(_PlanOutcome(bindings.REFUSED, 0, 0, is_heard_late), ShapeError("x"))
     )
     void = backend.refuse("ShapeError: x")
     assert (void is not None) == is_heard_late
@@ -142,7 +142,7 @@ def test_a_refusal_stays_where_others_hear_of_it_late(
 @pytest.mark.usefixtures("launched")
 def test_a_refusal_is_not_put_off_for_ever() -> None:
     """A rank that is gone would never hear of it."""
-    backend = on_processor(Planned(_PlanOutcome(bindings.REFUSED, 0, True), ShapeError("x")))
+    backend = on_processor(Planned(_PlanOutcome(bindings.REFUSED, 0, 0, True), ShapeError("x")))
     backend.seconds_of_fault = 6.0
     assert backend.refuse("ShapeError: x") is None
     assert not backend.faults
@@ -153,7 +153,7 @@ def test_a_refusal_is_not_put_off_for_ever() -> None:
 def test_a_refusal_whose_plan_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may end under the next call, which must not take its report for its own."""
     monkeypatch.setattr(bindings, "error", lambda _: PeerTimeoutError("the plan did not finish"))
-    backend = on_processor(Planned(_PlanOutcome(bindings.PEER_TIMEOUT, 0, False), None))
+    backend = on_processor(Planned(_PlanOutcome(bindings.PEER_TIMEOUT, 0, 0, False), None))
     with pytest.raises(PeerTimeoutError, match="did not finish"):
         backend.refuse("ShapeError: x")
     assert backend.memory.is_void
@@ -162,7 +162,7 @@ def test_a_refusal_whose_plan_stands_still(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_refusal_that_peers_do_not_hear(launched: list[Any]) -> None:
     late = PeerTimeoutError("rank 1 waited too long")
     with pytest.raises(PeerTimeoutError, match="waited too long"):
-        Planned(_PlanOutcome(bindings.PEER_TIMEOUT, 0, False), late).refuse("ShapeError: x")
+        Planned(_PlanOutcome(bindings.PEER_TIMEOUT, 0, 0, False), late).refuse("ShapeError: x")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_plan_that_fails_on_every_rank_leaves_the_memory(
 ) -> None:
     """Where no fault tells that all ranks have stopped, all make new memory."""
     monkeypatch.setattr(bindings, "error", lambda _: FlashMoEError("the plan failed"))
-    backend = Planned(_PlanOutcome(status, 0, False), fault)
+    backend = Planned(_PlanOutcome(status, 0, 0, False), fault)
     with pytest.raises(FlashMoEError) as error:
         backend.forward(None, None, None, None, training=True)  # type: ignore[arg-type]
     assert fault in (None, error.value)

@@ -32,9 +32,10 @@ struct Fault {
     }
 };
 
-constexpr uint32_t kFaultTimeout = 3;  // FLASHMOE_PEER_TIMEOUT
-constexpr uint32_t kFaultRouting = 4;  // FLASHMOE_BAD_ROUTING
-constexpr uint32_t kFaultRows = 5;     // FLASHMOE_TOO_MANY_ROWS
-constexpr uint32_t kFaultRefused = 6;  // FLASHMOE_REFUSED
+constexpr uint32_t kFaultTimeout = 3;    // FLASHMOE_PEER_TIMEOUT
+constexpr uint32_t kFaultRouting = 4;    // FLASHMOE_BAD_ROUTING
+constexpr uint32_t kFaultRows = 5;       // FLASHMOE_TOO_MANY_ROWS
+constexpr uint32_t kFaultRefused = 6;    // FLASHMOE_REFUSED
+constexpr uint32_t kFaultUnmatched = 7;  // FLASHMOE_UNMATCHED
 
 }  // namespace flashmoe

@@ -33,7 +33,7 @@ struct HeapLayout {
     // Byte offsets. Words are tagged with the epoch, so none is ever reset.
     uint64_t gave_up;           // u32: Watchdog::gave_up
     uint64_t route_signals;     // RouteSignal[rank], two parities
-    uint64_t row_block_bounds;  // u32[rank], two parities: blocks that fit in that rank's buffers
+    uint64_t row_block_bounds;  // RowBound[rank], two parities: what fits in that rank's buffers
     uint64_t refusals;          // Fault[rank], two parities: why that rank refuses its call
     uint64_t row_signals;       // u32[rank]: epoch whose rows that rank has published
     uint64_t result_signals;    // u32[token][rank]: epoch whose result that rank has delivered

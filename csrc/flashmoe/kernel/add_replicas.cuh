@@ -5,6 +5,7 @@
 
 #include "flashmoe/kernel/entry.h"
 #include "flashmoe/moe/slot_grads.cuh"
+#include "flashmoe/moe/unmatched.cuh"
 
 namespace flashmoe {
 
@@ -13,6 +14,7 @@ constexpr int kAddThreads = 512;
 template <class Grad>
 __global__ __launch_bounds__(kAddThreads, 2)  //
     void add_replicas_kernel(const __grid_constant__ BackwardArgs args) {
+    if (unmatched_ranks(args) != 0) return;
     const Shape& s = args.shape;
     const uint32_t epoch = *args.workspace.epoch;  // the backward's, which has ended
     if (threadIdx.x < 32) {

@@ -16,6 +16,7 @@ struct BiasGradArgs {
     int width[2];
     void* const* grads[2];  // device: by local expert
     bool accumulate;
+    const PlanHeader* first_plan;  // LayerArgs::first_plan
 };
 
 constexpr int kBiasGradThreads = 256, kBiasGradColumns = 256;
@@ -48,7 +49,9 @@ __global__ __launch_bounds__(kBiasGradThreads)  //
     const int own = blockIdx.x * kBiasGradColumns + int(threadIdx.x);
     if (own >= width) return;
     Grad* grad = static_cast<Grad*>(args.grads[which][expert]) + own;
-    float total = args.accumulate ? float(*grad) : 0.0f;
+    // As the backward's outputs are where some rank has none.
+    const bool is_void = args.first_plan != nullptr and args.first_plan->unfollowed != 0;
+    float total = is_void ? __int_as_float(~0) : args.accumulate ? float(*grad) : 0.0f;
     for (int w = 0; w < kWarps; ++w) total += sums[w][threadIdx.x];
     *grad = Grad(total);
 }

@@ -5,6 +5,7 @@
 
 #include "flashmoe/moe/dispatch.cuh"
 #include "flashmoe/moe/publish.cuh"
+#include "flashmoe/moe/unmatched.cuh"
 
 namespace flashmoe {
 
@@ -21,6 +22,7 @@ __global__ __launch_bounds__(kGatherWarps * 32, 1)  //
     auto& smem = *reinterpret_cast<GatherSmem*>(smem_bytes);
     __shared__ uint64_t barrier_words[kGatherWarps][kDispatchLanes];
     auto& barriers = reinterpret_cast<DispatchBarriers(&)[kGatherWarps]>(barrier_words);
+    if (const uint32_t ranks = unmatched_ranks(args)) return raise_unmatched(args, ranks);
     args.watchdog.trace.open();
     open_counters(args.records != nullptr);
     const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
@@ -37,8 +39,9 @@ __global__ __launch_bounds__(kGatherWarps * 32, 1)  //
     if (warp == 0) await_published_rows(args, taken);
     args.watchdog.trace.close();
     close_counters(args.workspace.totals);
-    leave(args.workspace, true, [&] {
+    leave(args.workspace, [&] {
         if (threadIdx.x == 0) *args.workspace.epoch = protocol::ended_epoch(epoch);
+        return true;
     });
 }
 

@@ -17,6 +17,7 @@
 #include "flashmoe/moe/dispatch.cuh"
 #include "flashmoe/moe/place.cuh"
 #include "flashmoe/moe/slot_grads.cuh"
+#include "flashmoe/moe/unmatched.cuh"
 #include "flashmoe/moe/write_record.cuh"
 
 namespace flashmoe {
@@ -93,6 +94,11 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
 // Plans, unless flashmoe_plan already has. False on every CTA if the layer cannot go on.
 template <class Pass>
 __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
+    if (const uint32_t ranks = unmatched_ranks(args)) {
+        raise_unmatched(args, ranks);
+        if (not Pass::kIsBackward and Planners::has_me()) leave_no_rows(args, ranks);
+        return false;
+    }
     if (Pass::kIsBackward or args.routing_map == nullptr) return true;
     return plan_layer(args, current_epoch(args.workspace), smem);
 }
@@ -100,19 +106,17 @@ __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
 // Fills a pass's outputs, if they cannot be right, with NaN, since nobody may be looking at the
 // fault. Scope: a CTA.
 template <class Pass>
-__device__ __forceinline__ void spoil_outputs(const LayerArgs& args) {
+__device__ __forceinline__ void spoil_outputs(const typename Pass::Args& args) {
     bool is_void = *static_cast<volatile uint32_t*>(args.workspace.raised) != 0;
     if (threadIdx.x == 0) is_void |= args.watchdog.raise_if_given_up();
     if (not __syncthreads_or(is_void)) return;
-    const int64_t chunks = int64_t(args.num_tokens) * args.shape.hidden / 8;
-    for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) {
-        reinterpret_cast<uint4*>(args.out)[i] = {~0u, ~0u, ~0u, ~0u};  // NaN
-    }
+    fill_with_nan(args.out, int64_t(args.num_tokens) * args.shape.row_bytes());
     if constexpr (Pass::kIsBackward) {
         const int64_t probs = int64_t(args.num_tokens) * args.grad_columns;
         for (int64_t i = threadIdx.x; i < probs; i += blockDim.x) {
             store_float(args.grad_probs, args.grad_probs_dtype, i, __int_as_float(~0));
         }
+        if (unmatched_ranks(args) != 0) spoil_weight_grads(args);
     }
 }
 
@@ -180,11 +184,12 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     // The other CTA may still write to this one's shared memory. The counters' sums travel
     // meanwhile.
     if (goes_on) cute::cluster_sync();
-    leave(args.workspace, true, [&] {
+    leave(args.workspace, [&] {
         write_record(args, Pass::kIsBackward, [&] { spoil_outputs<Pass>(args); });
         if constexpr (Pass::kIsBackward) {
             if (threadIdx.x == 0) tell_fc2_grads(args);  // unless that is done
         }
+        return unmatched_ranks(args) == 0;
     });
 }
 

@@ -78,8 +78,9 @@ __global__ __launch_bounds__(kSettleWarps * 32, 1)  //
     }
     args.watchdog.trace.close();
     close_counters(args.workspace.totals);
-    leave(args.workspace, true, [&] {
+    leave(args.workspace, [&] {
         if (threadIdx.x == 0) args.workspace.settled->epoch = epoch;
+        return true;
     });
 }
 

@@ -27,8 +27,10 @@ struct Router {
     float scaling_factor;
 };
 
+using protocol::RowBound;
+
 // The bound of a rank whose host sizes its buffers by what the plan counts.
-constexpr uint32_t kCounted = ~0u;
+constexpr uint32_t kCounted = RowBound::blocks(~0u);
 
 // Routing by indices. If it is given as a map, `indices` is null.
 struct Choices {
@@ -65,9 +67,11 @@ struct LayerArgs {
     Dtype probs_dtype;
     Choices choices;
     Router router;
-    uint32_t row_block_bound;  // blocks that the row buffers hold, or kCounted
-    const Fault* refusal;      // pinned: why the host refuses this call, or null
+    uint32_t row_bound;    // RowBound: blocks that the row buffers hold, or kCounted
+    const Fault* refusal;  // pinned: why the host refuses this call, or null
     RowAccess row_access;
+    const PlanHeader* first_plan;  // a backward, and a forward that runs again for one, look here
+                                   // for ranks without it; null in other launches
 
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];

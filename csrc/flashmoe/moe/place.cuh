@@ -233,9 +233,22 @@ __device__ __forceinline__ bool is_heard_late(const LayerArgs& args, uint32_t ep
     bool is_late = false;
 #pragma unroll 1
     for (int rank = 0; rank < args.shape.num_ranks; ++rank) {
-        is_late |= *args.heap.row_block_bound(args.shape.rank, epoch, rank) != kCounted;
+        const uint32_t word = *args.heap.row_block_bound(args.shape.rank, epoch, rank);
+        is_late |= RowBound::blocks(word) != kCounted;
     }
     return is_late;
+}
+
+// The ranks that have no backward of this forward, a bit each. Scope: a thread, after all routes
+// have come.
+__device__ __forceinline__ uint32_t unfollowed_ranks(const LayerArgs& args, uint32_t epoch) {
+    uint32_t ranks = 0;
+#pragma unroll 1
+    for (int rank = 0; rank < args.shape.num_ranks; ++rank) {
+        const uint32_t word = *args.heap.row_block_bound(args.shape.rank, epoch, rank);
+        ranks |= uint32_t(RowBound::is_unfollowed(word)) << rank;
+    }
+    return ranks;
 }
 
 // Every rank computes every rank's row blocks, so that all agree whether some rank has too many for
@@ -255,7 +268,7 @@ __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) 
                 ceil_div<uint32_t>(args.workspace.selections[rank * num_slots + expert], BLOCK_M);
         }
         blocks = __reduce_add_sync(~0u, blocks);
-        const uint32_t bound = *args.heap.row_block_bound(s.rank, epoch, rank);
+        const uint32_t bound = RowBound::blocks(*args.heap.row_block_bound(s.rank, epoch, rank));
         if (blocks > bound) {
             fit = false;
             if (lane == 0) {
@@ -287,7 +300,9 @@ __device__ __forceinline__ int place_of_unit(
 }
 
 // Where each local expert's rows begin. Scope: a CTA; every one computes it for itself.
-__device__ __forceinline__ void place_experts(const LayerArgs& args, const PlacementSmem& smem) {
+__device__ __forceinline__ void place_experts(const LayerArgs& args,
+                                              uint32_t epoch,
+                                              const PlacementSmem& smem) {
     const Shape& s = args.shape;
     const int num_slots = s.num_local_slots();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = Planners::size() / 32;
@@ -311,6 +326,8 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
     Planners::sync();
     if (warp == 0) {
         int block = 0, unit = 0, own = 0, rows = 0;
+        const bool has_rank = blockIdx.x == 0 and lane < s.num_ranks;
+        const uint32_t bound = has_rank ? *args.heap.row_block_bound(s.rank, epoch, lane) : 0;
 #pragma unroll 1
         for (int first = 0; first < num_slots; first += 32) {
             const int expert = first + lane;
@@ -335,11 +352,12 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args, const Place
             own += __shfl_sync(~0u, early, 31);
             rows += __reduce_add_sync(~0u, own_rows);
         }
+        const uint32_t unfollowed = __ballot_sync(~0u, RowBound::is_unfollowed(bound));
         if (lane == 0) {
             smem.expert_block[num_slots] = block;
             smem.expert_unit[num_slots] = unit;
             smem.expert_own[num_slots] = own;
-            if (blockIdx.x == 0) *args.plan.header = {block, unit, rows};
+            if (blockIdx.x == 0) *args.plan.header = {block, unit, rows, unfollowed};
         }
     }
     Planners::sync();
@@ -391,9 +409,9 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
 }
 
 // Leaves a plan of no rows, on every rank, where planning failed: the host may have launched what
-// follows the plan, a backward above all, before it heard of the fault. Scope: the planners of the
-// grid, which have all stopped.
-__device__ __forceinline__ void leave_no_rows(const LayerArgs& args) {
+// follows the plan, a backward above all, before it heard of the fault. Ranks that have no backward
+// are in its header all the same. Scope: the planners of the grid, which have all stopped.
+__device__ __forceinline__ void leave_no_rows(const LayerArgs& args, uint32_t unfollowed) {
     const Plan& plan = args.plan;
     const int first = int(blockIdx.x) * Planners::size() + int(threadIdx.x);
     const int step = int(gridDim.x) * Planners::size(), num_slots = args.shape.num_local_slots();
@@ -412,7 +430,7 @@ __device__ __forceinline__ void leave_no_rows(const LayerArgs& args) {
         plan.expert_block[i] = 0;
         if (i < num_slots) plan.expert_rows[i] = 0;
     }
-    if (first == 0) *plan.header = {};
+    if (first == 0) *plan.header = {0, 0, 0, unfollowed};
 }
 
 // From the routing map to the plan: exchanges the routing with all ranks and places the rows that
@@ -455,7 +473,7 @@ __device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch
                 if (placed == Placed::kNot) break;
             } else {
                 may_go_on = rows_fit(args, epoch);
-                place_experts(args, smem);
+                place_experts(args, epoch, smem);
                 place_units(args, smem);
             }
             walk_chunks(args, epoch, smem, num_tokens, placed == Placed::kBySlots, is_placing);
@@ -466,7 +484,7 @@ __device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch
             traced(2 + 2 * round);
             if (not goes_on) break;
         }
-        if (not goes_on) leave_no_rows(args);
+        if (not goes_on) leave_no_rows(args, unfollowed_ranks(args, epoch));
     }
     return __syncthreads_or(goes_on);
 }

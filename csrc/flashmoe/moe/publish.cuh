@@ -156,7 +156,7 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args,
         }
     }
     if (blockIdx.x == 0 and threadIdx.x < s.num_ranks) {
-        *args.heap.row_block_bound(int(threadIdx.x), epoch, s.rank) = args.row_block_bound;
+        *args.heap.row_block_bound(int(threadIdx.x), epoch, s.rank) = args.row_bound;
     }
     if (counts != nullptr) add_route_counts(args, counts);
     const auto tell = [&] {

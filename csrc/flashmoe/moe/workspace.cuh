@@ -115,16 +115,17 @@ __device__ __forceinline__ uint32_t current_epoch(const Workspace& workspace) {
 }
 
 // The last thing that a launch does. The last CTA to come calls `then`, zeroes the counters, so
-// that no launch needs a memset, and ends the epoch if told to. Scope: all threads of the grid.
+// that no launch needs a memset, and ends the epoch if `then` returns true. Scope: all threads of
+// the grid.
 template <class Then>
-__device__ __forceinline__ void leave(const Workspace& workspace, bool ends_epoch, Then then) {
+__device__ __forceinline__ void leave(const Workspace& workspace, Then then) {
     __syncthreads();
     bool is_last = false;
     if (threadIdx.x == 0) {
         is_last = protocol::leave<Atomics>(&workspace.tickets->leaving, gridDim.x);
     }
     if (not __syncthreads_or(is_last)) return;
-    then();
+    const bool ends_epoch = then();
     protocol::reset<Atomics>(reinterpret_cast<uint32_t*>(workspace.tickets), threadIdx.x,
                              blockDim.x, workspace.num_zeroed);
     if (ends_epoch and threadIdx.x == 0) {

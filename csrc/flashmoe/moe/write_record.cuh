@@ -2,7 +2,7 @@
 // it without waiting for anything.
 #pragma once
 
-#include "flashmoe/moe/args.cuh"
+#include "flashmoe/moe/unmatched.cuh"
 
 namespace flashmoe {
 
@@ -27,12 +27,13 @@ __device__ __forceinline__ uint32_t replica_word(const LayerArgs& args, int i) {
     return replicas;
 }
 
-// Calls `meanwhile` while the record's parts are being loaded. Scope: the last CTA to leave.
+// Calls `meanwhile` while the record's parts are being loaded. A launch that does nothing, since
+// some ranks lack its backward, has no record. Scope: the last CTA to leave.
 template <class Meanwhile>
 __device__ __forceinline__ void write_record(const LayerArgs& args,
                                              bool is_backward,
                                              Meanwhile meanwhile) {
-    if (args.records == nullptr) return meanwhile();
+    if (args.records == nullptr or unmatched_ranks(args) != 0) return meanwhile();
     __shared__ RecordHead head;
     const Workspace& workspace = args.workspace;
     const int num_slots = args.shape.num_local_slots(), num_spare = args.shape.spare_slots;

@@ -19,6 +19,18 @@ struct RouteSignal {
     }
 };
 
+// One word: the row blocks that fit in a rank's buffers, and whether that rank has no backward of
+// the forward that it begins.
+struct RowBound {
+    static constexpr uint32_t kUnfollowed = 1u << 31;
+
+    FLASHMOE_PROTOCOL_CONST static uint32_t make(uint32_t blocks, bool is_unfollowed) {
+        return blocks | (is_unfollowed ? kUnfollowed : 0);
+    }
+    FLASHMOE_PROTOCOL_CONST static uint32_t blocks(uint32_t word) { return word & ~kUnfollowed; }
+    FLASHMOE_PROTOCOL_CONST static bool is_unfollowed(uint32_t word) { return word >> 31; }
+};
+
 // Gives every rank the reason of a refusal, by `give`, ahead of the signal that tells of it. Scope:
 // the last thread of the grid to arrive.
 template <class A, class Give>

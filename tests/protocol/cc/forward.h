@@ -75,6 +75,7 @@ struct Launch {
     int row_block_bound = 1 << 20;                        // blocks that fit in every rank's buffers
     bool fails = false;                                   // hence no rank goes on
     int absent_rank = -1;                                 // does not launch, and exits
+    int unfollowed_rank = -1;                             // has no backward of this forward
     bool is_in_time = false;                              // no wait runs out of time early
 };
 
@@ -260,8 +261,10 @@ class Agent {
             A::join(here_.launch_join, true);
             forget(0);
             // After a fault that nobody mends the host launches no more.
-            if (world_.launches[i].absent_rank == rank_ or A::read(&here_.spoiled[0])) return;
-            run_launch(world_.launches[i]);
+            const Launch& launch = world_.launches[i];
+            if (launch.absent_rank == rank_ or A::read(&here_.spoiled[0])) return;
+            if (follows(launch) and launch.unfollowed_rank == rank_) continue;
+            run_launch(launch);
         }
     }
 
@@ -277,6 +280,7 @@ class Agent {
         if (access_ == RowAccess::kInPlace and launch.kind != Kind::kForward) {
             access_ = RowAccess::kInPlaceUntilCopied;
         }
+        if (follows(launch) and unfollowed() != 0) return leave_unmatched(launch);
         const uint32_t epoch = uint32_t(A::read(&here_.epoch[0])) + 1;
         bool go_on = true;
         if (launch.kind != Kind::kPlanned) {
@@ -319,9 +323,20 @@ class Agent {
         if (role_ == 0) leave(launch, epoch, go_on);
     }
 
+    static bool follows(const Launch& launch) {
+        return launch.kind == Kind::kBackward or launch.kind == Kind::kGather;
+    }
     static bool plans(const Launch& launch) {
-        return launch.kind != Kind::kPlanned and launch.kind != Kind::kBackward and
-               launch.kind != Kind::kGather;
+        return launch.kind != Kind::kPlanned and not follows(launch);
+    }
+
+    // The ranks that have no backward of the last plan, a bit each.
+    uint32_t unfollowed() { return uint32_t(A::read(&here_.header[0]) >> 16 & 0xffff); }
+
+    // A launch of a backward that some rank does not have: moe/unmatched.cuh.
+    void leave_unmatched(const Launch& launch) {
+        A::check(unfollowed() == 1u << launch.unfollowed_rank, "other ranks have no backward");
+        if (cta_ == 0 and role_ == 0) A::fetch_or(&here_.raised[0], 1);
     }
 
     // Publish: moe/publish.cuh.
@@ -356,10 +371,12 @@ class Agent {
     }
 
     void write_row_block_bounds(const Launch& launch, uint32_t epoch) {
+        const uint32_t bound = protocol::RowBound::make(uint32_t(launch.row_block_bound),
+                                                        launch.unfollowed_rank == rank_);
         for (int rank = 0; rank < s_.ranks; ++rank) {
             A::write(
                 &world_.ranks[rank]->row_block_bounds[protocol::route_word(epoch, s_.ranks, rank_)],
-                uint64_t(launch.row_block_bound));
+                uint64_t(bound));
         }
     }
 
@@ -519,12 +536,26 @@ class Agent {
             for (int i = 0; i < s_.local_experts(); ++i) {
                 blocks += blocks_of(rank * s_.local_experts() + i);
             }
-            const uint64_t bound =
-                A::read(&here_.row_block_bounds[protocol::route_word(epoch, s_.ranks, rank)]);
-            if (uint64_t(blocks) > bound) fit = false;
+            if (uint32_t(blocks) > protocol::RowBound::blocks(row_bound_of(epoch, rank))) {
+                fit = false;
+            }
         }
         if (not fit) A::fetch_or(&here_.raised[0], 1);
         return fit;
+    }
+
+    uint32_t row_bound_of(uint32_t epoch, int rank) {
+        return uint32_t(
+            A::read(&here_.row_block_bounds[protocol::route_word(epoch, s_.ranks, rank)]));
+    }
+
+    uint64_t unfollowed_ranks(uint32_t epoch) {
+        uint64_t ranks = 0;
+        for (int rank = 0; rank < s_.ranks; ++rank) {
+            const bool is_one = protocol::RowBound::is_unfollowed(row_bound_of(epoch, rank));
+            ranks |= uint64_t(is_one) << rank;
+        }
+        return ranks;
     }
 
     void place_rows(uint32_t epoch, const int (&num_tokens)[kMaxRanks]) {
@@ -550,7 +581,10 @@ class Agent {
             begin += blocks;
             unit += (blocks + 1) / 2;
         }
-        if (cta_ == 0) A::write(&here_.header[0], uint64_t(begin) << 32 | uint64_t(unit));
+        if (cta_ == 0) {
+            A::write(&here_.header[0],
+                     uint64_t(begin) << 32 | unfollowed_ranks(epoch) << 16 | uint64_t(unit));
+        }
         for_own_chunks(num_tokens, [&](int src, int token) { place(epoch, src, token, next); });
     }
 

@@ -107,6 +107,16 @@ inline std::vector<Scenario> small_scenarios() {
         large.row_block_bound = 0, large.fails = true;
         all.push_back({"ranks3_refused", s, {refused, second, large}});
         all.push_back({"ranks3_refused_twice", s, {refused, refused, second}});
+        // One rank has no backward; the others leave theirs, and all fail the next forward.
+        Launch evaluated = first, reasoned = second;
+        evaluated.unfollowed_rank = 1, reasoned.fails = true;
+        all.push_back({"ranks3_unmatched",
+                       s,
+                       {evaluated, again(evaluated, Kind::kGather),
+                        again(evaluated, Kind::kBackward), reasoned, first}});
+        Launch crowded = launch_of(Kind::kForward, s, {{{2}}, {}, {}});
+        crowded.row_block_bound = 0, crowded.unfollowed_rank = 2, crowded.fails = true;
+        all.push_back({"ranks3_unfollowed_large", s, {crowded, second}});
         Launch absent = second;
         absent.absent_rank = 1;
         all.push_back({"ranks3_absent", s, {first, absent}, 0});
@@ -206,6 +216,10 @@ inline std::vector<Launch> random_launches(const Sizes& s, int count, uint64_t s
                 launch.fails = true;
                 launches.push_back(launch);
                 break;
+            case 2:
+                launch.unfollowed_rank = random.below(s.ranks);
+                launches.push_back(launch);
+                break;
             default:
                 launches.push_back(launch);
         }
@@ -213,6 +227,10 @@ inline std::vector<Launch> random_launches(const Sizes& s, int count, uint64_t s
         if (has_backward and random.below(4) == 0) launches.push_back(again(launch, Kind::kGather));
         if (has_backward) {
             launches.push_back(again(launch, Kind::kBackward));
+            if (launch.unfollowed_rank >= 0 and s.ranks > 1) {
+                launches.push_back(random_launch(s, random));
+                launches.back().fails = true;
+            }
         }
     }
     return launches;

@@ -1,12 +1,13 @@
 """Checks the form of sentences in comments, docstrings and pages.
 
 A sentence that begins with "Of", "Those of", "That of" or "Whose" leans on the name above it, and a
-reader has to guess its subject; so does an argument whose text is ``See there.``. CONTRIBUTING.md
-has the rule. Messages in strings are not looked at.
+reader has to guess its subject; so does an argument whose text is ``See there.``. Where sentences
+are plain, five more forms are refused, which leave out the verb or the actor, or use a word in an
+uncommon sense. CONTRIBUTING.md has the rule. Messages in strings are not looked at.
 
 ::
 
-    python tools/check_prose.py [FILE_OR_FOLDER ...]
+    python tools/check_prose.py [--plain] [FILE_OR_FOLDER ...]
 """
 
 import argparse
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("csrc", "examples", "flashmoe_megatron", "tests", "tools")
 RECORDS = ROOT / "tools" / "bench" / "results"
 """Pages of measurements, which stay as they were written."""
+PLAIN: tuple[str, ...] = ()
+"""Files and folders whose sentences have none of the five forms."""
 
 _CODE = "code"
 """Stands for what is no prose, so that the sentence around it keeps its length of one word."""
@@ -36,26 +39,51 @@ _STARTS = re.compile(
 _FIRST = re.compile(r"\A[\s(*_]*(?P<words>(?:of|those of|that of|whose)\b)", re.I)
 """The first word of a comment, which may be in lower case."""
 _SEE = re.compile(r"\bSee there\b")
+_NO_VERB = re.compile(r"\A[\s(*_]*(?:(?:What|Whether|Which|Who)\b|Where\b(?![^.]*,))")
+"""A first word after which a comment or a docstring has no main verb."""
+_FORMS = {
+    "a clause with an actor and a verb": re.compile(
+        r"\b(?:after|before|behind|beside|by|for|from|of|through|to|under|with)"
+        r"\s+(?:which|whom|what)\b"
+    ),
+    "the actor's name": re.compile(r"\b(?:nobody|whoever|(?:one|those)\s+that)\b", re.I),
+    '"learns", "receives" or "sends"': re.compile(r"\b(?:told|untold|hears?|heard)\b", re.I),
+    '"after", "concurrently", "alternately" or "again"': re.compile(
+        r"\b(?:behind|beside|anew|in\s+turns)\b", re.I
+    ),
+}
+"""What is wanted in place of a form."""
 
 Text = tuple[int, str]
 """The line at which a piece of prose begins, and the piece."""
 
 
-def findings(path: Path) -> Iterator[str]:
-    """One line for every sentence of a file that has to be written anew."""
+def findings(path: Path, *, is_plain: bool = False) -> Iterator[str]:
+    """Yields a line for every sentence of a file that has to be rewritten.
+
+    Args:
+        path: The file.
+        is_plain: Whether its sentences may have none of the five forms.
+    """
     source = path.read_text()
     is_page = path.suffix == ".md"
     for line, text in _READERS[path.suffix](source):
         prose = _SPAN.sub(lambda span: _CODE + "\n" * span[0].count("\n"), text)
-        found = {match.start("words") for match in _STARTS.finditer(prose)}
+        subject = "a sentence with a subject"
+        found = {(match.start("words"), subject) for match in _STARTS.finditer(prose)}
         first = None if is_page else _FIRST.match(prose)
         if first is not None:
-            found.add(first.start("words"))
-        found.update(match.start() for match in _SEE.finditer(prose))
-        for at in sorted(found):
+            found.add((first.start("words"), subject))
+        found.update((match.start(), subject) for match in _SEE.finditer(prose))
+        if is_plain:
+            if not is_page and _NO_VERB.match(prose):
+                found.add((0, "a sentence that begins with a verb or a noun"))
+            for wanted, form in _FORMS.items():
+                found.update((match.start(), wanted) for match in form.finditer(prose))
+        for at, wanted in sorted(found):
             shown = " ".join(prose[at : at + 60].split())
             number = line + prose.count("\n", 0, at)
-            yield f'{path}:{number}: wanted a sentence with a subject, got "{shown}"'
+            yield f'{path}:{number}: wanted {wanted}, got "{shown}"'
 
 
 def files(given: list[str]) -> Iterator[Path]:
@@ -68,6 +96,10 @@ def files(given: list[str]) -> Iterator[Path]:
         for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
             if path.suffix in _READERS and path.is_file() and RECORDS not in path.parents:
                 yield path
+
+
+def _is_plain(path: Path) -> bool:
+    return any((ROOT / name) in (path.resolve(), *path.resolve().parents) for name in PLAIN)
 
 
 def _python(source: str) -> Iterator[Text]:
@@ -136,10 +168,20 @@ def main(given: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="*", metavar="FILE_OR_FOLDER", help="default: all prose")
-    paths = parser.parse_args(given).paths
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="refuse the five forms in all of them, not where they are refused anyway",
+    )
+    options = parser.parse_args(given)
+    paths = options.paths
     if missing := [path for path in paths if not Path(path).exists()]:
         parser.error(f"no file or folder {', '.join(missing)}")
-    found = [line.removeprefix(f"{ROOT}/") for path in files(paths) for line in findings(path)]
+    found = [
+        line.removeprefix(f"{ROOT}/")
+        for path in files(paths)
+        for line in findings(path, is_plain=options.plain or _is_plain(path))
+    ]
     print("\n".join(found) or "prose: ok")
     return bool(found)
 

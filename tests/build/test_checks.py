@@ -158,6 +158,34 @@ def test_prose(tmp_path, name, text, lines):
     assert [int(line.removeprefix(f"{path}:").partition(":")[0]) for line in found] == lines
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ('"""What has arrived."""\n', [1]),
+        ('"""Whether rows fit."""\n', [1]),
+        ('"""Where rows lie."""\n', [1]),
+        ('"""Where rows fit, returns."""\n', []),
+        ("# Ranks\n# of which one is late.\n", [2]),
+        ("# The rank that nobody names.\n", [1]),
+        ("# A row\n#\n# and one\n# that is sent.\n", [3]),
+        ("# The others have heard.\n", [1]),
+        ("# A launch behind the last one.\n", [1]),
+        ("# The libraries run in turns.\n", [1]),
+        ('x = "nobody"  # Names the `nobody` of the table.\n', []),
+    ],
+)
+def test_plain_prose(tmp_path, text, lines):
+    path = tmp_path / "a.py"
+    path.write_text(text)
+    found = list(check_prose.findings(path, is_plain=True))
+    assert [int(line.removeprefix(f"{path}:").partition(":")[0]) for line in found] == lines
+    assert not list(check_prose.findings(path))
+
+
+def test_plain_folders_are_there():
+    assert all((ROOT / name).exists() for name in check_prose.PLAIN)
+
+
 def test_prose_of_the_whole_project_is_looked_at():
     seen = {path.relative_to(ROOT).parts[0] for path in check_prose.files([])}
     assert {*check_prose.FOLDERS, "README.md", "pyproject.toml"} <= seen

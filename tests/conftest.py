@@ -20,9 +20,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # gloo's threads poll for as long as their groups live
 def ranks() -> Iterator[RankPool]:
-    """Four gloo processes that live as long as the session; start with their first use."""
+    """Four gloo processes that live as long as a file's tests; start with their first use."""
     with contextlib.closing(RankPool(4)) as pool:
         yield pool
 

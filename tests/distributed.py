@@ -7,7 +7,7 @@ killed and the pool starts anew with the next call.
 
 import contextlib
 import faulthandler
-import multiprocessing
+import functools
 import os
 import pickle
 import re
@@ -16,13 +16,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.forks import Forked, ForkServer
 
 GRACE_S = 3.0
 """How long the other ranks may take to fail too once one has failed."""
@@ -37,17 +39,30 @@ It ends what hangs and says nothing of speed: on a busy machine it takes minutes
 have imported torch and a framework.
 """
 
+PLAIN = ("pytest", "hypothesis", "tests.unit.cases", "flashmoe_megatron.layer")
+"""What most tests import that need no framework."""
+
 
 class RankError(Exception):
     """A rank raised, died or did not finish; the message has what is known of every rank."""
 
 
-class RankPool:
-    """``num_ranks`` processes that share a gloo process group."""
+@functools.cache
+def plain_servers() -> tuple[ForkServer, ForkServer]:
+    """Fork what needs no framework; they live as long as the process of the tests."""
+    return ForkServer(*PLAIN), ForkServer(*PLAIN)
 
-    def __init__(self, num_ranks: int) -> None:
+
+class RankPool:
+    """``num_ranks`` processes that share a gloo process group.
+
+    Ranks in turn are forked by the given servers: those of two differ in the order of their sets.
+    """
+
+    def __init__(self, num_ranks: int, servers: Sequence[ForkServer] = ()) -> None:
         self.num_ranks = num_ranks
-        self._processes: list[Any] = []
+        self._servers = servers or plain_servers()
+        self._processes: list[Forked] = []
         self._pipes: list[Connection] = []
 
     def run(
@@ -111,17 +126,12 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         store = Path(tempfile.mkdtemp(prefix="flashmoe-ranks-")) / "store"
         for rank in range(self.num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.num_ranks, str(store), theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
+            server = self._servers[rank % len(self._servers)]
+            process, pipe = server.fork(_serve, rank, self.num_ranks, str(store))
             self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(pipe)
         ready = self._collect(self.num_ranks, PATIENCE_S)
         if len(ready) < self.num_ranks or not all(ok for ok, _ in ready.values()):
             self.close()
@@ -189,7 +199,7 @@ def assert_waited(said: str, ranks: list[int], timeout: int) -> None:
     assert float(found[1]) >= timeout
 
 
-def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
+def _serve(pipe: Connection, rank: int, num_ranks: int, store: str) -> None:
     """The life of one process: joins the group, then answers calls until the pipe closes."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

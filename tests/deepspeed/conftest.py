@@ -8,30 +8,33 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import RankPool
+from tests.forks import ForkServer
 
 AUTOEP = (0, 19, 7)
 """The first release whose AutoEP layers are served; tests of them have it in their name."""
 
 
 @pytest.fixture(scope="package")
-def _same_hashes() -> Iterator[None]:
-    """DeepSpeed orders expert groups as they lie in a set of strings, and needs one order."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONHASHSEED", "0")
-        yield
+def servers() -> Iterator[list[ForkServer]]:
+    """A process that has imported DeepSpeed, from which ranks are forked.
+
+    DeepSpeed orders expert groups as they lie in a set of strings, and needs one order on all.
+    """
+    with contextlib.closing(ForkServer("tests.deepspeed.harness", "deepspeed")) as server:
+        yield [server]
 
 
-@pytest.fixture(scope="package")
-def two_ranks(_same_hashes: None) -> Iterator[RankPool]:
+@pytest.fixture(scope="module")
+def two_ranks(servers: list[ForkServer]) -> Iterator[RankPool]:
     """Two processes for DeepSpeed; they start with the first use."""
-    with contextlib.closing(RankPool(2)) as pool:
+    with contextlib.closing(RankPool(2, servers)) as pool:
         yield pool
 
 
-@pytest.fixture(scope="package")
-def four_ranks(_same_hashes: None) -> Iterator[RankPool]:
+@pytest.fixture(scope="module")
+def four_ranks(servers: list[ForkServer]) -> Iterator[RankPool]:
     """Four processes for DeepSpeed; they start with the first use."""
-    with contextlib.closing(RankPool(4)) as pool:
+    with contextlib.closing(RankPool(4, servers)) as pool:
         yield pool
 
 

@@ -3,7 +3,6 @@
 Processes fork from one that has imported torch and start at once: sixteen of them are affordable.
 """
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -22,10 +21,12 @@ from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from flashmoe_megatron.oracle import moe_reference
 from flashmoe_megatron.select import select_backend
+from tests.forks import ForkServer
 from tests.unit import cases
 
 PATIENCE_S = 120.0
 COMPUTE_TIMEOUT_S = 900.0
+SERVER = ForkServer(__name__)
 TIMEOUT_S = 20.0
 OPERATIONS = ("gather", "exchange")
 PHASES = {
@@ -49,18 +50,13 @@ def run_hosts(
     Returns:
         Each rank's result, by rank; ``None`` for one that died.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory(prefix="flashmoe-hosts-") as folder:
-        store, pipes, processes = Path(folder) / "store", [], []
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            arguments = (job, rank, num_ranks, hosts, str(store), theirs, args)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
+        store = str(Path(folder) / "store")
+        started = [
+            SERVER.fork(_serve, job, rank, num_ranks, hosts, store, args)
+            for rank in range(num_ranks)
+        ]
+        pipes = [pipe for _, pipe in started]
         found: dict[int, Any] = {}
         deadline = time.monotonic() + patience_s
         while len(found) < num_ranks:
@@ -73,21 +69,22 @@ def run_hosts(
                     found[pipes.index(pipe)] = None
             if time.monotonic() > deadline:
                 break
-        for process in processes:
+        for process, pipe in started:
             process.kill()
             process.join()
+            pipe.close()
         silent = sorted(set(range(num_ranks)) - set(found))
         assert not silent, f"ranks {silent} did not answer within {patience_s} s"
         return [found[rank] for rank in range(num_ranks)]
 
 
 def _serve(
+    pipe: Connection,
     job: Callable[..., Any],
     rank: int,
     num_ranks: int,
     hosts: int,
     store: str,
-    pipe: Connection,
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)

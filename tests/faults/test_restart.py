@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import PATIENCE_S, RankError, RankPool
+from tests.forks import ForkServer
 from tests.megatron.harness import Case, Layout, Outcome, train
 
 pytestmark = [
@@ -47,7 +48,10 @@ def test_restart_after_a_kill(tmp_path: Path):
     checkpoint = str(tmp_path / "checkpoint")
     first = dataclasses.replace(whole, iterations=2, save_to=checkpoint)
     rest = dataclasses.replace(whole, iterations=3, first_iteration=2, load_from=checkpoint)
-    with contextlib.closing(RankPool(2)) as pool:
+    with (
+        contextlib.closing(ForkServer("tests.megatron.preloaded")) as server,
+        contextlib.closing(RankPool(2, [server])) as pool,
+    ):
         uninterrupted = pool.run(train, whole, "flashmoe")
         pool.run(train, first, "flashmoe")
         with pytest.raises(RankError, match="exit code -9"):

@@ -9,22 +9,33 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import RankPool
+from tests.forks import ForkServer
 
 MEGATRON_LM = "FLASHMOE_MEGATRON_LM"
 """Environment variable that names a checkout of Megatron-LM."""
 
 
-@pytest.fixture(scope="package")  # what Megatron leaves behind would take a core from other tests
-def four_ranks() -> Iterator[RankPool]:
+@pytest.fixture(scope="package")
+def servers() -> Iterator[list[ForkServer]]:
+    """Two processes that have imported Megatron, from which ranks are forked."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(contextlib.closing(ForkServer("tests.megatron.preloaded")))
+            for _ in range(2)
+        ]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(servers: list[ForkServer]) -> Iterator[RankPool]:
     """Four processes for Megatron; they start with the first use."""
-    with contextlib.closing(RankPool(4)) as pool:
+    with contextlib.closing(RankPool(4, servers)) as pool:
         yield pool
 
 
-@pytest.fixture(scope="package")
-def two_ranks() -> Iterator[RankPool]:
+@pytest.fixture(scope="module")
+def two_ranks(servers: list[ForkServer]) -> Iterator[RankPool]:
     """Two processes for Megatron; they start with the first use."""
-    with contextlib.closing(RankPool(2)) as pool:
+    with contextlib.closing(RankPool(2, servers)) as pool:
         yield pool
 
 

@@ -510,14 +510,12 @@ def _save(directory: str, model: list[Any], optimizer: Any) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # Megatron writes through a process of its own, which a daemon may not start.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     if dist.get_rank() == 0:
         Path(directory).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     dist_checkpointing.save(_sharded_state(model, optimizer, is_loading=False), directory)
     dist.barrier()
-    # That process would outlive this one, whose pool ends it without ado.
+    # Megatron writes through a process that would outlive this one, which is killed.
     filesystem_async._results_queue = None
     for child in multiprocessing.active_children():
         child.terminate()

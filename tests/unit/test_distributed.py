@@ -2,11 +2,13 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.distributed import PATIENCE_S, RankError, RankPool, run_ranks
+from tests.forks import ForkServer
 
 
 def add_ranks(group: dist.ProcessGroup, offset: int) -> int:
@@ -26,6 +28,31 @@ def die(group: dist.ProcessGroup) -> None:
 
 def hang(group: dist.ProcessGroup) -> None:
     time.sleep(3600)
+
+
+def seen(group: dist.ProcessGroup) -> tuple[str | None, str, int]:
+    return os.environ.get("FLASHMOE_SEEN"), os.getcwd(), hash("flashmoe")
+
+
+def test_ranks_start_where_the_test_is_and_order_sets_differently(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    run_ranks(seen, 2)  # the servers run by now
+    monkeypatch.setenv("FLASHMOE_SEEN", "now")
+    monkeypatch.chdir(tmp_path)
+    found = run_ranks(seen, 2)
+    assert [where for *where, _ in found] == [["now", str(tmp_path)]] * 2
+    assert found[0][2] != found[1][2]
+
+
+def test_a_server_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]):
+    server = ForkServer("tests.no_such_module")
+    try:
+        with pytest.raises(RuntimeError, match="tests.no_such_module"):
+            server.fork(seen)
+    finally:
+        server.close()
+    assert "No module named 'tests.no_such_module'" in capfd.readouterr().err
 
 
 def test_results_come_by_rank():

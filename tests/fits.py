@@ -3,8 +3,8 @@
 import torch
 
 from flashmoe_megatron.hosts.grid import HostGrid
-from flashmoe_megatron.schedule.fit import HOST, Beside, Fit, machine_of
-from flashmoe_megatron.schedule.line import Line
+from flashmoe_megatron.measured.fit import HOST, Beside, Fit, machine_of
+from flashmoe_megatron.measured.line import Line
 
 
 def make_fit(

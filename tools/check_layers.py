@@ -35,20 +35,21 @@ PYTHON = [
     ["config", "driver", "torch_groups"],
     ["ending", "planner", "replicas"],
     ["ranks"],
+    ["telemetry.record", "measured.files"],
+    ["measured.calibration"],
     ["telemetry", "router"],
     ["options"],
     ["backend"],
     ["checks", "eager", "expert_group", "multipath", "weights"],
     ["kernel", "hosts", "oracle"],
-    ["schedule.line"],
-    ["schedule.fit"],
+    ["measured.line"],
+    ["measured.fit"],
     ["separate"],
-    ["schedule"],
     ["select", "autograd", "own_router"],
     ["layer"],
-    ["data_parallel", "gates"],
+    ["data_parallel", "gates", "measured"],
     ["adapters"],
-    ["autoload", "calibrate", "deepspeed", "run", "torchtitan", "transformers"],
+    ["autoload", "calibrate", "deepspeed", "run", "schedule", "torchtitan", "transformers"],
 ]
 KERNEL = [
     ["bindings"],
@@ -81,10 +82,10 @@ SEPARATE = [
     ["agreement", "copies", "degree", "steps", "ways"],
     ["backend", "reference"],
 ]
-SCHEDULE = [
-    ["clock", "layer", "line"],
-    ["fit"],
-    ["measure", "trace"],
+MEASURED = [
+    ["clock", "files", "layer", "line", "start"],
+    ["calibration", "fit"],
+    ["machine", "trace", "two_gpus"],
     ["__main__"],
 ]
 PACKAGE = Path("flashmoe_megatron")
@@ -95,7 +96,7 @@ EXCHANGES = {
     "hosts/rail.py",
     "multipath/group_link.py",
     "multipath/multipath.py",  # what is too small for several links
-    "schedule/measure.py",  # times these collectives
+    "measured/machine.py",  # times these collectives
     "separate/exchange.py",
     "separate/rows.py",
     "separate/tensor.py",
@@ -208,7 +209,7 @@ def main() -> int:
         *violations(python_edges(PACKAGE, "hosts"), HOSTS),
         *violations(python_edges(PACKAGE, "multipath"), MULTIPATH),
         *violations(python_edges(PACKAGE, "separate"), SEPARATE),
-        *violations(python_edges(PACKAGE, "schedule"), SCHEDULE),
+        *violations(python_edges(PACKAGE, "measured"), MEASURED),
     ]
     print("\n".join(found) or "layers: ok")
     return bool(found)

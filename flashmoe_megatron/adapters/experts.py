@@ -32,6 +32,12 @@ from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.eager import unseen
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.hosts.backend import within_host
+from flashmoe_megatron.measured.calibration import (
+    Calibration,
+    Grads,
+    gpu_name,
+    load_calibration,
+)
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.ranks import Ranks
@@ -40,12 +46,6 @@ from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.hooks import Hooks
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.separate.slices import GradientSlices
-from flashmoe_megatron.telemetry.calibration import (
-    Calibration,
-    Grads,
-    gpu_name,
-    load_calibration,
-)
 from flashmoe_megatron.telemetry.record import MOST_OWNERS, launch_number
 from flashmoe_megatron.telemetry.totals import LayerPlace
 from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group

@@ -11,9 +11,9 @@ from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.measured.fit import Fit, machine_of, read_fit
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.schedule.fit import Fit, machine_of, read_fit
 from flashmoe_megatron.select import find_grid
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.degree import passes_of

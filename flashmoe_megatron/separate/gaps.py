@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flashmoe_megatron.schedule.line import Line
+from flashmoe_megatron.measured.line import Line
 from flashmoe_megatron.separate.model import Pass, time_of
 
 PARTS = (1, 1 / 2, 1 / 8, 1 / 32, 1 / 128)

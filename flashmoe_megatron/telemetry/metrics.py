@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator
 
-from flashmoe_megatron.telemetry.calibration import Calibration
+from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.telemetry.record import DIRECTIONS
 from flashmoe_megatron.telemetry.registry import find_metric, key_of
 from flashmoe_megatron.telemetry.totals import PHASES, LaunchTotals, Totals

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.streams import index_of
-from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.telemetry.calibration import Calibration
+from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.telemetry.metrics import compute_metrics
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.reduce import Reduction, agree_calibration, agree_layout

@@ -51,10 +51,10 @@ def test_layers_of_csrc(tmp_path, files, found):
             {"kernel/ops.py": "from flashmoe_megatron.hosts import grid\n"},
             ["'kernel'", "'hosts'"],
         ),
-        ({"separate/degree.py": "from flashmoe_megatron.schedule.fit import read_fit\n"}, []),
+        ({"separate/degree.py": "from flashmoe_megatron.measured.fit import read_fit\n"}, []),
         (
-            {"separate/degree.py": "from flashmoe_megatron.schedule import trace\n"},
-            ["'separate'", "'schedule'"],
+            {"separate/degree.py": "from flashmoe_megatron.measured import trace\n"},
+            ["'separate'", "'measured'"],
         ),
         ({"kernel/ops.py": "from flashmoe_megatron.kernel import tables\n"}, ["'ops'", "'tables'"]),
         ({"kernel/ops.py": "from flashmoe_megatron.kernel import bindings\n"}, []),

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from flashmoe_megatron.adapters.deepspeed.settings import read_settings
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.telemetry.calibration import Entry, write_entries
+from flashmoe_megatron.measured.calibration import Entry, write_entries
 from tests.deepspeed import pipeline
 from tests.deepspeed.harness import (
     Case,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from flashmoe_megatron.adapters.deepspeed import slices
 from flashmoe_megatron.adapters.gradients import plan_reduction
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.schedule.fit import write_fit
+from flashmoe_megatron.measured.fit import write_fit
 from tests.deepspeed.harness import (
     FUSED,
     Case,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_megatron.schedule.fit import write_fit
+from flashmoe_megatron.measured.fit import write_fit
 from tests.distributed import PATIENCE_S
 from tests.fits import make_fit
 from tests.megatron.stock_script import MODEL, SEQUENCE_PARALLEL_BLOCK, torchrun

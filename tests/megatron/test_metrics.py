@@ -23,7 +23,7 @@ from flashmoe_megatron.adapters.megatron import metrics
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.telemetry.calibration import Entry, write_entries
+from flashmoe_megatron.measured.calibration import Entry, write_entries
 from tests.distributed import PATIENCE_S, RankPool, refusal
 from tests.megatron.harness import (
     MICRO_BATCH,

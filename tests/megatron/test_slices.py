@@ -12,7 +12,7 @@ import torch.distributed as dist
 from flashmoe_megatron.adapters.megatron import slices
 from flashmoe_megatron.adapters.patch import original_of
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.schedule.fit import write_fit
+from flashmoe_megatron.measured.fit import write_fit
 from flashmoe_megatron.separate.slices import GradientSlices
 from tests.distributed import RankPool
 from tests.fits import make_fit

@@ -13,7 +13,7 @@ import torch
 
 import machine_code
 import nvcc_build
-from flashmoe_megatron.schedule.fit import write_fit
+from flashmoe_megatron.measured.fit import write_fit
 from tests.fits import make_fit
 from tools import check_prose, memory_table
 from tools.bench import (

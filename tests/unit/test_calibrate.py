@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.calibrate import main, measure
 from flashmoe_megatron.layer import FlashMoELayer
-from flashmoe_megatron.telemetry.calibration import read_entries
+from flashmoe_megatron.measured.__main__ import main
+from flashmoe_megatron.measured.calibration import read_entries
+from flashmoe_megatron.measured.two_gpus import measure
 from flashmoe_megatron.telemetry.totals import Totals
 from tests.distributed import PATIENCE_S, RankPool
 from tests.unit import cases
@@ -117,7 +118,7 @@ def test_what_cannot_be_measured_is_refused(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("WORLD_SIZE", ranks)
-    assert main([str(tmp_path / "t2.json"), *QUICK, *changes]) == 1
+    assert main(["layer", str(tmp_path / "t2.json"), *QUICK, *changes]) == 1
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -126,7 +127,7 @@ def test_a_file_without_a_folder_is_refused_before_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main([str(tmp_path / "times" / "t2.json"), *QUICK]) == 1
+    assert main(["layer", str(tmp_path / "times" / "t2.json"), *QUICK]) == 1
     assert f"there is no folder {tmp_path / 'times'}" in capsys.readouterr().err
 
 
@@ -136,6 +137,6 @@ def test_another_file_is_left_as_it_is(
     monkeypatch.setenv("WORLD_SIZE", "2")
     file = tmp_path / "results.json"
     file.write_text("{}")
-    assert main([str(file), *QUICK]) == 1
+    assert main(["layer", str(file), *QUICK]) == 1
     assert "wanted an object of format, version and entries" in capsys.readouterr().err
     assert file.read_text() == "{}"

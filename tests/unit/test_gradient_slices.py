@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.optimize import differential_evolution
 
-from flashmoe_megatron.schedule.line import Line
+from flashmoe_megatron.measured.line import Line
 from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.gaps import (
     Window,

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
-from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.schedule import __main__ as command
-from flashmoe_megatron.schedule.clock import CALLS, Clock
-from flashmoe_megatron.schedule.fit import (
+from flashmoe_megatron.measured import __main__ as command
+from flashmoe_megatron.measured.clock import CALLS, Clock
+from flashmoe_megatron.measured.fit import (
     HOST,
     TOGETHER,
     Beside,
@@ -33,10 +32,11 @@ from flashmoe_megatron.schedule.fit import (
     read_fit,
     write_fit,
 )
-from flashmoe_megatron.schedule.layer import RandomLayer
-from flashmoe_megatron.schedule.line import fit_line
-from flashmoe_megatron.schedule.measure import PARTS, Sizes, _hosts, even_ratios, measure
-from flashmoe_megatron.schedule.trace import trace
+from flashmoe_megatron.measured.layer import RandomLayer
+from flashmoe_megatron.measured.line import fit_line
+from flashmoe_megatron.measured.machine import PARTS, Sizes, _hosts, even_ratios, measure
+from flashmoe_megatron.measured.trace import trace
+from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate import backend as backend_module
 from flashmoe_megatron.separate.backend import ScheduledBackend

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.telemetry.calibration import (
+from flashmoe_megatron.measured.calibration import (
     Calibration,
     Entry,
     load_calibration,

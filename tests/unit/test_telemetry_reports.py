@@ -18,9 +18,9 @@ from flashmoe_megatron.autograd import in_backward, moe_apply
 from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.measured.calibration import Calibration, Entry
 from flashmoe_megatron.separate.reference import MOST_RECORDS, ReferenceBackend
 from flashmoe_megatron.telemetry import reporter as reporters
-from flashmoe_megatron.telemetry.calibration import Calibration, Entry
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 from flashmoe_megatron.telemetry.reduce import Reduction, agree_calibration, agree_layout
 from flashmoe_megatron.telemetry.registry import METRICS

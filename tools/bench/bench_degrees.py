@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from examples.arguments import count
-from flashmoe_megatron.schedule.fit import read_fit
+from flashmoe_megatron.measured.fit import read_fit
 from tools.arguments import not_negative, parser_of
 from tools.bench import common, stopwatch
 from tools.bench.common import Record, Timer, log

@@ -32,9 +32,9 @@ from flashmoe_megatron.adapters.indexed import facts_of
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import host_name
+from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.ranks import Ranks, check_alike
 from flashmoe_megatron.select import resolve_kind
-from flashmoe_megatron.telemetry.calibration import Calibration
 from flashmoe_megatron.telemetry.registry import choose_metrics
 
 logger = logging.getLogger("flashmoe_megatron")

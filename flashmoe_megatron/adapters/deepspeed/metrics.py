@@ -22,7 +22,7 @@ from flashmoe_megatron.adapters.metrics import (
 )
 from flashmoe_megatron.backend import Backend
 from flashmoe_megatron.eager import eager
-from flashmoe_megatron.telemetry.calibration import Calibration
+from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter

@@ -50,10 +50,10 @@ from flashmoe_megatron.backend import Backend, ExpertWeights, LooksAhead, Togeth
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
+from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.reference import ReferenceBackend
-from flashmoe_megatron.telemetry.calibration import Calibration
 
 
 class RoutedExperts(LayerExperts):

@@ -1,16 +1,26 @@
 """Time stamps of one layer's schedule, as the streams have run it."""
 
+import argparse
 import dataclasses
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.measured import files, start
+from flashmoe_megatron.measured.fit import machine_of
+from flashmoe_megatron.measured.layer import RandomLayer
+from flashmoe_megatron.options import LAYER_SIZES, BackendOptions, add_flags, add_sizes
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.schedule.layer import RandomLayer
 from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.degree import choose_degrees
+from flashmoe_megatron.separate.exchange import kind_of
 from flashmoe_megatron.separate.hooks import Call, When
 from flashmoe_megatron.separate.model import Stream
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction, Phase
@@ -129,6 +139,51 @@ def _names(backend: ScheduledBackend) -> list[tuple[Direction, str, int]]:
     ]
 
 
-def as_json(found: dict[Direction, list[Stamped]]) -> dict[str, Any]:
-    """For a file."""
-    return {of: [dataclasses.asdict(one) for one in spans] for of, spans in found.items()}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the file, what the layer is, and how it runs."""
+    parser.add_argument("file", type=Path, help="what is written")
+    add_sizes(parser, LAYER_SIZES, required=True)
+    parser.add_argument("--gated", action="store_true", help="SwiGLU, else GELU")
+    add_flags(parser, BackendOptions, names=("degree", "degree_fit", "exchange"))
+    start.add_dtype(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Stamps one layer and writes the file. Collective over the ranks of torchrun."""
+    start.check_sizes(options, "hidden", "intermediate", "tokens")
+    group, grid, device = start.join()
+    if group is None:
+        raise ConfigError("1 rank, with which nothing travels: wanted several, by torchrun")
+    config = MoEConfig(
+        hidden=options.hidden,
+        intermediate=options.intermediate,
+        num_experts=options.num_experts,
+        topk=options.topk,
+        activation=Activation.SILU if options.gated else Activation.GELU,
+        gated=options.gated,
+        num_ranks=dist.get_world_size(),
+        max_tokens=options.tokens,
+    )
+    dtype = start.dtype_of(options.dtype, device)
+    chosen = BackendOptions(
+        keep="all",
+        degree=options.degree,
+        degree_fit=options.degree_fit,
+        exchange=options.exchange,
+    )
+    degrees = choose_degrees(config, chosen, group=group, grid=grid, device=device, dtype=dtype)
+    layers = []
+    for those in ((1, 1), degrees):
+        layer = ScheduledBackend(
+            config, group, device=device, options=chosen, grid=grid, degrees=those
+        )
+        found = trace(layer, group, num_tokens=options.tokens, dtype=dtype, device=device)
+        spans = {str(of): [dataclasses.asdict(one) for one in found[of]] for of in DIRECTIONS}
+        layers.append({"degrees": those, **spans})
+        for direction in DIRECTIONS if grid.rank == 0 else ():
+            last = max(one.end_us for one in found[direction])
+            sys.stdout.write(f"{direction} in {those[direction == 'backward']}: {last:.0f} us\n")
+    if grid.rank == 0:
+        machine = machine_of(grid, device, kind_of(chosen.exchange, grid, device))
+        about = {"machine": str(machine), "config": dataclasses.asdict(config)}
+        files.write(options.file, {**about, "layers": layers})

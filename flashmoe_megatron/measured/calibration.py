@@ -6,9 +6,6 @@ estimated in its place: what is not in the file is an error at start-up, or an a
 """
 
 import dataclasses
-import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +13,15 @@ from typing import Any, Literal
 
 import torch
 
-from flashmoe_megatron.config import KEEPS, Keep, MoEConfig
+from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction
+from flashmoe_megatron.measured import files
+from flashmoe_megatron.telemetry.record import Direction
 
-FORMAT = "flashmoe-calibration"
-VERSION = 3
+FILE = files.Kind("calibration file", "flashmoe-calibration", version=3)
 """Version 1 did not say how the layer ran, version 2 not what a gate has besides its activation."""
 MOST = 1e15
 """No time in a file is larger."""
-DTYPES = ("bfloat16", "float16", "float32", "float64")
 TOKEN_TOLERANCE = 0.01
 """How far the mean number of tokens of a launch may be from the calibrated one, relative."""
 
@@ -70,7 +66,7 @@ class Entry:
     glu_interleave: int
     num_tokens: int
     gpu: str
-    dtype: str
+    dtype: Literal["bfloat16", "float16", "float32", "float64"]
     direction: Direction
     bounded: bool
     keep: Keep
@@ -82,44 +78,27 @@ class Entry:
         cls,
         config: MoEConfig,
         *,
-        num_tokens: int,
-        gpu: str,
-        dtype: str,
-        direction: Direction,
-        time_ms: float,
         bounded: bool = False,
         keep: Keep = "all",
         grads: Grads = "own",
+        **measured: Any,
     ) -> "Entry":
         """The entry of a measured layer.
 
         Args:
             config: The layer's shape, on 2 ranks.
-            num_tokens: The attribute of this name, like all arguments below.
-            gpu: Name of the GPU.
-            dtype: The tokens' dtype.
-            direction: "forward" or "backward".
-            time_ms: Time of a launch.
             bounded: Whether there was a ``row_bound``.
             keep: What forwards kept for their backwards.
             grads: Where the weights' gradients went.
+            **measured: All other attributes.
 
         Raises:
             ConfigError: The layer is not on 2 ranks, or the time is none.
         """
         if config.num_ranks != 2:
             raise ConfigError(f"calibrated on {config.num_ranks} ranks, wanted 2: Oe = T(2) / T(N)")
-        values = {
-            **_shape_of(config),
-            "num_tokens": num_tokens,
-            "gpu": gpu,
-            "dtype": dtype,
-            "direction": direction,
-            "bounded": bounded,
-            "keep": keep,
-            "grads": grads,
-            "time_ms": time_ms,
-        }
+        ran_as = {"bounded": bounded, "keep": keep, "grads": grads}
+        values = {**_shape_of(config), **ran_as, **measured}
         return _parse_entry(values, where="this measurement")
 
     @property
@@ -220,9 +199,9 @@ def load_calibration(
         wanted = {**_shape_of(config), "gpu": gpu, "dtype": dtype, **ran_as, "direction": "forward"}
         if num_tokens is not None:
             wanted["num_tokens"] = num_tokens
-        if not any(_differs(entry, wanted) is None for entry in entries):
+        if all(_unlike(entry, wanted) for entry in entries):
             _refuse(Path(path), entries, wanted)
-    alike = [entry for entry in entries if _differs(entry, ran_as) is None]
+    alike = [entry for entry in entries if not _unlike(entry, ran_as)]
     return Calibration(alike, gpu=gpu, dtype=dtype)
 
 
@@ -231,20 +210,16 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _differs(entry: Entry, wanted: Mapping[str, Any]) -> str | None:
-    """The first field in which an entry is not what is wanted."""
-    return next((name for name, want in wanted.items() if getattr(entry, name) != want), None)
+def _unlike(entry: Entry, wanted: Mapping[str, Any]) -> list[str]:
+    """The fields in which an entry is not what is wanted."""
+    return [name for name, want in wanted.items() if getattr(entry, name) != want]
 
 
 def _refuse(path: Path, entries: list[Entry], wanted: Mapping[str, Any]) -> None:
-    def agreement(entry: Entry) -> int:
-        return sum(getattr(entry, name) == want for name, want in wanted.items())
-
-    nearest = max(entries, key=agreement)
+    nearest = min(entries, key=lambda entry: len(_unlike(entry, wanted)))
     different = ", ".join(
-        f"{name} {getattr(nearest, name)!r} and not {want!r}"
-        for name, want in wanted.items()
-        if getattr(nearest, name) != want
+        f"{name} {getattr(nearest, name)!r} and not {wanted[name]!r}"
+        for name in _unlike(nearest, wanted)
     )
     raise ConfigError(
         f"calibration file {path}: none of its {len(entries)} entries is of this run. The nearest "
@@ -266,34 +241,26 @@ def read_entries(path: str | Path) -> list[Entry]:
         ConfigError: It cannot be read, or is not what it should be; says where.
     """
     path = Path(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"calibration file {path}: cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.keys() != {"format", "version", "entries"}:
-        got = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
+    content = FILE.read(path, parse_constant=_no_constant)
+    if not isinstance(content, dict) or content.keys() != {*FILE.head, "entries"}:
         raise ConfigError(
-            f"calibration file {path}: got {got}, wanted an object of format, version and entries"
+            f"{FILE.name} {path}: got {files.keys_of(content)}, wanted an object of format, "
+            "version and entries"
         )
-    if content["format"] != FORMAT or content["version"] != VERSION:
+    if {**content, **FILE.head} != content:
         raise ConfigError(
-            f"calibration file {path}: format {content['format']!r} of version "
-            f"{content['version']!r}, wanted {FORMAT!r} of version {VERSION}; measure again with "
+            f"{FILE.name} {path}: format {content['format']!r} of version {content['version']!r}, "
+            f"wanted {FILE.format!r} of version {FILE.version}; measure again with "
             "python -m flashmoe_megatron.calibrate, into a new file"
         )
     if not isinstance(content["entries"], list) or not content["entries"]:
-        raise ConfigError(f"calibration file {path}: it has no list of entries, wanted at least 1")
-    entries = [
-        _parse_entry(values, where=f"calibration file {path}, entry {index}")
-        for index, values in enumerate(content["entries"])
-    ]
-    keys = [_key(entry) for entry in entries]
-    for index, key in enumerate(keys):
-        if key in keys[:index]:
-            raise ConfigError(
-                f"calibration file {path}: {entries[index].describe()} is there twice, wanted once"
-            )
-    return entries
+        raise ConfigError(f"{FILE.name} {path}: it has no list of entries, wanted at least 1")
+    entries: dict[tuple[Any, ...], Entry] = {}
+    for index, values in enumerate(content["entries"]):
+        entry = _parse_entry(values, where=f"{FILE.name} {path}, entry {index}")
+        if entries.setdefault(_key(entry), entry) is not entry:
+            raise ConfigError(f"{FILE.name} {path}: {entry.describe()} is there twice, wanted once")
+    return list(entries.values())
 
 
 def write_entries(path: str | Path, entries: Iterable[Entry]) -> None:
@@ -302,11 +269,9 @@ def write_entries(path: str | Path, entries: Iterable[Entry]) -> None:
     So they are where the layer ran in another way: a file has one time for each layer, and a run
     that cannot tell how it runs takes that.
 
-    The file is complete at every moment: it is written under another name and then renamed.
-
     Args:
         path: Where the file is, in a folder that exists.
-        entries: What was measured.
+        entries: The measurements.
 
     Raises:
         ConfigError: A file is there that is not one of these, or it cannot be written.
@@ -314,26 +279,11 @@ def write_entries(path: str | Path, entries: Iterable[Entry]) -> None:
     path = Path(path)
     merged = {_key(entry): entry for entry in (read_entries(path) if path.exists() else [])}
     merged |= {_key(entry): entry for entry in entries}
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "entries": [dataclasses.asdict(entry) for entry in merged.values()],
-    }
+    rows = [dataclasses.asdict(entry) for entry in merged.values()]
     try:
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            Path(draft).chmod(0o644)  # mkstemp gives it to its owner alone
-            Path(draft).replace(path)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
+        files.replace(path, {**FILE.head, "entries": rows})
     except OSError as error:
-        raise ConfigError(f"calibration file {path}: cannot be written: {error}") from error
+        raise ConfigError(f"{FILE.name} {path}: cannot be written: {error}") from error
 
 
 def _key(entry: Entry) -> tuple[Any, ...]:
@@ -346,33 +296,8 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no number")
 
 
-_FIELDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("hidden", "intermediate", "num_experts", "topk", "num_tokens"), (int,)),
-    **dict.fromkeys(("activation", "gpu", "dtype", "direction", "keep", "grads"), (str,)),
-    **dict.fromkeys(("gated", "bounded"), (bool,)),
-    "clamp_value": (float, int, type(None)),
-    "linear_offset": (float, int),
-    "glu_interleave": (int,),
-    "time_ms": (float, int),
-}
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "dtype": DTYPES,
-    "direction": DIRECTIONS,
-    "keep": KEEPS,
-    "grads": GRADS,
-}
-
-
 def _parse_entry(values: Any, *, where: str) -> Entry:
-    if not isinstance(values, dict) or values.keys() != _FIELDS.keys():
-        got = sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
-        raise ConfigError(f"{where}: got {got}, wanted an object of {sorted(_FIELDS)}")
-    for name, kinds in _FIELDS.items():
-        value = values[name]
-        if type(value) not in kinds:
-            raise ConfigError(f"{where}: {name} is {value!r}, wanted {kinds[0].__name__}")
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise ConfigError(f"{where}: {name} is {value!r}, wanted one of {_CHOICES[name]}")
+    files.check(Entry, values, where)
     if not 0 < values["time_ms"] <= MOST:
         raise ConfigError(
             f"{where}: time_ms is {values['time_ms']!r}, wanted above 0, at most {MOST:.0e}"

@@ -1,8 +1,11 @@
 """Times exchanges, products, copies and the host at several sizes, and lays a line through each."""
 
+import argparse
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +15,13 @@ from flashmoe_megatron.backend import TrafficCounters
 from flashmoe_megatron.config import DIM_GRANULE, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
-from flashmoe_megatron.options import BackendOptions, ExchangeKind
+from flashmoe_megatron.measured import start
+from flashmoe_megatron.measured.clock import Clock, Work
+from flashmoe_megatron.measured.fit import Beside, Fit, machine_of, write_fit
+from flashmoe_megatron.measured.layer import RandomLayer
+from flashmoe_megatron.measured.line import fit_line
+from flashmoe_megatron.options import BackendOptions, ExchangeKind, add_flags, add_sizes
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.schedule.clock import Clock, Work
-from flashmoe_megatron.schedule.fit import Beside, Fit, machine_of
-from flashmoe_megatron.schedule.layer import RandomLayer
-from flashmoe_megatron.schedule.line import fit_line
 from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.copies import Copies
@@ -63,6 +67,58 @@ class Sizes:
             raise ConfigError(
                 f"rows={self.rows} for {self.num_experts} experts: wanted 2 for each at least"
             )
+
+
+ON_GPU = Sizes(hidden=2048, intermediate=2048, num_experts=8, rows=65536, num_bytes=2**28)
+ON_CPU = Sizes(hidden=256, intermediate=256, num_experts=4, rows=2048, num_bytes=2**22)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the file, the sizes of what is measured, and how rows travel."""
+    parser.add_argument("file", type=Path, help="what is written")
+    add_sizes(
+        parser,
+        {
+            "hidden": "model width",
+            "intermediate": "columns of a product",
+            "experts": "experts of a rank",
+            "rows": "most rows of a product or a copy",
+        },
+    )
+    parser.add_argument("--mib", type=float, help="most MiB of an exchange")
+    add_flags(parser, BackendOptions, names=("exchange",))
+    start.add_dtype(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measures the machine and writes the file. Collective over the ranks of torchrun."""
+    start.check_sizes(options, "hidden", "intermediate", "experts", "rows", "mib")
+    group, grid, device = start.join()
+    default = ON_GPU if device.type == "cuda" else ON_CPU
+    sizes = Sizes(
+        hidden=options.hidden or default.hidden,
+        intermediate=options.intermediate or default.intermediate,
+        num_experts=options.experts or default.num_experts,
+        rows=options.rows or default.rows,
+        num_bytes=int(options.mib * 2**20) if options.mib else default.num_bytes,
+    )
+    dtype = start.dtype_of(options.dtype, device)
+    found = measure(group, grid, device, dtype, sizes, exchange=options.exchange)
+    if grid.rank != 0:
+        return
+    write_fit(options.file, found)
+    sys.stdout.write(f"{found.machine}, {found.dtype}\n")
+    for name, line in found.lines.items():
+        per_second = f"{1 / line.beta_s:.3g}" if line.beta_s else "any number"
+        sys.stdout.write(
+            f"{name}: {1e6 * line.alpha_s:.1f} us and {per_second} a second, "
+            f"r squared {line.r_squared:.5f}\n"
+        )
+    for name, both in found.beside.items():
+        sys.stdout.write(
+            f"beside each other: a product {both.product:.2f} and {name} {both.exchange:.2f} "
+            "times as long as alone\n"
+        )
 
 
 def measure(

@@ -1,10 +1,9 @@
-"""What exchanges, products and copies take on one machine, kept as a file of JSON beside a run.
+"""The times of exchanges, products and copies on one machine, kept as a file of JSON beside a run.
 
 Nothing is taken from a file of another machine: it is refused, with both machines' names.
 """
 
 import dataclasses
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -16,12 +15,16 @@ import torch
 from flashmoe_megatron.checks import TOKEN_DTYPES
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.measured import files
+from flashmoe_megatron.measured.line import Line
 from flashmoe_megatron.options import ExchangeKind
-from flashmoe_megatron.schedule.line import Line
 
-FORMAT = "flashmoe-schedule-fit"
-VERSION = 2
-
+FILE = files.Kind(
+    "fit",
+    "flashmoe-schedule-fit",
+    version=2,
+    wanted="; wanted a file of python -m flashmoe_megatron.schedule fit",
+)
 DTYPES = {str(one).removeprefix("torch."): one for one in TOKEN_DTYPES}
 ALONE = ("product", "copy")
 """What one rank does: sizes are floating-point operations and bytes written."""
@@ -120,19 +123,7 @@ def write_fit(path: Path, fit: Fit) -> None:
     Raises:
         ConfigError: It cannot be written.
     """
-    write_json(path, {"format": FORMAT, "version": VERSION, **dataclasses.asdict(fit)})
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes an object.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error}") from error
+    files.write(path, {**FILE.head, **dataclasses.asdict(fit)})
 
 
 def read_fit(path: Path, machine: Machine | None, dtype: torch.dtype | None = None) -> Fit:
@@ -146,50 +137,38 @@ def read_fit(path: Path, machine: Machine | None, dtype: torch.dtype | None = No
     Raises:
         ConfigError: It cannot be read, is not what it should be, or is of another machine or dtype.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    content = FILE.read(path)
+    if not isinstance(content, dict) or {**content, **FILE.head} != content:
         raise ConfigError(
-            f"fit {path}: cannot be read: {error}; wanted a file of python -m "
-            "flashmoe_megatron.schedule fit"
-        ) from error
-    kind = {"format": FORMAT, "version": VERSION}
-    if not isinstance(content, dict) or any(content.get(key) != kind[key] for key in kind):
-        raise ConfigError(
-            f"fit {path}: wanted an object of format {FORMAT!r} and version {VERSION}; measure "
-            "again with python -m flashmoe_megatron.schedule fit"
+            f"fit {path}: wanted an object of format {FILE.format!r} and version {FILE.version}; "
+            "measure again with python -m flashmoe_megatron.schedule fit"
         )
     try:
-        of = Machine(**content["machine"])
-        lines = {str(name): Line(**line) for name, line in content["lines"].items()}
-        samples = {
-            str(name): [(float(size), float(time_s)) for size, time_s in pairs]
-            for name, pairs in content["samples"].items()
-        }
-        beside = {str(name): Beside(**both) for name, both in content["beside"].items()}
-        fit = Fit(of, str(content["dtype"]), lines, samples, beside)
+        fields = dataclasses.fields(Fit)
+        fit: Fit = files.build(Fit, {one.name: content[one.name] for one in fields})
         fit.torch_dtype  # noqa: B018 - an unknown name is an error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"fit {path}: it is not complete: {error!r}") from error
-    if machine not in (None, of):
+    if machine not in (None, fit.machine):
         raise ConfigError(
-            f"fit {path} is of {of}, but this group is {machine}: wanted a fit of this machine, "
-            "from python -m flashmoe_megatron.schedule fit with its --exchange, or degrees as "
-            "numbers"
+            f"fit {path} is of {fit.machine}, but this group is {machine}: wanted a fit of this "
+            "machine, from python -m flashmoe_megatron.schedule fit with its --exchange, or "
+            "degrees as numbers"
         )
     if dtype not in (None, fit.torch_dtype):
         raise ConfigError(
             f"fit {path} is of {fit.dtype}, but tokens are {dtype}: wanted a fit with --dtype "
             f"{str(dtype).removeprefix('torch.')}"
         )
-    for name in of.wanted:
-        if name not in lines or not _is_line(lines[name]):
+    for name in fit.machine.wanted:
+        line = fit.lines.get(name)
+        if line is None or not _are_at_least(0, line.alpha_s, line.beta_s):
             raise ConfigError(
-                f"fit {path}: {name} is {lines.get(name)}, wanted an alpha and a beta in seconds"
+                f"fit {path}: {name} is {line}, wanted an alpha and a beta in seconds"
             )
-    for name in of.exchanges:
-        both = beside.get(name)
-        if both is None or not all(_is_at_least(1, one) for one in (both.product, both.exchange)):
+    for name in fit.machine.exchanges:
+        both = fit.beside.get(name)
+        if both is None or not _are_at_least(1, both.product, both.exchange):
             raise ConfigError(
                 f"fit {path}: beside each other, a product and {name} take {both}, wanted two "
                 "factors of at least 1"
@@ -197,10 +176,5 @@ def read_fit(path: Path, machine: Machine | None, dtype: torch.dtype | None = No
     return fit
 
 
-def _is_line(line: Line) -> bool:
-    return _is_at_least(0, line.alpha_s) and _is_at_least(0, line.beta_s)
-
-
-def _is_at_least(least: float, value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= least
+def _are_at_least(least: float, *values: Any) -> bool:
+    return all(type(one) in (int, float) and least <= one < math.inf for one in values)

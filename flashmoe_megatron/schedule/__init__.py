@@ -1,1 +1,0 @@
-"""What a machine takes: measurements from which degrees are computed."""

@@ -69,6 +69,47 @@ OnSaved = Callable[[Any], None]
 outputs as ``preact``, if it keeps them."""
 
 
+class Gradients(NamedTuple):
+    """Says where a backward puts the gradients of weights, and who hears of it.
+
+    Attributes:
+        accumulate_into_main_grad: See :func:`moe_apply`.
+        after_backward: See :func:`moe_apply`.
+        main_grads: See :func:`moe_apply`.
+    """
+
+    accumulate_into_main_grad: bool = False
+    after_backward: AfterBackward | None = None
+    main_grads: MainGrads | None = None
+
+
+ORDINARY = Gradients()
+
+
+class LayerCall(NamedTuple):
+    """A call of a layer, but for the tensors that autograd gives gradients.
+
+    Attributes:
+        backend: Computes the layer.
+        weights: The local experts, whose tensors are inputs of autograd's as well.
+        routing_map: The routing as a backend takes it, ``None`` in place of a call that is refused.
+        gradients: What becomes of the weights' gradients.
+        layer: See :func:`moe_apply`.
+        router: See :func:`moe_apply`.
+        on_saved: See :func:`moe_apply`.
+        void: The output is NaN, and a backward needs this.
+    """
+
+    backend: Backend
+    weights: ExpertWeights | SplitWeights
+    routing_map: torch.Tensor | None
+    gradients: Gradients = ORDINARY
+    layer: int = 0
+    router: Router | None = None
+    on_saved: OnSaved | None = None
+    void: Void | None = None
+
+
 @eager
 def moe_apply(
     backend: Backend,
@@ -146,52 +187,60 @@ def moe_apply(
         ConfigError: In backward, if some rank has none of this call; those hear of it in their next
             call.
     """
+    gradients = Gradients(accumulate_into_main_grad, after_backward, main_grads)
     with Together(backend, may_be_void=True) as together:
-        if isinstance(weights, SplitWeights):
-            weights.check(backend.config)
         given, routing = _one_routing(probs, routing_map, topk_idx, topk_weight)
-        parameters: tuple[torch.Tensor, ...] = ()
-        if torch.is_grad_enabled():
-            parameters = _tensors_of(weights)
-        if not parameters or not any(t.requires_grad for t in (x, given, *parameters)):
-            taken = _as_taken(weights, backend)
-            with unseen():
-                return backend.forward(
-                    x, given, routing, taken, training=False, layer=layer, router=router
-                )[0]
-        if ordered_grads:
-            # Each view is a node with a place of its own in the order of backward.
-            parameters = tuple(parameter.view_as(parameter) for parameter in parameters)
-        out = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
-            backend,
-            weights,
-            accumulate_into_main_grad,
-            layer,
-            router,
-            after_backward,
-            on_saved,
-            None,
-            main_grads,
-            routing,
-            x,
-            given,
-            *parameters,
-            *_anchors_of(main_grads, x.device),
-        )
-        assert isinstance(out, torch.Tensor)
-        return out
+        call = LayerCall(backend, weights, routing, gradients, layer, router, on_saved)
+        return apply(call, x, given, ordered_grads=ordered_grads)
     if router is not None:
         router.spoil()  # no forward fills its tensors in
-    return void_call(
-        together,
-        backend,
-        x,
-        topk_weight if probs is None else probs,
-        weights,
-        accumulate_into_main_grad=accumulate_into_main_grad,
-        after_backward=after_backward,
-        main_grads=main_grads,
-    )
+    of_routes = topk_weight if probs is None else probs
+    return void_call(together, backend, x, of_routes, weights, gradients)
+
+
+def apply(
+    call: LayerCall, x: torch.Tensor, probs: torch.Tensor, *, ordered_grads: bool = False
+) -> torch.Tensor:
+    """Does what :func:`moe_apply` does, for a caller whose errors end the call on every rank.
+
+    Args:
+        call: All that is no input of autograd's, or is so by itself.
+        x: The tokens.
+        probs: The routing weights, in the form of ``call.routing_map``.
+        ordered_grads: See :func:`moe_apply`.
+    """
+    weights, backend = call.weights, call.backend
+    if isinstance(weights, SplitWeights):
+        weights.check(backend.config)
+    parameters = _tensors_of(weights) if torch.is_grad_enabled() else []
+    if not parameters or not any(map(_requires_grad, (x, probs, *parameters))):
+        assert call.routing_map is not None
+        with unseen():
+            return backend.forward(
+                x,
+                probs,
+                call.routing_map,
+                _as_taken(weights, backend),
+                training=False,
+                layer=call.layer,
+                router=call.router,
+            )[0]
+    if ordered_grads:
+        # Each view is a node with a place of its own in the order of backward.
+        parameters = [parameter.view_as(parameter) for parameter in parameters]
+    return _node(call, x, probs, parameters)
+
+
+def _node(
+    call: LayerCall, x: torch.Tensor, probs: torch.Tensor, parameters: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    anchors = () if call.gradients.main_grads is None else (_anchor_on(x.device).leaf,)
+    out = _RoutedExperts.apply(call, x, probs, *parameters, *anchors)  # type: ignore[no-untyped-call]
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def void_call(
@@ -200,12 +249,9 @@ def void_call(
     x: torch.Tensor,
     probs: torch.Tensor | None,
     weights: ExpertWeights | SplitWeights,
-    *,
-    accumulate_into_main_grad: bool = False,
-    after_backward: AfterBackward | None = None,
-    main_grads: MainGrads | None = None,
+    gradients: Gradients = ORDINARY,
 ) -> torch.Tensor:
-    """NaN in the place of a call that this rank refuses, and of which the others hear late.
+    """Returns NaN for a call that this rank rejects when the others learn of it only later.
 
     Its backward takes part in theirs, and its gradients are NaN.
 
@@ -215,9 +261,7 @@ def void_call(
         x: Tokens of any shape.
         probs: What else gets a gradient, of any shape.
         weights: The local experts.
-        accumulate_into_main_grad: See :func:`moe_apply`.
-        after_backward: See :func:`moe_apply`.
-        main_grads: See :func:`moe_apply`.
+        gradients: What becomes of their gradients.
 
     Raises:
         FlashMoEError: The call's own, if ``x`` is no plain tensor, of which nobody could make NaN.
@@ -234,25 +278,8 @@ def void_call(
         probs = x.new_empty(0)
     assert probs is not None
     _as_taken(weights, backend)  # as the backward does, or this rank cannot take part in it
-    parameters = _tensors_of(weights)
-    out = _RoutedExperts.apply(  # type: ignore[no-untyped-call]
-        backend,
-        weights,
-        accumulate_into_main_grad,
-        0,
-        None,
-        after_backward,
-        None,
-        together.void.of(probs),
-        main_grads,
-        None,
-        x,
-        probs,
-        *parameters,
-        *_anchors_of(main_grads, x.device),
-    )
-    assert isinstance(out, torch.Tensor)
-    return out
+    call = LayerCall(backend, weights, None, gradients, void=together.void.of(probs))
+    return _node(call, x, probs, _tensors_of(weights))
 
 
 def _one_routing(
@@ -297,55 +324,43 @@ class _RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        backend: Backend,
-        weights: ExpertWeights | SplitWeights,
-        accumulate_into_main_grad: bool,
-        layer: int,
-        router: Router | None,
-        after_backward: AfterBackward | None,
-        on_saved: OnSaved | None,
-        void: Void | None,
-        main_grads: MainGrads | None,
-        routing_map: torch.Tensor,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        *weight_inputs: torch.Tensor,
+        ctx: Any, call: LayerCall, x: torch.Tensor, probs: torch.Tensor, *_: torch.Tensor
     ) -> torch.Tensor:
-        keeps_inputs = backend.keep == "inputs"
-        saved: Any = void
-        if void is not None:
+        backend, weights, routing_map = call.backend, call.weights, call.routing_map
+        saved: Any = call.void
+        if saved is not None:
             out = torch.full_like(x, torch.nan)
         else:
-            taken = _as_taken(weights, backend)
+            assert routing_map is not None
+            keeps_inputs = backend.keep == "inputs"
             with unseen():
                 out, saved = backend.forward(
                     x,
                     probs,
                     routing_map,
-                    taken,
+                    _as_taken(weights, backend),
                     training=not keeps_inputs,
                     followed=True,
-                    layer=layer,
-                    router=router,
+                    layer=call.layer,
+                    router=call.router,
                 )
-        if keeps_inputs and not isinstance(saved, Void):
-            saved = _Inputs(x, probs, routing_map, layer, saved)
-        if on_saved is not None and not isinstance(saved, Void):
-            on_saved(saved)
+            if not isinstance(saved, Void):
+                if keeps_inputs:
+                    saved = _Inputs(x, probs, routing_map, call.layer, saved)
+                if call.on_saved is not None:
+                    call.on_saved(saved)
         tensors: list[torch.Tensor] = []
         ctx.skeleton = _take_tensors(saved, tensors)
         # The parameters and not views of them: ZeRO-3 frees and gathers them in between.
+        main_grads = call.gradients.main_grads
         inputs = _tensors_of(weights) if main_grads is None else ()
         ctx.save_for_backward(*inputs, *tensors)
-        ctx.main_grads = main_grads
         ctx.versions = 0 if main_grads is None else _versions_of(weights)
         ctx.backend = backend
-        ctx.unfollowed = backend.unfollowed if void is None else ()
+        ctx.unfollowed = backend.unfollowed if call.void is None else ()
         # The objects themselves: a hook on saved tensors may return copies without main_grad.
         ctx.owners = weights
-        ctx.accumulate_into_main_grad = accumulate_into_main_grad
-        ctx.after_backward = after_backward
+        ctx.gradients = call.gradients
         return out
 
     @staticmethod
@@ -359,7 +374,8 @@ class _RoutedExperts(torch.autograd.Function):
             error = unmatched_backward(ctx.unfollowed)
             ctx.backend.put_off(error)
             raise told_error(ctx.backend.rank, reason_of(error))
-        main_grads: MainGrads | None = ctx.main_grads
+        gradients: Gradients = ctx.gradients
+        main_grads = gradients.main_grads
         num_weights = len(_tensors_of(ctx.owners))
         num_saved = num_weights if main_grads is None else 0
         values = ctx.saved_tensors
@@ -392,11 +408,12 @@ class _RoutedExperts(torch.autograd.Function):
             targets["fc1_bias"],
             targets["fc2_bias"],
         )
-        if ctx.after_backward is not None and (main_grads is None or main_grads.is_due()):
-            ctx.after_backward(destinations.fc2_in_main_grad())
+        after_backward = gradients.after_backward
+        if after_backward is not None and (main_grads is None or main_grads.is_due()):
+            after_backward(destinations.fc2_in_main_grad())
         # Autograd drops the gradients of inputs that need none.
         anchors = () if main_grads is None else (None,)
-        return *[None] * 10, grad_x, grad_probs, *destinations.grads(), *anchors
+        return None, grad_x, grad_probs, *destinations.grads(), *anchors
 
 
 def _refused_again(backend: Backend, void: Void) -> Void:
@@ -497,10 +514,11 @@ def _destinations_of(
     if isinstance(weights, SplitWeights):
         return _SplitDestinations(weights, ctx.backend)
     num_weights = len(_tensors_of(ctx.owners))
-    main_grads: MainGrads | None = ctx.main_grads
+    gradients: Gradients = ctx.gradients
+    main_grads = gradients.main_grads
     if main_grads is None:
         nodes = [node for node, _ in ctx.next_functions[-num_weights:]]
-        adds = [ctx.accumulate_into_main_grad and accumulates(node) for node in nodes]
+        adds = [gradients.accumulate_into_main_grad and accumulates(node) for node in nodes]
         return _Destinations(ctx.owners, adds)
     # Nobody can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
     if accumulates(_anchor_on(device).accumulator):
@@ -540,7 +558,7 @@ class _SplitDestinations:
         """None: split weights get ordinary gradients."""
         return []
 
-    def grads(self) -> tuple[torch.Tensor, ...]:
+    def grads(self) -> Sequence[torch.Tensor]:
         """What autograd is told, in the order of the node's inputs."""
         return _tensors_of(self._grads.split())
 
@@ -557,11 +575,14 @@ def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> Expert
     return weights.join() if isinstance(weights, SplitWeights | WrappedWeights) else weights
 
 
-def _tensors_of(weights: ExpertWeights | SplitWeights) -> tuple[torch.Tensor, ...]:
+def _tensors_of(weights: ExpertWeights | SplitWeights) -> list[torch.Tensor]:
     """All tensors of either kind of weights, in the order of its fields."""
     # Not by dataclasses.fields: this runs before every launch.
-    values = vars(weights).values()
-    return tuple(tensor for value in values if isinstance(value, tuple) for tensor in value)
+    found: list[torch.Tensor] = []
+    for value in vars(weights).values():
+        if isinstance(value, tuple):
+            found += value
+    return found
 
 
 _Weights = TypeVar("_Weights", ExpertWeights, SplitWeights)
@@ -590,10 +611,6 @@ def _anchor_on(device: torch.device) -> _Anchor:
     """The input by which a node sees which kind of backward pass runs it."""
     leaf = torch.zeros((), device=device, requires_grad=True)
     return _Anchor(leaf, accumulator_of(leaf))
-
-
-def _anchors_of(main_grads: MainGrads | None, device: torch.device) -> tuple[torch.Tensor, ...]:
-    return () if main_grads is None else (_anchor_on(device).leaf,)
 
 
 def accumulator_of(leaf: torch.Tensor) -> Any:
@@ -662,17 +679,26 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Taken(len(tensors) - 1)
-    if type(value) in (tuple, list):
-        return type(value)(_take_tensors(item, tensors) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _Rebuild(
-            type(value),
-            {
-                field.name: _take_tensors(getattr(value, field.name), tensors)
-                for field in dataclasses.fields(value)
-            },
-        )
-    return value
+    kind: Any = type(value)
+    is_sequence = kind in (tuple, list)
+    if not is_sequence and (isinstance(value, type) or not dataclasses.is_dataclass(value)):
+        return value
+    items = list(value) if is_sequence else [getattr(value, name) for name in _names_of(kind)]
+    for at, item in enumerate(items):  # calls itself for what may have tensors in it alone
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+            items[at] = _Taken(len(tensors) - 1)
+        elif type(item) in (tuple, list) or dataclasses.is_dataclass(item):
+            items[at] = _take_tensors(item, tensors)
+    if is_sequence:
+        return kind(items)
+    return _Rebuild(kind, dict(zip(_names_of(kind), items, strict=True)))
+
+
+@functools.cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    """The names of a dataclass's fields."""
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,8 @@ def check_tokens(
     Raises:
         ShapeError: One of them differs; the message names the tensor, the got and the wanted.
     """
-    check_readable("x", x)
+    if type(x) is not torch.Tensor or x.layout != torch.strided:
+        check_readable("x", x)
     is_map = routing_map.dtype == torch.bool
     wanted = (len(x), config.num_experts) if x.dim() else ()
     if not is_map and routing_map.dim() == 2 and routing_map.shape[1] <= config.topk:
@@ -75,6 +76,7 @@ def _refuse_tokens(
     device: torch.device,
 ) -> None:
     """Says what is wrong; nothing may be, since an empty tensor can be anywhere."""
+    check_readable("x", x)
     if x.dim() != 2 or x.shape[1] != config.hidden:
         raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, {config.hidden}]")
     if x.dtype != dtype:
@@ -127,6 +129,21 @@ def check_choices(
     Raises:
         ShapeError: One of them differs.
     """
+    shape = topk_idx.shape
+    if (  # runs in every call
+        shape == topk_weight.shape
+        and len(shape) == 2
+        and shape[0] == x.shape[0]
+        and shape[1] <= config.topk
+        and topk_idx.dtype in INDEX_DTYPES
+        and topk_weight.dtype in (torch.float32, x.dtype)
+        and topk_idx.device == topk_weight.device == x.device
+        and type(topk_idx) is torch.Tensor is type(topk_weight)
+        and topk_idx.layout == topk_weight.layout == torch.strided
+        and topk_idx.is_contiguous()
+        and topk_weight.is_contiguous()
+    ):
+        return
     wanted = f"[{x.shape[0]}, topk] with topk <= {config.topk}"
     for name, tensor, dtypes in (
         ("topk_idx", topk_idx, INDEX_DTYPES),

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from flashmoe_megatron.autograd import moe_apply, void_call
+from flashmoe_megatron.autograd import LayerCall, apply, moe_apply, void_call
 from flashmoe_megatron.backend import Backend, ExpertWeights, Together
 from flashmoe_megatron.checks import (
     TOKEN_DTYPES,
@@ -82,28 +82,43 @@ def moe_forward(
         check_readable("x", x)
         if x.dim() != 2:
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
-        if x.dtype not in TOKEN_DTYPES:  # before its routing weights, which may have its dtype
-            raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
-        for name, choices in (("topk_idx", topk_idx), ("topk_weight", topk_weight)):
-            check_readable(name, choices)
-        topk_idx, topk_weight = topk_idx.contiguous(), topk_weight.contiguous()
-        check_choices(backend.config, x, topk_idx, topk_weight)
-        if check_routing:
-            problem = choices_problem(backend.config, topk_idx, topk_weight, x)
-            if problem is not None:
-                raise RoutingError(problem)
-        return moe_apply(
+        return _apply_choices(
             backend,
             x,
-            None,
-            None,
+            topk_idx,
+            topk_weight,
             weights,
-            topk_idx=topk_idx,
-            topk_weight=topk_weight,
+            check_routing=check_routing,
             ordered_grads=ordered_grads,
             layer=layer,
         )
     return void_call(together, backend, x, topk_weight, weights)
+
+
+def _apply_choices(
+    backend: Backend,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weight: torch.Tensor,
+    weights: ExpertWeights | SplitWeights,
+    *,
+    check_routing: bool,
+    ordered_grads: bool = False,
+    layer: int,
+) -> torch.Tensor:
+    """Does what :func:`moe_forward` does, with tokens that can be read; its caller's errors too."""
+    if x.dtype not in TOKEN_DTYPES:  # before its routing weights, which may have its dtype
+        raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
+    check_readable("topk_idx", topk_idx)
+    check_readable("topk_weight", topk_weight)
+    topk_idx, topk_weight = topk_idx.contiguous(), topk_weight.contiguous()
+    check_choices(backend.config, x, topk_idx, topk_weight)
+    if check_routing:
+        problem = choices_problem(backend.config, topk_idx, topk_weight, x)
+        if problem is not None:
+            raise RoutingError(problem)
+    call = LayerCall(backend, weights, topk_idx, layer=layer)
+    return apply(call, x, topk_weight, ordered_grads=ordered_grads)
 
 
 class RouterOutput(NamedTuple):
@@ -158,10 +173,10 @@ def moe_router_forward(
         FlashMoEError: In backward, if logits or map were changed in place.
     """
     with Together(backend, may_be_void=True) as together:
-        config = backend.config
         check_readable("x", x)
         if x.dim() != 2:
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
+        config = backend.config
         check_router_weight(config, x, router_weight)
         probs, logits, opened = open_router(config, x, router_weight, router or RouterConfig())
         out = moe_apply(
@@ -442,6 +457,8 @@ class FlashMoELayer(nn.Module):
             topk_weight = torch.cat(parts) if parts else None
         kind = local_part(self.fc2).device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if dtype is not None and type(x) is torch.Tensor and x.is_floating_point():
+            x = x.to(dtype)
         return void_call(together, backend, x, topk_weight, self._weights(dtype))
 
     def _forward(
@@ -493,12 +510,12 @@ class FlashMoELayer(nn.Module):
                     cast(tokens), router, weights, backend=backend, layer=number
                 ).out
             topk_idx, topk_weight = self.route(tokens)
-        return moe_forward(
+        return _apply_choices(
+            backend,
             cast(tokens),
             topk_idx,
             topk_weight if dtype is None else topk_weight.float(),
             weights,
-            backend=backend,
             check_routing=self.check_routing,
             layer=number,
         )

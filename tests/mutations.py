@@ -299,7 +299,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a token of NaN is told as its router's weight",
-        "moe_forward",
+        "_apply_choices",
         "topk_weight, x",
         "topk_weight",
         "tests/unit/test_gates.py::test_every_rank_hears_of_the_token_of_nan",

@@ -15,9 +15,9 @@ PROBE = nvcc_build.ROOT / "tools" / "kernel_smem.cu"
 _HEAD = """\
 # What every kernel takes
 
-Made by `python tools/build.py --resources` with {release}; a test compares it with what is built.
-Registers are those of a launch, per thread, before `setmaxnreg` moves them between warps. Shared
-memory is per CTA, in bytes. A spill fails the build, but for kernels with slots.
+Made by `python tools/build.py --resources` with {release}; a test compares it with the built
+library. Registers are those of a launch, per thread, before `setmaxnreg` moves them between warps.
+Shared memory is per CTA, in bytes. A spill fails the build, but for kernels with slots.
 
 | kernel | registers | static shared | dynamic shared | spilled bytes | stack bytes |
 | --- | --- | --- | --- | --- | --- |

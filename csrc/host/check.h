@@ -1,4 +1,4 @@
-// What every call refuses before it reaches a GPU: structs of another version, problems that the
+// Refusals of every call before it reaches a GPU: structs of another version, problems that the
 // kernels cannot serve, pointers that they cannot read.
 #pragma once
 
@@ -68,7 +68,7 @@ int check_struct(const Struct* given, const char* name) {
                 given ? given->struct_size : 0, sizeof(Struct));
 }
 
-// What a gated expert may have beyond its activation.
+// Checks the settings that a gated expert may have beyond its activation.
 inline int check_glu(const FlashMoEProblem* p) {
     const int block = p->glu_interleave;
     const bool is_block = block == 1 or (block >= 8 and (block & (block - 1)) == 0);
@@ -102,7 +102,7 @@ inline int check_glu(const FlashMoEProblem* p) {
     return FLASHMOE_OK;
 }
 
-// What a layer may have beyond the experts that each rank owns.
+// Checks the settings that a layer may have beyond the experts that each rank owns.
 inline int check_slots(const FlashMoEProblem* p) {
     if (not kHasReplicas) return FLASHMOE_OK;
     if (p->replica_policy != FLASHMOE_BALANCE and p->replica_policy != FLASHMOE_POPULAR) {
@@ -330,7 +330,7 @@ inline int check_input(const FlashMoEProblem* p, const FlashMoEInput* input) {
     return input->router_weight == nullptr ? int(FLASHMOE_OK) : check_router(input);
 }
 
-// What every pass reads.
+// Checks the inputs of every pass.
 inline int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
     FLASHMOE_TRY(check_struct(launch, "launch"));
     FLASHMOE_TRY(check_tokens(p, launch->num_tokens));
@@ -344,7 +344,7 @@ inline int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) 
     return check_pointer(launch->rows, has_rows, "rows", 128);
 }
 
-// What a pass of the layer reads and writes beside that.
+// Checks what else a pass of the layer reads and writes.
 inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_backward) {
     FLASHMOE_TRY(check_launch(p, launch));
     const bool has_tokens = launch->num_tokens > 0, has_rows = launch->num_row_blocks > 0;

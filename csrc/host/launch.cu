@@ -160,7 +160,7 @@ Args layer_args(const FlashMoEProblem* p,
     return args;
 }
 
-// What a pass needs for itself.
+// The rows that a pass needs for itself.
 struct ScratchRows {
     char* act;
     char* result;
@@ -171,7 +171,7 @@ struct ScratchRows {
     uint64_t bytes;
 };
 
-// Lays buffers out behind one another. Block sizes are multiples of 128 bytes.
+// Lays buffers out one after another. Block sizes are multiples of 128 bytes.
 class Layout {
  public:
     explicit Layout(void* base) : base_(static_cast<char*>(base)) {}
@@ -271,8 +271,8 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     while (args->rows_per_unit > 1 and args->rows_per_unit * token_bytes > kMostUnitBytes) {
         args->rows_per_unit /= 2;
     }
-    // What a finisher sums at a time must not keep it much longer than a product of GEMM1 takes,
-    // and where that is short it is late whatever it sums.
+    // A finisher must not sum so much at a time that this takes much longer than a product of
+    // GEMM1. Where that product is short, the finisher is late in any case.
     constexpr int64_t kBytesPerStage = 28 * 1024;
     constexpr int kFewStages = 12;
     args->finishers_combine =
@@ -305,7 +305,7 @@ void set_activation(const FlashMoEProblem* p, LayerArgs* args) {
                    p->linear_offset};
 }
 
-// Whether a forward reads rows where tokens have them: a rank that is alone can, if no backward
+// True if a forward reads rows where tokens have them: a rank that is alone can, if no backward
 // will want a copy of them. A stage takes longer to gather than by TMA, so a row must not be read
 // by many tiles.
 bool gathers(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
@@ -313,7 +313,7 @@ bool gathers(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
     return p->num_ranks == 1 and launch->preact == nullptr and forward_tiles(p) <= kMostTiles;
 }
 
-// Where owners find what they push.
+// Sets where owners find the weights that they push.
 void set_home_weights(const void* weight_maps, LayerArgs* args) {
     const char* begin = static_cast<const char*>(weight_maps) + home_weights_begin(args->shape);
     FLASHMOE_SET_SLOT_FIELD(args->home_weights, reinterpret_cast<const void* const*>(begin));
@@ -359,7 +359,7 @@ int set_buffers(const FlashMoEProblem* p,
     return FLASHMOE_OK;
 }
 
-// What the tiles of the weights' gradients read and write.
+// Sets what the tiles of the weights' gradients read and write.
 int set_weight_grads(const FlashMoEProblem* p,
                      const FlashMoELaunch* launch,
                      const void* grad_table,

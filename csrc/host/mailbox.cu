@@ -45,12 +45,13 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
         FLASHMOE_TRY(check_pointer(output, true, "an output of flashmoe_await_plan", 4));
     }
     const volatile Mailbox* mailbox = static_cast<Mailbox*>(group->mailbox);
-    // What the device has written before it is there then, on every processor.
+    // All that the device wrote earlier is there then, also on processors with a weak memory order.
     const auto has_come = [&] {
         return __atomic_load_n(&mailbox->report.epoch, __ATOMIC_ACQUIRE) != 0;
     };
-    // The device bounds its own waits; this bound is for one that stands still. What is ahead on
-    // the stream is not counted: it may be a collective that waits for ranks of another group.
+    // The device bounds its own waits; this bound is for a device that stands still. Work that is
+    // ahead on the stream is not counted: it may be a collective that waits for ranks of another
+    // group.
     using Clock = std::chrono::steady_clock;
     const auto stream = static_cast<cudaStream_t>(group->stream);
     const auto limit = std::chrono::nanoseconds(problem->timeout_ns) + std::chrono::seconds(30);
@@ -72,7 +73,7 @@ int flashmoe_await_plan(const FlashMoEProblem* problem,
         std::this_thread::yield();
     }
     *is_heard_late = mailbox->report.is_heard_late;
-    // What another thread has found may come later than the report, but not after the plan's end.
+    // Another thread's fault may come later than the report, but not after the plan's end.
     const bool has_failed = mailbox->report.num_row_blocks < 0;
     while (has_failed and mailbox->fault.code == 0 and
            cudaStreamQuery(stream) == cudaErrorNotReady and Clock::now() < deadline) {
@@ -115,7 +116,8 @@ int flashmoe_clear_fault(const FlashMoEGroup* group) {
     FLASHMOE_TRY(check_pointer(group->workspace, true, "workspace"));
     const auto stream = static_cast<cudaStream_t>(group->stream);
     FLASHMOE_TRY(check_cuda(cudaStreamSynchronize(stream), "clearing a fault"));
-    // Before the device's word: the next fault that a launch finds then is told.
+    // The fault is cleared before the device's word, so that the next fault of a launch is
+    // reported.
     static_cast<Mailbox*>(group->mailbox)->fault = Fault{};
     FLASHMOE_TRY(check_cuda(cudaMemsetAsync(group->workspace, 0, sizeof(uint32_t), stream),
                             "clearing a fault"));

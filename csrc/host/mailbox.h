@@ -1,4 +1,4 @@
-// What the device tells the host, in pinned memory.
+// The device's reports to the host, in pinned memory.
 #pragma once
 
 #include "flashmoe/kernel/plan_report.h"

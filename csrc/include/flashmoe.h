@@ -14,9 +14,9 @@
  *
  * Structs and versions. A struct that a caller fills in begins with struct_size, which the caller
  * sets to sizeof(the struct) of the header that it was compiled with. The library refuses any other
- * size than its own: there is no compatibility between versions, and whoever changes a struct, an
- * enumeration or a function raises FLASHMOE_ABI_VERSION. A binding in another language compares
- * its mirrors with flashmoe_abi_version() and flashmoe_sizeof() when it loads the library.
+ * size than its own: there is no compatibility between versions, and a change of a struct, an
+ * enumeration or a function raises FLASHMOE_ABI_VERSION. A binding in another language compares its
+ * mirrors with flashmoe_abi_version() and flashmoe_sizeof() when it loads the library.
  */
 #ifndef FLASHMOE_INCLUDE_FLASHMOE_H_
 #define FLASHMOE_INCLUDE_FLASHMOE_H_
@@ -72,7 +72,7 @@ typedef enum {
 
 typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1, FLASHMOE_FLOAT16 = 2 } FlashMoEDtype;
 
-/* What replicas are for. */
+/* The purpose of replicas. */
 typedef enum {
     FLASHMOE_BALANCE = 0, /* even loads of ranks */
     FLASHMOE_POPULAR = 1, /* rows that stay on their token's rank */
@@ -101,9 +101,9 @@ typedef struct {
     int32_t num_ctas;        /* grid of every launch; must fit the GPU at one CTA per SM */
     int32_t heap_tokens; /* most tokens of any layer that shares the heap; at least max_tokens */
     int32_t heap_topk;   /* most experts of one token of any such layer; at least topk */
-    /* A slot is a place of a rank that computes an expert: one for each expert that it owns, and
-     * spare ones behind these, for replicas of other ranks' experts. Every forward plans which, and
-     * owners send the weights. */
+    /* A slot is a place of a rank that computes an expert: one for each expert that it owns,
+     * followed by spare ones for replicas of other ranks' experts. Every forward plans which
+     * experts they hold, and owners send the weights. */
     int32_t spare_slots; /* spare ones of each rank, at most as many as it owns experts */
     int32_t
         heap_experts; /* most experts of any layer with spare slots that shares the heap, or 0 */
@@ -151,7 +151,8 @@ typedef struct {
 FLASHMOE_EXPORT int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes);
 
 /* Loads every kernel that the problem can launch. CUDA loads kernels lazily, and may wait for the
- * GPU to be idle to do so: a first launch beside a kernel that waits for this very rank would hang.
+ * GPU to be idle to do so: a first launch would hang while a kernel runs that waits for this very
+ * rank.
  */
 FLASHMOE_EXPORT int flashmoe_preload(const FlashMoEProblem* problem);
 
@@ -176,8 +177,8 @@ FLASHMOE_EXPORT int flashmoe_slot(const FlashMoEProblem* problem,
                                   int32_t spare_slot,
                                   FlashMoESlot* slot);
 
-/* Encodes the TMA descriptors of the weights in all local slots into host memory; spare slots come
- * behind the local experts.
+/* Encodes the TMA descriptors of the weights in all local slots into host memory; spare slots
+ * follow the local experts.
  *   fc1[e] [fc1_rows, hidden], fc2[e] [hidden, intermediate], or their transposes; of the
  *   problem's dtype, 16-byte aligned. Split: fc1 has all experts' gate matrices, then all up's */
 FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
@@ -207,7 +208,7 @@ typedef enum {
     FLASHMOE_SIGMOID = 2,
 } FlashMoEScore;
 
-/* What a rank brings to a forward. Its routing is a map or, with index_bytes, indices, whose order
+/* A rank's inputs of a forward. Its routing is a map or, with index_bytes, indices, whose order
  * changes nothing. With a router probs and routing_map are written, by the launch that plans: every
  * token chooses its topk experts. */
 typedef struct {
@@ -266,7 +267,7 @@ FLASHMOE_EXPORT int flashmoe_plan(const FlashMoEProblem* problem,
 /* Waits on the host until the plan is there; gives the received blocks of 128 rows (pad rows
  * included), the received rows, and a mask of the ranks that have no backward of this forward. If
  * some rank's routing or call was refused, the plan fails on every rank, and *is_heard_late tells
- * whether a rank called flashmoe_forward alone, so that its host, which does not wait, hears of it
+ * whether a rank called flashmoe_forward alone, so that its host, which does not wait, learns of it
  * at a later call. The bound of time is the plan's own: what is ahead of it on the stream may take
  * as long as it likes. */
 FLASHMOE_EXPORT int flashmoe_await_plan(const FlashMoEProblem* problem,
@@ -287,8 +288,8 @@ FLASHMOE_EXPORT int flashmoe_forward(const FlashMoEProblem* problem,
 
 /* Collective. Settles on the replicas of the next forward, ahead of it: from the routes that are
  * expected of it all ranks plan which experts the spare slots hold, and owners push their weights,
- * on few SMs beside other streams' kernels. The forward plans from its own routing who uses them,
- * and its backward pushes weights again.
+ * on few SMs, concurrently with other streams' kernels. The forward plans from its own routing
+ * which tokens use them, and its backward pushes weights again.
  *   route_counts  device, [num_experts]: this rank's routes to each expert
  *   weight_maps   device copy; or NULL on a rank that pushes nothing, whose forward is to refuse
  *   biases        as in FlashMoELaunch */
@@ -308,7 +309,7 @@ FLASHMOE_EXPORT int flashmoe_gather(const FlashMoEProblem* problem,
 /* Collective. All gradients: dispatches grad_out along the saved plan (an epoch of its own).
  *   grad_table   device copy, of gradients for biases too if `launch` has biases
  *   grads_dtype  the dtype that the table was encoded for
- *   accumulate   adds to what is there
+ *   accumulate   adds to the values in place
  *   number       for flashmoe_await_fc2_grads: larger than that of the group's last backward; or 0
  *                in a CUDA graph, whose replays would tell of a number long past */
 FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
@@ -329,8 +330,8 @@ FLASHMOE_EXPORT int flashmoe_await_fc2_grads(const FlashMoEGroup* group,
 
 /* ---- Faults: why a launch gave up ------------------------------------------------------------ */
 
-/* What a wait that ran out of time, a bad routing or a call that was refused left in the mailbox.
- * Every rank has the same fault of the last two kinds, and `rank` is the one that had it. */
+/* The fault in the mailbox after a wait that ran out of time, a bad routing or a refused call.
+ * Every rank has the same fault of the last two kinds, and `rank` is the rank that caused it. */
 typedef struct {
     uint32_t code; /* FlashMoEStatus */
     uint32_t wait; /* flashmoe::Wait */
@@ -343,7 +344,7 @@ typedef struct {
     char reason[FLASHMOE_REASON_BYTES]; /* FLASHMOE_REFUSED has FlashMoEInput.refusal here */
 } FlashMoEFault;
 
-/* What FlashMoEFault.wait waited for, in words. */
+/* The awaited thing of FlashMoEFault.wait, in words. */
 FLASHMOE_EXPORT const char* flashmoe_wait_name(uint32_t wait);
 
 /* Reads a fault out of the mailbox; code 0 if there is none. Usable after any CUDA error. */
@@ -354,7 +355,7 @@ FLASHMOE_EXPORT int flashmoe_clear_fault(const FlashMoEGroup* group);
 
 /* ---- Counters and records: what launches did ------------------------------------------------- */
 
-/* What this rank's launches have counted since the workspace was zeroed. */
+/* The counts of this rank's launches since the workspace was zeroed. */
 typedef struct {
     uint64_t nanoseconds[FLASHMOE_NUM_SPANS];    /* by flashmoe::Span, summed over CTAs and warps:
                                                     waited, or busy */
@@ -367,7 +368,7 @@ typedef struct {
 /* Reads the counters; waits for the stream. */
 FLASHMOE_EXPORT int flashmoe_read_counters(const FlashMoEGroup* group, FlashMoECounters* counters);
 
-/* What one launch of a layer tells of itself. */
+/* The record of one launch of a layer. */
 typedef struct {
     uint64_t sequence; /* 1 for the group's first launch */
     uint32_t checksum;

@@ -1,5 +1,5 @@
-// The finisher: a warp that makes results of what one processor hands over, under its next
-// products, and tells whoever waits for them.
+// The finisher: a warp that turns the sums of one processor into results, while that processor
+// computes its next products, and signals to all that wait for the results.
 #pragma once
 
 #include "flashmoe/moe/combine.cuh"
@@ -91,7 +91,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         }
     }
     if constexpr (Pass::kIsBackward) {
-        ptx::bulk_wait_complete();  // weight gradients, which nobody in this launch waits for
+        ptx::bulk_wait_complete();  // weight gradients: no wait in this launch is for them
         if constexpr (kHasReplicas) {
             // But owners of replicas wait for fc2's, and this GPU's warps that add them, also for
             // those of this finisher's processor.

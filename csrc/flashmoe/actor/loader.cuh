@@ -1,6 +1,6 @@
 // The loader: one thread that streams operands by TMA, and a warp with it where rows are gathered.
 // The leading CTA's loader also takes the cluster's tickets and announces them. It is the paper's
-// subscriber, too: nobody else waits for rows to arrive.
+// subscriber, too: no other warp waits for rows to arrive.
 #pragma once
 
 #include <cute/arch/copy_sm90_desc.hpp>
@@ -54,8 +54,8 @@ __device__ __forceinline__ void load_boxes(MapOfBox map_of,
 // Takes pairs of tiles and streams this CTA's tile of each. `claim` takes a ticket, and `pair_of`
 // gives the leading CTA the ticket's pair. `stream` loads a tile and calls back twice, with some
 // stages between: at the first call the next ticket is claimed, at the second its pair is
-// announced, so that it is known before this tile's last stage is free. One thread calls back, the
-// one that elect.sync chooses. Scope: one warp of each CTA.
+// announced, so that it is known before this tile's last stage is free. One thread calls back;
+// elect.sync chooses it. Scope: one warp of each CTA.
 template <class Claim, class PairOf, class Stream>
 __device__ __forceinline__ void load_tiles(
     const Watchdog& watchdog, TileMailbox& mailbox, Claim claim, PairOf pair_of, Stream stream) {
@@ -136,8 +136,8 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
         take, announce);
 }
 
-// Streams one tile's stages, of which `load_b` has TMA load B while `gather` copies A. A stage is
-// given to the processors when the next one is on its way. Scope: one warp.
+// Streams one tile's stages: `load_b` has TMA load B while `gather` copies A. A stage is given to
+// the processors when the next one is on its way. Scope: one warp.
 template <class Ring, class LoadB, class Gather, class Take, class Announce>
 __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
                                                      const Ring& ring,

@@ -70,7 +70,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
         Main::run(accumulator, ring, cursor, num_multiplied, warpgroup, waited, args.watchdog);
         Main::skip(ring, cursor, num_k_blocks - num_multiplied, warpgroup, waited, args.watchdog);
         args.watchdog.trace.add(event_of(Span::kGemm0, tile.gemm), tile.m, begin);
-        // A single block's last pair may reach past N: nobody needs its second tile.
+        // A single block's last pair may reach past N: its second tile is not needed.
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         if constexpr (Pass::kHasBias) {
             if (const void* const* biases = args.biases[tile.gemm]) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             handover_cursor.advance();
             args.watchdog.trace.add(event_of(Span::kStoreGrad), tile.expert, stored);
         }
-        ptx::bulk_wait_complete();  // weight gradients, which nobody in this launch waits for
+        ptx::bulk_wait_complete();  // weight gradients: no wait in this launch is for them
         if constexpr (kHasReplicas) {
             // But its finisher waits for fc2's, where it has had no tile of fc1's.
             ptx::barrier_arrive(kProcessorEnds + warpgroup, (kProcessorWarps + 1) * 32);

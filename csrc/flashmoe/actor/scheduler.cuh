@@ -1,7 +1,7 @@
 // From tickets to tiles, in the order of protocol/order.h.
 //
 // A unit is what a cluster takes at once: two row blocks of one expert, or an expert's odd last
-// block, of which it then takes two neighbouring tiles along N.
+// block. From an odd last block it takes two neighbouring tiles along N.
 #pragma once
 
 #include "flashmoe/moe/plan.cuh"

@@ -98,12 +98,13 @@ struct Shape {
     bool is_split;  // gate and up rows of fc1 are matrices of their own, all gates' ahead of all
                     // ups'
     GluRows glu;
-    // What a plan with slots would otherwise divide for at every route.
+    // Results of divisions that a plan with slots would otherwise do at every route.
     FLASHMOE_SLOT_FIELD(int, experts_of_rank);
     FLASHMOE_SLOT_FIELD(Divisor, by_experts);
     FLASHMOE_SLOT_FIELD(Divisor, by_slots);
-    // Places of a rank for replicas, behind those of its own experts. What is largest of all layers
-    // with such places that share the heap: experts, and elements of weights in a rank's places.
+    // A rank's places for replicas, which follow the places of its own experts. The next two are
+    // the largest of all layers that have such places and share the heap: the number of experts,
+    // and the elements of the weights in a rank's places.
     FLASHMOE_SLOT_FIELD(int, spare_slots);
     FLASHMOE_SLOT_FIELD(int, heap_experts);
     FLASHMOE_SLOT_FIELD(int64_t, heap_slot_elements);

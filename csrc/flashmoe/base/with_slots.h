@@ -1,6 +1,6 @@
-// What a source includes first whose kernels, or whose host code, are for layers with spare slots.
-// These are the same text, compiled a second time in a namespace of their own: one without slots
-// has no word of them then, and its machine code is what it would be if there were none.
+// The first include of a source with kernels, or host code, for layers with spare slots. They are
+// the same text, compiled a second time in a namespace of its own. So the code for layers without
+// slots contains nothing of slots, and its machine code is what it would be if slots did not exist.
 #pragma once
 
 #define FLASHMOE_REPLICAS

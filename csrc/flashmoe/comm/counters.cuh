@@ -1,6 +1,6 @@
-// Where a launch's time went and what it moved. Each CTA counts in shared memory and adds its
-// counts to the totals when it leaves, unless the launch is told not to count. A busy CTA touches a
-// counter a few times per tile, at most.
+// Counters of where a launch's time went and of the bytes that it moved. Each CTA counts in shared
+// memory and adds its counts to the totals when it leaves, unless its arguments turn counting off.
+// A busy CTA touches a counter a few times per tile, at most.
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
@@ -32,7 +32,7 @@ __device__ __forceinline__ bool& is_counting() {
     return of_cta;
 }
 
-// Scope: the active threads of a warp, of which one counts.
+// Scope: the active threads of a warp; one of them counts.
 __device__ __forceinline__ void count_time(Span span, uint32_t nanoseconds) {
     if (not is_counting() or int(threadIdx.x % 32) != __ffs(__activemask()) - 1) return;
     atomicAdd_block(&counters().nanoseconds[uint32_t(span)], nanoseconds);

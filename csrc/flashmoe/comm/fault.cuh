@@ -1,4 +1,4 @@
-// What a rank tells its host when it cannot go on.
+// The fault that a rank reports to its host when it cannot go on.
 #pragma once
 
 #include "flashmoe/comm/kinds.cuh"

@@ -1,5 +1,5 @@
-// What the CTAs of one launch do together. All counters are zero when a launch begins: the last CTA
-// to leave zeroes them and opens the next epoch, so no launch needs a memset before it.
+// Steps that the CTAs of one launch take together. All counters are zero when a launch begins: the
+// last CTA to leave zeroes them and opens the next epoch, so no launch needs a memset before it.
 #pragma once
 
 #include "flashmoe/comm/wait.cuh"

@@ -22,13 +22,13 @@ struct alignas(8) Route {
 
 using protocol::RouteSignal;
 
-// Ranks tell of fc2's gradients within a backward, and of the others behind it.
+// Ranks signal that fc2's gradients are stored within a backward, and the others after it.
 enum class SlotGrads : int { kFc2, kOthers };
 
 // Layers of different shapes share a heap, and a rank may begin with the next layer while a peer is
-// not done with this one. What a rank writes before it hears of that peer, up to `routes`, has the
-// same place for every layer; what follows is written only once its owner has published its rows,
-// and hence is done with the layer before.
+// not done with this one. What a rank writes before any signal of that peer has come, up to
+// `routes`, has the same place for every layer; what follows is written only once its owner has
+// published its rows, and hence is done with the layer before.
 struct HeapLayout {
     // Byte offsets. Words are tagged with the epoch, so none is ever reset.
     uint64_t gave_up;           // u32: Watchdog::gave_up

@@ -1,11 +1,12 @@
-// What a warp waits for and what its time goes to, each by a number that the host knows, too.
+// Numbers of the things that a warp waits for and of the work that its time goes to. The host knows
+// them, too.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe {
 
-// What a fault says was waited for; flashmoe_wait_name has the words.
+// The awaited thing that a fault names; flashmoe_wait_name has the words.
 enum class Wait : uint32_t {
     kNone,
     kPlanRoutes,         // plan: the routing of a peer
@@ -30,7 +31,8 @@ enum class Wait : uint32_t {
     kCount,
 };
 
-// What a warp's time goes to. Counters add up the first kNumSpans; a trace shows the others, too.
+// Work that a warp's time goes to. Counters add up the first kNumSpans; a trace shows the others,
+// too.
 enum class Span : uint32_t {
     kPlan,          // what a launch begins with: publishing, and the plan
     kDispatch,      // fetching rows
@@ -53,17 +55,17 @@ enum class Span : uint32_t {
 };
 constexpr int kNumSpans = int(Span::kGemm0);
 
-// The kind of a trace's event: waits have their own numbers, and spans come behind them.
+// The kind of a trace's event: waits have their own numbers, and the numbers of spans follow.
 constexpr uint32_t kFirstSpanEvent = 32;
 static_assert(uint32_t(Wait::kCount) <= kFirstSpanEvent);
 
 constexpr uint32_t event_of(Wait wait) { return uint32_t(wait); }
-// `further`: how many spans behind this one, as kGemm1 is behind kGemm0.
+// `further`: how many spans after this one, as kGemm1 comes after kGemm0.
 constexpr uint32_t event_of(Span span, int further = 0) {
     return kFirstSpanEvent + uint32_t(span) + uint32_t(further);
 }
 
-// Which part of a span's work a trace shows, in place of a row block or an expert.
+// Parts of a span's work, which a trace shows in place of a row block or an expert.
 enum TracePart : int32_t {
     kNoPart = -1,
     kWhole = 0,
@@ -73,8 +75,8 @@ enum TracePart : int32_t {
     kSignals = 3,    // kDeliver: the signals of one unit
 };
 
-// Whether a wait's time is counted where it ends. Processors add theirs up and count them once, and
-// nobody asks for more of the others: to count is to hold up what was waited for.
+// True if a wait's time is counted where the wait ends. Processors add theirs up and count them
+// once. The other waits are not counted, because counting delays the work that was waited for.
 constexpr bool is_counted(Wait wait) {
     return wait == Wait::kLoaderRows or wait == Wait::kLoaderAct;
 }

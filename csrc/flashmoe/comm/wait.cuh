@@ -1,5 +1,5 @@
-// The one place that waits for other CTAs and ranks. Every wait has a bound; one that runs out
-// leaves a fault that says who waited for what, and all ranks leave their launches.
+// The one place that waits for other CTAs and ranks. Every wait has a bound. A wait that runs out
+// leaves a fault with the waiter and the awaited thing, and all ranks leave their launches.
 #pragma once
 
 #include "flashmoe/comm/counters.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashmoe {
 
-// What is waited for, as a fault tells it.
+// The awaited thing, as a fault names it.
 struct Awaited {
     Wait wait;
     int peer;

@@ -14,7 +14,7 @@ struct Watchdog {
     Fault* fault;      // pinned host memory
     uint32_t* raised;  // device word: the first fault of this group wins
     uint64_t timeout_ns;
-    const uint32_t* epoch;  // the last one that ended
+    const uint32_t* epoch;  // the last launch's that ended
     int rank;
     int num_ranks;
     // Each rank's word that tells it which rank has given up: that rank, plus one. It stays set;
@@ -44,13 +44,14 @@ struct Watchdog {
         if (who != 0) raise(kFaultTimeout, Wait::kPeerGaveUp, int(who) - 1, 0, 0, 0);
         return who != 0;
     }
-    // Leaves what a rank that refuses its call has told.
+    // Leaves the fault of a rank that refuses its call.
     __device__ __forceinline__ void repeat(const volatile Fault* told) const {
         if (atomicCAS(raised, 0u, 1u) == 0u) Fault::copy(told, fault);
     }
     // Tells every rank that `who`, less one, has given up, so that none waits for it. Every thread
-    // whose wait ends early does so, not only the first: otherwise a thread that was told could
-    // hand void rows to a rank that was not told yet, and which would take them for right.
+    // whose wait ends early does so, not only the first: otherwise a thread that already knows
+    // could hand void rows to a rank that does not know yet, and that rank would take them for
+    // right.
     __device__ __forceinline__ void give_up(uint32_t who) const {
         protocol::give_up<Atomics>(num_ranks, who, [this](int to) { return gave_up[to]; });
     }

@@ -1,6 +1,6 @@
-// What of replicas' gradients comes home in a launch behind the backward's: fc1's, which its last
-// tiles have stored, and the biases', which launches of their own have. fc2's are added before
-// (moe/slot_grads.cuh).
+// Replicas' gradients that come home in a launch after the backward's: fc1's, which the backward's
+// last tiles have stored, and the biases', which launches of their own have stored. fc2's are added
+// earlier (moe/slot_grads.cuh).
 #pragma once
 
 #include "flashmoe/kernel/entry.h"

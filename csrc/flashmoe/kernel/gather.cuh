@@ -1,6 +1,6 @@
 // Dispatch alone: pulls the rows of a forward again, along its plan, for a backward whose forward
-// kept its pre-activations only. No results come back from which a rank would learn that its rows
-// have been read, so a second signal says so: the launch takes two epochs.
+// kept its pre-activations only. No results come back that would show a rank that its rows have
+// been read, so a second signal says so: the launch takes two epochs.
 #pragma once
 
 #include "flashmoe/moe/dispatch.cuh"

@@ -43,8 +43,8 @@ struct BackwardPass {
     using FinishGemm0 = DifferentiateRows<T, kGated>;
 };
 
-// Shared memory is full: the launch asks for what is large, and what is small lies in the kilobyte
-// that static memory is padded to anyway.
+// Shared memory is full: the launch asks for the large buffers, and the small ones lie in the
+// kilobyte that static memory is padded to anyway.
 struct LayerBuffers {
     Stage stages[kStages];
     alignas(RowCopySmem) AllOutputs outputs;
@@ -103,8 +103,8 @@ __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
     return plan_layer(args, current_epoch(args.workspace), smem);
 }
 
-// Fills a pass's outputs, if they cannot be right, with NaN, since nobody may be looking at the
-// fault. Scope: a CTA.
+// Fills a pass's outputs, if they cannot be right, with NaN, since it may be that no caller looks
+// at the fault. Scope: a CTA.
 template <class Pass>
 __device__ __forceinline__ void spoil_outputs(const typename Pass::Args& args) {
     bool is_void = *static_cast<volatile uint32_t*>(args.workspace.raised) != 0;

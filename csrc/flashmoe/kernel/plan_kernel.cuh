@@ -1,4 +1,4 @@
-// The plan as a launch of its own, for a host that sizes its buffers by what it says.
+// The plan as a launch of its own, for a host that sizes its buffers by the plan's counts.
 #pragma once
 
 #include "flashmoe/kernel/plan_report.h"
@@ -32,7 +32,8 @@ __global__ __launch_bounds__(kPlanThreads, 1)  //
     }
     const bool go_on = plan_layer(args, epoch, smem);
     if (blockIdx.x == 0 and threadIdx.x == 0) {
-        // Else its host would hear of it from the layer, with what follows launched in vain.
+        // Otherwise the host would learn of it only from the layer, and would have launched the
+        // rest in vain.
         if (not go_on) args.watchdog.raise_if_given_up();
         report->num_row_blocks = go_on ? args.plan.header->num_row_blocks : -1;
         report->num_rows = go_on ? args.plan.header->num_rows : 0;

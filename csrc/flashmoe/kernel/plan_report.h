@@ -1,11 +1,11 @@
-// What a plan that is a launch of its own tells the host.
+// The report of a plan that is a launch of its own, for the host.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmoe {
 
-// Lies behind the fault in the mailbox.
+// Follows the fault in the mailbox.
 struct PlanReport {
     uint32_t epoch;          // 0 until the plan is there
     int32_t num_row_blocks;  // -1 if the plan failed

@@ -1,6 +1,6 @@
-// Replicas ahead of a forward: from what every rank expects of its routing, all settle on the same
+// Replicas ahead of a forward: every rank sends the routing that it expects, all settle on the same
 // replicas, and owners push their weights, while other kernels run on other streams. The forward,
-// which is the group's next launch, plans from its own routing who uses them.
+// which is the group's next launch, plans from its own routing which tokens use them.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,9 @@ struct SettleSmem {
     DispatchPieces pieces[kSettleWarps];
 };
 
-// Tells all ranks how many routes to each expert this one expects, hears of theirs, and plans.
-// False on every CTA if one cannot go on; no replica is settled on then. Scope: the planners of the
-// grid.
+// Sends all ranks how many routes to each expert this one expects, receives theirs, and plans.
+// False on every CTA if some CTA cannot go on; no replica is settled on then. Scope: the planners
+// of the grid.
 __device__ __forceinline__ bool settle_replicas(const LayerArgs& args,
                                                 uint32_t epoch,
                                                 const uint32_t* route_counts,

@@ -29,7 +29,7 @@ struct Router {
 
 using protocol::RowBound;
 
-// The bound of a rank whose host sizes its buffers by what the plan counts.
+// The bound of a rank whose host sizes its buffers by the plan's counts.
 constexpr uint32_t kCounted = RowBound::blocks(~0u);
 
 // Routing by indices. If it is given as a map, `indices` is null.
@@ -59,7 +59,7 @@ struct LayerArgs {
     Plan plan;
     Workspace workspace;
     Watchdog watchdog;
-    // What this rank brings.
+    // This rank's inputs.
     int num_tokens;
     const char* x;               // [token][hidden]; in the backward dY
     const void* probs;           // [token][expert] or, with indices, [token][choice], and
@@ -77,8 +77,8 @@ struct LayerArgs {
     int num_k_blocks[2];
     int group_units;         // row units that the schedule advances by
     int early_units;         // units of own rows that come first, as far as there are any
-    int lag;                 // steps of it by which GEMM1 is behind GEMM0
-    int rows_per_ticket;     // that a dispatch warp takes at a time
+    int lag;                 // distance of GEMM1 to GEMM0, in its steps
+    int rows_per_ticket;     // rows that a dispatch warp takes at a time
     int rows_per_unit;       // that a warp delivers at a time
     bool finishers_combine;  // while GEMM1's outputs are not there yet
     Activation activation;
@@ -105,8 +105,8 @@ struct LayerArgs {
     FLASHMOE_SLOT_FIELD(int, first_spare);
     FLASHMOE_SLOT_FIELD(const void* const*, home_weights);
     FLASHMOE_SLOT_FIELD(bool, keeps_rows_local);   // what replicas are for; else for even loads
-    FLASHMOE_SLOT_FIELD(bool, uses_settled);       // those that a launch ahead has settled on
-    FLASHMOE_SLOT_FIELD(int, least_replica_rows);  // with even loads, for which an expert is pushed
+    FLASHMOE_SLOT_FIELD(bool, uses_settled);       // the replicas that a launch ahead chose
+    FLASHMOE_SLOT_FIELD(int, least_replica_rows);  // an expert is pushed for, with even loads
 
     CUtensorMap load_map[2];  // A of each GEMM
 };
@@ -126,21 +126,22 @@ struct WeightGrads {
     Dtype dtype;                   // of the own experts': float32, or the tokens'
     bool accumulate;               // whether they are added; those of spare slots are float32, and
                                    // written
-    uint64_t number;  // this backward's, which Workspace::fc2_grads is told; 0 tells nothing
+    uint64_t number;  // this backward's, written to Workspace::fc2_grads; 0: none is written
 };
 
 struct BackwardArgs : LayerArgs {
     WeightGrads weight_grads;
 };
 
-// Whether GEMM0 reads rows where tokens have them, as long as they are not copied.
+// True if GEMM0 reads rows where tokens have them, as long as they are not copied.
 __device__ __forceinline__ bool reads_in_place(const LayerArgs& args) {
     return args.row_access == RowAccess::kInPlaceUntilCopied or
            args.row_access == RowAccess::kInPlace;
 }
 
-// Where the sum of a token's rows on this rank goes. Usually that is a slot of the token's rank,
-// which sums the slots of all ranks; a token whose rows are all at home has its result there.
+// The place for the sum of a token's rows on this rank. Usually it is a slot of the token's rank,
+// which sums the slots of all ranks; if all rows of a token are on its own rank, it is the token's
+// result.
 __device__ __forceinline__ char* target_of(const LayerArgs& args, const RowMeta& meta) {
     if (meta.is_home()) return args.out + int64_t(meta.token) * args.shape.hidden * kElementBytes;
     return args.heap.result(meta.src_rank, meta.token, meta.slot);

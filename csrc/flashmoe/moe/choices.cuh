@@ -8,7 +8,7 @@
 namespace flashmoe {
 
 // Sends a token's kth route to every rank, and notes which column of the probabilities it is of.
-// `counts`, by expert, is null where nobody wants to know how many routes there are.
+// `counts`, by expert, is null where the number of routes is not needed.
 __device__ __forceinline__ void send_route(const LayerArgs& args,
                                            uint32_t epoch,
                                            uint32_t* counts,
@@ -63,7 +63,7 @@ __device__ __forceinline__ void publish_choices(
     for (int other = 0; other < width; ++other) {
         const int expert = __shfl_sync(~0u, route.expert, other, width);
         const bool is_route = __shfl_sync(~0u, int(is_sent), other, width) != 0;
-        // One that is named again is refused, but leaves no gap before that.
+        // An expert that is named twice is refused, but leaves no gap before that.
         const bool is_again = expert == route.expert and other < nth;
         place += is_route and (expert < route.expert or is_again);
         repeats |= is_again and expert >= 0;

@@ -34,7 +34,7 @@ __device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row, c
     return dot;
 }
 
-// What a warp takes of the rows that are left to deliver.
+// The share that a warp takes of the rows that are left to deliver.
 enum class Deliver {
     kAwaited,  // the next unit, whose rows it waits for
     kThere,    // the next unit, if all rows of its tokens are there
@@ -85,7 +85,7 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
         last &= (1u << taken * rows_of_unit) - 1;
     };
     if (units > 1) {
-        uint32_t behind = last;  // those that are too many
+        uint32_t behind = last;  // the rows that are too many
         for (int i = 0; i < rows_of_unit; ++i) behind &= behind - 1;
         if (behind != 0) take_fewer(__ffs(behind) - 1);
     }
@@ -151,7 +151,7 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
         }
         for (uint32_t left = args.biases[1] ? all_routes : 0; left; left &= left - 1) {
             const int of = __ffs(left) - 1, row_of = __shfl_sync(~0u, row, of);
-            // Nobody has to have copied an own row.
+            // An own row need not have been copied.
             const int own = token.src_rank == rank ? token.token : -1;
             const int own_of = __shfl_sync(~0u, own, of);
             const char* dy =
@@ -165,7 +165,7 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
     args.watchdog.trace.add(event_of(Span::kDeliver), kOne, begin);
     const int64_t summed = Trace::now();
     if (last >> lane & 1) {
-        if (kIsBackward or not meta.is_home()) {  // else nobody waits for it
+        if (kIsBackward or not meta.is_home()) {  // else no rank waits for it
             protocol::publish_result<Atomics>(heap.result_signal(meta.src_rank, meta.token, rank),
                                               current_epoch(workspace));
         }

@@ -69,7 +69,7 @@ __device__ __forceinline__ int num_first_places(const LayerArgs& args) {
     return min(args.plan.header->num_units, args.group_units) * kClusterSize * BLOCK_M;
 }
 
-// The row behind those of the first `num_places`, where rows lie in the order of their tiles.
+// The row after those of the first `num_places`, where rows lie in the order of their tiles.
 __device__ __forceinline__ int row_behind(const Plan& plan, int num_places) {
     const int unit = num_places / (kClusterSize * BLOCK_M);
     return BLOCK_M * (unit < plan.header->num_units ? plan.units[unit].first_block

@@ -1,7 +1,7 @@
-// What finishers do with outputs. GEMM0's go through the activation and the routing weight in the
+// The work of finishers on outputs. GEMM0's go through the activation and the routing weight in the
 // forward, and through their derivatives in the backward; GEMM1's just leave. A warp has 16 rows of
 // a tile, and a lane eight columns of a row at a time. A functor is made for a processor's rows of
-// a tile, and called for each of its warps in turn.
+// a tile, and called for its warps one after another.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
@@ -26,8 +26,8 @@ class Chunks {
     int row_bytes_;
 };
 
-// What a finisher has to know of its processor's 64 rows. A lane loads it for two rows, before the
-// outputs are there.
+// The facts that a finisher needs of its processor's 64 rows. A lane loads it for two rows, before
+// the outputs are there.
 class RowFacts {
  public:
     __device__ __forceinline__ RowFacts(const Plan& plan, int first_row) {
@@ -53,7 +53,7 @@ class RowFacts {
     uint2 meta_[2];  // words, which stay in registers where one of two is chosen
 };
 
-// What one processor warp hands over: its rows of the tile's outputs.
+// The outputs that one processor warp hands over: its rows of the tile's outputs.
 struct WarpRows {
     int first;  // in the row buffers
     int warp;

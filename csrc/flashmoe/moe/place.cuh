@@ -1,7 +1,8 @@
-// Who gets which row. Routing is walked in chunks of 32 tokens, one warp each, one token per lane.
-// The own rank's chunks come first, since their rows need no link, then those of all others,
-// interleaved, so that not all ranks pull from one at once. A row is the expert's segment + rows of
-// earlier chunks + rank within the chunk: a function of the routing alone, the same at every run.
+// Decides which route gets which row. Routing is walked in chunks of 32 tokens, one warp each, one
+// token per lane. The own rank's chunks come first, since their rows need no link, then those of
+// all others, interleaved, so that not all ranks pull from one at once. A row is the expert's
+// segment + rows of earlier chunks + rank within the chunk: a function of the routing alone, the
+// same at every run.
 #pragma once
 
 #include "flashmoe/comm/grid.cuh"
@@ -23,8 +24,8 @@ __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens,
     return {src, token < num_tokens[src] ? token : -1};
 }
 
-// What a loop that is not unrolled reads, some turns ahead, since its loads take longer than a
-// turn.
+// Values that a loop that is not unrolled reads some turns ahead, since its loads take longer than
+// a turn.
 template <class T>
 struct Ahead {
     static constexpr int kTurns = 4;
@@ -137,7 +138,7 @@ struct PlacementSmem {
         return ReplicaSmem::words(s) + max_chunks(s, num_ctas) * local + s.num_slots() + 5 * local +
                3;
     }
-    // Whole lines, since the memory behind belongs to the copy of rows.
+    // Whole lines, since the memory after them belongs to the copy of rows.
     __host__ __device__ static int64_t bytes(const Shape& s, int num_ctas) {
         return align_up<int64_t>(words(s, num_ctas) * int64_t(sizeof(uint32_t)), 128);
     }
@@ -153,7 +154,7 @@ struct PlacementSmem {
         expert_unit = expert_block + local + 1;
         expert_own = expert_unit + local + 1;
     }
-    // What is counted into. Scope: the planners of a CTA.
+    // Zeroes the counts. Scope: the planners of a CTA.
     __device__ void clear(const Shape& s) const {
 #pragma unroll 1
         for (uint32_t* word = counts + threadIdx.x; word < base; word += Planners::size())
@@ -202,7 +203,7 @@ __device__ __forceinline__ void walk_chunks(const LayerArgs& args,
     }
 }
 
-// Adds what this CTA has counted to what all have. Scope: the planners of the grid.
+// Adds this CTA's counts to the sums of all CTAs. Scope: the planners of the grid.
 __device__ __forceinline__ void share_counts(const LayerArgs& args, const PlacementSmem& smem) {
     const Shape& s = args.shape;
     const int num_slots = s.num_local_slots();
@@ -228,7 +229,7 @@ __device__ __forceinline__ void share_counts(const LayerArgs& args, const Placem
 }
 
 // After a plan that failed: whether the host of some rank does not wait for its plan, and hence
-// hears of it late. Scope: a thread, after all routes have come.
+// learns of the failure late. Scope: a thread, after all routes have come.
 __device__ __forceinline__ bool is_heard_late(const LayerArgs& args, uint32_t epoch) {
     bool is_late = false;
 #pragma unroll 1
@@ -299,7 +300,7 @@ __device__ __forceinline__ int place_of_unit(
     return early_before(num_slots) + smem.expert_unit[expert] - before + unit - early;
 }
 
-// Where each local expert's rows begin. Scope: a CTA; every one computes it for itself.
+// Places the beginning of each local expert's rows. Scope: a CTA; every CTA computes it for itself.
 __device__ __forceinline__ void place_experts(const LayerArgs& args,
                                               uint32_t epoch,
                                               const PlacementSmem& smem) {
@@ -409,8 +410,8 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
 }
 
 // Leaves a plan of no rows, on every rank, where planning failed: the host may have launched what
-// follows the plan, a backward above all, before it heard of the fault. Ranks that have no backward
-// are in its header all the same. Scope: the planners of the grid, which have all stopped.
+// follows the plan, a backward above all, before it learned of the fault. Ranks that have no
+// backward are in its header all the same. Scope: the planners of the grid, which have all stopped.
 __device__ __forceinline__ void leave_no_rows(const LayerArgs& args, uint32_t unfollowed) {
     const Plan& plan = args.plan;
     const int first = int(blockIdx.x) * Planners::size() + int(threadIdx.x);
@@ -440,7 +441,7 @@ __device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch
     __shared__ int num_tokens[kMaxRanks];
     bool goes_on = false;
     if (not Planners::has_me()) {
-        // Copying waits for the routes, since the fence behind them would wait for copies, too.
+        // Copying waits for the routes, since the fence after them would wait for copies, too.
         ptx::barrier_sync(kRoutesPublished, int(blockDim.x));
         if (threadIdx.x % 32 == 0) {
             const int64_t used = PlacementSmem::bytes(args.shape, int(gridDim.x));

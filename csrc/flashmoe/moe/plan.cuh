@@ -1,6 +1,6 @@
-// The plan of one launch: which row of which token each expert of this rank receives. Computed by
-// every rank from the routing of all ranks, in an order that depends on the routing alone; kept by
-// the forward for its backward.
+// The plan of one launch: the row of each route that an expert of this rank receives. Every rank
+// computes it from the routing of all ranks, in an order that depends on the routing alone; the
+// forward keeps it for its backward.
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
@@ -39,7 +39,8 @@ __device__ __forceinline__ RowMeta shuffled(const RowMeta& meta, int lane) {
     return shuffled(reinterpret_cast<const uint2&>(meta), lane);
 }
 
-// What a cluster computes together: two row blocks of one expert, or an expert's odd last one.
+// The rows that a cluster computes together: two row blocks of one expert, or an expert's odd last
+// one.
 struct alignas(8) RowUnit {
     int32_t first_block;
     int16_t expert;      // local slot

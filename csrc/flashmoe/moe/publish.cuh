@@ -1,4 +1,4 @@
-// What a rank tells its peers at the start of a launch: its routing, and that its rows are in
+// A rank's messages to its peers at the start of a launch: its routing, and that its rows are in
 // place.
 #pragma once
 
@@ -199,7 +199,7 @@ __device__ __forceinline__ void tell_rows(const LayerArgs& args,
     });
 }
 
-// Shared memory through which a CTA's share of x goes to the heap.
+// Shared memory on the way of a CTA's share of x to the heap.
 constexpr int kCopySlots = 8;
 constexpr int kCopyAhead = 4;  // slots that are being loaded, while the others are being stored
 struct alignas(128) RowCopySmem {

@@ -32,8 +32,8 @@ __device__ __forceinline__ int64_t part_elements(const Shape& s, int part) {
     }
 }
 
-// Which spare slot holds the nth replica of this rank's experts, counted over all ranks' slots, or
-// -1. Scope: one warp.
+// The spare slot that holds the nth replica of this rank's experts, counted over all ranks' slots,
+// or -1. Scope: one warp.
 __device__ __forceinline__ int place_of_replica(const LayerArgs& args, int nth) {
     const Shape& s = args.shape;
     const int num_places = s.num_ranks * s.spare_slots, lane = threadIdx.x % 32;

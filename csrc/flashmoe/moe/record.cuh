@@ -1,4 +1,4 @@
-// What each launch tells the host of itself, in pinned host memory.
+// A launch's record of itself for the host, in pinned host memory.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct RecordHead {
     int32_t num_tokens;
     int32_t num_rows;  // received, without pad rows
     int32_t num_row_blocks;
-    int32_t num_counts;  // words behind the totals
+    int32_t num_counts;  // words after the totals
     int32_t spare_slots;
     uint64_t begin_ns, end_ns;
 };
@@ -36,9 +36,9 @@ struct Record {
     static constexpr int kChecksumWord = 2;
     static constexpr int kHeadWords = sizeof(RecordHead) / 4;
     static constexpr int kFrontWords = (sizeof(RecordHead) + sizeof(Totals)) / 4;
-    static constexpr int kReplicaWords = 4;  // with spare slots, behind their rows and experts
+    static constexpr int kReplicaWords = 4;  // with spare slots, after their rows and experts
 
-    // What one word adds to the checksum.
+    // The summand of one word in the checksum.
     __host__ __device__ static uint32_t checksum_of(uint32_t index, uint32_t word) {
         const uint32_t mixed = (word ^ index * 0x9E3779B9u) * 0x85EBCA6Bu;
         return mixed ^ mixed >> 15;

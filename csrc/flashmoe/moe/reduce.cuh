@@ -140,8 +140,8 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
     return taken == all ? Progress::kFinished : Progress::kSome;
 }
 
-// Reduces this CTA's tokens until all of them are taken, and waits, with a bound, for what is not
-// there yet. Scope: one warp; any number share the work.
+// Reduces this CTA's tokens until all of them are taken, and waits, with a bound, for results that
+// are not there yet. Scope: one warp; any number of warps share the work.
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ void reduce_results(const LayerArgs& args, CombineSmem& smem) {
     const ReduceChunks chunks(args);

@@ -33,7 +33,7 @@ struct PlannerTeam {
 using PlacementAttempt = placement::Attempt<PlannerTeam>;
 static_assert(placement::kMaxRanks == kMaxRanks and placement::kMaxSlots == kMaxSpareSlots);
 
-// What a CTA plans replicas in.
+// The shared memory in which a CTA plans replicas.
 struct ReplicaSmem {
     placement::Loads* loads;
     int* counts;        // [source rank][expert]: routes
@@ -62,7 +62,8 @@ struct ReplicaSmem {
     }
 };
 
-// What CTAs tell each other of their attempts, behind the counts of experts that they will place.
+// A CTA's result of its attempts for the other CTAs, which follows the counts of experts to be
+// placed.
 struct AttemptResult {
     int32_t most;
     int32_t is_good;
@@ -70,7 +71,7 @@ struct AttemptResult {
     __host__ __device__ static int64_t words(const Shape& s) {
         return align_up<int64_t>(sizeof(AttemptResult) / 4 + ReplicaSmem::words_of_sources(s), 4);
     }
-    // Whether all attempts have room there.
+    // True if all attempts have room there.
     __host__ __device__ static bool fit(const Shape& s, int num_ctas) {
         const int64_t counts = align_up<int64_t>(int64_t(s.num_local_slots()) * num_ctas, 4);
         return counts + placement::kNumPreferences * words(s) <= Workspace::kCtaCounts;
@@ -107,14 +108,14 @@ __device__ __forceinline__ void send_route_counts(const LayerArgs& args,
     }
 }
 
-// What came of planning replicas.
+// The outcome of planning replicas.
 enum class Placed {
     kNot,      // some CTA cannot go on
     kAtHome,   // there are no replicas, hence no tables
     kBySlots,  // a table names the slots
 };
 
-// Counts this rank's own routes, and those that stay on it. Scope: one warp.
+// Counts this rank's own routes, and how many of them stay on it. Scope: one warp.
 __device__ __forceinline__ void count_own_routes(const LayerArgs& args,
                                                  const ReplicaSmem& smem,
                                                  Placed placed) {
@@ -135,8 +136,8 @@ __device__ __forceinline__ void count_own_routes(const LayerArgs& args,
     if (threadIdx.x % 32 == 0) args.plan.own_routes[0] = stay, args.plan.own_routes[1] = all;
 }
 
-// Takes the best of what attempts have left for the grid. False if some CTA cannot go on. Scope:
-// the planners of the grid.
+// Takes the best of the results that attempts have left for the grid. False if some CTA cannot go
+// on. Scope: the planners of the grid.
 __device__ __forceinline__ bool take_best(const LayerArgs& args,
                                           const ReplicaSmem& smem,
                                           bool may_go_on) {
@@ -163,8 +164,7 @@ __device__ __forceinline__ bool take_best(const LayerArgs& args,
 
 // Attempts one placement after the other: the first one, which settles the most common routings, in
 // every CTA, and where it is not good all others, each CTA its share. Routes of a source to an
-// expert are at `routes`, a source's `stride` behind the one before. Scope: the planners of the
-// grid.
+// expert are at `routes`, and `stride` lies between sources. Scope: the planners of the grid.
 __device__ __forceinline__ Placed balance(
     const LayerArgs& args, const ReplicaSmem& smem, bool may_go_on, const int* routes, int stride) {
     const Shape& s = args.shape;
@@ -215,7 +215,7 @@ __device__ __forceinline__ Placed plan_replicas(const LayerArgs& args,
         Planners::sync();
     }
     if (args.keeps_rows_local) {
-        if (not may_go_on) return Placed::kNot;  // all hear of it at their barrier
+        if (not may_go_on) return Placed::kNot;  // all learn of it at their barrier
 #pragma unroll 1
         for (int expert = threadIdx.x; expert < s.num_experts; expert += Planners::size()) {
 #pragma unroll

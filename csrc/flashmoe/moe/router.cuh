@@ -100,7 +100,7 @@ struct Choice {
     __device__ __forceinline__ int expert() const { return INT32_MAX - int(uint32_t(key)); }
 };
 
-// The token's best choice behind `last`. Scope: a token's lanes, which all get the same.
+// The token's next best choice after `last`. Scope: a token's lanes, which all get the same.
 __device__ __forceinline__ Choice next_choice(const float* logits, int num_experts, Choice last) {
     Choice next;
     next.key = 0;

@@ -1,6 +1,7 @@
-// Replicas' gradients come home: an expert's owner pulls what hosts have left in their spare slots
-// and adds it to its own, by ascending rank of hosts. fc2's are added within the backward, while
-// tiles of fc1's are multiplied; then streams that wait for fc2's alone are told.
+// Replicas' gradients come home: an expert's owner pulls the gradients that hosts have left in
+// their spare slots and adds them to its own, by ascending rank of hosts. fc2's are added within
+// the backward, while tiles of fc1's are multiplied; then a signal lets streams go on that wait for
+// fc2's alone.
 #pragma once
 
 #include <type_traits>
@@ -33,7 +34,7 @@ __device__ __forceinline__ void store_four(Grad* at, float4 value) {
     }
 }
 
-// Adds floats to a gradient, in groups of four: this thread's are `first` and every `step` behind
+// Adds floats to a gradient, in groups of four: this thread's are `first` and every `step`-th after
 // it. So many loads are under way at a time, since those of a host take long.
 template <int kUnroll, class Grad>
 __device__ __forceinline__ void add_fours(
@@ -57,7 +58,7 @@ __device__ __forceinline__ void add_fours(
     }
 }
 
-// Waits until those that hold this rank's experts have stored their gradients. Scope: a warp.
+// Waits until the ranks that hold this rank's experts have stored their gradients. Scope: a warp.
 __device__ __forceinline__ void await_slot_grads(const BackwardArgs& args,
                                                  SlotGrads which,
                                                  uint32_t epoch) {
@@ -90,7 +91,7 @@ __device__ __forceinline__ void await_fc2_grads(const BackwardArgs& args) {
     __syncwarp();
 }
 
-// What is at a place, and where it belongs.
+// The expert at a place, and where its gradient belongs.
 struct PulledExpert {
     const float* from;  // all parts of the slot's gradient
     int local;          // this rank's expert

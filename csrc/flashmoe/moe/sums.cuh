@@ -1,4 +1,4 @@
-// What delivering and reducing have in common: sums of rows, in float32 and in a fixed order, and
+// The common part of delivering and reducing: sums of rows, in float32 and in a fixed order, and
 // how a CTA's warps share the work.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace flashmoe {
 
-// What the warps of a CTA share while they combine; zero when the launch begins.
+// Shared state of the warps of a CTA while they combine; zero when the launch begins.
 struct CombineSmem {
     int next_unit;                         // the next unit to be delivered
     uint32_t reduced[kMaxCtaTokens / 32];  // a bit for each of the CTA's tokens: a warp has it

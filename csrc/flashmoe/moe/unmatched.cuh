@@ -1,6 +1,6 @@
-// A backward that some ranks do not have. Those that have it find so in their plans, all of them,
-// and leave at once: no epoch is taken, nobody waits, and the reason stays with the host and is
-// told to all ranks by the next forward.
+// A backward that some ranks do not have. All ranks that have it read so in their plans and leave
+// at once: no epoch is taken and no rank waits. The reason stays with the host, and the next
+// forward sends it to all ranks.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"

@@ -1,11 +1,12 @@
 // Weight gradients, dW = left^T right over the rows of one expert: tiles of the backward's launch,
-// behind those of its two products, so that they fill the tensor cores while results travel. One
-// cluster owns a whole pair of 128 x 256 tiles, with all rows of the expert as K. No split along K,
-// hence no atomics in the order of sums, and the same bits at every run. Pad rows are zeros. fc2's
-// tiles come first: its gradients are complete while fc1's are computed, and a stream that waits
-// for them alone, such as their reduction over replicas, is told so. Where there are spare slots,
-// that is once owners have added what is in them (slot_grads.cuh). These come first within a
-// product, and owners hear of fc2's while the own experts' are multiplied.
+// which follow those of its two products, so that they fill the tensor cores while results travel.
+// One cluster owns a whole pair of 128 x 256 tiles, with all rows of the expert as K. No split
+// along K, hence no atomics in the order of sums, and the same bits at every run. Pad rows are
+// zeros. fc2's tiles come first: its gradients are complete while fc1's are computed, and a signal
+// says so to a stream that waits for them alone, such as their reduction over data-parallel ranks.
+// With spare slots it comes once owners have added the gradients in those slots (slot_grads.cuh).
+// Tiles of spare slots come first within a product, so that owners can fetch fc2's while the own
+// experts' are multiplied.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
@@ -65,7 +66,7 @@ __device__ __forceinline__ int weight_grad_k_blocks(const Plan& plan, const Tile
     return ceil_div(plan.expert_rows[tile.expert], BLOCK_K);
 }
 
-// Where one warp's rows of a tile go within a gradient; `warp` counts over both processors. No
+// The place of one warp's rows of a tile within a gradient; `warp` counts over both processors. No
 // other warp of the launch writes them, so sums have a fixed order.
 class GradRows {
  public:
@@ -84,9 +85,9 @@ class GradRows {
         num_rows_ = min(num_out - row_, kWarpRows);
     }
     __device__ __forceinline__ int num_rows() const { return num_rows_; }  // may be below 0
-    // Whether they are in a spare slot, where gradients are float32 and written, whatever becomes
-    // of the own experts'. It follows from the map, since processors have no register left for
-    // that.
+    // True if they are in a spare slot, where gradients are float32 and written, also if the own
+    // experts' are rounded or added. It follows from the map, since processors have no register
+    // left for that.
     __device__ __forceinline__ bool are_spare(const BackwardArgs& args) const {
         const int num_slots = args.first_spare + args.shape.spare_slots;
         int index = int(map_ - args.weight_grads.maps);
@@ -123,8 +124,8 @@ class GradRows {
     int num_in_, column_, row_, num_rows_;
 };
 
-// Whether gradients leave as results do: rounded, and row by row from their finishers. What is
-// added to 16-bit values is rounded once, behind the sum.
+// True if gradients leave as results do: rounded, and row by row from their finishers. A gradient
+// that is added to 16-bit values is rounded once, after the sum.
 __device__ __forceinline__ bool leave_rounded(const BackwardArgs& args, bool are_spare) {
     return args.weight_grads.dtype != Dtype::kFloat32 and not args.weight_grads.accumulate and
            not are_spare;
@@ -164,7 +165,7 @@ __device__ __forceinline__ void put_half(const BackwardArgs& args,
     }
 }
 
-// Has TMA write or add that half in float32. Each lane issues one block of columns, one behind the
+// Has TMA write or add that half in float32. Each lane issues one block of columns, one after the
 // other with a pause between. Scope: a warp.
 __device__ __forceinline__ void send_half(const BackwardArgs& args,
                                           const GradRows& grad,
@@ -228,7 +229,7 @@ __device__ __forceinline__ void publish_slot_grads(const BackwardArgs& args,
     });
 }
 
-// What a finisher has counted of its own and its processor's fc2 gradients.
+// A finisher's count of its own and its processor's fc2 gradients.
 struct CountedGrads {
     bool in_slots = false;  // with spare slots
     bool fc2 = false;       // all of them
@@ -244,10 +245,10 @@ __device__ __forceinline__ void count_slot_grads(const BackwardArgs& args) {
         [&] { publish_slot_grads(args, SlotGrads::kFc2, current_epoch(args.workspace)); });
 }
 
-// Counts that they have stored all of their fc2 gradients; the GPU's last finisher tells the
-// streams. With spare slots those who add replicas' wait for the count, and tell them. Where some
-// CTA has no tile of fc1, the end of the launch tells the streams. Scope: a finisher, behind its
-// bulk copies and what its processor's warps have handed over since.
+// Counts that they have stored all of their fc2 gradients; the GPU's last finisher signals to the
+// streams. With spare slots the warps that add replicas' gradients wait for the count, and signal
+// instead. Where some CTA has no tile of fc1, the end of the launch signals. Scope: a finisher,
+// after its bulk copies and all that its processor's warps have handed over since.
 __device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
@@ -260,7 +261,7 @@ __device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
 }
 
 // Sends the half of a tile that processors leave to it, in pieces over half the time of the next
-// tile, whose loads would wait behind all that an SM sends at once. Scope: a finisher.
+// tile, whose loads would have to wait for all that an SM sends at once. Scope: a finisher.
 __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
                                                    const TileInfo& tile,
                                                    const Handover& handover,
@@ -275,7 +276,7 @@ __device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
     const bool counts_fc2 = not counted.fc2 and is_fc1;
     const bool counts_slots =
         kHasReplicas and not counted.in_slots and (is_fc1 or tile.expert < args.first_spare);
-    if (counts_fc2 or counts_slots) ptx::bulk_wait_complete();  // the last tile of what is counted
+    if (counts_fc2 or counts_slots) ptx::bulk_wait_complete();  // the last counted tile
     GiveBack give_back;
 #pragma unroll 1
     for (int warp = 0; warp < kProcessorWarps; ++warp) {

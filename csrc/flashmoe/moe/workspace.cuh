@@ -34,9 +34,9 @@ __device__ __forceinline__ int take_tickets(uint32_t* counter, int count) {
 
 // Replicas that a launch has settled on, ahead of the forward that uses them.
 struct Settled {
-    uint32_t epoch;                             // that launch's, with which their weights came
+    uint32_t epoch;                             // the launch's that brought their weights
     int32_t hosts[kMaxRanks * kMaxSpareSlots];  // as in a plan of the same layer
-    int32_t own_routes[2];                      // likewise, of what was expected
+    int32_t own_routes[2];                      // likewise, of the expected routes
 };
 
 struct Workspace {
@@ -45,7 +45,7 @@ struct Workspace {
     static constexpr int kFc2GradsOffset = 24, kTotalsOffset = 128, kSettledOffset = 1024;
 
     uint32_t* raised;       // first fault wins; never zeroed by a launch
-    uint32_t* epoch;        // the last one that ended
+    uint32_t* epoch;        // the last launch's that ended
     uint64_t* begun_ns;     // when this launch began
     uint64_t* num_records;  // written by all launches so far
     uint64_t* fc2_grads;    // number of the last backward whose gradients of fc2 are complete
@@ -77,7 +77,7 @@ struct Workspace {
         static_assert(kSettledOffset + (kHasReplicas ? sizeof(Settled) : 0) <=
                       kFront * sizeof(uint32_t));
         // Layers of other shapes share this memory: the words that are zero between launches begin
-        // at one place for all of them, and no other words come behind.
+        // at one place for all of them, and no other words follow.
         const int64_t counted = s.spare_slots > 0 ? s.num_experts : 0;
         const int64_t zeroed = kHead + 3 * blocks + s.num_slots() + s.num_local_slots() + counted +
                                int64_t(s.num_ranks) * s.spare_slots;

@@ -11,9 +11,9 @@ __device__ __forceinline__ void begin_record(const LayerArgs& args) {
     if (blockIdx.x == 0 and threadIdx.x == 0) *args.workspace.begun_ns = ptx::globaltimer_ns();
 }
 
-// What a record says of replicas, behind the rows of all slots: the experts in the spare ones, how
-// many replicas of this rank's experts there are, the size of one in multiples of 64 elements, and
-// the plan's own routes.
+// A record's words on replicas, which follow the rows of all slots: the experts in the spare ones,
+// how many replicas of this rank's experts there are, the size of one in multiples of 64 elements,
+// and the plan's own routes.
 __device__ __forceinline__ uint32_t replica_word(const LayerArgs& args, int i) {
     const Shape& s = args.shape;
     if (i < s.spare_slots) return uint32_t(args.plan.hosts[s.rank * s.spare_slots + i]);

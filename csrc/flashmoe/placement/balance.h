@@ -1,11 +1,11 @@
 // The placement with the least load of the busiest rank, in plain C++ for a launch and for the
 // host. flashmoe_megatron/replicas/balance.py is the same program, says what it does and why, and
-// has the same results bit for bit: whoever changes one changes both.
+// has the same results bit for bit: a change of one is a change of both.
 //
 // A team of threads runs it together: its groups take ranks, and a group's lanes take experts. A
 // Team has index() of size() threads, sync() of all; group() of num_groups(), lane() of kLanes in
-// each; and of a group's lanes sum, max and min of an int, count of those for which something is
-// true, and before, how many of these have smaller numbers. All threads return the same.
+// each; and for a group's lanes sum, max and min of an int, count of the lanes where something is
+// true, and before, the number of such lanes with smaller indices. All threads return the same.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ FLASHMOE_PLACEMENT Preference preference(int number) {
     return {100 + (over == 3 ? 4 : over), 1 + number / 2 % 2, number % 2 ? -1 : 1};
 }
 
-// What a group proposes for a taker.
+// A group's proposal for a taker.
 struct alignas(16) Proposal {
     static constexpr int kNew = 1 << 24;
 
@@ -50,7 +50,7 @@ struct alignas(16) Proposal {
     int place;         // the taker's among the ranks by ascending load
 };
 
-// What a team shares beside the tables.
+// A team's shared state besides the tables.
 struct Loads {
     int load[kMaxRanks];  // rows of blocks plus rows
     int blocks[kMaxRanks];
@@ -92,9 +92,9 @@ struct Attempt {
         return blocks * kBlockRows + rows;
     }
 
-    // `given` is [rank][spare_slots], -1 behind a rank's last replica, or null if they are to be
-    // chosen. A source's routes to an expert are at `from`, a source's `stride` behind the one
-    // before; they are copied to `counts`, which may be the same.
+    // `given` is [rank][spare_slots], -1 after a rank's last replica, or null if they are to be
+    // chosen. A source's routes to an expert are at `from`, with `stride` between sources; they are
+    // copied to `counts`, which may be the same.
     FLASHMOE_PLACEMENT void begin(
         int slots, const int* given, Preference chosen, const int* from, int stride) {
         preference = chosen, spare_slots = slots, hosts = given, is_laid_out = false;
@@ -134,7 +134,7 @@ struct Attempt {
         all_rows = uint32_t(Team::sum(total));
     }
 
-    // Whether the load is even behind it.
+    // Runs all steps; true if the load is even afterwards.
     FLASHMOE_PLACEMENT bool run() {
         const int most_steps = kStepsPerSlot * num_ranks * (spare_slots > 1 ? spare_slots : 1);
         FLASHMOE_PLACEMENT_LOOP
@@ -252,8 +252,8 @@ struct Attempt {
     }
 
     // Takes pieces of one expert from the busiest rank to another; false if there is no move left.
-    // In two rounds: each proposes two moves for each taker, and one of them is accepted, or the
-    // next round begins. What threads write behind a sync they have read before it.
+    // There are two rounds: each proposes two moves for each taker, and one of them is accepted, or
+    // the next round begins. Threads write after a sync only what they have read before it.
     FLASHMOE_PLACEMENT bool step(const Spread& now) {
         int busiest = kMaxRanks, idlest = -1;  // the first of equal ranks is the last to take
         each_rank([&](int nth, int rank) {
@@ -360,7 +360,7 @@ struct Attempt {
         return bits >> (kMaxRanks - num_ranks);
     }
 
-    // What a move leaves behind.
+    // The loads after a move.
     struct Outcome {
         int rows;  // that move; 0: there is no such move
         int taker;
@@ -375,7 +375,7 @@ struct Attempt {
     };
     static constexpr int kMoves = 2 * kMaxRanks;
 
-    // What the proposal of that number leaves behind, whether or not there is such a move.
+    // The outcome of the proposal of that number, also if there is no such move.
     FLASHMOE_PLACEMENT Outcome outcome(int giver, int number, bool is_there) const {
         const int each = is_there ? number / kMaxRanks : 0;
         const int taker = is_there ? number % kMaxRanks : 0;
@@ -471,8 +471,8 @@ struct Attempt {
 };
 
 // Makes slots of ranks: which slot computes an expert for each source's tokens, and which experts
-// the spare slots hold, in ascending order. `hosts` is [rank][spare_slots] as above, or null if
-// nobody wants to know.
+// the spare slots hold, in ascending order. `hosts` is [rank][spare_slots] as above, or null if it
+// is not needed.
 template <class Team>
 FLASHMOE_PLACEMENT void number_slots(const uint8_t* sources,
                                      int num_ranks,

@@ -1,6 +1,6 @@
 // The placement that keeps rows off slow links, in plain C++ for a launch and for the host.
 // flashmoe_megatron/replicas/popular.py is the same program, says what it does and why, and has the
-// same results: whoever changes one changes both. A Team is as in balance.h.
+// same results: a change of one is a change of both. A Team is as in balance.h.
 #pragma once
 
 #include "flashmoe/placement/balance.h"
@@ -72,7 +72,7 @@ FLASHMOE_PLACEMENT void popular(const int* counts,
         if (Team::lane() == 0) loads->total[rank] = rows;
     }
     Team::sync();
-    // Experts in nobody's head, by ascending routes.
+    // Experts in no rank's head, by ascending routes.
     int* const totals = scratch;
     int* const order = scratch + num_experts;
     FLASHMOE_PLACEMENT_LOOP
@@ -98,8 +98,8 @@ FLASHMOE_PLACEMENT void popular(const int* counts,
     FLASHMOE_PLACEMENT_LOOP
     for (int expert = 0; expert < num_experts; ++expert) num_cold += totals[expert] > 0;
     Team::sync();
-    // Each leaves a busy rank for the one that has most of its tokens. Every thread of a group
-    // comes to the same.
+    // Each leaves a busy rank for the rank that has most of its tokens. Every thread of a group
+    // computes the same.
     if (Team::group() == 0) {
         int rows[kMaxRanks], num_held[kMaxRanks];
         int64_t sum = 0;

@@ -29,8 +29,8 @@ FLASHMOE_PLACEMENT void use_own_replicas(
     Team::sync();
 }
 
-// Gives replicas, which number_slots has given any spare slot of their rank, the one that holds
-// them. `hosts` gets those that some route uses, unless it is null.
+// Moves each replica to the slot that holds its expert; number_slots has given it any spare slot of
+// its rank. `hosts` gets the replicas that some route uses, unless it is null.
 template <class Team>
 FLASHMOE_PLACEMENT void keep_slots(const int* settled,
                                    const int* counts,

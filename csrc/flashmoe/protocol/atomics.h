@@ -31,7 +31,7 @@
 
 namespace flashmoe::protocol {
 
-// Who sees what an operation orders: the threads of this GPU, or those of all.
+// The threads that see the order of an operation: those of this GPU, or of all.
 enum class Scope { kGpu, kSystem };
 
 }  // namespace flashmoe::protocol

@@ -1,5 +1,5 @@
-// Epochs number the launches of a group, the same on all ranks. Words that peers write carry one,
-// so that nobody has to reset them.
+// Epochs number the launches of a group, the same on all ranks. Words that peers write carry an
+// epoch, so that they need no reset.
 #pragma once
 
 #include "flashmoe/protocol/atomics.h"
@@ -11,8 +11,8 @@ FLASHMOE_PROTOCOL_CONST bool epoch_reached(uint32_t seen, uint32_t wanted) {
     return int32_t(seen - wanted) >= 0;
 }
 
-// What `*epoch`, the last one that ended, becomes when `epoch` ends. 0 marks fresh memory; it wraps
-// past 0 and 1, since epochs alternate between even and odd.
+// The new value of `*epoch`, the number of the last launch that ended, when `epoch` ends. 0 marks
+// fresh memory; it wraps past 0 and 1, since epochs alternate between even and odd.
 FLASHMOE_PROTOCOL_CONST uint32_t ended_epoch(uint32_t epoch) { return epoch == ~0u ? 1 : epoch; }
 
 FLASHMOE_PROTOCOL_CONST uint32_t next_epoch(uint32_t epoch) { return ended_epoch(epoch) + 1; }

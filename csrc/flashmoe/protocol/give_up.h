@@ -8,16 +8,16 @@
 
 namespace flashmoe::protocol {
 
-// The rank that gave up, plus one, as this rank was told; else 0.
+// The rank that gave up, plus one, if a peer has said so to this rank; else 0.
 template <class A>
 FLASHMOE_PROTOCOL uint32_t who_gave_up(const typename A::U32* word) {
     return A::template load_acquire<Scope::kSystem>(word);
 }
 
-// Called by every thread whose wait ends early, whether its own time is up or it was told, before
-// it goes on. It is not enough that the first one tells all: a thread that was told could hand void
-// rows to a rank that was not told yet, and which would take them for right. The signal that comes
-// with the rows is behind this thread's stores.
+// Called by every thread whose wait ends early, whether its own time is up or a peer gave up,
+// before it goes on. It is not enough that the first thread informs all ranks: another thread that
+// knows could hand void rows to a rank that does not know yet, and that rank would take them for
+// right. The signal that comes with the rows is ordered after this thread's stores.
 template <class A, class WordOf>
 FLASHMOE_PROTOCOL void give_up(int num_ranks, uint32_t who, WordOf word_of) {
     FLASHMOE_KEEP_LOOP

@@ -1,5 +1,5 @@
-// What the CTAs of one launch do together. Counters are zero when a launch begins, because the last
-// CTA to leave the one before zeroed them: no launch needs a memset before it.
+// Steps that the CTAs of one launch take together. Counters are zero when a launch begins, because
+// the last CTA to leave the one before zeroed them: no launch needs a memset before it.
 #pragma once
 
 #include "flashmoe/protocol/epoch.h"
@@ -7,8 +7,8 @@
 namespace flashmoe::protocol {
 
 // Runs `then` on the last of `expected` threads to come; all that they and their CTAs did before is
-// visible to it, and to whom it tells. Scope: one thread of each CTA, after its CTA has come
-// together.
+// visible to it, and to threads that it signals to. Scope: one thread of each CTA, after its CTA
+// has come together.
 template <class A, class Then>
 FLASHMOE_PROTOCOL void arrive(typename A::U32* counter, uint32_t expected, Then then) {
     A::template fence<Scope::kSystem>();
@@ -18,7 +18,8 @@ FLASHMOE_PROTOCOL void arrive(typename A::U32* counter, uint32_t expected, Then 
     }
 }
 
-// A grid barrier's word counts who has come, and from this bit on those that say to stop.
+// A grid barrier's word counts the CTAs that have come, and from this bit on the CTAs that want to
+// stop.
 constexpr uint32_t kStop = 1u << 16;
 
 // Waits for `expected` threads, fewer than kStop, and tells whether all of them have come and may

@@ -59,8 +59,8 @@ FLASHMOE_PROTOCOL void await_for_tma(const typename A::U32* counter,
     A::fence_proxy_async();
 }
 
-// Marks `items` (bits) as taken and returns those that this thread is the first to take. `taken` is
-// updated to all that are taken now.
+// Marks `items` (bits) as taken and returns the items that this thread is the first to take.
+// `taken` is updated to all that are taken now.
 template <class A>
 FLASHMOE_PROTOCOL uint32_t take_bits(typename A::U32* word, uint32_t items, uint32_t* taken) {
     const uint32_t before = A::fetch_or(word, items);

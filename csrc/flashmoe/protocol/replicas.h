@@ -21,7 +21,7 @@ FLASHMOE_PROTOCOL void await_left(const typename A::U32* row_signal, uint32_t ep
 }
 
 // Tells a host that an expert's weights are in its slot. Scope: the thread whose bulk copies have
-// brought the last of them, behind those of all others.
+// brought the last of them, after those of all others.
 template <class A>
 FLASHMOE_PROTOCOL void publish_weights(typename A::U32* weights_ready, uint32_t epoch) {
     A::bulk_wait_complete();
@@ -29,8 +29,8 @@ FLASHMOE_PROTOCOL void publish_weights(typename A::U32* weights_ready, uint32_t 
     A::template store<Scope::kSystem>(weights_ready, epoch);
 }
 
-// Waits for a replica's weights, to read them by TMA. Equality decides: whoever pushes next waits
-// for this host to leave. Scope: the thread that reads.
+// Waits for a replica's weights, to read them by TMA. Equality decides: the rank that pushes next
+// waits for this host to leave. Scope: the thread that reads.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL void await_weights(const typename A::U32* weights_ready,
                                      uint32_t epoch,
@@ -41,7 +41,7 @@ FLASHMOE_PROTOCOL void await_weights(const typename A::U32* weights_ready,
 }
 
 // Tells every rank that a product's gradients of this rank's slots are stored. Scope: the thread
-// whose bulk copies have stored the last of them, behind those of all others.
+// whose bulk copies have stored the last of them, after those of all others.
 template <class A, class WordOf>
 FLASHMOE_PROTOCOL void publish_slot_grads(int num_ranks, uint32_t epoch, WordOf word_of) {
     A::bulk_wait_complete();
@@ -53,8 +53,8 @@ FLASHMOE_PROTOCOL void publish_slot_grads(int num_ranks, uint32_t epoch, WordOf 
 }
 
 // Waits for a rank's gradients, to add those in its slots to the owner's. A later epoch will do: a
-// peer that needs nothing from here may be one ahead, and what it holds of this rank's it writes
-// over only behind this rank's row signal. Scope: the thread that adds.
+// peer that needs nothing from here may be one ahead, and it overwrites what it holds of this
+// rank's only after this rank's row signal. Scope: the thread that adds.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL void await_slot_grads(const typename A::U32* grads_ready,
                                         uint32_t epoch,

@@ -1,4 +1,4 @@
-// What ranks tell each other: that their routing is there, that their rows are, that a result is.
+// Signals between ranks: the routing is there, the rows are there, a result is there.
 #pragma once
 
 #include "flashmoe/protocol/epoch.h"
@@ -65,9 +65,9 @@ FLASHMOE_PROTOCOL void publish_rows(int num_ranks, uint32_t epoch, SignalOf sign
     }
 }
 
-// Waits for every rank, also one that sent nothing: its signal is the proof that it has finished
-// with the previous launch. A later epoch will do, since a peer that needs nothing from here may be
-// one ahead. Afterwards rows may be read by TMA. Scope: a warp.
+// Waits for every rank, also if it sent nothing: its signal is the proof that it has finished with
+// the previous launch. A later epoch will do, since a peer that needs nothing from here may be one
+// ahead. Afterwards rows may be read by TMA. Scope: a warp.
 template <class A, class SignalOf, class Wait>
 FLASHMOE_PROTOCOL void await_rows(int num_ranks, uint32_t epoch, SignalOf signal_of, Wait wait) {
     for (int src = A::lane(); src < num_ranks; src += A::kLanes) {
@@ -88,8 +88,9 @@ FLASHMOE_PROTOCOL void publish_result(typename A::U32* signal, uint32_t epoch) {
     A::template store<Scope::kSystem>(signal, epoch);
 }
 
-// Waits for a share. What the signal tells of is then ordered after it for this thread, and once
-// the warp has come together for all of it. A fence would wait for what the warp has stored before.
+// Waits for a share. Reads of the share are then ordered after the signal for this thread, and once
+// the warp has come together for all of its lanes. A fence would also wait for the warp's earlier
+// stores.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL auto await_result(const typename A::U32* signal, uint32_t epoch, Wait wait) {
     return wait([=] { return A::template load_acquire<Scope::kSystem>(signal); },

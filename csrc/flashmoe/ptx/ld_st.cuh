@@ -108,7 +108,7 @@ __device__ __forceinline__ void await_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Lets this CTA's copies, behind a barrier, see a TMA descriptor in global memory as it is now,
+// Lets this CTA's copies that follow a barrier see a TMA descriptor in global memory as it is now,
 // though it was written since the last launch.
 __device__ __forceinline__ void acquire_tensor_map(const void* map) {
     asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
@@ -136,16 +136,16 @@ __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Keeps the address of something in shared memory in a register. Otherwise ptxas finds it anew at
-// each use of a barrier or a copy, from the CTA's place in its cluster, which takes tens of cycles.
-// Scope: a warp.
+// Keeps the address of something in shared memory in a register. Otherwise ptxas computes it again
+// at each use of a barrier or a copy, from the CTA's place in its cluster, which takes tens of
+// cycles. Scope: a warp.
 template <class T>
 __device__ __forceinline__ T& keep_address(T& shared) {
     const uint32_t address = __shfl_sync(~0u, uint32_t(__cvta_generic_to_shared(&shared)), 0);
     return *static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
-// Which CTA of its cluster this one is.
+// The number of this CTA within its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;
     asm volatile("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));

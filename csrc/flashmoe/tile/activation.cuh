@@ -8,8 +8,8 @@ namespace flashmoe {
 // kSwish is SiLU and quick GELU where their terms are known at run time only.
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kSquaredRelu, kSwish };
 
-// The terms of z sigmoid(beta z), and of what it gates: the gate is clamped from above, and what it
-// is multiplied with from both sides, before the offset is added to that.
+// The terms of z sigmoid(beta z), and of the value that it gates: the gate is clamped from above
+// and the value from both sides, before the offset is added to the value.
 struct SwishTerms {
     float beta;
     float clamp;
@@ -65,8 +65,8 @@ __device__ __forceinline__ Activated activate(float z, [[maybe_unused]] const Sw
     }
 }
 
-// act(gate) * up: its value, and its slopes by what comes before the clamps. Comparisons are such
-// that NaN stays NaN, and that a value at the clamp has the slope of what is below.
+// act(gate) * up: its value, and its slopes by the inputs before the clamps. Comparisons are such
+// that NaN stays NaN, and that a value at the clamp has the slope of the values below it.
 struct GluValue {
     float value;
     float gate_slope;

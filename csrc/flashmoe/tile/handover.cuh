@@ -117,8 +117,8 @@ class OutputsView {
 };
 
 // Gives rooms back to a processor's warps, each once this lane and its bulk copies have read it. It
-// is one room behind, so that the copies of one warp's outputs are under way while those of the
-// next begin. Scope: one warp.
+// is one room late, so that the copies of one warp's outputs are under way while those of the next
+// begin. Scope: one warp.
 class GiveBack {
  public:
     __device__ __forceinline__ void follow(Barrier& empty) {

@@ -12,9 +12,9 @@ namespace flashmoe {
 
 using cute::GMMA::Major;
 
-// Shared-memory layouts of what the TMA boxes (128-byte swizzle) leave behind. K-major boxes stack
-// along the rows; MN-major ones are blocks of 64 rows of K that follow one another along M or N,
-// hence K before M/N in the tiling order.
+// Shared-memory layouts that the TMA boxes write (128-byte swizzle). K-major boxes stack along the
+// rows; MN-major ones are blocks of 64 rows of K that follow one another along M or N, hence K
+// before M/N in the tiling order.
 template <class T, Major kMajor, int kRows>
 struct OperandLayout;
 
@@ -81,8 +81,8 @@ struct Mainloop {
                 mma.accumulate_ = GMMA::ScaleOut::One;
             }
             warpgroup_commit_batch();
-            // Waits for these very products, and not one behind: the other warpgroup's keep the
-            // tensor cores busy, and the stage is free as early as it can be.
+            // Waits for these very products, and not only for those before them: the other
+            // warpgroup's keep the tensor cores busy, and the stage is free as early as it can be.
             warpgroup_wait<0>();
             warpgroup_fence_operand(accumulator);
             release(ring.empty[cursor.index()]);

@@ -1,5 +1,5 @@
-// What connects the actors of the two CTAs of a cluster: the ring of shared-memory stages between
-// loader and processors, and the mailbox through which the leading loader announces tiles. The CTAs
+// Connections between the actors of the two CTAs of a cluster: the ring of shared-memory stages
+// between loader and processors, and the mailbox where the leading loader announces tiles. The CTAs
 // compute neighbouring tiles, and what both read is loaded once, half by each, for both.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace flashmoe {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
-constexpr int kTileSlots = 4;  // the finishing warps lag behind the processors
+constexpr int kTileSlots = 4;  // the finishing warps are later than the processors
 
 // How the tiles of the two CTAs lie: along M they share B, along N they share A.
 enum class Pair : int8_t { kAlongM, kAlongN };
@@ -37,7 +37,8 @@ struct alignas(16) TileInfo {
     static __device__ __forceinline__ TileInfo unknown() {
         return {0, 0, Pair{}, 0, false, false, 0, 0};
     }
-    // What one thread of a warp knows, where the others' are zeros. Scope: one warp.
+    // Gives all lanes the values of the one thread that has them; the others' are zeros. Scope: one
+    // warp.
     __device__ __forceinline__ TileInfo of_warp() const {
         static_assert(sizeof(TileInfo) == sizeof(uint4));
         auto words = reinterpret_cast<const uint4&>(*this);
@@ -80,7 +81,7 @@ struct StageRing {
     Barrier (&empty)[kStages];
 };
 
-// `reader_warps` is how many warps of each CTA read the mailbox, beside the loader.
+// `reader_warps` is how many warps of each CTA read the mailbox, besides the loader.
 template <class Ring>
 __device__ __forceinline__ void init_barriers(const Ring& ring,
                                               TileMailbox& mailbox,
@@ -114,9 +115,9 @@ class RingCursor {
     uint32_t position_ = 0;
 };
 
-// Who waits for a barrier: a thread for itself, or a warp. A warp's lanes may see the barrier come
-// at different times, but all of them have to do together what comes next, shuffles and products,
-// and ptxas takes what depends on a barrier for uniform.
+// Waiters for a barrier: a thread for itself, or a warp. A warp's lanes may see the barrier come at
+// different times, but all of them have to do together what comes next, shuffles and products, and
+// ptxas takes what depends on a barrier for uniform.
 enum class Waiter { kThread, kWarp };
 
 template <Waiter kWaiter>
@@ -134,8 +135,8 @@ __device__ __forceinline__ void delay_point() {
 }
 
 // Waits for a barrier that has not come; gives the nanoseconds that it takes. Barriers within a
-// cluster always come, whoever has given up: the loader never stops loading. So one that does not
-// is a broken GPU, or a defect here, and `expired` has the last word.
+// cluster always come, also after a thread has given up: the loader never stops loading. A barrier
+// that does not come is a broken GPU, or a defect here, and `expired` has the last word.
 template <Waiter kWaiter, class Expired>
 __device__ __forceinline__ uint32_t await_barrier(
     const Watchdog& watchdog, Wait wait, Barrier& barrier, uint32_t parity, Expired expired) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ uint32_t await_barrier(
 #endif
     return uint32_t(ptx::globaltimer_ns() - start);
 }
-// Waits for a barrier; gives the nanoseconds that it takes, which nobody has counted.
+// Waits for a barrier; gives the nanoseconds that it takes, which are not counted yet.
 template <Waiter kWaiter>
 __device__ __forceinline__ uint32_t
 wait_barrier(const Watchdog& watchdog, Wait wait, Barrier& barrier, uint32_t parity) {
@@ -183,8 +184,8 @@ __device__ __forceinline__ void announce_tile(const Watchdog& watchdog,
 }
 
 // Takes the announced pair. The arrival may overtake the load that was issued first, and then the
-// next pair would be there before this one is read. So the arrival depends on what was loaded, of
-// which no word is negative. Scope: the other CTA's loader thread, or one lane.
+// next pair would be there before this one is read. So the arrival depends on the loaded words,
+// which are never negative. Scope: the other CTA's loader thread, or one lane.
 __device__ __forceinline__ TileInfo read_tile(TileMailbox& mailbox, RingCursor<kTileSlots>& slot) {
     const int4 tile = reinterpret_cast<const int4&>(mailbox.tile[slot.index()]);
     ptx::delay_point();

@@ -7,7 +7,6 @@ each other host of a rail, whatever the number of tokens.
 import contextlib
 import dataclasses
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from flashmoe_megatron.errors import reason_of
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
 from flashmoe_megatron.hosts.lookout import lookout
 from flashmoe_megatron.ranks import OfGroup, Ranks, Value
+from flashmoe_megatron.streams import Stamp
 
 MOST_PENDING = 1024
 """Exchanges whose events wait to be read."""
@@ -52,35 +52,25 @@ class Stopwatch:
 
     def __init__(self, crossed: Crossed) -> None:
         self._crossed = crossed
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[Stamp, Stamp]] = deque()
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[None]:
         """Adds the time of what is done within it."""
-        if device.type != "cuda":
-            begin_ns = time.monotonic_ns()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             yield
-            self._crossed.ns += time.monotonic_ns() - begin_ns
-        elif torch.cuda.is_current_stream_capturing():
-            yield
-        else:
-            begin, end = _timing_event(), _timing_event()
-            begin.record()
-            yield
-            end.record()
-            self._pending.append((begin, end))
-            if len(self._pending) > MOST_PENDING:
-                self.collect()
+            return
+        begin = Stamp(device)
+        yield
+        self._pending.append((begin, Stamp(device)))
+        if device.type != "cuda" or len(self._pending) > MOST_PENDING:
+            self.collect()
 
     def collect(self) -> None:
         """Adds what has ended; waits for nothing."""
-        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
+        while self._pending and self._pending[0][1].has_passed():
             begin, end = self._pending.popleft()
-            self._crossed.ns += begin.elapsed_time(end) * 1e6
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._crossed.ns += end.ns_since(begin)
 
 
 class Rail(Protocol):

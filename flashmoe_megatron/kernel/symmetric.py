@@ -15,6 +15,7 @@ from flashmoe_megatron import driver
 from flashmoe_megatron.errors import ConfigError, HeapError
 from flashmoe_megatron.options import SymmetricMemory
 from flashmoe_megatron.ranks import Ranks
+from flashmoe_megatron.streams import Stamp
 
 LINK_TRIAL_BYTES = 32 * 2**20
 """What is copied to measure a link: so much that the begin of the first copy counts for little."""
@@ -119,14 +120,12 @@ def _link_rate(handle: Any, nbytes: int, device: torch.device) -> float:
     stream = int(torch.cuda.current_stream(device).cuda_stream)
     seconds = []
     for _ in range(3):
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        begin.record()
+        begin = Stamp(device)
         for _ in range(copies):
             driver.copy(here.data_ptr(), source, size, stream)
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
+        end = Stamp(device)
+        end.wait()
+        seconds.append(end.ns_since(begin) / 1e9)
     return float(copies * size / min(seconds[1:]))
 
 

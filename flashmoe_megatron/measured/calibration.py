@@ -83,7 +83,7 @@ class Entry:
         grads: Grads = "own",
         **measured: Any,
     ) -> "Entry":
-        """The entry of a measured layer.
+        """Returns the entry of a measured layer.
 
         Args:
             config: The layer's shape, on 2 ranks.
@@ -103,11 +103,11 @@ class Entry:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What a layer has to equal."""
+        """The fields that describe the layer."""
         return {name: getattr(self, name) for name in _SHAPE}
 
     def describe(self) -> str:
-        """One phrase for messages."""
+        """Describes the entry in one phrase, for messages."""
         gate = "gated " if self.gated else ""
         bound = "with" if self.bounded else "without"
         terms = "".join(
@@ -133,7 +133,7 @@ def _shape_of(config: MoEConfig) -> dict[str, Any]:
 
 
 class Calibration:
-    """What a file says, for one kind of GPU and one dtype.
+    """A file's times for one kind of GPU and one dtype.
 
     Args:
         entries: What the file holds.
@@ -147,7 +147,7 @@ class Calibration:
     def time_ms(
         self, config: MoEConfig, direction: Direction, *, num_tokens: float
     ) -> float | None:
-        """T(2) of a layer, ``None`` if nobody measured it.
+        """Returns T(2) of a layer, ``None`` if the file has none.
 
         Args:
             config: The layer's shape, on any number of ranks.
@@ -206,12 +206,12 @@ def load_calibration(
 
 
 def gpu_name(device: torch.device) -> str:
-    """What entries call a device: the GPU's name, or "cpu"."""
+    """Returns the name of a device in entries: the GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _unlike(entry: Entry, wanted: Mapping[str, Any]) -> list[str]:
-    """The fields in which an entry is not what is wanted."""
+    """Lists the fields in which an entry differs from what is wanted."""
     return [name for name, want in wanted.items() if getattr(entry, name) != want]
 
 

@@ -1,11 +1,10 @@
-"""Times calls on all ranks of a group: the GPU's time of them, or the host's.
+"""Times calls on all ranks of a group, by the GPU's clock or by the host's.
 
-A time is the slowest rank's, the median of several turns, of calls that follow one another. For a
-GPU's time the host issues them while the GPU sleeps, as it is ahead of the GPU in a large layer.
+Calls follow one another, and their time is the slowest rank's, as the median of several turns. For
+a GPU's time the host issues them while the GPU sleeps, as it is ahead of the GPU in a large layer.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,37 +12,32 @@ import torch.distributed as dist
 
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate import lanes
+from flashmoe_megatron.streams import HOST, Stamp
 
 CALLS = 5
 CYCLES_PER_SECOND = 2e9
-"""A GPU's clock, about."""
+"""The approximate clock of a GPU."""
 MOST_SLOWDOWN = 8
-"""What runs beside calls lasts until they take so many times as long as alone."""
+"""Concurrent work lasts until the timed calls take so many times as long as alone."""
 MOST_BESIDE = 128
-"""More would not fit what the driver queues while the GPU sleeps."""
+"""The driver cannot queue more while the GPU sleeps."""
 Work = Callable[[], object]
 
 
 class Clock:
-    """Times calls; every time is collective over the group."""
+    """Times calls; every method is collective over the group."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, turns: int) -> None:
-        """Binds it to the ranks that measure together, ``None`` for one alone.
-
-        Args:
-            group: The ranks.
-            device: This one's.
-            turns: How often each call is timed.
-        """
+        """Takes the ranks, ``None`` for one, this rank's device, and how often calls are timed."""
         self.device = device
         self._ranks = Ranks(group)
         self._turns = turns
         self._lane = lanes.Lane(device)
 
     def seconds(self, calls: Sequence[Work], *, of_host: bool = False) -> list[float]:
-        """What each of several calls takes, on a GPU without the host's, or of a host that waits.
+        """Returns the seconds of each call, by the GPU's clock unless the host's is asked for.
 
-        All are timed once in each turn, so that what changes in between changes all of them alike.
+        Every turn times each call once, so that a change of the machine affects all of them alike.
         """
         is_of_host = of_host or self.device.type != "cuda"
         turns = [
@@ -53,16 +47,16 @@ class Clock:
         return self._medians(turns)
 
     def factor(self, call: Work, call_s: float, other: Work, other_s: float, meet: Work) -> float:
-        """How many times as long as alone a call takes while another one runs beside it.
+        """Returns how many times as long a call takes while another runs concurrently.
 
-        A processor does one after the other, so both take twice as long as alone.
+        A CPU does one after the other, so both take twice as long as alone.
 
         Args:
             call: Is timed on the current stream.
-            call_s: What it takes alone.
-            other: Is called again and again on another stream, until all timed calls have ended.
-            other_s: What it takes alone.
-            meet: Has ranks that begin late waited for.
+            call_s: Its seconds alone.
+            other: Is repeated on another stream until all timed calls have ended.
+            other_s: Its seconds alone.
+            meet: Waits for ranks that begin late.
         """
         if self.device.type != "cuda":
             return 2.0
@@ -80,41 +74,39 @@ class Clock:
     def _turn_of_gpu(
         self, meet: Work, beside: Work, call: Work, times: int = CALLS
     ) -> Callable[[], float]:
-        """One call's of several, behind what ranks meet in and beside what is on another stream."""
+        """Returns a turn that times calls after ``meet``, concurrently with ``beside``."""
 
-        def issue() -> list[torch.cuda.Event]:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        def issue() -> tuple[Stamp, Stamp]:
             meet()
             beside()
-            events[0].record()
+            begin = Stamp(self.device)
             for _ in range(times):
                 call()
-            events[1].record()
-            return events
+            return begin, Stamp(self.device)
 
         def turn() -> float:
             self._meet()
             torch.cuda._sleep(int(2 * issue_s * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
             begin, end = issue()
             self._synchronize()
-            return float(begin.elapsed_time(end)) / times / 1e3
+            return end.ns_since(begin) / times / 1e9
 
         call()
         issue()  # which takes longer the first time
         self._meet()
-        begin = time.perf_counter()
+        begin = Stamp(HOST)
         issue()
-        issue_s = time.perf_counter() - begin
+        issue_s = Stamp(HOST).ns_since(begin) / 1e9
         return turn
 
     def _turn_of_host(self, call: Work) -> Callable[[], float]:
         def turn() -> float:
             self._meet()
-            begin = time.perf_counter()
+            begin = Stamp(HOST)
             for _ in range(CALLS):
                 call()
             self._synchronize()
-            return (time.perf_counter() - begin) / CALLS
+            return Stamp(HOST).ns_since(begin) / CALLS / 1e9
 
         call()
         return turn
@@ -125,7 +117,7 @@ class Clock:
         return [float(each) for each in taken.median(0).values]
 
     def _meet(self) -> None:
-        """Has all ranks begin a turn together, with nothing left of the last one."""
+        """Waits until all ranks and their devices have finished the turn before."""
         self._ranks.meet()
         self._synchronize()
 
@@ -135,4 +127,4 @@ class Clock:
 
 
 def _nothing() -> None:
-    """Is beside calls that are timed alone."""
+    """Runs concurrently with calls that are timed alone."""

@@ -34,7 +34,7 @@ class Kind:
 
     @property
     def head(self) -> dict[str, Any]:
-        """The keys that say what a file is."""
+        """The keys that identify a file of this kind."""
         return {"format": self.format, "version": self.version}
 
     def read(self, path: Path, parse_constant: Callable[[str], Any] | None = None) -> Any:
@@ -130,7 +130,7 @@ def check(kind: type, values: Any, where: str) -> None:
 
 
 def keys_of(values: Any) -> list[str] | str:
-    """The keys of a JSON object for an error, or what there is in its place."""
+    """Returns the keys of a JSON object, or the type of another value, for an error."""
     return sorted(map(str, values)) if isinstance(values, dict) else type(values).__name__
 
 

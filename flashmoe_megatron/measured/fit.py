@@ -27,18 +27,18 @@ FILE = files.Kind(
 )
 DTYPES = {str(one).removeprefix("torch."): one for one in TOKEN_DTYPES}
 ALONE = ("product", "copy")
-"""What one rank does: sizes are floating-point operations and bytes written."""
+"""Lines of one rank; sizes are floating-point operations and bytes written."""
 TOGETHER = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-"""What a group does; sizes are bytes of the larger of a rank's buffers."""
+"""Lines of a group; sizes are bytes of the larger of a rank's buffers."""
 HOST = ("host_forward", "host_backward")
-"""What the host takes to issue a pass of a layer; sizes are parts."""
+"""Lines of the host that issues a pass of a layer; sizes are parts."""
 LEVELS = ("all_to_all_within", "all_to_all_rail")
-"""What the ranks of a host do, and those of one place, where there are several of both."""
+"""Lines of one host's ranks and of one place's, where there are several of both."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a fit holds.
+    """A machine with its ranks, for which alone a fit holds.
 
     Attributes:
         device: The GPU's name as the driver gives it, or how many cores the processor has.
@@ -58,13 +58,13 @@ class Machine:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The lines that a fit of it has."""
+        """The lines that a fit of this machine has."""
         together = (*TOGETHER, *HOST) if self.hosts * self.ranks_per_host > 1 else ()
         return (*ALONE, *together, *self.exchanges[1:])
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """What may carry a layer's rows, by their lines."""
+        """The lines of exchanges that may carry a layer's rows."""
         if self.hosts * self.ranks_per_host == 1:
             return ()
         levels = LEVELS if self.hosts > 1 and self.ranks_per_host > 1 else ()
@@ -72,7 +72,7 @@ class Machine:
 
 
 def machine_of(grid: HostGrid, device: torch.device, exchange: ExchangeKind = "direct") -> Machine:
-    """The machine of a rank's group, and what carries its rows."""
+    """Returns the machine of a rank's group, whose rows an exchange carries."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -82,12 +82,7 @@ def machine_of(grid: HostGrid, device: torch.device, exchange: ExchangeKind = "d
 
 @dataclass(frozen=True)
 class Beside:
-    """How many times as long as alone two things take while both run, each on its stream.
-
-    Attributes:
-        product: What a product takes.
-        exchange: What an exchange takes.
-    """
+    """Slowdowns of a product and an exchange that run concurrently, over their times alone."""
 
     product: float
     exchange: float
@@ -98,11 +93,11 @@ class Fit:
     """The lines of a machine.
 
     Attributes:
-        machine: Which.
-        dtype: The rows' that were multiplied, "bfloat16" for one.
-        lines: By name.
-        samples: The sizes and times in seconds that each line was laid through.
-        beside: What products and exchanges take beside each other, by the exchange's line.
+        machine: The machine.
+        dtype: The dtype of the rows that were multiplied, such as "bfloat16".
+        lines: All lines by name.
+        samples: The sizes and the times in seconds that each line was fitted to.
+        beside: Slowdowns of products and exchanges, by the exchange's line.
     """
 
     machine: Machine
@@ -113,7 +108,7 @@ class Fit:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The rows'."""
+        """The dtype of the rows."""
         return DTYPES[self.dtype]
 
 

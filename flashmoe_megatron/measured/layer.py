@@ -9,19 +9,12 @@ from flashmoe_megatron.separate.backend import ScheduledBackend
 
 
 class RandomLayer:
-    """A layer that calls a backend with what another rank has none of the numbers of."""
+    """A layer with random inputs; each rank draws its own."""
 
     def __init__(
         self, backend: ScheduledBackend, num_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Makes tokens, their routes and weights.
-
-        Args:
-            backend: Experts that nobody shares.
-            num_tokens: Tokens of this rank.
-            dtype: Theirs.
-            device: Where they are.
-        """
+        """Draws this rank's tokens, their routes and the weights of experts that no rank shares."""
         config = backend.config
         generator = torch.Generator(device).manual_seed(backend.rank)
         noise = torch.rand(num_tokens, config.num_experts, device=device, generator=generator)

@@ -1,4 +1,4 @@
-"""A straight line through times of several sizes, which a few late ones do not bend."""
+"""A straight line through times of several sizes that resists a few late ones."""
 
 import math
 import statistics
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 ROUNDS = 50
 TUKEY = 4.685
-"""A time that is so many deviations from the line counts for nothing, as in Tukey's biweight."""
+"""A time this many deviations away from the line has no weight, as in Tukey's biweight."""
 LEAST_DEVIATION = 0.03
 """The least deviation of times from the line, as a part of the median one: a collective's rate
 rises with its size, so that its times bend by as much, and none of them is to be taken for late."""
@@ -15,12 +15,12 @@ rises with its size, so that its times bend by as much, and none of them is to b
 
 @dataclass(frozen=True)
 class Line:
-    """What something of a size takes: ``alpha_s + size * beta_s``.
+    """The seconds of a size: ``alpha_s + size * beta_s``.
 
     Attributes:
-        alpha_s: Seconds whatever the size.
+        alpha_s: Seconds of any size.
         beta_s: Seconds for each unit.
-        r_squared: How much of the times' variance the line has, over all of them.
+        r_squared: Share of the times' variance that the line explains.
     """
 
     alpha_s: float
@@ -28,12 +28,12 @@ class Line:
     r_squared: float
 
     def time_s(self, size: float) -> float:
-        """Seconds of a size."""
+        """Returns the seconds of a size."""
         return self.alpha_s + size * self.beta_s
 
 
 def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> Line:
-    """The line with the least squares of errors over times, by weights that fall with them.
+    """Fits a line by least squares of errors over times, weighted less the larger an error is.
 
     A time is taken to vary as a sum of independent ones does: its variance grows with it. Relative
     errors would give as much to a time of 40 us as to one of 700, which a schedule is made of.
@@ -69,7 +69,7 @@ def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> Line:
 def _weighted(
     sizes: Sequence[float], times_s: Sequence[float], weights: Sequence[float]
 ) -> tuple[float, float]:
-    """Least squares of ``alpha + beta * n = t``, each over its t; both terms at least 0."""
+    """Solves ``alpha + beta * n = t`` by least squares over t; both terms are at least 0."""
     rows = [(w / t, n, t) for n, t, w in zip(sizes, times_s, weights, strict=True)]
     s, st = sum(w for w, _, _ in rows), sum(w * t for w, _, t in rows)
     sn = sum(w * n for w, n, _ in rows)

@@ -1,4 +1,4 @@
-"""Times exchanges, products, copies and the host at several sizes, and lays a line through each."""
+"""Times exchanges, products, copies and the host at several sizes, and fits a line to each."""
 
 import argparse
 import functools
@@ -32,22 +32,22 @@ SPAN = 32
 COPY_SPAN = 8
 PARTS = (1, 2, 3, 4, 6, 8)
 TOKENS = 256
-"""A layer's that keeps the host busy and a GPU idle."""
+"""Tokens of a layer that keeps the host busy and a GPU idle."""
 Sample = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
+    """The largest product, copy and exchange to measure.
 
     Attributes:
         hidden: Width of rows.
         intermediate: Columns of a product.
-        num_experts: Experts of a rank, whose products are one.
+        num_experts: Experts of a rank, which one grouped product computes.
         rows: Most rows of a product or a copy.
         num_bytes: Most bytes of an exchange.
-        points: Sizes of each, at even ratios.
-        turns: How often each is timed.
+        points: How many sizes of each are timed, at even ratios.
+        turns: How often each size is timed.
 
     Raises:
         ConfigError: A line through the times of products would have one size.
@@ -62,7 +62,7 @@ class Sizes:
     turns: int = 15
 
     def __post_init__(self) -> None:
-        """Checks them."""
+        """Checks that products have two sizes."""
         if self.rows < 2 * self.num_experts:
             raise ConfigError(
                 f"rows={self.rows} for {self.num_experts} experts: wanted 2 for each at least"
@@ -135,11 +135,11 @@ def measure(
 
     Args:
         group: The expert-parallel group, ``None`` for one rank.
-        grid: How its ranks lie on hosts.
-        device: This rank's.
-        dtype: The rows'.
-        sizes: What is measured.
-        exchange: How rows travel; all but "copies" are put together from what NCCL takes.
+        grid: The hosts of its ranks.
+        device: The device of this rank.
+        dtype: The dtype of rows.
+        sizes: The largest sizes.
+        exchange: How rows travel; all but "copies" are composed of NCCL's times.
         timeout: Seconds that an exchange waits for a rank.
 
     Raises:
@@ -175,18 +175,18 @@ def measure(
 
 
 def even_ratios(most: int, points: int, span: int = SPAN) -> list[int]:
-    """Sizes from a part of the most, which is so many times as much, to the most."""
+    """Returns sizes at even ratios from the most over ``span`` to the most."""
     ratio = span ** (1 / (points - 1))
     return sorted({max(round(most / ratio**i), 1) for i in range(points)})
 
 
 def _samples(clock: Clock, calls: Mapping[float, Work], *, of_host: bool = False) -> list[Sample]:
-    """Times of calls by their sizes."""
+    """Pairs the sizes of calls with their times."""
     return list(zip(calls, clock.seconds([*calls.values()], of_host=of_host), strict=True))
 
 
 def _products(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
-    """Times of grouped products by their floating-point operations."""
+    """Times grouped products by their floating-point operations."""
     weights = _weights(clock, dtype, sizes)
     each = even_ratios(sizes.rows // sizes.num_experts, sizes.points)
     calls = {2.0 * weights.numel() * rows: _product(weights, rows) for rows in each}
@@ -206,7 +206,7 @@ def _product(weights: torch.Tensor, per_expert: int) -> Work:
 
 
 def _copies(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
-    """Times of rows that are picked, by bytes that are written; of more than a cache takes."""
+    """Times the picking of more rows than a cache holds, by the bytes written."""
 
     def copy(rows: torch.Tensor) -> Work:
         index = torch.randperm(len(rows), device=clock.device)
@@ -225,7 +225,7 @@ def _beside(
     products: list[Sample],
     exchanges: list[Sample],
 ) -> Beside:
-    """What the largest product and the largest all-to-all take beside each other."""
+    """Measures the slowdowns of the largest product and the largest all-to-all."""
     product_s, exchange_s = products[-1][1], exchanges[-1][1]
     calls = _product(_weights(clock, dtype, sizes), max(sizes.rows // sizes.num_experts, 1))
     return Beside(
@@ -242,7 +242,7 @@ def _hosts(
     sizes: Sizes,
     exchange: ExchangeKind,
 ) -> dict[str, list[Sample]]:
-    """Times of forwards and backwards that take the host longer than the GPU, by their parts."""
+    """Times forwards and backwards that occupy the host for longer than the GPU, by parts."""
     ranks = dist.get_world_size(group)
     config = MoEConfig(
         hidden=DIM_GRANULE,
@@ -282,7 +282,7 @@ def _all_to_all(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
 
 
 def _by_copies(copies: Copies) -> "_Exchange":
-    """An all-to-all by copy engines, each of which is its own forward."""
+    """Returns an all-to-all by copy engines; every call is a forward of its own."""
 
     def exchange(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
         ranks = dist.get_world_size(group)
@@ -324,7 +324,7 @@ _COLLECTIVES: dict[str, _Exchange] = {
 def _exchanges(
     clock: Clock, exchange: _Exchange, group: dist.ProcessGroup, sizes: Sizes
 ) -> list[Sample]:
-    """Times of a collective by the bytes of a rank's larger buffer, which is of float32."""
+    """Times a collective by the bytes of a rank's larger buffer, which has float32 values."""
     units = even_ratios(_most_units(sizes, group), sizes.points)
     buffers = [_buffer(clock, group, sizes, each) for each in units]
     return _samples(clock, {float(one.nbytes): exchange(one, group) for one in buffers})
@@ -337,9 +337,9 @@ def _most_units(sizes: Sizes, group: dist.ProcessGroup) -> int:
 def _buffer(
     clock: Clock, group: dist.ProcessGroup, sizes: Sizes, units: int | None = None
 ) -> torch.Tensor:
-    """Pieces for all ranks, of so many rows, or the most, as narrow as a layer's can be.
+    """Returns pieces for all ranks, each of ``units`` rows of the least width, or the most.
 
-    Where a piece begins at no multiple of 16 bytes, NCCL takes up to twice as long.
+    NCCL takes up to twice as long if a piece does not begin at a multiple of 16 bytes.
     """
     units = units or _most_units(sizes, group)
     return torch.zeros(units * DIM_GRANULE * dist.get_world_size(group), device=clock.device)

@@ -2,11 +2,12 @@
 
 import argparse
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_name
 from flashmoe_megatron.ranks import Ranks
@@ -17,8 +18,8 @@ class Started(NamedTuple):
 
     Attributes:
         group: Their group, ``None`` for one rank alone.
-        grid: How they lie on hosts.
-        device: This rank's.
+        grid: Their hosts.
+        device: The device of this rank.
     """
 
     group: dist.ProcessGroup | None
@@ -57,8 +58,28 @@ def check_sizes(options: argparse.Namespace, *names: str) -> None:
             raise ConfigError(f"--{name} {value}: wanted more than 0")
 
 
+def layer_of(options: argparse.Namespace, num_ranks: int, **form: Any) -> MoEConfig:
+    """Returns the shape of a layer whose sizes the command line has.
+
+    Args:
+        options: The command line.
+        num_ranks: The ranks of the layer.
+        **form: What its experts compute.
+    """
+    return MoEConfig(
+        hidden=options.hidden,
+        intermediate=options.intermediate,
+        num_experts=options.num_experts,
+        topk=options.topk,
+        gated=options.gated,
+        num_ranks=num_ranks,
+        max_tokens=options.tokens,
+        **form,
+    )
+
+
 def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
-    """A dtype by its name; without one bfloat16 on a GPU, and float32 on a CPU."""
+    """Returns a dtype by its name; by default bfloat16 on a GPU and float32 on a CPU."""
     found = getattr(torch, name or ("bfloat16" if device.type == "cuda" else "float32"))
     assert isinstance(found, torch.dtype)
     return found

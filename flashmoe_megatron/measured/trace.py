@@ -10,19 +10,19 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.measured import files, start
 from flashmoe_megatron.measured.fit import machine_of
 from flashmoe_megatron.measured.layer import RandomLayer
 from flashmoe_megatron.options import LAYER_SIZES, BackendOptions, add_flags, add_sizes
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.degree import choose_degrees
 from flashmoe_megatron.separate.exchange import kind_of
 from flashmoe_megatron.separate.hooks import Call, When
 from flashmoe_megatron.separate.model import Stream
+from flashmoe_megatron.streams import Stamp
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction, Phase
 
 WARM_UP = 3
@@ -30,14 +30,14 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Stamped:
-    """What a stream did for a while.
+    """One piece of work of a stream.
 
     Attributes:
         name: The stage: "probabilities", "dispatch", "experts", "weights" or "combine".
-        part: Which part, from 0; -1 for what no part is.
-        stream: Where it ran.
-        begin_us: From the beginning of its pass.
-        end_us: Likewise.
+        part: The part, from 0; -1 for work that belongs to no part.
+        stream: The stream.
+        begin_us: Microseconds since its pass began.
+        end_us: The same for its end.
     """
 
     name: str
@@ -55,14 +55,14 @@ def trace(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[Direction, list[Stamped]]:
-    """Runs a layer with random tokens and says when each stream did what. Collective.
+    """Runs a layer with random tokens and returns the work of each stream. Collective.
 
     Args:
-        backend: A layer's, whose experts nobody shares and which keeps all.
+        backend: The layer's, which keeps all and whose experts no ranks share.
         group: Its ranks.
         num_tokens: Tokens of this rank.
-        dtype: Theirs.
-        device: Where they are.
+        dtype: The dtype of tokens.
+        device: The device of this rank.
     """
     layer = RandomLayer(backend, num_tokens, dtype, device)
     found: dict[Direction, list[Stamped]] = {}
@@ -71,9 +71,9 @@ def trace(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         Ranks(group).meet()
-        begin = lanes.stamp(device)
+        begin = Stamp(device)
         saved = layer.forward()
-        middle = lanes.stamp(device)
+        middle = Stamp(device)
         layer.backward(saved)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -82,7 +82,7 @@ def trace(
             found = recorder.stop({"forward": begin, "backward": middle})
             phases = records[-1].phase_ns
             products_end = (phases[Phase.HEAD] + phases[Phase.GEMM]) / 1e3
-            before = [  # on a processor, all that was issued before
+            before = [  # on a CPU, everything that was issued before
                 one.end_us
                 for one in found["backward"]
                 if one.stream == "compute" or device.type != "cuda"
@@ -93,11 +93,11 @@ def trace(
 
 
 class _Recorder:
-    """Has a backend's lanes and hooks write down when they are at work."""
+    """Makes a backend's lanes and hooks record when they are at work."""
 
     def __init__(self, backend: ScheduledBackend, device: torch.device) -> None:
         self._backend, self._device = backend, device
-        self._experts: list[tuple[Call, Any]] = []
+        self._experts: list[tuple[Call, Stamp]] = []
         for lane in backend.streams.values():
             lane.stamps = []
         moments: tuple[When, ...] = get_args(When)
@@ -105,16 +105,18 @@ class _Recorder:
 
     def _note(self, rows: torch.Tensor, call: Call) -> None:
         if not call.is_probe:
-            self._experts.append((call, lanes.stamp(self._device)))
+            self._experts.append((call, Stamp(self._device)))
 
-    def stop(self, begins: dict[Direction, Any]) -> dict[Direction, list[Stamped]]:
-        """What they wrote down, from the beginning of each pass."""
+    def stop(self, begins: dict[Direction, Stamp]) -> dict[Direction, list[Stamped]]:
+        """Ends the recording and returns it, with times since each pass began."""
         for handle in self._handles:
             handle.remove()
         found: dict[Direction, list[Stamped]] = {name: [] for name in DIRECTIONS}
 
-        def add(of: Direction, name: str, part: int, stream: Any, pair: tuple[Any, Any]) -> None:
-            begin, end = (lanes.nanoseconds(begins[of], one) / 1e3 for one in pair)
+        def add(
+            of: Direction, name: str, part: int, stream: Any, pair: tuple[Stamp, Stamp]
+        ) -> None:
+            begin, end = (one.ns_since(begins[of]) / 1e3 for one in pair)
             found[of].append(Stamped(name, part, stream, begin, end))
 
         pairs = zip(self._experts[::2], self._experts[1::2], strict=True)
@@ -129,7 +131,7 @@ class _Recorder:
 
 
 def _names(backend: ScheduledBackend) -> list[tuple[Direction, str, int]]:
-    """What travels in a forward and a backward, in the order in which it is issued."""
+    """Lists the exchanges of a forward and a backward in the order of issue."""
     forward, backward = backend.degrees
     return [
         ("forward", "probabilities", -1),
@@ -154,16 +156,8 @@ def run(options: argparse.Namespace) -> None:
     group, grid, device = start.join()
     if group is None:
         raise ConfigError("1 rank, with which nothing travels: wanted several, by torchrun")
-    config = MoEConfig(
-        hidden=options.hidden,
-        intermediate=options.intermediate,
-        num_experts=options.num_experts,
-        topk=options.topk,
-        activation=Activation.SILU if options.gated else Activation.GELU,
-        gated=options.gated,
-        num_ranks=dist.get_world_size(),
-        max_tokens=options.tokens,
-    )
+    activation = Activation.SILU if options.gated else Activation.GELU
+    config = start.layer_of(options, dist.get_world_size(), activation=activation)
     dtype = start.dtype_of(options.dtype, device)
     chosen = BackendOptions(
         keep="all",

@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.backend import ExpertWeights
-from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.measured import start
 from flashmoe_megatron.measured.calibration import (
     GRADS,
     Entry,
@@ -84,18 +85,13 @@ def run(options: argparse.Namespace) -> None:
     elif not options.file.parent.is_dir():
         folder = options.file.parent
         raise ConfigError(f"{options.file}: there is no folder {folder}, make it first")
-    config = MoEConfig(
-        hidden=options.hidden,
-        intermediate=options.intermediate,
-        num_experts=options.num_experts,
-        topk=options.topk,
+    config = start.layer_of(
+        options,
+        NUM_RANKS,
         activation=Activation(options.activation),
-        gated=options.gated,
         clamp_value=options.clamp_value,
         linear_offset=options.linear_offset,
         glu_interleave=options.glu_interleave,
-        num_ranks=NUM_RANKS,
-        max_tokens=options.tokens,
     )
     chosen = BackendOptions(keep=options.keep, row_bound=options.row_bound)
     if torch.cuda.is_available():

@@ -6,13 +6,11 @@ there, or is told of the other lane that reads it.
 """
 
 import contextlib
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from flashmoe_megatron.streams import current_stream, index_of
+from flashmoe_megatron.streams import Stamp, current_stream, index_of
 
 _NOTHING = contextlib.nullcontext()
 
@@ -31,20 +29,6 @@ def wait(device: torch.device, moment: Mark) -> None:
         _current(device).wait_event(moment)
 
 
-def stamp(device: torch.device) -> Any:
-    """This moment with its time: an event on the current stream or, on a processor, ns."""
-    if device.type != "cuda":
-        return time.monotonic_ns()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(_current(device))
-    return event
-
-
-def nanoseconds(begin: Any, end: Any) -> int:
-    """Time between two moments of :func:`stamp`, which have passed."""
-    return end - begin if isinstance(end, int) else int(begin.elapsed_time(end) * 1e6)
-
-
 def _current(device: torch.device) -> torch.cuda.Stream:
     return current_stream(index_of(device))
 
@@ -58,7 +42,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         """Makes the stream, on a GPU."""
-        self.stamps: list[tuple[Any, Any]] | None = None
+        self.stamps: list[tuple[Stamp, Stamp]] | None = None
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -87,10 +71,10 @@ class Lane:
         return _NOTHING if self.stamps is None else self._stamping(self.stamps)
 
     @contextlib.contextmanager
-    def _stamping(self, stamps: list[tuple[Any, Any]]) -> Iterator[None]:
-        begin = stamp(self._device)
+    def _stamping(self, stamps: list[tuple[Stamp, Stamp]]) -> Iterator[None]:
+        begin = Stamp(self._device)
         yield
-        stamps.append((begin, stamp(self._device)))
+        stamps.append((begin, Stamp(self._device)))
 
     def wait(self, moment: Mark) -> None:
         """Has the lane wait."""

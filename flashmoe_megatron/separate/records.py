@@ -3,13 +3,12 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from flashmoe_megatron.config import count_row_blocks
-from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.plan import Routes, rows_of_experts
+from flashmoe_megatron.streams import Stamp
 from flashmoe_megatron.telemetry.record import (
     Direction,
     LaunchRecord,
@@ -26,23 +25,23 @@ class Laps:
 
     def __init__(self, device: torch.device, *, counts: bool) -> None:
         self._device, self._counts = device, counts
-        self.moments: list[tuple[str, Any]] = []
+        self.moments: list[tuple[str, Stamp]] = []
         self.begin_ns = time.monotonic_ns()
         self.lap("begin")
 
     def lap(self, name: str) -> None:
         """Gives this moment a name."""
         if self._counts:
-            self.moments.append((name, lanes.stamp(self._device)))
+            self.moments.append((name, Stamp(self._device)))
 
     def are_over(self) -> bool:
         """Whether the device has passed the last one."""
-        return self._device.type != "cuda" or bool(self.moments[-1][1].query())
+        return self.moments[-1][1].has_passed()
 
     def nanoseconds(self) -> dict[str, int]:
         """Time from one moment to the next, by the later one's name."""
         pairs = zip(self.moments, self.moments[1:], strict=False)
-        return {name: lanes.nanoseconds(a, b) for (_, a), (name, b) in pairs}
+        return {name: int(b.ns_since(a)) for (_, a), (name, b) in pairs}
 
 
 class Records:

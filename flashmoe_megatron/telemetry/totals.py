@@ -6,6 +6,7 @@ whatever they did, and ratios are formed once, at the end.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError
@@ -245,30 +246,29 @@ class Totals:
         self.launches: dict[Slot, LaunchTotals] = {slot: LaunchTotals() for slot in layout.slots}
         self.longest_ns: dict[Slot, float] = dict.fromkeys(layout.slots, 0.0)
         configs = {layer: place.config for layer, place in layout.layers.items()}
-        self.rank_launches = {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
+
+        def by_rank() -> dict[int, list[float]]:
+            return {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
+
         self.expert_rows = {layer: [0.0] * one.num_experts for layer, one in configs.items()}
-        self.rank_rows = {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
-        self.routes = {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
-        self.local_routes = {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
-        self.replicas = dict.fromkeys(layout.slots, 0.0)
-        self.replica_launches = dict.fromkeys(layout.slots, 0.0)
-        self.replica_bytes = dict.fromkeys(layout.slots, 0.0)
-        ranks = range(layout.num_ranks)
-        self.counted_launches = [0.0 for _ in ranks]
-        self.bytes_pulled = [[0.0 for _ in ranks] for _ in ranks]
-        self.bytes_pushed = [[0.0 for _ in ranks] for _ in ranks]
+        self.rank_launches, self.rank_rows = by_rank(), by_rank()
+        self.routes, self.local_routes = by_rank(), by_rank()
+        self.replicas, self.replica_launches, self.replica_bytes = (
+            dict.fromkeys(layout.slots, 0.0) for _ in range(3)
+        )
+        self.counted_launches, *matrices = (
+            [0.0] * layout.num_ranks for _ in range(1 + 2 * layout.num_ranks)
+        )
+        self.bytes_pulled = matrices[: layout.num_ranks]
+        self.bytes_pushed = matrices[layout.num_ranks :]
         self.tokens = dict.fromkeys(layout.layers, 0.0)
-        self.routes_chosen = 0.0
-        self.routes_kept = 0.0
-        self.crossing_calls = 0.0
-        self.crossed_rows = 0.0
-        self.crossed_bytes = 0.0
-        self.crossing_ns = 0.0
-        self.link_bytes = dict.fromkeys(LINKS, 0.0)
-        self.link_timed_bytes = dict.fromkeys(LINKS, 0.0)
-        self.link_seconds = dict.fromkeys(LINKS, 0.0)
-        self.seconds = 0.0
-        self.heap_bytes = 0.0
+        self.routes_chosen = self.routes_kept = 0.0
+        self.crossing_calls = self.crossing_ns = 0.0
+        self.crossed_rows = self.crossed_bytes = 0.0
+        self.link_bytes, self.link_timed_bytes, self.link_seconds = (
+            dict.fromkeys(LINKS, 0.0) for _ in range(3)
+        )
+        self.seconds = self.heap_bytes = 0.0
 
     def add(self, record: LaunchRecord) -> None:
         """Adds one launch of this rank.
@@ -322,42 +322,36 @@ class Totals:
                 self.expert_rows[layer][expert] += rows
 
     @property
-    def _by_rank(self) -> tuple[dict[int, list[float]], ...]:
-        """What is told of every rank or expert of a layer, in the order of the vectors."""
-        return (
+    def _rows(self) -> list[list[float]]:
+        """The sums of ranks and experts, in the order of the vectors."""
+        by_layer = (
             self.rank_launches,
             self.expert_rows,
             self.rank_rows,
             self.routes,
             self.local_routes,
         )
+        rows = [row for rows in by_layer for row in rows.values()]
+        return [*rows, self.counted_launches, *self.bytes_pulled, *self.bytes_pushed]
 
     @property
-    def _by_slot(self) -> tuple[dict[Slot, float], ...]:
-        return (self.replicas, self.replica_launches, self.replica_bytes)
+    def _tables(self) -> tuple[dict[Any, float], ...]:
+        """The sums of layers and links, likewise."""
+        by_slot = (self.replicas, self.replica_launches, self.replica_bytes)
+        by_link = (self.link_bytes, self.link_timed_bytes, self.link_seconds)
+        return (*by_slot, self.tokens, *by_link)
 
     def sums(self) -> list[float]:
-        """What is added up over ranks."""
+        """Returns all values that are added up over ranks."""
         return [
             *(value for totals in self.launches.values() for value in totals.values()),
-            *(one for by_layer in self._by_rank for ones in by_layer.values() for one in ones),
-            *(one for by_slot in self._by_slot for one in by_slot.values()),
-            *self.counted_launches,
-            *(value for row in (*self.bytes_pulled, *self.bytes_pushed) for value in row),
-            *self.tokens.values(),
-            self.routes_chosen,
-            self.routes_kept,
-            self.crossing_calls,
-            self.crossed_rows,
-            self.crossed_bytes,
-            self.crossing_ns,
-            *self.link_bytes.values(),
-            *self.link_timed_bytes.values(),
-            *self.link_seconds.values(),
+            *(value for row in self._rows for value in row),
+            *(value for table in self._tables for value in table.values()),
+            *(getattr(self, name) for name in _SUMS),
         ]
 
     def maxima(self) -> list[float]:
-        """The values of which the greatest over ranks is taken."""
+        """Returns the values whose greatest over ranks is taken."""
         return [*self.longest_ns.values(), self.seconds, self.heap_bytes]
 
     @classmethod
@@ -373,21 +367,22 @@ class Totals:
 
         for slot in layout.slots:
             totals.launches[slot] = LaunchTotals.from_values(take(_LAUNCH_WIDTH))
-        for by_layer in totals._by_rank:
-            for layer, values in by_layer.items():
-                by_layer[layer] = take(len(values))
-        for by_slot in totals._by_slot:
-            by_slot.update(zip(by_slot, take(len(by_slot)), strict=True))
-        totals.counted_launches = take(layout.num_ranks)
-        totals.bytes_pulled = [take(layout.num_ranks) for _ in range(layout.num_ranks)]
-        totals.bytes_pushed = [take(layout.num_ranks) for _ in range(layout.num_ranks)]
-        totals.tokens = dict(zip(layout.layers, take(len(layout.layers)), strict=True))
-        totals.routes_chosen, totals.routes_kept = take(2)
-        totals.crossing_calls, totals.crossed_rows = take(2)
-        totals.crossed_bytes, totals.crossing_ns = take(2)
-        totals.link_bytes = dict(zip(LINKS, take(len(LINKS)), strict=True))
-        totals.link_timed_bytes = dict(zip(LINKS, take(len(LINKS)), strict=True))
-        totals.link_seconds = dict(zip(LINKS, take(len(LINKS)), strict=True))
+        for row in totals._rows:
+            row[:] = take(len(row))
+        for table in totals._tables:
+            table.update(zip(table, take(len(table)), strict=True))
+        vars(totals).update(zip(_SUMS, take(len(_SUMS)), strict=True))
         *longest, totals.seconds, totals.heap_bytes = maxima
         totals.longest_ns = dict(zip(layout.slots, longest, strict=True))
         return totals
+
+
+_SUMS = (
+    "routes_chosen",
+    "routes_kept",
+    "crossing_calls",
+    "crossed_rows",
+    "crossed_bytes",
+    "crossing_ns",
+)
+"""The sums that are single numbers."""

@@ -85,7 +85,7 @@ def test_torch_is_asked_once_for_each_stream(gpu: Gpu) -> None:
 
 
 def test_stamps_are_of_the_lane(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "stamp", lambda device: gpu.current)
+    monkeypatch.setattr(lanes, "Stamp", lambda device: gpu.current)
     lane = lanes.Lane(DEVICE)
     lane.stamps = []
     with lane.after(None):

@@ -302,8 +302,8 @@ def test_layers_with_other_timeouts_have_groups_of_their_own(
 def test_events_of_exchanges_do_not_pile_up_where_nobody_reads_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    event = SimpleNamespace(record=lambda: None, query=lambda: True, elapsed_time=lambda _: 1.0)
-    monkeypatch.setattr(rail, "_timing_event", lambda: event)
+    stamp = SimpleNamespace(has_passed=lambda: True, ns_since=lambda _: 1e6)
+    monkeypatch.setattr(rail, "Stamp", lambda _: stamp)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     crossed = Crossed()
     watch = Stopwatch(crossed)

@@ -1,10 +1,11 @@
 """Times of work as it runs: on the GPU's stream, or on the processor without a GPU."""
 
-import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+
+from flashmoe_megatron.streams import Stamp
 
 T = TypeVar("T")
 HAS_GPU = torch.cuda.is_available()
@@ -16,20 +17,14 @@ def device_here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
 
 
-def now() -> Any:
+def now() -> Stamp:
     """Marks the work that has been launched so far."""
-    if not HAS_GPU:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return Stamp(device_here())
 
 
-def between_ms(begin: Any, end: Any) -> float:
-    """Milliseconds between two marks; on a GPU both have to have been reached."""
-    if HAS_GPU:
-        return float(begin.elapsed_time(end))
-    return (end - begin) * 1e3
+def between_ms(begin: Stamp, end: Stamp) -> float:
+    """Milliseconds between two marks; a GPU has to have reached both."""
+    return end.ns_since(begin) / 1e6
 
 
 def synchronize() -> None:
